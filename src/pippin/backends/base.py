@@ -1,0 +1,160 @@
+"""The contract between the scheduler and whatever runs the model. Knows no arrays.
+
+A plan carries every device-side effect of a step, and a backend executes it in this order:
+
+    retire   read what rows hold after the previous launch (captures), then free their slots
+    admit    sampling parameters of slots that start
+    prefill  restore a matched prefix, then run chunks of prompts; sample where one ends
+    decode   run one token of each row (from the FutureMap), sample, stash the token by slot
+
+Only `Backend.launch` touches the device, so no schedule-versus-forward race can be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from pippin.types import Component, ModelSpec, Payload, SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Restore:
+    """A prefix matched in the tree: `length` tokens that need not be computed.
+
+    KV payloads are in token order and end at `length`; window payloads cover at least the last
+    window. The payloads are borrowed: the tree holds a lock on them while the request runs.
+    """
+
+    length: int
+    payloads: Mapping[Component, tuple[Payload, ...]]
+
+
+@dataclass(frozen=True)
+class Admit:
+    """A slot starts its life with these parameters."""
+
+    slot: int
+    params: SamplingParams
+    stop_ids: tuple[int, ...]  # eos and the user's own; suppressed until min_tokens
+    prompt: np.ndarray  # int32 [prompt_len]: what penalties look back at
+    seed: int  # always set: the request's own or one drawn for it
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """One chunk of one prompt: tokens at positions [start, start + len(tokens))."""
+
+    slot: int
+    start: int
+    tokens: np.ndarray  # int32 [n]
+    samples: bool = False  # the chunk ends the prompt: sample the first token of the reply
+    restore: Restore | None = None  # only on the first chunk
+    checkpoints: tuple[int, ...] = ()  # ascending positions in (start, end]: capture states there
+    captures: bool = False  # hand this chunk's KV (and states at checkpoints) to the tree
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One token of one running request; the token itself is in the FutureMap under `slot`."""
+
+    slot: int
+    position: int  # of the input token: the number of tokens held before this step
+    samples: bool = True  # False: absorb the last token of a finished reply for the cache
+    checkpoint: bool = False  # capture the recurrent state after this step, at position + 1
+    masked: bool = False  # a grammar row: sampled by `PendingStep.sample` once its mask is known
+
+
+@dataclass(frozen=True)
+class Retire:
+    """A slot ends. With `captures`, the KV of positions [start, end) and the state at `end`."""
+
+    slot: int
+    start: int = 0
+    end: int = 0
+    captures: bool = False
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    step: int
+    retire: tuple[Retire, ...] = ()
+    admit: tuple[Admit, ...] = ()
+    prefill: tuple[PrefillRow, ...] = ()
+    decode: tuple[DecodeRow, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not (self.retire or self.admit or self.prefill or self.decode)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.prefill) + len(self.decode)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a plan asked to keep of one slot: tokens [start, end).
+
+    `kv` holds the divisible components for exactly that range (absent for a state-only capture of
+    a decode row); `states` maps a position in (start, end] to the recurrent state after it.
+    """
+
+    slot: int
+    start: int
+    end: int
+    kv: Mapping[Component, Payload] = field(default_factory=dict)
+    states: Mapping[int, Payload] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        held: Sequence[Payload] = [*self.kv.values(), *self.states.values()]
+        return sum(payload.nbytes for payload in held)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    tokens: Mapping[int, int]  # sampled token by slot, for every row that samples
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by slot, if asked for
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    captures: tuple[Capture, ...] = ()
+    device_done: float = 0.0  # time.perf_counter() when the device was seen to have finished
+
+
+class PendingStep(Protocol):
+    def sample(self, masks: Mapping[int, np.ndarray]) -> None:
+        """Launch sampling of the plan's masked rows; bool [vocab] by slot, True where allowed.
+
+        Must be called exactly once when a plan has masked rows, before `wait`.
+        """
+        ...
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> StepResult:
+        """The only blocking call; never waits for a later step."""
+        ...
+
+
+class Backend(Protocol):
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Enqueue; never block."""
+        ...
+
+    def memory_used(self) -> int:
+        """Bytes the device holds now, weights included."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Runs models through MLX: Metal, CUDA and CPU."""

@@ -1,0 +1,77 @@
+"""One Config of frozen sections; the command line is generated from these fields.
+
+The string after each field is its help text. `"auto"` is resolved once, at start-up, into a new
+Config (see `launch.py`); nothing later looks at an unresolved value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model: str = "stories-hybrid-20m"
+    """The bundled model's name, a local directory, or a Hugging Face id."""
+
+    backend: Literal["auto", "mlx", "fake"] = "auto"
+    """What runs the model. `fake` is a toy for testing clients: it emits nonsense, fast."""
+
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Arithmetic type. `auto`: float32 on CPUs, otherwise the checkpoint's own."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id."""
+
+    max_len: int | None = None
+    """Longest prompt and reply together, in tokens. Default: what the checkpoint holds."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    max_running: int = 64
+    """Requests that decode at the same time; more wait in the queue."""
+
+    max_queue: int = 1024
+    """Requests that may wait; more are refused with 503."""
+
+    prefill_tokens: int = 512
+    """Prompt tokens computed in one step when nothing else is running."""
+
+    overlap: bool = True
+    """Plan and launch the next step before the last one's tokens are known."""
+
+    prefix_cache: bool = True
+    """Reuse the KV and recurrent states of shared prefixes."""
+
+    memory: str = "auto"
+    """Byte budget for weights, KV, states and work space: bytes ("6GB") or a fraction ("0.7")."""
+
+    deterministic: bool = False
+    """Fixed shapes: cold equals warm and solo equals batched, bit for bit. Slower."""
+
+    canary: Literal["off", "log", "raise"] = "off"
+    """Verify cached entries with chain hashes on every restore."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+
+    port: int = 8000
+    """Port to listen on; 0 picks a free one."""
+
+    served_name: str | None = None
+    """Model name in the API. Default: the last part of the model's path or id."""
+
+    api_key: str | None = None
+    """If set, requests must carry it as a bearer token."""
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)

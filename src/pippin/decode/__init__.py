@@ -1,0 +1,1 @@
+"""What constrains or predicts the next token. Knows no model."""

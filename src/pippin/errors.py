@@ -1,0 +1,68 @@
+"""Every error a user can meet, as one tree. Knows nothing of HTTP servers, models or arrays.
+
+    PippinError
+    ├── RequestError            400  the request is wrong; names the field and the numbers
+    │   ├── ContextOverflow     400  prompt + reply do not fit the model
+    │   └── UnsupportedField    400  a documented field that this server does not honour
+    ├── NotFound                404
+    ├── Overloaded              503  the queue is full
+    ├── OutOfMemory             503  one request does not fit the byte budget
+    ├── EngineDead              503  the engine process is gone
+    └── LoadError                    a checkpoint cannot be served; raised before the server starts
+        └── UnsupportedLayout        a cache kind that Pippin does not know
+"""
+
+from __future__ import annotations
+
+
+class PippinError(Exception):
+    """Base of all errors that carry a message meant for the user."""
+
+    status = 500
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class RequestError(PippinError):
+    status = 400
+    code = "invalid_request_error"
+
+
+class ContextOverflow(RequestError):
+    code = "context_length_exceeded"
+
+
+class UnsupportedField(RequestError):
+    code = "unsupported_parameter"
+
+
+class NotFound(PippinError):
+    status = 404
+    code = "not_found"
+
+
+class Overloaded(PippinError):
+    status = 503
+    code = "overloaded"
+
+
+class OutOfMemory(PippinError):
+    status = 503
+    code = "out_of_memory"
+
+
+class EngineDead(PippinError):
+    status = 503
+    code = "engine_dead"
+
+
+class LoadError(PippinError):
+    code = "load_error"
+
+
+class UnsupportedLayout(LoadError):
+    code = "unsupported_layout"

@@ -1,0 +1,92 @@
+"""What crosses the channel between the server process and the engine process (msgspec, ZMQ)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pippin.types import FinishReason, SamplingParams, TokenLogprobs
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True):
+    """One sequence to generate. `boundaries` are token positions where messages end."""
+
+    id: str
+    tokens: list[int]
+    params: SamplingParams
+    stop_ids: list[int] = []  # eos ids (unless ignored) and the user's stop_token_ids
+    boundaries: list[int] = []
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    id: str
+
+
+class Finish(msgspec.Struct, tag="finish", frozen=True):
+    """The server saw a stop string: end the request as finished, not aborted."""
+
+    id: str
+
+
+class FlushCache(msgspec.Struct, tag="flush_cache", frozen=True):
+    id: str
+
+
+class GetStatus(msgspec.Struct, tag="get_status", frozen=True):
+    id: str
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
+    pass
+
+
+class TokenDelta(msgspec.Struct, frozen=True):
+    """New tokens of one request; `finish` set makes it the request's one terminal message."""
+
+    id: str
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with the first delta; [0] is position 1
+    cached_tokens: int | None = None  # with the first delta: prompt tokens not computed
+    finish: FinishReason | None = None
+    error: str | None = None
+    error_code: str | None = None
+    error_status: int = 500
+
+
+class TokenBatch(msgspec.Struct, tag="tokens", frozen=True):
+    deltas: list[TokenDelta]
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """The engine has loaded its model and listens."""
+
+    model: str
+    vocab_size: int
+    max_len: int
+    info: dict[str, Any] = {}
+
+
+class Loading(msgspec.Struct, tag="loading", frozen=True):
+    """Progress while the model loads, for the terminal."""
+
+    stage: str
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True):
+    """The engine could not start; the message is for the user."""
+
+    message: str
+
+
+class Reply(msgspec.Struct, tag="reply", frozen=True):
+    """The answer to FlushCache or GetStatus."""
+
+    id: str
+    data: dict[str, Any]
+    error: str | None = None
+
+
+ToEngine = Submit | Abort | Finish | FlushCache | GetStatus | Shutdown
+FromEngine = TokenBatch | Ready | Loading | Failed | Reply

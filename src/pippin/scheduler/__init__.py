@@ -1,0 +1,1 @@
+"""Decides what each step computes. Knows no mlx, no torch and no HTTP."""

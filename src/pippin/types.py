@@ -1,0 +1,138 @@
+"""The words every layer shares. Knows no arrays, no HTTP and no model."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+GRID = 64  # tokens between checkpoints; also the length of a decode tail
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Component(enum.Enum):
+    """What a layer keeps, and so what a tree node can carry."""
+
+    ATTENTION = "attention"  # KV of every token
+    WINDOW = "window"  # KV of the last `window` tokens
+    STATE = "state"  # recurrent state after the last token
+
+
+class Payload(Protocol):
+    """A piece of one component's cache, opaque to whoever holds it.
+
+    `tokens` it covers: KV payloads divide anywhere inside; a state belongs to the end of its node
+    and is never split.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def split(self, at: int) -> tuple[Payload, Payload]:
+        """The first `at` tokens and the rest; self must not be used afterwards."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory back; called exactly once by the last owner."""
+        ...
+
+    def fingerprint(self) -> int:
+        """A hash of the bytes, for the canary's deep check. May block; debug only."""
+        ...
+
+
+Payloads = Mapping[Component, Payload]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Validated by whoever builds it from user input."""
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None  # number of alternatives beside each token; None: no logprobs
+    prompt_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log probability of one token, and of the likeliest alternatives at its place."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer keeps, as discovered from the model's own cache object."""
+
+    index: int
+    component: Component
+    nbytes: int  # per token for KV, per sequence for a state
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The numbers the scheduler and the cache need to know about a loaded model."""
+
+    name: str
+    vocab_size: int
+    max_len: int  # positions: prompt and reply together
+    layers: tuple[LayerSpec, ...]
+
+    def _total(self, component: Component) -> int:
+        return sum(layer.nbytes for layer in self.layers if layer.component is component)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._total(Component.ATTENTION)
+
+    @property
+    def window_bytes_per_token(self) -> int:
+        return self._total(Component.WINDOW)
+
+    @property
+    def state_bytes(self) -> int:
+        return self._total(Component.STATE)
+
+    @property
+    def window(self) -> int:
+        """Tokens the widest sliding window looks back over; 0 without one."""
+        return max((layer.window or 0 for layer in self.layers), default=0)
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        present = {layer.component for layer in self.layers}
+        return tuple(c for c in Component if c in present)
