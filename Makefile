@@ -1,0 +1,67 @@
+# make serve   install what is needed and serve the bundled model
+# make test    install what is needed, then lint, type check and test
+# make clean   remove the virtual environment and every cache
+#
+# Needs Python 3.11+ and pip; `make serve PYTHON=/path/to/python3` names one. Another model or
+# option: `make serve ARGS="Qwen/Qwen3.5-0.8B --port 9000"`.
+#
+# Plain enough for the GNU make 3.81 that macOS ships. Every path is relative, so the checkout may
+# lie under a directory with a space in its name.
+
+SHELL := /bin/sh
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+PIP := $(RUN) pip --disable-pip-version-check --quiet
+
+# The first Python that is new enough; a version manager's shim that does not run is passed over.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+# What mlx computes on: an NVIDIA GPU whose driver knows CUDA 13, or the CPU. On macOS `cpu` is
+# empty: mlx brings Metal by itself.
+EXTRA := $(shell nvidia-smi 2>/dev/null | grep -q 'CUDA.*Version: *1[3-9]' && echo cuda13 || echo cpu)
+
+.PHONY: serve test lint types install install-dev clean
+.DELETE_ON_ERROR:
+
+serve: install
+	@exec $(RUN) pippin serve $(ARGS)
+
+test: lint types
+	@$(RUN) pytest
+
+lint: install-dev
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+
+types: install-dev
+	@$(RUN) mypy
+
+install: $(VENV)/installed
+
+install-dev: $(VENV)/installed-dev
+
+# Some Linux distributions split venv's pip off into a package of its own: then borrow theirs.
+$(VENV)/bin/python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "Pippin needs Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; fi
+	@echo "creating $(VENV) with $(PYTHON)"
+	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then "$(PYTHON)" -m venv $(VENV); else \
+		"$(PYTHON)" -m venv --without-pip $(VENV) && \
+		"$(PYTHON)" -m pip --python $@ --quiet install pip; fi
+
+$(VENV)/installed: pyproject.toml | $(VENV)/bin/python
+	@echo "installing pippin[$(EXTRA)]"
+	@$(PIP) install --editable ".[$(EXTRA)]"
+	@touch $@
+
+# Without torch the comparisons with transformers are skipped, and pytest says so.
+$(VENV)/installed-dev: $(VENV)/installed
+	@echo "installing pippin[dev,reference]"
+	@$(PIP) install --editable ".[$(EXTRA),dev]"
+	@$(PIP) install --editable ".[$(EXTRA),reference]" \
+		|| echo "torch is not available here: the comparisons with transformers will be skipped"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,21 @@
+"""Pippin: the public API. Importing it loads no model library; `LLM` is imported on first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pippin.types import SamplingParams
+
+if TYPE_CHECKING:
+    from pippin.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from pippin.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
