@@ -1,0 +1,61 @@
+"""All that a checkpoint's files say about text, loaded once. Knows no weights and no HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pippin.errors import LoadError
+from pippin.text.chat import ChatTemplate
+from pippin.text.tokenizer import Tokenizer, read_json
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """The checkpoint's advice (generation_config.json) for what a request leaves out."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def load(cls, model_dir: Path) -> SamplingDefaults:
+        config = read_json(model_dir / "generation_config.json")
+        temperature = cls._number(config, "temperature", cls.temperature)
+        return cls(
+            temperature=0.0 if config.get("do_sample") is False else temperature,
+            top_p=cls._number(config, "top_p", cls.top_p),
+            top_k=int(cls._number(config, "top_k", cls.top_k)),
+            min_p=cls._number(config, "min_p", cls.min_p),
+            repetition_penalty=cls._number(config, "repetition_penalty", cls.repetition_penalty),
+        )
+
+    @staticmethod
+    def _number(config: dict[str, Any], name: str, default: float) -> float:
+        value = config.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise LoadError(f"generation_config.json: {name} is {value!r}, not a number")
+        return float(value)
+
+
+@dataclass(frozen=True)
+class TextBundle:
+    """Tokenizer, chat template (None: the model is no chat model) and sampling defaults."""
+
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    defaults: SamplingDefaults
+
+    @classmethod
+    def load(cls, model_dir: Path) -> TextBundle:
+        tokenizer = Tokenizer.load(model_dir)
+        return cls(
+            tokenizer=tokenizer,
+            chat=ChatTemplate.load(model_dir, tokenizer.named_tokens),
+            defaults=SamplingDefaults.load(model_dir),
+        )

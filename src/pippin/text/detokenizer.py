@@ -1,0 +1,184 @@
+"""Token ids to text, one step at a time, cut at stop strings. Knows no HTTP and no model.
+
+decoded:   [ visible to the client | held: may begin a stop string | bytes of a broken char ]
+owner:       caller                  StopMatcher                     decoder
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pippin.text.stop import StopMatcher
+from pippin.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+MAX_UNFINISHED_TOKENS = 8  # a character is at most four bytes; past this it will never finish
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Where one token's text lies in the reply, in characters.
+
+    The tokens that share one character all span it.
+    """
+
+    index: int  # 0 is the reply's first token
+    id: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that may now be shown, and the tokens whose text has been shown in full."""
+
+    text: str
+    spans: list[TokenSpan]
+
+
+class _Decoder(Protocol):
+    @property
+    def unfinished(self) -> bool: ...
+    def push(self, token: int) -> str: ...
+    def flush(self) -> str: ...
+
+
+class _ByteDecoder:
+    """For tokens that are runs of bytes: exact, and as cheap as one dictionary lookup."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tail = b""
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._tail)
+
+    def push(self, token: int) -> str:
+        data = self._tail + self._tokenizer.token_bytes(token)
+        text, num_used = codecs.utf_8_decode(data, "replace", False)
+        self._tail = data[num_used:]
+        return text
+
+    def flush(self) -> str:
+        text, self._tail = self._tail.decode(errors="replace"), b""
+        return text
+
+
+class _WindowDecoder:
+    """For any other tokenizer: decode a short window twice and take what the new tokens add."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []  # tokens of the last text shown: they decide on spaces
+        self._new: list[int] = []
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._new)
+
+    def push(self, token: int) -> str:
+        self._new.append(token)
+        text = self._added_text()
+        broken = text.endswith(REPLACEMENT) and len(self._new) < MAX_UNFINISHED_TOKENS
+        return "" if broken or not text else self._show(text)
+
+    def flush(self) -> str:
+        return self._show(self._added_text())
+
+    def _added_text(self) -> str:
+        shown = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._new)[len(shown) :]
+
+    def _show(self, text: str) -> str:
+        self._context, self._new = self._new, []
+        return text
+
+
+class Detokenizer:
+    """One reply's text. Feed tokens until `stopped`, or until there are none and `close` it."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0
+    ) -> None:
+        self._special_ids = tokenizer.special_ids
+        self._decoder: _Decoder = (
+            _ByteDecoder(tokenizer) if tokenizer.spells_bytes else _WindowDecoder(tokenizer)
+        )
+        self._matcher = StopMatcher(stop) if stop else None
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._num_decoded = 0  # characters
+        self._num_shown = 0
+        self._unfinished: list[tuple[int, int, int]] = []  # (index, id, start): no end yet
+        self._waiting: deque[TokenSpan] = deque()  # decoded, not shown in full
+        self.stopped = False
+
+    def feed(self, ids: Sequence[int]) -> Piece:
+        """Take new tokens; what comes after a stop string is dropped."""
+        shown = []
+        for token in ids:
+            if self.stopped:
+                break
+            shown.append(self._show(self._decode(token)))
+        return Piece("".join(shown), self._take_spans())
+
+    def close(self) -> Piece:
+        """The reply is over: what was held back in case more would come."""
+        if self.stopped:
+            return Piece("", [])
+        text = self._decoder.flush()
+        self._finish_character(text)
+        self._end_spans(self._num_decoded)
+        shown = self._show(text)
+        if self._matcher is not None and not self.stopped:
+            held = self._matcher.flush()
+            self._num_shown += len(held)
+            shown += held
+        return Piece(shown, self._take_spans())
+
+    def _decode(self, token: int) -> str:
+        index = self._num_tokens
+        self._num_tokens += 1
+        start = self._num_decoded
+        text = "" if token in self._special_ids else self._decoder.push(token)
+        self._finish_character(text)
+        if self._decoder.unfinished:
+            self._unfinished.append((index, token, start))
+        else:
+            self._waiting.append(TokenSpan(index, token, start, self._num_decoded))
+        return text
+
+    def _finish_character(self, text: str) -> None:
+        """New text ends the character that earlier tokens began: now their spans are known."""
+        if text:
+            self._end_spans(self._num_decoded + 1)
+        self._num_decoded += len(text)
+
+    def _end_spans(self, end: int) -> None:
+        self._waiting.extend(TokenSpan(i, id, start, end) for i, id, start in self._unfinished)
+        self._unfinished.clear()
+
+    def _show(self, text: str) -> str:
+        if self._matcher is not None and self._num_tokens > self._min_tokens:
+            text = self._matcher.feed(text)
+            self.stopped = self._matcher.matched is not None
+        self._num_shown += len(text)
+        return text
+
+    def _take_spans(self) -> list[TokenSpan]:
+        if self.stopped:  # a token cut in two was still needed for the text before the cut
+            return [span for span in self._drain() if span.start < self._num_shown]
+        spans = []
+        while self._waiting and self._waiting[0].end <= self._num_shown:
+            spans.append(self._waiting.popleft())
+        return spans
+
+    def _drain(self) -> list[TokenSpan]:
+        spans = list(self._waiting)
+        self._waiting.clear()
+        return spans

@@ -1,0 +1,168 @@
+"""A checkpoint's tokenizer and what its files say about special tokens. Knows no chat, no HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from pippin.errors import LoadError
+from pippin.text.spelling import find_spelling
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids and the place in the text, in characters, where each of them ends."""
+
+    ids: list[int]
+    ends: list[int]
+
+
+class Tokenizer:
+    """Text to token ids and back, as the checkpoint's own files define it."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: tuple[int, ...] = (),
+        special_ids: frozenset[int] = frozenset(),
+        named_tokens: dict[str, str] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._spelling = find_spelling(backend)
+        self._bytes: dict[int, bytes] = {}
+        self.eos_ids = eos_ids
+        self.special_ids = special_ids  # never shown in decoded text
+        self.named_tokens = named_tokens or {}  # bos_token and its kin, for chat templates
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Tokenizer:
+        config = read_json(model_dir / "tokenizer_config.json")
+        backend = _load_backend(model_dir)
+        named = _named_tokens(config)
+        return cls(
+            backend,
+            eos_ids=_eos_ids(model_dir, backend, named),
+            special_ids=_special_ids(backend, config, named),
+            named_tokens=named,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.get_vocab_size()
+
+    @property
+    def bos_id(self) -> int | None:
+        bos = self.named_tokens.get("bos_token")
+        return None if bos is None else self._backend.token_to_id(bos)
+
+    @property
+    def spells_bytes(self) -> bool:
+        """Whether every token is a fixed run of bytes, so that text decodes token by token."""
+        return self._spelling is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_rendered(self, text: str) -> Encoded:
+        """Tokens of a rendered chat, which already holds its special tokens."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return Encoded(encoding.ids, [end for _, end in encoding.offsets])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens, all at once."""
+        visible = [token for token in ids if token not in self.special_ids]
+        return self._backend.decode(visible, skip_special_tokens=False)
+
+    def token_text(self, token: int) -> str:
+        """One token on its own, special or not; a broken character shows as U+FFFD."""
+        return self.token_bytes(token).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._spell(token)
+        return known
+
+    def _spell(self, token: int) -> bytes:
+        piece = self._backend.id_to_token(token)
+        if piece is None:  # embeddings are often padded past the vocabulary
+            return b""
+        if self._spelling is None:
+            return self._backend.decode([token], skip_special_tokens=False).encode()
+        return self._spelling(piece)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LoadError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise LoadError(f"{path} holds {type(value).__name__}, not a JSON object")
+    return value
+
+
+def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
+    path = model_dir / "tokenizer.json"
+    if path.is_file():
+        return tokenizers.Tokenizer.from_file(str(path))
+    from transformers import AutoTokenizer  # slow to import; only old checkpoints need it
+
+    try:
+        backend = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)._tokenizer
+    except (OSError, ValueError, AttributeError) as error:
+        raise LoadError(f"no tokenizer could be loaded from {model_dir}: {error}") from error
+    assert isinstance(backend, tokenizers.Tokenizer)
+    return backend
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    named = {}
+    for name in NAMED_TOKENS:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if text is not None:
+            named[name] = str(text)
+    return named
+
+
+def _special_ids(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, str]
+) -> frozenset[int]:
+    """tokenizer_config.json has the last word: `<think>` may be special in tokenizer.json only."""
+    special = {id: token.special for id, token in backend.get_added_tokens_decoder().items()}
+    for id, token in config.get("added_tokens_decoder", {}).items():
+        special[int(id)] = bool(token.get("special"))
+    for text in named.values():
+        if (named_id := backend.token_to_id(text)) is not None:
+            special[named_id] = True
+    return frozenset(id for id, is_special in special.items() if is_special)
+
+
+def _eos_ids(
+    model_dir: Path, backend: tokenizers.Tokenizer, named: dict[str, str]
+) -> tuple[int, ...]:
+    """What the model's configs say, the first that says anything, and the tokenizer's own."""
+    config = read_json(model_dir / "config.json")
+    sources = (
+        read_json(model_dir / "generation_config.json"),
+        config,
+        config.get("text_config") or {},
+    )
+    declared = (source.get("eos_token_id") for source in sources)
+    first: int | list[int] = next((value for value in declared if value is not None), [])
+    ids = [first] if isinstance(first, int) else list(first)
+    if "eos_token" in named and (own := backend.token_to_id(named["eos_token"])) is not None:
+        ids.append(own)
+    return tuple(dict.fromkeys(ids))
