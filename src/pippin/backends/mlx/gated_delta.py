@@ -1,0 +1,236 @@
+"""The gated delta rule in plain MLX operations, blocked; knows no model, cache or batch.
+
+One token does (S is [Dv, Dk], g the gate, b = beta):
+
+    S <- g S;   S <- S + b (v - S k) k^T;   y = S q
+
+A block of 64 tokens that starts from S does the same as a few products. With G[t,s] the product
+of the gates s+1..t, and T = (I + tril(b G (K K^T), -1))^-1 b:
+
+    U = T V - T (g1 K) S^T       what each token adds, g1 = gates from the block's start
+    Y = (g1 Q) S^T + tril(G (Q K^T)) U
+    S' = g_end S + U^T (G_end K) = S A + B,   A = g_end - (T g1 K)^T (G_end K)
+
+All but the last line is done for every block and head at once; S' is one product per block.
+Decays are running products of gates: no logarithm that a gate of zero could send to infinity, no
+difference of large sums, and on a CPU a fortieth of the price of `exp`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
+
+from pippin.backends.mlx.taps import BLOCK_TOKENS, record_block_states
+from pippin.backends.mlx.triangular import stack_lower, unit_lower_inverse
+
+_MIN_BLOCK_TOKENS = 16
+
+
+def gated_delta_update(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,  # noqa: N803  (mlx-lm's name)
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+    *,
+    use_kernel: bool = True,
+    lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
+) -> tuple[mx.array, mx.array]:
+    """Drop-in for `mlx_lm.models.gated_delta.gated_delta_update`; `use_kernel` has no say here.
+
+    Masked tokens leave the state alone; their outputs are finite and mean nothing.
+    """
+    beta = mx.sigmoid(b)
+    if allow_neg_eigval:
+        beta = beta * 2.0
+    if lower_bound is None:
+        g = compute_g(A_log, a, dt_bias)
+    else:
+        g = compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
+    if state is None:
+        state = mx.zeros((q.shape[0], *v.shape[-2:], q.shape[-1]), dtype=mx.float32)
+    if q.shape[1] == 1:
+        y, state = gated_delta_step(q, k, v, g, beta, state, mask)
+        record_block_states([state])
+        return y, state
+    y, state, block_states = gated_delta_chunked(q, k, v, g, beta, state, mask)
+    record_block_states(block_states)
+    return y, state
+
+
+def gated_delta_step(
+    q: mx.array,  # [B, 1, Hk, Dk]
+    k: mx.array,  # [B, 1, Hk, Dk]
+    v: mx.array,  # [B, 1, Hv, Dv]
+    g: mx.array,  # [B, 1, Hv] or [B, 1, Hv, Dk]
+    beta: mx.array,  # [B, 1, Hv]
+    state: mx.array,  # [B, Hv, Dv, Dk]
+    mask: mx.array | None = None,  # [B, 1]
+) -> tuple[mx.array, mx.array]:
+    """One token: the state is read once for both S k and S q, then written once."""
+    batch, _, num_k_heads, k_dim = k.shape
+    num_v_heads, v_dim = v.shape[2:]
+    if mask is not None:
+        g, beta = _close_masked(g, beta, mask)
+    shape = (batch, num_k_heads, num_v_heads // num_k_heads)
+    # Per head: keys and queries as rows [.., 1, Dk]; values and gates as rows or scalars.
+    key = k.astype(mx.float32).reshape(batch, num_k_heads, 1, 1, k_dim)
+    query = q.astype(mx.float32).reshape(batch, num_k_heads, 1, 1, k_dim)
+    gate = g.reshape(*shape, 1, -1)
+    value = v.reshape(*shape, 1, v_dim)
+    old = state.reshape(*shape, v_dim, k_dim)
+
+    seen = (mx.concatenate([key, query], axis=-2) * gate) @ old.swapaxes(-1, -2)
+    delta = (value - seen[..., :1, :]) * beta.reshape(*shape, 1, 1)
+    y = seen[..., 1:, :] + delta * (key * query).sum(axis=-1, keepdims=True)
+    new = mx.addmm(old * gate, delta.swapaxes(-1, -2), mx.broadcast_to(key, (*shape, 1, k_dim)))
+    return y.reshape(v.shape).astype(q.dtype), new.reshape(state.shape)
+
+
+def gated_delta_chunked(
+    q: mx.array,  # [B, T, Hk, Dk]
+    k: mx.array,  # [B, T, Hk, Dk]
+    v: mx.array,  # [B, T, Hv, Dv]
+    g: mx.array,  # [B, T, Hv] or [B, T, Hv, Dk], within 0..1
+    beta: mx.array,  # [B, T, Hv]
+    state: mx.array,  # [B, Hv, Dv, Dk]
+    mask: mx.array | None = None,  # [B, T]
+) -> tuple[mx.array, mx.array, list[mx.array]]:
+    """Many tokens: (y, final state, the state after each block of 64)."""
+    batch, num_tokens, num_k_heads, k_dim = k.shape
+    num_v_heads, v_dim = v.shape[2:]
+    if mask is not None:
+        g, beta = _close_masked(g, beta, mask)
+    block = _block_tokens(num_tokens)
+    q_, k_, v_, g_, beta_ = (
+        _split_blocks(x, block, num_k_heads, fill)
+        for x, fill in ((q, 0.0), (k, 0.0), (v, 0.0), (g, 1.0), (beta, 0.0))
+    )
+    inner = (_scalar_gated if g.ndim == 3 else _vector_gated)(q_, k_, g_, beta_)
+
+    solve = unit_lower_inverse(inner.coupling) * beta_[..., None, :]
+    writes, reads = solve @ v_, solve @ inner.k_in
+    carry = mx.addmm(inner.decay * _eye(k_dim), reads.swapaxes(-1, -2), inner.k_out, alpha=-1.0)
+    gain = writes.swapaxes(-1, -2) @ inner.k_out
+
+    states = [state.astype(mx.float32).reshape(batch, num_k_heads, -1, v_dim, k_dim)]
+    for n in range(carry.shape[1]):
+        states.append(mx.addmm(gain[:, n], states[-1], carry[:, n]))
+
+    starts = mx.stack(states[:-1], axis=1).swapaxes(-1, -2)
+    deltas = mx.addmm(writes, reads, starts, alpha=-1.0)
+    y = mx.addmm(inner.q_in @ starts, inner.attention, deltas)
+    y = y.astype(q.dtype).transpose(0, 1, 4, 2, 3, 5).reshape(batch, -1, num_v_heads, v_dim)
+    block_states = [s.reshape(state.shape) for s in states[1:]]
+    return y[:, :num_tokens], block_states[-1], block_states
+
+
+class _Inner(NamedTuple):
+    """What a block's tokens are to each other; leading axes [B, N, Hk, Hv / Hk]."""
+
+    coupling: mx.array  # [.., C, C]  -b G (K K^T); only below the diagonal it counts
+    attention: mx.array  # [.., C, C]  tril(G (Q K^T))
+    k_in: mx.array  # [.., C, Dk] keys decayed from the block's start
+    q_in: mx.array  # [.., C, Dk] queries decayed from the block's start
+    k_out: mx.array  # [.., C, Dk] keys decayed to the block's end
+    decay: mx.array  # [.., 1, 1 or Dk] all gates of the block
+
+
+def _scalar_gated(q: mx.array, k: mx.array, g: mx.array, beta: mx.array) -> _Inner:
+    lower, upper = _triangles(k.shape[-2])
+    # Column s multiplies the gates below it: 1 down to the diagonal, then g.
+    decay = mx.cumprod(mx.maximum(g[..., None], upper), axis=-2) * lower
+    from_start = mx.cumprod(g, axis=-1)[..., None]
+    keys_t = k.swapaxes(-1, -2)
+    return _Inner(
+        coupling=(k @ keys_t) * (decay * -beta[..., None]),
+        attention=(q @ keys_t) * decay,
+        k_in=k * from_start,
+        q_in=q * from_start,
+        k_out=k * decay[..., -1, :, None],
+        decay=from_start[..., -1:, :],
+    )
+
+
+def _vector_gated(q: mx.array, k: mx.array, g: mx.array, beta: mx.array) -> _Inner:
+    """A gate per key channel. Token t sees s through gates s+1..t; at the level where the two lie
+    in the two halves of one block these factor at the middle, each factor a product of gates."""
+    num_tokens = k.shape[-2]
+
+    def halves(x: mx.array, size: int) -> mx.array:
+        return x.reshape(*x.shape[:-2], num_tokens // size, size, x.shape[-1])
+
+    diagonal = (q * k).sum(axis=-1)[..., None, None]
+    diagonal = mx.broadcast_to(diagonal, (*g.shape[:-1], 1, 1))
+    attention, coupling = diagonal, mx.zeros_like(diagonal)
+    size = 1
+    while size < num_tokens:
+        gates = halves(g, size)
+        until = mx.cumprod(gates, axis=-2)
+        after = mx.cumprod(gates, axis=-2, reverse=True, inclusive=False)
+        keys = halves(k, size)
+        keys_t = (keys * after)[..., 0::2, :, :].swapaxes(-1, -2)
+        rows_k = (keys * until)[..., 1::2, :, :]
+        rows_q = (halves(q, size) * until)[..., 1::2, :, :]
+        coupling, attention = (
+            stack_lower(x[..., 0::2, :, :], rows @ keys_t, x[..., 1::2, :, :])
+            for x, rows in ((coupling, rows_k), (attention, rows_q))
+        )
+        size *= 2
+    from_start = mx.cumprod(g, axis=-2)
+    to_end = mx.cumprod(g, axis=-2, reverse=True, inclusive=False)
+    return _Inner(
+        coupling=coupling[..., 0, :, :] * -beta[..., None],
+        attention=attention[..., 0, :, :],
+        k_in=k * from_start,
+        q_in=q * from_start,
+        k_out=k * to_end,
+        decay=from_start[..., -1:, :],
+    )
+
+
+def _close_masked(g: mx.array, beta: mx.array, mask: mx.array) -> tuple[mx.array, mx.array]:
+    """A masked token forgets nothing and writes nothing."""
+    keep = mask.reshape(*mask.shape, 1)
+    gates_keep = keep if g.ndim == 3 else keep[..., None]
+    return mx.where(gates_keep, g, 1.0), mx.where(keep, beta, 0.0)
+
+
+def _block_tokens(num_tokens: int) -> int:
+    block = _MIN_BLOCK_TOKENS
+    while block < min(num_tokens, BLOCK_TOKENS):
+        block *= 2
+    return block
+
+
+def _split_blocks(x: mx.array, block: int, num_k_heads: int, fill: float) -> mx.array:
+    """[B, T, H, ...] -> float32 [B, N, Hk, H / Hk, block, ...], padded at the end with `fill`."""
+    batch, num_tokens, _, *tail = x.shape
+    x = x.astype(mx.float32)
+    if num_tokens % block:
+        widths = [(0, 0)] * x.ndim
+        widths[1] = (0, -num_tokens % block)
+        x = mx.pad(x, widths, constant_values=fill)
+    x = x.reshape(batch, -1, block, num_k_heads, x.shape[2] // num_k_heads, *tail)
+    return mx.contiguous(mx.moveaxis(x, 2, 4))
+
+
+@cache
+def _triangles(size: int) -> tuple[mx.array, mx.array]:
+    ones = np.ones((size, size), dtype=np.float32)
+    return mx.array(np.tril(ones)), mx.array(np.triu(ones))
+
+
+@cache
+def _eye(size: int) -> mx.array:
+    return mx.array(np.eye(size, dtype=np.float32))

@@ -1,0 +1,44 @@
+"""Hands out recurrent states at block ends inside one forward; knows no model and no cache.
+
+The blocked recurrences carry the state from block to block anyway, so a checkpoint on the
+64-token grid costs a reference. Each recurrent layer of a forward records once, in layer order:
+
+    with tap_block_states() as layers:
+        logits = model(tokens, cache=cache)
+    layers[i][n]  # state of recurrent layer i after 64 * (n + 1) tokens of this forward
+
+The last entry of a layer is its final state, also where the last block is short. A row that
+ends early (masked to the right) keeps its own final state in every later entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import mlx.core as mx
+
+BLOCK_TOKENS = 64
+
+LayerStates = list[list[mx.array]]
+
+_active: ContextVar[LayerStates | None] = ContextVar("pippin_block_states", default=None)
+
+
+@contextmanager
+def tap_block_states() -> Iterator[LayerStates]:
+    """Collect the block states of every recurrent layer that runs inside the `with`."""
+    layers: LayerStates = []
+    token = _active.set(layers)
+    try:
+        yield layers
+    finally:
+        _active.reset(token)
+
+
+def record_block_states(states: list[mx.array]) -> None:
+    """Called once per recurrent layer and forward; without a tap it does nothing."""
+    layers = _active.get()
+    if layers is not None:
+        layers.append(states)
