@@ -34,7 +34,10 @@ class Payload(Protocol):
     def num_tokens(self) -> int: ...
 
     def split(self, at: int) -> tuple[Payload, Payload]:
-        """The first `at` tokens and the rest; self must not be used afterwards."""
+        """The first `at` tokens and the rest, which together take over the ownership.
+
+        A plan that already borrowed the whole may still read it until it has been launched.
+        """
         ...
 
     def release(self) -> None:
@@ -111,6 +114,7 @@ class ModelSpec:
     vocab_size: int
     max_len: int  # positions: prompt and reply together
     layers: tuple[LayerSpec, ...]
+    state_taps: bool = False  # states can be captured every GRID tokens inside a prefill chunk
 
     def _total(self, component: Component) -> int:
         return sum(layer.nbytes for layer in self.layers if layer.component is component)

@@ -55,6 +55,7 @@ class PrefillRow:
     restore: Restore | None = None  # only on the first chunk
     checkpoints: tuple[int, ...] = ()  # ascending positions in (start, end]: capture states there
     captures: bool = False  # hand this chunk's KV (and states at checkpoints) to the tree
+    masked: bool = False  # its first token is sampled by `PendingStep.sample`
 
     @property
     def end(self) -> int:
@@ -91,6 +92,16 @@ class StepPlan:
     decode: tuple[DecodeRow, ...] = ()
 
     @property
+    def sampled_slots(self) -> tuple[int, ...]:
+        """Slots that get a token in this step, in row order: prompts that end, then decodes."""
+        return tuple(row.slot for row in (*self.prefill, *self.decode) if row.samples)
+
+    @property
+    def masked_slots(self) -> tuple[int, ...]:
+        rows = (*self.prefill, *self.decode)
+        return tuple(row.slot for row in rows if row.samples and row.masked)
+
+    @property
     def empty(self) -> bool:
         return not (self.retire or self.admit or self.prefill or self.decode)
 
@@ -110,6 +121,7 @@ class Capture:
     slot: int
     start: int
     end: int
+    retired: bool = False  # from a Retire: the slot may already belong to another request
     kv: Mapping[Component, Payload] = field(default_factory=dict)
     states: Mapping[int, Payload] = field(default_factory=dict)
 

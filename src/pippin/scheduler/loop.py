@@ -1,0 +1,139 @@
+"""The overlap loop: launch the next step, then commit the last one while the device works.
+
+          step N   |■■■■ device ■■■■|
+        step N+1           |■■■■ device ■■■■|
+            host   plan N+1, launch | wait N, commit N | plan N+2, launch | ...
+
+Without overlap the same code commits a step before it plans the next: one step in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from pippin.backends.base import Backend, PendingStep, StepPlan
+from pippin.messages import Submit, TokenDelta
+from pippin.metrics import StepRecord
+from pippin.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class _Launched:
+    plan: StepPlan
+    pending: PendingStep
+    planned_at: float
+    launched_at: float
+
+
+class Loop:
+    def __init__(self, scheduler: Scheduler, backend: Backend, *, overlap: bool = True) -> None:
+        self.scheduler = scheduler
+        self.backend = backend
+        self.overlap = overlap
+        self._in_flight: _Launched | None = None
+        self._last_done = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return self._in_flight is None and not self.scheduler.has_work
+
+    def submit(self, submit: Submit) -> None:
+        self.scheduler.add(submit)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+
+    def finish(self, request_id: str) -> None:
+        self.scheduler.finish(request_id)
+
+    def step(self) -> list[TokenDelta]:
+        """Launch one step and commit one; returns what clients are owed. Blocks at most once."""
+        deltas = self.scheduler.take_outbox()
+        launched, failed = self._launch()
+        deltas += failed
+        previous, self._in_flight = self._in_flight, launched
+        if previous is not None:
+            deltas += self._commit(previous)
+        if launched is not None and launched.plan.masked_slots:
+            launched.pending.sample(self.scheduler.masks(launched.plan))
+        if launched is not None and not self.overlap:
+            self._in_flight = None
+            deltas += self._commit(launched)
+        return deltas
+
+    def status(self) -> dict[str, Any]:
+        scheduler = self.scheduler
+        cache = scheduler.cache
+        return {
+            "running": scheduler.num_running,
+            "waiting": len(scheduler.admission.queue),
+            "slots": scheduler.slots.num_slots,
+            "overlap": self.overlap,
+            "memory": {
+                "device_bytes": self.backend.memory_used(),
+                "budget_bytes": scheduler.budget.capacity,
+                "reserved_bytes": scheduler.budget.reserved,
+            },
+            "metrics": scheduler.metrics.summary(),
+            "cache": cache.report() if cache is not None else None,
+        }
+
+    def flush_cache(self) -> dict[str, Any]:
+        cache = self.scheduler.cache
+        if cache is None:
+            return {"freed_bytes": 0, "kept_bytes": 0}
+        before = cache.nbytes
+        cache.flush()
+        return {"freed_bytes": before - cache.nbytes, "kept_bytes": cache.nbytes}
+
+    def close(self) -> None:
+        if self._in_flight is not None:
+            self._commit(self._in_flight)
+            self._in_flight = None
+        self.backend.close()
+
+    def _launch(self) -> tuple[_Launched | None, list[TokenDelta]]:
+        planned_at = perf_counter()
+        plan = self.scheduler.plan()
+        if plan is None:
+            return None, self.scheduler.take_outbox()
+        try:
+            pending = self.backend.launch(plan)
+        except Exception as error:  # the plan's requests are told; the others go on
+            if self._in_flight is not None:
+                settled = self._commit(self._in_flight)
+                self._in_flight = None
+                return None, settled + self.scheduler.fail_step(plan.step, error)
+            return None, self.scheduler.fail_step(plan.step, error)
+        return _Launched(plan, pending, planned_at, perf_counter()), []
+
+    def _commit(self, launched: _Launched) -> list[TokenDelta]:
+        plan = launched.plan
+        began = perf_counter()
+        result = launched.pending.wait()
+        waited = perf_counter() - began
+        deltas = self.scheduler.commit(plan.step, result)
+        done = result.device_done or began + waited
+        prefill_tokens = sum(len(row.tokens) for row in plan.prefill)
+        self.scheduler.pace.observe(
+            seconds=done - max(launched.launched_at, self._last_done),
+            prefill_tokens=prefill_tokens,
+            decode_rows=len(plan.decode),
+        )
+        self._last_done = done
+        self.scheduler.metrics.add(
+            StepRecord(
+                step=plan.step,
+                planned=launched.planned_at,
+                launched=launched.launched_at,
+                device_done=done,
+                committed=perf_counter(),
+                waited=waited,
+                prefill_tokens=prefill_tokens,
+                decode_rows=len(plan.decode),
+                ghosts=self.scheduler.last_ghosts,
+            )
+        )
+        return deltas

@@ -1,0 +1,31 @@
+"""The request pool: slot s in 1..N is a request's identity for its whole life."""
+
+from __future__ import annotations
+
+import heapq
+
+
+class SlotPool:
+    """Hands out the lowest free slot, so that rows stay dense. Row 0 is padding, never handed out."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(1, num_slots + 1))
+        self._taken: set[int] = set()
+
+    def take(self) -> int:
+        slot = heapq.heappop(self._free)
+        self._taken.add(slot)
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        self._taken.remove(slot)
+        heapq.heappush(self._free, slot)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_taken(self) -> int:
+        return len(self._taken)
