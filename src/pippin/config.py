@@ -7,7 +7,31 @@ Config (see `launch.py`); nothing later looks at an unresolved value.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+MEMORY_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def _check_at_least(section: Any, **minimums: int) -> None:
+    for name, minimum in minimums.items():
+        value = getattr(section, name)
+        if value is not None and value < minimum:
+            raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+def parse_memory(text: str) -> int | float:
+    """Bytes ("6GB", "500000000") as an int, a fraction ("0.7") as a float."""
+    number = text.strip().upper().rstrip("KMGTB")
+    unit = text.strip().upper()[len(number) :]
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if unit == "" and 0.0 < value <= 1.0:
+        return value
+    if unit not in MEMORY_UNITS or value <= 0.0:
+        raise ValueError(f'memory must be like "6GB" or a fraction like "0.7", got {text!r}')
+    return int(value * MEMORY_UNITS[unit])
 
 
 @dataclass(frozen=True)
@@ -26,6 +50,9 @@ class ModelConfig:
 
     max_len: int | None = None
     """Longest prompt and reply together, in tokens. Default: what the checkpoint holds."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, max_len=1)
 
 
 @dataclass(frozen=True)
@@ -54,6 +81,11 @@ class EngineConfig:
     canary: Literal["off", "log", "raise"] = "off"
     """Verify cached entries with chain hashes on every restore."""
 
+    def __post_init__(self) -> None:
+        _check_at_least(self, max_running=1, max_queue=1, prefill_tokens=1)
+        if self.memory != "auto":
+            parse_memory(self.memory)
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -68,6 +100,10 @@ class ServerConfig:
 
     api_key: str | None = None
     """If set, requests must carry it as a bearer token."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be between 0 and 65535, got {self.port}")
 
 
 @dataclass(frozen=True)

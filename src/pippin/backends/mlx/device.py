@@ -1,0 +1,39 @@
+"""What mlx computes on here, and how much memory that has. Knows no models."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    kind: Literal["metal", "cuda", "cpu"]
+    name: str
+    memory_bytes: int  # what one process can reasonably hold
+    share: float  # of `memory_bytes` to use when the user does not say
+
+
+def device_info() -> DeviceInfo:
+    info = mx.device_info(mx.default_device())
+    name = str(info.get("device_name", "unknown"))
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return DeviceInfo("cpu", name, host_memory_bytes(), share=0.5)
+    if mx.metal.is_available():
+        return DeviceInfo("metal", name, int(info["max_recommended_working_set_size"]), share=0.9)
+    memory = info.get("total_memory") or info.get("memory_size") or host_memory_bytes()
+    return DeviceInfo("cuda", name, int(memory), share=0.85)
+
+
+def host_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """Physical memory, or the container's limit if that is lower."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = cgroup.read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdigit() else physical

@@ -1,0 +1,125 @@
+"""`pippin chat`: a conversation in the terminal. Knows how to talk, not who answers.
+
+Lines from a terminal are edited with history; piped lines are answered one by one. Ctrl-C stops a
+reply and keeps what was said; /reset forgets the conversation; /exit or end of file leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any, Protocol, TextIO
+
+from pippin.client import Client
+from pippin.config import Config
+from pippin.errors import PippinError
+
+PROMPT = "› "
+HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops a reply"
+
+Message = dict[str, str]
+
+
+class Speaker(Protocol):
+    """Whoever answers. Closing the iterator stops the reply."""
+
+    def reply(self, messages: list[Message]) -> Iterator[str]: ...
+
+
+class ServerSpeaker:
+    """A running server's model."""
+
+    def __init__(self, client: Client, options: dict[str, Any]) -> None:
+        self._client = client
+        self._options = options
+        self.model = str(client.get("/v1/models")["data"][0]["id"])
+
+    def reply(self, messages: list[Message]) -> Iterator[str]:
+        body = {"model": self.model, "messages": messages, "stream": True, **self._options}
+        return self._client.stream_chat(body)
+
+
+class Conversation:
+    def __init__(self, speaker: Speaker, out: TextIO, system: str | None = None) -> None:
+        self._speaker = speaker
+        self._out = out
+        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self._system)
+
+    def run(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            match line.strip():
+                case "":
+                    continue
+                case "/exit":
+                    return
+                case "/reset":
+                    self.messages = list(self._system)
+                case command if command.startswith("/"):
+                    self._say(f"{HELP}\n")
+                case text:
+                    self._turn(text)
+
+    def _turn(self, text: str) -> None:
+        self.messages.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        reply = self._speaker.reply(self.messages)
+        try:
+            for piece in reply:
+                pieces.append(piece)
+                self._say(piece)
+        except KeyboardInterrupt:
+            self._say(" …")
+        except PippinError as error:
+            self._say(f"\npippin: {error.message}\n")
+            self.messages.pop()
+            return
+        finally:
+            if hasattr(reply, "close"):
+                reply.close()
+        self._say("\n")
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+    def _say(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+def terminal_lines() -> Iterator[str]:
+    """What a person types, with line editing; an interrupted line is dropped."""
+    with contextlib.suppress(ImportError):  # absent from some Python builds
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield input(PROMPT)
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return
+
+
+def run_chat(
+    config: Config,
+    *,
+    url: str | None,
+    system: str | None,
+    temperature: float | None,
+    max_tokens: int,
+) -> None:
+    """Talk to the server at `url`, or to the configured model loaded into this process."""
+    options: dict[str, Any] = {"max_tokens": max_tokens}
+    if temperature is not None:
+        options["temperature"] = temperature
+    with contextlib.ExitStack() as stack:
+        speaker: Speaker
+        if url is not None:
+            speaker = ServerSpeaker(Client(url), options)
+        else:
+            speaker = stack.enter_context(LocalSpeaker(config, options))
+        interactive = sys.stdin.isatty()
+        if interactive:
+            print(HELP)
+        lines = terminal_lines() if interactive else iter(sys.stdin)
+        Conversation(speaker, sys.stdout, system).run(lines)

@@ -1,0 +1,64 @@
+"""Where a model's files are: bundled, a directory, or the Hugging Face hub. Reads no weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pippin.config import ModelConfig
+from pippin.errors import LoadError
+
+BUNDLED_DIR = Path(__file__).parent / "models"
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def bundled_models() -> list[str]:
+    return sorted(path.parent.name for path in BUNDLED_DIR.glob("*/config.json"))
+
+
+def find_checkpoint(config: ModelConfig) -> Path:
+    """The directory of a model's files, downloaded if need be (with the hub's progress bars)."""
+    name = config.model
+    if name in bundled_models():
+        return BUNDLED_DIR / name
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _checked(path)
+    if path.exists():
+        raise LoadError(f"{name} is a file: give the directory that holds config.json")
+    if not HUB_ID.fullmatch(name):
+        raise LoadError(
+            f"no model {name!r}: not a directory, not a Hugging Face id like owner/name, "
+            f"not bundled ({', '.join(bundled_models())})"
+        )
+    return _checked(_download(name, config.revision))
+
+
+def _checked(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        raise LoadError(f"{path} has no config.json: not a checkpoint")
+    if not any(path.glob("*.safetensors")):
+        raise LoadError(f"{path} has no *.safetensors: Pippin reads no other weights")
+    return path
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))
+    except RepositoryNotFoundError as error:
+        raise LoadError(f"no model {name!r}: no such directory, and not on the hub") from error
+    except LocalEntryNotFoundError as error:
+        raise LoadError(
+            f"{name!r} is neither a directory nor in the local cache, and the hub is out of reach"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise LoadError(f"could not download {name!r}: {reason}") from error

@@ -1,0 +1,95 @@
+"""A small client of a running server, for the terminal commands. Knows only HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from pippin.errors import PippinError
+
+TIMEOUT = httpx.Timeout(10.0, read=600.0)  # a busy server may queue a request for long
+
+
+class ServerError(PippinError):
+    """The server is out of reach, or answered with an error."""
+
+
+class Client:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT)
+
+    def get(self, path: str) -> dict[str, Any]:
+        return self._json("GET", path)
+
+    def post(self, path: str) -> dict[str, Any]:
+        return self._json("POST", path)
+
+    def stream_chat(self, body: dict[str, Any]) -> Iterator[str]:
+        """The text of one reply as it arrives. Closing the iterator aborts the request."""
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.is_error:
+                    response.read()
+                    raise ServerError(_message(response))
+                for line in response.iter_lines():
+                    yield from _texts(line)
+        except httpx.TransportError as error:
+            raise ServerError(f"{self.url}: {error}") from error
+
+    def _json(self, method: str, path: str) -> dict[str, Any]:
+        try:
+            response = self._http.request(method, path)
+        except httpx.TransportError as error:
+            raise ServerError(f"{self.url}: {error}") from error
+        if response.is_error:
+            raise ServerError(_message(response))
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+def _texts(line: str) -> Iterator[str]:
+    """The content in one line of an event stream."""
+    data = line.removeprefix("data:").strip()
+    if not line.startswith("data:") or data == "[DONE]":
+        return
+    chunk = json.loads(data)
+    if "error" in chunk:
+        raise ServerError(chunk["error"]["message"])
+    for choice in chunk.get("choices", []):
+        if text := choice["delta"].get("content"):
+            yield text
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{response.request.url}: HTTP {response.status_code}"
+
+
+def show_cache(url: str, *, flush: bool) -> None:
+    """Print a server's state; with `flush`, empty its prefix cache first."""
+    client = Client(url)
+    console = Console()
+    if flush:
+        freed = client.post("/flush_cache")
+        console.print(f"freed {freed['freed_bytes']:,} bytes, kept {freed['kept_bytes']:,}")
+    table = Table("what", "value", box=None, show_header=False)
+    for name, value in _flatten(client.get("/status")):
+        table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
+    console.print(table)
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield prefix, value
+        return
+    for name, inner in value.items():
+        yield from _flatten(inner, f"{prefix}.{name}" if prefix else str(name))

@@ -1,0 +1,166 @@
+"""The engine process: loads a backend, runs the loop, speaks the channel. Knows no HTTP, no text.
+
+    python -m pippin.engine      reads an `EngineSpec` from the first line of stdin
+
+The rest of stdin says nothing until it ends: the server holds the other end, so end of file means
+that the server stopped, however it died. Then the engine leaves too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from pippin.build import build_loop
+from pippin.config import Config
+from pippin.errors import PippinError
+from pippin.messages import (
+    Abort,
+    Failed,
+    Finish,
+    FlushCache,
+    FromEngine,
+    GetStatus,
+    Loading,
+    Ready,
+    Reply,
+    Shutdown,
+    Submit,
+    ToEngine,
+    TokenBatch,
+)
+from pippin.scheduler.loop import Loop
+
+STDIN = 0
+EXIT_GRACE_SECONDS = 3.0  # from the server's end to leaving by force
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What the server tells a new engine process."""
+
+    config: Config  # resolved: the model is a directory, the backend has a name
+    socket_dir: str
+
+    @property
+    def inbox(self) -> str:
+        return f"ipc://{self.socket_dir}/in"
+
+    @property
+    def outbox(self) -> str:
+        return f"ipc://{self.socket_dir}/out"
+
+
+class Channel:
+    """Both directions, one msgpack message a frame. The engine binds, the server connects."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._context = zmq.Context()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._outbox = self._context.socket(zmq.PUSH)
+        for socket in (self._inbox, self._outbox):
+            socket.set_hwm(0)  # the scheduler bounds its own queue
+        self._inbox.bind(spec.inbox)
+        self._outbox.bind(spec.outbox)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+
+    def send(self, message: FromEngine) -> None:
+        self._outbox.send(self._encoder.encode(message))
+
+    def receive(self, *, block: bool) -> list[ToEngine]:
+        """Everything that has arrived; with `block`, at least one message."""
+        if block:
+            self._inbox.poll()
+        messages: list[ToEngine] = []
+        while self._inbox.poll(0):
+            messages.append(self._decoder.decode(self._inbox.recv()))
+        return messages
+
+    def close(self) -> None:
+        self._context.destroy(linger=200)
+
+
+class Engine:
+    """Moves messages between the channel and the loop until it is told to stop."""
+
+    def __init__(self, loop: Loop, channel: Channel) -> None:
+        self._loop = loop
+        self._channel = channel
+
+    def run(self) -> None:
+        while self._take_in(block=self._loop.idle):
+            deltas = self._loop.step()
+            if deltas:
+                self._channel.send(TokenBatch(deltas))
+
+    def _take_in(self, *, block: bool) -> bool:
+        """Handle what has arrived; False once a Shutdown is among it."""
+        for message in self._channel.receive(block=block):
+            match message:
+                case Submit():
+                    self._loop.submit(message)
+                case Abort(id):
+                    self._loop.abort(id)
+                case Finish(id):
+                    self._loop.finish(id)
+                case GetStatus(id):
+                    self._reply(id, self._loop.status)
+                case FlushCache(id):
+                    self._reply(id, self._loop.flush_cache)
+                case Shutdown():
+                    return False
+        return True
+
+    def _reply(self, id: str, answer: Callable[[], dict[str, Any]]) -> None:
+        self._channel.send(Reply(id, answer()))
+
+
+def leave_with_server(spec: EngineSpec) -> None:
+    """Wait for the server's end of stdin to close, then stop the loop, by force if it hangs."""
+    while os.read(STDIN, 1):  # unbuffered: a thread in a buffered read would block our exit
+        pass
+    with zmq.Context() as context, context.socket(zmq.PUSH) as inbox:
+        inbox.connect(spec.inbox)
+        inbox.send(msgspec.msgpack.encode(Shutdown()))
+        threading.Event().wait(EXIT_GRACE_SECONDS)
+        shutil.rmtree(spec.socket_dir, ignore_errors=True)
+        os._exit(1)
+
+
+def main() -> int:
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSpec)
+    threading.Thread(target=leave_with_server, args=(spec,), daemon=True).start()
+    channel = Channel(spec)
+    try:
+        loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)))
+    except PippinError as error:
+        channel.send(Failed(error.message))
+        channel.close()
+        return 1
+    except Exception as error:  # whatever a checkpoint can make a library raise
+        traceback.print_exc()
+        channel.send(Failed(f"could not load {spec.config.model.model}: {error}"))
+        channel.close()
+        return 1
+    model = loop.backend.spec
+    channel.send(Ready(Path(spec.config.model.model).name, model.vocab_size, model.max_len))
+    Engine(loop, channel).run()
+    loop.close()
+    channel.close()
+    shutil.rmtree(spec.socket_dir, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

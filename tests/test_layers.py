@@ -1,0 +1,94 @@
+"""Who may import whom, read from the source with `ast`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src" / "pippin"
+ANYTHING = None
+
+# The longest matching name decides. `errors` and its own package are open to everyone.
+MAY_IMPORT: dict[str, set[str] | None] = {
+    "types": set(),
+    "errors": set(),
+    "config": {"types"},
+    "messages": {"types"},
+    "metrics": {"types"},
+    "cache": {"types"},
+    "text": {"types", "messages"},
+    "decode": {"types"},
+    "backends": set(),
+    "backends.base": {"types"},
+    "backends.fake": {"types", "backends.base"},
+    "backends.mlx": {"types", "config", "backends.base"},
+    "scheduler": {"types", "cache", "decode", "backends.base", "messages", "metrics"},
+    "api": {"types", "text", "messages", "metrics", "config"},
+    "bench": {"", "types"},
+    **dict.fromkeys(
+        ["", "__main__", "build", "chat", "checkpoint", "cli", "client", "doctor", "engine"],
+        ANYTHING,
+    ),
+    **dict.fromkeys(["launch", "llm", "options"], ANYTHING),
+}
+FOREIGN = {"mlx": "backends.mlx", "mlx_lm": "backends.mlx", "torch": "backends.torch"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of every module that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            found.add(node.module)
+    return found
+
+
+def layer(name: str) -> str:
+    """The longest entry of the table that is `name` or a package around it."""
+    return max((entry for entry in MAY_IMPORT if within(name, entry)), key=len)
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or (bool(package) and name.startswith(package + "."))
+
+
+FILES = sorted(SRC.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=[module_name(path) or "pippin" for path in FILES])
+def test_imports_stay_within_the_layer(path: Path) -> None:
+    name = module_name(path)
+    allowed = MAY_IMPORT[layer(name)]
+    if allowed is ANYTHING:
+        return
+    own = {name.removeprefix("pippin.") for name in imports(path) if name.startswith("pippin.")}
+    for imported in own | ({""} if "pippin" in imports(path) else set()):
+        permitted = {*allowed, "errors", layer(name)}
+        assert any(within(imported, package) for package in permitted), (
+            f"{name} may not import {imported}"
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=[module_name(path) or "pippin" for path in FILES])
+def test_array_libraries_stay_inside_their_backend(path: Path) -> None:
+    name = module_name(path)
+    for imported in imports(path):
+        home = FOREIGN.get(imported.split(".")[0])
+        if home is not None and layer(name) not in {"bridge", "doctor"}:
+            assert within(name, home), f"{name} imports {imported}"
+
+
+def test_a_module_without_a_layer_is_noticed() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        layer("surprise")
