@@ -1,0 +1,156 @@
+"""Catches cache entries that are not what they were. Knows no schedule; payloads stay opaque.
+
+Beside each cached token stands a hash of the token, its position and its predecessor's hash:
+
+    h[i] = h[i-1] * B + mix(token[i], i)   (mod 2**64)
+
+so a node under the wrong parent, at the wrong position or over the wrong tokens shows at once.
+B is odd, hence invertible: h[i] = B**i * (h[0] + sum of mix[j] * B**-j), two numpy scans, no loop.
+`deep` also keeps a fingerprint of each payload's bytes, which may wait for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pippin.cache.components import COMPONENTS
+from pippin.cache.radix import Node, RadixTree, TokenArray, as_tokens
+
+logger = logging.getLogger(__name__)
+
+Hashes = npt.NDArray[np.uint64]
+
+SEED = 0x9E3779B97F4A7C15
+BASE = 0xD1342543DE82EF95
+BASE_INVERSE = pow(BASE, -1, 1 << 64)
+
+
+class CacheCorruption(RuntimeError):
+    """A cached entry does not match its canary."""
+
+
+class Canary:
+    def __init__(self, mode: Literal["off", "log", "raise"] = "raise", *, deep: bool = False):
+        self.mode = mode
+        self.deep = deep
+        self.checked = 0  # nodes
+        self.faults = 0
+        self._pending: list[Node] = []  # of the current sweep
+
+    def mark(self, node: Node) -> None:
+        """Hash the tokens of a node that was just hung into the tree."""
+        node.chain = chain_hashes(node.token_ids, node.start, _last_hash(node.parent))
+
+    def seal(self, node: Node, index: int) -> None:
+        """Fingerprint a payload that was just attached."""
+        payload = node.payloads[index]
+        node.prints[index] = payload.fingerprint() if self.deep and payload is not None else None
+
+    def divide(self, upper: Node, lower: Node) -> None:
+        """Follow a split; hashes divide with their tokens, the parts' bytes are hashed anew."""
+        if lower.chain is not None:
+            upper.chain = lower.chain[: upper.num_tokens].copy()
+            lower.chain = lower.chain[upper.num_tokens :].copy()
+        for index in range(len(COMPONENTS)):
+            self.seal(upper, index)
+            self.seal(lower, index)
+
+    def verify_restore(self, tokens: TokenArray, node: Node) -> bool:
+        """Check the path to `node` against the very tokens that it is to stand in for."""
+        expected = chain_hashes(tokens, 0, SEED)
+        sound = True
+        for above in node.ancestors():
+            fault = self._fault(above, expected[above.start : above.end])
+            sound = self._passed(above, fault) and sound
+        return sound
+
+    def sweep(self, tree: RadixTree, num_nodes: int) -> int:
+        """Check the next `num_nodes` nodes, round and round the tree; returns the faults found."""
+        before = self.faults
+        for _ in range(num_nodes):
+            if not self._pending:
+                self._pending = list(tree.root.children.values())
+                if not self._pending:
+                    break
+            node = self._pending.pop()
+            if node.attached:
+                self._pending.extend(node.children.values())
+                expected = chain_hashes(node.token_ids, node.start, _last_hash(node.parent))
+                self._passed(node, self._fault(node, expected))
+        return self.faults - before
+
+    def self_test(self) -> None:
+        """Perturb an entry in each way that matters; raises unless every one is caught."""
+        tree = RadixTree()
+        tokens = as_tokens(range(7, 7 + 16))
+        node = tree.append(tree.root, tokens)
+        self.mark(node)
+        chain = node.chain
+        assert chain is not None
+        if self._fault(node, chain_hashes(tokens, 0, SEED)) is not None:
+            raise CacheCorruption("canary self-test: a sound entry was taken for a bad one")
+        swapped = tokens.copy()
+        swapped[[3, 4]] = swapped[[4, 3]]
+        flipped = chain.copy()
+        flipped[5] ^= np.uint64(1)
+        perturbed = {
+            "tokens out of order": (chain, chain_hashes(swapped, 0, SEED)),
+            "another position": (chain, chain_hashes(tokens, 64, SEED)),
+            "another predecessor": (chain, chain_hashes(tokens, 0, SEED + 1)),
+            "a flipped bit": (flipped, chain_hashes(tokens, 0, SEED)),
+        }
+        for what, (held, expected) in perturbed.items():
+            node.chain = held
+            if self._fault(node, expected) is None:
+                raise CacheCorruption(f"canary self-test: {what} went unnoticed")
+
+    def _fault(self, node: Node, expected: Hashes) -> str | None:
+        if node.chain is None or len(node.chain) != len(expected):
+            return "has no hash for each of its tokens"
+        wrong = np.flatnonzero(node.chain != expected)
+        if len(wrong):
+            return f"holds another sequence from token {node.start + int(wrong[0])}"
+        for index, component in enumerate(COMPONENTS):
+            payload, kept = node.payloads[index], node.prints[index]
+            if payload is not None and kept is not None and payload.fingerprint() != kept:
+                return f"holds {component.value} bytes that have changed"
+        return None
+
+    def _passed(self, node: Node, fault: str | None) -> bool:
+        self.checked += 1
+        if fault is None:
+            return True
+        self.faults += 1
+        message = f"cache entry over tokens [{node.start}, {node.end}) {fault}"
+        if self.mode == "raise":
+            raise CacheCorruption(message)
+        logger.error(message)
+        return False
+
+
+def chain_hashes(tokens: TokenArray, start: int, previous: int) -> Hashes:
+    """The hash beside each token of a run that starts at position `start` after `previous`."""
+    positions = np.arange(start, start + len(tokens), dtype=np.uint64)
+    mixed = _mix(tokens.astype(np.uint64) | positions << np.uint64(32))
+    scaled = mixed * _powers(BASE_INVERSE, len(tokens))
+    total = np.cumsum(scaled, dtype=np.uint64) + np.uint64(previous % (1 << 64))
+    return total * _powers(BASE, len(tokens))
+
+
+def _powers(base: int, count: int) -> Hashes:
+    return np.cumprod(np.full(count, base, dtype=np.uint64), dtype=np.uint64)
+
+
+def _mix(x: Hashes) -> Hashes:
+    """splitmix64's finaliser: every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _last_hash(node: Node | None) -> int:
+    return SEED if node is None or node.chain is None else int(node.chain[-1])

@@ -1,0 +1,94 @@
+"""Counts the whole cache again and compares. Knows every invariant of the tree and changes nothing.
+
+For tests, debugging and idle moments: it visits every node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from pippin.cache.components import ATTENTION, COMPONENTS, STATE
+from pippin.cache.eviction import Unit
+from pippin.cache.radix import Node
+from pippin.cache.store import Store, any_held
+
+
+def check_integrity(store: Store, locks: Iterable[tuple[Node, int]]) -> None:
+    """Raise AssertionError unless links, payloads, pins, bytes and the eviction queue agree.
+
+    `locks` are the nodes where live locks end, each with the floor of its window segment.
+    """
+    nodes = list(store.tree.nodes())
+    for node in nodes:
+        _check_links(node)
+        _check_payloads(store, node)
+        _check_queued(store, node)
+    _check_pins(store, nodes, locks)
+    _check_totals(store, nodes)
+
+
+def _check_links(node: Node) -> None:
+    parent = node.parent
+    assert parent is not None, f"{_name(node)} is in the tree without a parent"
+    assert node.num_tokens > 0, f"{_name(node)} holds no tokens"
+    assert parent.children.get(int(node.token_ids[0])) is node, f"{_name(node)} is filed wrongly"
+    assert node.start == parent.end, f"{_name(node)} follows a node that ends at {parent.end}"
+    assert len(node.token_ids) == node.num_tokens, f"{_name(node)} has {len(node.token_ids)} tokens"
+
+
+def _check_payloads(store: Store, node: Node) -> None:
+    for index, component in enumerate(COMPONENTS):
+        payload = node.payloads[index]
+        if payload is None:
+            continue
+        assert index in store.rules.indices, f"{_name(node)} carries a stray {component.value}"
+        if index != STATE:
+            assert payload.num_tokens == node.num_tokens, (
+                f"{_name(node)}: its {component.value} covers {payload.num_tokens} tokens"
+            )
+    if store.rules.has_attention:
+        assert node.payloads[ATTENTION] is not None, f"{_name(node)} lacks attention KV"
+    assert node.children or node.pins or any_held(node), f"{_name(node)} is an empty leaf"
+
+
+def _check_queued(store: Store, node: Node) -> None:
+    for unit in Unit:
+        if store.queue.evictable(node, unit):
+            assert node.queued[unit] is not None, f"{_name(node)}: its {unit.name} can never go"
+
+
+def _check_pins(store: Store, nodes: list[Node], locks: Iterable[tuple[Node, int]]) -> None:
+    pins: Counter[Node] = Counter()
+    window_pins: Counter[Node] = Counter()
+    for node, floor in locks:
+        assert node.attached, f"{_name(node)} is locked but no longer in the tree"
+        if node.is_root:
+            continue
+        pins[node] += 1
+        if store.rules.has_window:
+            window_pins.update(store.rules.segment(node, floor))
+    for node in nodes:
+        assert node.pins == pins[node], f"{_name(node)}: {node.pins} pins, {pins[node]} locks"
+        assert node.window_pins == window_pins[node], (
+            f"{_name(node)}: {node.window_pins} window pins, {window_pins[node]} locks"
+        )
+
+
+def _check_totals(store: Store, nodes: list[Node]) -> None:
+    assert store.tree.num_nodes == len(nodes), f"{store.tree.num_nodes} nodes, saw {len(nodes)}"
+    num_tokens = sum(node.num_tokens for node in nodes)
+    assert store.tree.num_tokens == num_tokens, f"{store.tree.num_tokens} tokens, saw {num_tokens}"
+    seen: set[int] = set()
+    held = dict.fromkeys(store.rules.components, 0)
+    for node in nodes:
+        for component, payload in zip(COMPONENTS, node.payloads, strict=True):
+            if payload is not None:
+                assert id(payload) not in seen, f"{_name(node)} shares a {component.value} payload"
+                seen.add(id(payload))
+                held[component] += payload.nbytes
+    assert store.component_bytes == held, f"bytes {store.component_bytes}, saw {held}"
+
+
+def _name(node: Node) -> str:
+    return f"node [{node.start}, {node.end})"

@@ -1,0 +1,125 @@
+"""Where recurrent checkpoints are placed and what they are worth. Knows no tree and no payloads.
+
+A state is large (as much as 1,500 tokens of KV) and serves only at its own position, so both
+questions weigh bytes against the tokens somebody would otherwise compute again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pippin.types import GRID
+
+MAX_STRIDE = 2 * GRID  # a state every 128 tokens: at most 127 recomputed after a shared prefix
+MAX_USES = 16  # beyond this a state is simply popular
+
+
+class Placement(enum.Enum):
+    """Why a state was captured where it was."""
+
+    GRID = "grid"  # a multiple of the stride
+    BOUNDARY = "boundary"  # the end of the system prompt or of a turn
+    BRANCH = "branch"  # where this prompt leaves a path already in the tree
+    PROMPT_END = "prompt_end"
+    REPLY_END = "reply_end"
+
+
+# The chance, against a leaf's 1, that somebody comes back to exactly this place.
+PRIOR = {
+    Placement.GRID: 0.125,
+    Placement.BOUNDARY: 0.5,
+    Placement.BRANCH: 1.0,
+    Placement.PROMPT_END: 0.5,
+    Placement.REPLY_END: 0.5,
+}
+
+
+@dataclass(frozen=True)
+class CheckpointPolicy:
+    """Chooses checkpoint positions, and ranks what the cache keeps by tokens saved per byte."""
+
+    state_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    prompt_budget_bytes: int | None = None  # for the states of one sequence; None: no limit
+    exact_positions: bool = False  # True: capture boundaries and branches off the grid as well
+
+    def stride(self, num_tokens: int) -> int:
+        """Tokens between grid checkpoints of a sequence this long: 64, or 128 if states are dear.
+
+        Only a budget that the states of one sequence would overrun widens it past the bound.
+        """
+        stride = GRID
+        if self.state_bytes > GRID * self.kv_bytes_per_token:
+            stride = MAX_STRIDE
+        if self.prompt_budget_bytes is not None and self.state_bytes:
+            affordable = max(1, self.prompt_budget_bytes // self.state_bytes)
+            while num_tokens // stride > affordable:
+                stride *= 2
+        return stride
+
+    def placements(
+        self,
+        start: int,
+        end: int,
+        *,
+        prompt_len: int,
+        boundaries: Iterable[int] = (),
+        branch: int = 0,
+    ) -> dict[int, Placement]:
+        """Where a prefill chunk over [start, end) should capture states, ascending, and why.
+
+        Boundaries and branches are rounded down to the grid unless `exact_positions`. The prompt's
+        end is exact, for the next turn; the same prompt again must compute one token at least, so
+        the last grid point before the end is there for it.
+        """
+        found: dict[int, Placement] = {}
+        stride = self.stride(prompt_len)
+        for position in range(start - start % stride + stride, end + 1, stride):
+            found[position] = Placement.GRID
+        found[_grid_floor(prompt_len - 1)] = Placement.GRID
+        for boundary in boundaries:
+            found[self._aligned(boundary)] = Placement.BOUNDARY
+        if 0 < branch < prompt_len:
+            found[self._aligned(branch)] = Placement.BRANCH
+        found[prompt_len] = Placement.PROMPT_END
+        return {position: found[position] for position in sorted(found) if start < position <= end}
+
+    def positions(
+        self,
+        start: int,
+        end: int,
+        *,
+        prompt_len: int,
+        boundaries: Iterable[int] = (),
+        branch: int = 0,
+    ) -> tuple[int, ...]:
+        """The positions of `placements`, ascending."""
+        return tuple(
+            self.placements(start, end, prompt_len=prompt_len, boundaries=boundaries, branch=branch)
+        )
+
+    def captures_decode(self, position: int) -> bool:
+        """Whether the state after `position` tokens is worth keeping while a reply grows."""
+        return position % self.stride(position) == 0
+
+    def leaf_value(self, num_saved: int, nbytes: int) -> float:
+        return num_saved / max(nbytes, 1)
+
+    def state_value(
+        self, placement: Placement, num_uses: int, num_saved: int, nbytes: int
+    ) -> float:
+        """An interior state: it helps only those who leave the path before the next one."""
+        return (PRIOR[placement] + min(num_uses, MAX_USES)) * num_saved / max(nbytes, 1)
+
+    def window_value(self, num_uses: int, num_saved: int, nbytes: int) -> float:
+        """An interior window: it helps only those who leave the path just behind it."""
+        return (PRIOR[Placement.GRID] + min(num_uses, MAX_USES)) * num_saved / max(nbytes, 1)
+
+    def _aligned(self, position: int) -> int:
+        return position if self.exact_positions else _grid_floor(position)
+
+
+def _grid_floor(position: int) -> int:
+    return position - position % GRID

@@ -1,0 +1,262 @@
+"""What the scheduler sees of the cache: match, lock, insert, evict. Knows tokens, not arrays.
+
+    match    how much of a prompt need not be computed, and the payloads that stand in for it
+    lock     keep those while the request runs
+    insert   take over what a step captured
+    evict    give the least useful bytes back
+
+Payloads are owned by the tree from `insert` on and released exactly once. One thread calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy.typing as npt
+
+from pippin.cache.canary import Canary
+from pippin.cache.components import INDEX, STATE, WINDOW, Rules
+from pippin.cache.eviction import NEVER
+from pippin.cache.integrity import check_integrity
+from pippin.cache.policy import CheckpointPolicy, Placement
+from pippin.cache.radix import Node, as_tokens
+from pippin.cache.report import report
+from pippin.cache.stats import CacheStats
+from pippin.cache.store import Filled, Store
+from pippin.types import Component, Payload
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest prefix of a prompt that every component can restore.
+
+    `payloads` are borrowed and good until the next call that changes the tree; a request that was
+    locked asks `PrefixCache.payloads` again when its plan is made.
+    """
+
+    length: int
+    branch: int  # prompt tokens in the tree at all (>= length): where the prompt leaves it
+    prompt_len: int
+    node: Node = field(repr=False)  # ends at `length`
+    payloads: Mapping[Component, tuple[Payload, ...]] = field(repr=False)  # in token order
+
+
+@dataclass(frozen=True, eq=False)
+class Lock:
+    """Holds a path, its window segment and its state. Given back with `PrefixCache.unlock`."""
+
+    length: int
+    node: Node = field(repr=False)
+    floor: int = field(repr=False)  # where the pinned window segment starts
+
+
+@dataclass(frozen=True)
+class InsertResult:
+    length: int  # tokens of the sequence that the tree holds now, this insert's path included
+    gap: int  # tokens before `start` that were missing; if any, nothing was inserted
+    node: Node = field(repr=False)  # ends at `length`; `lock` takes it
+
+    @property
+    def inserted(self) -> bool:
+        return self.gap == 0
+
+
+class PrefixCache:
+    """A radix tree whose nodes carry one payload per component, under one ceiling of bytes."""
+
+    def __init__(
+        self,
+        components: Sequence[Component],
+        *,
+        window: int = 0,
+        capacity_bytes: int,
+        canary: Canary | None = None,
+        policy: CheckpointPolicy | None = None,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.policy = policy or CheckpointPolicy()
+        self._canary = canary if canary is not None and canary.mode != "off" else None
+        self._rules = Rules(components, window)
+        self._store = Store(self._rules, self.policy, self._canary)
+        self._tree = self._store.tree
+        self._locks: set[Lock] = set()
+
+    @property
+    def nbytes(self) -> int:
+        return self._store.nbytes
+
+    @property
+    def num_tokens(self) -> int:
+        return self._tree.num_tokens
+
+    @property
+    def stats(self) -> CacheStats:
+        return self._store.stats
+
+    # --- find ---------------------------------------------------------------------------------
+
+    def probe(self, tokens: npt.ArrayLike, *, limit: int | None = None) -> int:
+        """The length `match` would return. Touches nothing: for ordering a queue."""
+        path, reach = self._tree.walk(as_tokens(tokens))
+        return self._rules.deepest_valid(path, reach if limit is None else min(reach, limit))[1]
+
+    def match(self, tokens: npt.ArrayLike, *, limit: int | None = None) -> Match:
+        """The longest restorable prefix of at most `limit` tokens; counts as a use of it."""
+        ids = as_tokens(tokens)
+        path, branch = self._tree.walk(ids)
+        reach = branch if limit is None else min(branch, limit)
+        node, length = self._rules.deepest_valid(path, reach)
+        end = self._tree.root if node is None else self._store.end_node(node, length)
+        if self._canary is not None and not self._canary.verify_restore(ids[:length], end):
+            end = self._tree.root
+        self._store.touch(end)
+        return Match(end.end, branch, len(ids), end, self._rules.gather(end))
+
+    def payloads(self, lock: Lock) -> dict[Component, tuple[Payload, ...]]:
+        """What restores a locked match, as the tree holds it now: others may have split nodes."""
+        return self._rules.gather(lock.node)
+
+    # --- hold ---------------------------------------------------------------------------------
+
+    def lock(self, at: Match | InsertResult) -> Lock:
+        """Keep what `at` found until `unlock`; nothing may be evicted between the two calls."""
+        node = at.node
+        assert node.attached, f"stale: {at} was evicted before it was locked"
+        if isinstance(at, Match):
+            self._count_lookup(at)
+        lock = Lock(at.length, node, self._rules.pin(node))
+        self._locks.add(lock)
+        return lock
+
+    def unlock(self, lock: Lock) -> None:
+        assert lock in self._locks, f"{lock} is not held"
+        self._locks.remove(lock)
+        for node in self._rules.unpin(lock.node, lock.floor):
+            self._store.settle(node)
+
+    # --- grow ---------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        tokens: npt.ArrayLike,
+        start: int,
+        kv: Mapping[Component, Payload],
+        states: Mapping[int, Payload],
+        *,
+        placements: Mapping[int, Placement] | None = None,
+    ) -> InsertResult:
+        """Take over the KV of tokens [start, len(tokens)) and states at positions along them.
+
+        Fills what the tree lacks and releases the rest. Attention KV must connect: if tokens before
+        `start` are missing, all is released. States may lie before `start`, if their path is there.
+        `placements` says why each state was taken; it only steers eviction and the counters.
+        """
+        ids = as_tokens(tokens)
+        self._check_arguments(len(ids), start, kv, states)
+        path, reach = self._tree.walk(ids)
+        if self._rules.has_attention and reach < start:
+            self.stats.gaps += 1
+            self._store.refuse(*kv.values(), *states.values())
+            return InsertResult(0, start - reach, self._tree.root)
+
+        stop = self._stop(reach, len(ids), kv, states)
+        tip = self._store.grow(path, reach, ids[:stop])
+        tick = self._store.touch(tip)
+        filled = self._store.add_states(tip, states, placements or {})
+        for component, payload in kv.items():
+            filled += self._store.add_kv(tip, INDEX[component], start, payload)
+        self._store.settle(tip)
+        self._keep_within_capacity(tick, filled)
+        if not tip.attached:
+            path, _ = self._tree.walk(ids[:stop])
+            tip = path[-1] if path else self._tree.root
+        return InsertResult(tip.end, 0, tip)
+
+    # --- shrink -------------------------------------------------------------------------------
+
+    def evict(self, nbytes: int) -> int:
+        """Free at least `nbytes` if locks allow; returns the bytes freed."""
+        return self._evict(nbytes, spare_since=NEVER)
+
+    def set_capacity(self, capacity_bytes: int) -> None:
+        """Move the ceiling, and come down to it as far as locks allow."""
+        self.capacity_bytes = capacity_bytes
+        self.evict(self.nbytes - capacity_bytes)
+
+    def flush(self) -> None:
+        """Drop everything that is not locked."""
+        for node in reversed(list(self._tree.nodes())):  # children before parents
+            if not node.attached:
+                continue  # pruned with its last child
+            if not node.children and not node.pins:
+                self._store.remove(node)
+                continue
+            if not node.pins:
+                self._store.drop(node, STATE)
+            if not node.window_pins:
+                self._store.drop(node, WINDOW)
+
+    # --- look ---------------------------------------------------------------------------------
+
+    def sweep(self, num_nodes: int = 64) -> int:
+        """Have the canary check some more nodes; returns the faults found."""
+        return 0 if self._canary is None else self._canary.sweep(self._tree, num_nodes)
+
+    def check_integrity(self) -> None:
+        """Count everything again; raises AssertionError with what does not add up."""
+        check_integrity(self._store, [(lock.node, lock.floor) for lock in self._locks])
+
+    def report(self) -> dict[str, object]:
+        """What is held and what it was good for, as plain JSON values."""
+        return report(self._store, capacity_bytes=self.capacity_bytes, num_locks=len(self._locks))
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _evict(self, nbytes: int, *, spare_since: int) -> int:
+        return self._store.queue.evict(nbytes, self._store.take, spare_since=spare_since)
+
+    def _keep_within_capacity(self, tick: int, filled: Filled) -> None:
+        """Evict others first, then the least of what was just inserted."""
+        self._evict(self.nbytes - self.capacity_bytes, spare_since=tick)
+        self._evict(self.nbytes - self.capacity_bytes, spare_since=NEVER)
+        for node, index in filled:
+            if self.nbytes <= self.capacity_bytes:
+                break
+            # Only fills of nodes that somebody holds are left; nobody has seen these bytes yet.
+            if node.attached and index in (WINDOW, STATE):
+                self._store.drop(node, index)
+
+    def _count_lookup(self, match: Match) -> None:
+        self.stats.lookups += 1
+        self.stats.tokens_looked_up += match.prompt_len
+        if not match.length:
+            return
+        self.stats.hits += 1
+        self.stats.tokens_matched += match.length
+        self._rules.count_use(match.node)
+        if self._rules.has_state:
+            placement = self.stats.placements[match.node.placement]
+            placement.used += 1
+            placement.tokens_saved += self._rules.num_saved(match.node)
+
+    def _check_arguments(
+        self, end: int, start: int, kv: Mapping[Component, Payload], states: Mapping[int, Payload]
+    ) -> None:
+        keeps = self._rules.components
+        for component, payload in kv.items():
+            assert component in keeps, f"{component} for a model that keeps {keeps}"
+            assert component is not Component.STATE, "states are handed over by position"
+            assert payload.num_tokens == end - start, (
+                f"{component} covers {payload.num_tokens} tokens, [{start}, {end}) is {end - start}"
+            )
+        assert not states or self._rules.has_state, f"states for a model that keeps {keeps}"
+        assert all(0 < position <= end for position in states), f"states outside of (0, {end}]"
+
+    def _stop(
+        self, reach: int, end: int, kv: Mapping[Component, Payload], states: Mapping[int, Payload]
+    ) -> int:
+        """How far the path may grow: a node of an attention model never lacks attention KV."""
+        if self._rules.has_attention:
+            return end if Component.ATTENTION in kv else reach
+        return end if kv else max([reach, *states])

@@ -1,0 +1,179 @@
+"""A radix tree over tokens. Knows no component's rules, no eviction and no device.
+
+    root ─ [5 9 2 7] ─┬─ [1 1 4]        a node holds the tokens between two forks (or checkpoints);
+                      └─ [8 3] ─ [6]    children are found by their first token
+
+Tokens are kept as `bytes` (int32), so one node is compared with one memcmp: matching costs one
+dictionary lookup per node, not one step per token.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from pippin.cache.policy import Placement
+from pippin.types import Payload
+
+TokenArray = npt.NDArray[np.int32]
+TOKEN_BYTES = 4
+
+
+class Node:
+    """Tokens at positions [start, end) of every sequence through here, and what is kept of them.
+
+    Splitting keeps the identity of the lower part, so whoever holds a node holds its end.
+    """
+
+    __slots__ = (
+        "chain",
+        "children",
+        "end",
+        "parent",
+        "payloads",
+        "pins",
+        "placement",
+        "prints",
+        "queued",
+        "stamp",
+        "start",
+        "state_uses",
+        "tokens",
+        "window_pins",
+        "window_uses",
+    )
+
+    def __init__(self, tokens: bytes, start: int, parent: Node | None) -> None:
+        self.tokens = tokens
+        self.start = start
+        self.end = start + len(tokens) // TOKEN_BYTES
+        self.parent = parent  # None: the root, or a node that was removed
+        self.children: dict[int, Node] = {}
+        self.payloads: list[Payload | None] = [None, None, None]  # attention, window, state
+        self.pins = 0  # locks that end here: they hold the node (and so its path) and its state
+        self.window_pins = 0  # locks whose window reaches over this node
+        self.stamp = (0.0, 0)  # eviction level and clock tick of the last use
+        self.queued: list[tuple[float, int] | None] = [None, None, None]  # rank by eviction unit
+        self.state_uses = 0
+        self.window_uses = 0
+        self.placement = Placement.GRID  # why the state was placed here
+        self.chain: npt.NDArray[np.uint64] | None = None  # the canary's hash beside each token
+        self.prints: list[int | None] = [None, None, None]  # and of each payload's bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_root(self) -> bool:
+        return self.end == 0
+
+    @property
+    def attached(self) -> bool:
+        return self.parent is not None or self.end == 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(payload.nbytes for payload in self.payloads if payload is not None)
+
+    @property
+    def token_ids(self) -> TokenArray:
+        return np.frombuffer(self.tokens, dtype=np.int32)
+
+    def ancestors(self) -> Iterator[Node]:
+        """This node and those above it, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+
+class RadixTree:
+    """Structure only: find, fork, grow and prune."""
+
+    def __init__(self) -> None:
+        self.root = Node(b"", 0, None)
+        self.num_nodes = 0
+        self.num_tokens = 0
+
+    def walk(self, tokens: TokenArray) -> tuple[list[Node], int]:
+        """The nodes that share tokens with this sequence, and how many tokens they share.
+
+        Every node but the last is shared to its end.
+        """
+        raw = tokens.tobytes()
+        ids = memoryview(raw).cast("i")
+        node, pos, path = self.root, 0, []
+        while pos < len(ids):
+            child = node.children.get(ids[pos])
+            if child is None:
+                break
+            path.append(child)
+            if not raw.startswith(child.tokens, pos * TOKEN_BYTES):
+                pos += _num_shared(child.token_ids, tokens[pos : child.end])
+                break
+            node, pos = child, child.end
+        return path, pos
+
+    def split(self, node: Node, at: int) -> Node:
+        """Put a new node over `node` that takes its first `at` tokens; returns the new one.
+
+        Payloads stay with the lower part: dividing them is the components' business.
+        """
+        parent = node.parent
+        assert parent is not None
+        assert 0 < at < node.num_tokens
+        upper = Node(node.tokens[: at * TOKEN_BYTES], node.start, parent)
+        parent.children[_first(upper.tokens)] = upper
+        node.tokens = node.tokens[at * TOKEN_BYTES :]
+        node.start = upper.end
+        node.parent = upper
+        upper.children[_first(node.tokens)] = node
+        self.num_nodes += 1
+        return upper
+
+    def append(self, parent: Node, tokens: TokenArray) -> Node:
+        raw = tokens.tobytes()
+        assert _first(raw) not in parent.children
+        node = Node(raw, parent.end, parent)
+        parent.children[_first(raw)] = node
+        self.num_nodes += 1
+        self.num_tokens += node.num_tokens
+        return node
+
+    def remove(self, leaf: Node) -> Node:
+        """Take a leaf off the tree; returns the parent it had."""
+        parent = leaf.parent
+        assert parent is not None
+        assert not leaf.children
+        del parent.children[_first(leaf.tokens)]
+        leaf.parent = None
+        self.num_nodes -= 1
+        self.num_tokens -= leaf.num_tokens
+        return parent
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the root, parents before children."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+def as_tokens(tokens: npt.ArrayLike) -> TokenArray:
+    return np.ascontiguousarray(tokens, dtype=np.int32)
+
+
+def _first(raw: bytes) -> int:
+    return int.from_bytes(raw[:TOKEN_BYTES], sys.byteorder, signed=True)
+
+
+def _num_shared(a: TokenArray, b: TokenArray) -> int:
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    first = int(differs.argmax())
+    return first if differs[first] else length

@@ -1,0 +1,54 @@
+"""The cache's state as plain values, for people to look at. Changes nothing."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import asdict
+
+from pippin.cache.components import STATE
+from pippin.cache.radix import Node
+from pippin.cache.store import Store
+
+NUM_PATHS = 5
+NUM_SHOWN_TOKENS = 8
+
+
+def report(store: Store, *, capacity_bytes: int, num_locks: int) -> dict[str, object]:
+    """What is held, what it was good for, and the most recently used paths."""
+    stats = store.stats
+    leaves = [node for node in store.tree.nodes() if not node.children]
+    recent = heapq.nlargest(NUM_PATHS, leaves, key=lambda leaf: (leaf.stamp[1], leaf.end))
+    return {
+        "nodes": store.tree.num_nodes,
+        "tokens": store.tree.num_tokens,
+        "nbytes": store.nbytes,
+        "capacity_bytes": capacity_bytes,
+        "locks": num_locks,
+        "component_bytes": {c.value: store.component_bytes[c] for c in store.rules.components},
+        "lookups": stats.lookups,
+        "hits": stats.hits,
+        "hit_rate": stats.hit_rate,
+        "tokens_looked_up": stats.tokens_looked_up,
+        "tokens_matched": stats.tokens_matched,
+        "tokens_inserted": stats.tokens_inserted,
+        "gaps": stats.gaps,
+        "bytes_inserted": stats.bytes_inserted,
+        "bytes_duplicate": stats.bytes_duplicate,
+        "bytes_evicted": stats.bytes_evicted,
+        "evictions": {component.value: count for component, count in stats.evictions.items()},
+        "checkpoints": {kind.value: asdict(made) for kind, made in stats.placements.items()},
+        "recent_paths": [_describe(leaf) for leaf in recent],
+    }
+
+
+def _describe(leaf: Node) -> dict[str, object]:
+    path = list(leaf.ancestors())
+    return {
+        "tokens": leaf.end,
+        "nodes": len(path),
+        "nbytes": sum(node.nbytes for node in path),
+        "checkpoints": sum(node.payloads[STATE] is not None for node in path),
+        "first_tokens": path[-1].token_ids[:NUM_SHOWN_TOKENS].tolist(),
+        "last_tokens": leaf.token_ids[-NUM_SHOWN_TOKENS:].tolist(),
+        "locked": any(node.pins for node in path),
+    }

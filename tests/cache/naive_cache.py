@@ -1,0 +1,223 @@
+"""A payload that minds its own life, and a cache without a tree to compare with.
+
+The naive cache is the set of live payloads: each knows which prefixes (tuples of tokens) it covers,
+so what a match must return follows from the rules alone, by trying every length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pippin.cache.prefix_cache import InsertResult, Lock, Match, PrefixCache
+from pippin.types import Component, Payload
+
+Prefix = tuple[int, ...]
+A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
+NBYTES = {A: 3, W: 2, S: 40}  # per token, per token, per state
+
+
+@dataclass
+class Ledger:
+    """Every payload that was made and is neither released nor split."""
+
+    live: dict[int, Piece] = field(default_factory=dict)
+    num_made: int = 0
+
+    def kv(self, component: Component, tokens: Sequence[int], start: int) -> Piece:
+        return Piece(self, component, [tuple(tokens[: i + 1]) for i in range(start, len(tokens))])
+
+    def state(self, tokens: Sequence[int], position: int) -> Piece:
+        return Piece(self, S, [tuple(tokens[:position])])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.live.values())
+
+    def held(self, component: Component) -> set[Prefix]:
+        found = [p for x in self.live.values() if x.component is component for p in x.prefixes]
+        assert len(found) == len(set(found)), f"{component} is held twice somewhere in {found}"
+        return set(found)
+
+
+class Piece:
+    def __init__(self, ledger: Ledger, component: Component, prefixes: list[Prefix]) -> None:
+        assert prefixes, "a payload over no tokens"
+        self.ledger = ledger
+        self.component = component
+        self.prefixes = prefixes
+        self.contents = hash(tuple(prefixes))
+        ledger.live[id(self)] = self
+        ledger.num_made += 1
+
+    @property
+    def nbytes(self) -> int:
+        return NBYTES[self.component] * len(self.prefixes)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prefixes)
+
+    def split(self, at: int) -> tuple[Piece, Piece]:
+        assert self.component is not S, "a state was split"
+        assert 0 < at < len(self.prefixes), f"split {len(self.prefixes)} tokens at {at}"
+        self.release()
+        head, tail = self.prefixes[:at], self.prefixes[at:]
+        return Piece(self.ledger, self.component, head), Piece(self.ledger, self.component, tail)
+
+    def release(self) -> None:
+        assert id(self) in self.ledger.live, f"{self.component} released twice, or after its split"
+        del self.ledger.live[id(self)]
+
+    def fingerprint(self) -> int:
+        assert id(self) in self.ledger.live, "fingerprint of a payload that is gone"
+        return self.contents
+
+
+class CheckedCache:
+    """A PrefixCache whose every answer is compared with the naive one."""
+
+    def __init__(
+        self, components: Sequence[Component], *, window: int = 0, capacity: int = 1 << 40
+    ) -> None:
+        self.components = tuple(components)
+        self.window = window
+        self.ledger = Ledger()
+        self.cache = PrefixCache(components, window=window, capacity_bytes=capacity)
+        self.locks: list[tuple[Lock, Prefix]] = []
+
+    def match(self, tokens: Sequence[int], limit: int | None = None) -> Match:
+        probed = self.cache.probe(np.array(tokens), limit=limit)
+        match = self.cache.match(np.array(tokens), limit=limit)
+        reach = len(tokens) if limit is None else min(limit, len(tokens))
+        expected = next(n for n in range(reach, -1, -1) if self.valid(tokens, n))
+        assert match.length == probed == expected
+        assert match.length <= match.branch <= len(tokens)
+        if A in self.components:
+            assert match.branch == self.reach(tokens)
+        self.check_payloads(tokens, expected, match.payloads)
+        return match
+
+    def lock(self, tokens: Sequence[int], limit: int | None = None) -> None:
+        match = self.match(tokens, limit)
+        self.locks.append((self.cache.lock(match), tuple(tokens[: match.length])))
+
+    def unlock(self, which: int) -> None:
+        lock, _ = self.locks.pop(which % len(self.locks))
+        self.cache.unlock(lock)
+
+    def insert(
+        self,
+        tokens: Sequence[int],
+        start: int,
+        states: Iterable[int] = (),
+        kv: Iterable[Component] | None = None,
+    ) -> InsertResult:
+        kv = [c for c in self.components if c is not S and (kv is None or c in kv)]
+        kv = kv if start < len(tokens) else []
+        before, nbytes = {c: self.ledger.held(c) for c in self.components}, self.cache.nbytes
+        reach = self.reach(tokens)
+        payloads = {c: self.ledger.kv(c, tokens, start) for c in kv}
+        captured = {p: self.ledger.state(tokens, p) for p in states if S in self.components}
+        wanted = dict.fromkeys([*payloads, *([S] if captured else [])], set[Prefix]())
+        for payload in [*payloads.values(), *captured.values()]:
+            wanted[payload.component] = wanted[payload.component] | set(payload.prefixes)
+
+        result = self.cache.insert(np.array(tokens), start, payloads, captured)
+        fits = self.cache.stats.bytes_evicted == self._evicted
+        self._evicted = self.cache.stats.bytes_evicted
+        if A in self.components:
+            assert result.gap == max(0, start - reach)
+            limit = 0 if result.gap else len(tokens) if A in kv else reach
+            wanted = {c: {p for p in ps if len(p) <= limit} for c, ps in wanted.items()}
+        for component, held in before.items():
+            if fits:
+                assert self.ledger.held(component) == held | wanted.get(component, set())
+            else:
+                assert self.ledger.held(component) <= held | wanted.get(component, set())
+        assert self.cache.nbytes <= max(self.cache.capacity_bytes, nbytes)
+        return result
+
+    _evicted = 0
+
+    def evict(self, nbytes: int) -> int:
+        before = self.ledger.nbytes
+        freed = self.cache.evict(nbytes)
+        self._evicted = self.cache.stats.bytes_evicted
+        assert freed == before - self.ledger.nbytes
+        if freed < nbytes:
+            self.check_only_locked_left()
+        return freed
+
+    def flush(self) -> None:
+        self.cache.flush()
+        self._evicted = self.cache.stats.bytes_evicted
+        self.check_only_locked_left()
+
+    def set_capacity(self, capacity: int) -> None:
+        self.cache.set_capacity(capacity)
+        self._evicted = self.cache.stats.bytes_evicted
+        if self.cache.nbytes > capacity:
+            self.check_only_locked_left()
+
+    # --- the rules, by brute force ---
+
+    def valid(self, tokens: Sequence[int], length: int) -> bool:
+        if length == 0:
+            return True
+        if A in self.components and self.reach(tokens) < length:
+            return False
+        low = max(0, length - self.window)
+        if W in self.components and not self.prefixes(tokens, low, length) <= self.ledger.held(W):
+            return False
+        return S not in self.components or tuple(tokens[:length]) in self.ledger.held(S)
+
+    def reach(self, tokens: Sequence[int]) -> int:
+        held = self.ledger.held(A)
+        count = 0
+        while count < len(tokens) and tuple(tokens[: count + 1]) in held:
+            count += 1
+        return count
+
+    @staticmethod
+    def prefixes(tokens: Sequence[int], low: int, high: int) -> set[Prefix]:
+        return {tuple(tokens[: i + 1]) for i in range(low, high)}
+
+    # --- what must hold after every operation ---
+
+    def check(self) -> None:
+        self.cache.check_integrity()
+        assert self.cache.nbytes == self.ledger.nbytes, "a payload leaked or was forgotten"
+        for lock, tokens in self.locks:
+            self.check_payloads(tokens, len(tokens), self.cache.payloads(lock))
+
+    def check_payloads(
+        self,
+        tokens: Sequence[int],
+        length: int,
+        payloads: dict[Component, tuple[Payload, ...]],
+    ) -> None:
+        """They are alive, in token order, end at `length` and cover what a restore needs."""
+        if length == 0:
+            assert not payloads
+            return
+        assert set(payloads) == set(self.components)
+        for component, pieces in payloads.items():
+            for piece in pieces:
+                assert id(piece) in self.ledger.live
+            covered = [prefix for piece in pieces for prefix in piece.prefixes]
+            first = {A: 0, W: length - len(covered), S: length - 1}[component]
+            assert covered == [tuple(tokens[: i + 1]) for i in range(first, length)]
+            assert component is not W or len(covered) >= min(self.window, length)
+
+    def check_only_locked_left(self) -> None:
+        """Attention and states exactly; windows divide only where nodes do, so some more may stay."""
+        if A in self.components:
+            paths = [self.prefixes(tokens, 0, len(tokens)) for _, tokens in self.locks]
+            assert self.ledger.held(A) == set[Prefix]().union(*paths)
+        if S in self.components:
+            assert self.ledger.held(S) == {tokens for _, tokens in self.locks if tokens}
+        if not any(tokens for _, tokens in self.locks):
+            assert self.cache.num_tokens == 0

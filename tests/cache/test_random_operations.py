@@ -1,0 +1,126 @@
+"""Random operations on the tree with its components, compared with a naive model after each."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from naive_cache import A, CheckedCache, S, W
+
+LAYOUTS = {
+    "attention": ((A,), 0),
+    "attention+window": ((A, W), 3),
+    "attention+state": ((A, S), 0),
+    "state": ((S,), 0),
+    "window": ((W,), 4),
+    "window+state": ((W, S), 3),
+    "all": ((A, W, S), 5),
+}
+NUM_OPERATIONS = 2_500  # for each layout and pressure
+
+
+def random_tokens(rng: random.Random) -> list[int]:
+    return [rng.randrange(2) for _ in range(rng.randrange(1, 14))]
+
+
+def operate(checked: CheckedCache, rng: random.Random) -> None:
+    """One operation as a scheduler would do it, or as badly as one could."""
+    kind, tokens = rng.random(), random_tokens(rng)
+    if kind < 0.25:
+        checked.match(tokens, rng.choice([None, len(tokens) - 1]))
+    elif kind < 0.35 and len(checked.locks) < 4:
+        checked.lock(tokens, rng.choice([None, len(tokens) - 1]))
+    elif kind < 0.45 and checked.locks:
+        checked.unlock(rng.randrange(len(checked.locks)))
+    elif kind < 0.85:
+        start = rng.choice([0, checked.match(tokens).length, rng.randrange(len(tokens) + 1)])
+        states = rng.sample(range(1, len(tokens) + 1), rng.randrange(min(3, len(tokens)) + 1))
+        kv = rng.choice([None, None, None, [A], [W], []])
+        checked.insert(tokens, start, states, kv)
+    elif kind < 0.97:
+        checked.evict(rng.choice([1, 10, 60, 300]))
+    elif kind < 0.98:
+        checked.evict(1 << 40)
+    elif kind < 0.99:
+        checked.set_capacity(rng.choice([0, 100, 400, 1 << 40]))
+    else:
+        checked.flush()
+
+
+@pytest.mark.parametrize("capacity", [1 << 40, 250])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_thousands_of_random_operations_agree_with_the_naive_model(
+    layout: str, capacity: int
+) -> None:
+    components, window = LAYOUTS[layout]
+    checked = CheckedCache(components, window=window, capacity=capacity)
+    rng = random.Random(f"{layout} {capacity}")
+    for _ in range(NUM_OPERATIONS):
+        operate(checked, rng)
+        checked.check()
+    while checked.locks:
+        checked.unlock(0)
+    checked.flush()
+    assert not checked.ledger.live
+    assert checked.ledger.num_made > NUM_OPERATIONS / 4
+
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=10)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """The same, driven by hypothesis, so that a failure shrinks to a few operations."""
+
+    @initialize(layout=st.sampled_from(sorted(LAYOUTS)), capacity=st.sampled_from([150, 1 << 40]))
+    def start(self, layout: str, capacity: int) -> None:
+        components, window = LAYOUTS[layout]
+        self.checked = CheckedCache(components, window=window, capacity=capacity)
+
+    @rule(tokens=TOKENS, short=st.booleans())
+    def match(self, tokens: list[int], short: bool) -> None:
+        self.checked.match(tokens, len(tokens) - 1 if short else None)
+
+    @rule(tokens=TOKENS)
+    def lock(self, tokens: list[int]) -> None:
+        self.checked.lock(tokens)
+
+    @precondition(lambda self: self.checked.locks)
+    @rule(which=st.integers(0, 7))
+    def unlock(self, which: int) -> None:
+        self.checked.unlock(which)
+
+    @rule(tokens=TOKENS, data=st.data())
+    def insert(self, tokens: list[int], data: st.DataObject) -> None:
+        start = data.draw(st.sampled_from([0, self.checked.match(tokens).length, len(tokens) // 2]))
+        states = data.draw(st.sets(st.integers(1, len(tokens)), max_size=3))
+        kv = data.draw(st.sampled_from([None, [A], [W], []]))
+        self.checked.insert(tokens, start, states, kv)
+
+    @rule(nbytes=st.sampled_from([1, 20, 100, 1 << 40]))
+    def evict(self, nbytes: int) -> None:
+        self.checked.evict(nbytes)
+
+    @rule(capacity=st.sampled_from([0, 80, 1 << 40]))
+    def set_capacity(self, capacity: int) -> None:
+        self.checked.set_capacity(capacity)
+
+    @rule()
+    def flush(self) -> None:
+        self.checked.flush()
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "checked"):
+            self.checked.check()
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(
+    max_examples=40,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
