@@ -103,15 +103,20 @@ class Detokenizer:
     """One reply's text. Feed tokens until `stopped`, or until there are none and `close` it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        show_special: bool = False,
     ) -> None:
-        self._special_ids = tokenizer.special_ids
+        self._hidden_ids = frozenset[int]() if show_special else tokenizer.special_ids
         self._decoder: _Decoder = (
             _ByteDecoder(tokenizer) if tokenizer.spells_bytes else _WindowDecoder(tokenizer)
         )
         self._matcher = StopMatcher(stop) if stop else None
         self._min_tokens = min_tokens
-        self._num_tokens = 0
+        self.num_tokens = 0  # taken in; less than fed if a stop string cut them off
         self._num_decoded = 0  # characters
         self._num_shown = 0
         self._unfinished: list[tuple[int, int, int]] = []  # (index, id, start): no end yet
@@ -142,10 +147,10 @@ class Detokenizer:
         return Piece(shown, self._take_spans())
 
     def _decode(self, token: int) -> str:
-        index = self._num_tokens
-        self._num_tokens += 1
+        index = self.num_tokens
+        self.num_tokens += 1
         start = self._num_decoded
-        text = "" if token in self._special_ids else self._decoder.push(token)
+        text = "" if token in self._hidden_ids else self._decoder.push(token)
         self._finish_character(text)
         if self._decoder.unfinished:
             self._unfinished.append((index, token, start))
@@ -164,7 +169,7 @@ class Detokenizer:
         self._unfinished.clear()
 
     def _show(self, text: str) -> str:
-        if self._matcher is not None and self._num_tokens > self._min_tokens:
+        if self._matcher is not None and self.num_tokens > self._min_tokens:
             text = self._matcher.feed(text)
             self.stopped = self._matcher.matched is not None
         self._num_shown += len(text)

@@ -13,7 +13,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        assert stops and all(stops), "stop strings must not be empty"
+        assert all(stops), "an empty stop string would stop before the first character"
         self._stops = tuple(stops)
         self._longest = max(map(len, stops))
         self._held = ""

@@ -1,0 +1,127 @@
+"""Reads typed, range-checked fields out of a JSON object. Knows no field by name.
+
+As in OpenAI's API, a field that is null counts as left out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from pippin.errors import RequestError
+
+T = TypeVar("T")
+MAX_SHOWN_CHARS = 60
+
+
+class Body:
+    """One JSON object and where it is in the request, for error messages."""
+
+    def __init__(self, fields: Any, path: str = "") -> None:
+        self.path = path
+        if not isinstance(fields, dict):
+            raise RequestError(
+                f"{path or 'the request body'} is {shown(fields)}; it must be a JSON object",
+                param=path or None,
+            )
+        self._fields: dict[str, Any] = fields
+
+    def name(self, field: str) -> str:
+        return f"{self.path}.{field}" if self.path else field
+
+    def fields(self) -> Iterable[str]:
+        return self._fields.keys()
+
+    def get(self, field: str) -> Any:
+        return self._fields.get(field)
+
+    def has(self, field: str) -> bool:
+        return self._fields.get(field) is not None
+
+    def wrong(self, field: str, expected: str) -> RequestError:
+        name = self.name(field)
+        return RequestError(
+            f"{name} is {shown(self.get(field))}; it must be {expected}", param=name
+        )
+
+    def require(self, field: str) -> Any:
+        if not self.has(field):
+            name = self.name(field)
+            raise RequestError(f"{name} is required", param=name)
+        return self._fields[field]
+
+    def check_known(self, known: Iterable[str]) -> None:
+        known = set(known)
+        for field in self._fields:
+            if field not in known:
+                near = difflib.get_close_matches(field, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                name = self.name(field)
+                raise RequestError(f"{name} is not a field of this request{hint}", param=name)
+
+    def number(
+        self, field: str, low: float, high: float, default: T, *, above_low: bool = False
+    ) -> float | T:
+        """A number in [low, high]; in (low, high] if it must be `above_low`."""
+        if not self.has(field):
+            return default
+        value = self.get(field)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high or (above_low and value == low):
+            bound = f"above {low:g}" if above_low else f"from {low:g}"
+            limit = "" if math.isinf(high) else f" {'and at most' if above_low else 'to'} {high:g}"
+            raise self.wrong(field, f"a number {bound}{limit}")
+        return float(value)
+
+    def integer(self, field: str, low: int, high: int | None, default: T) -> int | T:
+        if not self.has(field):
+            return default
+        value = self.get(field)
+        if not is_integer(value) or value < low or (high is not None and value > high):
+            limit = f"from {low:,} to {high:,}" if high is not None else f"of at least {low:,}"
+            raise self.wrong(field, f"an integer {limit}")
+        return int(value)
+
+    def boolean(self, field: str, default: bool) -> bool:
+        if not self.has(field):
+            return default
+        value = self.get(field)
+        if not isinstance(value, bool):
+            raise self.wrong(field, "true or false")
+        return value
+
+    def string(self, field: str, default: T) -> str | T:
+        if not self.has(field):
+            return default
+        value = self.get(field)
+        if not isinstance(value, str):
+            raise self.wrong(field, "a string")
+        return value
+
+    def strings(self, field: str, most: int) -> tuple[str, ...]:
+        """One string or a list of them, none empty."""
+        value = self.get(field)
+        if value is None:
+            return ()
+        found = [value] if isinstance(value, str) else value
+        if (
+            not isinstance(found, list)
+            or len(found) > most
+            or not all(isinstance(item, str) and item for item in found)
+        ):
+            raise self.wrong(field, f"a string or a list of at most {most} strings, none empty")
+        return tuple(found)
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def shown(value: Any) -> str:
+    """A value as it was sent, cut short."""
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…"

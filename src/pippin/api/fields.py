@@ -1,0 +1,99 @@
+"""Which request fields are honoured and which are refused. Knows no values' meaning.
+
+Every field that OpenAI documents for an endpoint is in one of its two tables (a test compares
+them with the official client's types), so nothing is ever ignored silently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pippin.api.body import Body, shown
+from pippin.errors import UnsupportedField
+
+
+@dataclass(frozen=True)
+class Refusal:
+    why: str
+    neutral: tuple[Any, ...] = ()  # values that ask for nothing, and so are let pass
+
+
+_SAMPLING = {
+    "temperature",
+    "top_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    # Not OpenAI's, but known from other servers:
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+}
+_SHARED = _SAMPLING | {
+    "model",
+    "max_tokens",
+    "n",
+    "stop",
+    "logprobs",
+    "stream",
+    "stream_options",
+    "user",
+}
+
+CHAT_HONOURED = frozenset(
+    _SHARED
+    | {
+        "messages",
+        "max_completion_tokens",
+        "top_logprobs",
+        # Labels for the operator's bookkeeping: they change no reply here or elsewhere.
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        # Not OpenAI's:
+        "chat_template_kwargs",
+        "add_generation_prompt",
+    }
+)
+COMPLETION_HONOURED = frozenset(_SHARED | {"prompt", "echo", "best_of"})
+
+_NO_TOOLS = "tool calls are not parsed"
+_TEXT_ONLY = "only text is generated"
+
+CHAT_REFUSED = {
+    "audio": Refusal(_TEXT_ONLY),
+    "function_call": Refusal(_NO_TOOLS, ("none",)),
+    "functions": Refusal(_NO_TOOLS, ([],)),
+    "modalities": Refusal(_TEXT_ONLY, (["text"],)),
+    "moderation": Refusal("there is no moderation"),
+    "parallel_tool_calls": Refusal(_NO_TOOLS, (True,)),
+    "prediction": Refusal("predicted outputs are not used"),
+    "prompt_cache_options": Refusal("caching is automatic", ({"mode": "implicit"},)),
+    "prompt_cache_retention": Refusal("the cache lives in memory", ("in_memory",)),
+    "reasoning_effort": Refusal("use chat_template_kwargs to steer the model's own template"),
+    "response_format": Refusal("replies are not constrained", ({"type": "text"},)),
+    "service_tier": Refusal("there is one tier", ("auto", "default")),
+    "store": Refusal("replies are not stored", (False,)),
+    "tool_choice": Refusal(_NO_TOOLS, ("none",)),
+    "tools": Refusal(_NO_TOOLS, ([],)),
+    "verbosity": Refusal("say it in the prompt", ("medium",)),
+    "web_search_options": Refusal("there is no web search"),
+}
+COMPLETION_REFUSED = {"suffix": Refusal("text is not inserted", ("",))}
+
+
+def check_fields(body: Body, honoured: frozenset[str], refused: dict[str, Refusal]) -> None:
+    body.check_known(honoured | refused.keys())
+    for field, refusal in refused.items():
+        if not body.has(field) or body.get(field) in refusal.neutral:
+            continue
+        allowed = " or ".join(shown(neutral) for neutral in refusal.neutral)
+        hint = f" (only {allowed} is accepted)" if allowed else ""
+        raise UnsupportedField(
+            f"{field} is not supported: {refusal.why}{hint}", param=body.name(field)
+        )

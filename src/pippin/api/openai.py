@@ -1,0 +1,268 @@
+"""JSON in, typed requests out: after this nobody looks at user input again. Knows no tokens.
+
+Every documented field is honoured or refused by name (see `fields.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from pippin.api.body import Body, is_integer, shown
+from pippin.api.chat_messages import parse_messages
+from pippin.api.fields import (
+    CHAT_HONOURED,
+    CHAT_REFUSED,
+    COMPLETION_HONOURED,
+    COMPLETION_REFUSED,
+    check_fields,
+)
+from pippin.api.http_errors import ModelNotFound
+from pippin.errors import RequestError, UnsupportedField
+from pippin.text.bundle import SamplingDefaults
+from pippin.text.chat import RESERVED_VARIABLES
+from pippin.types import SamplingParams
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The served model, as clients know it."""
+
+    name: str
+    max_len: int  # tokens, prompt and reply together
+    vocab_size: int
+    created_s: int  # unix time
+
+
+@dataclass(frozen=True)
+class Options:
+    """What both endpoints share. `params.max_tokens` means nothing yet: see `max_tokens`."""
+
+    params: SamplingParams
+    max_tokens: int | None  # None: as many as fit
+    max_tokens_field: str
+    stream: bool
+    include_usage: bool
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    options: Options
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    template_variables: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    options: Options
+    prompts: list[str] | list[list[int]]
+    echo: bool
+
+
+def parse_chat(fields: Any, model: ModelInfo, defaults: SamplingDefaults) -> ChatRequest:
+    body = Body(fields)
+    check_fields(body, CHAT_HONOURED, CHAT_REFUSED)
+    _check_model(body, model)
+    _check_metadata(body)
+    for label in ("user", "safety_identifier", "prompt_cache_key"):
+        body.string(label, None)
+    messages = parse_messages(body.require("messages"))
+    num_logprobs = _chat_logprobs(body)
+    return ChatRequest(
+        options=_options(body, model, defaults, num_logprobs, prompt_logprobs=None, min_reply=1),
+        messages=messages,
+        add_generation_prompt=body.boolean("add_generation_prompt", True),
+        template_variables=_template_variables(body),
+    )
+
+
+def parse_completion(
+    fields: Any, model: ModelInfo, defaults: SamplingDefaults
+) -> CompletionRequest:
+    body = Body(fields)
+    check_fields(body, COMPLETION_HONOURED, COMPLETION_REFUSED)
+    _check_model(body, model)
+    body.string("user", None)
+    prompts = _parse_prompts(body, model)
+    echo = body.boolean("echo", False)
+    num_logprobs = body.integer("logprobs", 0, MAX_LOGPROBS, None)
+    options = _options(
+        body,
+        model,
+        defaults,
+        num_logprobs,
+        prompt_logprobs=num_logprobs if echo else None,
+        min_reply=0 if echo else 1,  # with echo, none is a way to score a text
+    )
+    best_of = body.integer("best_of", 1, MAX_CHOICES, options.params.n)
+    if best_of != options.params.n:
+        raise UnsupportedField(
+            f"best_of is {best_of} and n is {options.params.n}; "
+            "choosing among more replies than are returned is not supported",
+            param="best_of",
+        )
+    return CompletionRequest(options, prompts, echo)
+
+
+def _check_model(body: Body, model: ModelInfo) -> None:
+    body.require("model")
+    name = body.string("model", "")
+    if name != model.name:
+        raise ModelNotFound(
+            f"the model {shown(name)} does not exist; this server serves {shown(model.name)}",
+            param="model",
+        )
+
+
+def _options(
+    body: Body,
+    model: ModelInfo,
+    defaults: SamplingDefaults,
+    num_logprobs: int | None,
+    *,
+    prompt_logprobs: int | None,
+    min_reply: int,
+) -> Options:
+    fields = [f for f in ("max_completion_tokens", "max_tokens") if body.has(f)]
+    if len(fields) == 2:
+        raise RequestError(
+            "max_tokens and max_completion_tokens are the same thing; send one of them",
+            param="max_tokens",
+        )
+    max_tokens_field = fields[0] if fields else "max_tokens"
+    max_tokens = body.integer(max_tokens_field, min_reply, None, None)
+    stream = body.boolean("stream", False)
+    return Options(
+        params=_sampling(body, model, defaults, num_logprobs, prompt_logprobs, max_tokens),
+        max_tokens=max_tokens,
+        max_tokens_field=max_tokens_field,
+        stream=stream,
+        include_usage=_include_usage(body, stream),
+    )
+
+
+def _sampling(
+    body: Body,
+    model: ModelInfo,
+    defaults: SamplingDefaults,
+    num_logprobs: int | None,
+    prompt_logprobs: int | None,
+    max_tokens: int | None,
+) -> SamplingParams:
+    return SamplingParams(
+        min_tokens=body.integer("min_tokens", 0, max_tokens, 0),
+        temperature=body.number("temperature", 0, 2, defaults.temperature),
+        top_k=max(0, body.integer("top_k", -1, None, defaults.top_k)),  # -1 is "all" elsewhere
+        top_p=body.number("top_p", 0, 1, defaults.top_p, above_low=True),
+        min_p=body.number("min_p", 0, 1, defaults.min_p),
+        repetition_penalty=body.number(
+            "repetition_penalty", 0, math.inf, defaults.repetition_penalty, above_low=True
+        ),
+        presence_penalty=body.number("presence_penalty", -2, 2, 0.0),
+        frequency_penalty=body.number("frequency_penalty", -2, 2, 0.0),
+        logit_bias=_logit_bias(body, model),
+        seed=body.integer("seed", -MAX_SEED - 1, MAX_SEED - MAX_CHOICES, None),
+        stop=body.strings("stop", MAX_STOPS),
+        stop_token_ids=_stop_token_ids(body, model),
+        ignore_eos=body.boolean("ignore_eos", False),
+        n=body.integer("n", 1, MAX_CHOICES, 1),
+        logprobs=num_logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _chat_logprobs(body: Body) -> int | None:
+    wanted = body.boolean("logprobs", False)
+    num_top = body.integer("top_logprobs", 0, MAX_LOGPROBS, None)
+    if num_top is not None and not wanted:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return (num_top or 0) if wanted else None
+
+
+def _include_usage(body: Body, stream: bool) -> bool:
+    if not body.has("stream_options"):
+        return False
+    if not stream:
+        raise RequestError("stream_options needs stream to be true", param="stream_options")
+    options = Body(body.get("stream_options"), "stream_options")
+    options.check_known({"include_usage", "include_obfuscation"})
+    if options.boolean("include_obfuscation", False):
+        name = options.name("include_obfuscation")
+        raise UnsupportedField(f"{name} is not supported: send false", param=name)
+    return options.boolean("include_usage", False)
+
+
+def _logit_bias(body: Body, model: ModelInfo) -> dict[int, float]:
+    if not body.has("logit_bias"):
+        return {}
+    biases = Body(body.get("logit_bias"), "logit_bias")
+    for key in biases.fields():
+        if not key.isdecimal() or int(key) >= model.vocab_size:
+            raise RequestError(
+                f"logit_bias has the key {shown(key)}; keys must be token ids "
+                f"from 0 to {model.vocab_size - 1:,}",
+                param="logit_bias",
+            )
+    return {int(key): biases.number(key, -100, 100, 0.0) for key in biases.fields()}
+
+
+def _stop_token_ids(body: Body, model: ModelInfo) -> tuple[int, ...]:
+    ids = body.get("stop_token_ids")
+    if ids is None:
+        return ()
+    if not _are_token_ids(ids, model):
+        raise body.wrong("stop_token_ids", f"a list of {_token_ids(model)}")
+    return tuple(ids)
+
+
+def _are_token_ids(value: Any, model: ModelInfo) -> bool:
+    return isinstance(value, list) and all(
+        is_integer(item) and 0 <= item < model.vocab_size for item in value
+    )
+
+
+def _token_ids(model: ModelInfo) -> str:
+    return f"token ids from 0 to {model.vocab_size - 1:,}"
+
+
+def _parse_prompts(body: Body, model: ModelInfo) -> list[str] | list[list[int]]:
+    prompt = body.require("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(item, str) for item in prompt):
+            return list(prompt)
+        if _are_token_ids(prompt, model):
+            return [prompt]
+        if all(_are_token_ids(item, model) for item in prompt):
+            return list(prompt)
+    raise body.wrong(
+        "prompt",
+        f"a string, a list of strings, a list of {_token_ids(model)}, or a list of such lists",
+    )
+
+
+def _check_metadata(body: Body) -> None:
+    if not body.has("metadata"):
+        return
+    metadata = Body(body.get("metadata"), "metadata")
+    for key in metadata.fields():
+        metadata.string(key, None)
+
+
+def _template_variables(body: Body) -> dict[str, Any]:
+    if not body.has("chat_template_kwargs"):
+        return {}
+    variables = Body(body.get("chat_template_kwargs"), "chat_template_kwargs")
+    for key in variables.fields():
+        if key in RESERVED_VARIABLES:
+            name = variables.name(key)
+            raise RequestError(f"{name} cannot be set: the server sets it", param=name)
+    return {key: variables.get(key) for key in variables.fields()}
