@@ -201,9 +201,9 @@ def test_a_prompt_in_pieces_ends_in_the_same_state() -> None:
     ys = []
     for start, end in ((0, 64), (64, 65), (65, 100), (100, 150)):
         pieces = [x[:, start:end] for x in (q, k, v, g, beta)]
-        y, state = (gated_delta_chunked if end - start > 1 else gated_delta_step)(
-            *pieces, state
-        )[:2]
+        y, state = (gated_delta_chunked if end - start > 1 else gated_delta_step)(*pieces, state)[
+            :2
+        ]
         ys.append(y)
     assert_close(mx.concatenate(ys, axis=1), np.array(whole_y))
     assert_close(state, np.array(whole_state))

@@ -12,8 +12,8 @@ of the gates s+1..t, and T = (I + tril(b G (K K^T), -1))^-1 b:
     S' = g_end S + U^T (G_end K) = S A + B,   A = g_end - (T g1 K)^T (G_end K)
 
 All but the last line is done for every block and head at once; S' is one product per block.
-Decays are running products of gates: no logarithm that a gate of zero could send to infinity, no
-difference of large sums, and on a CPU a fortieth of the price of `exp`.
+Decays are running products of gates (`blocks.decay_matrix`): no logarithm for a gate of zero to
+send to infinity, no difference of large sums.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
 
-from pippin.backends.mlx.taps import BLOCK_TOKENS, record_block_states
+from pippin.backends.mlx.blocks import decay_matrix, drop_faint, join_blocks, split_blocks
+from pippin.backends.mlx.taps import record_block_states
 from pippin.backends.mlx.triangular import stack_lower, unit_lower_inverse
-
-_MIN_BLOCK_TOKENS = 16
 
 
 def gated_delta_update(
@@ -108,14 +107,11 @@ def gated_delta_chunked(
 ) -> tuple[mx.array, mx.array, list[mx.array]]:
     """Many tokens: (y, final state, the state after each block of 64)."""
     batch, num_tokens, num_k_heads, k_dim = k.shape
-    num_v_heads, v_dim = v.shape[2:]
+    v_dim = v.shape[-1]
     if mask is not None:
         g, beta = _close_masked(g, beta, mask)
-    block = _block_tokens(num_tokens)
-    q_, k_, v_, g_, beta_ = (
-        _split_blocks(x, block, num_k_heads, fill)
-        for x, fill in ((q, 0.0), (k, 0.0), (v, 0.0), (g, 1.0), (beta, 0.0))
-    )
+    q_, k_, v_, beta_ = (split_blocks(x, num_k_heads) for x in (q, k, v, beta))
+    g_ = split_blocks(g, num_k_heads, fill=1.0)
     inner = (_scalar_gated if g.ndim == 3 else _vector_gated)(q_, k_, g_, beta_)
 
     solve = unit_lower_inverse(inner.coupling) * beta_[..., None, :]
@@ -130,9 +126,8 @@ def gated_delta_chunked(
     starts = mx.stack(states[:-1], axis=1).swapaxes(-1, -2)
     deltas = mx.addmm(writes, reads, starts, alpha=-1.0)
     y = mx.addmm(inner.q_in @ starts, inner.attention, deltas)
-    y = y.astype(q.dtype).transpose(0, 1, 4, 2, 3, 5).reshape(batch, -1, num_v_heads, v_dim)
     block_states = [s.reshape(state.shape) for s in states[1:]]
-    return y[:, :num_tokens], block_states[-1], block_states
+    return join_blocks(y.astype(q.dtype), num_tokens), block_states[-1], block_states
 
 
 class _Inner(NamedTuple):
@@ -147,10 +142,8 @@ class _Inner(NamedTuple):
 
 
 def _scalar_gated(q: mx.array, k: mx.array, g: mx.array, beta: mx.array) -> _Inner:
-    lower, upper = _triangles(k.shape[-2])
-    # Column s multiplies the gates below it: 1 down to the diagonal, then g.
-    decay = mx.cumprod(mx.maximum(g[..., None], upper), axis=-2) * lower
-    from_start = mx.cumprod(g, axis=-1)[..., None]
+    decay = decay_matrix(g)
+    from_start = drop_faint(mx.cumprod(g, axis=-1))[..., None]
     keys_t = k.swapaxes(-1, -2)
     return _Inner(
         coupling=(k @ keys_t) * (decay * -beta[..., None]),
@@ -176,8 +169,8 @@ def _vector_gated(q: mx.array, k: mx.array, g: mx.array, beta: mx.array) -> _Inn
     size = 1
     while size < num_tokens:
         gates = halves(g, size)
-        until = mx.cumprod(gates, axis=-2)
-        after = mx.cumprod(gates, axis=-2, reverse=True, inclusive=False)
+        until = drop_faint(mx.cumprod(gates, axis=-2))
+        after = drop_faint(mx.cumprod(gates, axis=-2, reverse=True, inclusive=False))
         keys = halves(k, size)
         keys_t = (keys * after)[..., 0::2, :, :].swapaxes(-1, -2)
         rows_k = (keys * until)[..., 1::2, :, :]
@@ -187,8 +180,8 @@ def _vector_gated(q: mx.array, k: mx.array, g: mx.array, beta: mx.array) -> _Inn
             for x, rows in ((coupling, rows_k), (attention, rows_q))
         )
         size *= 2
-    from_start = mx.cumprod(g, axis=-2)
-    to_end = mx.cumprod(g, axis=-2, reverse=True, inclusive=False)
+    from_start = drop_faint(mx.cumprod(g, axis=-2))
+    to_end = drop_faint(mx.cumprod(g, axis=-2, reverse=True, inclusive=False))
     return _Inner(
         coupling=coupling[..., 0, :, :] * -beta[..., None],
         attention=attention[..., 0, :, :],
@@ -204,31 +197,6 @@ def _close_masked(g: mx.array, beta: mx.array, mask: mx.array) -> tuple[mx.array
     keep = mask.reshape(*mask.shape, 1)
     gates_keep = keep if g.ndim == 3 else keep[..., None]
     return mx.where(gates_keep, g, 1.0), mx.where(keep, beta, 0.0)
-
-
-def _block_tokens(num_tokens: int) -> int:
-    block = _MIN_BLOCK_TOKENS
-    while block < min(num_tokens, BLOCK_TOKENS):
-        block *= 2
-    return block
-
-
-def _split_blocks(x: mx.array, block: int, num_k_heads: int, fill: float) -> mx.array:
-    """[B, T, H, ...] -> float32 [B, N, Hk, H / Hk, block, ...], padded at the end with `fill`."""
-    batch, num_tokens, _, *tail = x.shape
-    x = x.astype(mx.float32)
-    if num_tokens % block:
-        widths = [(0, 0)] * x.ndim
-        widths[1] = (0, -num_tokens % block)
-        x = mx.pad(x, widths, constant_values=fill)
-    x = x.reshape(batch, -1, block, num_k_heads, x.shape[2] // num_k_heads, *tail)
-    return mx.contiguous(mx.moveaxis(x, 2, 4))
-
-
-@cache
-def _triangles(size: int) -> tuple[mx.array, mx.array]:
-    ones = np.ones((size, size), dtype=np.float32)
-    return mx.array(np.tril(ones)), mx.array(np.triu(ones))
 
 
 @cache

@@ -19,8 +19,6 @@ from contextvars import ContextVar
 
 import mlx.core as mx
 
-BLOCK_TOKENS = 64
-
 LayerStates = list[list[mx.array]]
 
 _active: ContextVar[LayerStates | None] = ContextVar("pippin_block_states", default=None)
