@@ -12,7 +12,7 @@ from mlx_lm import sample_utils
 from pippin.backends.base import Admit
 from pippin.backends.mlx.blas import disable_compile_unless_available
 from pippin.backends.mlx.sampler import Sampler, SampleRow, dropped_tokens
-from pippin.backends.mlx.sampling_state import SlotSampling, build_batch
+from pippin.backends.mlx.sampling_state import RowSubset, SlotSampling, build_batch
 from pippin.types import SamplingParams
 
 VOCAB = 300
@@ -248,11 +248,15 @@ def test_penalties_over_a_reply_equal_a_host_side_count(dtype: mx.Dtype) -> None
         present = [i for i in range(len(everyone)) if (step // 3 + i) % 4 != 0]
         logits = some_logits(len(present), vocab, seed=step, scale=0.6).astype(dtype)
         rows = [SampleRow(i + 1, len(replies[i])) for i in present]
+        processed = np.array(sampler._process(logits, rows, sampler._batch(rows), None))
         tokens = np.array(sampler.sample(logits, rows).tokens)
         raw = np.array(logits.astype(mx.float32), np.float64)
-        for x, i, token in zip(raw, present, tokens, strict=True):
-            assert token == penalised(x, everyone[i], prompt, replies[i]).argmax(), (step, i)
-            replies[i].append(int(token))
+        for place, i in enumerate(present):
+            expected = penalised(raw[place], everyone[i], prompt, replies[i])
+            np.testing.assert_allclose(processed[place], expected, atol=1e-5)
+            assert tokens[place] == expected.argmax(), (step, i)
+            replies[i].append(int(tokens[place]))
+    assert all(len(set(reply)) < len(reply) for reply in replies)  # tokens did repeat
 
 
 def penalised(
@@ -275,6 +279,8 @@ def test_a_slot_admitted_again_has_forgotten_its_last_request() -> None:
     sampler.retire(1)
     sampler.admit(an_admit(1, greedy))
     assert tokens_of(sampler, logits, [1, 2]) == [0, 2]
+    sampler.admit(an_admit(1, greedy))
+    assert tokens_of(sampler, logits, [1, 2])[0] == 0
     sampler.retire(1)
     sampler.admit(an_admit(1, SamplingParams(temperature=0.0, logit_bias={2: 9.0})))
     assert tokens_of(sampler, logits, [1, 2])[0] == 2
@@ -286,6 +292,7 @@ def test_the_callers_logits_are_left_as_they_were() -> None:
     logits = some_logits(2, VOCAB)
     before = np.array(logits)
     tokens_of(sampler, logits, [1, 2], masks={1: np.arange(VOCAB) < 2})
+    RowSubset.of([1], 2).replace(logits, lambda part: part * 0)
     np.testing.assert_array_equal(np.array(logits), before)
 
 
@@ -301,6 +308,12 @@ def test_logit_bias_of_a_hundred_forces_and_bans() -> None:
     assert banned != best
     assert forced == 17
     assert plain == int(np.array(logits.astype(mx.bfloat16).astype(mx.float32))[2].argmax())
+
+
+def test_a_small_bias_counts_on_half_precision_logits() -> None:
+    logits = mx.array([[8.0, 8.0]], dtype=mx.bfloat16)
+    sampler = admitted(SamplingParams(temperature=0.0, logit_bias={1: 0.001}), vocab=2)
+    assert tokens_of(sampler, logits, [1]) == [1]
 
 
 def test_stop_ids_cannot_be_drawn_before_min_tokens() -> None:

@@ -238,7 +238,7 @@ class TokenHistory:
     _count_table: mx.array | None = None  # float32 [len(_stacked), vocab_size]
 
     def admit(self, slot: int, prompt: np.ndarray) -> None:
-        self._unstack()
+        self.retire(slot)
         seen = np.zeros(self.vocab_size, dtype=np.bool_)
         seen[prompt] = True
         self._prompts[slot] = mx.array(seen)
