@@ -8,10 +8,11 @@ that the server stopped, however it died. Then the engine leaves too.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,14 @@ class EngineSpec:
     @property
     def outbox(self) -> str:
         return f"ipc://{self.socket_dir}/out"
+
+    def remove_sockets(self) -> None:
+        """What a server that was killed could not clean up itself."""
+        directory = Path(self.socket_dir)
+        for name in ("in", "out"):
+            (directory / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the server was first
+            directory.rmdir()
 
 
 class Channel:
@@ -126,21 +135,23 @@ class Engine:
         self._channel.send(Reply(id, answer()))
 
 
-def leave_with_server(spec: EngineSpec) -> None:
+def leave_with_server(spec: EngineSpec, serving: threading.Event) -> None:
     """Wait for the server's end of stdin to close, then stop the loop, by force if it hangs."""
     while os.read(STDIN, 1):  # unbuffered: a thread in a buffered read would block our exit
         pass
-    with zmq.Context() as context, context.socket(zmq.PUSH) as inbox:
-        inbox.connect(spec.inbox)
-        inbox.send(msgspec.msgpack.encode(Shutdown()))
-        threading.Event().wait(EXIT_GRACE_SECONDS)
-        shutil.rmtree(spec.socket_dir, ignore_errors=True)
-        os._exit(1)
+    if serving.is_set():  # a load that nobody waits for need not end in good order
+        with zmq.Context() as context, context.socket(zmq.PUSH) as inbox:
+            inbox.connect(spec.inbox)
+            inbox.send(msgspec.msgpack.encode(Shutdown()))
+            time.sleep(EXIT_GRACE_SECONDS)
+    spec.remove_sockets()
+    os._exit(1)
 
 
 def main() -> int:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSpec)
-    threading.Thread(target=leave_with_server, args=(spec,), daemon=True).start()
+    serving = threading.Event()
+    threading.Thread(target=leave_with_server, args=(spec, serving), daemon=True).start()
     channel = Channel(spec)
     try:
         loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)))
@@ -155,10 +166,11 @@ def main() -> int:
         return 1
     model = loop.backend.spec
     channel.send(Ready(Path(spec.config.model.model).name, model.vocab_size, model.max_len))
+    serving.set()
     Engine(loop, channel).run()
     loop.close()
     channel.close()
-    shutil.rmtree(spec.socket_dir, ignore_errors=True)
+    spec.remove_sockets()
     return 0
 
 

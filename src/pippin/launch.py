@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -31,10 +32,12 @@ from starlette.types import ASGIApp
 
 from pippin.api.app import create_app
 from pippin.api.engine_client import ZmqEngine
+from pippin.api.openai import ModelInfo
 from pippin.checkpoint import find_checkpoint
 from pippin.config import Config, ServerConfig
 from pippin.engine import EngineSpec
 from pippin.errors import LoadError
+from pippin.messages import Ready
 from pippin.text.bundle import TextBundle
 
 SOCKET_PATH_MAX = 100  # sockaddr_un holds 104 bytes on macOS, 108 on Linux
@@ -137,12 +140,19 @@ async def _serve(config: Config, listener: socket.socket) -> None:
             await asyncio.wait((ready, stop), return_when=asyncio.FIRST_COMPLETED)
         try:
             if ready.done():
-                app = create_app(engine, text, config.server, ready.result())
+                app = create_app(engine, text, config.server, _model_info(config, ready.result()))
                 console.print(_banner(config.server, listener), highlight=False, soft_wrap=True)
                 await _run_until(stop, Server(app, engine), listener)
         finally:
             watcher.cancel()
             await engine.close()
+
+
+def _model_info(config: Config, ready: Ready) -> ModelInfo:
+    assert config.server.served_name is not None, "resolved"
+    return ModelInfo(
+        config.server.served_name, ready.max_len, ready.vocab_size, created_s=int(time.time())
+    )
 
 
 async def _run_until(
