@@ -23,34 +23,43 @@ NUM_OPERATIONS = 2_500  # for each layout and pressure
 
 
 def random_tokens(rng: random.Random) -> list[int]:
-    return [rng.randrange(2) for _ in range(rng.randrange(1, 14))]
+    """A piece of one of three conversations that share a beginning, and sometimes a new turn."""
+    shared = [position % 3 for position in range(10)]
+    conversation = shared + [rng.randrange(3)] * 14
+    tokens = conversation[: rng.randrange(1, len(conversation))]
+    return tokens + [rng.randrange(3) for _ in range(rng.choice([0, 0, 1, 3]))]
 
 
 def operate(checked: CheckedCache, rng: random.Random) -> None:
     """One operation as a scheduler would do it, or as badly as one could."""
     kind, tokens = rng.random(), random_tokens(rng)
-    if kind < 0.25:
+    if kind < 0.30:
         checked.match(tokens, rng.choice([None, len(tokens) - 1]))
-    elif kind < 0.35 and len(checked.locks) < 4:
+    elif kind < 0.40 and len(checked.locks) < 4:
         checked.lock(tokens, rng.choice([None, len(tokens) - 1]))
-    elif kind < 0.45 and checked.locks:
-        checked.unlock(rng.randrange(len(checked.locks)))
-    elif kind < 0.85:
+    elif kind < 0.50 and (checked.locks or checked.growing):
+        checked.unlock(rng.randrange(8))
+    elif kind < 0.90:
         start = rng.choice([0, checked.match(tokens).length, rng.randrange(len(tokens) + 1)])
         states = rng.sample(range(1, len(tokens) + 1), rng.randrange(min(3, len(tokens)) + 1))
         kv = rng.choice([None, None, None, [A], [W], []])
-        checked.insert(tokens, start, states, kv)
-    elif kind < 0.97:
-        checked.evict(rng.choice([1, 10, 60, 300]))
+        result = checked.insert(tokens, start, states, kv)
+        if kind < 0.53 and len(checked.growing) < 3:
+            checked.lock_inserted(tokens, result)
     elif kind < 0.98:
+        checked.evict(rng.choice([1, 10, 40, 100]))
+    elif kind < 0.985:
         checked.evict(1 << 40)
-    elif kind < 0.99:
-        checked.set_capacity(rng.choice([0, 100, 400, 1 << 40]))
+    elif kind < 0.995:
+        capacity = checked.cache.capacity_bytes
+        checked.set_capacity(rng.choice([0, 100, 400]))
+        checked.insert(tokens, 0, [len(tokens)])
+        checked.set_capacity(capacity)
     else:
         checked.flush()
 
 
-@pytest.mark.parametrize("capacity", [1 << 40, 250])
+@pytest.mark.parametrize("capacity", [1 << 40, 200])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_thousands_of_random_operations_agree_with_the_naive_model(
     layout: str, capacity: int
@@ -61,7 +70,7 @@ def test_thousands_of_random_operations_agree_with_the_naive_model(
     for _ in range(NUM_OPERATIONS):
         operate(checked, rng)
         checked.check()
-    while checked.locks:
+    while checked.locks or checked.growing:
         checked.unlock(0)
     checked.flush()
     assert not checked.ledger.live
@@ -87,7 +96,7 @@ class CacheMachine(RuleBasedStateMachine):
     def lock(self, tokens: list[int]) -> None:
         self.checked.lock(tokens)
 
-    @precondition(lambda self: self.checked.locks)
+    @precondition(lambda self: self.checked.locks or self.checked.growing)
     @rule(which=st.integers(0, 7))
     def unlock(self, which: int) -> None:
         self.checked.unlock(which)
@@ -97,7 +106,9 @@ class CacheMachine(RuleBasedStateMachine):
         start = data.draw(st.sampled_from([0, self.checked.match(tokens).length, len(tokens) // 2]))
         states = data.draw(st.sets(st.integers(1, len(tokens)), max_size=3))
         kv = data.draw(st.sampled_from([None, [A], [W], []]))
-        self.checked.insert(tokens, start, states, kv)
+        result = self.checked.insert(tokens, start, states, kv)
+        if data.draw(st.booleans()):
+            self.checked.lock_inserted(tokens, result)
 
     @rule(nbytes=st.sampled_from([1, 20, 100, 1 << 40]))
     def evict(self, nbytes: int) -> None:
