@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from pippin.backends.base import Backend
 from pippin.cache.canary import Canary
@@ -52,7 +53,13 @@ def load_backend(config: Config, progress: Progress) -> Backend:
         return FakeBackend(num_slots=config.engine.max_running)
     from pippin.backends.mlx.backend import MLXBackend
 
-    return MLXBackend.load(config.model, config.engine, progress=progress)
+    return MLXBackend.load(
+        Path(config.model.model),
+        num_slots=config.engine.max_running,
+        dtype=config.model.dtype,
+        max_len=config.model.max_len,
+        progress=progress,
+    )
 
 
 def _capacity_bytes(config: Config, backend: Backend) -> int:

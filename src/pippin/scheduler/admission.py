@@ -90,10 +90,10 @@ class Admission:
     def pick(self, in_flight: Iterable[Request]) -> tuple[Request, Match | None] | None:
         """The best request that may start now, already reserved and off the queue."""
         computing = [r for r in in_flight if r.phase is Phase.PREFILL or r.will_be_cached]
-        for request, seen in self._ranked():
-            if self._should_wait(request, seen, computing):
+        for request, shared_len in self._ranked():
+            if self._should_wait(request, shared_len, computing):
                 continue
-            match = self._match(request)  # again: ranking the others may have split its nodes
+            match = self._match(request)
             start_len = min(request.max_total, request.prompt_len + GROWTH_TOKENS)
             lock = self._cache.lock(match) if self._cache and match else None
             if not self._budget.try_reserve(request, start_len):
@@ -106,36 +106,35 @@ class Admission:
             return request, match
         return None
 
-    def _ranked(self) -> list[tuple[Request, Match | None]]:
-        candidates = self.queue[:LOOKAHEAD]
-        if self._cache is None:
-            return [(request, None) for request in candidates]
-        matches = [(r, self._match(r)) for r in candidates]
+    def _ranked(self) -> list[tuple[Request, int]]:
+        """Candidates with the length they would match, best first."""
+        found = [(request, self._probe(request)) for request in self.queue[:LOOKAHEAD]]
         # Stable sort: equals stay in order of arrival; those passed over too often come first.
-        return sorted(
-            matches,
-            key=lambda pair: (
-                pair[0].passed_over < MAX_PASSED_OVER,
-                -(pair[1].length if pair[1] else 0),
-            ),
-        )
+        return sorted(found, key=lambda pair: (pair[0].passed_over < MAX_PASSED_OVER, -pair[1]))
+
+    def _uses_cache(self, request: Request) -> bool:
+        # Prompt logprobs need the logits of every position: all of it is computed.
+        return self._cache is not None and not request.wants_prompt_logprobs
+
+    def _probe(self, request: Request) -> int:
+        if self._cache is None or not self._uses_cache(request):
+            return 0
+        return self._cache.probe(request.prompt, limit=request.prompt_len - 1)
 
     def _match(self, request: Request) -> Match | None:
-        if self._cache is None or request.wants_prompt_logprobs:
-            return None  # logits of every prompt position are wanted: all of it is computed
+        if self._cache is None or not self._uses_cache(request):
+            return None
         return self._cache.match(request.prompt, limit=request.prompt_len - 1)
 
-    def _should_wait(
-        self, request: Request, match: Match | None, computing: list[Request]
-    ) -> bool:
-        if match is None:
+    def _should_wait(self, request: Request, matched: int, computing: list[Request]) -> bool:
+        if not self._uses_cache(request):
             return False
         for other in computing:
             known = other.prompt if other.phase is Phase.PREFILL else other.tokens(other.num_tokens)
-            if len(known) <= max(match.length + GRID, other.in_tree):
+            if len(known) <= max(matched + GRID, other.in_tree):
                 continue
             shared = common_prefix_len(request.prompt[: request.prompt_len - 1], known)
-            if shared >= match.length + GRID and shared > other.in_tree:
+            if shared >= matched + GRID and shared > other.in_tree:
                 return True
         return False
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Restore, Retire, StepPlan, StepResult
-from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import Match, PrefixCache
 from pippin.decode.grammar import Grammar
 from pippin.errors import ContextOverflow, OutOfMemory, Overloaded, PippinError
@@ -53,7 +52,6 @@ class Scheduler:
     spec: ModelSpec
     limits: Limits = field(default_factory=Limits)
     cache: PrefixCache | None = None
-    policy: CheckpointPolicy | None = None
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
 
     def __post_init__(self) -> None:
@@ -70,8 +68,7 @@ class Scheduler:
         self._outbox: list[TokenDelta] = []
         self._seeds = random.Random()
         self.last_ghosts = 0
-        if self.cache is not None and self.policy is None:
-            self.policy = CheckpointPolicy()
+        self.policy = None if self.cache is None else self.cache.policy
 
     # ---- what the outside asks for -------------------------------------------------------
 
@@ -149,7 +146,7 @@ class Scheduler:
     def _plan_decodes(self, step: int) -> tuple[DecodeRow, ...]:
         rows: list[DecodeRow] = []
         for slot, request in sorted(self.active.items()):
-            absorbs = self._must_absorb(request)
+            absorbs = self._must_absorb(request) or self._absorbs_next(request)
             more = request.phase is Phase.DECODE and request.num_sampled < request.params.max_tokens
             if not (absorbs or more) or not self._room_for(request, request.held + 1):
                 continue
@@ -203,7 +200,10 @@ class Scheduler:
         request.cached_len = request.held = request.in_tree = match.length
         request.branch = match.branch
         self.metrics.cached_tokens += match.length
-        return Restore(match.length, match.payloads) if match.length else None
+        if match.length == 0:
+            return None
+        assert self.cache is not None and request.lock is not None
+        return Restore(match.length, self.cache.payloads(request.lock))
 
     def _chunk(
         self, step: int, request: Request, budget: int, restore: Restore | None
@@ -259,7 +259,7 @@ class Scheduler:
         return (
             self.policy is not None
             and bool(self.spec.state_bytes)
-            and self.policy.wants_reply_checkpoint(request.held)
+            and self.policy.captures_decode(request.held)
         )
 
     def _must_absorb(self, request: Request) -> bool:
@@ -269,6 +269,16 @@ class Scheduler:
             and self.cache is not None
             and bool(self.spec.state_bytes)
             and request.held < request.num_tokens
+        )
+
+    def _absorbs_next(self, request: Request) -> bool:
+        """Every sample is planned: the next step can run the last token before it is known."""
+        return (
+            request.phase is Phase.DECODE
+            and self.cache is not None
+            and bool(self.spec.state_bytes)
+            and request.num_sampled == request.params.max_tokens
+            and request.held < request.prompt_len + request.num_sampled
         )
 
     def _room_for(self, request: Request, num_tokens: int) -> bool:
@@ -343,10 +353,9 @@ class Scheduler:
     def _take_captures(self, flight: _InFlight, result: StepResult) -> None:
         for capture in result.captures:
             owner = (flight.retired if capture.retired else flight.owners)[capture.slot]
-            if not capture.retired and not capture.kv and owner.phase is not Phase.PREFILL:
-                if capture.start >= owner.prompt_len:  # a reply's checkpoint: kept until it ends
-                    owner.states.update(capture.states)
-                    continue
+            if not capture.retired and capture.start >= owner.prompt_len:
+                owner.states.update(capture.states)  # a reply's checkpoint: kept until it ends
+                continue
             states = dict(capture.states)
             if capture.retired:
                 states |= self._usable_states(owner, capture.end)

@@ -1,1 +1,5 @@
 """Runs models through MLX: Metal, CUDA and CPU."""
+
+from pippin.backends.mlx.blas import load_fast_blas
+
+load_fast_blas()  # before anything here imports mlx

@@ -1,0 +1,352 @@
+"""The MLX backend: executes plans. The one place of this backend that launches device work.
+
+Everything a step writes goes into one `mx.async_eval`; nothing here waits for the device except
+`MLXPending.wait`. All arrays are made and used by the engine's one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
+from pippin.backends.mlx.chunking import group_chunks
+from pippin.backends.mlx.future_map import FutureMap
+from pippin.backends.mlx.load import LoadedModel, load
+from pippin.backends.mlx.packing import KV, Packer, payload_arrays
+from pippin.backends.mlx.prefill import ChunkBatch, PromptState
+from pippin.backends.mlx.results import SampledRows, token_logprobs
+from pippin.backends.mlx.rows import DecodeRows
+from pippin.backends.mlx.sampler import Logprobs, Sampler, SampleRow
+from pippin.types import Component, ModelSpec, Payload, TokenLogprobs
+
+KV_COMPONENTS = (Component.ATTENTION, Component.WINDOW)
+
+
+class MLXBackend:
+    """Slots in, tokens out. Holds what every slot has computed, as prompts and as decode rows."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_slots: int,
+        max_len: int | None = None,
+        debug: bool = False,
+    ) -> None:
+        self._loaded = loaded
+        self._packer = Packer(loaded.layout)
+        self._future_map = FutureMap(num_slots, debug=debug)
+        self._sampler = Sampler(loaded.vocab_size, num_slots)
+        self._rows = DecodeRows(loaded.layout)
+        self._prompts: dict[int, PromptState] = {}  # slots that have not decoded yet
+        self._admitted: dict[int, Admit] = {}
+        self._prompt_logprobs: dict[int, list[Logprobs]] = {}
+        self.spec = ModelSpec(
+            name=loaded.name,
+            vocab_size=loaded.vocab_size,
+            max_len=min(loaded.max_len, max_len or loaded.max_len),
+            layers=loaded.layout.layer_specs,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        num_slots: int,
+        dtype: str = "auto",
+        max_len: int | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> MLXBackend:
+        return cls(load(path, dtype=dtype, progress=progress), num_slots=num_slots, max_len=max_len)
+
+    def launch(self, plan: StepPlan) -> MLXPending:
+        step = MLXPending(self, plan)
+        for retire in plan.retire:
+            self._retire(step, retire)
+        for admit in plan.admit:
+            self._admit(admit)
+        for group in group_chunks(plan.prefill, self._wants_prompt_logprobs):
+            self._prefill(step, group)
+        if plan.decode:
+            self._decode(step, plan.decode)
+        self._sample(step)
+        mx.async_eval(*step.written)
+        step.written.clear()
+        return step
+
+    def memory_used(self) -> int:
+        return int(mx.get_active_memory())
+
+    def close(self) -> None:
+        self._rows = DecodeRows(self._loaded.layout)
+        self._prompts.clear()
+        mx.clear_cache()
+
+    # ---- slots -----------------------------------------------------------------------------
+
+    def _admit(self, admit: Admit) -> None:
+        self._admitted[admit.slot] = admit
+        self._prompts[admit.slot] = PromptState()
+        self._sampler.admit(admit)
+
+    def _retire(self, step: MLXPending, retire: Retire) -> None:
+        slot = retire.slot
+        if retire.captures:
+            step.captures += self._capture_slot(retire)
+            for capture in step.captures:
+                step.written += _arrays_of(capture)
+        if slot in self._rows:
+            self._rows.leave(slot)
+        self._prompts.pop(slot, None)
+        self._prompt_logprobs.pop(slot, None)
+        self._sampler.retire(slot)
+        del self._admitted[slot]
+
+    def _capture_slot(self, retire: Retire) -> Iterator[Capture]:
+        """The slot's KV over [start, end) and its state at `end`.
+
+        Windowed layers no longer hold tokens older than the window: those come without them.
+        """
+        slot, start, end = retire.slot, retire.start, retire.end
+        if slot in self._rows:
+            length = self._rows.rows[slot].length
+            kv, states = self._rows.kv_of(slot), self._rows.states_of(slot)
+        else:
+            prompt = self._prompts[slot]
+            length, kv, states = prompt.length, prompt.kv, prompt.states
+        assert length == end, f"slot {slot} holds {length} tokens, its plan says {end}"
+        cut = max(start, end - self._fewest_held(kv))
+        for first, last in ((start, cut), (cut, end)):
+            if first == last and last != end:
+                continue
+            payloads: dict[Component, Payload] = {}
+            for component in self._kv_components():
+                if first == last or (component is Component.WINDOW and last != end):
+                    continue
+                leaves = self._loaded.layout.indices(component)
+                lead = end - kv[leaves[0]][0].shape[2]  # position of column 0
+                payloads[component] = self._packer.kv_payload(
+                    component, kv, 0, first - lead, last - lead
+                )
+            at_end = last == end and bool(states)
+            captured = {end: self._packer.state_payload(states, 0)} if at_end else {}
+            yield Capture(slot, first, last, True, payloads, captured)
+
+    def _fewest_held(self, kv: Mapping[int, KV]) -> int:
+        return min((pair[0].shape[2] for pair in kv.values()), default=0)
+
+    def _kv_components(self) -> tuple[Component, ...]:
+        return tuple(c for c in KV_COMPONENTS if c in self.spec.components)
+
+    # ---- prefill ---------------------------------------------------------------------------
+
+    def _prefill(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
+        states = [self._restored(chunk) for chunk in chunks]
+        batch = ChunkBatch(self._loaded.layout, [chunk.tokens for chunk in chunks], states)
+        whole = self._wants_prompt_logprobs(chunks[0])
+        head = self._loaded.head
+        head.positions = None if whole else mx.array(batch.last_positions[:, None])
+        logits = self._loaded.forward(batch.tokens, batch.caches)
+        head.positions = None
+        if whole:
+            self._note_prompt_logprobs(step, chunks[0], logits[0])
+            logits = logits[:, -1:]
+        elif logits.shape[1] != 1:  # a head that could not be told to choose
+            logits = mx.take_along_axis(logits, mx.array(batch.last_positions)[:, None, None], 1)
+        self._capture_chunks(step, chunks, batch)
+        batch.advance()
+        for row, chunk in enumerate(chunks):
+            if chunk.samples:
+                step.to_sample.add(SampleRow(chunk.slot, 0), logits[row], chunk.masked)
+            step.written += states[row].arrays()
+
+    def _restored(self, chunk: PrefillRow) -> PromptState:
+        prompt = self._prompts[chunk.slot]
+        if chunk.restore is not None:
+            prompt.length = chunk.restore.length
+            for component, payloads in chunk.restore.payloads.items():
+                if component is Component.STATE:
+                    prompt.states = self._packer.state_arrays(payloads[-1])
+                elif payloads:
+                    prompt.kv |= self._packer.kv_arrays(component, payloads)
+        assert prompt.length == chunk.start, f"slot {chunk.slot}: chunks must follow each other"
+        return prompt
+
+    def _capture_chunks(
+        self, step: MLXPending, chunks: Sequence[PrefillRow], batch: ChunkBatch
+    ) -> None:
+        new_kv, new_states = batch.new_kv(), batch.new_states()
+        for row, chunk in enumerate(chunks):
+            if not chunk.captures:
+                continue
+            kv: dict[Component, Payload] = {
+                component: self._packer.kv_payload(component, new_kv, row, 0, len(chunk.tokens))
+                for component in self._kv_components()
+            }
+            states: dict[int, Payload] = {}
+            if chunk.checkpoints and new_states:
+                assert chunk.checkpoints == (chunk.end,), "states are captured at a chunk's end"
+                states[chunk.end] = self._packer.state_payload(new_states, row)
+            capture = Capture(chunk.slot, chunk.start, chunk.end, False, kv, states)
+            step.captures.append(capture)
+            step.written += _arrays_of(capture)
+
+    def _wants_prompt_logprobs(self, chunk: PrefillRow) -> bool:
+        return self._admitted[chunk.slot].params.prompt_logprobs is not None
+
+    def _note_prompt_logprobs(
+        self, step: MLXPending, chunk: PrefillRow, logits: mx.array
+    ) -> None:
+        """Logits [n, vocab] of positions start.. predict tokens start + 1..; the last is sampled."""
+        admit = self._admitted[chunk.slot]
+        targets = admit.prompt[chunk.start + 1 : chunk.end + 1]
+        found = self._prompt_logprobs.setdefault(chunk.slot, [])
+        if len(targets):
+            top = admit.params.prompt_logprobs or 0
+            scored = self._sampler.logprobs_of_prompt(
+                logits[: len(targets)], mx.array(targets), top
+            )
+            found.append(scored)
+            step.written += list(scored)
+        if chunk.samples:
+            step.prompt_logprobs[chunk.slot] = self._prompt_logprobs.pop(chunk.slot)
+
+    # ---- decode ----------------------------------------------------------------------------
+
+    def _decode(self, step: MLXPending, decodes: Sequence[DecodeRow]) -> None:
+        rows = self._rows
+        joining = [d.slot for d in decodes if d.slot not in rows]
+        rows.join([(slot, self._prompts.pop(slot)) for slot in joining])
+        forward = rows.begin([d.slot for d in decodes])
+        tokens = self._future_map.resolve(forward.slots)
+        logits = self._loaded.forward(tokens[:, None], forward.caches)[:, -1]
+        rows.end(forward)
+        step.written += rows.arrays()
+        by_slot = {d.slot: d for d in decodes}
+        sample_rows, masked = [], {}
+        for index, slot in enumerate(forward.slots.tolist()):
+            decode = by_slot.get(slot)
+            if decode is None or not decode.samples:
+                sample_rows.append(SampleRow(0, 0))
+                continue
+            generated = decode.position + 1 - len(self._admitted[slot].prompt)
+            row = SampleRow(slot, generated)
+            if decode.masked:
+                masked[index] = row
+            sample_rows.append(SampleRow(0, 0) if decode.masked else row)
+        step.to_sample.add_batch(sample_rows, logits)
+        for index, row in masked.items():
+            step.to_sample.add(row, logits[index : index + 1], masked=True)
+        self._checkpoint(step, decodes)
+
+    def _checkpoint(self, step: MLXPending, decodes: Sequence[DecodeRow]) -> None:
+        for decode in decodes:
+            if not (decode.checkpoint and self._rows.states):
+                continue
+            index = self._rows.rows[decode.slot].index
+            end = decode.position + 1
+            payload = self._packer.state_payload(self._rows.states, index)
+            capture = Capture(decode.slot, decode.position, end, states={end: payload})
+            step.captures.append(capture)
+            step.written += _arrays_of(capture)
+
+    # ---- sampling --------------------------------------------------------------------------
+
+    def _sample(self, step: MLXPending) -> None:
+        rows, logits = step.to_sample.unmasked()
+        if rows and logits is not None:
+            self.sample_into(step, rows, logits, None)
+
+    def sample_into(
+        self,
+        step: MLXPending,
+        rows: Sequence[SampleRow],
+        logits: mx.array,
+        masks: Mapping[int, np.ndarray] | None,
+    ) -> None:
+        sampled = self._sampler.sample(logits, rows, masks)
+        slots = np.array([row.slot for row in rows], dtype=np.int32)
+        self._future_map.stash(slots, sampled.tokens)
+        step.sampled.append(SampledRows(slots, sampled))
+        step.written += [*sampled.arrays, self._future_map.array]
+
+    def wants_logprobs(self, slot: int) -> int | None:
+        admit = self._admitted.get(slot)
+        return None if admit is None else admit.params.logprobs
+
+
+@dataclass
+class ToSample:
+    """Rows of logits that a step has yet to turn into tokens; masked ones wait for the host."""
+
+    rows: list[SampleRow] = field(default_factory=list)
+    logits: list[mx.array] = field(default_factory=list)  # [n, vocab] each
+    masked_rows: list[SampleRow] = field(default_factory=list)
+    masked_logits: list[mx.array] = field(default_factory=list)
+
+    def add(self, row: SampleRow, logits: mx.array, masked: bool) -> None:
+        (self.masked_rows if masked else self.rows).append(row)
+        (self.masked_logits if masked else self.logits).append(logits)
+
+    def add_batch(self, rows: Sequence[SampleRow], logits: mx.array) -> None:
+        if any(row.slot for row in rows):
+            self.rows += rows
+            self.logits.append(logits)
+
+    def unmasked(self) -> tuple[list[SampleRow], mx.array | None]:
+        return self.rows, _stacked(self.logits)
+
+    def masked(self) -> tuple[list[SampleRow], mx.array | None]:
+        return self.masked_rows, _stacked(self.masked_logits)
+
+
+@dataclass
+class MLXPending:
+    backend: MLXBackend
+    plan: StepPlan
+    captures: list[Capture] = field(default_factory=list)
+    sampled: list[SampledRows] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+    to_sample: ToSample = field(default_factory=ToSample)
+    written: list[mx.array] = field(default_factory=list)  # emptied by the launch: holds nothing
+
+    def sample(self, masks: Mapping[int, np.ndarray]) -> None:
+        rows, logits = self.to_sample.masked()
+        assert logits is not None, "this plan has no masked rows"
+        self.backend.sample_into(self, rows, logits, masks)
+        self.to_sample = ToSample()
+        mx.async_eval(*self.written)
+        self.written.clear()
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> StepResult:
+        tokens: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        for sampled in self.sampled:
+            tokens |= sampled.tokens()
+            logprobs |= sampled.logprobs(self.backend.wants_logprobs)
+        prompt_logprobs = {
+            slot: tuple(entry for part in parts for entry in token_logprobs(part))
+            for slot, parts in self.prompt_logprobs.items()
+        }
+        return StepResult(tokens, logprobs, prompt_logprobs, tuple(self.captures), perf_counter())
+
+
+def _stacked(parts: list[mx.array]) -> mx.array | None:
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+
+
+def _arrays_of(capture: Capture) -> list[mx.array]:
+    payloads = [*capture.kv.values(), *capture.states.values()]
+    return [array for payload in payloads for array in payload_arrays(payload)]

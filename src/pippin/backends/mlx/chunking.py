@@ -1,0 +1,33 @@
+"""Which chunks of a plan share a forward. Padding costs compute, a forward costs overhead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pippin.backends.base import PrefillRow
+
+# Padding that costs about as much as one more forward: measured for small models on a CPU, where a
+# token costs far more than launching operations; on GPUs a forward's overhead buys many tokens.
+FORWARD_COST_TOKENS = 8
+
+
+def group_chunks(
+    chunks: Sequence[PrefillRow],
+    alone: Callable[[PrefillRow], bool],
+    forward_cost_tokens: int = FORWARD_COST_TOKENS,
+) -> list[list[PrefillRow]]:
+    """Chunks of like lengths together; those that must be `alone` by themselves."""
+    groups = [[chunk] for chunk in chunks if alone(chunk)]
+    rest = sorted((c for c in chunks if not alone(c)), key=lambda c: len(c.tokens), reverse=True)
+    group: list[PrefillRow] = []
+    padding = 0
+    for chunk in rest:
+        extra = len(group[0].tokens) - len(chunk.tokens) if group else 0
+        if group and padding + extra > forward_cost_tokens * len(group):
+            groups.append(group)
+            group, padding, extra = [], 0, 0
+        group.append(chunk)
+        padding += extra
+    if group:
+        groups.append(group)
+    return groups

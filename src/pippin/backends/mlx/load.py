@@ -1,0 +1,110 @@
+"""Loads a checkpoint through mlx-lm and makes it ours: dtype, substitutions, layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import load_model
+
+from pippin.backends.mlx import substitutions
+from pippin.backends.mlx.blas import disable_compile_unless_available
+from pippin.backends.mlx.layout import Layout, discover
+from pippin.backends.mlx.substitutions import Head
+from pippin.errors import LoadError
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: nn.Module
+    head: Head
+    layout: Layout
+    vocab_size: int
+    max_len: int
+    name: str
+
+    def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""
+        with substitutions.active():
+            logits: mx.array = self.model(tokens, cache=caches)
+        return logits
+
+
+def on_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
+def load(
+    path: Path, *, dtype: str = "auto", progress: Callable[[str], None] = lambda _: None
+) -> LoadedModel:
+    disable_compile_unless_available()
+    progress("reading the checkpoint")
+    try:
+        model, config = load_model(path, lazy=True)
+    except (ValueError, FileNotFoundError) as error:
+        raise LoadError(f"{path.name}: {error}") from error
+    return prepare(model, config, dtype=dtype, name=path.name, progress=progress)
+
+
+def prepare(
+    model: nn.Module,
+    config: dict[str, Any],
+    *,
+    dtype: str = "auto",
+    name: str = "model",
+    progress: Callable[[str], None] = lambda _: None,
+) -> LoadedModel:
+    """Make an mlx-lm model ready to serve; `config` is its config.json."""
+    _cast(model, dtype)
+    progress("loading weights")
+    mx.eval(model.parameters())
+    model.eval()
+    progress("preparing layers")
+    head = substitutions.install(model, cpu=on_cpu(), recurrent=not mx.metal.is_available())
+    text = config.get("text_config") or config
+    loaded = LoadedModel(
+        model=model,
+        head=head,
+        layout=Layout((), ()),
+        vocab_size=0,
+        max_len=int(text.get("max_position_embeddings") or config.get("seq_length") or 4096),
+        name=name,
+    )
+    layout = discover(model, loaded.forward)
+    logits = loaded.forward(mx.zeros((1, 1), mx.int32), list(_stock_caches(model)))
+    return LoadedModel(model, head, layout, logits.shape[-1], loaded.max_len, name)
+
+
+def _stock_caches(model: nn.Module) -> list[Any]:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    return list(make_prompt_cache(model))
+
+
+def _cast(model: nn.Module, dtype: str) -> None:
+    """CPUs compute float16 and bfloat16 an order slower than float32; GPUs keep the checkpoint's.
+
+    Quantized weights are integers and keep their scales' type in step with the rest.
+    """
+    if dtype == "auto":
+        if not on_cpu():
+            return
+        dtype = "float32"
+    keep = getattr(model, "cast_predicate", lambda _: True)
+    target = DTYPES[dtype]
+
+    def cast(path: str, array: Any) -> Any:
+        floating = isinstance(array, mx.array) and mx.issubdtype(array.dtype, mx.floating)
+        return array.astype(target) if floating and (keep(path) or dtype == "float32") else array
+
+    from mlx.utils import tree_map_with_path
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+
+

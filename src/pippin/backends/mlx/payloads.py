@@ -1,0 +1,101 @@
+"""What the tree keeps for MLX: immutable arrays, in blocks of at most GRID tokens.
+
+Arrays are values, so a payload is a reference. Splitting is arithmetic on the host: it touches no
+array. The part of a block that was split off keeps its block alive; blocks are small, so that
+costs at most 63 tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.types import Payload
+
+
+@dataclass(frozen=True)
+class Block:
+    """KV of up to GRID tokens, layers of one shape stacked: [layers, heads, tokens, dim] each."""
+
+    arrays: tuple[mx.array, ...]
+    num_tokens: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, stop) of one block."""
+
+    block: Block
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        if self.num_tokens == self.block.num_tokens:
+            return self.block.arrays
+        return tuple(array[:, :, self.start : self.stop] for array in self.block.arrays)
+
+
+class KVPayload:
+    """KV of consecutive tokens for every layer of one component."""
+
+    def __init__(self, spans: tuple[Span, ...]) -> None:
+        self.spans = spans
+        self.num_tokens = sum(span.num_tokens for span in spans)
+        self.nbytes = sum(s.block.nbytes * s.num_tokens // s.block.num_tokens for s in spans)
+
+    def split(self, at: int) -> tuple[Payload, Payload]:
+        head: list[Span] = []
+        tail: list[Span] = []
+        left = at
+        for span in self.spans:
+            cut = min(max(left, 0), span.num_tokens)
+            if cut:
+                head.append(Span(span.block, span.start, span.start + cut))
+            if cut < span.num_tokens:
+                tail.append(Span(span.block, span.start + cut, span.stop))
+            left -= cut
+        return KVPayload(tuple(head)), KVPayload(tuple(tail))
+
+    def release(self) -> None:
+        self.spans = ()  # the arrays go when the last reference does
+
+    def fingerprint(self) -> int:
+        return _crc(array for span in self.spans for array in span.arrays())
+
+
+class StatePayload:
+    """The recurrent state of every such layer after one token: [layers, ...] per kind of entry."""
+
+    num_tokens = 1
+
+    def __init__(self, arrays: tuple[mx.array, ...]) -> None:
+        self.arrays = arrays
+        self.nbytes = sum(array.nbytes for array in arrays)
+
+    def split(self, at: int) -> tuple[Payload, Payload]:
+        raise TypeError("a recurrent state belongs to one position and cannot be divided")
+
+    def release(self) -> None:
+        self.arrays = ()
+
+    def fingerprint(self) -> int:
+        return _crc(self.arrays)
+
+
+def _crc(arrays: Iterable[mx.array]) -> int:
+    digest = 0
+    for array in arrays:
+        digest = zlib.crc32(np.asarray(mx.contiguous(array).view(mx.uint8)).tobytes(), digest)
+    return digest

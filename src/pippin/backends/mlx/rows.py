@@ -1,0 +1,270 @@
+"""The decode rows: what running requests hold, arranged so that nothing large is ever written.
+
+    one row's keys:   [ main: immutable, in a cohort | tail: 64 columns, one written each step ]
+
+MLX updates in place only when nothing else holds a buffer, and with two steps in flight something
+always does: writing KV in place would copy all of it, every step. So *main* is never written. Rows
+whose mains were built together form a cohort, one array [rows, heads, tokens, dim] per layer. A
+request joins as a cohort of its own, without a copy of anybody's KV, and leaves by being forgotten.
+Only the *tail* is written: one column for all rows, at a cursor they share. When the cursor reaches
+the end, every 64 steps, tails move into new mains, and rows are regrouped by length so that a
+step costs what the rows' real lengths cost, not rows x longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache
+
+from pippin.backends.mlx.cohorts import Cohort, group_by_length, regroup
+from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.packing import KV
+from pippin.backends.mlx.prefill import PromptState
+from pippin.backends.mlx.row_views import DecodeStep, RowKV
+from pippin.types import GRID
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def width_for(num_rows: int) -> int:
+    """The narrowest bucket that holds `num_rows`; beyond the table, the next multiple of 64."""
+    return next((w for w in WIDTHS if w >= num_rows), -(-num_rows // 64) * 64)
+
+
+@dataclass
+class Row:
+    """One running request. `length` counts every token it holds, main and tail together."""
+
+    slot: int
+    index: int
+    length: int
+    parked: dict[int, list[mx.array]] | None = None  # its state, while steps pass it over
+
+
+@dataclass
+class DecodeRows:
+    layout: Layout
+    width: int = 0
+    cursor: int = 0  # the tail column that the next step writes
+    rows: dict[int, Row] = field(default_factory=dict)  # by slot
+    cohorts: list[Cohort] = field(default_factory=list)
+    tails: dict[int, KV] = field(default_factory=dict)  # by leaf: [width, heads, GRID, dim]
+    states: dict[int, list[mx.array]] = field(default_factory=dict)  # by leaf: [width, ...]
+
+    def __post_init__(self) -> None:
+        self._written = np.zeros((0, GRID), dtype=bool)  # which tail columns hold a row's token
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self.rows
+
+    # ---- joining and leaving ---------------------------------------------------------------
+
+    def join(self, joining: Sequence[tuple[int, PromptState]]) -> None:
+        """Take in finished prompts, one cohort each."""
+        if not joining:
+            return
+        self._widen(width_for(len(self.rows) + len(joining)))
+        taken = {row.index for row in self.rows.values()}
+        free = [index for index in range(self.width) if index not in taken]
+        for (slot, prompt), index in zip(joining, free, strict=False):
+            self.rows[slot] = Row(slot, index, prompt.length)
+            self._written[index] = False
+            self._put_state(index, prompt.states)
+            if prompt.kv:
+                stored = {leaf: pair[0].shape[2] for leaf, pair in prompt.kv.items()}
+                self.cohorts.append(Cohort.of_one(index, prompt.length, stored, prompt.kv))
+
+    def leave(self, slot: int) -> None:
+        row = self.rows.pop(slot)
+        for cohort in self.cohorts:
+            cohort.drop(row.index)
+        self.cohorts = [cohort for cohort in self.cohorts if cohort.num_live]
+        if not self.rows:
+            self._reset()
+
+    def kv_of(self, slot: int) -> dict[int, KV]:
+        """Everything a row's attention layers hold, in token order: [1, heads, tokens, dim]."""
+        row = self.rows[slot]
+        columns = np.flatnonzero(self._written[row.index])
+        picked: dict[int, KV] = {}
+        for leaf, tail in self.tails.items():
+            pieces = [c.main_of(row.index, leaf) for c in self.cohorts if c.holds(row.index)]
+            if len(columns):
+                at = mx.array(columns.astype(np.int32))
+                pieces.append(_tail_of(tail, row.index, at))
+            picked[leaf] = (
+                mx.concatenate([p[0] for p in pieces], axis=2),
+                mx.concatenate([p[1] for p in pieces], axis=2),
+            )
+        return picked
+
+    def states_of(self, slot: int) -> dict[int, list[mx.array]]:
+        row = self.rows[slot]
+        if row.parked is not None:
+            return row.parked
+        i = row.index
+        return {leaf: [entry[i : i + 1] for entry in entries] for leaf, entries in self.states.items()}
+
+    # ---- one step --------------------------------------------------------------------------
+
+    def begin(self, slots: Sequence[int]) -> DecodeStep:
+        """Views for a forward in which exactly `slots` advance by one token."""
+        if self.cursor == GRID:
+            self._flush()
+        chosen = set(slots)
+        for row in self.rows.values():
+            self._park_or_resume(row, advances=row.slot in chosen)
+        for slot in slots:
+            self._written[self.rows[slot].index, self.cursor] = True
+        step = DecodeStep.build(
+            self.width, self.cursor, self._written, self.cohorts, self._positions(chosen)
+        )
+        self._views = [self._view(i, step) for i in range(len(self.layout.leaves))]
+        step.caches = self.layout.nest(self._views)
+        step.slots = self._slots_by_index(chosen)
+        return step
+
+    def end(self, step: DecodeStep) -> None:
+        """Take over what the forward wrote."""
+        for i, view in enumerate(self._views):
+            if isinstance(view, RowKV):
+                self.tails[i] = view.tail
+            else:
+                self.states[i] = list(view.cache)
+        for slot in step.slots[step.slots > 0].tolist():
+            self.rows[slot].length += 1
+        self.cursor += 1
+        self._views = []
+
+    def arrays(self) -> list[mx.array]:
+        """Everything a step or a regrouping wrote, for the step's one `mx.async_eval`."""
+        flat = [array for pair in self.tails.values() for array in pair]
+        flat += [array for entries in self.states.values() for array in entries]
+        for cohort in self.cohorts:
+            flat += [array for pair in cohort.kv.values() for array in pair]
+        return flat
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _view(self, index: int, step: DecodeStep) -> Any:
+        leaf = self.layout.leaves[index]
+        if not leaf.is_state:
+            return RowKV(index, leaf, step, self.tails[index])
+        view = ArraysCache(size=len(leaf.shapes))
+        view.cache = list(self.states[index])
+        return view
+
+    def _positions(self, chosen: set[int]) -> np.ndarray:
+        """int32 [width]: where each row's next token stands; 0 for rows that do not matter."""
+        positions = np.zeros(self.width, dtype=np.int32)
+        for row in self.rows.values():
+            positions[row.index] = row.length if row.slot in chosen else 0
+        return positions
+
+    def _slots_by_index(self, chosen: set[int]) -> np.ndarray:
+        slots = np.zeros(self.width, dtype=np.int32)
+        for row in self.rows.values():
+            if row.slot in chosen:
+                slots[row.index] = row.slot
+        return slots
+
+    def _park_or_resume(self, row: Row, *, advances: bool) -> None:
+        """A step computes every row; one that must not advance has its state set aside first."""
+        if not self.states:
+            return
+        if advances and row.parked is not None:
+            parked, row.parked = row.parked, None
+            self._put_state(row.index, parked)
+        elif not advances and row.parked is None:
+            row.parked = self.states_of(row.slot)
+
+    def _put_state(self, index: int, states: dict[int, list[mx.array]]) -> None:
+        for leaf, entries in states.items():
+            for number, entry in enumerate(entries):
+                if self.width == 1:
+                    self.states[leaf][number] = entry
+                else:
+                    self.states[leaf][number][index : index + 1] = entry
+
+    def _flush(self) -> None:
+        """Move the tails into new mains; regroup rows by length; narrow the rows if many left."""
+        wanted = width_for(len(self.rows))
+        if wanted < self.width:
+            self._narrow(wanted)
+        lengths = {row.index: row.length for row in self.rows.values()}
+        groups = group_by_length(lengths)
+        if len(groups) == 1:  # a line for every row: the step gathers nothing
+            groups = [[index if index in lengths else -1 for index in range(self.width)]]
+        self.cohorts = regroup(self.layout, groups, self.cohorts, self.tails, self._written)
+        self._written[:] = False
+        self.cursor = 0
+
+    def _widen(self, width: int) -> None:
+        """Widen; new rows are zeros until somebody joins."""
+        if width <= self.width:
+            return
+        extra = width - self.width
+        self._written = np.concatenate([self._written, np.zeros((extra, GRID), dtype=bool)])
+        for i, leaf in enumerate(self.layout.leaves):
+            if leaf.is_state:
+                blanks = [
+                    mx.zeros((extra, *shape), dtype)
+                    for shape, dtype in zip(leaf.shapes, leaf.dtypes, strict=True)
+                ]
+                old = self.states.get(i)
+                self.states[i] = blanks if old is None else [_rows(a, b) for a, b in zip(old, blanks, strict=True)]
+            else:
+                keys, values = (
+                    mx.zeros((extra, heads, GRID, dim), dtype)
+                    for (heads, dim), dtype in zip(leaf.shapes, leaf.dtypes, strict=True)
+                )
+                tail = self.tails.get(i)
+                self.tails[i] = (
+                    (keys, values)
+                    if tail is None
+                    else (_rows(tail[0], keys), _rows(tail[1], values))
+                )
+        self.width = width
+
+    def _narrow(self, width: int) -> None:
+        """Renumber the remaining rows 0, 1, ... and drop the rest."""
+        keep = sorted(self.rows.values(), key=lambda row: row.index)
+        order = [row.index for row in keep]
+        order += [order[0]] * (width - len(order))
+        at = mx.array(np.array(order, dtype=np.int32))
+        self.states = {
+            leaf: [mx.take(entry, at, axis=0) for entry in entries]
+            for leaf, entries in self.states.items()
+        }
+        self.tails = {
+            leaf: (mx.take(k, at, axis=0), mx.take(v, at, axis=0))
+            for leaf, (k, v) in self.tails.items()
+        }
+        renumbered = {row.index: new for new, row in enumerate(keep)}
+        for cohort in self.cohorts:
+            cohort.renumber(renumbered)
+        for new, row in enumerate(keep):
+            row.index = new
+        self._written = self._written[order]
+        self.width = width
+
+    def _reset(self) -> None:
+        self.width = self.cursor = 0
+        self.cohorts, self.tails, self.states = [], {}, {}
+        self._written = np.zeros((0, GRID), dtype=bool)
+
+
+def _rows(a: mx.array, b: mx.array) -> mx.array:
+    return mx.concatenate([a, b], axis=0)
+
+
+def _tail_of(tail: KV, index: int, columns: mx.array) -> KV:
+    return (
+        mx.take(tail[0][index : index + 1], columns, axis=2),
+        mx.take(tail[1][index : index + 1], columns, axis=2),
+    )

@@ -1,0 +1,150 @@
+"""The short list of things that change in an mlx-lm model, made at load, all in this file.
+
+    scaled_dot_product_attention   over our row views: main and tail apart, per cohort
+    gated_delta_update             the chunked recurrence, where it is faster
+    ssm_update                     likewise, for Mamba-2 layers
+    Conv1d (depthwise, CPU)        shifted multiply-adds
+    the language-model head        computed only for the positions that are asked for
+
+Functions are bound by name in each model module, so the module's name is rebound to a dispatcher.
+Outside our own forwards (`active()`) it calls the original: stock mlx-lm in the same process stays
+stock. Modules are changed per instance by giving them a subclass.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import base, gated_delta, ssm
+
+from pippin.backends.mlx.conv import use_shift_conv1d
+from pippin.backends.mlx.gated_delta import gated_delta_update
+from pippin.backends.mlx.layout import ProbeKV
+from pippin.backends.mlx.row_views import RowKV, RowMask
+from pippin.backends.mlx.ssm import ssm_update
+
+_ORIGINALS: dict[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": base.scaled_dot_product_attention,
+    "gated_delta_update": gated_delta.gated_delta_update,
+    "ssm_update": ssm.ssm_update,
+}
+
+_active = False
+
+
+@contextmanager
+def active() -> Iterator[None]:
+    """Our own forward runs inside; everything else in the process sees stock mlx-lm."""
+    global _active
+    before, _active = _active, True
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any = None,
+    scale: float = 1.0,
+    mask: Any = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's attention function, and split attention where the cache is one of our rows."""
+    if isinstance(cache, RowKV) and isinstance(mask, RowMask):
+        return cache.attend(queries, scale, mask.window, sinks)
+    if isinstance(cache, ProbeKV):
+        cache.seen_by_attention(keys, values, mask)
+    original = _ORIGINALS["scaled_dot_product_attention"]
+    result: mx.array = original(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+    return result
+
+
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": attention,
+    "gated_delta_update": gated_delta_update,
+    "ssm_update": ssm_update,
+}
+
+
+def _dispatcher(name: str) -> Callable[..., Any]:
+    original, replacement = _ORIGINALS[name], _REPLACEMENTS[name]
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if _active else original)(*args, **kwargs)
+
+    dispatch.__name__ = name
+    return dispatch
+
+
+_DISPATCHERS = {name: _dispatcher(name) for name in _ORIGINALS}
+
+
+def install(model: nn.Module, *, cpu: bool, recurrent: bool) -> Head:
+    """Substitute in `model` and its modules; `recurrent` chooses our recurrences over mlx-lm's."""
+    names = ["scaled_dot_product_attention"]
+    if recurrent:
+        names += ["gated_delta_update", "ssm_update"]
+    for module in _python_modules(model):
+        for name in names:
+            if getattr(module, name, None) is _ORIGINALS[name]:
+                setattr(module, name, _DISPATCHERS[name])
+    if cpu:
+        for _, part in model.named_modules():
+            if type(part) is nn.Conv1d:
+                use_shift_conv1d(part)
+    return Head(model)
+
+
+def _python_modules(model: nn.Module) -> list[Any]:
+    names = {type(part).__module__ for _, part in model.named_modules()}
+    return [sys.modules[name] for name in sorted(names) if name.startswith("mlx_lm.models.")]
+
+
+class Head:
+    """Makes the language-model head compute chosen positions only.
+
+    `select` is applied to the hidden states [rows, tokens, hidden] right before the head. Without a
+    known head, `found` is False and all positions are computed: right, slower.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.positions: mx.array | None = None  # int32 [rows, n], or None for every position
+        self.found = any(
+            [_swap(part, self) for name, part in model.named_modules() if _is_head(model, name)]
+        )
+
+    def select(self, hidden: mx.array) -> mx.array:
+        if self.positions is None or hidden.ndim != 3:
+            return hidden
+        return mx.take_along_axis(hidden, self.positions[:, :, None], axis=1)
+
+
+def _is_head(model: nn.Module, name: str) -> bool:
+    return name.split(".")[-1] in ("lm_head", "embed_tokens", "embeddings", "wte")
+
+
+def _swap(part: nn.Module, head: Head) -> bool:
+    cls = type(part)
+    if hasattr(part, "as_linear"):
+
+        def as_linear(self: Any, x: mx.array) -> mx.array:
+            return super(type(self), self).as_linear(head.select(x))
+
+        part.__class__ = type(cls.__name__, (cls,), {"as_linear": as_linear})
+        return True
+    if isinstance(part, nn.Linear | nn.QuantizedLinear):
+
+        def call(self: Any, x: mx.array) -> mx.array:
+            return super(type(self), self).__call__(head.select(x))
+
+        part.__class__ = type(cls.__name__, (cls,), {"__call__": call})
+        return True
+    return False
