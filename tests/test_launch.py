@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from pippin.errors import LoadError
 from pippin.launch import EngineProcess, describe_exit, resolve
 from pippin.messages import Submit, TokenDelta
 from pippin.types import SamplingParams
+from processes import environment, wait_until_gone
 
 FAKE = Config(
     model=ModelConfig(backend="fake"), engine=EngineConfig(max_running=4, prefix_cache=False)
@@ -40,22 +40,6 @@ async def connect(process: EngineProcess) -> ZmqEngine:
 async def collect(engine: ZmqEngine, id: str, max_tokens: int = 8) -> list[TokenDelta]:
     submit = Submit(id, [1, 2, 3], SamplingParams(max_tokens=max_tokens, temperature=0.0))
     return [delta async for delta in engine.generate(submit)]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    status = Path(f"/proc/{pid}/stat")  # a zombie that init has yet to reap is not running
-    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 20
-    while is_running(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.05)
 
 
 def test_a_request_crosses_to_the_engine_and_back() -> None:
@@ -123,10 +107,6 @@ time.sleep(60)
         server.wait()
     wait_until_gone(int(pid))
     assert not Path(sockets.strip()).exists()
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
 def test_socket_paths_stay_short_whatever_the_temporary_directory(

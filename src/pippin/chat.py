@@ -7,6 +7,7 @@ reply and keeps what was said; /reset forgets the conversation; /exit or end of 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any, Protocol, TextIO
@@ -115,7 +116,8 @@ def run_chat(
     with contextlib.ExitStack() as stack:
         speaker: Speaker
         if url is not None:
-            speaker = ServerSpeaker(Client(url), options)
+            client = Client(url, os.environ.get("PIPPIN_API_KEY"))
+            speaker = ServerSpeaker(stack.enter_context(client), options)
         else:
             speaker = stack.enter_context(LocalSpeaker(config, options))
         interactive = sys.stdin.isatty()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,12 @@ class Client:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url.rstrip("/").removesuffix("/v1")
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._http.close()
 
     def get(self, path: str) -> dict[str, Any]:
         return self._json("GET", path)
@@ -76,14 +83,14 @@ def _message(response: httpx.Response) -> str:
 
 def show_cache(url: str, *, flush: bool) -> None:
     """Print a server's state; with `flush`, empty its prefix cache first."""
-    client = Client(url)
     console = Console()
-    if flush:
-        freed = client.post("/flush_cache")
-        console.print(f"freed {freed['freed_bytes']:,} bytes, kept {freed['kept_bytes']:,}")
-    table = Table("what", "value", box=None, show_header=False)
-    for name, value in _flatten(client.get("/status")):
-        table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
+    table = Table(box=None, show_header=False)
+    with Client(url, os.environ.get("PIPPIN_API_KEY")) as client:
+        if flush:
+            freed = client.post("/flush_cache")
+            console.print(f"freed {freed['freed_bytes']:,} bytes, kept {freed['kept_bytes']:,}")
+        for name, value in _flatten(client.get("/status")):
+            table.add_row(name, f"{value:,}" if type(value) is int else str(value))
     console.print(table)
 
 

@@ -1,0 +1,129 @@
+"""The command line: generated from the config, quick to start, and clear about mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import get_type_hints
+
+import pytest
+
+import pippin
+from pippin import cli
+from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig, parse_memory
+from pippin.errors import LoadError
+from pippin.options import field_help
+from processes import environment
+
+
+def served_with(monkeypatch: pytest.MonkeyPatch, *argv: str) -> Config:
+    """The Config that `pippin serve ARGV` starts the server with."""
+    seen: list[Config] = []
+    monkeypatch.setattr("pippin.launch.serve", seen.append)
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["serve", *argv])
+    assert exited.value.code == 0
+    return seen[0]
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    """Exit status and message, unwrapped, of a command that must fail."""
+    with pytest.raises(SystemExit) as exited:
+        cli.main(argv)
+    assert isinstance(exited.value.code, int)
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    return exited.value.code, " ".join(err.replace("│", " ").split())
+
+
+def test_no_options_means_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served_with(monkeypatch) == Config()
+
+
+def test_options_reach_their_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["some/model", "--max-running", "3", "--no-overlap", "--port", "0", "--memory", "6GB"]
+    assert served_with(monkeypatch, *argv) == Config(
+        model=ModelConfig(model="some/model"),
+        engine=EngineConfig(max_running=3, overlap=False, memory="6GB"),
+        server=ServerConfig(port=0),
+    )
+
+
+def test_the_environment_sets_defaults_and_options_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPPIN_BACKEND", "fake")
+    monkeypatch.setenv("PIPPIN_PORT", "9000")
+    config = served_with(monkeypatch, "--port", "9001")
+    assert (config.model.backend, config.server.port) == ("fake", 9001)
+
+
+def test_every_config_field_is_an_option_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for section in get_type_hints(Config).values():
+        texts = field_help(section)
+        for field in dataclasses.fields(section):
+            name = "MODEL" if field.name == "model" else "--" + field.name.replace("_", "-")
+            assert name in shown
+            assert texts[field.name].split()[0] in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--prot", "1"], "Did you mean --port?"),
+        (["serve", "--max-runing=4"], "Did you mean --max-running?"),
+        (["serv"], 'Did you mean "serve"?'),
+        (["serve", "--port", "x"], "--port"),
+        (["serve", "--backend", "cuda"], 'Choose from: "auto", "mlx", "fake"'),
+        (["serve", "--max-running", "0"], "max_running must be at least 1, got 0"),
+        (["serve", "--port", "70000"], "port must be between 0 and 65535, got 70000"),
+        (["serve", "--memory", "lots"], 'memory must be like "6GB" or a fraction'),
+    ],
+)
+def test_a_mistake_is_named_with_status_2(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    status, text = error_of(capsys, *argv)
+    assert status == 2
+    assert message in text
+
+
+def test_a_model_that_cannot_be_served_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: Config) -> None:
+        raise LoadError("no such model")
+
+    monkeypatch.setattr("pippin.launch.serve", fail)
+    assert error_of(capsys, "serve") == (1, "pippin: no such model")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("6GB", 6_000_000_000), ("1.5gb", 1_500_000_000), ("4096", 4096), ("0.7", 0.7), ("1.0", 1.0)],
+)
+def test_memory_is_bytes_or_a_fraction(text: str, expected: float) -> None:
+    assert parse_memory(text) == expected
+    assert isinstance(parse_memory(text), type(expected))
+
+
+@pytest.mark.parametrize("code", ["import pippin", "import pippin.launch", "import pippin.cli"])
+def test_starting_up_loads_no_model_library(code: str) -> None:
+    probe = (
+        f"{code}\nimport sys\nprint([m for m in ('mlx', 'mlx_lm', 'torch') if m in sys.modules])"
+    )
+    out = subprocess.check_output([sys.executable, "-c", probe], env=environment(), text=True)
+    assert out.strip() == "[]"
+
+
+def test_the_version_is_the_packages_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.strip() == pippin.__version__
+
+
+def test_an_unknown_name_in_the_package_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        pippin.Nothing  # noqa: B018

@@ -1,0 +1,139 @@
+"""`pippin serve` from the outside: one command, signals, and a process that dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+import httpx
+import pytest
+
+from processes import environment, is_running, wait_until_gone
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "model": "stories-hybrid-20m"}
+
+
+@dataclass(frozen=True)
+class Served:
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        if children.exists():
+            (pid,) = children.read_text().split()
+        else:
+            found = subprocess.check_output(["pgrep", "-P", str(self.process.pid)], text=True)
+            (pid,) = found.split()
+        return int(pid)
+
+
+@contextmanager
+def serve(*options: str) -> Iterator[Served]:
+    """A server with the fake backend on a free port, killed at the end if it still runs."""
+    command = [sys.executable, "-m", "pippin", "serve", "--backend", "fake", "--port", "0"]
+    with subprocess.Popen(
+        [*command, *options], env=environment(), stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            banner = process.stdout.readline()
+            found = re.search(r"http://\S+", banner)
+            assert found, f"no address in {banner!r}"
+            yield Served(process, found[0])
+        finally:
+            process.kill()
+
+
+def post_in_background(served: Served, answers: list[httpx.Response]) -> Thread:
+    body = {**CHAT, "max_tokens": 4}
+    url = f"{served.url}/v1/chat/completions"
+    thread = Thread(target=lambda: answers.append(httpx.post(url, json=body, timeout=30)))
+    thread.start()
+    return thread
+
+
+def wait_until_a_request_is_pending(served: Served, thread: Thread) -> None:
+    """The engine is stopped, so a status call that gets no answer proves the queue is held up."""
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.get(f"{served.url}/status", timeout=0.3)
+    assert thread.is_alive()
+
+
+def test_the_banner_holds_a_curl_that_works() -> None:
+    with serve() as served:
+        reply = httpx.post(f"{served.url}/v1/chat/completions", json={**CHAT, "max_tokens": 4})
+        assert reply.status_code == 200
+        assert reply.json()["usage"]["completion_tokens"] == 4
+        assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_both_processes(number: signal.Signals) -> None:
+    with serve() as served:
+        engine_pid = served.engine_pid
+        served.process.send_signal(number)
+        assert served.process.wait(timeout=20) == 0
+        assert not is_running(engine_pid)
+
+
+def test_a_signal_ends_a_pending_request_with_an_error() -> None:
+    with serve() as served:
+        engine_pid = served.engine_pid
+        os.kill(engine_pid, signal.SIGSTOP)
+        answers: list[httpx.Response] = []
+        thread = post_in_background(served, answers)
+        wait_until_a_request_is_pending(served, thread)
+        served.process.terminate()
+        thread.join(timeout=20)
+        assert answers[0].status_code == 503
+        assert "shutting down" in answers[0].json()["error"]["message"]
+        assert served.process.wait(timeout=20) == 0
+        assert not is_running(engine_pid)
+
+
+def test_a_dead_engine_fails_its_requests_and_the_server_reports_it() -> None:
+    with serve() as served:
+        os.kill(served.engine_pid, signal.SIGSTOP)
+        answers: list[httpx.Response] = []
+        thread = post_in_background(served, answers)
+        wait_until_a_request_is_pending(served, thread)
+        os.kill(served.engine_pid, signal.SIGKILL)
+        thread.join(timeout=20)
+        assert answers[0].status_code == 503
+        health = httpx.get(f"{served.url}/health")
+        assert health.status_code == 503
+        assert "killed by SIGKILL" in health.json()["error"]["message"]
+        served.process.terminate()
+        assert served.process.wait(timeout=20) == 0
+
+
+def test_the_engine_does_not_outlive_a_killed_server() -> None:
+    with serve() as served:
+        engine_pid = served.engine_pid
+        served.process.kill()
+        served.process.wait(timeout=20)
+        wait_until_gone(engine_pid)
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with serve() as served:
+        port = served.url.rpartition(":")[2]
+        done = subprocess.run(
+            [sys.executable, "-m", "pippin", "serve", "--backend", "fake", "--port", port],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == f"pippin: cannot listen on 127.0.0.1:{port}: Address already in use\n"
