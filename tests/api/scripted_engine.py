@@ -1,0 +1,185 @@
+"""An engine that says what a test tells it to, and a real HTTP server in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pippin.api.app import create_app
+from pippin.api.openai import ModelInfo
+from pippin.config import ServerConfig
+from pippin.messages import Submit, TokenDelta
+from pippin.text.bundle import TextBundle
+from pippin.types import TokenLogprobs
+
+BUNDLED = Path(__file__).parents[2] / "src/pippin/models/stories-hybrid-20m"
+TEXT = TextBundle.load(BUNDLED)
+TOKENIZER = TEXT.tokenizer
+EOS = TOKENIZER.eos_ids[0]
+MODEL = ModelInfo(name="stories", max_len=8192, vocab_size=8192, created_s=1)
+
+Script = Callable[[Submit], list[TokenDelta]]
+
+
+def say(text: str) -> Script:
+    """A script that generates `text` one token at a time and ends the reply."""
+    return say_tokens([*TOKENIZER.encode(text), EOS])
+
+
+def say_tokens(tokens: list[int]) -> Script:
+    def script(submit: Submit) -> list[TokenDelta]:
+        given = tokens[: submit.params.max_tokens]
+        return [
+            TokenDelta(
+                submit.id,
+                tokens=[token],
+                logprobs=_logprobs([token], submit.params.logprobs),
+                prompt_logprobs=(
+                    _logprobs(submit.tokens[1:], submit.params.prompt_logprobs) if i == 0 else None
+                ),
+                cached_tokens=3 if i == 0 else None,
+                finish=_finish(token, i, given, submit),
+            )
+            for i, token in enumerate(given)
+        ]
+
+    return script
+
+
+def _finish(token: int, i: int, given: list[int], submit: Submit) -> Any:
+    if i < len(given) - 1:
+        return None
+    return "stop" if token in submit.stop_ids else "length"
+
+
+def _logprobs(tokens: list[int], num_top: int | None) -> list[TokenLogprobs] | None:
+    """Token t has the log probability -t/1000, and the tokens after it are its alternatives."""
+    if num_top is None:
+        return None
+    return [
+        TokenLogprobs(
+            -t / 1000,
+            tuple(range(t, t + num_top)),
+            tuple(-(t + k) / 1000 for k in range(num_top)),
+        )
+        for t in tokens
+    ]
+
+
+def fail(message: str, *, after: str = "", code: str = "overloaded", status: int = 503) -> Script:
+    def script(submit: Submit) -> list[TokenDelta]:
+        said = [TokenDelta(submit.id, tokens=[token]) for token in TOKENIZER.encode(after)]
+        error = TokenDelta(
+            submit.id, finish="error", error=message, error_code=code, error_status=status
+        )
+        return [*said, error]
+
+    return script
+
+
+def hang(*, after: str = "") -> Script:
+    """Never finishes: for clients that do not wait."""
+    tokens = TOKENIZER.encode(after) if after else []
+    return lambda submit: [TokenDelta(submit.id, tokens=[token]) for token in tokens]
+
+
+class ScriptedEngine:
+    """Runs one script for every request, or one for each in turn."""
+
+    def __init__(self, *scripts: Script) -> None:
+        self._scripts = scripts
+        self.submits: list[Submit] = []
+        self.aborted: list[str] = []
+        self.finished: list[str] = []
+        self.reason: str | None = None
+
+    @property
+    def healthy(self) -> bool:
+        return self.reason is None
+
+    async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
+        script = self._scripts[len(self.submits) % len(self._scripts)]
+        self.submits.append(submit)
+        over = False
+        try:
+            for delta in script(submit):
+                await asyncio.sleep(0)
+                over = delta.finish is not None
+                yield delta
+            if not over:
+                await asyncio.Event().wait()
+        finally:
+            if not over and submit.id not in self.finished:
+                self.abort(submit.id)
+
+    def abort(self, id: str) -> None:
+        self.aborted.append(id)
+
+    def finish(self, id: str) -> None:
+        self.finished.append(id)
+
+    async def status(self) -> dict[str, Any]:
+        return {"running": 0}
+
+    async def flush_cache(self) -> dict[str, Any]:
+        return {"freed_bytes": 0}
+
+
+class _Switchboard:
+    """One real server for all tests (starting one takes longer than a test), one app at a time."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp | None = None
+        config = uvicorn.Config(
+            self._serve, port=0, interface="asgi3", log_level="critical", lifespan="off"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+        atexit.register(self._stop)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.app is not None, "a request outside of `serving`"
+        await self.app(scope, receive, send)
+
+    def _stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+
+@functools.cache
+def _switchboard() -> _Switchboard:
+    return _Switchboard()
+
+
+@contextmanager
+def serving(engine: ScriptedEngine, *, api_key: str | None = None) -> Iterator[str]:
+    """The app on a free port of this machine; yields its URL."""
+    board = _switchboard()
+    board.app = create_app(engine, TEXT, ServerConfig(api_key=api_key), MODEL)
+    try:
+        yield board.url
+    finally:
+        board.app = None
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)

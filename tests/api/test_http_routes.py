@@ -1,0 +1,126 @@
+"""Routes, errors, keys and clients that leave, over real HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from scripted_engine import ScriptedEngine, hang, say, serving, wait_until
+
+CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]}
+
+
+def fetch(
+    method: str, path: str, engine: ScriptedEngine | None = None, **options: Any
+) -> httpx.Response:
+    with serving(engine or ScriptedEngine(say("Hi."))) as url:
+        return httpx.request(method, url + path, **options)
+
+
+def assert_openai_error(response: httpx.Response, status: int, match: str) -> None:
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    assert match in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "match"),
+    [
+        ("GET", "/v1/nothing", None, 404, "/v1/nothing"),
+        ("GET", "/v1/chat/completions", None, 405, "GET"),
+        ("POST", "/v1/chat/completions", b"{", 400, "not valid JSON"),
+        ("POST", "/v1/chat/completions", b"\xff", 400, "not valid JSON"),
+        ("POST", "/v1/chat/completions", b'"\\ud83d"', 400, "the request body"),
+        ("POST", "/v1/chat/completions", b"[]", 400, "must be a JSON object"),
+        ("POST", "/v1/completions", b"{}", 400, "model is required"),
+        ("GET", "/v1/models/gpt-4", None, 404, "gpt-4"),
+    ],
+)
+def test_every_error_has_the_openai_shape(
+    method: str, path: str, body: bytes | None, status: int, match: str
+) -> None:
+    assert_openai_error(fetch(method, path, content=body), status, match)
+
+
+def test_a_bug_is_a_500_that_tells_nothing_secret() -> None:
+    def broken(submit: object) -> Any:
+        raise KeyError("secret")
+
+    response = fetch("POST", "/v1/chat/completions", ScriptedEngine(broken), json=CHAT)
+    assert_openai_error(response, 500, "log")
+    assert "secret" not in response.text
+
+
+def test_health_follows_the_engine() -> None:
+    engine = ScriptedEngine(say("Hi."))
+    assert fetch("GET", "/health", engine).json() == {"status": "ok"}
+    engine.reason = "the engine was killed by signal 9"
+    assert_openai_error(fetch("GET", "/health", engine), 503, "signal 9")
+
+
+def test_status_and_flush_ask_the_engine() -> None:
+    assert fetch("GET", "/status").json() == {"running": 0}
+    assert fetch("POST", "/flush_cache").json() == {"freed_bytes": 0}
+
+
+def test_a_key_is_needed_everywhere_but_for_health() -> None:
+    with serving(ScriptedEngine(say("Hi.")), api_key="sésame") as url:
+
+        def status(path: str, key: str | None) -> int:
+            headers = {"authorization": f"Bearer {key}".encode()} if key else {}
+            return httpx.get(url + path, headers=headers).status_code
+
+        assert status("/v1/models", None) == 401
+        assert status("/v1/models", "sesame") == 401
+        assert status("/v1/models", "sésame") == 200
+        assert status("/health", None) == 200
+        assert_openai_error(httpx.get(url + "/status"), 401, "API key")
+
+
+def test_the_last_event_is_done() -> None:
+    response = fetch("POST", "/v1/chat/completions", json=CHAT | {"stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = response.text.strip().split("\n\n")
+    assert all(event.startswith("data: ") for event in events)
+    assert events[-1] == "data: [DONE]"
+
+
+def leave_a_stream_after_its_first_event(url: str, body: dict[str, Any]) -> None:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+        next(response.iter_lines())
+
+
+def leave_before_anything_came(url: str, body: dict[str, Any]) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=httpx.Timeout(5, read=0.2))
+
+
+@pytest.mark.parametrize(
+    ("leave", "stream", "said"),
+    [
+        (leave_a_stream_after_its_first_event, True, "Once"),
+        (leave_before_anything_came, True, ""),
+        (leave_before_anything_came, False, ""),
+        (leave_before_anything_came, False, "Once"),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_is_aborted_with_all_its_choices(
+    leave: Callable[[str, dict[str, Any]], None], stream: bool, said: str, n: int
+) -> None:
+    engine = ScriptedEngine(hang(after=said))
+    with serving(engine) as url:
+        leave(url, CHAT | {"stream": stream, "n": n})
+        wait_until(lambda: len(engine.aborted) == n)
+    assert sorted(engine.aborted) == sorted(submit.id for submit in engine.submits)
+
+
+def test_a_reply_that_ended_is_not_aborted() -> None:
+    engine = ScriptedEngine(say("Hi."))
+    assert fetch("POST", "/v1/chat/completions", engine, json=CHAT).status_code == 200
+    assert fetch("POST", "/v1/chat/completions", engine, json=CHAT | {"stream": True}).text
+    assert engine.aborted == []

@@ -1,0 +1,231 @@
+"""Every field of a request is honoured or refused by name; nothing is ignored."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as completion_types
+from openai.types.chat import completion_create_params as chat_types
+from scripted_engine import MODEL, TEXT
+
+from pippin.api.fields import (
+    CHAT_HONOURED,
+    CHAT_REFUSED,
+    COMPLETION_HONOURED,
+    COMPLETION_REFUSED,
+)
+from pippin.api.http_errors import ModelNotFound
+from pippin.api.openai import parse_chat, parse_completion
+from pippin.api.prepare import Job, prepare_chat, prepare_completion
+from pippin.errors import ContextOverflow, RequestError, UnsupportedField
+from pippin.text.bundle import TextBundle
+
+USER = {"role": "user", "content": "Hi."}
+
+
+def chat(**fields: Any) -> Job:
+    body = {"model": "stories", "messages": [USER]} | fields
+    return prepare_chat(parse_chat(body, MODEL, TEXT.defaults), TEXT, MODEL)
+
+
+def complete(**fields: Any) -> Job:
+    body = {"model": "stories", "prompt": "Hi."} | fields
+    return prepare_completion(parse_completion(body, MODEL, TEXT.defaults), TEXT, MODEL)
+
+
+def prompt_of(*messages: dict[str, Any], **fields: Any) -> str:
+    [sequence] = chat(messages=list(messages), **fields).sequences
+    return "".join(TEXT.tokenizer.token_text(token) for token in sequence.submit.tokens)
+
+
+def refuse(job: Any, error: type[RequestError], param: str, match: str, **fields: Any) -> None:
+    with pytest.raises(error, match=match) as info:
+        job(**fields)
+    assert info.value.param == param
+
+
+def test_every_documented_field_is_honoured_or_refused() -> None:
+    documented = {
+        *chat_types.CompletionCreateParamsBase.__annotations__,
+        *chat_types.CompletionCreateParamsStreaming.__annotations__,
+    }
+    assert documented <= CHAT_HONOURED | CHAT_REFUSED.keys()
+    assert not CHAT_HONOURED & CHAT_REFUSED.keys()
+    documented = {
+        *completion_types.CompletionCreateParamsBase.__annotations__,
+        *completion_types.CompletionCreateParamsStreaming.__annotations__,
+    }
+    assert documented <= COMPLETION_HONOURED | COMPLETION_REFUSED.keys()
+    assert not COMPLETION_HONOURED & COMPLETION_REFUSED.keys()
+
+
+@pytest.mark.parametrize("field", sorted(CHAT_REFUSED))
+def test_refused_chat_fields_are_named_but_null_and_neutral_values_pass(field: str) -> None:
+    refuse(chat, UnsupportedField, field, field, **{field: {"some": "thing"}})
+    for value in (None, *CHAT_REFUSED[field].neutral):
+        chat(**{field: value})
+
+
+@pytest.mark.parametrize("field", sorted(COMPLETION_REFUSED))
+def test_refused_completion_fields_are_named(field: str) -> None:
+    refuse(complete, UnsupportedField, field, field, **{field: "thing"})
+    complete(**{field: None})
+
+
+NEUTRAL_NULLS = sorted(CHAT_HONOURED - {"model", "messages"})
+
+
+def test_null_counts_as_left_out() -> None:
+    assert chat(**dict.fromkeys(NEUTRAL_NULLS)).sequences[0].submit.params == (
+        chat().sequences[0].submit.params
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "nearest"), [("max_token", "max_tokens"), ("Temperature", "temperature")]
+)
+def test_an_unknown_field_is_refused_with_the_nearest_known_one(field: str, nearest: str) -> None:
+    refuse(chat, RequestError, field, f"did you mean {nearest}", **{field: 1})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("temperature", 2.1, "from 0 to 2"),
+        ("temperature", "hot", "a number"),
+        ("temperature", True, "a number"),
+        ("top_p", 0, "above 0 and at most 1"),
+        ("top_k", -2, "at least -1"),
+        ("min_p", 1.5, "from 0 to 1"),
+        ("repetition_penalty", 0, "above 0"),
+        ("presence_penalty", -3, "from -2 to 2"),
+        ("frequency_penalty", 3, "from -2 to 2"),
+        ("n", 0, "from 1 to 128"),
+        ("n", 1.5, "an integer"),
+        ("max_tokens", 0, "at least 1"),
+        ("seed", 2**64, "an integer"),
+        ("stop", [""], "none empty"),
+        ("stop", ["x"] * 17, "at most 16"),
+        ("stop", 3, "a string or a list"),
+        ("stop_token_ids", [8192], "0 to 8,191"),
+        ("ignore_eos", "yes", "true or false"),
+        ("stream", 1, "true or false"),
+        ("user", 7, "a string"),
+        ("logprobs", 3.5, "it must be"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_the_value_and_the_range(
+    field: str, value: Any, allowed: str
+) -> None:
+    for job in (chat, complete):
+        refuse(job, RequestError, field, rf"{field} is .*{allowed}", **{field: value})
+
+
+def test_fields_that_belong_together_are_checked_together() -> None:
+    refuse(chat, RequestError, "top_logprobs", "needs logprobs", top_logprobs=3)
+    refuse(chat, RequestError, "top_logprobs", "to 20", logprobs=True, top_logprobs=21)
+    refuse(chat, RequestError, "stream_options", "needs stream", stream_options={})
+    refuse(chat, RequestError, "max_tokens", "same", max_tokens=1, max_completion_tokens=1)
+    refuse(chat, RequestError, "min_tokens", "from 0 to 3", max_tokens=3, min_tokens=4)
+    refuse(complete, UnsupportedField, "best_of", "best_of is 3 and n is 2", best_of=3, n=2)
+    assert len(complete(best_of=2, n=2).sequences) == 2
+    obfuscation = {"include_obfuscation": True}
+    name = "stream_options.include_obfuscation"
+    refuse(chat, UnsupportedField, name, name, stream=True, stream_options=obfuscation)
+    name = "stream_options.include_use"
+    refuse(chat, RequestError, name, "usage", stream=True, stream_options={"include_use": True})
+
+
+def test_logit_bias_keys_are_tokens_of_the_model() -> None:
+    refuse(chat, RequestError, "logit_bias", '"dog"', logit_bias={"dog": 1})
+    refuse(chat, RequestError, "logit_bias", "8,191", logit_bias={"8192": 1})
+    refuse(chat, RequestError, "logit_bias.5", "from -100 to 100", logit_bias={"5": 101})
+
+
+def test_only_the_served_model_is_found() -> None:
+    refuse(chat, ModelNotFound, "model", "gpt-4.*stories", model="gpt-4")  # type: ignore[arg-type]
+    refuse(chat, RequestError, "model", "required", model=None)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers() -> None:
+    long = [5] * 9102
+    match = "prompt is 9,102 tokens, the model holds 8,192"
+    refuse(complete, ContextOverflow, "prompt", match, prompt=long)
+    refuse(complete, ContextOverflow, "prompt", "8,192", prompt=long[:8192])
+    match = "prompt is 8,000 tokens and max_tokens 500: together 8,500, the model holds 8,192"
+    refuse(complete, ContextOverflow, "max_tokens", match, prompt=long[:8000], max_tokens=500)
+    assert complete(prompt=long[:8000]).sequences[0].submit.params.max_tokens == 192
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], "", {}, 5, ["a", 5], [9000], [[9000]], [[1], "a"]])
+def test_prompts_that_are_none_are_refused(prompt: Any) -> None:
+    refuse(complete, RequestError, "prompt", "prompt is", prompt=prompt)
+
+
+def test_messages_render_with_text_parts_and_tool_history() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"é":1}'}}
+    text = prompt_of(
+        {"role": "developer", "content": [{"type": "text", "text": "Be brief"}]},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+    )
+    assert text.startswith("<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nab<|im_end|>")
+    assert '{"name": "f", "arguments": {"é": 1}}' in text
+    assert text.endswith("\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_generation_prompt_can_be_left_out() -> None:
+    assert prompt_of(USER, add_generation_prompt=False).endswith("<|im_end|>\n")
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_parts_that_are_not_text_are_refused_by_name(kind: str) -> None:
+    content = [{"type": "text", "text": "see"}, {"type": kind, kind: {"url": "x"}}]
+    refuse(
+        chat,
+        UnsupportedField,
+        "messages[0].content[1].type",
+        f"{kind}.*only text",
+        messages=[{"role": "user", "content": content}],
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        (["hi"], "messages[0]"),
+        ([{"content": "hi"}], "messages[0].role"),
+        ([{"role": "robot", "content": "hi"}], "messages[0].role"),
+        ([USER, {"role": "user"}], "messages[1].content"),
+        ([{"role": "user", "content": 3}], "messages[0].content"),
+        ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([USER | {"contents": "hi"}], "messages[0].contents"),
+        ([USER | {"tool_calls": []}], "messages[0].tool_calls"),
+        ([USER | {"audio": {"id": "1"}}], "messages[0].audio"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {}}]}],
+            "messages[0].tool_calls[0].function.name",
+        ),
+    ],
+)
+def test_malformed_messages_are_refused_by_place(messages: Any, param: str) -> None:
+    refuse(chat, RequestError, param, re.escape(param), messages=messages)
+
+
+def test_template_variables_reach_the_template_but_cannot_replace_its_inputs() -> None:
+    name = "chat_template_kwargs.messages"
+    refuse(chat, RequestError, name, "the server sets it", chat_template_kwargs={"messages": []})
+    chat(chat_template_kwargs={"enable_thinking": False})
+
+
+def test_a_model_without_a_template_does_not_chat() -> None:
+    text = TextBundle(TEXT.tokenizer, None, TEXT.defaults)
+    request = parse_chat({"model": "stories", "messages": [USER]}, MODEL, TEXT.defaults)
+    with pytest.raises(RequestError, match="/v1/completions"):
+        prepare_chat(request, text, MODEL)
