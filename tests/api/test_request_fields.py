@@ -19,7 +19,7 @@ from pippin.api.fields import (
 from pippin.api.http_errors import ModelNotFound
 from pippin.api.openai import parse_chat, parse_completion
 from pippin.api.prepare import Job, prepare_chat, prepare_completion
-from pippin.errors import ContextOverflow, RequestError, UnsupportedField
+from pippin.errors import ContextOverflow, PippinError, RequestError, UnsupportedField
 from pippin.text.bundle import TextBundle
 
 USER = {"role": "user", "content": "Hi."}
@@ -36,11 +36,11 @@ def complete(**fields: Any) -> Job:
 
 
 def prompt_of(*messages: dict[str, Any], **fields: Any) -> str:
-    [sequence] = chat(messages=list(messages), **fields).sequences
-    return "".join(TEXT.tokenizer.token_text(token) for token in sequence.submit.tokens)
+    [choice] = chat(messages=list(messages), **fields).choices
+    return "".join(TEXT.tokenizer.token_text(token) for token in choice.submit.tokens)
 
 
-def refuse(job: Any, error: type[RequestError], param: str, match: str, **fields: Any) -> None:
+def refuse(job: Any, error: type[PippinError], param: str, match: str, **fields: Any) -> None:
     with pytest.raises(error, match=match) as info:
         job(**fields)
     assert info.value.param == param
@@ -78,8 +78,8 @@ NEUTRAL_NULLS = sorted(CHAT_HONOURED - {"model", "messages"})
 
 
 def test_null_counts_as_left_out() -> None:
-    assert chat(**dict.fromkeys(NEUTRAL_NULLS)).sequences[0].submit.params == (
-        chat().sequences[0].submit.params
+    assert chat(**dict.fromkeys(NEUTRAL_NULLS)).choices[0].submit.params == (
+        chat().choices[0].submit.params
     )
 
 
@@ -130,7 +130,7 @@ def test_fields_that_belong_together_are_checked_together() -> None:
     refuse(chat, RequestError, "max_tokens", "same", max_tokens=1, max_completion_tokens=1)
     refuse(chat, RequestError, "min_tokens", "from 0 to 3", max_tokens=3, min_tokens=4)
     refuse(complete, UnsupportedField, "best_of", "best_of is 3 and n is 2", best_of=3, n=2)
-    assert len(complete(best_of=2, n=2).sequences) == 2
+    assert len(complete(best_of=2, n=2).choices) == 2
     obfuscation = {"include_obfuscation": True}
     name = "stream_options.include_obfuscation"
     refuse(chat, UnsupportedField, name, name, stream=True, stream_options=obfuscation)
@@ -145,7 +145,7 @@ def test_logit_bias_keys_are_tokens_of_the_model() -> None:
 
 
 def test_only_the_served_model_is_found() -> None:
-    refuse(chat, ModelNotFound, "model", "gpt-4.*stories", model="gpt-4")  # type: ignore[arg-type]
+    refuse(chat, ModelNotFound, "model", "gpt-4.*stories", model="gpt-4")
     refuse(chat, RequestError, "model", "required", model=None)
 
 
@@ -156,7 +156,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers() -> None:
     refuse(complete, ContextOverflow, "prompt", "8,192", prompt=long[:8192])
     match = "prompt is 8,000 tokens and max_tokens 500: together 8,500, the model holds 8,192"
     refuse(complete, ContextOverflow, "max_tokens", match, prompt=long[:8000], max_tokens=500)
-    assert complete(prompt=long[:8000]).sequences[0].submit.params.max_tokens == 192
+    assert complete(prompt=long[:8000]).choices[0].submit.params.max_tokens == 192
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], "", {}, 5, ["a", 5], [9000], [[9000]], [[1], "a"]])

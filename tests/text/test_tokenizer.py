@@ -96,6 +96,16 @@ def test_a_directory_without_a_tokenizer_is_an_error_at_load(tmp_path: Path) -> 
         Tokenizer.load(tmp_path)
 
 
+def test_truncation_and_padding_left_in_the_file_do_not_touch_prompts(tmp_path: Path) -> None:
+    backend = Backend.from_file(str(BUNDLED / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("Hi.")) == "Hi."
+    assert tokenizer.decode(tokenizer.encode(TEXT[:40])) == TEXT[:40]
+
+
 def test_sampling_defaults_follow_the_checkpoint(tmp_path: Path) -> None:
     assert SamplingDefaults.load(tmp_path) == SamplingDefaults()
     path = tmp_path / "generation_config.json"

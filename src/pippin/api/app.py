@@ -114,7 +114,7 @@ class _Api:
 async def _read_json(request: Request) -> Any:
     try:
         return msgspec.json.decode(await request.body())
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from error
 
 

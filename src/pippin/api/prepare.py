@@ -31,7 +31,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class ChoiceSpec:
     """One choice of the reply: its index there, and what to submit for it."""
 
     index: int
@@ -48,7 +48,7 @@ class Job:
     model: str
     created_s: int
     prompts: list[Prompt]
-    sequences: list[Sequence]
+    choices: list[ChoiceSpec]
     stream: bool
     include_usage: bool
 
@@ -111,11 +111,11 @@ def _job(
     id = f"{prefix}-{uuid.uuid4().hex}"
     params = options.params
     stop_ids = [*(() if params.ignore_eos else text.tokenizer.eos_ids), *params.stop_token_ids]
-    sequences: list[Sequence] = []
+    specs: list[ChoiceSpec] = []
     for prompt in prompts:
         max_tokens = _max_tokens(prompt, options, model, param)
         for choice in range(params.n):
-            index = len(sequences)
+            index = len(specs)
             submit = Submit(
                 id=f"{id}-{index}",
                 tokens=prompt.tokens,
@@ -123,13 +123,13 @@ def _job(
                 stop_ids=stop_ids,
                 boundaries=prompt.boundaries,
             )
-            sequences.append(Sequence(index, prompt, submit, hides_reply=max_tokens == 0))
+            specs.append(ChoiceSpec(index, prompt, submit, hides_reply=max_tokens == 0))
     return Job(
         id=id,
         model=model.name,
         created_s=int(time.time()),
         prompts=prompts,
-        sequences=sequences,
+        choices=specs,
         stream=options.stream,
         include_usage=options.include_usage,
     )

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from pippin.api import prepare
 from pippin.api.engine_client import Engine
 from pippin.api.http_errors import EngineFailure
+from pippin.api.prepare import ChoiceSpec
 from pippin.messages import Submit, TokenDelta
 from pippin.text.detokenizer import Detokenizer, TokenSpan
 from pippin.text.tokenizer import Tokenizer
@@ -39,15 +39,15 @@ class ReplyPiece:
 class Choice:
     """One choice as it grows: deltas in, pieces out."""
 
-    def __init__(self, sequence: prepare.Sequence, tokenizer: Tokenizer) -> None:
-        params = sequence.submit.params
-        self.index = sequence.index
-        self.submit = sequence.submit
-        self.prompt = sequence.prompt
+    def __init__(self, spec: ChoiceSpec, tokenizer: Tokenizer) -> None:
+        params = spec.submit.params
+        self.index = spec.index
+        self.submit = spec.submit
+        self.prompt = spec.prompt
         self.cached_tokens = 0
-        self._hides_reply = sequence.hides_reply
+        self._hides_reply = spec.hides_reply
         self._wants_logprobs = params.logprobs is not None
-        self._stop_ids = frozenset(sequence.submit.stop_ids)
+        self._stop_ids = frozenset(spec.submit.stop_ids)
         self._detokenizer = Detokenizer(tokenizer, params.stop, min_tokens=params.min_tokens)
         self._logprobs: dict[int, TokenLogprobs] = {}  # by token index, until shown
         self._num_arrived = 0

@@ -36,7 +36,7 @@ class Reply(Response):
         self._job = job
         self._shape = shape
         self._engine = engine
-        self._choices = [Choice(sequence, tokenizer) for sequence in job.sequences]
+        self._choices = [Choice(spec, tokenizer) for spec in job.choices]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._job.stream:

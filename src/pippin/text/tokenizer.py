@@ -46,6 +46,8 @@ class Tokenizer:
     def load(cls, model_dir: Path) -> Tokenizer:
         config = read_json(model_dir / "tokenizer_config.json")
         backend = _load_backend(model_dir)
+        backend.no_truncation()  # left in some files from training; a prompt must arrive whole
+        backend.no_padding()
         named = _named_tokens(config)
         return cls(
             backend,
@@ -121,7 +123,7 @@ def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
 
     try:
         backend = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)._tokenizer
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, ImportError) as error:
         raise LoadError(f"no tokenizer could be loaded from {model_dir}: {error}") from error
     assert isinstance(backend, tokenizers.Tokenizer)
     return backend
