@@ -7,6 +7,7 @@ Everything a step writes goes into one `mx.async_eval`; nothing here waits for t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -23,6 +24,7 @@ from pippin.backends.mlx.prefill import ChunkBatch, PromptState
 from pippin.backends.mlx.results import SampledRows, token_logprobs
 from pippin.backends.mlx.rows import DecodeRows
 from pippin.backends.mlx.sampler import Logprobs, Sampler, SampleRow
+from pippin.backends.mlx.state_taps import StateTaps
 from pippin.types import Component, ModelSpec, Payload, TokenLogprobs
 
 KV_COMPONENTS = (Component.ATTENTION, Component.WINDOW)
@@ -52,6 +54,7 @@ class MLXBackend:
             vocab_size=loaded.vocab_size,
             max_len=min(loaded.max_len, max_len or loaded.max_len),
             layers=loaded.layout.layer_specs,
+            state_taps=loaded.state_taps,
         )
 
     @classmethod
@@ -153,14 +156,16 @@ class MLXBackend:
         whole = self._wants_prompt_logprobs(chunks[0])
         head = self._loaded.head
         head.positions = None if whole else mx.array(batch.last_positions[:, None])
-        logits = self._loaded.forward(batch.tokens, batch.caches)
+        taps = any(at != chunk.end for chunk in chunks for at in chunk.checkpoints)
+        with StateTaps(self._loaded.layout) if taps else nullcontext() as tapped:
+            logits = self._loaded.forward(batch.tokens, batch.caches)
         head.positions = None
         if whole:
             self._note_prompt_logprobs(step, chunks[0], logits[0])
             logits = logits[:, -1:]
         elif logits.shape[1] != 1:  # a head that could not be told to choose
             logits = mx.take_along_axis(logits, mx.array(batch.last_positions)[:, None, None], 1)
-        self._capture_chunks(step, chunks, batch)
+        self._capture_chunks(step, chunks, batch, tapped)
         batch.advance()
         for row, chunk in enumerate(chunks):
             if chunk.samples:
@@ -180,7 +185,11 @@ class MLXBackend:
         return prompt
 
     def _capture_chunks(
-        self, step: MLXPending, chunks: Sequence[PrefillRow], batch: ChunkBatch
+        self,
+        step: MLXPending,
+        chunks: Sequence[PrefillRow],
+        batch: ChunkBatch,
+        tapped: StateTaps | None,
     ) -> None:
         new_kv, new_states = batch.new_kv(), batch.new_states()
         for row, chunk in enumerate(chunks):
@@ -191,9 +200,13 @@ class MLXBackend:
                 for component in self._kv_components()
             }
             states: dict[int, Payload] = {}
-            if chunk.checkpoints and new_states:
-                assert chunk.checkpoints == (chunk.end,), "states are captured at a chunk's end"
-                states[chunk.end] = self._packer.state_payload(new_states, row)
+            for at in chunk.checkpoints if new_states else ():
+                if at == chunk.end:
+                    held = new_states
+                else:
+                    assert tapped is not None
+                    held = tapped.states_after(at - chunk.start)
+                states[at] = self._packer.state_payload(held, row)
             capture = Capture(chunk.slot, chunk.start, chunk.end, False, kv, states)
             step.captures.append(capture)
             step.written += _arrays_of(capture)

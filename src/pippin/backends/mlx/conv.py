@@ -8,6 +8,8 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx.nn.layers.convolution import Conv1d
 
+from pippin.backends.mlx.taps import record_conv_input
+
 
 def depthwise_conv1d(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> mx.array:
     """x [B, T + K - 1, C], weight [C, K, 1], bias [C] -> [B, T, C]."""
@@ -27,14 +29,28 @@ class ShiftConv1d(Conv1d):
     """An `nn.Conv1d` made over in place; see `use_shift_conv1d`."""
 
     def __call__(self, x: mx.array) -> mx.array:
+        record_conv_input(x)
         return depthwise_conv1d(x, self.weight, self.get("bias"))
+
+
+class TappedConv1d(Conv1d):
+    """mlx's own convolution, with its input recorded; for GPUs."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        record_conv_input(x)
+        return super().__call__(x)
+
+
+def is_depthwise(conv: Conv1d) -> bool:
+    """One channel a group, unit steps, no padding of its own: what recurrent layers use."""
+    out_channels, _, channels_per_group = conv.weight.shape
+    depthwise = channels_per_group == 1 and conv.groups == out_channels
+    return bool(depthwise and conv.stride == 1 and conv.padding == 0 and conv.dilation == 1)
 
 
 def use_shift_conv1d(conv: Conv1d) -> bool:
     """Make `conv` a `ShiftConv1d` if it is depthwise with unit steps; say whether it was done."""
-    out_channels, _, channels_per_group = conv.weight.shape
-    depthwise = channels_per_group == 1 and conv.groups == out_channels
-    if depthwise and conv.stride == 1 and conv.padding == 0 and conv.dilation == 1:
+    if is_depthwise(conv):
         conv.__class__ = ShiftConv1d
         return True
     return False

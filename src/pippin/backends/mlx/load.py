@@ -9,11 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.blas import disable_compile_unless_available
 from pippin.backends.mlx.layout import Layout, discover
+from pippin.backends.mlx.state_taps import can_tap
 from pippin.backends.mlx.substitutions import Head
 from pippin.errors import LoadError
 
@@ -28,12 +31,11 @@ class LoadedModel:
     vocab_size: int
     max_len: int
     name: str
+    state_taps: bool = False
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""
-        with substitutions.active():
-            logits: mx.array = self.model(tokens, cache=caches)
-        return logits
+        return _forward(self.model, tokens, caches)
 
 
 def on_cpu() -> bool:
@@ -67,24 +69,24 @@ def prepare(
     model.eval()
     progress("preparing layers")
     head = substitutions.install(model, cpu=on_cpu(), recurrent=not mx.metal.is_available())
+    layout = discover(model, lambda tokens, caches: _forward(model, tokens, caches))
+    logits = _forward(model, mx.zeros((1, 1), mx.int32), make_prompt_cache(model))
     text = config.get("text_config") or config
-    loaded = LoadedModel(
+    return LoadedModel(
         model=model,
         head=head,
-        layout=Layout((), ()),
-        vocab_size=0,
+        layout=layout,
+        vocab_size=logits.shape[-1],
         max_len=int(text.get("max_position_embeddings") or config.get("seq_length") or 4096),
         name=name,
+        state_taps=can_tap(layout, lambda tokens, caches: _forward(model, tokens, caches)),
     )
-    layout = discover(model, loaded.forward)
-    logits = loaded.forward(mx.zeros((1, 1), mx.int32), list(_stock_caches(model)))
-    return LoadedModel(model, head, layout, logits.shape[-1], loaded.max_len, name)
 
 
-def _stock_caches(model: nn.Module) -> list[Any]:
-    from mlx_lm.models.cache import make_prompt_cache
-
-    return list(make_prompt_cache(model))
+def _forward(model: nn.Module, tokens: mx.array, caches: list[Any]) -> mx.array:
+    with substitutions.active():
+        logits: mx.array = model(tokens, cache=caches)
+    return logits
 
 
 def _cast(model: nn.Module, dtype: str) -> None:
@@ -102,8 +104,6 @@ def _cast(model: nn.Module, dtype: str) -> None:
     def cast(path: str, array: Any) -> Any:
         floating = isinstance(array, mx.array) and mx.issubdtype(array.dtype, mx.floating)
         return array.astype(target) if floating and (keep(path) or dtype == "float32") else array
-
-    from mlx.utils import tree_map_with_path
 
     model.update(tree_map_with_path(cast, model.parameters()))
 

@@ -3,7 +3,7 @@
     scaled_dot_product_attention   over our row views: main and tail apart, per cohort
     gated_delta_update             the chunked recurrence, where it is faster
     ssm_update                     likewise, for Mamba-2 layers
-    Conv1d (depthwise, CPU)        shifted multiply-adds
+    Conv1d (depthwise)             shifted multiply-adds on CPUs; its input can be tapped
     the language-model head        computed only for the positions that are asked for
 
 Functions are bound by name in each model module, so the module's name is rebound to a dispatcher.
@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base, gated_delta, ssm
 
-from pippin.backends.mlx.conv import use_shift_conv1d
+from pippin.backends.mlx.conv import TappedConv1d, is_depthwise, use_shift_conv1d
 from pippin.backends.mlx.gated_delta import gated_delta_update
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.row_views import RowKV, RowMask
@@ -96,10 +96,12 @@ def install(model: nn.Module, *, cpu: bool, recurrent: bool) -> Head:
         for name in names:
             if getattr(module, name, None) is _ORIGINALS[name]:
                 setattr(module, name, _DISPATCHERS[name])
-    if cpu:
-        for _, part in model.named_modules():
-            if type(part) is nn.Conv1d:
+    for _, part in model.named_modules():
+        if type(part) is nn.Conv1d and is_depthwise(part):
+            if cpu:
                 use_shift_conv1d(part)
+            else:
+                part.__class__ = TappedConv1d
     return Head(model)
 
 

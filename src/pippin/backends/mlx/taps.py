@@ -22,6 +22,7 @@ import mlx.core as mx
 LayerStates = list[list[mx.array]]
 
 _active: ContextVar[LayerStates | None] = ContextVar("pippin_block_states", default=None)
+_convs: ContextVar[list[mx.array] | None] = ContextVar("pippin_conv_inputs", default=None)
 
 
 @contextmanager
@@ -40,3 +41,24 @@ def record_block_states(states: list[mx.array]) -> None:
     layers = _active.get()
     if layers is not None:
         layers.append(states)
+
+
+@contextmanager
+def tap_conv_inputs() -> Iterator[list[mx.array]]:
+    """Collect what each depthwise convolution reads, its kept tokens first: [B, K - 1 + T, C].
+
+    The tokens a layer must keep after t tokens of the forward are [:, t : t + K - 1] of it.
+    """
+    inputs: list[mx.array] = []
+    token = _convs.set(inputs)
+    try:
+        yield inputs
+    finally:
+        _convs.reset(token)
+
+
+def record_conv_input(x: mx.array) -> None:
+    """Called by each depthwise convolution; without a tap it does nothing."""
+    inputs = _convs.get()
+    if inputs is not None:
+        inputs.append(x)
