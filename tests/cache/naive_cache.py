@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pippin.cache.canary import Canary
 from pippin.cache.prefix_cache import InsertResult, Lock, Match, PrefixCache
 from pippin.types import Component, Payload
 
@@ -80,12 +81,17 @@ class CheckedCache:
     """A PrefixCache whose every answer is compared with the naive one."""
 
     def __init__(
-        self, components: Sequence[Component], *, window: int = 0, capacity: int = 1 << 40
+        self,
+        components: Sequence[Component],
+        *,
+        window: int = 0,
+        capacity: int = 1 << 40,
+        canary: Canary | None = None,
     ) -> None:
         self.components = tuple(components)
         self.window = window
         self.ledger = Ledger()
-        self.cache = PrefixCache(components, window=window, capacity_bytes=capacity)
+        self.cache = PrefixCache(components, window=window, capacity_bytes=capacity, canary=canary)
         self.locks: list[tuple[Lock, Prefix]] = []
         self.growing: list[tuple[Lock, Prefix]] = []  # where an insert ended, restorable or not
 
@@ -124,7 +130,7 @@ class CheckedCache:
         kv = [c for c in self.components if c is not S and (kv is None or c in kv)]
         kv = kv if start < len(tokens) else []
         before, nbytes = {c: self.ledger.held(c) for c in self.components}, self.cache.nbytes
-        reach = self.reach(tokens)
+        reach, num_evicted = self.reach(tokens), self.num_evicted
         payloads = {c: self.ledger.kv(c, tokens, start) for c in kv}
         captured = {p: self.ledger.state(tokens, p) for p in states if S in self.components}
         wanted: dict[Component, set[Prefix]] = {c: set() for c in self.components}
@@ -132,26 +138,22 @@ class CheckedCache:
             wanted[payload.component] = wanted[payload.component] | set(payload.prefixes)
 
         result = self.cache.insert(np.array(tokens), start, payloads, captured)
-        fits = self.cache.stats.bytes_evicted == self._evicted
-        self._evicted = self.cache.stats.bytes_evicted
+        fits = self.num_evicted == num_evicted
         if A in self.components:
             assert result.gap == max(0, start - reach)
             limit = 0 if result.gap else len(tokens) if A in kv else reach
             wanted = {c: {p for p in ps if len(p) <= limit} for c, ps in wanted.items()}
         for component, held in before.items():
             if fits:
-                assert self.ledger.held(component) == held | wanted.get(component, set())
+                assert self.ledger.held(component) == held | wanted[component]
             else:
-                assert self.ledger.held(component) <= held | wanted.get(component, set())
+                assert self.ledger.held(component) <= held | wanted[component]
         assert self.cache.nbytes <= max(self.cache.capacity_bytes, nbytes)
         return result
-
-    _evicted = 0
 
     def evict(self, nbytes: int) -> int:
         before = self.ledger.nbytes
         freed = self.cache.evict(nbytes)
-        self._evicted = self.cache.stats.bytes_evicted
         assert freed == before - self.ledger.nbytes
         if freed < nbytes:
             self.check_only_locked_left()
@@ -159,14 +161,16 @@ class CheckedCache:
 
     def flush(self) -> None:
         self.cache.flush()
-        self._evicted = self.cache.stats.bytes_evicted
         self.check_only_locked_left()
 
     def set_capacity(self, capacity: int) -> None:
         self.cache.set_capacity(capacity)
-        self._evicted = self.cache.stats.bytes_evicted
         if self.cache.nbytes > capacity:
             self.check_only_locked_left()
+
+    @property
+    def num_evicted(self) -> int:
+        return sum(self.cache.stats.evictions.values())
 
     # --- the rules, by brute force ---
 

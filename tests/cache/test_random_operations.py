@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from naive_cache import A, CheckedCache, S, W
 
+from pippin.cache.canary import Canary
+
 LAYOUTS = {
     "attention": ((A,), 0),
     "attention+window": ((A, W), 3),
@@ -19,7 +21,7 @@ LAYOUTS = {
     "window+state": ((W, S), 3),
     "all": ((A, W, S), 5),
 }
-NUM_OPERATIONS = 2_500  # for each layout and pressure
+NUM_OPERATIONS = 1_500  # for each layout and pressure
 
 
 def random_tokens(rng: random.Random) -> list[int]:
@@ -65,11 +67,13 @@ def test_thousands_of_random_operations_agree_with_the_naive_model(
     layout: str, capacity: int
 ) -> None:
     components, window = LAYOUTS[layout]
-    checked = CheckedCache(components, window=window, capacity=capacity)
+    canary = Canary("raise", deep=True) if capacity < 1 << 40 else None
+    checked = CheckedCache(components, window=window, capacity=capacity, canary=canary)
     rng = random.Random(f"{layout} {capacity}")
     for _ in range(NUM_OPERATIONS):
         operate(checked, rng)
         checked.check()
+        checked.cache.sweep(4)
     while checked.locks or checked.growing:
         checked.unlock(0)
     checked.flush()

@@ -34,7 +34,9 @@ class CacheCorruption(RuntimeError):
 
 
 class Canary:
-    def __init__(self, mode: Literal["off", "log", "raise"] = "raise", *, deep: bool = False):
+    def __init__(
+        self, mode: Literal["off", "log", "raise"] = "raise", *, deep: bool = False
+    ) -> None:
         self.mode = mode
         self.deep = deep
         self.checked = 0  # nodes

@@ -52,6 +52,13 @@ class EvictionQueue:
                 if queued is None or rank < queued:
                     self._push(rank, node, unit)
 
+    def forget(self, node: Node) -> None:
+        """Call when `node` leaves the tree."""
+        for unit in Unit:
+            if node.queued[unit] is not None:
+                node.queued[unit] = None
+                self._num_queued -= 1
+
     def evict(self, nbytes: int, take: Callable[[Node, Unit], int], *, spare_since: int) -> int:
         """Let `take` drop things, least worth first, until it has freed `nbytes`; returns the sum.
 
@@ -64,6 +71,10 @@ class EvictionQueue:
                 break
             freed += progress
         return freed
+
+    def __len__(self) -> int:
+        """Entries in the heap, stale ones included."""
+        return len(self._heap)
 
     def evictable(self, node: Node, unit: Unit) -> bool:
         if node.parent is None:
@@ -128,7 +139,7 @@ class EvictionQueue:
             self._compact()
 
     def _compact(self) -> None:
-        """Forget entries that were replaced or whose node is gone."""
-        self._heap = [e for e in self._heap if e[2].attached and e[2].queued[e[3]] == e[0]]
+        """Drop entries that were replaced or whose node is gone."""
+        self._heap = [entry for entry in self._heap if entry[2].queued[entry[3]] == entry[0]]
         heapq.heapify(self._heap)
         self._num_queued = len(self._heap)

@@ -91,6 +91,10 @@ class PrefixCache:
         return self._tree.num_tokens
 
     @property
+    def component_bytes(self) -> dict[Component, int]:
+        return dict(self._store.component_bytes)
+
+    @property
     def stats(self) -> CacheStats:
         return self._store.stats
 

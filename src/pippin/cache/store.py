@@ -119,7 +119,7 @@ class Store:
     def settle(self, node: Node) -> None:
         """After a change: prune leaves that carry nothing, let the queue know of the rest."""
         while not node.is_root and not (node.children or node.pins or any_held(node)):
-            node = self.tree.remove(node)
+            node = self._cut_off(node)
         self.queue.offer(node)
 
     def take(self, node: Node, unit: Unit) -> int:
@@ -141,12 +141,16 @@ class Store:
         """A leaf goes whole; whatever it was the last reason for goes with it."""
         for index in range(len(COMPONENTS)):
             self._release(leaf, index)
-        self.settle(self.tree.remove(leaf))
+        self.settle(self._cut_off(leaf))
 
     def drop(self, node: Node, index: int) -> None:
         """Leave a tombstone: the node stays, one component is gone."""
         self._release(node, index)
         self.settle(node)
+
+    def _cut_off(self, leaf: Node) -> Node:
+        self.queue.forget(leaf)
+        return self.tree.remove(leaf)
 
     def _keep_until(self, payload: Payload | None, length: int) -> Payload:
         assert payload is not None

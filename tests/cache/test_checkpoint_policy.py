@@ -1,0 +1,94 @@
+"""Where checkpoints are placed, and what they are worth."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pippin.cache.policy import CheckpointPolicy, Placement
+
+CHEAP = CheckpointPolicy(state_bytes=10_000, kv_bytes_per_token=1_000)
+DEAR = CheckpointPolicy(state_bytes=1_500_000, kv_bytes_per_token=1_000)
+
+
+def test_cheap_states_stand_on_the_grid() -> None:
+    assert CHEAP.positions(0, 200, prompt_len=1000) == (64, 128, 192)
+
+
+def test_dear_states_stand_on_every_other_grid_point() -> None:
+    assert DEAR.positions(0, 512, prompt_len=1000) == (128, 256, 384, 512)
+
+
+def test_the_prompt_ends_with_a_state_and_has_one_before_it() -> None:
+    assert DEAR.placements(256, 330, prompt_len=330) == {
+        320: Placement.GRID,
+        330: Placement.PROMPT_END,
+    }
+
+
+def test_a_prompt_that_ends_on_the_grid_can_be_repeated() -> None:
+    assert DEAR.positions(0, 192, prompt_len=192) == (128, 192)
+    assert DEAR.positions(0, 128, prompt_len=128) == (64, 128)
+
+
+def test_boundaries_and_branches_are_rounded_down_to_the_grid() -> None:
+    found = DEAR.placements(0, 512, prompt_len=1000, boundaries=[70, 200], branch=330)
+    assert found[64] is found[192] is Placement.BOUNDARY
+    assert found[320] is Placement.BRANCH
+
+
+def test_exact_positions_are_kept_when_asked_for() -> None:
+    policy = CheckpointPolicy(exact_positions=True)
+    found = policy.placements(0, 512, prompt_len=1000, boundaries=[70], branch=330)
+    assert found[70] is Placement.BOUNDARY
+    assert found[330] is Placement.BRANCH
+
+
+def test_a_budget_widens_the_stride() -> None:
+    policy = CheckpointPolicy(state_bytes=1_000, kv_bytes_per_token=1, prompt_budget_bytes=8_000)
+    assert policy.stride(1_000) == 128
+    assert policy.stride(100_000) == 16_384
+
+
+@given(
+    shared=st.integers(1, 3000),
+    prompt_len=st.integers(1, 3000),
+    chunk=st.integers(1, 600),
+    dear=st.booleans(),
+)
+def test_at_most_127_tokens_of_a_shared_prefix_are_recomputed(
+    shared: int, prompt_len: int, chunk: int, dear: bool
+) -> None:
+    policy = DEAR if dear else CHEAP
+    held = {0}
+    for start in range(0, prompt_len, chunk):
+        end = min(start + chunk, prompt_len)
+        positions = policy.positions(start, end, prompt_len=prompt_len)
+        assert all(start < position <= end for position in positions)
+        assert list(positions) == sorted(set(positions))
+        held.update(positions)
+    usable = min(shared, prompt_len)
+    assert usable - max(position for position in held if position <= usable) <= 127
+    repeat = prompt_len - 1  # the same prompt again must compute at least one token
+    assert repeat - max(position for position in held if position <= repeat) <= 127
+
+
+def test_decoding_keeps_grid_states() -> None:
+    assert [p for p in range(1, 300) if CHEAP.captures_decode(p)] == [64, 128, 192, 256]
+    assert [p for p in range(1, 300) if DEAR.captures_decode(p)] == [128, 256]
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ((Placement.BRANCH, 0, 64, 100), (Placement.GRID, 0, 64, 100)),
+        ((Placement.GRID, 3, 64, 100), (Placement.GRID, 0, 64, 100)),
+        ((Placement.GRID, 0, 640, 100), (Placement.GRID, 0, 64, 100)),
+        ((Placement.GRID, 0, 64, 50), (Placement.GRID, 0, 64, 100)),
+    ],
+)
+def test_worth_grows_with_use_and_tokens_and_shrinks_with_bytes(
+    better: tuple[Placement, int, int, int], worse: tuple[Placement, int, int, int]
+) -> None:
+    assert CHEAP.state_value(*better) > CHEAP.state_value(*worse)

@@ -1,0 +1,61 @@
+"""check_integrity must be able to fail: each kind of damage is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from naive_cache import A, CheckedCache, S, W
+
+from pippin.cache.radix import Node
+
+
+def leak_bytes(checked: CheckedCache, node: Node) -> None:
+    checked.cache._store.component_bytes[A] += 1
+
+
+def lose_attention(checked: CheckedCache, node: Node) -> None:
+    node.payloads[0] = None
+
+
+def shift(checked: CheckedCache, node: Node) -> None:
+    node.start += 1
+
+
+def misfile(checked: CheckedCache, node: Node) -> None:
+    assert node.parent is not None
+    node.parent.children[99] = node.parent.children.pop(int(node.token_ids[0]))
+
+
+def pin(checked: CheckedCache, node: Node) -> None:
+    node.pins += 1
+
+
+def pin_window(checked: CheckedCache, node: Node) -> None:
+    node.window_pins += 1
+
+
+def forget(checked: CheckedCache, node: Node) -> None:
+    node.queued[0] = None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (leak_bytes, "bytes"),
+        (lose_attention, "lacks attention"),
+        (shift, "follows a node that ends"),
+        (misfile, "filed wrongly"),
+        (pin, "pins"),
+        (pin_window, "window pins"),
+        (forget, "can never go"),
+    ],
+)
+def test_damage_is_named(damage: Callable[[CheckedCache, Node], None], message: str) -> None:
+    checked = CheckedCache([A, W, S], window=3)
+    checked.insert([1, 2, 3, 4], 0, states=[2, 4])
+    checked.cache.check_integrity()
+    leaf = next(node for node in checked.cache._tree.nodes() if not node.children)
+    damage(checked, leaf)
+    with pytest.raises(AssertionError, match=message):
+        checked.cache.check_integrity()
