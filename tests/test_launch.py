@@ -26,6 +26,11 @@ FAKE = Config(
 )
 
 
+@pytest.fixture(autouse=True)
+def _children_find_pippin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+
+
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 30))
 

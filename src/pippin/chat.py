@@ -10,8 +10,12 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
+from rich.console import Console
+
+from pippin import LLM, SamplingParams
 from pippin.client import Client
 from pippin.config import Config
 from pippin.errors import PippinError
@@ -39,6 +43,17 @@ class ServerSpeaker:
     def reply(self, messages: list[Message]) -> Iterator[str]:
         body = {"model": self.model, "messages": messages, "stream": True, **self._options}
         return self._client.stream_chat(body)
+
+
+class LocalSpeaker:
+    """A model loaded into this process."""
+
+    def __init__(self, llm: LLM, options: dict[str, Any]) -> None:
+        self._llm = llm
+        self._params = SamplingParams(**{**asdict(llm.text.defaults), **options})
+
+    def reply(self, messages: list[Message]) -> Iterator[str]:
+        return self._llm.stream_chat(messages, self._params)
 
 
 class Conversation:
@@ -119,7 +134,9 @@ def run_chat(
             client = Client(url, os.environ.get("PIPPIN_API_KEY"))
             speaker = ServerSpeaker(stack.enter_context(client), options)
         else:
-            speaker = stack.enter_context(LocalSpeaker(config, options))
+            with Console(stderr=True).status(f"loading {config.model.model}"):
+                llm = stack.enter_context(LLM(config=config))
+            speaker = LocalSpeaker(llm, options)
         interactive = sys.stdin.isatty()
         if interactive:
             print(HELP)
