@@ -63,6 +63,47 @@ def test_a_state_that_many_branch_from_outlives_grid_states_and_old_leaves() -> 
     assert checked.match([*system, *[3] * 8]).length == 136
 
 
+@pytest.mark.parametrize("used", [64, 128])
+def test_a_state_that_was_used_outlives_its_neighbour(used: int) -> None:
+    checked = CheckedCache([A, S])
+    prompt = list(range(192))
+    checked.insert(prompt, 0, states=[64, 128, 192])
+    checked.lock(prompt, limit=used)
+    checked.unlock(0)
+    checked.match(prompt)  # both are equally recent
+    checked.evict(NBYTES[S])
+    assert checked.match(prompt, limit=191).length == max(used, 64)
+    assert checked.match(prompt, limit=used).length == used
+
+
+def popular(capacity_prompts: int) -> tuple[CheckedCache, list[int]]:
+    """A prompt of 64 tokens that was used sixteen times, in a cache that holds so many of them."""
+    checked = CheckedCache([A, S], capacity=capacity_prompts * (64 * NBYTES[A] + NBYTES[S]))
+    prompt = [7] * 64
+    checked.insert(prompt, 0, states=[64])
+    for _ in range(16):
+        checked.lock(prompt)
+        checked.unlock(0)
+    return checked, prompt
+
+
+def test_popularity_lasts_but_not_for_ever() -> None:
+    checked, prompt = popular(capacity_prompts=4)
+    for token in range(100, 130):
+        checked.insert([token] * 64, 0, states=[64])
+    assert checked.cache.probe(prompt) == 64
+    for token in range(200, 300):
+        checked.insert([token] * 64, 0, states=[64])
+    assert checked.cache.probe(prompt) == 0
+
+
+def test_the_new_comes_in_even_if_the_old_was_popular() -> None:
+    checked, prompt = popular(capacity_prompts=1)
+    checked.insert([8] * 64, 0, states=[64])
+    assert checked.match([8] * 64).length == 64
+    assert checked.match(prompt).length == 0
+
+
 def test_evicting_the_last_state_frees_the_tail_it_carried() -> None:
     checked = CheckedCache([A, S])
     checked.insert([1] * 8, 0, states=[4])
@@ -80,7 +121,7 @@ def test_state_only_leaves_vanish_with_their_state() -> None:
 
 
 def test_interior_windows_go_before_leaves_but_not_those_a_leaf_looks_back_on() -> None:
-    checked = CheckedCache([A, W], window=6)
+    checked = CheckedCache([A, W], window=5)
     prompt = list(range(16))
     for end in (4, 8, 12, 16):
         checked.insert(prompt[:end], end - 4)

@@ -102,7 +102,8 @@ class Rules:
 
     def count_use(self, node: Node) -> None:
         """A match that ends with `node` was taken: what served it is worth more from now on."""
-        node.state_uses += 1
+        if self.has_state:
+            node.state_uses += 1
         if self.has_window:
             for above in self.segment(node, node.end - self.window):
                 above.window_uses += 1

@@ -119,7 +119,8 @@ class EvictionQueue:
         if unit is Unit.LEAF:
             if self._rules.is_dead(node):
                 return DEAD, tick
-            return level + self._policy.leaf_value(self._rules.num_saved(node), node.nbytes), tick
+            num_saved = self._rules.num_saved(node)
+            return level + self._policy.leaf_value(node.state_uses, num_saved, node.nbytes), tick
         payload = node.payloads[WINDOW if unit is Unit.WINDOW else STATE]
         assert payload is not None
         if unit is Unit.WINDOW:

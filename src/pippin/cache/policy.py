@@ -104,8 +104,9 @@ class CheckpointPolicy:
         """Whether the state after `position` tokens is worth keeping while a reply grows."""
         return position % self.stride(position) == 0
 
-    def leaf_value(self, num_saved: int, nbytes: int) -> float:
-        return num_saved / max(nbytes, 1)
+    def leaf_value(self, num_uses: int, num_saved: int, nbytes: int) -> float:
+        """The end of a path, with all its node carries; uses are those of its state, if any."""
+        return (1.0 + min(num_uses, MAX_USES)) * num_saved / max(nbytes, 1)
 
     def state_value(
         self, placement: Placement, num_uses: int, num_saved: int, nbytes: int
