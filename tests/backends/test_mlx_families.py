@@ -1,0 +1,173 @@
+"""Every family served by Pippin against plain mlx-lm: the same greedy tokens, alone and in a crowd.
+
+The reference is a second, untouched instance of the model with mlx-lm's own caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from families import FAMILIES, VOCAB, build, prompt
+from pippin.backends.mlx.backend import MLXBackend
+from pippin.backends.mlx.load import LoadedModel, prepare
+from pippin.messages import Submit
+from pippin.scheduler.loop import Loop
+from pippin.scheduler.scheduler import Limits, Scheduler
+from pippin.types import SamplingParams, TokenLogprobs
+
+CHUNK = 64
+TOLERANCE = 1e-4  # of log probabilities, between two orders of the same float32 sums
+CLEAR = 1e-4  # a greedy choice ahead by this much cannot fall to rounding
+
+
+@dataclass(frozen=True)
+class Case:
+    prompt_len: int
+    max_tokens: int
+    joins_at: int = 0  # step of the loop before which it is submitted
+    logprobs: int | None = None
+
+
+SOLO = tuple(Case(n, 10) for n in (1, 63, 64, 65, 2 * CHUNK + 1))
+# Sixteen of all lengths. The long replies cross two flushes of the tail; most others are gone by
+# the first, so the rows are narrowed there, and those that join late widen them again.
+CROWD = (
+    Case(1, 24, logprobs=5),
+    Case(63, 12),
+    Case(64, 132, logprobs=5),
+    Case(65, 20),
+    Case(2 * CHUNK + 1, 16),
+    Case(2, 67, 1),
+    Case(3, 10, 2),
+    Case(31, 1, 2),
+    Case(32, 13, 3),
+    Case(33, 9, 5),
+    Case(100, 25, 5, logprobs=5),
+    Case(127, 2, 8),
+    Case(CHUNK * 2, 5, 13),
+    Case(CHUNK * 3 + 1, 11, 20),
+    Case(17, 12, 85, logprobs=5),
+    Case(70, 8, 86),
+)
+
+
+@dataclass
+class Reply:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: str | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    tokens: list[int]
+    logprobs: np.ndarray  # float32 [tokens, vocab]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compile() -> Iterator[None]:
+    """On a Linux CPU `mx.compile` calls a C++ compiler, seconds for each kernel of each family."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@cache
+def served(family: str) -> LoadedModel:
+    return prepare(*build(family))
+
+
+@cache
+def reference(family: str) -> dict[int, Reference]:
+    """By prompt length: as many greedy tokens as any case asks for."""
+    model, _ = build(family)
+    longest: dict[int, int] = {}
+    for case in (*SOLO, *CROWD):
+        longest[case.prompt_len] = max(case.max_tokens, longest.get(case.prompt_len, 0))
+    return {n: greedy(model, prompt(n), max_tokens) for n, max_tokens in longest.items()}
+
+
+def greedy(model: nn.Module, tokens: Sequence[int], max_tokens: int) -> Reference:
+    """Plain mlx-lm, its own caches, a token at a time; one evaluation at the end."""
+    caches = make_prompt_cache(model)
+    inputs, rows = mx.array([tokens]), []
+    for _ in range(max_tokens):
+        logits = model(inputs, cache=caches)[:, -1]
+        rows.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        inputs = mx.argmax(logits, axis=-1)[:, None]
+    logprobs = np.array(mx.concatenate(rows))
+    return Reference(logprobs.argmax(axis=1).tolist(), logprobs)
+
+
+def serve(model: LoadedModel, cases: Sequence[Case], *, overlap: bool = True) -> list[Reply]:
+    backend = MLXBackend(model, num_slots=16, debug=True)
+    scheduler = Scheduler(backend.spec, Limits(max_running=16, prefill_tokens=CHUNK))
+    loop = Loop(scheduler, backend, overlap=overlap)
+    replies = [Reply() for _ in cases]
+    waiting = sorted(range(len(cases)), key=lambda i: cases[i].joins_at)
+    step = 0
+    while waiting or not loop.idle:
+        while waiting and cases[waiting[0]].joins_at <= step:
+            number = waiting.pop(0)
+            loop.submit(submit(number, cases[number]))
+        for delta in loop.step():
+            assert delta.error is None, delta.error
+            reply = replies[int(delta.id)]
+            reply.tokens += delta.tokens
+            reply.logprobs += delta.logprobs or []
+            reply.finish = delta.finish
+        step += 1
+    loop.close()
+    return replies
+
+
+def submit(number: int, case: Case) -> Submit:
+    params = SamplingParams(
+        max_tokens=case.max_tokens, temperature=0.0, ignore_eos=True, logprobs=case.logprobs
+    )
+    return Submit(str(number), prompt(case.prompt_len), params)
+
+
+def check(reply: Reply, case: Case, expected: Reference) -> None:
+    assert reply.tokens == expected.tokens[: case.max_tokens]
+    assert reply.finish == "length"
+    for place, logprobs in enumerate(reply.logprobs):
+        row = expected.logprobs[place]
+        ids = [reply.tokens[place], *logprobs.top_ids]
+        values = [logprobs.logprob, *logprobs.top_logprobs]
+        np.testing.assert_allclose(values, row[ids], atol=TOLERANCE)
+        assert set(logprobs.top_ids) == set(np.argsort(row)[-len(logprobs.top_ids) :].tolist())
+    assert len(reply.logprobs) == (0 if case.logprobs is None else case.max_tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_is_lively_and_clear(family: str) -> None:
+    """Else equal tokens would prove little, or would hang on rounding."""
+    said = set()
+    for answer in reference(family).values():
+        best, second = np.sort(answer.logprobs, axis=1)[:, [-1, -2]].T
+        assert (best - second).min() > CLEAR
+        assert len(set(answer.tokens)) > len(answer.tokens) // 10
+        said |= set(answer.tokens)
+    assert len(said) > VOCAB // 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_it_says_what_mlx_lm_says(family: str) -> None:
+    for case in SOLO:
+        (reply,) = serve(served(family), [case])
+        check(reply, case, reference(family)[case.prompt_len])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_a_ragged_crowd_everyone_says_what_mlx_lm_says(family: str) -> None:
+    for reply, case in zip(serve(served(family), CROWD), CROWD, strict=True):
+        check(reply, case, reference(family)[case.prompt_len])
