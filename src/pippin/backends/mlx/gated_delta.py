@@ -116,17 +116,19 @@ def gated_delta_chunked(
 
     solve = unit_lower_inverse(inner.coupling) * beta_[..., None, :]
     writes, reads = solve @ v_, solve @ inner.k_in
-    carry = mx.addmm(inner.decay * _eye(k_dim), reads.swapaxes(-1, -2), inner.k_out, alpha=-1.0)
-    gain = writes.swapaxes(-1, -2) @ inner.k_out
-
-    states = [state.astype(mx.float32).reshape(batch, num_k_heads, -1, v_dim, k_dim)]
+    # States are passed on transposed, [Dk, Dv]: products with a transposed right side are slower.
+    k_out_t = inner.k_out.swapaxes(-1, -2)
+    carry = mx.addmm(inner.decay * _eye(k_dim), k_out_t, reads, alpha=-1.0)
+    gain = k_out_t @ writes
+    first = state.astype(mx.float32).reshape(batch, num_k_heads, -1, v_dim, k_dim)
+    states = [first.swapaxes(-1, -2)]
     for n in range(carry.shape[1]):
-        states.append(mx.addmm(gain[:, n], states[-1], carry[:, n]))
+        states.append(mx.addmm(gain[:, n], carry[:, n], states[-1]))
 
-    starts = mx.stack(states[:-1], axis=1).swapaxes(-1, -2)
+    starts = mx.stack(states[:-1], axis=1)
     deltas = mx.addmm(writes, reads, starts, alpha=-1.0)
     y = mx.addmm(inner.q_in @ starts, inner.attention, deltas)
-    block_states = [s.reshape(state.shape) for s in states[1:]]
+    block_states = [s.swapaxes(-1, -2).reshape(state.shape) for s in states[1:]]
     return join_blocks(y.astype(q.dtype), num_tokens), block_states[-1], block_states
 
 
