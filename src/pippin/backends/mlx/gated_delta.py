@@ -76,24 +76,20 @@ def gated_delta_step(
     state: mx.array,  # [B, Hv, Dv, Dk]
     mask: mx.array | None = None,  # [B, 1]
 ) -> tuple[mx.array, mx.array]:
-    """One token: the state is read once for both S k and S q, then written once."""
+    """One token, in as few operations as it takes: each costs more than its arithmetic."""
     batch, _, num_k_heads, k_dim = k.shape
     num_v_heads, v_dim = v.shape[2:]
     if mask is not None:
         g, beta = _close_masked(g, beta, mask)
-    shape = (batch, num_k_heads, num_v_heads // num_k_heads)
-    # Per head: keys and queries as rows [.., 1, Dk]; values and gates as rows or scalars.
-    key = k.astype(mx.float32).reshape(batch, num_k_heads, 1, 1, k_dim)
-    query = q.astype(mx.float32).reshape(batch, num_k_heads, 1, 1, k_dim)
-    gate = g.reshape(*shape, 1, -1)
-    value = v.reshape(*shape, 1, v_dim)
-    old = state.reshape(*shape, v_dim, k_dim)
-
-    seen = (mx.concatenate([key, query], axis=-2) * gate) @ old.swapaxes(-1, -2)
-    delta = (value - seen[..., :1, :]) * beta.reshape(*shape, 1, 1)
-    y = seen[..., 1:, :] + delta * (key * query).sum(axis=-1, keepdims=True)
-    new = mx.addmm(old * gate, delta.swapaxes(-1, -2), mx.broadcast_to(key, (*shape, 1, k_dim)))
-    return y.reshape(v.shape).astype(q.dtype), new.reshape(state.shape)
+    # An axis for the value heads that share a key, only where they do: an axis costs time too.
+    shared = () if num_k_heads == num_v_heads else (num_v_heads // num_k_heads,)
+    heads = (batch, num_k_heads, *shared)
+    key = k.astype(mx.float32).reshape(batch, num_k_heads, *(1 for _ in shared), k_dim, 1)
+    query = q.astype(mx.float32).reshape(key.shape)
+    decayed = state.reshape(*heads, v_dim, k_dim) * g.reshape(*heads, 1, -1)
+    delta = (v.reshape(*heads, v_dim, 1) - decayed @ key) * beta.reshape(*heads, 1, 1)
+    new = mx.addmm(decayed, delta, key.swapaxes(-1, -2))
+    return (new @ query).reshape(v.shape).astype(q.dtype), new.reshape(state.shape)
 
 
 def gated_delta_chunked(
