@@ -103,11 +103,11 @@ CONFIGS: dict[str, Config] = {
     "gemma3": _SIZES
     | {
         "model_type": "gemma3_text",
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "head_dim": 16,
         "query_pre_attn_scalar": 16,
         "sliding_window": WINDOW,
-        "sliding_window_pattern": 3,
+        "sliding_window_pattern": 2,
     },
     "mamba2": _SIZES
     | {

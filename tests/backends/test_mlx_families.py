@@ -16,6 +16,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from families import FAMILIES, VOCAB, build, prompt
+from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
+from pippin.backends.mlx import cohorts, row_views, rows
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.messages import Submit
@@ -171,3 +173,69 @@ def test_alone_it_says_what_mlx_lm_says(family: str) -> None:
 def test_in_a_ragged_crowd_everyone_says_what_mlx_lm_says(family: str) -> None:
     for reply, case in zip(serve(served(family), CROWD), CROWD, strict=True):
         check(reply, case, reference(family)[case.prompt_len])
+
+
+SHAPES = ("qwen3_5", "gpt_oss", "falcon_h1", "deepseek_v3")  # one for each way to keep and attend
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_many_flushes_into_many_groups_change_nothing(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short tails and cheap groups: rows of all lengths are regrouped every few steps."""
+    for module in (rows, row_views, cohorts):
+        monkeypatch.setattr(module, "GRID", 8)
+    monkeypatch.setattr(cohorts, "GROUP_COST_TOKENS", 24)
+    cases = CROWD[:-2]  # all but those that wait for the long ones
+    for reply, case in zip(serve(served(family), cases), cases, strict=True):
+        check(reply, case, reference(family)[case.prompt_len])
+
+
+class Driver:
+    """Plans made by hand: what the scheduler may ask for, though it seldom does."""
+
+    def __init__(self, model: LoadedModel, prompt_lens: Sequence[int]) -> None:
+        self.backend = MLXBackend(model, num_slots=len(prompt_lens), debug=True)
+        self.prompts = {s: np.array(prompt(n), np.int32) for s, n in enumerate(prompt_lens, 1)}
+        self.held = dict.fromkeys(self.prompts, 0)
+        self.replies: dict[int, list[int]] = {slot: [] for slot in self.prompts}
+        greedy_params = SamplingParams(temperature=0.0)
+        admit = tuple(Admit(s, greedy_params, (), tokens, 0) for s, tokens in self.prompts.items())
+        self.step = 0
+        self._run(admit=admit)
+
+    def prefill(self, *chunk_lens: int) -> None:
+        chunks = []
+        for slot, n in enumerate(chunk_lens, 1):
+            start, end = self.held[slot], self.held[slot] + n
+            tokens = self.prompts[slot]
+            ends = end == len(tokens)
+            chunks.append(PrefillRow(slot, start, tokens[start:end], samples=ends))
+            self.held[slot] = end
+        self._run(prefill=tuple(chunks))
+
+    def decode(self, *slots: int) -> None:
+        self._run(decode=tuple(DecodeRow(slot, self.held[slot]) for slot in slots))
+        for slot in slots:
+            self.held[slot] += 1
+
+    def _run(self, **parts: tuple[object, ...]) -> None:
+        plan = StepPlan(self.step, **parts)  # type: ignore[arg-type]
+        self.step += 1
+        for slot, token in self.backend.launch(plan).wait().tokens.items():
+            self.replies[slot].append(token)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_uneven_chunks_share_forwards_and_rows_may_pause(family: str) -> None:
+    lens = (70, 65, 64, 63)
+    driver = Driver(served(family), lens)
+    driver.prefill(30, 28, 31, 29)
+    driver.prefill(34, 33, 30, 33)  # prefixes below, at and past the windows
+    driver.prefill(6, 4, 3, 1)
+    for slots in ((1, 2, 3, 4), (1, 3), (3, 4), (2, 4), (4,), (1, 2, 3, 4), (2, 1)):
+        driver.decode(*slots)
+    for slot, prompt_len in enumerate(lens, 1):
+        reply = driver.replies[slot]
+        assert reply == reference(family)[prompt_len].tokens[: len(reply)]
+    assert [len(reply) for reply in driver.replies.values()] == [5, 5, 5, 6]
