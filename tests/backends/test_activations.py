@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import activations as mlx_lm_activations
 
-from pippin.backends.mlx.activations import sigmoid, silu, swiglu
+from pippin.backends.mlx.activations import sigmoid, silu, softmax, swiglu
 
 GRID = np.concatenate([np.linspace(-100, 100, 20_001), np.linspace(-1, 1, 2_001)]).astype("f4")
 
@@ -33,6 +33,7 @@ def test_sigmoid_and_silu_are_right_to_the_last_bits_of_float32() -> None:
         (silu, nn.silu),
         (sigmoid, mx.sigmoid),
         (lambda x: swiglu(x, x + 1), lambda x: mlx_lm_activations.swiglu(x, x + 1)),
+        (softmax, lambda x: mx.softmax(x, axis=-1, precise=True)),
     ],
 )
 def test_the_drop_ins_agree_with_mlx(
@@ -53,3 +54,18 @@ def test_the_drop_ins_agree_with_mlx(
 def test_infinite_inputs_saturate() -> None:
     x = mx.array([-np.inf, np.inf], dtype=mx.float32)
     np.testing.assert_allclose(np.array(sigmoid(x)), [0, 1], atol=1e-37)
+
+
+@pytest.mark.parametrize("masked", [-np.inf, float(np.finfo(np.float32).min), -1e9])
+def test_masked_scores_weigh_exactly_nothing(masked: float) -> None:
+    scores = mx.array([[0.5, masked, -0.5, masked]], dtype=mx.float32)
+    weights = np.array(softmax(scores))
+    assert (weights[0, [1, 3]] == 0).all()
+    np.testing.assert_allclose(weights.sum(), 1, rtol=1e-6)
+
+
+def test_peaked_and_flat_rows_both_sum_to_one() -> None:
+    flat, peaked = mx.zeros((1, 5000)), mx.arange(5000)[None].astype(mx.float32) * 3
+    for scores in (flat, peaked, flat + 1e4, flat - 1e4):
+        want = np.array(mx.softmax(scores, axis=-1))
+        np.testing.assert_allclose(np.array(softmax(scores)), want, rtol=1e-6, atol=1e-12)

@@ -24,6 +24,7 @@ _POLYNOMIAL = (
 # Added to a float32, 1.5 * 2^23 leaves its nearest integer in the low bits.
 _ROUNDER = 12582912.0
 _LIMIT = 87.0
+_FAINT = 1e-30
 
 
 def _exp(x: mx.array) -> mx.array:
@@ -58,3 +59,16 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """Drop-in for `mlx_lm.models.activations.swiglu`: silu(gate) * x."""
     wide = gate.astype(mx.float32)
     return (wide / (1.0 + _exp(-wide)) * x).astype(x.dtype)
+
+
+@mx.compile
+def _weights(below_top: mx.array) -> mx.array:
+    # What is masked must become zero, not 1e-38: smaller numbers still would slow the products.
+    return mx.maximum(_exp(below_top) - _FAINT, 0.0)
+
+
+def softmax(scores: mx.array) -> mx.array:
+    """Over the last axis, in float32 inside; each row needs one score above -inf."""
+    wide = scores.astype(mx.float32)
+    weights = _weights(wide - wide.max(axis=-1, keepdims=True))
+    return (weights / weights.sum(axis=-1, keepdims=True)).astype(scores.dtype)
