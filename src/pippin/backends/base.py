@@ -75,7 +75,10 @@ class DecodeRow:
 
 @dataclass(frozen=True)
 class Retire:
-    """A slot ends. With `captures`, the KV of positions [start, end) and the state at `end`."""
+    """A slot ends. With `captures`, the KV of positions [start, end) and the state at `end`.
+
+    Without `captures` the slot may hold nothing: the launch that would have admitted it failed.
+    """
 
     slot: int
     start: int = 0
@@ -92,14 +95,17 @@ class StepPlan:
     decode: tuple[DecodeRow, ...] = ()
 
     @property
+    def rows(self) -> tuple[PrefillRow | DecodeRow, ...]:
+        return (*self.prefill, *self.decode)
+
+    @property
     def sampled_slots(self) -> tuple[int, ...]:
         """Slots that get a token in this step, in row order: prompts that end, then decodes."""
-        return tuple(row.slot for row in (*self.prefill, *self.decode) if row.samples)
+        return tuple(row.slot for row in self.rows if row.samples)
 
     @property
     def masked_slots(self) -> tuple[int, ...]:
-        rows = (*self.prefill, *self.decode)
-        return tuple(row.slot for row in rows if row.samples and row.masked)
+        return tuple(row.slot for row in self.rows if row.samples and row.masked)
 
     @property
     def empty(self) -> bool:

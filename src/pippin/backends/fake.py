@@ -25,7 +25,7 @@ BYTES_PER_TOKEN = 64
 BYTES_PER_STATE = 4096
 
 
-def _mix(*values: int) -> int:
+def mix(*values: int) -> int:
     h = 0x9E3779B97F4A7C15
     for value in values:
         h = (h ^ (value + 1)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
@@ -84,7 +84,7 @@ class FakePayload:
         self.released = True
 
     def fingerprint(self) -> int:
-        return _mix(*self.read())
+        return mix(*self.read())
 
 
 class FutureMap:
@@ -109,14 +109,16 @@ class FutureMap:
 
 @dataclass
 class _Row:
+    admit: Admit
     tokens: list[int] = field(default_factory=list)
     state: int = 0
-    admit: Admit | None = None
+    attention: int = 0
     num_sampled: int = 0
 
     def run(self, token: int) -> None:
+        self.attention = self.attention + mix(len(self.tokens), token) & MASK
         self.tokens.append(token)
-        self.state = _mix(self.state, token)
+        self.state = mix(self.state, token)
 
 
 @dataclass
@@ -134,7 +136,8 @@ class FakePending:
         device.enqueue(self.plan.step, lambda: self.backend.sample_masked(self))
 
     def done(self) -> bool:
-        return self.backend.device.done_step >= self.plan.step
+        sampled = self.masks is not None or not self.plan.masked_slots
+        return sampled and self.backend.device.done_step >= self.plan.step
 
     def wait(self) -> StepResult:
         self.backend.device.run_until(self.plan.step)
@@ -195,16 +198,17 @@ class FakeBackend:
 
     def _admit(self, admit: Admit) -> None:
         assert admit.slot not in self._rows, f"slot {admit.slot} is still taken"
-        self._rows[admit.slot] = _Row(admit=admit)
+        self._rows[admit.slot] = _Row(admit)
 
     def _retire(self, pending: FakePending, retire: Retire) -> None:
         payloads = self._empty_payloads(retire.start, retire.end) if retire.captures else {}
         state = self._empty_state() if retire.captures else None
 
         def work() -> None:
-            row = self._rows.pop(retire.slot)
+            row = self._rows.pop(retire.slot, None)
             if not retire.captures:
                 return
+            assert row is not None, f"slot {retire.slot} holds nothing to capture"
             assert len(row.tokens) == retire.end, "a row must hold what its Retire says"
             self._fill(row, payloads, retire.start, retire.end)
             if state is not None:
@@ -250,6 +254,7 @@ class FakeBackend:
             content = [t for p in chunk.restore.payloads.get(component, ()) for t in _read(p)]
             if content:
                 row.tokens[length - len(content) :] = content
+        row.attention = sum(mix(i, t) for i, t in enumerate(row.tokens)) & MASK
         for payload in chunk.restore.payloads.get(Component.STATE, ()):
             row.state = _read(payload)[0]
 
@@ -286,14 +291,14 @@ class FakeBackend:
         if Component.STATE in self.spec.components:
             digests.append(row.state)
         if Component.ATTENTION in self.spec.components:
-            digests.append(sum(_mix(i, t) for i, t in enumerate(row.tokens)) & MASK)
+            digests.append(row.attention)
         if self.window:
-            recent = list(enumerate(row.tokens))[-self.window :]
-            digests.append(sum(_mix(i, t) for i, t in recent) & MASK)
-        assert row.admit is not None
+            first = max(0, len(row.tokens) - self.window)
+            recent = enumerate(row.tokens[first:], first)
+            digests.append(sum(mix(i, t) for i, t in recent) & MASK)
         if not row.admit.params.greedy:
             digests += [row.admit.seed, row.num_sampled]
-        token = _mix(*digests) % self.spec.vocab_size
+        token = mix(*digests) % self.spec.vocab_size
         if row.num_sampled < row.admit.params.min_tokens:
             while token in row.admit.stop_ids:
                 token = (token + 1) % self.spec.vocab_size
@@ -302,9 +307,9 @@ class FakeBackend:
     def logprobs(self, plan: StepPlan, tokens: Mapping[int, int]) -> dict[int, TokenLogprobs]:
         logprobs = {}
         for slot, token in tokens.items():
-            admit = self._rows[slot].admit if slot in self._rows else None
-            if admit is not None and admit.params.logprobs is not None:
-                top = range(min(admit.params.logprobs, self.spec.vocab_size))
+            asked = self._rows[slot].admit.params.logprobs if slot in self._rows else None
+            if asked is not None:
+                top = range(min(asked, self.spec.vocab_size))
                 ids = tuple((token + i) % self.spec.vocab_size for i in top)
                 logprobs[slot] = TokenLogprobs(-0.5, ids, tuple(-0.5 - i for i in top))
         return logprobs

@@ -7,13 +7,13 @@ prefix with one that is computing it waits for that one instead of computing it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
 from pippin.cache.prefix_cache import Match, PrefixCache
-from pippin.scheduler.request import Phase, Request
+from pippin.scheduler.request import Request
 from pippin.types import GRID, ModelSpec
 
 LOOKAHEAD = 16  # queued requests considered at a time
@@ -37,17 +37,19 @@ class ByteBudget:
         tokens = -(-num_tokens // GRID) * GRID + GRID  # padded main and the tail
         return tokens * spec.kv_bytes_per_token + windowed + 2 * spec.state_bytes
 
-    def fits_alone(self, num_tokens: int) -> bool:
-        return self.row_bytes(num_tokens) <= self.capacity
+    def could_reserve(self, request: Request, num_tokens: int) -> bool:
+        """Whether the reservation would fit beside the other running requests, tree aside."""
+        extra = self.row_bytes(num_tokens) - request.reserved_bytes
+        return extra <= self.capacity - self.reserved
 
     def try_reserve(self, request: Request, num_tokens: int) -> bool:
         """Grow the request's reservation to `num_tokens`, evicting from the tree if need be."""
         extra = self.row_bytes(num_tokens) - request.reserved_bytes
         if extra <= 0:
             return True
-        left_for_cache = self.capacity - self.reserved - extra
-        if left_for_cache < 0:
+        if not self.could_reserve(request, num_tokens):
             return False
+        left_for_cache = self.capacity - self.reserved - extra
         if self.cache is not None:
             excess = self.cache.nbytes - left_for_cache
             if excess > 0:
@@ -87,30 +89,59 @@ class Admission:
     def remove(self, request: Request) -> None:
         self.queue.remove(request)
 
-    def pick(self, in_flight: Iterable[Request]) -> tuple[Request, Match | None] | None:
-        """The best request that may start now, already reserved and off the queue."""
-        computing = [r for r in in_flight if r.phase is Phase.PREFILL or r.will_be_cached]
-        for request, shared_len in self._ranked():
-            if self._should_wait(request, shared_len, computing):
+    def pick(
+        self, in_flight: Collection[Request], *, alone: bool
+    ) -> tuple[Request, Match | None] | None:
+        """The best request that may start now, already reserved and off the queue.
+
+        `in_flight` may bring prefixes worth waiting for. With nobody else running (`alone`) a
+        request starts with as little as it can, and gives up its match before it gives up.
+        """
+        waiting: set[Request] = set()
+        for request, matched in self._ranked():
+            if self._should_wait(request, matched, in_flight):
+                waiting.add(request)
                 continue
-            match = self._match(request)
-            start_len = min(request.max_total, request.prompt_len + GROWTH_TOKENS)
-            lock = self._cache.lock(match) if self._cache and match else None
-            if not self._budget.try_reserve(request, start_len):
-                if self._cache and lock:
-                    self._cache.unlock(lock)
-                return None  # the head of the order does not fit: nobody may overtake it for long
-            request.lock = lock
-            self._note_passed_over(request)
+            started = self._reserve(request, use_match=True, tight=False)
+            if not started and alone:
+                started = self._reserve(request, use_match=True, tight=True)
+                started = started or self._reserve(request, use_match=False, tight=True)
+            if not started:
+                return None  # the head of the order does not fit: nobody may overtake it
+            self._note_passed_over(request, waiting)
             self.queue.remove(request)
-            return request, match
+            return request, started[0]
+        return None
+
+    def _reserve(
+        self, request: Request, *, use_match: bool, tight: bool
+    ) -> tuple[Match | None] | None:
+        """Reserve bytes and lock the match; a 1-tuple of the match, or None if it does not fit."""
+        growth = 1 if tight else GROWTH_TOKENS
+        num_tokens = min(request.max_total, request.prompt_len + growth)
+        if not self._budget.could_reserve(request, num_tokens):
+            return None
+        match = self._match(request) if use_match else None
+        if self._cache is not None and match is not None:
+            request.lock = self._cache.lock(match)
+        if self._budget.try_reserve(request, num_tokens):
+            return (match,)
+        if self._cache is not None and request.lock is not None:
+            self._cache.unlock(request.lock)
+            request.lock = None
         return None
 
     def _ranked(self) -> list[tuple[Request, int]]:
-        """Candidates with the length they would match, best first."""
+        """Candidates with the length they would match, best first.
+
+        Those passed over too often come before all others, in order of arrival, so that nobody
+        is passed over once more. Stable sort: equals stay in order of arrival.
+        """
         found = [(request, self._probe(request)) for request in self.queue[:LOOKAHEAD]]
-        # Stable sort: equals stay in order of arrival; those passed over too often come first.
-        return sorted(found, key=lambda pair: (pair[0].passed_over < MAX_PASSED_OVER, -pair[1]))
+        return sorted(
+            found,
+            key=lambda pair: (0, 0) if pair[0].passed_over >= MAX_PASSED_OVER else (1, -pair[1]),
+        )
 
     def _uses_cache(self, request: Request) -> bool:
         # Prompt logprobs need the logits of every position: all of it is computed.
@@ -126,20 +157,23 @@ class Admission:
             return None
         return self._cache.match(request.prompt, limit=request.prompt_len - 1)
 
-    def _should_wait(self, request: Request, matched: int, computing: list[Request]) -> bool:
+    def _should_wait(self, request: Request, matched: int, in_flight: Collection[Request]) -> bool:
+        """Whether somebody is about to bring at least a grid block more than the tree has now."""
         if not self._uses_cache(request):
             return False
-        for other in computing:
-            known = other.prompt if other.phase is Phase.PREFILL else other.tokens(other.num_tokens)
-            if len(known) <= max(matched + GRID, other.in_tree):
+        usable = request.prompt[: request.prompt_len - 1]
+        for other in in_flight:
+            num_coming = other.num_coming
+            if num_coming <= other.in_tree or num_coming < matched + GRID:
                 continue
-            shared = common_prefix_len(request.prompt[: request.prompt_len - 1], known)
+            shared = common_prefix_len(usable, other.tokens(num_coming))
             if shared >= matched + GRID and shared > other.in_tree:
                 return True
         return False
 
-    def _note_passed_over(self, chosen: Request) -> None:
+    def _note_passed_over(self, chosen: Request, waiting: set[Request]) -> None:
+        """Those that wait for a prefix by choice were not passed over."""
         for request in self.queue:
             if request is chosen:
                 return
-            request.passed_over += 1
+            request.passed_over += request not in waiting

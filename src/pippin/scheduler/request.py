@@ -54,7 +54,7 @@ class Request:
     reserved_bytes: int = 0
     reserved_tokens: int = 0
     passed_over: int = 0  # times a later request was admitted first
-    announced: bool = False  # the first delta, with cached_tokens, has been sent
+    absorbs: bool = True  # False: no room was left to run the reply's last token
 
     @classmethod
     def from_submit(cls, submit: Submit, *, seed: int, arrived: float) -> Request:
@@ -87,8 +87,15 @@ class Request:
 
     @property
     def will_be_cached(self) -> bool:
-        """Finished in earnest, and its reply has yet to reach the tree."""
-        return self.phase is Phase.DONE and self.finish in ("stop", "length")
+        """Finished in earnest: its reply reaches the tree with the step that retires it."""
+        return self.finish in ("stop", "length")
+
+    @property
+    def num_coming(self) -> int:
+        """Tokens [0, n) that the tree will hold once what is planned has been committed."""
+        if self.will_be_cached:
+            return self.num_tokens
+        return self.prompt_len if self.running and not self.wants_prompt_logprobs else 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,10 +22,13 @@ from pippin.errors import ContextOverflow, OutOfMemory, Overloaded, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import EngineMetrics
 from pippin.scheduler.admission import GROWTH_TOKENS, Admission, ByteBudget
+from pippin.scheduler.chunks import Chunker
+from pippin.scheduler.harvest import release_states, take_captures
+from pippin.scheduler.outbox import Outbox
 from pippin.scheduler.pace import Pace
 from pippin.scheduler.request import Phase, Request
 from pippin.scheduler.slots import SlotPool
-from pippin.types import GRID, FinishReason, ModelSpec, Payload, TokenLogprobs
+from pippin.types import GRID, FinishReason, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,6 @@ class _InFlight:
     plan: StepPlan
     owners: dict[int, Request]
     retired: dict[int, Request]
-    ghosts: int = 0
 
 
 @dataclass
@@ -62,13 +65,17 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # every request not yet RETIRED
         self.active: dict[int, Request] = {}  # by slot
         self._in_flight: dict[int, _InFlight] = {}
-        self._steps = itertools.count()
+        self._next_step = 0
         self._arrivals = itertools.count()
         self._committed = -1
-        self._outbox: list[TokenDelta] = []
+        self._outbox = Outbox()
         self._seeds = random.Random()
         self.last_ghosts = 0
-        self.policy = None if self.cache is None else self.cache.policy
+        self._policy = None if self.cache is None else self.cache.policy
+        self._chunker = Chunker(self.spec, self._policy)
+        self._ending: dict[int, Request] = {}  # by slot: DONE, not yet retired
+        self._parked: list[Request] = []  # of the last plan: no bytes to grow into
+        self._lost_retires: tuple[Retire, ...] = ()  # of a launch that failed
 
     # ---- what the outside asks for -------------------------------------------------------
 
@@ -77,7 +84,7 @@ class Scheduler:
         try:
             self._check(submit)
         except PippinError as error:
-            self._outbox.append(_error_delta(submit.id, error))
+            self._outbox.error(submit.id, error)
             self.metrics.requests_failed += 1
             return
         params = submit.params
@@ -107,15 +114,17 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do before something is committed."""
-        step = next(self._steps)
+        step = self._next_step
         retire, retired = self._plan_retires()
         decode = self._plan_decodes(step)
-        admit, prefill = self._plan_prefills(step, num_streams=len(decode))
+        admit, prefill = self._plan_prefills(step, len(decode), tuple(retired.values()))
         plan = StepPlan(step, retire, admit, prefill, decode)
         if plan.empty:
-            self._steps = itertools.count(step)  # steps are numbered without gaps
+            if self._parked and not self._in_flight:
+                self._fail_youngest_parked()
             return None
-        owners = {row.slot: self.active[row.slot] for row in (*prefill, *decode)}
+        self._next_step += 1
+        owners = {row.slot: self.active[row.slot] for row in plan.rows}
         self._in_flight[step] = _InFlight(plan, owners, retired)
         return plan
 
@@ -126,70 +135,81 @@ class Scheduler:
         masks = {}
         for slot in plan.masked_slots:
             request = owners[slot]
-            ghost = request.phase is Phase.DONE or request.grammar is None
-            masks[slot] = everything if ghost else _allowed(request.grammar)
+            grammar = request.grammar if request.running else None  # None: a ghost
+            masks[slot] = everything if grammar is None else grammar.allowed()
         return masks
 
     def _plan_retires(self) -> tuple[tuple[Retire, ...], dict[int, Request]]:
-        retire: list[Retire] = []
+        retire, self._lost_retires = list(self._lost_retires), ()
         retired: dict[int, Request] = {}
-        for slot, request in sorted(self.active.items()):
+        for slot, request in list(self._ending.items()):
             fenced = request.last_step > self._committed
-            if request.phase is not Phase.DONE or fenced or self._must_absorb(request):
+            if fenced or self._must_absorb(request):
                 continue
-            captures = self.cache is not None and request.finish in ("stop", "length")
+            captures = self.cache is not None and request.will_be_cached
             retire.append(Retire(slot, request.in_tree, request.held, captures))
             retired[slot] = request
-            self._give_back(request, keep_states=captures)
+            self._give_back(request)
         return tuple(retire), retired
 
     def _plan_decodes(self, step: int) -> tuple[DecodeRow, ...]:
+        self._parked = []
         rows: list[DecodeRow] = []
-        for slot, request in sorted(self.active.items()):
-            absorbs = self._must_absorb(request) or self._absorbs_next(request)
-            more = request.phase is Phase.DECODE and request.num_sampled < request.params.max_tokens
-            if not (absorbs or more) or not self._room_for(request, request.held + 1):
+        for slot, request in self.active.items():
+            samples = (
+                request.phase is Phase.DECODE and request.num_sampled < request.params.max_tokens
+            )
+            if not samples and not self._must_absorb(request):
                 continue
             position = request.held
-            request.held += 1
-            request.num_sampled += more
+            if position >= request.reserved_tokens and not self._grow(request, position + 1):
+                if samples:
+                    self._parked.append(request)
+                else:
+                    request.absorbs = False  # the tree gets the reply without its last token
+                continue
+            request.held = position + 1
+            request.num_sampled += samples
             request.last_step = step
             rows.append(
                 DecodeRow(
                     slot,
                     position,
-                    samples=more,
-                    checkpoint=self._wants_reply_checkpoint(request),
+                    samples,
+                    checkpoint=self._captures_decode(position + 1),
                     masked=request.grammar is not None,
                 )
             )
         return tuple(rows)
 
     def _plan_prefills(
-        self, step: int, num_streams: int
+        self, step: int, num_streams: int, retired: Sequence[Request]
     ) -> tuple[tuple[Admit, ...], tuple[PrefillRow, ...]]:
         left = self.pace.budget(num_streams)
         admit: list[Admit] = []
         rows: list[PrefillRow] = []
-        started = sorted(
-            (r for r in self.active.values() if r.phase is Phase.PREFILL), key=lambda r: r.arrived
-        )
-        for request in started:
+        started = [r for r in self.active.values() if r.phase is Phase.PREFILL]
+        for request in sorted(started, key=lambda r: r.arrived):
             if left <= 0:
                 break
-            rows.append(self._chunk(step, request, left, restore=None))
+            rows.append(self._chunker.next_chunk(step, request, left, restore=None))
             left -= len(rows[-1].tokens)
-        while left > 0 and self.slots.num_free and self.admission.queue:
-            picked = self.admission.pick(self.active.values())
+        # Bytes that are given back go to those that are parked before anybody new.
+        while left > 0 and self.admission.queue and self.slots.num_free and not self._parked:
+            coming = [*self.active.values(), *self._retired_in_flight(), *retired]
+            picked = self.admission.pick(coming, alone=not self.active)
             if picked is None:
-                self._fail_what_never_fits()
                 break
             request, match = picked
             restore = self._start(request, match)
             admit.append(_admit(request))
-            rows.append(self._chunk(step, request, left, restore))
+            rows.append(self._chunker.next_chunk(step, request, left, restore))
             left -= len(rows[-1].tokens)
         return tuple(admit), tuple(rows)
+
+    def _retired_in_flight(self) -> list[Request]:
+        """Those whose replies are on their way into the tree."""
+        return [r for flight in self._in_flight.values() for r in flight.retired.values()]
 
     def _start(self, request: Request, match: Match | None) -> Restore | None:
         request.slot = self.slots.take()
@@ -202,100 +222,45 @@ class Scheduler:
         self.metrics.cached_tokens += match.length
         if match.length == 0:
             return None
-        assert self.cache is not None and request.lock is not None
+        assert self.cache is not None
+        assert request.lock is not None
         return Restore(match.length, self.cache.payloads(request.lock))
 
-    def _chunk(
-        self, step: int, request: Request, budget: int, restore: Restore | None
-    ) -> PrefillRow:
-        start = request.held
-        end = self._chunk_end(request, start, min(request.prompt_len, start + budget))
-        last = end == request.prompt_len
-        captures = self.cache is not None and not request.wants_prompt_logprobs
-        checkpoints = self._checkpoints(request, start, end) if captures else ()
-        request.held = end
-        request.last_step = step
-        if last:
-            request.phase = Phase.DECODE
-            request.num_sampled = 1
-        return PrefillRow(
-            slot=request.slot,
-            start=start,
-            tokens=request.prompt[start:end],
-            samples=last,
-            restore=restore,
-            checkpoints=checkpoints,
-            captures=captures,
-            masked=request.grammar is not None,
-        )
-
-    def _chunk_end(self, request: Request, start: int, end: int) -> int:
-        """Where a chunk that may reach `end` should stop.
-
-        A chunk that does not end the prompt ends on the grid if it can, so that its end is a
-        checkpoint. States inside it can be tapped only every GRID tokens from its start, and only
-        if the backend taps at all: otherwise it ends at the first checkpoint wanted.
-        """
-        if end < request.prompt_len and end - end % GRID > start:
-            end -= end % GRID
-        for position in self._checkpoints(request, start, end):
-            tappable = self.spec.state_taps and (position - start) % GRID == 0
-            if not tappable:
-                return position
-        return end
-
-    def _checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        if self.policy is None or not self.spec.state_bytes or request.wants_prompt_logprobs:
-            return ()
-        return self.policy.positions(
-            start,
-            end,
-            prompt_len=request.prompt_len,
-            boundaries=request.boundaries,
-            branch=request.branch,
-        )
-
-    def _wants_reply_checkpoint(self, request: Request) -> bool:
-        return (
-            self.policy is not None
-            and bool(self.spec.state_bytes)
-            and self.policy.captures_decode(request.held)
-        )
+    def _captures_decode(self, position: int) -> bool:
+        if position % GRID or self._policy is None or not self.spec.state_bytes:
+            return False
+        return self._policy.captures_decode(position)
 
     def _must_absorb(self, request: Request) -> bool:
-        """Whether a finished reply's last token is still to be run for its state to be complete."""
-        return (
-            request.will_be_cached
-            and self.cache is not None
-            and bool(self.spec.state_bytes)
-            and request.held < request.num_tokens
+        """Whether a reply's last token is still to be run, so that the tree gets all of it.
+
+        Once every sample is planned, the next step can do so before that token is known.
+        """
+        if self.cache is None or not request.absorbs or request.held < request.prompt_len:
+            return False
+        if request.phase is Phase.DECODE:
+            return request.held < request.max_total
+        return request.will_be_cached and request.held < request.num_tokens
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Reserve bytes for a reply of `num_tokens` and some more, or failing that just for it."""
+        ahead = min(request.max_total, num_tokens + GROWTH_TOKENS)
+        return self.budget.try_reserve(request, ahead) or self.budget.try_reserve(
+            request, num_tokens
         )
 
-    def _absorbs_next(self, request: Request) -> bool:
-        """Every sample is planned: the next step can run the last token before it is known."""
-        return (
-            request.phase is Phase.DECODE
-            and self.cache is not None
-            and bool(self.spec.state_bytes)
-            and request.num_sampled == request.params.max_tokens
-            and request.held < request.prompt_len + request.num_sampled
-        )
-
-    def _room_for(self, request: Request, num_tokens: int) -> bool:
-        if num_tokens <= request.reserved_tokens:
-            return True
-        wanted = min(request.max_total, num_tokens + GROWTH_TOKENS)
-        if self.budget.try_reserve(request, wanted):
-            return True
-        need, capacity = self.budget.row_bytes(wanted), self.budget.capacity
+    def _fail_youngest_parked(self) -> None:
+        """Nobody can go on: one request gives its bytes to the others."""
+        request = max(self._parked, key=lambda r: r.arrived)
+        need, capacity = self.budget.row_bytes(request.held + 1), self.budget.capacity
+        others = self.budget.reserved - request.reserved_bytes
         self._fail(
             request,
             OutOfMemory(
-                f"the reply reached {num_tokens:,} tokens and needs {need:,} bytes; "
-                f"{self.budget.reserved:,} of {capacity:,} are in use"
+                f"the reply reached {request.held:,} tokens and needs {need:,} bytes; other "
+                f"requests and the prefixes they hold use {others:,} of {capacity:,}"
             ),
         )
-        return False
 
     # ---- commit ----------------------------------------------------------------------------
 
@@ -304,71 +269,48 @@ class Scheduler:
         flight = self._in_flight.pop(step)
         assert step == self._committed + 1, "steps are committed in order"
         self._committed = step
-        self._take_captures(flight, result)
+        if self.cache is not None:
+            take_captures(self.cache, result.captures, flight.owners, flight.retired)
+        ghosts = 0
         for slot in flight.plan.sampled_slots:
             request = flight.owners[slot]
             if request.phase is Phase.DONE:
-                flight.ghosts += 1
-                continue
-            self._append(request, result, slot)
-        self.last_ghosts = flight.ghosts
+                ghosts += 1
+            else:
+                self._append(request, result.tokens[slot], result)
+        self.last_ghosts = ghosts
         return self.take_outbox()
 
     def fail_step(self, step: int, error: Exception) -> list[TokenDelta]:
-        """The backend could not run a plan: its requests fail, the others go on."""
+        """The backend could not run a plan: its requests fail, the others go on.
+
+        How far it came is unknown, so slots that the plan meant to free are freed once more.
+        """
         flight = self._in_flight.pop(step)
+        assert step == self._committed + 1, "steps are committed in order"
         self._committed = step
         for request in flight.owners.values():
             if request.running:
                 self._fail(request, error)
+        for request in flight.retired.values():
+            release_states(request)
+        lost = (r.slot for r in flight.plan.retire if r.slot not in self.active)
+        self._lost_retires += tuple(Retire(slot) for slot in lost)
         return self.take_outbox()
 
     def take_outbox(self) -> list[TokenDelta]:
-        deltas, self._outbox = self._outbox, []
-        return deltas
+        return self._outbox.take()
 
-    def _append(self, request: Request, result: StepResult, slot: int) -> None:
-        token = result.tokens[slot]
+    def _append(self, request: Request, token: int, result: StepResult) -> None:
         request.output.append(token)
         if request.grammar is not None:
             request.grammar.advance(token)
         reason = request.finish_reason_after(token)
-        logprobs = result.logprobs.get(slot)
         self.metrics.generated_tokens += 1
-        self._outbox.append(
-            TokenDelta(
-                id=request.id,
-                tokens=[token],
-                logprobs=[logprobs] if logprobs is not None else None,
-                prompt_logprobs=_as_list(result.prompt_logprobs.get(slot)),
-                cached_tokens=None if request.announced else request.cached_len,
-                finish=reason,
-            )
-        )
-        request.announced = True
+        self._outbox.token(request, token, result, reason)
         if reason is not None:
             self._done(request, reason)
             self.metrics.requests_finished += 1
-
-    def _take_captures(self, flight: _InFlight, result: StepResult) -> None:
-        for capture in result.captures:
-            owner = (flight.retired if capture.retired else flight.owners)[capture.slot]
-            if not capture.retired and capture.start >= owner.prompt_len:
-                owner.states.update(capture.states)  # a reply's checkpoint: kept until it ends
-                continue
-            states = dict(capture.states)
-            if capture.retired:
-                states |= self._usable_states(owner, capture.end)
-            assert self.cache is not None
-            self.cache.insert(owner.tokens(capture.end), capture.start, capture.kv, states)
-            owner.in_tree = max(owner.in_tree, capture.end)
-
-    def _usable_states(self, owner: Request, end: int) -> dict[int, Payload]:
-        usable = {at: state for at, state in owner.states.items() if at <= end}
-        for at in owner.states.keys() - usable.keys():
-            owner.states[at].release()  # taken by a ghost, past the reply's end
-        owner.states = {}
-        return usable
 
     # ---- ends ------------------------------------------------------------------------------
 
@@ -376,12 +318,17 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is None or request.finish is not None:
             return  # it ended by itself while the message was on its way
-        self._outbox.append(TokenDelta(id=request.id, finish=reason))
+        self._outbox.end(request, reason)
         self._done(request, reason)
         if reason == "abort":
             self.metrics.requests_aborted += 1
         else:
             self.metrics.requests_finished += 1
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self._outbox.error(request.id, error)
+        self._done(request, "error")
+        self.metrics.requests_failed += 1
 
     def _done(self, request: Request, reason: FinishReason) -> None:
         request.finish = reason
@@ -391,37 +338,19 @@ class Scheduler:
             del self.requests[request.id]
         else:
             request.phase = Phase.DONE
+            self._ending[request.slot] = request
 
-    def _fail(self, request: Request, error: Exception) -> None:
-        self._outbox.append(_error_delta(request.id, error))
-        self._done(request, "error")
-        self.metrics.requests_failed += 1
-
-    def _give_back(self, request: Request, *, keep_states: bool) -> None:
-        if not keep_states:
-            for state in request.states.values():
-                state.release()
-            request.states = {}
+    def _give_back(self, request: Request) -> None:
+        if not request.will_be_cached:
+            release_states(request)
         if request.lock is not None and self.cache is not None:
             self.cache.unlock(request.lock)
             request.lock = None
         self.budget.release(request)
         self.slots.give_back(request.slot)
-        del self.active[request.slot]
+        del self.active[request.slot], self._ending[request.slot]
         del self.requests[request.id]
         request.phase = Phase.RETIRED
-
-    def _fail_what_never_fits(self) -> None:
-        """With nothing running, a request that cannot be reserved will never fit: say so."""
-        if self.active:
-            return
-        request = self.admission.queue[0]
-        need, capacity = self.budget.row_bytes(request.prompt_len), self.budget.capacity
-        if need > capacity:
-            self._fail(
-                request,
-                OutOfMemory(f"the request needs {need:,} bytes, the budget holds {capacity:,}"),
-            )
 
     def _check(self, submit: Submit) -> None:
         prompt_len, limit = len(submit.tokens), self.spec.max_len
@@ -430,6 +359,9 @@ class Scheduler:
                 f"prompt is {prompt_len:,} tokens and max_tokens {submit.params.max_tokens:,}, "
                 f"the model holds {limit:,}"
             )
+        need, capacity = self.budget.row_bytes(prompt_len + 1), self.budget.capacity
+        if need > capacity:
+            raise OutOfMemory(f"the request needs {need:,} bytes, the budget holds {capacity:,}")
         if len(self.admission.queue) >= self.limits.max_queue:
             raise Overloaded(
                 f"{len(self.admission.queue):,} requests are waiting, the queue holds "
@@ -440,26 +372,3 @@ class Scheduler:
 def _admit(request: Request) -> Admit:
     stop_ids = tuple(sorted(request.stop_ids))
     return Admit(request.slot, request.params, stop_ids, request.prompt, request.seed)
-
-
-def _allowed(grammar: Grammar | None) -> np.ndarray:
-    assert grammar is not None
-    return grammar.allowed()
-
-
-def _as_list(logprobs: tuple[TokenLogprobs, ...] | None) -> list[TokenLogprobs] | None:
-    return None if logprobs is None else list(logprobs)
-
-
-def _error_delta(request_id: str, error: Exception) -> TokenDelta:
-    if isinstance(error, PippinError):
-        return TokenDelta(
-            id=request_id,
-            finish="error",
-            error=error.message,
-            error_code=error.code,
-            error_status=error.status,
-        )
-    return TokenDelta(
-        id=request_id, finish="error", error=str(error), error_code="internal_error"
-    )

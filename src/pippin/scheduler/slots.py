@@ -6,7 +6,7 @@ import heapq
 
 
 class SlotPool:
-    """Hands out the lowest free slot, so that rows stay dense. Row 0 is padding, never handed out."""
+    """Hands out the lowest free slot, so that rows stay dense. Row 0 is padding: never taken."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

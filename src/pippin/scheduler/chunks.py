@@ -1,0 +1,65 @@
+"""Cuts prompts into chunks that end where checkpoints are wanted. Knows no queue and no arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pippin.backends.base import PrefillRow, Restore
+from pippin.cache.policy import CheckpointPolicy
+from pippin.scheduler.request import Phase, Request
+from pippin.types import GRID, ModelSpec
+
+
+@dataclass(frozen=True)
+class Chunker:
+    spec: ModelSpec
+    policy: CheckpointPolicy | None  # None: nothing is cached, so nothing is captured
+
+    def next_chunk(
+        self, step: int, request: Request, budget: int, restore: Restore | None
+    ) -> PrefillRow:
+        """At most `budget` more tokens of the prompt; counts them as held from now on."""
+        start = request.held
+        end = self._chunk_end(request, start, min(request.prompt_len, start + budget))
+        last = end == request.prompt_len
+        request.held = end
+        request.last_step = step
+        if last:
+            request.phase = Phase.DECODE
+            request.num_sampled = 1
+        return PrefillRow(
+            slot=request.slot,
+            start=start,
+            tokens=request.prompt[start:end],
+            samples=last,
+            restore=restore,
+            checkpoints=self._checkpoints(request, start, end),
+            captures=self.policy is not None and not request.wants_prompt_logprobs,
+            masked=request.grammar is not None,
+        )
+
+    def _chunk_end(self, request: Request, start: int, end: int) -> int:
+        """Where a chunk that may reach `end` should stop.
+
+        A chunk that does not end the prompt ends on the grid if it can, so that its end is a
+        checkpoint. States inside it can be tapped only every GRID tokens from its start, and only
+        if the backend taps at all: otherwise it ends at the first checkpoint wanted.
+        """
+        if end < request.prompt_len and end - end % GRID > start:
+            end -= end % GRID
+        for position in self._checkpoints(request, start, end):
+            tappable = self.spec.state_taps and (position - start) % GRID == 0
+            if not tappable:
+                return position
+        return end
+
+    def _checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+        if self.policy is None or not self.spec.state_bytes or request.wants_prompt_logprobs:
+            return ()
+        return self.policy.positions(
+            start,
+            end,
+            prompt_len=request.prompt_len,
+            boundaries=request.boundaries,
+            branch=request.branch,
+        )

@@ -1,0 +1,55 @@
+"""What clients are owed: tokens as they come, and one terminal message each. Knows no channel."""
+
+from __future__ import annotations
+
+from pippin.backends.base import StepResult
+from pippin.errors import PippinError
+from pippin.messages import TokenDelta
+from pippin.scheduler.request import Request
+from pippin.types import FinishReason
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self._deltas: list[TokenDelta] = []
+
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def take(self) -> list[TokenDelta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def token(
+        self, request: Request, token: int, result: StepResult, finish: FinishReason | None
+    ) -> None:
+        """A sampled token; the first one also says what the cache saved and scores the prompt."""
+        logprobs = result.logprobs.get(request.slot)
+        prompt_logprobs = result.prompt_logprobs.get(request.slot)
+        self._deltas.append(
+            TokenDelta(
+                id=request.id,
+                tokens=[token],
+                logprobs=None if logprobs is None else [logprobs],
+                prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
+                cached_tokens=request.cached_len if len(request.output) == 1 else None,
+                finish=finish,
+            )
+        )
+
+    def end(self, request: Request, finish: FinishReason) -> None:
+        self._deltas.append(TokenDelta(id=request.id, finish=finish))
+
+    def error(self, request_id: str, error: Exception) -> None:
+        code, status = "internal_error", 500
+        if isinstance(error, PippinError):
+            code, status = error.code, error.status
+        self._deltas.append(
+            TokenDelta(
+                id=request_id,
+                finish="error",
+                error=str(error) or repr(error),
+                error_code=code,
+                error_status=status,
+            )
+        )

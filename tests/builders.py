@@ -1,0 +1,279 @@
+"""Builders for tests of the scheduler and its loop: a loop on the toy model, and a client of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pippin.backends import fake
+from pippin.backends.fake import FakeBackend, FakePayload, mix
+from pippin.cache.policy import CheckpointPolicy
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.decode.grammar import Grammar
+from pippin.messages import Submit, TokenDelta
+from pippin.scheduler.loop import Loop
+from pippin.scheduler.pace import Pace
+from pippin.scheduler.scheduler import Limits, Scheduler
+from pippin.types import Component, FinishReason, SamplingParams, TokenLogprobs
+
+ALL = tuple(Component)
+AMPLE_BYTES = 1 << 30
+MAX_STEPS = 5_000  # a loop that takes longer than this will never end
+
+
+@dataclass
+class FixedPace(Pace):
+    """A prompt budget that does not depend on how fast the machine is."""
+
+    def budget(self, num_streams: int) -> int:
+        return self.prefill_tokens
+
+
+def make_scheduler(
+    backend: FakeBackend,
+    *,
+    num_slots: int = 4,
+    chunk: int = 128,
+    max_queue: int = 1024,
+    cache: bool = True,
+    cache_bytes: int = AMPLE_BYTES,
+    capacity_bytes: int = AMPLE_BYTES,
+) -> Scheduler:
+    spec = backend.spec
+    policy = CheckpointPolicy(spec.state_bytes, spec.kv_bytes_per_token)
+    prefix_cache = PrefixCache(
+        spec.components,
+        window=spec.window,
+        capacity_bytes=min(cache_bytes, capacity_bytes),
+        policy=policy,
+    )
+    limits = Limits(num_slots, max_queue, chunk, capacity_bytes)
+    scheduler = Scheduler(spec, limits, prefix_cache if cache else None)
+    scheduler.pace = FixedPace(chunk)
+    return scheduler
+
+
+def make_loop(
+    *,
+    overlap: bool = True,
+    backend: FakeBackend | None = None,
+    components: tuple[Component, ...] = ALL,
+    state_taps: bool = True,
+    max_len: int = 8192,
+    **scheduler: Any,
+) -> Loop:
+    backend = backend or FakeBackend(
+        components=components, state_taps=state_taps, max_len=max_len, num_slots=256
+    )
+    return Loop(make_scheduler(backend, **scheduler), backend, overlap=overlap)
+
+
+@dataclass
+class Reply:
+    """What one client received."""
+
+    id: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached_tokens: int | None = None
+    finish: FinishReason | None = None
+    error: str | None = None
+    error_status: int = 0
+
+    def take(self, delta: TokenDelta) -> None:
+        assert self.finish is None, f"{delta} came after the terminal message"
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs or []
+        if delta.cached_tokens is not None:
+            assert self.cached_tokens is None, "cached_tokens is announced once"
+            self.cached_tokens = delta.cached_tokens
+        self.finish = delta.finish
+        self.error, self.error_status = delta.error, delta.error_status
+
+
+class Client:
+    """Submits to a loop, steps it, and keeps every reply by id."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.replies: dict[str, Reply] = {}
+
+    @property
+    def backend(self) -> FakeBackend:
+        assert isinstance(self.loop.backend, FakeBackend)
+        return self.loop.backend
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        id: str | None = None,
+        grammar: Grammar | None = None,
+        stop_ids: Sequence[int] = (),
+        boundaries: Sequence[int] = (),
+        **params: Any,
+    ) -> Reply:
+        params = {"temperature": 0.0, "max_tokens": 4} | params
+        reply = Reply(id or f"r{len(self.replies)}")
+        self.replies[reply.id] = reply
+        submit = Submit(
+            reply.id, list(prompt), SamplingParams(**params), list(stop_ids), list(boundaries)
+        )
+        self.loop.scheduler.add(submit, grammar)
+        return reply
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for delta in self.loop.step():
+                self.replies[delta.id].take(delta)
+
+    def run(self) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(MAX_STEPS):
+            if self.loop.idle:
+                return
+            self.step()
+        raise AssertionError(f"not idle after {MAX_STEPS} steps: {self.loop.scheduler.requests}")
+
+    def ask(self, prompt: Sequence[int], **kwargs: Any) -> Reply:
+        """Submit and run to the end."""
+        reply = self.submit(prompt, **kwargs)
+        self.run()
+        return reply
+
+
+def make_client(**kwargs: Any) -> Client:
+    return Client(make_loop(**kwargs))
+
+
+def check_idle(client: Client) -> None:
+    """Everything was given back: slots, reservations, locks, rows; the tree adds up."""
+    scheduler = client.loop.scheduler
+    assert client.loop.idle
+    assert not scheduler.active
+    assert not scheduler.admission.queue
+    assert scheduler.slots.num_free == scheduler.slots.num_slots
+    assert scheduler.budget.reserved == 0
+    assert not client.backend._rows
+    if scheduler.cache is not None:
+        assert not scheduler.cache._locks
+        scheduler.cache.check_integrity()
+    for reply in client.replies.values():
+        assert reply.finish is not None, f"{reply.id} never got a terminal message"
+
+
+def make_prompt(length: int, family: int = 0) -> list[int]:
+    """Deterministic tokens; prompts of one family share their beginnings."""
+    return [mix(family, position) % 97 for position in range(length)]
+
+
+def oracle(
+    prompt: Sequence[int],
+    *,
+    components: tuple[Component, ...] = ALL,
+    window: int = 8,
+    vocab_size: int = 97,
+    stop_ids: Sequence[int] = (),
+    grammar: Grammar | None = None,
+    **params: Any,
+) -> tuple[list[int], FinishReason]:
+    """The toy model run on one sequence, token by token: no slots, no cache, no scheduler."""
+    sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": 4} | params))
+    state, hashed, reply = 0, [], []
+
+    def run(token: int) -> int:
+        hashed.append(mix(len(hashed), token))
+        return mix(state, token)
+
+    for token in prompt:
+        state = run(token)
+    total = sum(hashed)
+    while len(reply) < sampling.max_tokens:
+        seen = {
+            Component.STATE: state,
+            Component.ATTENTION: total & fake.MASK,
+            Component.WINDOW: sum(hashed[-window:]) & fake.MASK,
+        }
+        order = (Component.STATE, Component.ATTENTION, Component.WINDOW)
+        digests = [len(hashed), *(seen[c] for c in order if c in components)]
+        if sampling.temperature:
+            assert sampling.seed is not None, "an oracle needs a seed"
+            digests += [sampling.seed, len(reply)]
+        token = mix(*digests) % vocab_size
+        while len(reply) < sampling.min_tokens and token in stop_ids:
+            token = (token + 1) % vocab_size
+        if grammar is not None:
+            allowed = np.flatnonzero(grammar.allowed())
+            token = int(allowed[token % len(allowed)])
+            grammar.advance(token)
+        state = run(token)
+        total += hashed[-1]
+        reply.append(token)
+        if token in stop_ids and len(reply) > sampling.min_tokens:
+            return reply, "stop"
+    return reply, "length"
+
+
+@dataclass
+class ToyGrammar:
+    """After token t only tokens congruent to t + 1 modulo `modulus` may come."""
+
+    modulus: int = 3
+    vocab_size: int = 97
+    last: int = 0
+    calls: list[str] = field(default_factory=list)
+
+    def allowed(self) -> np.ndarray:
+        self.calls.append("allowed")
+        return np.arange(self.vocab_size) % self.modulus == (self.last + 1) % self.modulus
+
+    def advance(self, token: int) -> None:
+        self.calls.append("advance")
+        assert token % self.modulus == (self.last + 1) % self.modulus, "a token broke the grammar"
+        self.last = token
+
+
+class PayloadAudit:
+    """Every payload that exists: created, not released, not handed on by a split."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, FakePayload] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(payload.nbytes for payload in self._live.values())
+
+    def born(self, payload: FakePayload) -> None:
+        self._live[id(payload)] = payload
+
+    def gone(self, payload: FakePayload) -> None:
+        del self._live[id(payload)]
+
+
+@contextlib.contextmanager
+def audited_payloads() -> Iterator[PayloadAudit]:
+    """Counts the toy model's payloads, so that a test can tell that none was lost."""
+    audit = PayloadAudit()
+
+    class Audited(FakePayload):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            audit.born(self)
+
+        def split(self, at: int) -> tuple[Any, Any]:
+            parts = super().split(at)
+            audit.gone(self)
+            return parts
+
+        def release(self) -> None:
+            super().release()
+            audit.gone(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake, "FakePayload", Audited)
+        yield audit
