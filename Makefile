@@ -12,6 +12,8 @@ SHELL := /bin/sh
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 PIP := $(RUN) pip --disable-pip-version-check --quiet
+# Most of what is installed is never imported.
+export PIP_NO_COMPILE := 1
 
 # The first Python that is new enough; a version manager's shim that does not run is passed over.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -56,12 +58,12 @@ $(VENV)/installed: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 # Without torch the comparisons with transformers are skipped, and pytest says so.
-$(VENV)/installed-dev: $(VENV)/installed
-	@echo "installing pippin[dev,reference]"
-	@$(PIP) install --editable ".[$(EXTRA),dev]"
-	@$(PIP) install --editable ".[$(EXTRA),reference]" \
-		|| echo "torch is not available here: the comparisons with transformers will be skipped"
-	@touch $@
+$(VENV)/installed-dev: pyproject.toml | $(VENV)/bin/python
+	@echo "installing pippin[$(EXTRA),dev,reference]"
+	@$(PIP) install --editable ".[$(EXTRA),dev,reference]" \
+		|| { echo "without torch: the comparisons with transformers will be skipped"; \
+		$(PIP) install --editable ".[$(EXTRA),dev]"; }
+	@touch $(VENV)/installed $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
