@@ -1,0 +1,130 @@
+"""What the layers of each family keep, as read from mlx-lm's own caches."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from families import FAMILIES, LLAMA4, WINDOW, build, build_from
+from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.load import prepare
+from pippin.errors import UnsupportedLayout
+from pippin.types import Component
+
+ATTENTION, WINDOWED, STATE = Component.ATTENTION, Component.WINDOW, Component.STATE
+HYBRID = [STATE, ATTENTION, STATE]
+
+KINDS = {
+    "qwen3_5": HYBRID,
+    "qwen3_5_moe": HYBRID,
+    "qwen3_next": HYBRID,
+    "qwen3": [ATTENTION, ATTENTION],
+    "qwen3-4bit": [ATTENTION, ATTENTION],
+    "llama": [ATTENTION, ATTENTION],
+    "gpt_oss": [WINDOWED, ATTENTION],
+    "gemma3": [WINDOWED, ATTENTION, WINDOWED],
+    "mamba2": [STATE, STATE],
+    "falcon_h1": [STATE, ATTENTION, STATE, ATTENTION],
+    "nemotron_h": [STATE, STATE, ATTENTION],
+    "lfm2": [STATE, ATTENTION, STATE, ATTENTION],
+    "granitemoehybrid": HYBRID,
+    "deepseek_v3": [ATTENTION, ATTENTION],
+}
+
+
+@cache
+def layout_of(family: str) -> Layout:
+    return prepare(*build(family)).layout
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_keeps_what_its_own_cache_says(family: str) -> None:
+    leaves = layout_of(family).leaves
+    assert [leaf.component for leaf in leaves] == KINDS[family]
+    windows = {leaf.window for leaf in leaves if leaf.component is WINDOWED}
+    assert windows <= {WINDOW}
+    assert all(leaf.window is None for leaf in leaves if leaf.component is not WINDOWED)
+
+
+def test_a_layer_of_several_caches_has_a_leaf_for_each() -> None:
+    layout = layout_of("falcon_h1")
+    assert [leaf.layer for leaf in layout.leaves] == [0, 0, 1, 1]
+    first, second = layout.nest(["a", "b", "c", "d"])
+    assert (first[0], first[1], second[0], second[1]) == ("a", "b", "c", "d")
+
+
+def test_shapes_are_those_of_one_token_or_one_sequence() -> None:
+    state, attention, _ = layout_of("qwen3_5").leaves
+    assert state.shapes == ((3, 128), (4, 16, 16))  # convolution inputs, recurrent state
+    assert attention.shapes == ((2, 16), (2, 16))
+    assert state.nbytes == 4 * (3 * 128 + 4 * 16 * 16)
+    assert attention.nbytes == 4 * (2 * 16 + 2 * 16)
+    latent, _ = layout_of("deepseek_v3").leaves
+    assert latent.shapes == ((1, 32), (1, 8))  # compressed KV, and the rotated part of the keys
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shapes_agree_with_what_mlx_lm_fills_its_caches_with(family: str) -> None:
+    model, _ = build(family)
+    caches = make_prompt_cache(model)
+    model(mx.zeros((1, 3), dtype=mx.int32), cache=caches)
+    flat = [leaf for cache in caches for leaf in getattr(cache, "caches", [cache])]
+    for leaf, stock in zip(layout_of(family).leaves, flat, strict=True):
+        if leaf.is_state:
+            held = [(entry.shape[1:], entry.dtype) for entry in stock.cache]
+        else:
+            pair = (stock.keys, stock.values)
+            held = [((side.shape[1], side.shape[3]), side.dtype) for side in pair]
+        assert list(zip(leaf.shapes, leaf.dtypes, strict=True)) == held
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_but_latent_attention_reads_main_and_tail_apart(family: str) -> None:
+    assert layout_of(family).splits == (family != "deepseek_v3")
+
+
+def test_a_chunked_cache_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedLayout, match="layer 0 keeps a ChunkedKVCache"):
+        prepare(build_from(LLAMA4), LLAMA4)
+
+
+class WithCaches(nn.Module):
+    """A model that keeps other caches than its family does."""
+
+    def __init__(self, *caches: Any) -> None:
+        super().__init__()
+        self.inner, _ = build("qwen3")
+        self.make_cache = lambda: list(caches)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.inner.layers  # type: ignore[no-any-return]
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        return self.inner(inputs, cache=cache)  # type: ignore[no-any-return]
+
+
+def test_a_window_that_keeps_first_tokens_is_refused_by_name() -> None:
+    model = WithCaches(KVCache(), RotatingKVCache(max_size=64, keep=4))
+    with pytest.raises(UnsupportedLayout, match=r"layer 1 keeps a RotatingKVCache.* first 4 tokens"):
+        prepare(model, {})
+
+
+def test_a_cache_that_no_layer_uses_is_refused() -> None:
+    model = WithCaches(KVCache(), KVCache(), KVCache())
+    with pytest.raises(UnsupportedLayout, match="layer 2 does not use the KV cache it declares"):
+        prepare(model, {})
+
+
+def test_a_subclass_of_a_known_cache_is_not_taken_for_it() -> None:
+    class OddCache(KVCache):
+        pass
+
+    model = WithCaches(KVCache(), OddCache())
+    with pytest.raises(UnsupportedLayout, match="layer 1 keeps a OddCache"):
+        prepare(model, {})
