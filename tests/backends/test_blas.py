@@ -136,3 +136,19 @@ assert mx.compile(lambda x: mx.exp(x) * 3 - 1)(mx.zeros(2)).tolist() == [2.0, 2.
 """
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TMPDIR": str(tmp_path)}
     assert run(code, **env) == "False"
+
+
+@linux_only
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_another_users_kernels_turn_compilation_off(tmp_path: Path) -> None:
+    code = """
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+from pathlib import Path
+from pippin.backends.mlx.blas import compile_available
+kernels = Path("{root}", "mlx", mx.__version__, "cpu")
+kernels.mkdir(parents=True)
+kernels.chmod(0o555)
+print(compile_available().reason)
+"""
+    assert "another user" in run(code.format(root=tmp_path), TMPDIR=str(tmp_path))

@@ -19,6 +19,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,9 @@ def compile_available() -> CompileReport:
         return CompileReport(True, "kernels are built for the GPU")
     if shutil.which("g++") is None:
         return CompileReport(False, "no g++ on PATH")
+    kernels = Path(tempfile.gettempdir(), "mlx", mx.__version__, "cpu")
+    if kernels.exists() and not os.access(kernels, os.W_OK):
+        return CompileReport(False, f"{kernels} belongs to another user")
     try:
         mx.eval(mx.compile(lambda x: mx.exp(x) * 2 + 1)(mx.zeros(1)))
     except RuntimeError as error:  # g++ without headers, a temporary directory that is read-only
