@@ -22,6 +22,13 @@ app = App(
 
 CLIENT = Group("Client", sort_key=-1)
 
+# By name, so that other commands do not wait for its imports.
+app.command(
+    "pippin.cli_bench:bench",
+    name="bench",
+    help="Measure speed: one batch, a server, the cache, or us and mlx-lm.",
+)
+
 
 @app.command
 @takes_config("model", "engine", "server")

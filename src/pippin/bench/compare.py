@@ -1,0 +1,122 @@
+"""`pippin bench compare`: Pippin and mlx-lm's server, same weights, same BLAS, in turn.
+
+Both servers run from start to end, but only one has work at a time; each round swaps who goes
+first. Both get the same prompts, which nobody has seen before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from pippin.bench.float32 import write_float32_copy
+from pippin.bench.plot import Bars
+from pippin.bench.prompts import Prompts, count_with
+from pippin.bench.report import Report, Table, busy_note, number, say
+from pippin.bench.samples import median
+from pippin.bench.scenarios import SCENARIOS, Measure, Numbers, Scenario, warm_up
+from pippin.bench.servers import mlx_lm_server, pippin_server
+from pippin.bench.wire import BenchError, Client
+
+OURS, THEIRS = "pippin", "mlx-lm"
+Rounds = dict[str, dict[str, list[Numbers]]]  # scenario -> server -> one for each round
+
+
+def choose(names: Sequence[str]) -> list[Scenario]:
+    """The scenarios of these names; a name without a number takes all that start so."""
+    if not names:
+        return list(SCENARIOS)
+    chosen = [s for s in SCENARIOS if s.name in names or s.name.split("-")[0] in names]
+    known = {s.name for s in SCENARIOS} | {s.name.split("-")[0] for s in SCENARIOS}
+    if unknown := [name for name in names if name not in known]:
+        raise BenchError(
+            f"no scenario {unknown[0]!r}; there are {', '.join(s.name for s in SCENARIOS)}"
+        )
+    return chosen
+
+
+def compare(
+    model_dir: Path,
+    *,
+    only: Sequence[str] = (),
+    rounds: int = 2,
+    pippin_options: Sequence[str] = (),
+    mlx_lm_options: Sequence[str] = (),
+) -> Report:
+    scenarios = choose(only)
+    notes = busy_note()
+    with ExitStack() as stack:
+        say("writing a float32 copy of the checkpoint")
+        copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pippin-bench-")))
+        write_float32_copy(model_dir, copy)
+        count = count_with(copy)
+        say("starting both servers")
+        clients = {
+            THEIRS: Client(stack.enter_context(mlx_lm_server(copy, mlx_lm_options))),
+            OURS: Client(stack.enter_context(pippin_server(str(copy), pippin_options))),
+        }
+        for name, client in clients.items():
+            say(f"warming up {name}")
+            asyncio.run(warm_up(client, Prompts(f"warm-up {name}", count)))
+        results: Rounds = {s.name: {name: [] for name in clients} for s in scenarios}
+        for scenario in scenarios:
+            for turn in range(rounds):
+                for name in sorted(clients, reverse=bool(turn % 2)):
+                    say(f"{scenario.title}: {name}, round {turn + 1} of {rounds}")
+                    prompts = Prompts(f"{scenario.name} {turn}", count)
+                    results[scenario.name][name].append(measure(scenario, clients[name], prompts))
+    return summarize(scenarios, results, notes)
+
+
+def measure(scenario: Scenario, client: Client, prompts: Prompts) -> Numbers:
+    gc.collect()
+    gc.disable()  # a collection in the client would look like a pause of the server
+    try:
+        return asyncio.run(scenario.run(client, prompts))
+    finally:
+        gc.enable()
+
+
+def summarize(scenarios: Sequence[Scenario], results: Rounds, notes: list[str]) -> Report:
+    rows: list[tuple[str, ...]] = []
+    bars: list[tuple[str, tuple[float, ...]]] = []
+    data: dict[str, Any] = {}
+    for scenario in scenarios:
+        medians = {
+            name: {m.name: median([r[m.name] for r in runs]) for m in scenario.measures}
+            for name, runs in results[scenario.name].items()
+        }
+        data[scenario.name] = {"rounds": results[scenario.name], "medians": medians}
+        for index, m in enumerate(scenario.measures):
+            ours, theirs = medians[OURS][m.name], medians[THEIRS][m.name]
+            title = scenario.title if index == 0 else ""
+            rows.append((title, *_cells(m, ours, theirs)))
+        lead = scenario.measures[0]
+        pair = (medians[OURS][lead.name], medians[THEIRS][lead.name])
+        bars.append((f"{scenario.name}: {lead.name}, {lead.unit}", pair))
+        data[scenario.name]["advantage"] = {
+            m.name: m.advantage(medians[OURS][m.name], medians[THEIRS][m.name])
+            for m in scenario.measures
+        }
+    header = ("scenario", "measure", OURS, THEIRS, "times better")
+    return Report(
+        name="compare",
+        tables=[Table("Pippin and mlx-lm's server, medians over rounds", header, rows)],
+        charts=[Bars("Pippin and mlx-lm's server", (OURS, THEIRS), bars)],
+        data={"scenarios": data},
+        notes=notes,
+    )
+
+
+def _cells(measure: Measure, ours: float, theirs: float) -> tuple[str, ...]:
+    return (
+        f"{measure.name}, {measure.unit}",
+        number(ours),
+        number(theirs),
+        f"{number(measure.advantage(ours, theirs))}x",
+    )

@@ -1,0 +1,48 @@
+"""Percentiles and spreads of measured numbers. Knows no clock and no server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of them lie, interpolated between neighbours."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = math.ceil(place)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def median(values: Sequence[float]) -> float:
+    return percentile(values, 0.5)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What is worth saying about many measurements of one thing."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(
+            count=len(values),
+            mean=sum(values) / len(values) if values else math.nan,
+            p50=percentile(values, 0.5),
+            p90=percentile(values, 0.9),
+            p99=percentile(values, 0.99),
+            max=max(values, default=math.nan),
+        )
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)

@@ -1,0 +1,125 @@
+"""A client that only records: bytes and the time each read came. Parses nothing while it runs.
+
+The client shares the machine with the server it measures, so what it does per token must be
+next to nothing: one callback appends one tuple. `sse.py` makes sense of the recording afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+from urllib.parse import urlsplit
+
+from pippin.errors import PippinError
+
+
+class BenchError(PippinError):
+    """A server that is out of reach, or answers what cannot be measured."""
+
+
+@dataclass
+class Recording:
+    """One exchange. `pieces` are reads in order: (time.perf_counter() seconds, bytes)."""
+
+    sent: float
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    cut: bool = False  # we hung up before the end
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server, and how to address it."""
+
+    url: str
+    model: str
+    api_key: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # fields added to every request
+
+
+class Exchange(asyncio.Protocol):
+    """One request on its own connection. `started`: the first event came; `done`: all of it."""
+
+    def __init__(self, request: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        self._request = request
+        self._transport: asyncio.Transport | None = None
+        self.recording = Recording(sent=perf_counter())
+        self.started: asyncio.Future[None] = loop.create_future()
+        self.done: asyncio.Future[Recording] = loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.recording.pieces.append((perf_counter(), data))
+        if not self.started.done() and b"data:" in data:
+            self.started.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.started.done():  # an error reply, perhaps: the parser will tell
+            self.started.set_result(None)
+        if not self.done.done():
+            self.done.set_result(self.recording)
+
+    def hang_up(self) -> None:
+        assert self._transport is not None
+        self.recording.cut = True
+        self._transport.abort()
+
+
+class Client:
+    """Streams completions and chats from one server."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        parts = urlsplit(target.url)
+        self._host = parts.hostname or "127.0.0.1"
+        self._tls = parts.scheme == "https"
+        self._port = parts.port or (443 if self._tls else 80)
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+
+    async def complete(self, prompt: str, max_tokens: int) -> Recording:
+        return await (await self.start_completion(prompt, max_tokens)).done
+
+    async def chat(self, messages: list[dict[str, str]], max_tokens: int) -> Recording:
+        fields = {"messages": messages, "max_tokens": max_tokens}
+        return await (await self._start("/v1/chat/completions", fields)).done
+
+    async def start_completion(self, prompt: str, max_tokens: int) -> Exchange:
+        return await self._start("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens})
+
+    async def _start(self, path: str, fields: dict[str, Any]) -> Exchange:
+        body = {
+            "model": self.target.model,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **fields,
+            **self.target.extra,
+        }
+        request = self._request(self._path + path, json.dumps(body).encode())
+        loop = asyncio.get_running_loop()
+        try:
+            _, exchange = await loop.create_connection(
+                lambda: Exchange(request), self._host, self._port, ssl=self._tls or None
+            )
+        except OSError as error:
+            raise BenchError(f"{self.target.url}: {error}") from error
+        return exchange
+
+    def _request(self, path: str, body: bytes) -> bytes:
+        headers = {
+            "Host": f"{self._host}:{self._port}",
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",  # the end of the connection is the end of the reply
+        }
+        if self.target.api_key:
+            headers["Authorization"] = f"Bearer {self.target.api_key}"
+        lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        return "\r\n".join([*lines, "", ""]).encode() + body
