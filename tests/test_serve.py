@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from threading import Thread
 import httpx
 import pytest
 
+import pippin
 from processes import environment, is_running, wait_until_gone
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "model": "stories-hybrid-20m"}
@@ -67,6 +69,18 @@ def wait_until_a_request_is_pending(served: Served, thread: Thread) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.get(f"{served.url}/status", timeout=0.3)
     assert thread.is_alive()
+
+
+def serve_and_fail(*argv: str, **env: str) -> tuple[int, str]:
+    """Exit status and stderr of a server that cannot start."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pippin", "serve", *argv],
+        env={**environment(), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stderr
 
 
 def test_the_banner_holds_a_curl_that_works() -> None:
@@ -128,12 +142,33 @@ def test_the_engine_does_not_outlive_a_killed_server() -> None:
 def test_a_port_in_use_is_one_line() -> None:
     with serve() as served:
         port = served.url.rpartition(":")[2]
-        done = subprocess.run(
-            [sys.executable, "-m", "pippin", "serve", "--backend", "fake", "--port", port],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 1
-    assert done.stderr == f"pippin: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+        status, err = serve_and_fail("--backend", "fake", "--port", port)
+    assert (status, err) == (
+        1,
+        f"pippin: cannot listen on 127.0.0.1:{port}: Address already in use\n",
+    )
+
+
+def test_a_hub_out_of_reach_is_one_line(tmp_path: Path) -> None:
+    status, err = serve_and_fail(
+        "some/model", "--port", "0", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)
+    )
+    assert status == 1
+    assert err.splitlines() == [
+        "pippin: 'some/model' is neither a directory nor in the local cache, "
+        "and the hub is out of reach"
+    ]
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_named_and_nothing_stays_behind(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
+    (tmp_path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # no tensors
+    bundled = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
+    shutil.copy(bundled / "tokenizer.json", tmp_path)
+    status, err = serve_and_fail(str(tmp_path), "--port", "0", TMPDIR=str(tmp_path))
+    assert status == 1
+    assert "no_such_type" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert not list(tmp_path.glob("pippin-*"))
