@@ -9,6 +9,7 @@ Without overlap the same code commits a step before it plans the next: one step 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -17,6 +18,8 @@ from pippin.backends.base import Backend, PendingStep, StepPlan
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import StepRecord
 from pippin.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,16 +54,16 @@ class Loop:
     def step(self) -> list[TokenDelta]:
         """Launch one step and commit one; returns what clients are owed. Blocks at most once."""
         deltas = self.scheduler.take_outbox()
-        launched, failed = self._launch()
-        deltas += failed
-        previous, self._in_flight = self._in_flight, launched
-        if previous is not None:
-            deltas += self._commit(previous)
-        if launched is not None and launched.plan.masked_slots:
-            launched.pending.sample(self.scheduler.masks(launched.plan))
-        if launched is not None and not self.overlap:
+        previous = self._in_flight
+        launched = self._launch(deltas)
+        if previous is not None and self._in_flight is previous:
             self._in_flight = None
-            deltas += self._commit(launched)
+            deltas += self._commit(previous)
+        if launched is not None and self._sampled(launched, deltas):
+            if self.overlap:
+                self._in_flight = launched
+            else:
+                deltas += self._commit(launched)
         return deltas
 
     def status(self) -> dict[str, Any]:
@@ -94,25 +97,45 @@ class Loop:
             self._in_flight = None
         self.backend.close()
 
-    def _launch(self) -> tuple[_Launched | None, list[TokenDelta]]:
+    def _launch(self, deltas: list[TokenDelta]) -> _Launched | None:
         planned_at = perf_counter()
         plan = self.scheduler.plan()
+        deltas += self.scheduler.take_outbox()
         if plan is None:
-            return None, self.scheduler.take_outbox()
+            return None
         try:
             pending = self.backend.launch(plan)
-        except Exception as error:  # the plan's requests are told; the others go on
-            if self._in_flight is not None:
-                settled = self._commit(self._in_flight)
+        except Exception as error:
+            if self._in_flight is not None:  # steps are settled in order
+                deltas += self._commit(self._in_flight)
                 self._in_flight = None
-                return None, settled + self.scheduler.fail_step(plan.step, error)
-            return None, self.scheduler.fail_step(plan.step, error)
-        return _Launched(plan, pending, planned_at, perf_counter()), []
+            deltas += self._fail(plan, error)
+            return None
+        return _Launched(plan, pending, planned_at, perf_counter())
+
+    def _sampled(self, launched: _Launched, deltas: list[TokenDelta]) -> bool:
+        """Launch the sampling of grammar rows: their masks need the tokens just committed."""
+        if not launched.plan.masked_slots:
+            return True
+        try:
+            launched.pending.sample(self.scheduler.masks(launched.plan))
+        except Exception as error:
+            deltas += self._fail(launched.plan, error)
+            return False
+        return True
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[TokenDelta]:
+        """The plan's requests are told; the others go on."""
+        logger.error("step %d failed", plan.step, exc_info=error)
+        return self.scheduler.fail_step(plan.step, error)
 
     def _commit(self, launched: _Launched) -> list[TokenDelta]:
         plan = launched.plan
         began = perf_counter()
-        result = launched.pending.wait()
+        try:
+            result = launched.pending.wait()
+        except Exception as error:
+            return self._fail(plan, error)
         waited = perf_counter() - began
         deltas = self.scheduler.commit(plan.step, result)
         done = result.device_done or began + waited

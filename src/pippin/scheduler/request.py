@@ -55,6 +55,7 @@ class Request:
     reserved_tokens: int = 0
     passed_over: int = 0  # times a later request was admitted first
     absorbs: bool = True  # False: no room was left to run the reply's last token
+    spoiled: bool = False  # what its row holds is not known to be the prompt and the reply
 
     @classmethod
     def from_submit(cls, submit: Submit, *, seed: int, arrived: float) -> Request:
@@ -88,7 +89,7 @@ class Request:
     @property
     def will_be_cached(self) -> bool:
         """Finished in earnest: its reply reaches the tree with the step that retires it."""
-        return self.finish in ("stop", "length")
+        return self.finish in ("stop", "length") and not self.spoiled
 
     @property
     def num_coming(self) -> int:

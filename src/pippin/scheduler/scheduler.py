@@ -290,6 +290,7 @@ class Scheduler:
         assert step == self._committed + 1, "steps are committed in order"
         self._committed = step
         for request in flight.owners.values():
+            request.spoiled = True
             if request.running:
                 self._fail(request, error)
         for request in flight.retired.values():
@@ -319,6 +320,7 @@ class Scheduler:
         if request is None or request.finish is not None:
             return  # it ended by itself while the message was on its way
         self._outbox.end(request, reason)
+        request.spoiled = request.held > request.num_tokens  # ended amid a step: two are ahead
         self._done(request, reason)
         if reason == "abort":
             self.metrics.requests_aborted += 1

@@ -1,0 +1,179 @@
+"""Who starts next: order, ageing and the byte budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from builders import Client, check_idle, make_client, make_prompt, oracle
+from pippin.backends.fake import FakeBackend
+from pippin.scheduler.admission import MAX_PASSED_OVER, ByteBudget, common_prefix_len
+from pippin.types import Component
+
+A = Component.ATTENTION
+both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+
+
+def bytes_for(*lengths: int, components: tuple[Component, ...] = (A,)) -> int:
+    budget = ByteBudget(FakeBackend(components=components).spec, 0, None)
+    return sum(budget.row_bytes(length) for length in lengths)
+
+
+def order_of_start(client: Client) -> list[str]:
+    """Ids in the order in which requests were given a slot."""
+    started: list[str] = []
+    while not client.loop.idle:
+        client.step()
+        for request in client.loop.scheduler.active.values():
+            if request.id not in started:
+                started.append(request.id)
+    return started
+
+
+def test_requests_without_a_match_start_in_order_of_arrival() -> None:
+    client = make_client(num_slots=1)
+    for number in range(6):
+        client.submit(make_prompt(20, number), id=str(number))
+    assert order_of_start(client) == list("012345")
+
+
+def test_the_longest_match_starts_first() -> None:
+    client = make_client(num_slots=1)
+    client.ask(make_prompt(200))
+    client.submit(make_prompt(10, 5), id="busy", max_tokens=3)
+    client.step()
+    client.submit(make_prompt(20, 6), id="cold")
+    client.submit(make_prompt(100), id="some")
+    client.submit(make_prompt(200), id="most")
+    assert order_of_start(client) == ["busy", "most", "some", "cold"]
+
+
+@both_modes
+def test_nobody_is_passed_over_more_often_than_the_limit(overlap: bool) -> None:
+    """A stream of perfect hits arrives without end; the cold ones still get their turn."""
+    client = make_client(overlap=overlap, num_slots=1)
+    client.ask(make_prompt(200))
+    requests = client.loop.scheduler.requests
+    for number in range(3):
+        client.submit(make_prompt(20, 5 + number), id=f"cold{number}", max_tokens=1)
+    cold = [requests[f"cold{number}"] for number in range(3)]
+    hits = 0
+    while any(request.finish is None for request in cold):
+        if len(client.loop.scheduler.admission.queue) < 6:
+            client.submit(make_prompt(200), id=f"hit{hits}", max_tokens=1)
+            hits += 1
+        client.step()
+        assert hits < 100, "the cold requests starve"
+    assert max(request.passed_over for request in cold) == MAX_PASSED_OVER
+    client.run()
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "length"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 5], [1, 2], 1), ([4], [5], 0)]
+)
+def test_common_prefix_len(a: list[int], b: list[int], length: int) -> None:
+    import numpy as np
+
+    assert common_prefix_len(np.array(a), np.array(b)) == length
+
+
+@both_modes
+def test_more_requests_than_bytes_queue_and_all_finish(overlap: bool) -> None:
+    capacity = bytes_for(100 + 256, 100 + 256)
+    client = make_client(
+        overlap=overlap, components=(A,), num_slots=8, chunk=512, capacity_bytes=capacity
+    )
+    for number in range(6):
+        client.submit(make_prompt(100, number), max_tokens=250)
+    most = 0
+    while not client.loop.idle:
+        client.step()
+        most = max(most, client.loop.scheduler.num_running)
+        scheduler = client.loop.scheduler
+        assert scheduler.cache is not None
+        assert scheduler.budget.reserved + scheduler.cache.nbytes <= capacity
+    assert most == 2
+    for number, reply in enumerate(client.replies.values()):
+        expected = oracle(make_prompt(100, number), components=(A,), max_tokens=250)
+        assert (reply.tokens, reply.finish) == expected
+    check_idle(client)
+
+
+@both_modes
+def test_the_tree_makes_room_for_rows(overlap: bool) -> None:
+    capacity = bytes_for(300)
+    client = make_client(overlap=overlap, components=(A,), capacity_bytes=capacity, chunk=512)
+    for number in range(4):
+        prompt = make_prompt(280, number)
+        assert (
+            client.ask(prompt, max_tokens=20).tokens
+            == oracle(prompt, components=(A,), max_tokens=20)[0]
+        )
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    assert cache.stats.bytes_evicted > 0
+    check_idle(client)
+
+
+@both_modes
+def test_rows_that_cannot_grow_wait_for_others_to_end(overlap: bool) -> None:
+    """Both start with head room, and both outgrow it while there is only room for one."""
+    capacity = bytes_for(10 + 256, 10 + 256) + bytes_for(64) // 2
+    client = make_client(
+        overlap=overlap, components=(A,), cache=False, num_slots=2, capacity_bytes=capacity
+    )
+    replies = [
+        client.submit(make_prompt(10, 1), max_tokens=256 + 200),
+        client.submit(make_prompt(10, 2), max_tokens=256),
+    ]
+    client.run()
+    assert [reply.finish for reply in replies] == ["length", "length"]
+    assert replies[0].tokens == oracle(make_prompt(10, 1), components=(A,), max_tokens=456)[0]
+    check_idle(client)
+
+
+@both_modes
+def test_when_nobody_can_grow_the_youngest_fails_with_both_numbers(overlap: bool) -> None:
+    capacity = bytes_for(10 + 256, 10 + 256)
+    client = make_client(
+        overlap=overlap, components=(A,), cache=False, num_slots=2, capacity_bytes=capacity
+    )
+    first = client.submit(make_prompt(10, 1), max_tokens=400)
+    second = client.submit(make_prompt(10, 2), max_tokens=400)
+    client.run()
+    assert (first.finish, second.finish) == ("length", "error")
+    assert first.tokens == oracle(make_prompt(10, 1), components=(A,), max_tokens=400)[0]
+    assert second.error_status == 503
+    assert f"{capacity:,}" in (second.error or "")
+    assert f"{bytes_for(10 + 310):,}" in (second.error or "")
+    check_idle(client)
+
+
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
+    capacity = bytes_for(100)
+    client = make_client(components=(A,), capacity_bytes=capacity)
+    reply = client.submit(make_prompt(300))
+    other = client.submit(make_prompt(20), max_tokens=4)
+    client.run()
+    assert (reply.finish, other.finish) == ("error", "length")
+    assert f"{bytes_for(301):,}" in (reply.error or "")
+    assert f"{capacity:,}" in (reply.error or "")
+
+
+@both_modes
+def test_a_request_with_no_head_room_still_starts_when_it_is_alone(overlap: bool) -> None:
+    client = make_client(overlap=overlap, components=(A,), chunk=512, capacity_bytes=bytes_for(120))
+    reply = client.ask(make_prompt(100), max_tokens=300)
+    assert reply.finish == "error"  # it outgrows the budget in the end
+    assert len(reply.tokens) > 20
+    check_idle(client)
+
+
+@both_modes
+def test_a_match_too_large_to_keep_beside_its_own_row_is_given_up(overlap: bool) -> None:
+    capacity = bytes_for(300)
+    client = make_client(overlap=overlap, components=(A,), chunk=512, capacity_bytes=capacity)
+    client.ask(make_prompt(200), max_tokens=1)
+    reply = client.ask(make_prompt(200) + make_prompt(60, 1), max_tokens=2)
+    assert reply.finish == "length"
+    assert reply.cached_tokens == 0
+    check_idle(client)

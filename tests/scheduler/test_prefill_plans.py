@@ -1,0 +1,130 @@
+"""Chunked prefill: any length, any chunk, honest counts, no prefix computed twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from builders import ALL, check_idle, make_client, make_prompt, oracle
+from pippin.types import Component
+
+A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
+both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+CHUNK = 128
+
+
+@both_modes
+@pytest.mark.parametrize("state_taps", [True, False])
+@pytest.mark.parametrize("chunk", [1, 63, 64, 65, CHUNK])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 2 * CHUNK + 1])
+def test_every_prompt_length_in_every_chunk_size(
+    overlap: bool, state_taps: bool, chunk: int, length: int
+) -> None:
+    client = make_client(overlap=overlap, state_taps=state_taps, chunk=chunk)
+    cold = client.ask(make_prompt(length))
+    assert (cold.tokens, cold.finish) == oracle(make_prompt(length))
+    assert cold.cached_tokens == 0
+    assert client.backend.device.tokens_run == length
+    warm = client.ask(make_prompt(length))
+    assert warm.tokens == cold.tokens
+    assert client.backend.device.tokens_run == 2 * length - (warm.cached_tokens or 0)
+    check_idle(client)
+
+
+@pytest.mark.parametrize(
+    ("components", "cached"), [((A,), 199), ((A, W), 199), ((S,), 192), ((A, S), 192), (ALL, 192)]
+)
+def test_the_same_prompt_again_recomputes_only_what_gives_logits(
+    components: tuple[Component, ...], cached: int
+) -> None:
+    client = make_client(components=components)
+    client.ask(make_prompt(200))
+    assert client.ask(make_prompt(200)).cached_tokens == cached
+
+
+@both_modes
+@pytest.mark.parametrize("components", [ALL, (A,), (S,), (W, S)])
+def test_cached_tokens_is_what_was_not_computed(
+    overlap: bool, components: tuple[Component, ...]
+) -> None:
+    client = make_client(overlap=overlap, components=components, num_slots=3, chunk=100)
+    prompts = [make_prompt(90 + 17 * n, n % 2) + make_prompt(n, 9) for n in range(12)]
+    for prompt in prompts:
+        client.submit(prompt, max_tokens=3)
+        client.step(2)
+    client.run()
+    saved = sum(reply.cached_tokens or 0 for reply in client.replies.values())
+    assert saved > 0
+    assert client.backend.device.tokens_run == sum(map(len, prompts)) - saved
+    assert client.loop.scheduler.metrics.cached_tokens == saved
+    assert client.loop.scheduler.metrics.computed_tokens == client.backend.device.tokens_run
+
+
+@both_modes
+@pytest.mark.parametrize("state_taps", [True, False])
+def test_requests_that_share_an_uncomputed_prefix_wait_for_the_first(
+    overlap: bool, state_taps: bool
+) -> None:
+    client = make_client(overlap=overlap, state_taps=state_taps, num_slots=8, chunk=512)
+    prompts = [make_prompt(256) + make_prompt(10, 100 + n) for n in range(5)]
+    replies = [client.submit(prompt) for prompt in prompts]
+    client.run()
+    assert [reply.cached_tokens for reply in replies] == [0, 256, 256, 256, 256]
+    assert client.backend.device.tokens_run == 256 + 5 * 10
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply.tokens == oracle(prompt)[0]
+
+
+def test_those_who_wait_for_a_prefix_let_strangers_by_and_do_not_age() -> None:
+    client = make_client(num_slots=8, chunk=64)
+    client.submit(make_prompt(640))
+    waiter = client.submit([*make_prompt(640), 1, 2])
+    stranger = client.submit(make_prompt(20, 5), max_tokens=1)
+    client.step(14)
+    assert stranger.finish == "length"
+    assert client.loop.scheduler.requests[waiter.id].passed_over == 0
+    client.run()
+    assert waiter.cached_tokens == 640
+
+
+def test_an_aborted_first_frees_those_who_wait_for_its_prefix() -> None:
+    client = make_client(num_slots=8, chunk=64)
+    first = client.submit(make_prompt(640))
+    second = client.submit([*make_prompt(640), 1, 2])
+    client.step(3)
+    client.loop.abort(first.id)
+    client.run()
+    assert second.finish == "length"
+    assert 0 < (second.cached_tokens or 0) < 640
+    check_idle(client)
+
+
+def test_prompt_logprobs_compute_all_of_the_prompt_and_make_nobody_wait() -> None:
+    client = make_client(num_slots=8, chunk=64)
+    client.ask(make_prompt(128))
+    scored = client.submit(make_prompt(256), prompt_logprobs=1)
+    other = client.submit([*make_prompt(256), 3])
+    client.step(2)
+    assert client.loop.scheduler.requests[other.id].slot
+    client.run()
+    assert scored.cached_tokens == 0
+
+
+def test_chunks_end_at_boundaries_that_the_backend_cannot_tap() -> None:
+    client = make_client(components=(A, S), state_taps=False, chunk=512)
+    client.submit(make_prompt(300), boundaries=[130])
+    ends = []
+    while not client.loop.idle:
+        client.step()
+        launched = client.loop._in_flight
+        ends += [row.end for row in launched.plan.prefill] if launched else []
+    assert ends == [64, 128, 192, 256, 300]
+
+
+def test_a_step_serves_several_prompts_within_its_budget() -> None:
+    client = make_client(num_slots=8, chunk=100)
+    for number in range(4):
+        client.submit(make_prompt(40, number))
+    client.step()
+    launched = client.loop._in_flight
+    assert launched is not None
+    assert [len(row.tokens) for row in launched.plan.prefill] == [40, 40, 20]

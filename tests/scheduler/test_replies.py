@@ -1,0 +1,205 @@
+"""How requests join and end: each gets the oracle's tokens and exactly one terminal message."""
+
+from __future__ import annotations
+
+import pytest
+
+from builders import ALL, Client, check_idle, make_client, make_prompt, oracle
+from pippin.backends.fake import BYTES_PER_TOKEN
+from pippin.types import Component
+
+both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+
+
+@both_modes
+def test_requests_that_join_at_different_steps_do_not_disturb_each_other(overlap: bool) -> None:
+    client = make_client(overlap=overlap, num_slots=3)
+    for number in range(8):
+        client.submit(make_prompt(5 + 30 * number, number), max_tokens=3 + number)
+        client.step()
+    client.run()
+    for number, reply in enumerate(client.replies.values()):
+        prompt = make_prompt(5 + 30 * number, number)
+        assert (reply.tokens, reply.finish) == oracle(prompt, max_tokens=3 + number)
+    check_idle(client)
+
+
+@both_modes
+@pytest.mark.parametrize("max_tokens", [1, 2, 63, 64, 65])
+def test_a_reply_ends_at_max_tokens(overlap: bool, max_tokens: int) -> None:
+    client = make_client(overlap=overlap)
+    reply = client.ask(make_prompt(10), max_tokens=max_tokens)
+    assert len(reply.tokens) == max_tokens
+    assert (reply.tokens, reply.finish) == oracle(make_prompt(10), max_tokens=max_tokens)
+
+
+@both_modes
+def test_a_reply_ends_at_a_stop_id_which_is_delivered(overlap: bool) -> None:
+    tokens, _ = oracle(make_prompt(10), max_tokens=20)
+    reply = make_client(overlap=overlap).ask(
+        make_prompt(10), max_tokens=20, stop_ids=[tokens[5], tokens[9]]
+    )
+    assert reply.tokens == tokens[:6]
+    assert reply.finish == "stop"
+
+
+@both_modes
+def test_min_tokens_holds_stop_ids_back(overlap: bool) -> None:
+    stop_ids = range(48)  # every other token would stop
+    reply = make_client(overlap=overlap).ask(
+        make_prompt(10), max_tokens=30, min_tokens=12, stop_ids=stop_ids
+    )
+    assert len(reply.tokens) > 12
+    assert not set(reply.tokens[:12]) & set(stop_ids)
+    assert reply.finish == "stop"
+
+
+@both_modes
+def test_a_seeded_request_gives_the_same_tokens_alone_and_in_a_crowd(overlap: bool) -> None:
+    kwargs = {"temperature": 1.0, "seed": 7, "max_tokens": 12}
+    alone = make_client(overlap=overlap).ask(make_prompt(9), **kwargs)
+    client = make_client(overlap=overlap, num_slots=8)
+    for number in range(5):
+        client.submit(make_prompt(20, 50 + number), temperature=1.0, seed=number, max_tokens=9)
+    crowded = client.ask(make_prompt(9), **kwargs)
+    assert alone.tokens == crowded.tokens == oracle(make_prompt(9), **kwargs)[0]
+    assert alone.tokens != make_client().ask(make_prompt(9), **(kwargs | {"seed": 8})).tokens
+
+
+@both_modes
+def test_unseeded_requests_differ(overlap: bool) -> None:
+    client = make_client(overlap=overlap)
+    replies = [client.submit(make_prompt(9), temperature=1.0, max_tokens=8) for _ in range(3)]
+    client.run()
+    assert len({tuple(reply.tokens) for reply in replies}) == 3
+
+
+@both_modes
+@pytest.mark.parametrize("steps", range(9))
+def test_an_abort_is_answered_at_once_whatever_the_phase(overlap: bool, steps: int) -> None:
+    """Waiting, between chunks, with its last chunk in flight, decoding, about to finish."""
+    client = make_client(overlap=overlap, num_slots=2, chunk=64)
+    others = [client.submit(make_prompt(100, 1), max_tokens=6) for _ in range(2)]
+    reply = client.submit(make_prompt(200, 2), max_tokens=4)
+    client.step(steps)
+    client.loop.abort(reply.id)
+    client.step()
+    assert reply.finish == "abort"
+    client.run()
+    assert reply.tokens == oracle(make_prompt(200, 2))[0][: len(reply.tokens)]
+    for other in others:
+        assert (other.tokens, other.finish) == oracle(make_prompt(100, 1), max_tokens=6)
+    check_idle(client)
+
+
+@both_modes
+def test_an_aborted_requests_slot_is_free_within_two_steps(overlap: bool) -> None:
+    client = make_client(overlap=overlap, num_slots=1)
+    reply = client.submit(make_prompt(10), max_tokens=100)
+    client.step(5)
+    client.loop.abort(reply.id)
+    client.step(2)
+    assert client.loop.scheduler.slots.num_free == 1
+
+
+@both_modes
+def test_a_stop_string_ends_a_request_as_finished_and_its_reply_is_cached(overlap: bool) -> None:
+    client = make_client(overlap=overlap)
+    reply = client.submit(make_prompt(100), max_tokens=50)
+    while len(reply.tokens) < 7:
+        client.step()
+    client.loop.finish(reply.id)
+    client.run()
+    assert reply.finish == "stop"
+    assert reply.tokens == oracle(make_prompt(100), max_tokens=50)[0][:7]
+    next_turn = client.ask([*make_prompt(100), *reply.tokens, 5, 6])
+    assert next_turn.cached_tokens == 107
+    check_idle(client)
+
+
+@both_modes
+def test_a_finish_message_during_prefill_ends_the_request(overlap: bool) -> None:
+    client = make_client(overlap=overlap, chunk=64)
+    reply = client.submit(make_prompt(300))
+    client.step(2)
+    client.loop.finish(reply.id)
+    client.run()
+    assert (reply.tokens, reply.finish) == ([], "stop")
+    check_idle(client)
+
+
+def test_messages_about_requests_that_have_ended_or_never_were_are_ignored() -> None:
+    client = make_client()
+    reply = client.ask(make_prompt(5))
+    client.loop.abort(reply.id)
+    client.loop.finish(reply.id)
+    client.loop.abort("nobody")
+    client.run()
+    assert reply.finish == "length"
+
+
+@both_modes
+def test_slots_are_reused_and_the_lowest_goes_first(overlap: bool) -> None:
+    client = make_client(overlap=overlap, num_slots=2)
+    for number in range(20):
+        client.submit(make_prompt(10, number), max_tokens=1 + number % 4)
+    client.run()
+    for number, reply in enumerate(client.replies.values()):
+        assert reply.tokens == oracle(make_prompt(10, number), max_tokens=1 + number % 4)[0]
+    assert sorted(client.loop.scheduler.slots._free) == [1, 2]
+
+
+@both_modes
+@pytest.mark.parametrize("components", [ALL, (Component.ATTENTION,), (Component.STATE,)])
+def test_the_next_turn_finds_the_reply_even_if_it_is_sent_at_once(
+    overlap: bool, components: tuple[Component, ...]
+) -> None:
+    client = make_client(overlap=overlap, components=components)
+    reply = client.submit(make_prompt(80), max_tokens=70)
+    while reply.finish is None:
+        client.step()
+    prompt = [*make_prompt(80), *reply.tokens, 1, 2, 3]
+    turn = client.ask(prompt)
+    assert turn.cached_tokens == 150
+    assert turn.tokens == oracle(prompt, components=components)[0]
+
+
+def logprob_counts(client: Client) -> list[int]:
+    return [len(reply.logprobs) for reply in client.replies.values()]
+
+
+@both_modes
+def test_logprobs_come_with_every_token_of_those_who_asked(overlap: bool) -> None:
+    client = make_client(overlap=overlap)
+    client.submit(make_prompt(5), logprobs=2)
+    client.submit(make_prompt(6, 1))
+    client.run()
+    assert logprob_counts(client) == [4, 0]
+
+
+def test_a_prompt_that_cannot_fit_the_model_is_refused_with_both_numbers() -> None:
+    client = make_client(max_len=100)
+    reply = client.ask(make_prompt(90), max_tokens=11)
+    assert reply.finish == "error"
+    assert reply.error_status == 400
+    assert "90" in (reply.error or "")
+    assert "100" in (reply.error or "")
+    assert client.ask(make_prompt(90), max_tokens=10).finish == "length"
+
+
+def test_a_full_queue_answers_503() -> None:
+    client = make_client(num_slots=1, max_queue=2)
+    replies = [client.submit(make_prompt(5, number)) for number in range(4)]
+    client.run()
+    assert [reply.finish for reply in replies] == ["length", "length", "error", "error"]
+    assert replies[2].error_status == 503
+    assert "queue holds 2" in (replies[2].error or "")
+
+
+def test_memory_used_follows_the_rows() -> None:
+    client = make_client(cache=False)
+    client.submit(make_prompt(10), max_tokens=50)
+    client.step(3)
+    assert client.loop.status()["memory"]["device_bytes"] >= 10 * BYTES_PER_TOKEN
+    client.run()
+    assert client.loop.status()["memory"]["device_bytes"] == 0

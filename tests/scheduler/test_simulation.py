@@ -1,0 +1,349 @@
+"""The device finishes when the test says so: ends, reuse and failures at every possible moment.
+
+The toy device is a queue that moves only when somebody waits for a step or calls `advance`, so a
+schedule here is exact: nothing depends on time. Historical bugs of overlap loops are tests by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from builders import (
+    Client,
+    audited_payloads,
+    check_idle,
+    make_client,
+    make_loop,
+    make_prompt,
+    oracle,
+)
+from pippin.backends import fake
+from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
+from pippin.backends.fake import FakeBackend, FakePayload, FakePending
+from pippin.types import SamplingParams
+
+EndRequest = Callable[[Client, str], None]
+
+
+class HookedBackend(FakeBackend):
+    """Calls back before a launch, right after it, and before somebody waits for it."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.moments: dict[tuple[str, int], Callable[[], None]] = {}
+        self.plans: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> FakePending:
+        self.plans.append(plan)
+        self._moment("before launch", plan.step)
+        pending = super().launch(plan)
+        self._moment("after launch", plan.step)
+        return pending
+
+    def _moment(self, name: str, step: int) -> None:
+        self.moments.pop((name, step), lambda: None)()
+
+
+def abort(client: Client, name: str) -> None:
+    client.loop.abort(name)
+
+
+def finish(client: Client, name: str) -> None:
+    client.loop.finish(name)
+
+
+@pytest.mark.parametrize("ends", [abort, finish])
+@pytest.mark.parametrize("moment", ["before launch", "after launch"])
+@pytest.mark.parametrize("device", ["lags", "runs ahead"])
+@pytest.mark.parametrize("step", range(9))
+def test_an_end_at_any_moment_around_a_launch(
+    ends: EndRequest, moment: str, device: str, step: int
+) -> None:
+    """Two chunks, then decode; the slot's next owner and a bystander must not notice."""
+    backend = HookedBackend(num_slots=4)
+    client = Client(make_loop(backend=backend, num_slots=2, chunk=64))
+    client.submit(make_prompt(70, 1), id="ended", max_tokens=5)
+    client.submit(make_prompt(70, 2), id="bystander", max_tokens=12)
+    client.submit(make_prompt(70, 3), id="next", max_tokens=6)
+
+    def now() -> None:
+        ends(client, "ended")
+        if device == "runs ahead":
+            backend.device.advance(100)
+
+    backend.moments[moment, step] = now
+    with audited_payloads() as audit:
+        client.run()
+    replies = client.replies
+    expected = oracle(make_prompt(70, 1), max_tokens=5)[0]
+    assert replies["ended"].tokens == expected[: len(replies["ended"].tokens)]
+    assert replies["bystander"].tokens == oracle(make_prompt(70, 2), max_tokens=12)[0]
+    assert replies["next"].tokens == oracle(make_prompt(70, 3), max_tokens=6)[0]
+    check_idle(client)
+    assert client.loop.scheduler.cache is not None
+    assert audit.nbytes == client.loop.scheduler.cache.nbytes
+
+
+def test_a_slot_is_never_reused_while_a_step_of_its_owner_is_in_flight() -> None:
+    """The fence: a slot is freed in a plan made after every step with that row was committed."""
+    backend = HookedBackend(num_slots=4)
+    client = Client(make_loop(backend=backend, num_slots=2))
+    stop = oracle(make_prompt(10, 1), max_tokens=8)[0][3]
+    client.submit(make_prompt(10, 1), max_tokens=8, stop_ids=[stop])
+    for number in range(2, 8):
+        client.submit(make_prompt(10, number), max_tokens=number)
+    committed = -1
+    while not client.loop.idle:
+        before = len(backend.plans)
+        client.step()
+        for plan in backend.plans[before:]:
+            for retire in plan.retire:
+                last = max(
+                    p.step
+                    for p in backend.plans[: plan.step]
+                    if retire.slot in {row.slot for row in p.rows}
+                )
+                assert last <= committed, f"slot {retire.slot} was freed with a step in flight"
+        committed = client.loop.scheduler._committed
+
+
+def test_slot_reuse_straight_after_a_ghost() -> None:
+    """One slot: the second owner's first step follows the first owner's ghost on the device."""
+    backend = HookedBackend(num_slots=1)
+    client = Client(make_loop(backend=backend, num_slots=1, cache=False))
+    tokens = oracle(make_prompt(10, 1), max_tokens=8)[0]
+    stop = tokens[2]
+    first = client.submit(make_prompt(10, 1), max_tokens=8, stop_ids=[stop])
+    second = client.submit(make_prompt(10, 2), max_tokens=8)
+    client.run()
+    assert client.loop.scheduler.metrics.ghost_rows == 1
+    ghost = next(plan for plan in backend.plans if plan.admit and plan.step > 0).step - 1
+    assert [row.slot for row in backend.plans[ghost].decode] == [1]
+    assert first.tokens == tokens[:3]
+    assert second.tokens == oracle(make_prompt(10, 2), max_tokens=8)[0]
+
+
+def test_a_ghosts_token_is_dropped_and_its_row_completes_the_reply() -> None:
+    """The ghost runs the reply's last token, so the tree gets exactly the finished sequence."""
+    client = make_client()
+    tokens = oracle(make_prompt(100), max_tokens=8)[0]
+    reply = client.ask(make_prompt(100), max_tokens=8, stop_ids=[tokens[4]])
+    assert reply.tokens == tokens[:5]
+    assert client.loop.scheduler.metrics.ghost_rows == 1
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    assert cache.probe([*make_prompt(100), *reply.tokens]) == 105
+
+
+def test_no_ghost_where_the_length_is_known() -> None:
+    client = make_client()
+    client.ask(make_prompt(10), max_tokens=8)
+    assert client.loop.scheduler.metrics.ghost_rows == 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_two_steps_are_in_flight_through_joins_and_ends_or_one_without_overlap(
+    overlap: bool,
+) -> None:
+    backend = HookedBackend(num_slots=4)
+    client = Client(make_loop(backend=backend, num_slots=3, overlap=overlap))
+    waiting: list[int] = []
+    for number in range(9):
+        client.submit(make_prompt(50, number), max_tokens=3 + number % 3)
+    for step in range(1, 8):
+        backend.moments["after launch", step] = lambda: waiting.append(
+            len(client.loop.scheduler._in_flight)
+        )
+    client.run()
+    assert waiting == [2 if overlap else 1] * 7
+
+
+# ---- failures ----------------------------------------------------------------------------------
+
+
+class FailingBackend(HookedBackend):
+    """Its launch, its sampling or its result fails at one step, before or after the work."""
+
+    def __init__(self, fails: str, step: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._fails, self._step = fails, step
+
+    def launch(self, plan: StepPlan) -> FakePending:
+        failing = plan.step == self._step
+        if failing and self._fails == "launch, nothing done":
+            raise RuntimeError("the device is out of memory")
+        pending = super().launch(plan)
+        if failing and self._fails == "launch, all done":
+            raise RuntimeError("the device is out of memory")
+        if failing and self._fails == "wait":
+            pending.wait = self._raise  # type: ignore[method-assign]
+        return pending
+
+    def _raise(self) -> Any:
+        raise RuntimeError("the device is out of memory")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("fails", ["launch, nothing done", "launch, all done", "wait"])
+@pytest.mark.parametrize("step", range(8))
+def test_a_failed_step_fails_its_own_requests_and_nobody_else(
+    overlap: bool, fails: str, step: int
+) -> None:
+    backend = FailingBackend(fails, step, num_slots=4)
+    client = Client(make_loop(backend=backend, num_slots=2, chunk=64, overlap=overlap))
+    for number in range(6):
+        client.submit(make_prompt(40 + number, number), max_tokens=3, id=f"r{number}")
+    with audited_payloads() as audit:
+        client.run()
+    failed = [reply for reply in client.replies.values() if reply.finish == "error"]
+    assert len(failed) <= 2
+    assert all("out of memory" in (reply.error or "") for reply in failed)
+    for number, reply in enumerate(client.replies.values()):
+        expected = oracle(make_prompt(40 + number, number), max_tokens=3)[0]
+        assert reply.tokens == (expected[: len(reply.tokens)] if reply in failed else expected)
+    after = client.ask(make_prompt(40))
+    assert after.tokens == oracle(make_prompt(40))[0]
+    check_idle(client)
+    if fails == "launch, nothing done":
+        assert client.loop.scheduler.cache is not None
+        assert audit.nbytes <= client.loop.scheduler.cache.nbytes
+
+
+def test_a_failed_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    client = Client(make_loop(backend=FailingBackend("wait", 1, num_slots=4)))
+    client.ask(make_prompt(10))
+    assert "step 1 failed" in caplog.text
+    assert "the device is out of memory" in caplog.text
+
+
+# ---- bugs of overlap loops elsewhere, by name ----------------------------------------------------
+
+
+def test_input_ids_missing_at_prefill_in_the_overlap_loop() -> None:
+    """A prefill planned while a decode is in flight carries its own tokens, every one of them."""
+    backend = HookedBackend(num_slots=4)
+    client = Client(make_loop(backend=backend, num_slots=4, chunk=32))
+    client.submit(make_prompt(10, 1), max_tokens=30)
+    client.step(3)
+    late = client.submit(make_prompt(100, 2))
+    client.run()
+    mixed = [plan for plan in backend.plans if plan.prefill and plan.decode]
+    assert mixed
+    assert all(len(row.tokens) > 0 for plan in mixed for row in plan.prefill)
+    assert late.tokens == oracle(make_prompt(100, 2))[0]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_future_map_is_there_in_every_mode(overlap: bool) -> None:
+    client = make_client(overlap=overlap)
+    assert client.backend.future_map is not None
+    client.ask(make_prompt(5))
+
+
+def test_ring_wrap_around_aliasing() -> None:
+    """Far more steps and requests than slots: a cell means one request at a time."""
+    client = make_client(num_slots=3, cache=False)
+    for number in range(60):
+        client.submit(make_prompt(1 + number % 5, number), max_tokens=1 + number % 7)
+    client.run()
+    for number, reply in enumerate(client.replies.values()):
+        expected = oracle(make_prompt(1 + number % 5, number), max_tokens=1 + number % 7)[0]
+        assert reply.tokens == expected
+
+
+def test_stale_read_after_slot_reuse() -> None:
+    """A cell that was read is poisoned: its next owner cannot decode the last owner's token."""
+    future_map = fake.FutureMap(2)
+    future_map.stash(np.array([1]), np.array([42]))
+    assert future_map.take(1) == 42
+    with pytest.raises(RuntimeError, match="read twice"):
+        future_map.take(1)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [np.array([[7], [8]]), np.array([7, 8], dtype=np.int32), np.array([7, 8], dtype=np.uint16)],
+    ids=["shape (n,1)", "int32", "uint16"],
+)
+def test_token_ids_of_any_shape_and_integer_type(tokens: np.ndarray) -> None:
+    future_map = fake.FutureMap(4)
+    future_map.stash(np.array([3, 1]), tokens)
+    assert [future_map.take(1), future_map.take(3)] == [8, 7]
+
+
+def test_empty_batch() -> None:
+    future_map = fake.FutureMap(4)
+    future_map.stash(np.array([], dtype=np.int64), np.array([], dtype=np.int64))
+    with pytest.raises(RuntimeError, match="no token"):
+        future_map.take(0)
+    client = make_client()
+    assert client.loop.step() == []
+    assert client.loop.idle
+
+
+def test_snapshot_before_the_write_has_finished() -> None:
+    """A capture is a promise until its step is committed: reading it earlier raises."""
+    backend = FakeBackend(num_slots=2)
+    prompt = np.arange(8, dtype=np.int32)
+    pending = backend.launch(
+        StepPlan(
+            0,
+            admit=(Admit(1, SamplingParams(), (), prompt, 0),),
+            prefill=(PrefillRow(1, 0, prompt, samples=True, checkpoints=(8,), captures=True),),
+        )
+    )
+    (capture,) = pending.captures
+    for payload in [*capture.kv.values(), *capture.states.values()]:
+        assert isinstance(payload, FakePayload)
+        with pytest.raises(RuntimeError, match="before the device wrote it"):
+            payload.read()
+    pending.wait()
+    for payload in [*capture.kv.values(), *capture.states.values()]:
+        assert isinstance(payload, FakePayload)
+        payload.read()
+
+
+def test_a_later_step_never_changes_an_earlier_snapshot() -> None:
+    backend = FakeBackend(num_slots=2)
+    prompt = np.arange(8, dtype=np.int32)
+    first = backend.launch(
+        StepPlan(
+            0,
+            admit=(Admit(1, SamplingParams(), (), prompt, 0),),
+            prefill=(PrefillRow(1, 0, prompt, samples=True, checkpoints=(8,), captures=True),),
+        )
+    )
+    state = next(iter(first.wait().captures[0].states.values()))
+    before = state.fingerprint()
+    backend.launch(StepPlan(1, decode=(DecodeRow(1, 8),))).wait()
+    assert state.fingerprint() == before
+
+
+def test_copy_on_write_done_twice() -> None:
+    """A match is restored once, on its first chunk; later chunks go on from what the row holds."""
+    backend = HookedBackend(num_slots=4)
+    client = Client(make_loop(backend=backend, chunk=64))
+    client.ask(make_prompt(128))
+    backend.plans.clear()
+    prompt = make_prompt(128) + make_prompt(200, 3)
+    reply = client.ask(prompt)
+    chunks = [row for plan in backend.plans for row in plan.prefill]
+    assert len(chunks) > 2
+    assert [row.restore is not None for row in chunks] == [True] + [False] * (len(chunks) - 1)
+    assert reply.tokens == oracle(prompt)[0]
+    again = client.ask(prompt)
+    assert again.tokens == reply.tokens
+
+
+@pytest.mark.parametrize("length", [65, 129, 193])
+def test_one_token_final_chunk(length: int) -> None:
+    backend = HookedBackend(num_slots=4)
+    client = Client(make_loop(backend=backend, chunk=64))
+    reply = client.ask(make_prompt(length))
+    sizes = [len(row.tokens) for plan in backend.plans for row in plan.prefill]
+    assert sizes[-1] == 1
+    assert reply.tokens == oracle(make_prompt(length))[0]
