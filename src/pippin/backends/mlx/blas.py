@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -133,7 +134,7 @@ def compile_available() -> CompileReport:
         return CompileReport(True, "kernels are built for the GPU")
     if shutil.which("g++") is None:
         return CompileReport(False, "no g++ on PATH")
-    kernels = Path(tempfile.gettempdir(), "mlx", mx.__version__, "cpu")
+    kernels = Path(tempfile.gettempdir(), "mlx", importlib.metadata.version("mlx"), "cpu")
     if kernels.exists() and not os.access(kernels, os.W_OK):
         return CompileReport(False, f"{kernels} belongs to another user")
     try:
