@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -22,12 +22,13 @@ from builders import (
 )
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
+from pippin.cache.policy import MAX_STRIDE
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
 LAYOUTS: list[tuple[Component, ...]] = [ALL, (A,), (A, S), (A, W), (S,), (W, S), (W,)]
 SCHEDULES = settings(
-    max_examples=700,
+    max_examples=1_000,
     deadline=None,
     derandomize=True,
     report_multiple_bugs=False,
@@ -103,7 +104,7 @@ jobs = st.builds(
     own_len=st.sampled_from([1, 2, 20, 63, 64, 65]),
     follows=st.booleans(),
     arrives=st.integers(0, 10),
-    max_tokens=st.sampled_from([1, 2, 3, 6, 12, 66]),
+    max_tokens=st.sampled_from([1, 2, 3, 6, 12, 66, 140]),
     num_stop_ids=st.sampled_from([0, 0, 8, 30]),
     min_tokens=st.sampled_from([0, 0, 3]),
     seed=st.sampled_from([None, 1, 2]),
@@ -212,3 +213,26 @@ def test_overlap_on_and_off_give_the_oracles_tokens(engine: Engine, workload: li
                 assert reply.tokens == ask.tokens[: len(reply.tokens)]
             else:
                 assert (reply.tokens, reply.finish) == ask.expected
+
+
+@settings(SCHEDULES, max_examples=250)
+@given(
+    engine=engines.map(lambda e: replace(e, cache=True, cache_bytes=AMPLE_BYTES)),
+    workload=st.lists(jobs, min_size=1, max_size=4),
+)
+def test_replies_are_cached_under_overlap_exactly_as_without(
+    engine: Engine, workload: list[Job]
+) -> None:
+    """To the last token, for the next turn; and at every checkpoint on the way there."""
+    workload = [job for job in workload if not job.ends.startswith("abort")]
+    asks = concrete(workload, engine.components)
+    for overlap in (True, False):
+        client = engine.client(overlap)
+        serve(client, asks)
+        cache = client.loop.scheduler.cache
+        assert cache is not None
+        for number, ask in enumerate(asks):
+            whole = ask.prompt + client.replies[f"r{number}"].tokens
+            assert cache.probe(whole) == cache.probe([*whole, 1, 2, 3]) == len(whole)
+            for position in range(MAX_STRIDE, len(whole), MAX_STRIDE):
+                assert cache.probe(whole, limit=position) == position
