@@ -109,6 +109,19 @@ CONFIGS: dict[str, Config] = {
         "sliding_window": WINDOW,
         "sliding_window_pattern": 2,
     },
+    "gemma4": _SIZES
+    | {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "tie_word_embeddings": True,
+    },
     "mamba2": _SIZES
     | {
         "model_type": "mamba2",
@@ -224,6 +237,12 @@ CONFIGS: dict[str, Config] = {
     },
 }
 FAMILIES = tuple(CONFIGS)
+
+# Its rotation depends on the length of the longest row, so rows cannot share a forward.
+LLAMA_DYNAMIC: Config = _SIZES | {
+    "model_type": "llama",
+    "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+}
 
 LLAMA4: Config = _text(
     _SIZES

@@ -8,9 +8,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import qwen3
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from families import FAMILIES, LLAMA4, WINDOW, build, build_from
+from families import FAMILIES, LLAMA4, LLAMA_DYNAMIC, WINDOW, build, build_from
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.load import prepare
 from pippin.errors import UnsupportedLayout
@@ -28,6 +29,7 @@ KINDS = {
     "llama": [ATTENTION, ATTENTION],
     "gpt_oss": [WINDOWED, ATTENTION],
     "gemma3": [WINDOWED, ATTENTION, WINDOWED],
+    "gemma4": [WINDOWED, ATTENTION],  # its other two layers borrow their KV
     "mamba2": [STATE, STATE],
     "falcon_h1": [STATE, ATTENTION, STATE, ATTENTION],
     "nemotron_h": [STATE, STATE, ATTENTION],
@@ -84,8 +86,20 @@ def test_shapes_agree_with_what_mlx_lm_fills_its_caches_with(family: str) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_but_latent_attention_reads_main_and_tail_apart(family: str) -> None:
-    assert layout_of(family).splits == (family != "deepseek_v3")
+def test_all_but_latent_and_lent_attention_reads_main_and_tail_apart(family: str) -> None:
+    assert layout_of(family).splits == (family not in ("deepseek_v3", "gemma4"))
+
+
+def test_rows_that_cannot_share_a_forward_are_refused_at_load() -> None:
+    with pytest.raises(UnsupportedLayout, match="cannot run rows of different lengths"):
+        prepare(build_from(LLAMA_DYNAMIC), LLAMA_DYNAMIC)
+
+
+def test_a_model_that_drops_its_mask_is_refused_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one token in a plain cache it needs none; in a batch it would see padding."""
+    monkeypatch.setattr(qwen3, "create_attention_mask", lambda *_, **__: None)
+    with pytest.raises(UnsupportedLayout, match="the mask of that cache"):
+        prepare(*build("qwen3"))
 
 
 def test_a_chunked_cache_is_refused_by_name() -> None:

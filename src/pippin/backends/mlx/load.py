@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlx_lm.utils import load_model
 from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.blas import disable_compile_unless_available
 from pippin.backends.mlx.layout import Layout, discover
+from pippin.backends.mlx.rehearsal import rehearsed
 from pippin.backends.mlx.state_taps import can_tap
 from pippin.backends.mlx.substitutions import Head
 from pippin.errors import LoadError
@@ -69,8 +71,9 @@ def prepare(
     model.eval()
     progress("preparing layers")
     head = substitutions.install(model, cpu=on_cpu(), recurrent=not mx.metal.is_available())
-    layout = discover(model, lambda tokens, caches: _forward(model, tokens, caches))
-    logits = _forward(model, mx.zeros((1, 1), mx.int32), make_prompt_cache(model))
+    forward = partial(_forward, model)
+    layout = rehearsed(discover(model, forward), forward)
+    logits = forward(mx.zeros((1, 1), mx.int32), make_prompt_cache(model))
     text = config.get("text_config") or config
     return LoadedModel(
         model=model,
@@ -79,7 +82,7 @@ def prepare(
         vocab_size=logits.shape[-1],
         max_len=int(text.get("max_position_embeddings") or config.get("seq_length") or 4096),
         name=name,
-        state_taps=can_tap(layout, lambda tokens, caches: _forward(model, tokens, caches)),
+        state_taps=can_tap(layout, forward),
     )
 
 

@@ -48,6 +48,11 @@ def active() -> Iterator[None]:
         _active = before
 
 
+def _needs_row_mask(rows: RowKV, mask: Any) -> bool:
+    """Whether attending without `rows`' own mask would see too little, or padding."""
+    return rows.leaf.splits or mask is None
+
+
 def attention(
     queries: mx.array,
     keys: mx.array,
@@ -60,6 +65,8 @@ def attention(
     """mlx-lm's attention function, and split attention where the cache is one of our rows."""
     if isinstance(cache, RowKV) and isinstance(mask, RowMask):
         return cache.attend(queries, scale, mask.window, sinks)
+    if isinstance(mask, RowMask) or (isinstance(cache, RowKV) and _needs_row_mask(cache, mask)):
+        raise TypeError("attention was not given both a cache and the mask of that cache")
     if isinstance(cache, ProbeKV):
         cache.seen_by_attention(keys, values, mask)
     original = _ORIGINALS["scaled_dot_product_attention"]
