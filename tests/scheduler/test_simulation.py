@@ -21,7 +21,6 @@ from builders import (
     make_prompt,
     oracle,
 )
-from pippin.backends import fake
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
 from pippin.backends.fake import FakeBackend, FakePayload, FakePending
 from pippin.types import SamplingParams
@@ -237,13 +236,6 @@ def test_input_ids_missing_at_prefill_in_the_overlap_loop() -> None:
     assert late.tokens == oracle(make_prompt(100, 2))[0]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_future_map_is_there_in_every_mode(overlap: bool) -> None:
-    client = make_client(overlap=overlap)
-    assert client.backend.future_map is not None
-    client.ask(make_prompt(5))
-
-
 def test_ring_wrap_around_aliasing() -> None:
     """Far more steps and requests than slots: a cell means one request at a time."""
     client = make_client(num_slots=3, cache=False)
@@ -255,31 +247,7 @@ def test_ring_wrap_around_aliasing() -> None:
         assert reply.tokens == expected
 
 
-def test_stale_read_after_slot_reuse() -> None:
-    """A cell that was read is poisoned: its next owner cannot decode the last owner's token."""
-    future_map = fake.FutureMap(2)
-    future_map.stash(np.array([1]), np.array([42]))
-    assert future_map.take(1) == 42
-    with pytest.raises(RuntimeError, match="read twice"):
-        future_map.take(1)
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    [np.array([[7], [8]]), np.array([7, 8], dtype=np.int32), np.array([7, 8], dtype=np.uint16)],
-    ids=["shape (n,1)", "int32", "uint16"],
-)
-def test_token_ids_of_any_shape_and_integer_type(tokens: np.ndarray) -> None:
-    future_map = fake.FutureMap(4)
-    future_map.stash(np.array([3, 1]), tokens)
-    assert [future_map.take(1), future_map.take(3)] == [8, 7]
-
-
-def test_empty_batch() -> None:
-    future_map = fake.FutureMap(4)
-    future_map.stash(np.array([], dtype=np.int64), np.array([], dtype=np.int64))
-    with pytest.raises(RuntimeError, match="no token"):
-        future_map.take(0)
+def test_empty_batch_in_the_loop() -> None:
     client = make_client()
     assert client.loop.step() == []
     assert client.loop.idle

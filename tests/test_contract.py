@@ -1,0 +1,423 @@
+"""What the scheduler relies on, of every backend: a new one joins by adding a line to `BACKENDS`.
+
+Plans are written by hand here. Expected tokens come from the same backend running one sequence
+alone, in one chunk, waiting for every step: whatever else a plan does must not change them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pippin
+from pippin.backends.base import (
+    Admit,
+    Backend,
+    Capture,
+    DecodeRow,
+    PendingStep,
+    PrefillRow,
+    Restore,
+    Retire,
+    StepPlan,
+    StepResult,
+)
+from pippin.backends.fake import FakeBackend
+from pippin.types import Component, Payload, SamplingParams
+
+NUM_SLOTS = 6
+BUNDLED = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
+
+
+@functools.cache
+def load_bundled() -> Any:
+    from pippin.backends.mlx.load import load
+
+    return load(BUNDLED)
+
+
+def make_mlx() -> Backend:
+    from pippin.backends.mlx.backend import MLXBackend
+
+    return MLXBackend(load_bundled(), num_slots=NUM_SLOTS, debug=True)
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "fake": lambda: FakeBackend(num_slots=NUM_SLOTS),
+    "mlx": make_mlx,
+}
+every_backend = pytest.mark.parametrize("make_backend", BACKENDS.values(), ids=BACKENDS.keys())
+MakeBackend = Callable[[], Backend]
+
+
+def make_tokens(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 90, length).astype(np.int32)
+
+
+def admit(slot: int, prompt: np.ndarray, seed: int = 0, **params: Any) -> Admit:
+    return Admit(slot, SamplingParams(**({"temperature": 0.0} | params)), (), prompt, seed)
+
+
+class Steps:
+    """Numbers plans and hands them to a backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._num_launched = 0
+
+    def launch(self, **fields: Any) -> PendingStep:
+        step, self._num_launched = self._num_launched, self._num_launched + 1
+        return self.backend.launch(StepPlan(step, **fields))
+
+    def run(self, **fields: Any) -> StepResult:
+        return self.launch(**fields).wait()
+
+    def start(self, slot: int, prompt: np.ndarray, seed: int = 0, **params: Any) -> int:
+        """Admit and prefill in one chunk; returns the first token."""
+        row = PrefillRow(slot, 0, prompt, samples=True)
+        result = self.run(admit=(admit(slot, prompt, seed, **params),), prefill=(row,))
+        return result.tokens[slot]
+
+    def generate(self, slot: int, prompt: np.ndarray, num_tokens: int, **params: Any) -> list[int]:
+        first = self.start(slot, prompt, **params)
+        rows = [DecodeRow(slot, len(prompt) + n) for n in range(num_tokens - 1)]
+        return [first, *(self.run(decode=(row,)).tokens[slot] for row in rows)]
+
+
+def alone(make_backend: MakeBackend, prompt: np.ndarray, num_tokens: int, **kw: Any) -> list[int]:
+    return Steps(make_backend()).generate(1, prompt, num_tokens, **kw)
+
+
+def restore(captures: Iterable[Capture], length: int) -> Restore:
+    """What the tree would lend of these captures: KV in token order, the state at `length`."""
+    payloads: dict[Component, tuple[Payload, ...]] = {}
+    for capture in sorted(captures, key=lambda capture: capture.start):
+        for component, payload in capture.kv.items():
+            payloads[component] = (*payloads.get(component, ()), payload)
+        if length in capture.states:
+            payloads[Component.STATE] = (capture.states[length],)
+    return Restore(length, payloads)
+
+
+def prefill(slot: int, prompt: np.ndarray, start: int, end: int, **kwargs: Any) -> PrefillRow:
+    return PrefillRow(slot, start, prompt[start:end], samples=end == len(prompt), **kwargs)
+
+
+@every_backend
+def test_a_prompt_in_chunks_equals_a_prompt_in_one(make_backend: MakeBackend) -> None:
+    prompt = make_tokens(66)
+    steps = Steps(make_backend())
+    steps.run(admit=(admit(2, prompt),), prefill=(prefill(2, prompt, 0, 1),))
+    steps.run(prefill=(prefill(2, prompt, 1, 65),))
+    first = steps.run(prefill=(prefill(2, prompt, 65, 66),))
+    second = steps.run(decode=(DecodeRow(2, 66),))
+    assert [first.tokens[2], second.tokens[2]] == alone(make_backend, prompt, 2)
+
+
+@every_backend
+def test_only_rows_that_sample_give_tokens(make_backend: MakeBackend) -> None:
+    prompt = make_tokens(8)
+    steps = Steps(make_backend())
+    assert steps.run(admit=(admit(1, prompt),), prefill=(prefill(1, prompt, 0, 4),)).tokens == {}
+    assert set(steps.run(prefill=(prefill(1, prompt, 4, 8),)).tokens) == {1}
+    assert steps.run(decode=(DecodeRow(1, 8, samples=False),)).tokens == {}
+
+
+@every_backend
+def test_several_prompts_and_decodes_share_a_step(make_backend: MakeBackend) -> None:
+    prompts = {slot: make_tokens(5 + 7 * slot, slot) for slot in (1, 2, 3, 4)}
+    steps = Steps(make_backend())
+    tokens = {1: [steps.start(1, prompts[1])]}
+    result = steps.run(
+        admit=tuple(admit(slot, prompts[slot]) for slot in (4, 2, 3)),
+        prefill=tuple(prefill(s, prompts[s], 0, len(prompts[s])) for s in (4, 2, 3)),
+        decode=(DecodeRow(1, len(prompts[1])),),
+    )
+    assert set(result.tokens) == {1, 2, 3, 4}
+    tokens[1].append(result.tokens[1])
+    tokens |= {slot: [result.tokens[slot]] for slot in (2, 3, 4)}
+    rows = [DecodeRow(s, len(prompts[s]) + len(tokens[s]) - 1) for s in (3, 1, 4, 2)]
+    result = steps.run(decode=tuple(rows))
+    for slot in (1, 2, 3, 4):
+        tokens[slot].append(result.tokens[slot])
+        assert tokens[slot] == alone(make_backend, prompts[slot], len(tokens[slot]))
+
+
+@every_backend
+def test_a_slot_is_retired_before_the_same_plan_admits_it_again(make_backend: MakeBackend) -> None:
+    old, new = make_tokens(9, 1), make_tokens(7, 2)
+    steps = Steps(make_backend())
+    steps.generate(3, old, 3)
+    result = steps.run(
+        retire=(Retire(3),), admit=(admit(3, new),), prefill=(prefill(3, new, 0, 7),)
+    )
+    after = steps.run(decode=(DecodeRow(3, 7),))
+    assert [result.tokens[3], after.tokens[3]] == alone(make_backend, new, 2)
+
+
+@every_backend
+def test_a_slot_may_be_retired_at_any_point_of_its_life(make_backend: MakeBackend) -> None:
+    prompt, other = make_tokens(9, 1), make_tokens(12, 2)
+    steps = Steps(make_backend())
+    steps.run(admit=(admit(1, prompt),), prefill=(prefill(1, prompt, 0, 4),))
+    first = steps.start(2, other)
+    steps.run(retire=(Retire(1),))
+    steps.start(3, prompt)
+    result = steps.run(retire=(Retire(3),), decode=(DecodeRow(2, 12),))
+    assert [first, result.tokens[2]] == alone(make_backend, other, 2)
+
+
+@every_backend
+def test_a_slot_that_is_not_in_the_plan_keeps_what_it_holds(make_backend: MakeBackend) -> None:
+    """Park and resume: others decode, join and leave in the meantime."""
+    prompt, busy, late = make_tokens(9, 1), make_tokens(5, 2), make_tokens(6, 3)
+    steps = Steps(make_backend())
+    tokens = steps.generate(1, prompt, 3)
+    steps.start(2, busy)
+    for position in range(5, 8):
+        steps.run(decode=(DecodeRow(2, position),))
+    steps.run(admit=(admit(3, late),), prefill=(prefill(3, late, 0, 6),), decode=(DecodeRow(2, 8),))
+    steps.run(retire=(Retire(2),), decode=(DecodeRow(3, 6),))
+    for position in range(11, 13):
+        tokens.append(steps.run(decode=(DecodeRow(1, position),)).tokens[1])
+    assert tokens == alone(make_backend, prompt, 5)
+
+
+@every_backend
+def test_a_slot_may_rest_between_its_prompt_and_its_first_decode(make_backend: MakeBackend) -> None:
+    prompt, other = make_tokens(9, 1), make_tokens(5, 2)
+    steps = Steps(make_backend())
+    tokens = [steps.start(1, prompt)]
+    steps.generate(2, other, 3)
+    tokens.append(steps.run(decode=(DecodeRow(1, 9), DecodeRow(2, 7))).tokens[1])
+    assert tokens == alone(make_backend, prompt, 2)
+
+
+@every_backend
+def test_a_restored_prefix_equals_a_computed_one(make_backend: MakeBackend) -> None:
+    prompt = make_tokens(80)
+    steps = Steps(make_backend())
+    captured = steps.run(
+        admit=(admit(1, prompt),),
+        prefill=(prefill(1, prompt, 0, 64, captures=True, checkpoints=(64,)),),
+    ).captures
+    steps.run(prefill=(prefill(1, prompt, 64, 80),))
+    branch = np.concatenate([prompt[:64], make_tokens(9, 5)])
+    row = prefill(2, branch, 64, 73, restore=restore(captured, 64))
+    tokens = [steps.run(admit=(admit(2, branch),), prefill=(row,)).tokens[2]]
+    tokens.append(steps.run(decode=(DecodeRow(2, 73), DecodeRow(1, 80))).tokens[2])
+    assert tokens == alone(make_backend, branch, 2)
+
+
+@every_backend
+def test_captures_say_what_they_cover(make_backend: MakeBackend) -> None:
+    prompt = make_tokens(70)
+    backend = make_backend()
+    steps = Steps(backend)
+    row = prefill(1, prompt, 0, 64, captures=True, checkpoints=(64,))
+    (capture,) = steps.run(admit=(admit(1, prompt),), prefill=(row,)).captures
+    assert (capture.slot, capture.start, capture.end, capture.retired) == (1, 0, 64, False)
+    kv_components = [c for c in backend.spec.components if c is not Component.STATE]
+    assert set(capture.kv) == set(kv_components)
+    assert all(payload.num_tokens == 64 for payload in capture.kv.values())
+    assert set(capture.states) == {64}
+    assert capture.nbytes == sum(p.nbytes for p in [*capture.kv.values(), capture.states[64]])
+    head, tail = capture.kv[kv_components[0]].split(24)
+    assert (head.num_tokens, tail.num_tokens) == (24, 40)
+
+
+@every_backend
+def test_a_split_prefix_restores_as_the_whole_does(make_backend: MakeBackend) -> None:
+    prompt = make_tokens(70)
+    steps = Steps(make_backend())
+    row = prefill(1, prompt, 0, 64, captures=True, checkpoints=(64,))
+    (capture,) = steps.run(admit=(admit(1, prompt),), prefill=(row,)).captures
+    payloads = {component: payload.split(24) for component, payload in capture.kv.items()}
+    divided = Restore(64, {**payloads, Component.STATE: (capture.states[64],)})
+    result = steps.run(
+        admit=(admit(2, prompt),), prefill=(prefill(2, prompt, 64, 70, restore=divided),)
+    )
+    assert result.tokens[2] == alone(make_backend, prompt, 1)[0]
+
+
+@every_backend
+def test_a_retired_slot_hands_over_prompt_and_reply(make_backend: MakeBackend) -> None:
+    """The last token of the reply is absorbed first; then the next turn computes only itself."""
+    prompt = make_tokens(20)
+    steps = Steps(make_backend())
+    reply = steps.generate(1, prompt, 4)
+    steps.run(decode=(DecodeRow(1, 23, samples=False),))
+    captures = steps.run(retire=(Retire(1, 0, 24, captures=True),)).captures
+    assert all(capture.retired for capture in captures)
+    assert max(capture.end for capture in captures) == 24
+    turn = np.concatenate([prompt, np.array(reply, dtype=np.int32), make_tokens(3, 9)])
+    row = prefill(4, turn, 24, 27, restore=restore(captures, 24))
+    result = steps.run(admit=(admit(4, turn),), prefill=(row,))
+    assert result.tokens[4] == alone(make_backend, turn, 1)[0]
+
+
+@every_backend
+def test_a_checkpoint_of_a_reply_serves_as_a_state(make_backend: MakeBackend) -> None:
+    prompt = make_tokens(20)
+    steps = Steps(make_backend())
+    reply = steps.generate(1, prompt, 2)
+    step = steps.run(decode=(DecodeRow(1, 21, checkpoint=True),))
+    (checkpoint,) = step.captures
+    assert (checkpoint.start, checkpoint.end, set(checkpoint.states)) == (21, 22, {22})
+    assert not checkpoint.kv
+    steps.run(decode=(DecodeRow(1, 22),))  # goes on: the checkpoint must not
+    captures = steps.run(retire=(Retire(1, 0, 23, captures=True),)).captures
+    lent: dict[Component, tuple[Payload, ...]] = {Component.STATE: (checkpoint.states[22],)}
+    for component, payloads in restore(captures, 23).payloads.items():
+        if component is not Component.STATE:
+            lent[component] = payloads[-1].split(22)[:1]
+    turn = np.concatenate([prompt, np.array(reply, dtype=np.int32), make_tokens(3, 9)])
+    result = steps.run(
+        admit=(admit(2, turn),), prefill=(prefill(2, turn, 22, 25, restore=Restore(22, lent)),)
+    )
+    assert result.tokens[2] == alone(make_backend, turn, 1)[0]
+
+
+@every_backend
+def test_steps_launched_ahead_equal_steps_waited_for(make_backend: MakeBackend) -> None:
+    """`launch` needs no result of an earlier step: five go out before the first is looked at."""
+    prompts = {1: make_tokens(9, 1), 2: make_tokens(17, 2)}
+    steps = Steps(make_backend())
+    launched = [
+        steps.launch(
+            admit=tuple(admit(slot, prompt) for slot, prompt in prompts.items()),
+            prefill=tuple(prefill(s, p, 0, len(p)) for s, p in prompts.items()),
+        )
+    ]
+    for ahead in range(4):
+        rows = tuple(DecodeRow(slot, len(prompt) + ahead) for slot, prompt in prompts.items())
+        launched.append(steps.launch(decode=rows))
+    results = [pending.wait() for pending in launched]
+    for slot, prompt in prompts.items():
+        assert [r.tokens[slot] for r in results] == alone(make_backend, prompt, 5)
+
+
+@every_backend
+def test_wait_never_waits_for_a_later_step(make_backend: MakeBackend) -> None:
+    """The later step cannot finish: its one row is sampled only when its mask comes."""
+    prompt = make_tokens(9)
+    steps = Steps(make_backend())
+    first = steps.launch(admit=(admit(1, prompt),), prefill=(prefill(1, prompt, 0, 9),))
+    second = steps.launch(decode=(DecodeRow(1, 9, masked=True),))
+    assert first.wait().tokens[1] == alone(make_backend, prompt, 1)[0]
+    second.sample({1: np.ones(steps.backend.spec.vocab_size, dtype=bool)})
+    assert second.wait().tokens[1] == alone(make_backend, prompt, 2)[1]
+
+
+@every_backend
+def test_an_empty_plan_is_a_step_like_any_other(make_backend: MakeBackend) -> None:
+    steps = Steps(make_backend())
+    result = steps.run()
+    assert (dict(result.tokens), result.captures) == ({}, ())
+    prompt = make_tokens(5)
+    assert steps.generate(1, prompt, 2) == alone(make_backend, prompt, 2)
+
+
+@every_backend
+def test_masked_rows_are_sampled_once_among_what_is_allowed(make_backend: MakeBackend) -> None:
+    grammar, plain = make_tokens(9, 1), make_tokens(9, 2)
+    steps = Steps(make_backend())
+    pending = steps.launch(
+        admit=(admit(1, grammar), admit(2, plain)),
+        prefill=(prefill(1, grammar, 0, 9, masked=True), prefill(2, plain, 0, 9)),
+    )
+    only = np.zeros(steps.backend.spec.vocab_size, dtype=bool)
+    only[11] = True
+    pending.sample({1: only})
+    with pytest.raises(AssertionError):
+        pending.sample({1: only})
+    first = pending.wait()
+    assert first.tokens == {1: 11, 2: alone(make_backend, plain, 1)[0]}
+    second = steps.run(decode=(DecodeRow(1, 9), DecodeRow(2, 9)))
+    forced = np.append(grammar, np.int32(11))
+    assert second.tokens[1] == alone(make_backend, forced, 1)[0]
+
+
+@every_backend
+def test_a_masked_decode_row_stays_in_its_batch(make_backend: MakeBackend) -> None:
+    grammar, plain = make_tokens(9, 1), make_tokens(9, 2)
+    steps = Steps(make_backend())
+    for slot, prompt in ((1, grammar), (2, plain)):
+        steps.start(slot, prompt)
+    everything = np.ones(steps.backend.spec.vocab_size, dtype=bool)
+    pending = steps.launch(decode=(DecodeRow(1, 9, masked=True), DecodeRow(2, 9)))
+    pending.sample({1: everything})
+    result = pending.wait()
+    assert result.tokens[1] == alone(make_backend, grammar, 2)[1]
+    assert result.tokens[2] == alone(make_backend, plain, 2)[1]
+
+
+@every_backend
+def test_a_seed_gives_the_same_tokens_in_any_slot_and_any_company(
+    make_backend: MakeBackend,
+) -> None:
+    prompt = make_tokens(9)
+    sampled = {"temperature": 1.0, "seed": 5}
+    expected = alone(make_backend, prompt, 3, **sampled)
+    steps = Steps(make_backend())
+    steps.start(1, make_tokens(4, 8), seed=9, temperature=1.0)
+    tokens = [steps.start(5, prompt, **sampled)]
+    for position in (9, 10):
+        rows = (DecodeRow(1, position - 5), DecodeRow(5, position))
+        tokens.append(steps.run(decode=rows).tokens[5])
+    assert tokens == expected
+
+
+@every_backend
+def test_logprobs_come_to_those_who_ask(make_backend: MakeBackend) -> None:
+    asking, other = make_tokens(9, 1), make_tokens(9, 2)
+    steps = Steps(make_backend())
+    result = steps.run(
+        admit=(admit(1, asking, logprobs=3), admit(2, other)),
+        prefill=(prefill(1, asking, 0, 9), prefill(2, other, 0, 9)),
+    )
+    assert set(result.logprobs) == {1}
+    assert len(result.logprobs[1].top_ids) == 3
+    result = steps.run(decode=(DecodeRow(2, 9), DecodeRow(1, 9)))
+    assert set(result.logprobs) == {1}
+    assert result.logprobs[1].top_ids[0] == result.tokens[1]
+
+
+@every_backend
+def test_a_spec_names_what_the_cache_must_keep(make_backend: MakeBackend) -> None:
+    spec = make_backend().spec
+    assert spec.vocab_size > 90
+    assert spec.components
+    for layer in spec.layers:
+        assert layer.nbytes > 0
+        assert (layer.window is not None) == (layer.component is Component.WINDOW)
+
+
+@every_backend
+def test_many_steps_cross_every_internal_boundary(make_backend: MakeBackend) -> None:
+    """Past the length of a decode tail, with two steps in flight and a join on the way."""
+    prompt, late = make_tokens(60, 1), make_tokens(30, 2)
+    steps = Steps(make_backend())
+    tokens = {1: [steps.start(1, prompt)], 2: []}
+    pending: list[PendingStep] = []
+    for ahead in range(70):
+        rows = [DecodeRow(1, 60 + ahead)]
+        if ahead == 20:
+            joins = {"admit": (admit(2, late),), "prefill": (prefill(2, late, 0, 30),)}
+        else:
+            joins = {}
+        if ahead > 20:
+            rows.append(DecodeRow(2, 30 + ahead - 21))
+        pending.append(steps.launch(decode=tuple(rows), **joins))
+    results = [step.wait() for step in pending]
+    assert [len(result.tokens) for result in results] == [1] * 20 + [2] * 50
+    for result in results:
+        for slot, token in result.tokens.items():
+            tokens[slot].append(token)
+    assert tokens[1] == alone(make_backend, prompt, 71)
+    assert tokens[2] == alone(make_backend, late, 50)
