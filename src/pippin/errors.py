@@ -1,15 +1,15 @@
 """Every error a user can meet, as one tree. Knows nothing of HTTP servers, models or arrays.
 
-    PippinError
-    ├── RequestError            400  the request is wrong; names the field and the numbers
-    │   ├── ContextOverflow     400  prompt + reply do not fit the model
-    │   └── UnsupportedField    400  a documented field that this server does not honour
-    ├── NotFound                404
-    ├── Overloaded              503  the queue is full
-    ├── OutOfMemory             503  one request does not fit the byte budget
-    ├── EngineDead              503  the engine process is gone
-    └── LoadError                    a checkpoint cannot be served; raised before the server starts
-        └── UnsupportedLayout        a cache kind that Pippin does not know
+PippinError
+├── RequestError            400  the request is wrong; names the field and the numbers
+│   ├── ContextOverflow     400  prompt + reply do not fit the model
+│   └── UnsupportedField    400  a documented field that this server does not honour
+├── NotFound                404
+├── Overloaded              503  the queue is full
+├── OutOfMemory             503  one request does not fit the byte budget
+├── EngineDead              503  the engine process is gone
+└── LoadError                    a checkpoint cannot be served; raised before the server starts
+    └── UnsupportedLayout        a cache kind that Pippin does not know
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The offline API: the same engine as the server's, in this process and this thread.
 
-    from pippin import LLM, SamplingParams
-    llm = LLM()
-    print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].text)
+from pippin import LLM, SamplingParams
+llm = LLM()
+print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].text)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import ContextOverflow, EngineDead, PippinError, RequestError
 from pippin.launch import resolve
 from pippin.messages import Submit, TokenDelta
+from pippin.metrics import EngineMetrics
 from pippin.text.bundle import TextBundle
 from pippin.text.detokenizer import Detokenizer
 from pippin.types import FinishReason, SamplingParams, TokenLogprobs
@@ -106,6 +107,11 @@ class LLM:
     @property
     def max_len(self) -> int:
         return self.loop.backend.spec.max_len
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Counters since the start, and the times of the last steps."""
+        return self.loop.scheduler.metrics
 
     def close(self) -> None:
         self.loop.close()

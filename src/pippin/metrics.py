@@ -12,8 +12,8 @@ WINDOW_STEPS = 512  # steps that rates and shares are computed over
 class StepRecord:
     """Times are time.perf_counter() seconds on one clock.
 
-        planned ─── launched ─────────── device_done ─── committed
-           host plans │ device works         │ host commits
+    planned ─── launched ─────────── device_done ─── committed
+       host plans │ device works         │ host commits
     """
 
     step: int

@@ -62,13 +62,25 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 
 @mx.compile
-def _weights(below_top: mx.array) -> mx.array:
+def precise_swiglu(like: mx.array, gate: mx.array, x: mx.array) -> mx.array:
+    """Drop-in for `mlx_lm.models.activations.precise_swiglu`, which returns `like`'s type."""
+    wide = gate.astype(mx.float32)
+    return (wide / (1.0 + _exp(-wide)) * x.astype(mx.float32)).astype(like.dtype)
+
+
+@mx.compile
+def _weights(scores: mx.array, top: mx.array) -> mx.array:
     # What is masked must become zero, not 1e-38: smaller numbers still would slow the products.
-    return mx.maximum(_exp(below_top) - _FAINT, 0.0)
+    return mx.maximum(_exp(scores - top) - _FAINT, 0.0)
+
+
+def unnormalised_softmax(scores: mx.array) -> mx.array:
+    """exp(score - the row's largest), float32; each row needs one score above -inf."""
+    wide = scores.astype(mx.float32)
+    return _weights(wide, wide.max(axis=-1, keepdims=True))
 
 
 def softmax(scores: mx.array) -> mx.array:
     """Over the last axis, in float32 inside; each row needs one score above -inf."""
-    wide = scores.astype(mx.float32)
-    weights = _weights(wide - wide.max(axis=-1, keepdims=True))
+    weights = unnormalised_softmax(scores)
     return (weights / weights.sum(axis=-1, keepdims=True)).astype(scores.dtype)

@@ -214,10 +214,8 @@ class MLXBackend:
     def _wants_prompt_logprobs(self, chunk: PrefillRow) -> bool:
         return self._admitted[chunk.slot].params.prompt_logprobs is not None
 
-    def _note_prompt_logprobs(
-        self, step: MLXPending, chunk: PrefillRow, logits: mx.array
-    ) -> None:
-        """Logits [n, vocab] of positions start.. predict tokens start + 1..; the last is sampled."""
+    def _note_prompt_logprobs(self, step: MLXPending, chunk: PrefillRow, logits: mx.array) -> None:
+        """Logits [n, vocab] of positions start.. are for tokens start + 1..; the last is drawn."""
         admit = self._admitted[chunk.slot]
         targets = admit.prompt[chunk.start + 1 : chunk.end + 1]
         found = self._prompt_logprobs.setdefault(chunk.slot, [])

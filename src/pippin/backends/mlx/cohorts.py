@@ -65,9 +65,7 @@ def group_by_length(lengths: Mapping[int, int]) -> list[list[int]]:
     best: list[tuple[float, int]] = [(0.0, 0)]
     for j in range(1, len(order) + 1):
         best.append(
-            min(
-                (best[i][0] + (j - i) * sizes[j - 1] + GROUP_COST_TOKENS, i) for i in range(j)
-            )
+            min((best[i][0] + (j - i) * sizes[j - 1] + GROUP_COST_TOKENS, i) for i in range(j))
         )
     groups: list[list[int]] = []
     j = len(order)

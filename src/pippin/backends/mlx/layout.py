@@ -82,10 +82,11 @@ class Layout:
 
     def nest(self, views: Sequence[Any]) -> list[Any]:
         """One view per leaf, arranged as the model expects its `cache` argument."""
-        caches, rest = [], iter(views)
-        for count in self.nesting:
-            caches.append(CacheList(*(next(rest) for _ in range(count))) if count else next(rest))
-        return caches
+        rest = iter(views)
+        return [
+            CacheList(*(next(rest) for _ in range(count))) if count else next(rest)
+            for count in self.nesting
+        ]
 
     def indices(self, component: Component) -> tuple[int, ...]:
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.component is component)

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.blas import disable_compile_unless_available
+from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import Layout, discover
+from pippin.backends.mlx.malloc import keep_large_buffers
 from pippin.backends.mlx.rehearsal import rehearsed
 from pippin.backends.mlx.state_taps import can_tap
-from pippin.backends.mlx.substitutions import Head
 from pippin.errors import LoadError
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -27,7 +28,7 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 @dataclass(frozen=True)
 class LoadedModel:
-    model: nn.Module
+    model: Module
     head: Head
     layout: Layout
     vocab_size: int
@@ -48,6 +49,8 @@ def load(
     path: Path, *, dtype: str = "auto", progress: Callable[[str], None] = lambda _: None
 ) -> LoadedModel:
     disable_compile_unless_available()
+    if on_cpu():
+        keep_large_buffers()
     progress("reading the checkpoint")
     try:
         model, config = load_model(path, lazy=True)
@@ -57,7 +60,7 @@ def load(
 
 
 def prepare(
-    model: nn.Module,
+    model: Module,
     config: dict[str, Any],
     *,
     dtype: str = "auto",
@@ -86,13 +89,13 @@ def prepare(
     )
 
 
-def _forward(model: nn.Module, tokens: mx.array, caches: list[Any]) -> mx.array:
+def _forward(model: Module, tokens: mx.array, caches: list[Any]) -> mx.array:
     with substitutions.active():
         logits: mx.array = model(tokens, cache=caches)
     return logits
 
 
-def _cast(model: nn.Module, dtype: str) -> None:
+def _cast(model: Module, dtype: str) -> None:
     """CPUs compute float16 and bfloat16 an order slower than float32; GPUs keep the checkpoint's.
 
     Quantized weights are integers and keep their scales' type in step with the rest.
@@ -109,5 +112,3 @@ def _cast(model: nn.Module, dtype: str) -> None:
         return array.astype(target) if floating and (keep(path) or dtype == "float32") else array
 
     model.update(tree_map_with_path(cast, model.parameters()))
-
-

@@ -45,7 +45,7 @@ class Packer:
         """Per-leaf [1, heads, tokens, dim] arrays of consecutive payloads: one copy of each."""
         spans = [span for payload in payloads for span in _kv(payload).spans]
         columns = list(zip(*(span.arrays() for span in spans), strict=True))
-        joined = [mx.concatenate(column, axis=2) for column in columns]
+        joined = [mx.concatenate(list(column), axis=2) for column in columns]
         kv: dict[int, KV] = {}
         for number, group in enumerate(self._groups[component]):
             keys, values = joined[2 * number], joined[2 * number + 1]

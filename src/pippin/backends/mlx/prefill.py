@@ -1,7 +1,7 @@
 """Runs chunks of several prompts in one forward: ragged, right-padded, prefix in, prefix out.
 
-    keys of one row:   [ prefix, padded to the longest | this chunk, padded to the longest ]
-                         restored or computed before     causal, so padding is never looked at
+keys of one row:   [ prefix, padded to the longest | this chunk, padded to the longest ]
+                     restored or computed before     causal, so padding is never looked at
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class ChunkKV:
     def __init__(self, leaf: Leaf, batch: ChunkBatch, prefix: KV | None, prefix_lens: np.ndarray):
         self.offset = batch.offset
         self.window = leaf.window
+        self.on_cpu = batch.on_cpu
         self._batch = batch
         self._prefix = prefix
         self._prefix_lens = prefix_lens
@@ -53,7 +54,10 @@ class ChunkKV:
         return keys, values
 
     def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
+        self,
+        N: int,  # noqa: N803 (mlx-lm's name)
+        return_array: bool = False,
+        window_size: int | None = None,
     ) -> mx.array | str | None:
         window = window_size or self.window
         return self._batch.mask(self._prefix_lens, window, return_array)
@@ -67,6 +71,7 @@ class ChunkBatch:
     ) -> None:
         self._layout = layout
         self._states = states
+        self.on_cpu = bool(mx.default_device() == mx.Device(mx.cpu))
         self.lens = np.array([len(chunk) for chunk in chunks], dtype=np.int32)
         self.width = int(self.lens.max())
         self.ragged = bool((self.lens != self.width).any())
@@ -90,7 +95,8 @@ class ChunkBatch:
         return {i: v.new for i, v in enumerate(self._views) if isinstance(v, ChunkKV) and v.new}
 
     def new_states(self) -> dict[int, list[mx.array]]:
-        return {i: v.cache for i, v in enumerate(self._views) if isinstance(v, ArraysCache)}
+        leaves = self._layout.leaves
+        return {i: view.cache for i, view in enumerate(self._views) if leaves[i].is_state}
 
     def advance(self) -> None:
         """Move every row's state past its chunk."""
@@ -105,7 +111,9 @@ class ChunkBatch:
             state.length += n
 
     def _extended(self, view: ChunkKV, leaf: Leaf, old: KV | None, row: int, n: int) -> KV:
-        assert view.new is not None and view.keys is not None and view.values is not None
+        assert view.new is not None
+        assert view.keys is not None
+        assert view.values is not None
         if len(self._states) == 1:
             pair = (view.keys, view.values)  # prefix and chunk, already joined for attention
         else:
@@ -118,7 +126,7 @@ class ChunkBatch:
 
     def _view(self, index: int, leaf: Leaf) -> Any:
         if leaf.is_state:
-            view = ArraysCache(size=len(leaf.shapes))
+            view: Any = ArraysCache(size=len(leaf.shapes))
             view.cache = self._state_entries(index, leaf)
             if self.ragged:
                 view.lengths = mx.array(self.lens)
@@ -135,7 +143,7 @@ class ChunkBatch:
             return list(rows[0] or ())
         fresh = [mx.zeros((1, *s), d) for s, d in zip(leaf.shapes, leaf.dtypes, strict=True)]
         filled = [fresh if row is None else row for row in rows]
-        return [mx.concatenate(column, axis=0) for column in zip(*filled, strict=True)]
+        return [mx.concatenate(list(column), axis=0) for column in zip(*filled, strict=True)]
 
     def _prefix(self, leaf: Leaf, pairs: list[KV | None], prefix_lens: np.ndarray) -> KV | None:
         longest = int(prefix_lens.max())

@@ -26,12 +26,16 @@ class SampledRows:
         sampled = self.sampled
         if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
             return {}
-        lines = list(token_logprobs(Logprobs(sampled.logprobs, sampled.top_ids, sampled.top_logprobs)))
+        lines = list(
+            token_logprobs(Logprobs(sampled.logprobs, sampled.top_ids, sampled.top_logprobs))
+        )
         found: dict[int, TokenLogprobs] = {}
         for slot, line in zip(self.slots.tolist(), lines, strict=True):
             top = wanted(slot) if slot else None
             if top is not None:
-                found[slot] = TokenLogprobs(line.logprob, line.top_ids[:top], line.top_logprobs[:top])
+                found[slot] = TokenLogprobs(
+                    line.logprob, line.top_ids[:top], line.top_logprobs[:top]
+                )
         return found
 
 

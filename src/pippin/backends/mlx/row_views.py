@@ -143,7 +143,10 @@ class RowKV:
         return self._concatenated(0), self._concatenated(1)
 
     def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
+        self,
+        N: int,  # noqa: N803 (mlx-lm's name)
+        return_array: bool = False,
+        window_size: int | None = None,
     ) -> Any:
         window = window_size or self.leaf.window
         return RowMask(window) if self.leaf.splits else self._concatenated_mask(window)

@@ -108,7 +108,9 @@ class DecodeRows:
         if row.parked is not None:
             return row.parked
         i = row.index
-        return {leaf: [entry[i : i + 1] for entry in entries] for leaf, entries in self.states.items()}
+        return {
+            leaf: [entry[i : i + 1] for entry in entries] for leaf, entries in self.states.items()
+        }
 
     # ---- one step --------------------------------------------------------------------------
 
@@ -155,7 +157,7 @@ class DecodeRows:
         leaf = self.layout.leaves[index]
         if not leaf.is_state:
             return RowKV(index, leaf, step, self.tails[index])
-        view = ArraysCache(size=len(leaf.shapes))
+        view: Any = ArraysCache(size=len(leaf.shapes))
         view.cache = list(self.states[index])
         return view
 
@@ -217,7 +219,11 @@ class DecodeRows:
                     for shape, dtype in zip(leaf.shapes, leaf.dtypes, strict=True)
                 ]
                 old = self.states.get(i)
-                self.states[i] = blanks if old is None else [_rows(a, b) for a, b in zip(old, blanks, strict=True)]
+                self.states[i] = (
+                    blanks
+                    if old is None
+                    else [_rows(a, b) for a, b in zip(old, blanks, strict=True)]
+                )
             else:
                 keys, values = (
                     mx.zeros((extra, heads, GRID, dim), dtype)

@@ -44,7 +44,7 @@ class StateTaps:
 
     def states_after(self, num_tokens: int) -> dict[int, list[mx.array]]:
         """What every recurrent leaf holds `num_tokens` into the forward, a multiple of GRID."""
-        assert num_tokens > 0 and num_tokens % GRID == 0, "states are tapped on the grid only"
+        assert num_tokens % GRID == 0, "states are tapped on the grid only"
         blocks, convs = iter(self._blocks), iter(self._convs)
         states: dict[int, list[mx.array]] = {}
         for index in self._layout.indices(Component.STATE):

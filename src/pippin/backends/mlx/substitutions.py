@@ -4,7 +4,8 @@
     gated_delta_update             the chunked recurrence, where it is faster
     ssm_update                     likewise, for Mamba-2 layers
     Conv1d (depthwise)             shifted multiply-adds on CPUs; its input can be tapped
-    the language-model head        computed only for the positions that are asked for
+    silu, swiglu (CPU)             vector polynomials instead of one exp call per element
+    the language-model head        computed only for the positions that are asked for (head.py)
 
 Functions are bound by name in each model module, so the module's name is rebound to a dispatcher.
 Outside our own forwards (`active()`) it calls the original: stock mlx-lm in the same process stays
@@ -19,12 +20,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.activations import silu
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.convolution import Conv1d
+from mlx_lm.models import activations as mlx_lm_activations
 from mlx_lm.models import base, gated_delta, ssm
 
+from pippin.backends.mlx import activations
 from pippin.backends.mlx.conv import TappedConv1d, is_depthwise, use_shift_conv1d
+from pippin.backends.mlx.cpu_attention import attend
 from pippin.backends.mlx.gated_delta import gated_delta_update
+from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
+from pippin.backends.mlx.prefill import ChunkKV
 from pippin.backends.mlx.row_views import RowKV, RowMask
 from pippin.backends.mlx.ssm import ssm_update
 
@@ -32,6 +40,9 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": base.scaled_dot_product_attention,
     "gated_delta_update": gated_delta.gated_delta_update,
     "ssm_update": ssm.ssm_update,
+    "swiglu": mlx_lm_activations.swiglu,
+    "precise_swiglu": mlx_lm_activations.precise_swiglu,
+    "silu": silu,
 }
 
 _active = False
@@ -69,6 +80,8 @@ def attention(
         raise TypeError("attention was not given both a cache and the mask of that cache")
     if isinstance(cache, ProbeKV):
         cache.seen_by_attention(keys, values, mask)
+    if isinstance(cache, ChunkKV) and cache.on_cpu and sinks is None:
+        return attend(queries, keys, values, scale, mask)
     original = _ORIGINALS["scaled_dot_product_attention"]
     result: mx.array = original(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
     return result
@@ -78,6 +91,9 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": attention,
     "gated_delta_update": gated_delta_update,
     "ssm_update": ssm_update,
+    "swiglu": activations.swiglu,
+    "precise_swiglu": activations.precise_swiglu,
+    "silu": activations.silu,
 }
 
 
@@ -94,17 +110,20 @@ def _dispatcher(name: str) -> Callable[..., Any]:
 _DISPATCHERS = {name: _dispatcher(name) for name in _ORIGINALS}
 
 
-def install(model: nn.Module, *, cpu: bool, recurrent: bool) -> Head:
+def install(model: Module, *, cpu: bool, recurrent: bool) -> Head:
     """Substitute in `model` and its modules; `recurrent` chooses our recurrences over mlx-lm's."""
     names = ["scaled_dot_product_attention"]
     if recurrent:
         names += ["gated_delta_update", "ssm_update"]
+    if cpu:
+        names += ["swiglu", "precise_swiglu"]
+        sys.modules["mlx.nn"].silu = _DISPATCHERS["silu"]  # type: ignore[attr-defined]
     for module in _python_modules(model):
         for name in names:
             if getattr(module, name, None) is _ORIGINALS[name]:
                 setattr(module, name, _DISPATCHERS[name])
     for _, part in model.named_modules():
-        if type(part) is nn.Conv1d and is_depthwise(part):
+        if type(part) is Conv1d and is_depthwise(part):
             if cpu:
                 use_shift_conv1d(part)
             else:
@@ -112,48 +131,6 @@ def install(model: nn.Module, *, cpu: bool, recurrent: bool) -> Head:
     return Head(model)
 
 
-def _python_modules(model: nn.Module) -> list[Any]:
+def _python_modules(model: Module) -> list[Any]:
     names = {type(part).__module__ for _, part in model.named_modules()}
     return [sys.modules[name] for name in sorted(names) if name.startswith("mlx_lm.models.")]
-
-
-class Head:
-    """Makes the language-model head compute chosen positions only.
-
-    `select` is applied to the hidden states [rows, tokens, hidden] right before the head. Without a
-    known head, `found` is False and all positions are computed: right, slower.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.positions: mx.array | None = None  # int32 [rows, n], or None for every position
-        self.found = any(
-            [_swap(part, self) for name, part in model.named_modules() if _is_head(model, name)]
-        )
-
-    def select(self, hidden: mx.array) -> mx.array:
-        if self.positions is None or hidden.ndim != 3:
-            return hidden
-        return mx.take_along_axis(hidden, self.positions[:, :, None], axis=1)
-
-
-def _is_head(model: nn.Module, name: str) -> bool:
-    return name.split(".")[-1] in ("lm_head", "embed_tokens", "embeddings", "wte")
-
-
-def _swap(part: nn.Module, head: Head) -> bool:
-    cls = type(part)
-    if hasattr(part, "as_linear"):
-
-        def as_linear(self: Any, x: mx.array) -> mx.array:
-            return super(type(self), self).as_linear(head.select(x))
-
-        part.__class__ = type(cls.__name__, (cls,), {"as_linear": as_linear})
-        return True
-    if isinstance(part, nn.Linear | nn.QuantizedLinear):
-
-        def call(self: Any, x: mx.array) -> mx.array:
-            return super(type(self), self).__call__(head.select(x))
-
-        part.__class__ = type(cls.__name__, (cls,), {"__call__": call})
-        return True
-    return False

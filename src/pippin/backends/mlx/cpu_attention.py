@@ -1,0 +1,50 @@
+"""Prefill attention on CPUs: few passes over the scores, and a vector exp. Knows no model.
+
+mlx's fused attention is for GPUs; on a CPU it falls back to operations whose softmax calls the C
+library's exp once per score. Here the weights stay unnormalised until they have met the values.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from pippin.backends.mlx.activations import unnormalised_softmax
+
+BLOCKED = -1e30
+
+
+def attend(
+    queries: mx.array,  # [B, Hq, S, D]
+    keys: mx.array,  # [B, Hkv, L, D]
+    values: mx.array,  # [B, Hkv, L, Dv]
+    scale: float,
+    mask: mx.array | str | None,  # bool or added [B or 1, H or 1, S, L]; "causal"; None
+) -> mx.array:
+    batch, q_heads, num_queries, dim = queries.shape
+    kv_heads, num_keys = keys.shape[1:3]
+    repeats = q_heads // kv_heads
+    q = (queries * scale).reshape(batch, kv_heads, repeats * num_queries, dim)
+    scores = (q @ keys.swapaxes(-1, -2)).reshape(batch, kv_heads, repeats, num_queries, num_keys)
+    bias = _bias(mask, num_queries, num_keys)
+    if bias is not None:
+        if bias.ndim == 4 and bias.shape[1] == q_heads > 1:
+            bias = bias.reshape(bias.shape[0], kv_heads, repeats, *bias.shape[2:])
+        elif bias.ndim == 4:
+            bias = bias[:, :, None]
+        scores = scores + bias
+    weights = unnormalised_softmax(scores)
+    total = weights.sum(axis=-1, keepdims=True)
+    out = weights.reshape(batch, kv_heads, repeats * num_queries, num_keys) @ values
+    out = out.reshape(*total.shape[:-1], -1) / total
+    return out.reshape(batch, q_heads, num_queries, -1).astype(queries.dtype)
+
+
+def _bias(mask: mx.array | str | None, num_queries: int, num_keys: int) -> mx.array | None:
+    if mask is None:
+        return None
+    if isinstance(mask, str):
+        last_seen = mx.arange(num_keys - num_queries, num_keys)[:, None]
+        mask = mx.arange(num_keys)[None] <= last_seen
+    if mask.dtype == mx.bool_:
+        return mx.where(mask, 0.0, BLOCKED)
+    return mask
