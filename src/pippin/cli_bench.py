@@ -3,19 +3,144 @@
 from __future__ import annotations
 
 import shlex
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any, get_args
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, CoercionError, Group, Parameter, Token
 
 from pippin.bench.report import PRINT_ONLY, Outputs
 from pippin.checkpoint import find_checkpoint
-from pippin.config import ModelConfig
+from pippin.config import Config, ModelConfig
+from pippin.options import takes_config
 
 bench = App(name="bench", help="Measure speed: one batch, a server, the cache, or us and mlx-lm.")
 
+
+def split_list(hint: Any, tokens: Sequence[Token]) -> list[Any]:
+    """`--batch 1,4,16` as well as `--batch 1 4 16`."""
+    (kind,) = get_args(hint)
+    texts = [text for token in tokens for text in token.value.split(",") if text]
+    try:
+        return [kind(text) for text in texts]
+    except ValueError as error:
+        raise CoercionError(token=tokens[0], target_type=kind) from error
+
+
 Files = Annotated[Outputs, Parameter(name="*", group=Group("Output", sort_key=1))]
-Names = Annotated[list[str] | None, Parameter(consume_multiple=True, negative="")]
+LIST = Parameter(converter=split_list, consume_multiple=True, negative="")
+Names = Annotated[list[str] | None, LIST]
+Numbers = Annotated[list[int] | None, LIST]
+Rates = Annotated[list[float] | None, LIST]
+OptionString = Annotated[str, Parameter(allow_leading_hyphen=True)]
 BUNDLED = ModelConfig.model
+
+
+@bench.command(name="one-batch")
+@takes_config("model", "engine")
+def one_batch(
+    config: Config,
+    *,
+    batch: Numbers = None,
+    input: int = 512,
+    output: int = 64,
+    repeats: int = 3,
+    outputs: Files = PRINT_ONLY,
+) -> None:
+    """Latency of prefill and decode for one batch, and how close that is to the machine's limits.
+
+    Parameters
+    ----------
+    batch
+        Sizes to measure. Default: 1,4,16.
+    input
+        Prompt tokens of each row.
+    output
+        Tokens that all rows decode together.
+    repeats
+        Runs of each size; the table shows medians.
+    """
+    from pippin.bench.one_batch import one_batch
+
+    report = one_batch(
+        config,
+        batches=batch or (1, 4, 16),
+        input_len=input,
+        output_len=output,
+        repeats=repeats,
+    )
+    report.publish(outputs)
+
+
+@bench.command
+def serve(
+    *,
+    url: str = "http://127.0.0.1:8000",
+    model: str | None = None,
+    api_key: Annotated[str | None, Parameter(env_var="PIPPIN_API_KEY")] = None,
+    concurrency: Numbers = None,
+    rate: Rates = None,
+    requests: int = 32,
+    input: int = 512,
+    output: int = 64,
+    streams: int = 0,
+    long_input: int = 2000,
+    outputs: Files = PRINT_ONLY,
+) -> None:
+    """Load any OpenAI endpoint: time to the first token, gaps between tokens, throughput.
+
+    Parameters
+    ----------
+    url
+        The server.
+    model
+        Name to ask for. Default: the first that the server lists.
+    api_key
+        Sent as a bearer token.
+    concurrency
+        Requests kept in flight; one row of the table for each. Default: 1,4,16 without --rate.
+    rate
+        Requests a second that arrive as a Poisson process; one row for each.
+    requests
+        How many requests each row sends.
+    input
+        Words of each prompt: tokens, about.
+    output
+        Tokens of each reply.
+    streams
+        If not 0: also keep this many streams running while long prompts arrive.
+    long_input
+        Words of those long prompts.
+    """
+    from pippin.bench.serve import Load, serve
+
+    if concurrency is None and rate is None:
+        concurrency = [1, 4, 16]
+    loads = [Load("concurrency", n, requests, input, output) for n in concurrency or ()]
+    loads += [Load("rate", r, requests, input, output) for r in rate or ()]
+    report = serve(
+        url,
+        loads,
+        model=model,
+        api_key=api_key,
+        num_streams=streams,
+        long_prompt_tokens=long_input,
+    )
+    report.publish(outputs)
+
+
+@bench.command
+@takes_config("model", "engine")
+def growth(config: Config, *, only: Names = None, outputs: Files = PRINT_ONLY) -> None:
+    """How a step grows with batch, context, skewed lengths, the cache's tree and requests.
+
+    Parameters
+    ----------
+    only
+        Parts to run: batch, context, skew, tree, requests. Default: everything.
+    """
+    from pippin.bench.growth import growth
+
+    growth(config, only=only or ()).publish(outputs)
 
 
 @bench.command
@@ -25,8 +150,8 @@ def compare(
     *,
     only: Names = None,
     rounds: int = 2,
-    pippin_options: str = "",
-    mlx_lm_options: str = "",
+    pippin_options: OptionString = "",
+    mlx_lm_options: OptionString = "",
     outputs: Files = PRINT_ONLY,
 ) -> None:
     """Run mlx-lm's server and ours on the same float32 weights and BLAS, in turn; print ratios.
@@ -64,7 +189,7 @@ def prefix(
     *,
     only: Names = None,
     rounds: int = 3,
-    options: str = "",
+    options: OptionString = "",
     outputs: Files = PRINT_ONLY,
 ) -> None:
     """Time to the first token with and without the prefix cache, and what the cache costs.

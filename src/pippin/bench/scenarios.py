@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 from pippin.bench.prompts import Prompts
 from pippin.bench.samples import median, percentile
@@ -79,6 +79,14 @@ async def streams(client: Client, prompts: Prompts, num_streams: int) -> Numbers
 @dataclass(frozen=True)
 class Interference:
     """What running streams and arriving prompts do to each other. All in seconds."""
+
+    measures: ClassVar = (
+        Measure("busy gap p99", "ms"),
+        Measure("idle gap p50", "ms"),
+        Measure("busy / idle", "x"),
+        Measure("longest stop", "ms"),
+        Measure("prompt TTFT", "s"),
+    )
 
     idle_gaps: list[float]
     busy_gaps: list[float]
@@ -204,13 +212,7 @@ SCENARIOS = (
     Scenario(
         "interference",
         f"{RUNNING_STREAMS} streams while {PROMPT_TOKENS:,}-token prompts arrive",
-        (
-            Measure("busy gap p99", "ms"),
-            Measure("idle gap p50", "ms"),
-            Measure("busy / idle", "x"),
-            Measure("longest stop", "ms"),
-            Measure("prompt TTFT", "s"),
-        ),
+        Interference.measures,
         interference,
     ),
     Scenario(

@@ -1,0 +1,156 @@
+"""`pippin bench one-batch`: prefill and decode of one batch, against what the machine allows.
+
+The same code for every backend: it sees only the offline API. No cache, so every prompt is cold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pippin import LLM
+from pippin.bench.ceilings import Ceilings, read_products
+from pippin.bench.plot import Lines
+from pippin.bench.report import Report, Table, busy_note, number, say
+from pippin.bench.samples import median
+from pippin.bench.steps import decode_step_seconds, generate, last_step, prompts_for
+from pippin.config import Config
+
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One batch size. The ceilings are None where they are not known."""
+
+    batch: int
+    prefill_seconds: float
+    prefill_tokens_per_second: float
+    decode_seconds: float
+    decode_tokens_per_second: float
+    prefill_ceiling: float | None = None  # tokens a second that the bare products allow
+    decode_ceiling: float | None = None
+    decode_memory_ceiling: float | None = None  # ... that reading the weights once a step allows
+
+    @property
+    def prefill_share(self) -> float | None:
+        return _share(self.prefill_tokens_per_second, self.prefill_ceiling)
+
+    @property
+    def decode_share(self) -> float | None:
+        return _share(self.decode_tokens_per_second, self.decode_ceiling)
+
+    @property
+    def memory_share(self) -> float | None:
+        return _share(self.decode_tokens_per_second, self.decode_memory_ceiling)
+
+
+def one_batch(
+    config: Config, *, batches: Sequence[int], input_len: int, output_len: int, repeats: int
+) -> Report:
+    notes = busy_note()
+    engine = dataclasses.replace(
+        config.engine, prefix_cache=False, max_running=max(config.engine.max_running, *batches)
+    )
+    with LLM(config=dataclasses.replace(config, engine=engine)) as llm:
+        timings = []
+        for batch in batches:
+            say(f"batch of {batch}")
+            timings.append(_time_batch(llm, batch, input_len, output_len, repeats))
+        chunk = min(llm.config.engine.prefill_tokens, input_len)
+        ceilings = _find_ceilings(llm.config)
+    memory = 0.0
+    if ceilings is None:
+        notes.append("Ceilings are measured for unquantized checkpoints on MLX only.")
+    else:
+        say("measuring what the machine allows")
+        memory = ceilings.memory_bytes_per_second()
+        timings = [_with_ceilings(timing, ceilings, chunk, memory) for timing in timings]
+        notes.append(_describe(ceilings, chunk, memory))
+    settings = {"input": input_len, "output": output_len, "memory_bytes_per_second": memory}
+    return summarize(timings, settings, notes)
+
+
+def _time_batch(llm: LLM, batch: int, input_len: int, output_len: int, repeats: int) -> Timing:
+    prefills, steps = [], []
+    for turn in range(repeats + 1):  # the first warms up
+        prompts = prompts_for(llm, f"one-batch {batch} {turn}")
+        texts = [prompts.text(input_len) for _ in range(batch)]
+        seconds = generate(llm, texts, max_tokens=1)
+        begun = last_step(llm)
+        # Early rows decode while late ones are still read: those steps do not count.
+        generate(llm, texts, max_tokens=output_len + _steps_of_prefill(llm, batch * input_len))
+        if turn > 0:
+            prefills.append(seconds)
+            steps.append(decode_step_seconds(llm, batch, since_step=begun + 1))
+    prefill, step = median(prefills), median(steps)
+    return Timing(batch, prefill, batch * input_len / prefill, step, batch / step)
+
+
+def _steps_of_prefill(llm: LLM, num_tokens: int) -> int:
+    """The most steps that reading a batch can take while its first rows already decode."""
+    return min(num_tokens // 64, llm.config.engine.max_running * 8)
+
+
+def _find_ceilings(config: Config) -> Ceilings | None:
+    if config.model.backend != "mlx":
+        return None
+    products = read_products(Path(config.model.model))
+    return Ceilings(products, config.model.dtype) if products else None
+
+
+def _with_ceilings(timing: Timing, ceilings: Ceilings, chunk: int, memory: float) -> Timing:
+    return dataclasses.replace(
+        timing,
+        prefill_ceiling=chunk / ceilings.prefill_seconds(chunk),
+        decode_ceiling=timing.batch / ceilings.decode_seconds(timing.batch),
+        decode_memory_ceiling=timing.batch * memory / ceilings.weight_bytes,
+    )
+
+
+def _describe(ceilings: Ceilings, chunk: int, memory: float) -> str:
+    rate = chunk * ceilings.flops_per_token() / ceilings.prefill_seconds(chunk)
+    return (
+        f"Ceilings of this machine: {number(rate / GIGA)} GFLOP/s in a bare chain of the model's "
+        f"products for {chunk} tokens, {number(memory / GIGA)} GB/s from memory, of which a "
+        f"step reads {number(ceilings.weight_bytes / 1e6)} MB of weights."
+    )
+
+
+def summarize(timings: list[Timing], settings: dict[str, float], notes: list[str]) -> Report:
+    prefill = ("prefill, ms", "tok/s", "of products")
+    header = ("batch", *prefill, "decode, ms a step", "tok/s", "of products", "of memory")
+    rows: list[tuple[str, ...]] = [
+        (
+            str(t.batch),
+            number(t.prefill_seconds * 1e3),
+            number(t.prefill_tokens_per_second),
+            _percent(t.prefill_share),
+            number(t.decode_seconds * 1e3),
+            number(t.decode_tokens_per_second),
+            _percent(t.decode_share),
+            _percent(t.memory_share),
+        )
+        for t in timings
+    ]
+    curves = {"measured": [(float(t.batch), t.decode_tokens_per_second) for t in timings]}
+    if ceilings := [(float(t.batch), t.decode_ceiling) for t in timings if t.decode_ceiling]:
+        curves["bare products"] = ceilings
+    title = f"One batch: {settings['input']:,} tokens in, {settings['output']:,} out"
+    return Report(
+        name="one-batch",
+        tables=[Table(title, header, rows)],
+        charts=[Lines("Decode", "rows in the batch", "tok/s", curves, log_x=True)],
+        data={"settings": settings, "timings": [asdict(t) for t in timings]},
+        notes=notes,
+    )
+
+
+def _share(rate: float, ceiling: float | None) -> float | None:
+    return rate / ceiling if ceiling else None
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.0%}"

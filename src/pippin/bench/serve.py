@@ -1,0 +1,202 @@
+"""`pippin bench serve`: latency and throughput of any OpenAI endpoint under load. Knows only HTTP.
+
+Requests arrive at a rate (as a Poisson process) or keep a fixed number in flight. If the server is
+Pippin, its own account of the overlap is printed beside what clients saw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import httpx
+
+from pippin.bench.plot import Chart, Lines
+from pippin.bench.prompts import Prompts
+from pippin.bench.report import Report, Table, busy_note, number, say
+from pippin.bench.samples import Spread
+from pippin.bench.scenarios import Interference, interfere, warm_up
+from pippin.bench.servers import first_model
+from pippin.bench.sse import Reply, parse
+from pippin.bench.wire import Client, Recording, Target
+
+SHARES = ("device_idle_share", "host_hidden_share")
+
+
+@dataclass(frozen=True)
+class Load:
+    """How requests come: `level` in flight at a time, or `level` a second."""
+
+    kind: Literal["concurrency", "rate"]
+    level: float
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.level:g} at a time" if self.kind == "concurrency" else f"{self.level:g}/s"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What clients saw under one load. Times in seconds."""
+
+    load: Load
+    seconds: float
+    generated_tokens: int
+    prompt_tokens: int
+    ttft: Spread
+    gap: Spread
+    shares: dict[str, float]  # of Pippin's own metrics; empty for other servers
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / self.seconds
+
+
+async def run_load(client: Client, load: Load, prompts: Prompts) -> list[Reply]:
+    """Send every request when it is due; parse nothing until all are done."""
+    texts = [prompts.text(load.prompt_tokens) for _ in range(load.num_requests)]
+    if load.kind == "rate":
+        recordings = await _at_rate(client, load, texts)
+    else:
+        recordings = await _at_concurrency(client, load, texts)
+    return [parse(recording) for recording in recordings]
+
+
+async def _at_concurrency(client: Client, load: Load, texts: list[str]) -> list[Recording]:
+    room = asyncio.Semaphore(int(load.level))
+
+    async def one(text: str) -> Recording:
+        async with room:
+            return await client.complete(text, load.output_tokens)
+
+    return list(await asyncio.gather(*(one(text) for text in texts)))
+
+
+async def _at_rate(client: Client, load: Load, texts: list[str]) -> list[Recording]:
+    clock = random.Random(f"arrivals {load.level}")
+    sent: list[asyncio.Task[Recording]] = []
+    for text in texts:
+        sent.append(asyncio.create_task(client.complete(text, load.output_tokens)))
+        await asyncio.sleep(clock.expovariate(load.level))
+    return list(await asyncio.gather(*sent))
+
+
+def summarize_load(load: Load, replies: Sequence[Reply], shares: dict[str, float]) -> Outcome:
+    return Outcome(
+        load=load,
+        seconds=max(reply.last for reply in replies) - min(reply.sent for reply in replies),
+        generated_tokens=sum(reply.num_tokens for reply in replies),
+        prompt_tokens=sum(reply.prompt_tokens or 0 for reply in replies),
+        ttft=Spread.of([reply.ttft for reply in replies]),
+        gap=Spread.of([gap for reply in replies for gap in reply.gaps()]),
+        shares=shares,
+    )
+
+
+def find_target(url: str, model: str | None, api_key: str | None) -> tuple[Target, bool]:
+    """The server at `url`, and whether it is Pippin."""
+    url = url.rstrip("/").removesuffix("/v1")
+    is_pippin = bool(read_shares(url, api_key))
+    name = model or first_model(url, api_key)
+    extra = {"ignore_eos": True} if is_pippin else {}
+    return Target(url, name, api_key, extra), is_pippin
+
+
+def read_shares(url: str, api_key: str | None) -> dict[str, float]:
+    """Device idle share and host time hidden over the last steps; empty if it is not Pippin."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        answer = httpx.get(f"{url}/status", headers=headers, timeout=10)
+        metrics = answer.json()["metrics"]
+        return {name: float(metrics[name]) for name in SHARES}
+    except (httpx.TransportError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def serve(
+    url: str,
+    loads: Sequence[Load],
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    num_streams: int = 0,
+    long_prompt_tokens: int = 2000,
+) -> Report:
+    """Every load in turn; with `num_streams`, also streams while long prompts arrive."""
+    notes = busy_note()
+    target, is_pippin = find_target(url, model, api_key)
+    client = Client(target)
+    asyncio.run(warm_up(client, Prompts("warm-up")))
+    outcomes = []
+    for load in loads:
+        say(f"{load.num_requests} requests, {load}")
+        prompts = Prompts(f"serve {load}")
+        replies = asyncio.run(run_load(client, load, prompts))
+        shares = read_shares(target.url, api_key) if is_pippin else {}
+        outcomes.append(summarize_load(load, replies, shares))
+    met = None
+    if num_streams:
+        say(f"{num_streams} streams while prompts of {long_prompt_tokens:,} tokens arrive")
+        met = asyncio.run(
+            interfere(
+                client,
+                Prompts("serve interference"),
+                num_streams=num_streams,
+                prompt_tokens=long_prompt_tokens,
+            )
+        )
+    return summarize(target, outcomes, met, notes)
+
+
+def summarize(
+    target: Target, outcomes: list[Outcome], met: Interference | None, notes: list[str]
+) -> Report:
+    tables = [_load_table(outcomes)] if outcomes else []
+    data: dict[str, Any] = {"url": target.url, "model": target.model}
+    data["loads"] = [
+        {**asdict(outcome), "tokens_per_second": outcome.tokens_per_second} for outcome in outcomes
+    ]
+    if met is not None:
+        numbers = met.numbers()
+        rows: list[tuple[str, ...]] = [
+            (f"{m.name}, {m.unit}", number(numbers[m.name])) for m in met.measures
+        ]
+        tables.append(Table("Streams while long prompts arrive", ("measure", "value"), rows))
+        data["interference"] = numbers
+    return Report("serve", tables, _charts(outcomes), data, notes)
+
+
+def _load_table(outcomes: list[Outcome]) -> Table:
+    with_shares = any(outcome.shares for outcome in outcomes)
+    header = ("load", "requests", "tok/s", "TTFT p50, ms", "p99", "gap p50, ms", "p99")
+    rows: list[tuple[str, ...]] = []
+    for o in outcomes:
+        times = (o.ttft.p50, o.ttft.p99, o.gap.p50, o.gap.p99)
+        cells = (str(o.load), str(o.load.num_requests), number(o.tokens_per_second))
+        shares = tuple(f"{o.shares[name]:.1%}" for name in SHARES) if o.shares else ()
+        rows.append((*cells, *(number(seconds * 1e3) for seconds in times), *shares))
+    sizes = outcomes[0].load
+    title = f"{sizes.prompt_tokens:,} tokens in, {sizes.output_tokens:,} out"
+    return Table(title, (*header, "device idle", "host hidden") if with_shares else header, rows)
+
+
+def _charts(outcomes: list[Outcome]) -> list[Chart]:
+    charts: list[Chart] = []
+    for kind, label in (("concurrency", "requests at a time"), ("rate", "requests a second")):
+        chosen = [o for o in outcomes if o.load.kind == kind]
+        if not chosen:
+            continue
+        throughput = {"throughput": [(o.load.level, o.tokens_per_second) for o in chosen]}
+        waits = {
+            "TTFT p50": [(o.load.level, o.ttft.p50 * 1e3) for o in chosen],
+            "TTFT p99": [(o.load.level, o.ttft.p99 * 1e3) for o in chosen],
+            "gap p99": [(o.load.level, o.gap.p99 * 1e3) for o in chosen],
+        }
+        charts.append(Lines("Throughput", label, "tok/s", throughput))
+        charts.append(Lines("Waiting", label, "ms", waits))
+    return charts
