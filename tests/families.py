@@ -235,6 +235,38 @@ CONFIGS: dict[str, Config] = {
             "beta_slow": 1,
         },
     },
+    "kimi_linear": _SIZES
+    | {
+        "model_type": "kimi_linear",
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2],
+            "num_heads": 4,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+        "model_max_length": 2048,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "mla_use_nope": True,
+    },
+    "olmo_hybrid": _SIZES
+    | _LINEAR
+    | {
+        "model_type": "olmo_hybrid",
+        "linear_allow_neg_eigval": True,
+        "attention_bias": False,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
 }
 FAMILIES = tuple(CONFIGS)
 

@@ -36,6 +36,8 @@ KINDS = {
     "lfm2": [STATE, ATTENTION, STATE, ATTENTION],
     "granitemoehybrid": HYBRID,
     "deepseek_v3": [ATTENTION, ATTENTION],
+    "kimi_linear": HYBRID,
+    "olmo_hybrid": HYBRID,
 }
 
 
@@ -87,7 +89,13 @@ def test_shapes_agree_with_what_mlx_lm_fills_its_caches_with(family: str) -> Non
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_but_latent_and_lent_attention_reads_main_and_tail_apart(family: str) -> None:
-    assert layout_of(family).splits == (family not in ("deepseek_v3", "gemma4"))
+    assert layout_of(family).splits == (family not in ("deepseek_v3", "kimi_linear", "gemma4"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_that_take_padding_for_tokens_are_found_out(family: str) -> None:
+    """olmo_hybrid's convolutions keep the end of the padded row, whatever its length."""
+    assert layout_of(family).pads == (family != "olmo_hybrid")
 
 
 def test_rows_that_cannot_share_a_forward_are_refused_at_load() -> None:

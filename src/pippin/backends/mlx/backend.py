@@ -75,7 +75,8 @@ class MLXBackend:
             self._retire(step, retire)
         for admit in plan.admit:
             self._admit(admit)
-        for group in group_chunks(plan.prefill, self._wants_prompt_logprobs):
+        pads = self._loaded.layout.pads
+        for group in group_chunks(plan.prefill, self._wants_prompt_logprobs, pads=pads):
             self._prefill(step, group)
         if plan.decode:
             self._decode(step, plan.decode)

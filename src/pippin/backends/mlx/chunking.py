@@ -14,9 +14,14 @@ FORWARD_COST_TOKENS = 8
 def group_chunks(
     chunks: Sequence[PrefillRow],
     alone: Callable[[PrefillRow], bool],
-    forward_cost_tokens: int = FORWARD_COST_TOKENS,
+    *,
+    pads: bool = True,
 ) -> list[list[PrefillRow]]:
-    """Chunks of like lengths together; those that must be `alone` by themselves."""
+    """Chunks of like lengths together; those that must be `alone` by themselves.
+
+    Without `pads`, the model would take padding for tokens: only equal lengths go together.
+    """
+    forward_cost_tokens = FORWARD_COST_TOKENS if pads else 0
     groups = [[chunk] for chunk in chunks if alone(chunk)]
     rest = sorted((c for c in chunks if not alone(c)), key=lambda c: len(c.tokens), reverse=True)
     group: list[PrefillRow] = []

@@ -79,6 +79,7 @@ class Layout:
 
     leaves: tuple[Leaf, ...]
     nesting: tuple[int, ...]  # leaves per layer cache; 0: a plain cache, n: a CacheList of n
+    pads: bool = True  # recurrent layers pass over padding: uneven chunks can share a forward
 
     def nest(self, views: Sequence[Any]) -> list[Any]:
         """One view per leaf, arranged as the model expects its `cache` argument."""

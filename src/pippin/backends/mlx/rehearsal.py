@@ -1,4 +1,4 @@
-"""Runs ragged rows through a model once at load, never evaluated: what cannot work fails here.
+"""Runs ragged rows through a model once at load: what cannot work fails here, or is gone around.
 
 mlx-lm's models differ in how they attend: some lend one layer's KV to others, some need every row
 at the same position. A graph that cannot be built says so now, not in a user's first request.
@@ -6,7 +6,7 @@ at the same position. A graph that cannot be built says so now, not in a user's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from pippin.backends.mlx.rows import DecodeRows
 from pippin.errors import UnsupportedLayout
 
 Forward = Callable[[mx.array, list[Any]], mx.array]
+ROUNDING = 0.02  # of bfloat16 through many layers; a token taken in by mistake is far more
 
 
 def rehearsed(layout: Layout, forward: Forward) -> Layout:
@@ -31,21 +32,42 @@ def rehearsed(layout: Layout, forward: Forward) -> Layout:
         except Exception as error:  # whatever the model's own code raises, reported below
             failure = error
         else:
-            return candidate
+            return replace(candidate, pads=_passes_over_padding(candidate, forward))
     raise UnsupportedLayout(
         f"the model cannot run rows of different lengths in one forward: {failure}"
     ) from failure
 
 
 def _rehearse(layout: Layout, forward: Forward) -> None:
-    prompts = [PromptState(), PromptState()]
-    for lens in ((2, 3), (3, 1)):  # ragged, and then with prefixes of two lengths
-        chunks = [np.zeros(n, dtype=np.int32) for n in lens]
-        batch = ChunkBatch(layout, chunks, prompts)
-        forward(batch.tokens, batch.caches)
-        batch.advance()
+    """Three rows: a mask that is broadcast along the wrong axis meets no axis of that length."""
+    prompts = [PromptState(), PromptState(), PromptState()]
+    for lens in ((2, 3, 1), (3, 1, 2)):  # ragged, and then with prefixes of several lengths
+        _prefill(layout, forward, lens, prompts)
     rows = DecodeRows(layout)
     rows.join(list(enumerate(prompts, start=1)))
-    step = rows.begin([1, 2])
-    forward(mx.zeros((2, 1), dtype=mx.int32), step.caches)
+    step = rows.begin([1, 2, 3])
+    forward(mx.zeros((3, 1), dtype=mx.int32), step.caches)
     rows.end(step)
+
+
+def _passes_over_padding(layout: Layout, forward: Forward) -> bool:
+    """Whether a padded row's states are those of the same row alone. Evaluates two tiny forwards.
+
+    Some recurrent layers take padding for tokens, which no shape tells.
+    """
+    alone, padded = PromptState(), PromptState()
+    _prefill(layout, forward, (1,), [alone])
+    _prefill(layout, forward, (1, 3), [padded, PromptState()])
+    return all(
+        bool(mx.abs(a - b).max() <= ROUNDING * mx.abs(b).max())
+        for leaf in alone.states
+        for a, b in zip(padded.states[leaf], alone.states[leaf], strict=True)
+    )
+
+
+def _prefill(
+    layout: Layout, forward: Forward, lens: Sequence[int], prompts: Sequence[PromptState]
+) -> None:
+    batch = ChunkBatch(layout, [np.zeros(n, dtype=np.int32) for n in lens], prompts)
+    forward(batch.tokens, batch.caches)
+    batch.advance()
