@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pippin.backends.base import Capture
-from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.prefix_cache import InsertResult, PrefixCache
 from pippin.scheduler.request import Request
 from pippin.types import Payload
 
@@ -29,10 +29,27 @@ def take_captures(
         states = dict(capture.states)
         if capture.retired:
             states |= _reply_states(owner, capture)
-        cache.insert(owner.tokens(capture.end), capture.start, capture.kv, states)
+        placements = cache.policy.placements(
+            capture.start,
+            capture.end,
+            prompt_len=owner.prompt_len,
+            boundaries=owner.boundaries,
+            branch=owner.branch,
+        )
+        tokens = owner.tokens(capture.end)
+        found = cache.insert(tokens, capture.start, capture.kv, states, placements=placements)
+        if found.inserted:
+            _hold(cache, owner, found)
         owner.in_tree = max(owner.in_tree, capture.end)
     for owner in retired.values():
         release_states(owner)
+
+
+def _hold(cache: PrefixCache, owner: Request, inserted: InsertResult) -> None:
+    """Move a running request's lock to the end of what it has put into the tree."""
+    if owner.lock is not None:
+        old, owner.lock = owner.lock, cache.lock(inserted)
+        cache.unlock(old)
 
 
 def release_states(request: Request) -> None:
