@@ -22,6 +22,11 @@ def median(values: Sequence[float]) -> float:
     return percentile(values, 0.5)
 
 
+def ratio(value: float, base: float) -> float:
+    """Not a number where there is nothing to compare with."""
+    return value / base if base else math.nan
+
+
 @dataclass(frozen=True)
 class Spread:
     """What is worth saying about many measurements of one thing."""

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any, ClassVar
 
 from pippin.bench.prompts import Prompts
-from pippin.bench.samples import median, percentile
+from pippin.bench.samples import median, percentile, ratio
 from pippin.bench.sse import Reply, parse
 from pippin.bench.wire import Client, Exchange
 
@@ -45,7 +45,7 @@ class Measure:
 
     def advantage(self, ours: float, theirs: float) -> float:
         """How many times better ours is."""
-        return ours / theirs if self.higher_is_better else theirs / ours
+        return ratio(ours, theirs) if self.higher_is_better else ratio(theirs, ours)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Interference:
         return {
             "idle gap p50": idle * 1e3,
             "busy gap p99": busy * 1e3,
-            "busy / idle": busy / idle,
+            "busy / idle": ratio(busy, idle),
             "longest stop": max(self.busy_gaps) * 1e3,
             "prompt TTFT": median(self.ttfts),
         }

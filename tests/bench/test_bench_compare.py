@@ -1,0 +1,97 @@
+"""The comparison's arithmetic, and the checkpoint that both servers read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import pippin
+from pippin.bench.compare import OURS, THEIRS, choose, compare, summarize
+from pippin.bench.float32 import write_float32_copy
+from pippin.bench.scenarios import SCENARIOS, Measure, Scenario
+from pippin.bench.wire import BenchError
+from pippin.text.tokenizer import Tokenizer
+from processes import environment
+
+BUNDLED = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
+
+
+def test_better_is_always_above_one() -> None:
+    assert Measure("speed", "tok/s", higher_is_better=True).advantage(30, 10) == 3
+    assert Measure("time", "s").advantage(10, 30) == 3
+
+
+def test_a_family_name_takes_all_its_members() -> None:
+    assert [s.name for s in choose(["decode"])] == ["decode-1", "decode-4", "decode-16"]
+    assert [s.name for s in choose(["decode-4", "chats"])] == ["decode-4", "chats"]
+    assert choose([]) == list(SCENARIOS)
+
+
+def test_an_unknown_scenario_is_named() -> None:
+    with pytest.raises(BenchError, match="no scenario 'decode-5'; there are prefill"):
+        choose(["prefill", "decode-5"])
+
+
+def test_the_table_shows_medians_and_ratios() -> None:
+    scenario: Scenario = choose(["prefill"])[0]
+    ours = [{"prefill": rate, "TTFT": 2000 / rate} for rate in (1000.0, 2000.0, 900.0)]
+    theirs = [{"prefill": rate, "TTFT": 2000 / rate} for rate in (500.0, 400.0, 250.0)]
+    report = summarize([scenario], {"prefill": {OURS: ours, THEIRS: theirs}}, [])
+    assert report.tables[0].rows == [
+        (scenario.title, "prefill, tok/s", "1,000", "400", "2.50x"),
+        ("", "TTFT, s", "2.00", "5.00", "2.50x"),
+    ]
+    assert report.data["scenarios"]["prefill"]["rounds"][OURS] == ours
+
+
+def test_the_copy_holds_the_same_numbers_in_float32(tmp_path: Path) -> None:
+    write_float32_copy(BUNDLED, tmp_path)
+    before = mx.load(str(BUNDLED / "model.safetensors"))
+    after = mx.load(str(tmp_path / "model.safetensors"))
+    assert isinstance(before, dict)
+    assert isinstance(after, dict)
+    assert before.keys() == after.keys()
+    assert all(after[name].dtype == mx.float32 for name in before)
+    assert all(mx.array_equal(before[name].astype(mx.float32), after[name]) for name in before)
+
+
+def test_nothing_in_the_copy_ends_a_reply(tmp_path: Path) -> None:
+    write_float32_copy(BUNDLED, tmp_path)
+    assert Tokenizer.load(BUNDLED).eos_ids
+    assert Tokenizer.load(tmp_path).eos_ids == ()
+
+
+def test_bfloat16_is_widened_and_metadata_kept(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    weights = {"a": mx.array([1.5, -2.25, 3e38]).astype(mx.bfloat16), "b": mx.ones((2, 3))}
+    mx.save_safetensors(str(source / "model.safetensors"), weights, {"format": "mlx"})
+    (source / "config.json").write_text(json.dumps({"eos_token_id": 1, "hidden_size": 3}))
+    write_float32_copy(source, target)
+    loaded, metadata = mx.load(str(target / "model.safetensors"), return_metadata=True)
+    assert metadata == {"format": "mlx"}
+    assert loaded["a"].dtype == mx.float32
+    assert loaded["a"].tolist() == weights["a"].tolist()
+    assert loaded["b"].tolist() == weights["b"].tolist()
+    assert json.loads((target / "config.json").read_text()) == {"hidden_size": 3}
+
+
+def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
+    mx.save_safetensors(str(tmp_path / "m.safetensors"), {"w": mx.zeros((2, 2), mx.uint32)})
+    target = tmp_path / "target"
+    target.mkdir()
+    with pytest.raises(BenchError, match=r"m\.safetensors: w is U32"):
+        write_float32_copy(tmp_path, target)
+
+
+@pytest.mark.slow
+def test_both_servers_answer_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    monkeypatch.setattr("pippin.bench.scenarios.DECODE_TOKENS", 8)
+    report = compare(BUNDLED, only=["decode-1"], rounds=1)
+    rounds = report.data["scenarios"]["decode-1"]["rounds"]
+    assert all(rounds[name][0]["decode"] > 0 for name in (OURS, THEIRS))

@@ -1,0 +1,121 @@
+"""The HTTP benchmarks against the toy backend: everything is measured and every child ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+import pippin
+from pippin.bench import scenarios, servers
+from pippin.bench.prefix import Cost, Pair, prefix, summarize
+from pippin.bench.prompts import Prompts
+from pippin.bench.serve import Load, find_target, serve
+from pippin.bench.wire import BenchError, Client, Target
+from processes import environment
+
+BUNDLED = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
+TOY = ("--backend", "fake")
+
+
+@pytest.fixture(autouse=True)
+def _children_import_what_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+
+
+def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenarios, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(scenarios, "RUNNING_TOKENS", 8000)
+    with servers.pippin_server(str(BUNDLED), TOY) as target:
+        client = Client(target)
+        asyncio.run(scenarios.warm_up(client, Prompts("warm-up")))
+        for scenario in scenarios.SCENARIOS:
+            numbers = asyncio.run(scenario.run(client, Prompts(scenario.name)))
+            assert set(numbers) >= {measure.name for measure in scenario.measures}
+            assert numbers[scenario.measures[0].name] > 0, scenario.name
+        status = httpx.get(f"{target.url}/status").json()
+        assert status["running"] == 0  # the streams that were hung up on have ended
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(target.url)
+
+
+def test_loads_and_interference_of_a_running_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenarios, "IDLE_SECONDS", 0.1)
+    loads = [Load("concurrency", 2, 4, 40, 6), Load("rate", 100.0, 4, 40, 6)]
+    with servers.pippin_server(str(BUNDLED), TOY) as target:
+        report = serve(target.url + "/v1/", loads, num_streams=2, long_prompt_tokens=200)
+        with pytest.raises(BenchError, match="404 Not Found"):
+            serve(target.url, loads, model="another")
+    at_once, at_rate = report.data["loads"]
+    assert at_once["generated_tokens"] == at_rate["generated_tokens"] == 24
+    assert at_once["ttft"]["count"] == 4
+    assert set(at_once["shares"]) == {"device_idle_share", "host_hidden_share"}
+    assert report.tables[0].header[-2:] == ("device idle", "host hidden")
+    assert report.data["interference"]["prompt TTFT"] > 0
+    assert len(report.charts) == 4
+
+
+def test_the_prefix_benchmark_sees_the_cache_work() -> None:
+    report = prefix(BUNDLED, only=["repeat", "chat"], rounds=1, options=TOY)
+    again, *turns = report.data["pairs"]
+    assert again["prompt_tokens"] - again["cached_tokens"] <= 64
+    assert len(turns) == scenarios.TURNS - 1
+    assert all(turn["cached_tokens"] > 1900 for turn in turns)
+
+
+def test_the_cost_of_the_cache_is_the_median_of_neighbours() -> None:
+    cost = Cost(cached=[1.03, 2.02, 5.0], uncached=[1.0, 2.0, 1.0])
+    assert cost.overhead == pytest.approx(0.03)
+    report = summarize([Pair("again", 100, 64, 2.0, 0.2)], cost, [])
+    assert [table.rows[0][-1] for table in report.tables] == ["10.0%", "+3.0%"]
+
+
+def test_unknown_parts_are_named() -> None:
+    with pytest.raises(BenchError, match="no part 'chats'; there are repeat, chat"):
+        prefix(BUNDLED, only=["chats"])
+
+
+def test_nobody_listening_is_one_clear_error() -> None:
+    url = f"http://127.0.0.1:{servers.free_port()}"
+    with pytest.raises(BenchError, match="names no model"):
+        find_target(url, None, None)
+    with pytest.raises(BenchError, match=url):
+        asyncio.run(Client(Target(url, "m")).complete("hello", 1))
+
+
+def test_a_server_that_cannot_start_says_why() -> None:
+    with (
+        pytest.raises(BenchError, match=r"pippin left with status 2:[\s\S]*prot"),
+        servers.pippin_server(str(BUNDLED), ["--prot", "1"]),
+    ):
+        pass
+
+
+def test_a_child_that_ignores_signals_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "STOP_SECONDS", 0.2)
+    port = servers.free_port()
+    code = f"""
+import http.server, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", {port}), Healthy).serve_forever()
+"""
+    url = f"http://127.0.0.1:{port}"
+    with servers._child("stubborn", [sys.executable, "-c", code], url):
+        assert httpx.get(f"{url}/health").status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+def test_sigterm_unwinds_and_is_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit), servers.ended_by_sigterm():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
