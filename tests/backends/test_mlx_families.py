@@ -16,14 +16,14 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from families import FAMILIES, VOCAB, build, prompt
-from pippin.backends.base import Admit, DecodeRow, PrefillRow, StepPlan
+from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
 from pippin.backends.mlx import cohorts, row_views, rows
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.messages import Submit
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Limits, Scheduler
-from pippin.types import SamplingParams, TokenLogprobs
+from pippin.types import Component, SamplingParams, TokenLogprobs
 
 CHUNK = 64
 TOLERANCE = 1e-4  # of log probabilities, between two orders of the same float32 sums
@@ -219,11 +219,16 @@ class Driver:
         for slot in slots:
             self.held[slot] += 1
 
-    def _run(self, **parts: tuple[object, ...]) -> None:
+    def retire(self, slot: int) -> StepResult:
+        return self._run(retire=(Retire(slot, 0, self.held[slot], captures=True),))
+
+    def _run(self, **parts: tuple[object, ...]) -> StepResult:
         plan = StepPlan(self.step, **parts)  # type: ignore[arg-type]
         self.step += 1
-        for slot, token in self.backend.launch(plan).wait().tokens.items():
+        result = self.backend.launch(plan).wait()
+        for slot, token in result.tokens.items():
             self.replies[slot].append(token)
+        return result
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -239,3 +244,41 @@ def test_uneven_chunks_share_forwards_and_rows_may_pause(family: str) -> None:
         reply = driver.replies[slot]
         assert reply == reference(family)[prompt_len].tokens[: len(reply)]
     assert [len(reply) for reply in driver.replies.values()] == [5, 5, 5, 6]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_retired_row_is_captured_once_and_whole(family: str) -> None:
+    driver = Driver(served(family), (70,))
+    driver.prefill(70)
+    driver.decode(1)
+    captures = driver.retire(1).captures
+    components = driver.backend.spec.components
+    assert [capture.start for capture in captures] == [0, *(c.end for c in captures[:-1])]
+    assert captures[-1].end == 71
+    assert [list(c.states) for c in captures if c.states] == [[71]] * (
+        Component.STATE in components
+    )
+    for capture in captures:
+        for payload in capture.kv.values():
+            assert payload.num_tokens == capture.end - capture.start
+    assert set(captures[-1].kv) == set(components) - {Component.STATE}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_logprobs_are_those_of_one_plain_forward(family: str) -> None:
+    """Teacher-forced: every position of a prompt computed in chunks, not only sampled ones."""
+    tokens = prompt(2 * CHUNK + 1)
+    backend = MLXBackend(served(family), num_slots=1)
+    limits = Limits(max_running=1, prefill_tokens=CHUNK)
+    loop = Loop(Scheduler(backend.spec, limits), backend)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    loop.submit(Submit("0", tokens, params))
+    deltas = []
+    while not loop.idle:
+        deltas += loop.step()
+    found = [entry.logprob for entry in deltas[0].prompt_logprobs or []]
+    model, _ = build(family)
+    logits = model(mx.array([tokens]))[0]
+    logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    expected = logprobs[range(len(tokens) - 1), tokens[1:]]
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
