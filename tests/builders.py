@@ -52,7 +52,12 @@ def make_scheduler(
         capacity_bytes=min(cache_bytes, capacity_bytes),
         policy=policy,
     )
-    limits = Limits(num_slots, max_queue, chunk, capacity_bytes)
+    limits = Limits(
+        max_running=num_slots,
+        max_queue=max_queue,
+        prefill_tokens=chunk,
+        capacity_bytes=capacity_bytes,
+    )
     scheduler = Scheduler(spec, limits, prefix_cache if cache else None)
     scheduler.pace = FixedPace(chunk)
     return scheduler

@@ -212,6 +212,23 @@ def test_a_failed_step_fails_its_own_requests_and_nobody_else(
         assert audit.nbytes <= client.loop.scheduler.cache.nbytes
 
 
+def test_a_slot_whose_retiring_failed_is_freed_again() -> None:
+    class FailsToRetire(FakeBackend):
+        num_failures = 0
+
+        def launch(self, plan: StepPlan) -> FakePending:
+            if plan.retire and not self.num_failures:
+                self.num_failures += 1
+                raise RuntimeError("the device is out of memory")
+            return super().launch(plan)
+
+    client = Client(make_loop(backend=FailsToRetire(num_slots=4), num_slots=4))
+    client.ask(make_prompt(10, 1))
+    after = client.ask(make_prompt(10, 2))
+    assert (after.tokens, after.finish) == oracle(make_prompt(10, 2))
+    check_idle(client)
+
+
 def test_a_failed_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     client = Client(make_loop(backend=FailingBackend("wait", 1, num_slots=4)))
     client.ask(make_prompt(10))
