@@ -41,7 +41,6 @@ def make_scheduler(
     chunk: int = 128,
     max_queue: int = 1024,
     cache: bool = True,
-    cache_bytes: int = AMPLE_BYTES,
     capacity_bytes: int = AMPLE_BYTES,
 ) -> Scheduler:
     spec = backend.spec
@@ -49,7 +48,7 @@ def make_scheduler(
     prefix_cache = PrefixCache(
         spec.components,
         window=spec.window,
-        capacity_bytes=min(cache_bytes, capacity_bytes),
+        capacity_bytes=capacity_bytes,
         policy=policy,
     )
     limits = Limits(

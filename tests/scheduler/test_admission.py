@@ -177,3 +177,13 @@ def test_a_match_too_large_to_keep_beside_its_own_row_is_given_up(overlap: bool)
     assert reply.finish == "length"
     assert reply.cached_tokens == 0
     check_idle(client)
+
+
+@both_modes
+def test_a_row_that_must_grow_lets_go_of_what_it_holds_in_the_tree(overlap: bool) -> None:
+    """Alone, it fits; beside its own prompt in the tree it does not."""
+    capacity = bytes_for(600)
+    client = make_client(overlap=overlap, components=(A,), chunk=512, capacity_bytes=capacity)
+    reply = client.ask(make_prompt(100), max_tokens=500)
+    assert (reply.tokens, reply.finish) == oracle(make_prompt(100), components=(A,), max_tokens=500)
+    check_idle(client)

@@ -33,7 +33,7 @@ class Pace:
         tokens = math.floor(spare / self.seconds_per_token)
         if tokens >= GRID:
             tokens -= tokens % GRID
-        return max(SMALLEST_CHUNK, min(tokens, self.prefill_tokens))
+        return min(max(tokens, SMALLEST_CHUNK), self.prefill_tokens)
 
     def observe(self, *, seconds: float, prefill_tokens: int, decode_rows: int) -> None:
         if prefill_tokens == 0:

@@ -121,7 +121,7 @@ class Scheduler:
         plan = StepPlan(step, retire, admit, prefill, decode)
         if plan.empty:
             if self._parked and not self._in_flight:
-                self._fail_youngest_parked()
+                self._relieve_parked()
             return None
         self._next_step += 1
         owners = {row.slot: self.active[row.slot] for row in plan.rows}
@@ -249,16 +249,23 @@ class Scheduler:
             request, num_tokens
         )
 
-    def _fail_youngest_parked(self) -> None:
-        """Nobody can go on: one request gives its bytes to the others."""
+    def _relieve_parked(self) -> None:
+        """Nobody can go on. Their prefixes in the tree may go, for rows hold their own copies.
+
+        If that was not enough, the youngest gives its bytes to the others.
+        """
+        if any(request.lock is not None for request in self._parked):
+            for request in self._parked:
+                self._unlock(request)
+            return
         request = max(self._parked, key=lambda r: r.arrived)
         need, capacity = self.budget.row_bytes(request.held + 1), self.budget.capacity
         others = self.budget.reserved - request.reserved_bytes
         self._fail(
             request,
             OutOfMemory(
-                f"the reply reached {request.held:,} tokens and needs {need:,} bytes; other "
-                f"requests and the prefixes they hold use {others:,} of {capacity:,}"
+                f"the reply reached {request.held:,} tokens and needs {need:,} bytes; "
+                f"other requests hold {others:,} of {capacity:,}"
             ),
         )
 
@@ -345,14 +352,17 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         if not request.will_be_cached:
             release_states(request)
-        if request.lock is not None and self.cache is not None:
-            self.cache.unlock(request.lock)
-            request.lock = None
+        self._unlock(request)
         self.budget.release(request)
         self.slots.give_back(request.slot)
         del self.active[request.slot], self._ending[request.slot]
         del self.requests[request.id]
         request.phase = Phase.RETIRED
+
+    def _unlock(self, request: Request) -> None:
+        if self.cache is not None and request.lock is not None:
+            self.cache.unlock(request.lock)
+            request.lock = None
 
     def _check(self, submit: Submit) -> None:
         prompt_len, limit = len(submit.tokens), self.spec.max_len
