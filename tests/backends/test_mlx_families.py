@@ -39,12 +39,12 @@ class Case:
 
 
 SOLO = tuple(Case(n, 10) for n in (1, 63, 64, 65, 2 * CHUNK + 1))
-# Sixteen of all lengths. The long replies cross two flushes of the tail; most others are gone by
-# the first, so the rows are narrowed there, and those that join late widen them again.
+# Sixteen of all lengths. The long replies cross a flush of the tail; most others are gone by
+# then, so the rows are narrowed there, and those that join late widen them again.
 CROWD = (
     Case(1, 24, logprobs=5),
     Case(63, 12),
-    Case(64, 132, logprobs=5),
+    Case(64, 100, logprobs=5),
     Case(65, 20),
     Case(2 * CHUNK + 1, 16),
     Case(2, 67, 1),
