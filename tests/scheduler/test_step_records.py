@@ -1,0 +1,94 @@
+"""What the loop reports of itself: a record of each step, status, and flushing."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from builders import make_client, make_prompt, oracle
+
+both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+
+
+@both_modes
+def test_every_step_leaves_a_record_in_order(overlap: bool) -> None:
+    client = make_client(overlap=overlap, num_slots=2, chunk=64, cache=False)
+    for number in range(3):
+        client.submit(make_prompt(70, number), max_tokens=5)
+    client.run()
+    metrics = client.loop.scheduler.metrics
+    records = list(metrics.records)
+    assert [record.step for record in records] == list(range(metrics.steps))
+    for record in records:
+        assert record.planned <= record.launched <= record.device_done <= record.committed
+        assert record.waited >= 0.0
+    assert sum(record.prefill_tokens for record in records) == 3 * 70
+    assert sum(record.decode_rows for record in records) == 3 * 4
+
+
+def test_under_overlap_a_step_is_launched_before_the_last_one_is_committed() -> None:
+    client = make_client(cache=False)
+    client.ask(make_prompt(10), max_tokens=6)
+    records = list(client.loop.scheduler.metrics.records)
+    pairs = list(itertools.pairwise(records))[:5]
+    assert all(after.launched < before.committed for before, after in pairs)
+
+
+def test_without_overlap_a_step_is_planned_after_the_last_one_is_committed() -> None:
+    client = make_client(cache=False, overlap=False)
+    client.ask(make_prompt(10), max_tokens=6)
+    records = list(client.loop.scheduler.metrics.records)
+    pairs = itertools.pairwise(records)
+    assert all(after.planned > before.committed for before, after in pairs)
+
+
+@both_modes
+def test_ghosts_are_counted_where_they_are_paid_for(overlap: bool) -> None:
+    client = make_client(overlap=overlap)
+    stop = oracle(make_prompt(10), max_tokens=6)[0][2]
+    client.ask(make_prompt(10), max_tokens=6, stop_ids=[stop])
+    assert client.loop.scheduler.metrics.ghost_rows == (1 if overlap else 0)
+
+
+def test_counters_tell_how_requests_ended() -> None:
+    client = make_client(max_len=100)
+    client.submit(make_prompt(5))
+    client.submit(make_prompt(200))
+    aborted = client.submit(make_prompt(6, 1))
+    client.loop.abort(aborted.id)
+    client.run()
+    metrics = client.loop.scheduler.metrics
+    ended = (metrics.requests_finished, metrics.requests_failed, metrics.requests_aborted)
+    assert ended == (1, 1, 1)
+    assert metrics.generated_tokens == 4
+
+
+def test_status_and_flush() -> None:
+    client = make_client(num_slots=3)
+    client.ask(make_prompt(100))
+    status = client.loop.status()
+    assert (status["running"], status["waiting"], status["slots"]) == (0, 0, 3)
+    assert status["memory"]["reserved_bytes"] == 0
+    freed = client.loop.flush_cache()
+    assert freed["freed_bytes"] > 0
+    assert freed["kept_bytes"] == 0
+    assert client.ask(make_prompt(100)).cached_tokens == 0
+
+
+def test_flushing_keeps_what_running_requests_hold() -> None:
+    client = make_client()
+    client.ask(make_prompt(100))
+    reply = client.submit([*make_prompt(100), 5], max_tokens=20)
+    client.step(3)
+    assert client.loop.flush_cache()["kept_bytes"] > 0
+    client.run()
+    assert reply.tokens == oracle([*make_prompt(100), 5], max_tokens=20)[0]
+
+
+def test_closing_a_loop_with_a_step_in_flight() -> None:
+    client = make_client()
+    client.submit(make_prompt(10))
+    client.step()
+    client.loop.close()
+    assert client.loop._in_flight is None
