@@ -28,6 +28,7 @@ def build_loop(config: Config, progress: Progress) -> Loop:
         max_running=config.engine.max_running,
         max_queue=config.engine.max_queue,
         prefill_tokens=config.engine.prefill_tokens,
+        deterministic=config.engine.deterministic,
         capacity_bytes=capacity_bytes,
     )
     cache = _build_cache(config.engine, backend.spec, capacity_bytes)
@@ -58,6 +59,7 @@ def load_backend(config: Config, progress: Progress) -> Backend:
         num_slots=config.engine.max_running,
         dtype=config.model.dtype,
         max_len=config.model.max_len,
+        deterministic=config.engine.deterministic,
         progress=progress,
     )
 

@@ -154,10 +154,6 @@ class PendingStep(Protocol):
         """
         ...
 
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        ...
-
     def wait(self) -> StepResult:
         """The only blocking call; never waits for a later step."""
         ...

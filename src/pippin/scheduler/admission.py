@@ -78,9 +78,12 @@ def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
 class Admission:
     """The waiting queue. `pick` returns the next request to start and what it matched."""
 
-    def __init__(self, budget: ByteBudget, cache: PrefixCache | None) -> None:
+    def __init__(
+        self, budget: ByteBudget, cache: PrefixCache | None, *, on_grid: bool = False
+    ) -> None:
         self._budget = budget
         self._cache = cache
+        self._on_grid = on_grid  # match whole grid blocks only
         self.queue: list[Request] = []
 
     def add(self, request: Request) -> None:
@@ -155,7 +158,10 @@ class Admission:
     def _match(self, request: Request) -> Match | None:
         if self._cache is None or not self._uses_cache(request):
             return None
-        return self._cache.match(request.prompt, limit=request.prompt_len - 1)
+        match = self._cache.match(request.prompt, limit=request.prompt_len - 1)
+        if self._on_grid and match.length % GRID:
+            match = self._cache.match(request.prompt, limit=match.length - match.length % GRID)
+        return match
 
     def _should_wait(self, request: Request, matched: int, in_flight: Collection[Request]) -> bool:
         """Whether somebody is about to bring at least a grid block more than the tree has now."""

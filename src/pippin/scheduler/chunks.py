@@ -14,6 +14,7 @@ from pippin.types import GRID, ModelSpec
 class Chunker:
     spec: ModelSpec
     policy: CheckpointPolicy | None  # None: nothing is cached, so nothing is captured
+    on_grid: bool = False  # whole grid blocks and a last, shorter chunk that nobody shares
 
     def next_chunk(
         self, step: int, request: Request, budget: int, restore: Restore | None
@@ -34,7 +35,7 @@ class Chunker:
             samples=last,
             restore=restore,
             checkpoints=self._checkpoints(request, start, end),
-            captures=self.policy is not None and not request.wants_prompt_logprobs,
+            captures=self._captures(request, end),
             masked=request.grammar is not None,
         )
 
@@ -45,6 +46,8 @@ class Chunker:
         checkpoint. States inside it can be tapped only every GRID tokens from its start, and only
         if the backend taps at all: otherwise it ends at the first checkpoint wanted.
         """
+        if self.on_grid:
+            return max(end - end % GRID, min(start + GRID, request.prompt_len))
         if end < request.prompt_len and end - end % GRID > start:
             end -= end % GRID
         for position in self._checkpoints(request, start, end):
@@ -54,7 +57,7 @@ class Chunker:
         return end
 
     def _checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        if self.policy is None or not self.spec.state_bytes or request.wants_prompt_logprobs:
+        if self.policy is None or not self.spec.state_bytes or not self._captures(request, end):
             return ()
         return self.policy.positions(
             start,
@@ -63,3 +66,7 @@ class Chunker:
             boundaries=request.boundaries,
             branch=request.branch,
         )
+
+    def _captures(self, request: Request, end: int) -> bool:
+        shared = not self.on_grid or end % GRID == 0
+        return self.policy is not None and shared and not request.wants_prompt_logprobs

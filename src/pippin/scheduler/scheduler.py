@@ -38,6 +38,7 @@ class Limits:
     max_running: int = 64
     max_queue: int = 1024
     prefill_tokens: int = 512
+    deterministic: bool = False  # only whole grid blocks of prompts are computed alike and shared
     capacity_bytes: int = 1 << 40
 
 
@@ -60,7 +61,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.slots = SlotPool(self.limits.max_running)
         self.budget = ByteBudget(self.spec, self.limits.capacity_bytes, self.cache)
-        self.admission = Admission(self.budget, self.cache)
+        self.admission = Admission(self.budget, self.cache, on_grid=self.limits.deterministic)
         self.pace = Pace(self.limits.prefill_tokens)
         self.requests: dict[str, Request] = {}  # every request not yet RETIRED
         self.active: dict[int, Request] = {}  # by slot
@@ -72,7 +73,9 @@ class Scheduler:
         self._seeds = random.Random()
         self.last_ghosts = 0
         self._policy = None if self.cache is None else self.cache.policy
-        self._chunker = Chunker(self.spec, self._policy)
+        self._chunker = Chunker(self.spec, self._policy, on_grid=self.limits.deterministic)
+        # What a decode step computed differs in its last bits from what a prompt's chunk would.
+        self._caches_replies = self.cache is not None and not self.limits.deterministic
         self._ending: dict[int, Request] = {}  # by slot: DONE, not yet retired
         self._parked: list[Request] = []  # of the last plan: no bytes to grow into
         self._lost_retires: tuple[Retire, ...] = ()  # of a launch that failed
@@ -146,7 +149,7 @@ class Scheduler:
             fenced = request.last_step > self._committed
             if fenced or self._must_absorb(request):
                 continue
-            captures = self.cache is not None and request.will_be_cached
+            captures = self._caches_replies and request.will_be_cached
             retire.append(Retire(slot, request.in_tree, request.held, captures))
             retired[slot] = request
             self._give_back(request)
@@ -229,14 +232,14 @@ class Scheduler:
     def _captures_decode(self, position: int) -> bool:
         if position % GRID or self._policy is None or not self.spec.state_bytes:
             return False
-        return self._policy.captures_decode(position)
+        return self._caches_replies and self._policy.captures_decode(position)
 
     def _must_absorb(self, request: Request) -> bool:
         """Whether a reply's last token is still to be run, so that the tree gets all of it.
 
         Once every sample is planned, the next step can do so before that token is known.
         """
-        if self.cache is None or not request.absorbs or request.held < request.prompt_len:
+        if not self._caches_replies or not request.absorbs or request.held < request.prompt_len:
             return False
         if request.phase is Phase.DECODE:
             return request.held < request.max_total

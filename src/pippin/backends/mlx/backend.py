@@ -8,24 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
-from pippin.backends.mlx.chunking import group_chunks
+from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan
+from pippin.backends.mlx.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.future_map import FutureMap
 from pippin.backends.mlx.load import LoadedModel, load
-from pippin.backends.mlx.packing import KV, Packer, payload_arrays
+from pippin.backends.mlx.packing import KV, Packer
+from pippin.backends.mlx.pending import MLXPending
 from pippin.backends.mlx.prefill import ChunkBatch, PromptState
-from pippin.backends.mlx.results import SampledRows, token_logprobs
+from pippin.backends.mlx.results import SampledRows
 from pippin.backends.mlx.rows import DecodeRows
 from pippin.backends.mlx.sampler import Logprobs, Sampler, SampleRow
 from pippin.backends.mlx.state_taps import StateTaps
-from pippin.types import Component, ModelSpec, Payload, TokenLogprobs
+from pippin.types import Component, ModelSpec, Payload
 
 KV_COMPONENTS = (Component.ATTENTION, Component.WINDOW)
 
@@ -39,13 +38,16 @@ class MLXBackend:
         *,
         num_slots: int,
         max_len: int | None = None,
+        deterministic: bool = False,
         debug: bool = False,
     ) -> None:
         self._loaded = loaded
+        self._deterministic = deterministic
         self._packer = Packer(loaded.layout)
         self._future_map = FutureMap(num_slots, debug=debug)
         self._sampler = Sampler(loaded.vocab_size, num_slots)
-        self._rows = DecodeRows(loaded.layout)
+        self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
+        self._shared_rows = DecodeRows(loaded.layout)
         self._prompts: dict[int, PromptState] = {}  # slots that have not decoded yet
         self._admitted: dict[int, Admit] = {}
         self._prompt_logprobs: dict[int, list[Logprobs]] = {}
@@ -65,31 +67,34 @@ class MLXBackend:
         num_slots: int,
         dtype: str = "auto",
         max_len: int | None = None,
+        deterministic: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> MLXBackend:
-        return cls(load(path, dtype=dtype, progress=progress), num_slots=num_slots, max_len=max_len)
+        loaded = load(path, dtype=dtype, progress=progress)
+        return cls(loaded, num_slots=num_slots, max_len=max_len, deterministic=deterministic)
 
     def launch(self, plan: StepPlan) -> MLXPending:
-        step = MLXPending(self, plan)
+        step = MLXPending(plan, self._sample_rows, self._num_top_logprobs)
         for retire in plan.retire:
             self._retire(step, retire)
         for admit in plan.admit:
             self._admit(admit)
-        pads = self._loaded.layout.pads
-        for group in group_chunks(plan.prefill, self._wants_prompt_logprobs, pads=pads):
+        for group in self._prefill_groups(plan.prefill):
             self._prefill(step, group)
-        if plan.decode:
-            self._decode(step, plan.decode)
-        self._sample(step)
-        mx.async_eval(*step.written)
-        step.written.clear()
+        for rows, decodes in self._decode_groups(plan.decode):
+            self._decode(step, rows, decodes)
+        unmasked, logits = step.to_sample.unmasked()
+        if logits is not None:
+            self._sample_rows(step, unmasked, logits, None)
+        step.launch()
         return step
 
     def memory_used(self) -> int:
         return int(mx.get_active_memory())
 
     def close(self) -> None:
-        self._rows = DecodeRows(self._loaded.layout)
+        self._rows.clear()
+        self._shared_rows = DecodeRows(self._loaded.layout)
         self._prompts.clear()
         mx.clear_cache()
 
@@ -103,11 +108,10 @@ class MLXBackend:
     def _retire(self, step: MLXPending, retire: Retire) -> None:
         slot = retire.slot
         if retire.captures:
-            step.captures += self._capture_slot(retire)
-            for capture in step.captures:
-                step.written += _arrays_of(capture)
+            for capture in self._capture_slot(retire):
+                step.keep(capture)
         if slot in self._rows:
-            self._rows.leave(slot)
+            self._rows.pop(slot).leave(slot)
         self._prompts.pop(slot, None)
         self._prompt_logprobs.pop(slot, None)
         self._sampler.retire(slot)
@@ -119,9 +123,8 @@ class MLXBackend:
         Windowed layers no longer hold tokens older than the window: those come without them.
         """
         slot, start, end = retire.slot, retire.start, retire.end
-        if slot in self._rows:
-            length = self._rows.rows[slot].length
-            kv, states = self._rows.kv_of(slot), self._rows.states_of(slot)
+        if (rows := self._rows.get(slot)) is not None:
+            length, kv, states = rows.rows[slot].length, rows.kv_of(slot), rows.states_of(slot)
         else:
             prompt = self._prompts[slot]
             length, kv, states = prompt.length, prompt.kv, prompt.states
@@ -148,6 +151,12 @@ class MLXBackend:
         return tuple(c for c in KV_COMPONENTS if c in self.spec.components)
 
     # ---- prefill ---------------------------------------------------------------------------
+
+    def _prefill_groups(self, chunks: Sequence[PrefillRow]) -> list[list[PrefillRow]]:
+        if self._deterministic:  # every block of the absolute grid by itself, always
+            return [[block] for chunk in chunks for block in grid_blocks(chunk)]
+        pads = self._loaded.layout.pads
+        return group_chunks(chunks, self._wants_prompt_logprobs, pads=pads)
 
     def _prefill(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
         states = [self._restored(chunk) for chunk in chunks]
@@ -206,9 +215,7 @@ class MLXBackend:
                     assert tapped is not None
                     held = tapped.states_after(at - chunk.start)
                 states[at] = self._packer.state_payload(held, row)
-            capture = Capture(chunk.slot, chunk.start, chunk.end, False, kv, states)
-            step.captures.append(capture)
-            step.written += _arrays_of(capture)
+            step.keep(Capture(chunk.slot, chunk.start, chunk.end, False, kv, states))
 
     def _wants_prompt_logprobs(self, chunk: PrefillRow) -> bool:
         return self._admitted[chunk.slot].params.prompt_logprobs is not None
@@ -230,9 +237,18 @@ class MLXBackend:
 
     # ---- decode ----------------------------------------------------------------------------
 
-    def _decode(self, step: MLXPending, decodes: Sequence[DecodeRow]) -> None:
-        rows = self._rows
-        joining = [d.slot for d in decodes if d.slot not in rows]
+    def _decode_groups(
+        self, decodes: Sequence[DecodeRow]
+    ) -> list[tuple[DecodeRows, Sequence[DecodeRow]]]:
+        """All rows in one forward; or each in its own, so that no row's width or place matters."""
+        if not self._deterministic:
+            return [(self._shared_rows, decodes)] if decodes else []
+        layout = self._loaded.layout
+        return [(self._rows.get(d.slot) or DecodeRows(layout), [d]) for d in decodes]
+
+    def _decode(self, step: MLXPending, rows: DecodeRows, decodes: Sequence[DecodeRow]) -> None:
+        joining = [d.slot for d in decodes if d.slot not in self._rows]
+        self._rows |= dict.fromkeys(joining, rows)
         rows.join([(slot, self._prompts.pop(slot)) for slot in joining])
         forward = rows.begin([d.slot for d in decodes])
         tokens = self._future_map.resolve(forward.slots)
@@ -254,27 +270,19 @@ class MLXBackend:
         step.to_sample.add_batch(sample_rows, logits)
         for index, row in masked.items():
             step.to_sample.add(row, logits[index : index + 1], masked=True)
-        self._checkpoint(step, decodes)
+        self._checkpoint(step, rows, decodes)
 
-    def _checkpoint(self, step: MLXPending, decodes: Sequence[DecodeRow]) -> None:
+    def _checkpoint(self, step: MLXPending, rows: DecodeRows, decodes: Sequence[DecodeRow]) -> None:
         for decode in decodes:
-            if not (decode.checkpoint and self._rows.states):
+            if not (decode.checkpoint and rows.states):
                 continue
-            index = self._rows.rows[decode.slot].index
             end = decode.position + 1
-            payload = self._packer.state_payload(self._rows.states, index)
-            capture = Capture(decode.slot, decode.position, end, states={end: payload})
-            step.captures.append(capture)
-            step.written += _arrays_of(capture)
+            payload = self._packer.state_payload(rows.states, rows.rows[decode.slot].index)
+            step.keep(Capture(decode.slot, decode.position, end, states={end: payload}))
 
     # ---- sampling --------------------------------------------------------------------------
 
-    def _sample(self, step: MLXPending) -> None:
-        rows, logits = step.to_sample.unmasked()
-        if rows and logits is not None:
-            self.sample_into(step, rows, logits, None)
-
-    def sample_into(
+    def _sample_rows(
         self,
         step: MLXPending,
         rows: Sequence[SampleRow],
@@ -287,76 +295,6 @@ class MLXBackend:
         step.sampled.append(SampledRows(slots, sampled))
         step.written += [*sampled.arrays, self._future_map.array]
 
-    def wants_logprobs(self, slot: int) -> int | None:
+    def _num_top_logprobs(self, slot: int) -> int | None:
         admit = self._admitted.get(slot)
         return None if admit is None else admit.params.logprobs
-
-
-@dataclass
-class ToSample:
-    """Rows of logits that a step has yet to turn into tokens; masked ones wait for the host."""
-
-    rows: list[SampleRow] = field(default_factory=list)
-    logits: list[mx.array] = field(default_factory=list)  # [n, vocab] each
-    masked_rows: list[SampleRow] = field(default_factory=list)
-    masked_logits: list[mx.array] = field(default_factory=list)
-
-    def add(self, row: SampleRow, logits: mx.array, masked: bool) -> None:
-        (self.masked_rows if masked else self.rows).append(row)
-        (self.masked_logits if masked else self.logits).append(logits)
-
-    def add_batch(self, rows: Sequence[SampleRow], logits: mx.array) -> None:
-        if any(row.slot for row in rows):
-            self.rows += rows
-            self.logits.append(logits)
-
-    def unmasked(self) -> tuple[list[SampleRow], mx.array | None]:
-        return self.rows, _stacked(self.logits)
-
-    def masked(self) -> tuple[list[SampleRow], mx.array | None]:
-        return self.masked_rows, _stacked(self.masked_logits)
-
-
-@dataclass
-class MLXPending:
-    backend: MLXBackend
-    plan: StepPlan
-    captures: list[Capture] = field(default_factory=list)
-    sampled: list[SampledRows] = field(default_factory=list)
-    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
-    to_sample: ToSample = field(default_factory=ToSample)
-    written: list[mx.array] = field(default_factory=list)  # emptied by the launch: holds nothing
-
-    def sample(self, masks: Mapping[int, np.ndarray]) -> None:
-        rows, logits = self.to_sample.masked()
-        assert logits is not None, "this plan has no masked rows"
-        self.backend.sample_into(self, rows, logits, masks)
-        self.to_sample = ToSample()
-        mx.async_eval(*self.written)
-        self.written.clear()
-
-    def done(self) -> bool:
-        return False
-
-    def wait(self) -> StepResult:
-        tokens: dict[int, int] = {}
-        logprobs: dict[int, TokenLogprobs] = {}
-        for sampled in self.sampled:
-            tokens |= sampled.tokens()
-            logprobs |= sampled.logprobs(self.backend.wants_logprobs)
-        prompt_logprobs = {
-            slot: tuple(entry for part in parts for entry in token_logprobs(part))
-            for slot, parts in self.prompt_logprobs.items()
-        }
-        return StepResult(tokens, logprobs, prompt_logprobs, tuple(self.captures), perf_counter())
-
-
-def _stacked(parts: list[mx.array]) -> mx.array | None:
-    if not parts:
-        return None
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
-
-
-def _arrays_of(capture: Capture) -> list[mx.array]:
-    payloads = [*capture.kv.values(), *capture.states.values()]
-    return [array for payload in payloads for array in payload_arrays(payload)]

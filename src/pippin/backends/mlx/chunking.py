@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pippin.backends.base import PrefillRow
+from pippin.types import GRID
 
 # Padding that costs about as much as one more forward: measured for small models on a CPU, where a
 # token costs far more than launching operations; on GPUs a forward's overhead buys many tokens.
 FORWARD_COST_TOKENS = 8
+
+
+def grid_blocks(chunk: PrefillRow) -> list[PrefillRow]:
+    """The chunk, cut at every multiple of GRID: the same blocks whatever else is running."""
+    cuts = [*range(chunk.start - chunk.start % GRID + GRID, chunk.end, GRID), chunk.end]
+    blocks = []
+    start = chunk.start
+    for end in cuts:
+        blocks.append(
+            replace(
+                chunk,
+                start=start,
+                tokens=chunk.tokens[start - chunk.start : end - chunk.start],
+                samples=chunk.samples and end == chunk.end,
+                restore=chunk.restore if start == chunk.start else None,
+                checkpoints=tuple(at for at in chunk.checkpoints if start < at <= end),
+            )
+        )
+        start = end
+    return blocks
 
 
 def group_chunks(

@@ -105,7 +105,9 @@ class ChunkBatch:
             for i, leaf in enumerate(self._layout.leaves):
                 if leaf.is_state:
                     entries = self._views[i].cache
-                    state.states[i] = [entry[row : row + 1] for entry in entries]
+                    # In one memory order, so that what is carried on and what is restored from
+                    # the tree take the same way through the products, to the last bit.
+                    state.states[i] = [mx.contiguous(entry[row : row + 1]) for entry in entries]
                 else:
                     state.kv[i] = self._extended(self._views[i], leaf, state.kv.get(i), row, n)
             state.length += n
