@@ -1,0 +1,156 @@
+"""Warm == cold, token by token, on the bundled model and on every family.
+
+Each scenario also counts the prompt tokens that were really computed, and holds them to the bound:
+1 token of a shared prefix where all layers attend (windows included), 127 where some keep a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from builders import Client
+from pippin.cache.components import ATTENTION, STATE, WINDOW
+from pippin.cache.eviction import Unit
+from serving import (
+    MODELS,
+    ask_all,
+    assert_same,
+    bound,
+    cache_of,
+    check_idle,
+    cold,
+    counted_prompts,
+    diverge,
+    make_client,
+    make_prompt,
+    nodes_of,
+)
+
+# One for each way to keep and attend; the other models get fewer lengths and offsets.
+THOROUGH = ("qwen3_5", "llama", "gpt_oss", "mamba2", "falcon_h1")
+OFFSETS = (*range(60, 69), *range(124, 133))
+FEW_OFFSETS = (63, 64, 65, 128)
+LENS = (2, 63, 64, 65, 127, 128, 129, 150)
+FEW_LENS = (64, 129)
+BASE_LEN = 140
+
+
+def check_warm(
+    client: Client, name: str, prompts: Sequence[Sequence[int]], shared: Sequence[int]
+) -> None:
+    """Ask for all at once: right, counted honestly, and little of what was shared is computed."""
+    with counted_prompts() as counted:
+        warm = ask_all(client, prompts)
+    assert_same(warm, cold(name, prompts))
+    cached = [reply.cached_tokens or 0 for reply in warm]
+    assert counted.take() == sum(map(len, prompts)) - sum(cached)
+    for found, common in zip(cached, shared, strict=True):
+        assert common - bound(name) <= found <= common
+    check_idle(client)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_divergence_at_every_offset_around_the_grid(name: str) -> None:
+    offsets = OFFSETS if name in THOROUGH else FEW_OFFSETS
+    client = make_client(name)
+    bases = [make_prompt(name, BASE_LEN, seed) for seed in range(len(offsets))]
+    ask_all(client, bases, max_tokens=1)
+    prompts = [
+        diverge(name, base, at, 1 + number % 20, seed=200 + number)
+        for number, (base, at) in enumerate(zip(bases, offsets, strict=True))
+    ]
+    check_warm(client, name, prompts, offsets)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_prompt_again_and_one_token_more(name: str) -> None:
+    client = make_client(name)
+    lens = LENS if name in THOROUGH else FEW_LENS
+    bases = [make_prompt(name, n, seed=7) for n in lens]
+    expected = cold(name, bases)
+    assert_same(ask_all(client, bases), expected)
+    check_warm(client, name, bases, [n - 1 for n in lens])
+    longer = [[*base, *make_prompt(name, 1, seed=n)] for base, n in zip(bases, lens, strict=True)]
+    check_warm(client, name, longer, lens)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_turns_find_the_replies_before_them(name: str) -> None:
+    client = make_client(name)
+    histories = [
+        make_prompt(name, n, seed=11) for n in ((40, 62, 90) if name in THOROUGH else (90,))
+    ]
+    for turn, max_tokens in enumerate((3, 70 if name in THOROUGH else 35)):
+        replies = ask_all(client, histories, max_tokens=max_tokens)
+        told = [[*h, *r.tokens] for h, r in zip(histories, replies, strict=True)]
+        users = [make_prompt(name, 5 + turn, seed=20 + i) for i in range(len(told))]
+        histories = [[*t, *user] for t, user in zip(told, users, strict=True)]
+        check_warm(client, name, histories, [len(t) for t in told])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_siblings_that_branch_in_the_middle(name: str) -> None:
+    """All at once: the first computes what they share, the others wait for it."""
+    client = make_client(name)
+    trunk = make_prompt(name, 100, seed=31)
+    siblings = [diverge(name, trunk, 100, n, seed=40 + n) for n in (1, 20, 28, 29, 60)]
+    check_warm_at_least_one(client, name, siblings, 100)
+    twigs = [diverge(name, siblings[-1], at, 9, seed=50 + at) for at in (90, 101, 128, 150)]
+    check_warm(client, name, twigs, [90, 101, 128, 150])
+
+
+def check_warm_at_least_one(
+    client: Client, name: str, prompts: Sequence[Sequence[int]], shared: int
+) -> None:
+    with counted_prompts() as counted:
+        warm = ask_all(client, prompts)
+    assert_same(warm, cold(name, prompts))
+    cached = [reply.cached_tokens or 0 for reply in warm]
+    assert counted.take() == sum(map(len, prompts)) - sum(cached)
+    assert sum(found >= shared - bound(name) for found in cached) >= len(prompts) - 1
+    check_idle(client)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_after_eviction_of_the_middle_of_a_path(name: str) -> None:
+    """States and windows go from the middle; attention KV only from the end."""
+    client = make_client(name)
+    base = make_prompt(name, 200, seed=61)
+    longer = diverge(name, base, 200, 70, seed=62)
+    ask_all(client, [base])
+    ask_all(client, [longer])
+    store = cache_of(client)._store
+    for node in nodes_of(client, longer):
+        if 64 < node.end < 250 and node.children:
+            for unit, index in ((Unit.STATE, STATE), (Unit.WINDOW, WINDOW)):
+                if node.payloads[index] is not None:
+                    store.take(node, unit)
+    leaf = nodes_of(client, longer)[-1]
+    if leaf.payloads[ATTENTION] is not None and not leaf.children:
+        store.take(leaf, Unit.LEAF)
+    cache_of(client).check_integrity()
+    prompts = [base, longer, diverge(name, longer, 190, 10, seed=63)]
+    assert_same(ask_all(client, prompts), cold(name, prompts))
+    check_idle(client)
+    check_warm(client, name, prompts, [199, 269, 199])  # what was evicted has been filled in
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_with_the_replys_state_evicted(name: str) -> None:
+    client = make_client(name)
+    base = make_prompt(name, 130, seed=71)
+    told = [*base, *ask_all(client, [base], max_tokens=6)[0].tokens]
+    leaf = nodes_of(client, told)[-1]
+    assert leaf.end == len(told)
+    for index in (STATE, WINDOW):
+        if leaf.payloads[index] is not None:
+            cache_of(client)._store.drop(leaf, index)
+    prompts = [diverge(name, told, len(told), n, seed=80 + n) for n in (1, 2, 3)]
+    with counted_prompts() as counted:
+        warm = ask_all(client, prompts)
+    assert_same(warm, cold(name, prompts))
+    assert counted.take() == sum(map(len, prompts)) - sum(r.cached_tokens or 0 for r in warm)
+    assert all((r.cached_tokens or 0) >= 128 - bound(name) for r in warm)
+    check_idle(client)
