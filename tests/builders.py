@@ -41,6 +41,7 @@ def make_scheduler(
     chunk: int = 128,
     max_queue: int = 1024,
     cache: bool = True,
+    deterministic: bool = False,
     capacity_bytes: int = AMPLE_BYTES,
 ) -> Scheduler:
     spec = backend.spec
@@ -55,6 +56,7 @@ def make_scheduler(
         max_running=num_slots,
         max_queue=max_queue,
         prefill_tokens=chunk,
+        deterministic=deterministic,
         capacity_bytes=capacity_bytes,
     )
     scheduler = Scheduler(spec, limits, prefix_cache if cache else None)

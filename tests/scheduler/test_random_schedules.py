@@ -78,6 +78,7 @@ class Engine:
     num_slots: int
     chunk: int
     cache: bool
+    deterministic: bool
     capacity_bytes: int
     jitter: tuple[int, ...]
 
@@ -91,6 +92,7 @@ class Engine:
             num_slots=self.num_slots,
             chunk=self.chunk,
             cache=self.cache,
+            deterministic=self.deterministic,
             capacity_bytes=self.capacity_bytes,
         )
         return Client(loop)
@@ -118,6 +120,7 @@ engines = st.builds(
     num_slots=st.integers(1, 4),
     chunk=st.sampled_from([17, 64, 100, 256, 256]),
     cache=st.sampled_from([True, True, True, False]),
+    deterministic=st.sampled_from([False, False, True]),
     capacity_bytes=st.sampled_from([AMPLE_BYTES, AMPLE_BYTES, 70_000, 40_000]),
     jitter=st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple),
 )
@@ -220,7 +223,9 @@ def test_overlap_on_and_off_give_the_oracles_tokens(engine: Engine, workload: li
 
 @settings(SCHEDULES, max_examples=250)
 @given(
-    engine=engines.map(lambda e: replace(e, cache=True, capacity_bytes=AMPLE_BYTES)),
+    engine=engines.map(
+        lambda e: replace(e, cache=True, deterministic=False, capacity_bytes=AMPLE_BYTES)
+    ),
     workload=st.lists(jobs, min_size=1, max_size=4),
 )
 def test_replies_are_cached_under_overlap_exactly_as_without(
