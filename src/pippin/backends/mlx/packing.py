@@ -34,7 +34,7 @@ class Packer:
         for at in range(start, stop, GRID):
             end = min(at + GRID, stop)
             arrays = [
-                mx.stack([kv[leaf][side][row, :, at:end] for leaf in group])
+                _copied([kv[leaf][side][row, :, at:end] for leaf in group])
                 for group in self._groups[component]
                 for side in (0, 1)
             ]
@@ -56,7 +56,7 @@ class Packer:
     def state_payload(self, states: Mapping[int, Sequence[mx.array]], row: int) -> StatePayload:
         """One small copy of one row's recurrent states."""
         arrays = [
-            mx.stack([states[leaf][entry][row] for leaf in group])
+            _copied([states[leaf][entry][row] for leaf in group])
             for group in self._groups[Component.STATE]
             for entry in range(len(states[group[0]]))
         ]
@@ -79,6 +79,11 @@ def payload_arrays(payload: Payload) -> tuple[mx.array, ...]:
     if isinstance(payload, StatePayload):
         return payload.arrays
     return tuple(array for span in _kv(payload).spans for array in span.block.arrays)
+
+
+def _copied(pieces: Sequence[mx.array]) -> mx.array:
+    """Stacked in a buffer of their own; one piece alone would stay a view that holds its whole."""
+    return mx.contiguous(pieces[0])[None] if len(pieces) == 1 else mx.stack(list(pieces))
 
 
 def _kv(payload: Payload) -> KVPayload:
