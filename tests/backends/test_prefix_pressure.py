@@ -1,0 +1,129 @@
+"""Reuse while memory is short: sixteen clients, evictions in earnest, every byte accounted for."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+
+from builders import Client, Reply
+from pippin.backends.mlx.backend import MLXBackend
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.types import Component
+from serving import (
+    BUNDLED,
+    MODELS,
+    ask_all,
+    assert_same,
+    cache_of,
+    check_idle,
+    cold,
+    counted_prompts,
+    diverge,
+    make_client,
+    make_prompt,
+    served,
+)
+
+NUM_CLIENTS = 16
+REPLY_LEN = 3
+VIEW_BYTES = 1 << 15  # a copy may stay a view of what is hardly larger
+UNALIKE = (BUNDLED, "qwen3_5", "llama", "gpt_oss", "mamba2", "falcon_h1")  # ways to keep things
+
+
+def run_within_budget(client: Client) -> None:
+    """Step until idle; rows and tree never take more than they may."""
+    budget, cache = client.loop.scheduler.budget, cache_of(client)
+    while not client.loop.idle:
+        client.step()
+        assert cache.nbytes <= cache.capacity_bytes
+        assert budget.reserved + cache.nbytes <= budget.capacity
+    check_idle(client)
+
+
+def tight_capacity(name: str, num_tokens: int, num_rows: int) -> int:
+    """Bytes for so many running requests of this length, and nothing beside them."""
+    return num_rows * make_client(name).loop.scheduler.budget.row_bytes(num_tokens)
+
+
+def evictions(cache: PrefixCache) -> dict[Component, int]:
+    return {c: n for c, n in cache.stats.evictions.items() if c in cache.component_bytes}
+
+
+@pytest.mark.parametrize("name", UNALIKE)
+def test_sixteen_clients_under_pressure(name: str) -> None:
+    """Four shared beginnings, four clients each, two turns; room for some of it only."""
+    client = make_client(name, capacity_bytes=tight_capacity(name, 110, 6))
+    beginnings = [make_prompt(name, 70, seed) for seed in range(4)]
+    histories = [
+        diverge(name, beginnings[number % 4], 70 - number, 10 + number, seed=300 + number)
+        for number in range(NUM_CLIENTS)
+    ]
+    asked: list[list[int]] = []
+    replies: list[Reply] = []
+    with counted_prompts() as counted:
+        for turn in range(2):
+            asked += histories
+            replies += [client.submit(h, max_tokens=REPLY_LEN, logprobs=2) for h in histories]
+            run_within_budget(client)
+            histories = [
+                [*history, *reply.tokens, *make_prompt(name, 4, seed=turn)]
+                for history, reply in zip(histories, replies[-NUM_CLIENTS:], strict=True)
+            ]
+    assert_same(replies, cold(name, asked, max_tokens=REPLY_LEN))
+    cached = sum(reply.cached_tokens or 0 for reply in replies)
+    assert counted.take() == sum(map(len, asked)) - cached
+    assert cached > 0
+    assert all(evictions(cache_of(client)).values()), "nothing was evicted: no pressure"
+
+
+@pytest.fixture
+def exact_buffers() -> Iterator[None]:
+    """MLX hands out freed buffers that are larger than asked for; without those, bytes add up."""
+    limit = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(limit)
+
+
+def active_bytes() -> int:
+    gc.collect()
+    return int(mx.get_active_memory())
+
+
+@pytest.mark.usefixtures("exact_buffers")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tree_holds_the_bytes_that_it_counts_and_gives_all_back(name: str) -> None:
+    client = make_client(name, chunk=512)
+    cache = cache_of(client)
+    ask_all(client, [make_prompt(name, 80, seed=0)], max_tokens=1)  # constants, made on first use
+    cache.flush()
+    idle = active_bytes()
+    prompts = [make_prompt(name, 160, seed=1), make_prompt(name, 150, seed=2)]
+    ask_all(client, prompts, max_tokens=2)
+    while cache.nbytes:
+        assert 0 <= active_bytes() - idle - cache.nbytes <= VIEW_BYTES
+        assert cache.evict(cache.nbytes // 2 + 1)
+    cache.check_integrity()
+    assert active_bytes() == idle
+
+
+@pytest.mark.usefixtures("exact_buffers")
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
+def test_a_long_run_of_distinct_prompts_stays_inside_its_bytes(name: str) -> None:
+    served(name)
+    capacity_bytes = tight_capacity(name, 110, 3)
+    client = make_client(name, capacity_bytes=capacity_bytes)
+    idle = active_bytes()
+    peaks = []
+    for number in range(12):
+        for seed in range(4):
+            client.submit(make_prompt(name, 90 + 4 * seed, seed=100 * number), max_tokens=2)
+        run_within_budget(client)
+        peaks.append(active_bytes() - idle)
+    assert max(peaks) <= capacity_bytes
+    assert cache_of(client).stats.bytes_evicted > 3 * capacity_bytes
+    backend = client.loop.backend
+    assert isinstance(backend, MLXBackend)
+    assert not backend._admitted
