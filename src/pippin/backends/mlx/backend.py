@@ -15,6 +15,7 @@ import numpy as np
 
 from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.mlx.chunking import grid_blocks, group_chunks
+from pippin.backends.mlx.decode_forward import DecodeForward
 from pippin.backends.mlx.future_map import FutureMap
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.packing import KV, Packer
@@ -48,6 +49,9 @@ class MLXBackend:
         self._sampler = Sampler(loaded.vocab_size, num_slots)
         self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
         self._shared_rows = DecodeRows(loaded.layout)
+        self._decode_forward = DecodeForward(
+            loaded.layout, loaded.forward, compiled=loaded.compiles and not deterministic
+        )
         self._prompts: dict[int, PromptState] = {}  # slots that have not decoded yet
         self._admitted: dict[int, Admit] = {}
         self._prompt_logprobs: dict[int, list[Logprobs]] = {}
@@ -115,7 +119,7 @@ class MLXBackend:
         self._prompts.pop(slot, None)
         self._prompt_logprobs.pop(slot, None)
         self._sampler.retire(slot)
-        del self._admitted[slot]
+        self._admitted.pop(slot, None)  # a slot whose launch failed may hold nothing
 
     def _capture_slot(self, retire: Retire) -> Iterator[Capture]:
         """The slot's KV over [start, end) and its state at `end`.
@@ -250,14 +254,13 @@ class MLXBackend:
         joining = [d.slot for d in decodes if d.slot not in self._rows]
         self._rows |= dict.fromkeys(joining, rows)
         rows.join([(slot, self._prompts.pop(slot)) for slot in joining])
-        forward = rows.begin([d.slot for d in decodes])
-        tokens = self._future_map.resolve(forward.slots)
-        logits = self._loaded.forward(tokens[:, None], forward.caches)[:, -1]
-        rows.end(forward)
+        slots, logits = rows.advance(
+            [d.slot for d in decodes], self._future_map.resolve, self._decode_forward
+        )
         step.written += rows.arrays()
         by_slot = {d.slot: d for d in decodes}
         sample_rows, masked = [], {}
-        for index, slot in enumerate(forward.slots.tolist()):
+        for index, slot in enumerate(slots.tolist()):
             decode = by_slot.get(slot)
             if decode is None or not decode.samples:
                 sample_rows.append(SampleRow(0, 0))

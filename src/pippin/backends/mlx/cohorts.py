@@ -14,6 +14,7 @@ import numpy as np
 
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.packing import KV
+from pippin.backends.mlx.row_views import CohortShape, Tree
 from pippin.types import GRID
 
 GROUP_COST_TOKENS = 256  # one more group costs a step about as much as this many padded tokens
@@ -25,7 +26,7 @@ class Cohort:
     lengths: list[int]  # tokens of each line, counted from the start of its sequence
     stored: list[dict[int, int]]  # by line, by leaf: columns of the arrays that are the line's own
     kv: dict[int, KV]  # by leaf: [lines, heads, columns, dim]
-    padding_masks: dict[int, mx.array | None] = field(default_factory=dict)  # by columns
+    _view: tuple[CohortShape, Tree] | None = field(default=None, repr=False)
 
     @classmethod
     def of_one(cls, index: int, length: int, stored: dict[int, int], kv: dict[int, KV]) -> Cohort:
@@ -43,6 +44,27 @@ class Cohort:
 
     def renumber(self, new: Mapping[int, int]) -> None:
         self.indices = [new.get(i, -1) for i in self.indices]
+        self._view = None
+
+    def view(self, layout: Layout) -> tuple[CohortShape, Tree]:
+        """The cohort as a step sees it; the same for all its steps.
+
+        A line whose row has left goes on reading that row, or row 0: nobody looks at it.
+        """
+        if self._view is None:
+            classes = layout.window_classes
+            leaves = [next(i for i in self.kv if layout.leaves[i].window == w) for w in classes]
+            stored = [np.array([line[leaf] for line in self.stored], np.int32) for leaf in leaves]
+            columns = tuple(self.columns(leaf) for leaf in leaves)
+            full = tuple(bool((s == c).all()) for s, c in zip(stored, columns, strict=True))
+            tree = {
+                "kv": [list(self.kv[leaf]) for leaf in layout.kv_indices],
+                "lines": mx.array(np.maximum(np.array(self.indices, np.int32), 0)),
+                "lengths": mx.array(np.array(self.lengths, np.int32)),
+                "stored": [mx.array(column) for column in stored],
+            }
+            self._view = CohortShape(len(self.indices), columns, full), tree
+        return self._view
 
     def columns(self, leaf: int) -> int:
         return int(self.kv[leaf][0].shape[2])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -88,6 +89,19 @@ class Layout:
             CacheList(*(next(rest) for _ in range(count))) if count else next(rest)
             for count in self.nesting
         ]
+
+    @cached_property
+    def kv_indices(self) -> tuple[int, ...]:
+        return tuple(i for i, leaf in enumerate(self.leaves) if not leaf.is_state)
+
+    @cached_property
+    def state_indices(self) -> tuple[int, ...]:
+        return self.indices(Component.STATE)
+
+    @cached_property
+    def window_classes(self) -> tuple[int | None, ...]:
+        """The distinct windows of the KV leaves; leaves of one class store the same tokens."""
+        return tuple(dict.fromkeys(self.leaves[i].window for i in self.kv_indices))
 
     def indices(self, component: Component) -> tuple[int, ...]:
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.component is component)

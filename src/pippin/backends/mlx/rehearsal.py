@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.decode_forward import DecodeForward
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.prefill import ChunkBatch, PromptState
 from pippin.backends.mlx.rows import DecodeRows
@@ -45,9 +46,9 @@ def _rehearse(layout: Layout, forward: Forward) -> None:
         _prefill(layout, forward, lens, prompts)
     rows = DecodeRows(layout)
     rows.join(list(enumerate(prompts, start=1)))
-    step = rows.begin([1, 2, 3])
-    forward(mx.zeros((3, 1), dtype=mx.int32), step.caches)
-    rows.end(step)
+    rows.advance(
+        [1, 2, 3], lambda slots: mx.zeros(len(slots), mx.int32), DecodeForward(layout, forward)
+    )
 
 
 def _passes_over_padding(layout: Layout, forward: Forward) -> bool:

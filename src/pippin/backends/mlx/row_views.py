@@ -2,22 +2,23 @@
 
 Scores over main and tail are concatenated before the softmax; keys and values never are. A model
 that attends in its own way gets one concatenated KV instead: right, but slower.
+
+A step is a tree of arrays and a few host facts (`StepShape`). Steps of equal shape build the same
+graph, so that the graph can be compiled once; nothing here reads a value back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
+from mlx_lm.models.cache import ArraysCache
 
-from pippin.backends.mlx.cohorts import Cohort
-from pippin.backends.mlx.layout import Leaf
-from pippin.backends.mlx.packing import KV
+from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.types import GRID
+
+Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -27,117 +28,103 @@ class RowMask:
     window: int | None
 
 
-@dataclass
-class DecodeStep:
-    """One step's shared facts, the same for every layer."""
+@dataclass(frozen=True)
+class CohortShape:
+    num_lines: int
+    columns: tuple[int, ...]  # by window class of the layout
+    full: tuple[bool, ...]  # by window class: every line fills every column
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What the host knows of a step and its graph depends on."""
 
     width: int
-    cursor: int
-    cohorts: Sequence[Cohort]
-    positions: np.ndarray  # int32 [width]: of the token that each row computes now
-    written: np.ndarray  # bool [width, GRID], this step's column included
-    offset: mx.array
-    caches: list[Any] = field(default_factory=list)
-    slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    cohorts: tuple[CohortShape, ...]
+    aligned: bool  # one cohort whose lines are the rows, in order: nothing needs to be gathered
 
-    @classmethod
-    def build(
-        cls,
-        width: int,
-        cursor: int,
-        written: np.ndarray,
-        cohorts: Sequence[Cohort],
-        positions: np.ndarray,
-    ) -> DecodeStep:
-        visible = written.copy()
-        visible[:, cursor] = True  # also for rows that do not matter: no row sees nothing
-        return cls(width, cursor, cohorts, positions, visible, mx.array(positions))
 
-    def __post_init__(self) -> None:
-        self._lines: dict[int, mx.array] = {}
-        self._masks: dict[object, mx.array | None] = {}
-        self._order: mx.array | None = None
+class DecodeStep:
+    """One step's shared arrays, and masks made from them once for all layers.
 
-    @cached_property
-    def aligned(self) -> bool:
-        """One cohort whose lines are the rows, in order: nothing needs to be gathered."""
-        if len(self.cohorts) != 1 or len(self.cohorts[0].indices) != self.width:
-            return False
-        return all(index in (line, -1) for line, index in enumerate(self.cohorts[0].indices))
+    tokens   int32 [width, 1]
+    offset   int32 [width]        where each row's token stands
+    cursor   int32 [1]            the tail column that is written
+    written  bool  [width, GRID]  tail columns that hold a token of their row
+    order    int32 [width]        each row's line among all cohorts' lines; a blank one comes last
+    tails    [keys, values] by KV leaf: [width, heads, GRID, dim]
+    states   entries by state leaf: [width, ...]
+    cohorts  kv by KV leaf: [lines, heads, columns, dim]; lines: the row of each line;
+             lengths: its tokens; stored: by window class, how many of them are in the columns
+    """
 
-    def lines(self, number: int) -> mx.array:
-        """Row index of each line of a cohort; lines whose row has left read row 0."""
-        if number not in self._lines:
-            indices = np.maximum(np.array(self.cohorts[number].indices, dtype=np.int32), 0)
-            self._lines[number] = mx.array(indices)
-        return self._lines[number]
-
-    def order(self) -> mx.array:
-        """For each row, its line among all cohorts' lines, one blank line at the end."""
-        if self._order is None:
-            indices = [index for cohort in self.cohorts for index in cohort.indices]
-            order = np.full(self.width, len(indices), dtype=np.int32)
-            for line, index in enumerate(indices):
-                if index >= 0:
-                    order[index] = line
-            self._order = mx.array(order)
-        return self._order
+    def __init__(self, layout: Layout, shape: StepShape, tree: Tree) -> None:
+        self.layout = layout
+        self.shape = shape
+        self.tree = tree
+        self._tail_masks: dict[int | None, mx.array] = {}
+        self._main_masks: dict[object, mx.array | None] = {}
+        self.kv_views = [
+            RowKV(self, layout.leaves[index], place)
+            for place, index in enumerate(layout.kv_indices)
+        ]
+        self.state_views: list[Any] = []
+        for entries in tree["states"]:
+            view: Any = ArraysCache(size=len(entries))
+            view.cache = list(entries)
+            self.state_views.append(view)
+        kv, states = iter(self.kv_views), iter(self.state_views)
+        self.caches = layout.nest([next(states if leaf.is_state else kv) for leaf in layout.leaves])
 
     def tail_mask(self, window: int | None) -> mx.array:
         """bool [width, 1, 1, GRID]"""
-        key = ("tail", window if window is not None and window < GRID else None)
-        if key not in self._masks:
-            visible = self.written
-            if key[1] is not None:
-                age = np.cumsum(visible[:, ::-1], axis=1)[:, ::-1]  # 1 for a row's newest token
-                visible = visible & (age <= window)
-            self._masks[key] = mx.array(visible[:, None, None, :])
-        mask = self._masks[key]
-        assert mask is not None
-        return mask
+        narrow = window if window is not None and window < GRID else None
+        if narrow not in self._tail_masks:
+            visible: mx.array = self.tree["written"]
+            if narrow is not None:
+                age = mx.cumsum(visible.astype(mx.int32), axis=1, reverse=True)  # newest: 1
+                visible = visible & (age <= narrow)
+            self._tail_masks[narrow] = visible[:, None, None, :]
+        return self._tail_masks[narrow]
 
-    def main_mask(self, number: int, leaf: int, window: int | None) -> mx.array | None:
+    def main_mask(self, number: int, leaf: Leaf, window: int | None) -> mx.array | None:
         """bool [lines, 1, 1, columns], or None where every line fills every column."""
-        cohort = self.cohorts[number]
-        columns = cohort.columns(leaf)
-        if window is None:  # the same in every step of the cohort's life
-            masks, key = cohort.padding_masks, columns
-        else:
-            masks, key = self._masks, ("main", number, columns, window)  # type: ignore[assignment]
-        if key not in masks:
-            stored = [line[leaf] for line in cohort.stored]
-            masks[key] = self._build_main_mask(cohort, stored, columns, window)
-        return masks[key]
+        key = (number, leaf.window, window)
+        if key not in self._main_masks:
+            self._main_masks[key] = self._build_main_mask(number, leaf, window)
+        return self._main_masks[key]
 
-    def _build_main_mask(
-        self, cohort: Cohort, stored: Sequence[int], columns: int, window: int | None
-    ) -> mx.array | None:
-        column = np.arange(columns)[None, :]
-        own = np.array(stored)[:, None]
-        visible = column < own
-        if window is not None:
-            position = np.array([self.positions[max(i, 0)] for i in cohort.indices])[:, None]
-            first = np.array(cohort.lengths)[:, None] - own  # position of column 0
-            visible = visible & (first + column > position - window)
-        if bool(visible.all()):
+    def _build_main_mask(self, number: int, leaf: Leaf, window: int | None) -> mx.array | None:
+        place = self.layout.window_classes.index(leaf.window)
+        shape, cohort = self.shape.cohorts[number], self.tree["cohorts"][number]
+        if window is None and shape.full[place]:
             return None
-        return mx.array(visible[:, None, None, :])
+        column = mx.arange(shape.columns[place])[None]
+        stored = cohort["stored"][place][:, None]
+        visible: mx.array = column < stored
+        if window is not None:
+            position = mx.take(self.tree["offset"], cohort["lines"])[:, None]
+            first = cohort["lengths"][:, None] - stored  # position of column 0
+            visible = visible & (first + column > position - window)
+        return visible[:, None, None, :]
 
 
 class RowKV:
     """The cache view of one attention layer during a decode step."""
 
-    def __init__(self, index: int, leaf: Leaf, step: DecodeStep, tail: KV) -> None:
-        self.index = index
+    def __init__(self, step: DecodeStep, leaf: Leaf, place: int) -> None:
         self.leaf = leaf
         self.step = step
-        self.tail = tail
-        self.offset = step.offset
+        self.offset = step.tree["offset"]
+        self.tail: list[mx.array] = list(step.tree["tails"][place])
+        self._mains = [cohort["kv"][place] for cohort in step.tree["cohorts"]]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        at = self.step.cursor
-        self.tail[0][:, :, at : at + 1] = keys
-        self.tail[1][:, :, at : at + 1] = values
+        at = self.step.tree["cursor"]
+        self.tail = [
+            mx.slice_update(self.tail[0], keys, at, (2,)),
+            mx.slice_update(self.tail[1], values, at, (2,)),
+        ]
         if self.leaf.splits:
             return keys, values  # not looked at: attention reads the view itself
         return self._concatenated(0), self._concatenated(1)
@@ -164,14 +151,14 @@ class RowKV:
         tail_scores = q @ self.tail[0].swapaxes(-1, -2)
         tail_scores = mx.where(step.tail_mask(window), tail_scores, blocked)
         sink = None if sinks is None else sinks.astype(q.dtype).reshape(1, kv_heads, repeats, 1)
-        if not step.cohorts:
+        if not self._mains:
             weights = _softmax([tail_scores], sink)
             out = weights @ self.tail[1]
-        elif step.aligned:
+        elif step.shape.aligned:
             scores = self._main_scores(0, q, window, blocked)
             columns = scores.shape[-1]
             weights = _softmax([scores, tail_scores], sink)
-            out = weights[..., :columns] @ step.cohorts[0].kv[self.index][1]
+            out = weights[..., :columns] @ self._mains[0][1]
             out = out + weights[..., columns:] @ self.tail[1]
         else:
             out = self._attend_cohorts(q, tail_scores, sink, window, blocked)
@@ -185,54 +172,48 @@ class RowKV:
         window: int | None,
         blocked: mx.array,
     ) -> mx.array:
-        step = self.step
+        tree = self.step.tree
         outs, tail_weights = [], []
-        for number, cohort in enumerate(step.cohorts):
-            lines = step.lines(number)
+        for number, (_, values) in enumerate(self._mains):
+            lines = tree["cohorts"][number]["lines"]
             scores = self._main_scores(number, mx.take(q, lines, axis=0), window, blocked)
             columns = scores.shape[-1]
             weights = _softmax([scores, mx.take(tail_scores, lines, axis=0)], sink)
-            outs.append(weights[..., :columns] @ cohort.kv[self.index][1])
+            outs.append(weights[..., :columns] @ values)
             tail_weights.append(weights[..., columns:])
-        outs.append(mx.zeros_like(outs[0][:1]))
-        tail_weights.append(mx.zeros_like(tail_weights[0][:1]))
-        order = step.order()
-        out = mx.take(mx.concatenate(outs, axis=0), order, axis=0)
-        weights = mx.take(mx.concatenate(tail_weights, axis=0), order, axis=0)
-        return out + weights @ self.tail[1]
+        out = self._in_row_order(outs)
+        return out + self._in_row_order(tail_weights) @ self.tail[1]
 
     def _main_scores(
         self, number: int, q: mx.array, window: int | None, blocked: mx.array
     ) -> mx.array:
-        scores = q @ self.step.cohorts[number].kv[self.index][0].swapaxes(-1, -2)
-        mask = self.step.main_mask(number, self.index, window)
+        scores = q @ self._mains[number][0].swapaxes(-1, -2)
+        mask = self.step.main_mask(number, self.leaf, window)
         return scores if mask is None else mx.where(mask, scores, blocked)
 
+    def _in_row_order(self, lines: list[mx.array]) -> mx.array:
+        blank = mx.zeros_like(lines[0][:1])  # for rows that nobody holds
+        return mx.take(mx.concatenate([*lines, blank], axis=0), self.step.tree["order"], axis=0)
+
     def _concatenated(self, side: int) -> mx.array:
-        step = self.step
-        if not step.cohorts:
+        if not self._mains:
             return self.tail[side]
-        longest = max(cohort.columns(self.index) for cohort in step.cohorts)
-        lines = [_pad(cohort.kv[self.index][side], longest) for cohort in step.cohorts]
-        lines.append(mx.zeros_like(lines[0][:1]))
-        main = mx.take(mx.concatenate(lines, axis=0), step.order(), axis=0)
+        longest = max(main[side].shape[2] for main in self._mains)
+        main = self._in_row_order([_pad(main[side], longest) for main in self._mains])
         return mx.concatenate([main, self.tail[side]], axis=2)
 
     def _concatenated_mask(self, window: int | None) -> mx.array:
-        step = self.step
-        tail = step.tail_mask(window)
-        if not step.cohorts:
+        tail = self.step.tail_mask(window)
+        if not self._mains:
             return tail
-        longest = max(cohort.columns(self.index) for cohort in step.cohorts)
+        longest = max(main[0].shape[2] for main in self._mains)
         lines = []
-        for number, cohort in enumerate(step.cohorts):
-            mask = step.main_mask(number, self.index, window)
+        for number, (keys, _) in enumerate(self._mains):
+            mask = self.step.main_mask(number, self.leaf, window)
             if mask is None:
-                mask = mx.ones((len(cohort.indices), 1, 1, cohort.columns(self.index)), mx.bool_)
+                mask = mx.ones((keys.shape[0], 1, 1, keys.shape[2]), mx.bool_)
             lines.append(_pad(mask.swapaxes(-1, -2), longest).swapaxes(-1, -2))
-        lines.append(mx.zeros_like(lines[0][:1]))
-        main = mx.take(mx.concatenate(lines, axis=0), step.order(), axis=0)
-        return mx.concatenate([main, tail], axis=-1)
+        return mx.concatenate([self._in_row_order(lines), tail], axis=-1)
 
 
 def _softmax(scores: list[mx.array], sink: mx.array | None) -> mx.array:

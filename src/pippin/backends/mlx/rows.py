@@ -13,19 +13,18 @@ step costs what the rows' real lengths cost, not rows x longest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.cohorts import Cohort, group_by_length, regroup
+from pippin.backends.mlx.decode_forward import DecodeForward
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.packing import KV
 from pippin.backends.mlx.prefill import PromptState
-from pippin.backends.mlx.row_views import DecodeStep, RowKV
+from pippin.backends.mlx.row_views import StepShape, Tree
 from pippin.types import GRID
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -114,34 +113,65 @@ class DecodeRows:
 
     # ---- one step --------------------------------------------------------------------------
 
-    def begin(self, slots: Sequence[int]) -> DecodeStep:
-        """Views for a forward in which exactly `slots` advance by one token."""
+    def advance(
+        self,
+        slots: Sequence[int],
+        resolve: Callable[[np.ndarray], mx.array],
+        forward: DecodeForward,
+    ) -> tuple[np.ndarray, mx.array]:
+        """Run one token of exactly `slots`; the slot of each row (0: none), and logits [rows, V].
+
+        `resolve` gives the input ids, int32 [rows], of the rows whose slots it is told.
+        """
         if self.cursor == GRID:
             self._flush()
         chosen = set(slots)
+        slots_by_index = np.zeros(self.width, dtype=np.int32)
+        positions = np.zeros(self.width, dtype=np.int32)
         for row in self.rows.values():
-            self._park_or_resume(row, advances=row.slot in chosen)
-        for slot in slots:
-            self._written[self.rows[slot].index, self.cursor] = True
-        step = DecodeStep.build(
-            self.width, self.cursor, self._written, self.cohorts, self._positions(chosen)
-        )
-        self._views = [self._view(i, step) for i in range(len(self.layout.leaves))]
-        step.caches = self.layout.nest(self._views)
-        step.slots = self._slots_by_index(chosen)
-        return step
-
-    def end(self, step: DecodeStep) -> None:
-        """Take over what the forward wrote."""
-        for i, view in enumerate(self._views):
-            if isinstance(view, RowKV):
-                self.tails[i] = view.tail
-            else:
-                self.states[i] = list(view.cache)
-        for slot in step.slots[step.slots > 0].tolist():
-            self.rows[slot].length += 1
+            advances = row.slot in chosen
+            self._park_or_resume(row, advances=advances)
+            if advances:
+                slots_by_index[row.index] = row.slot
+                positions[row.index] = row.length
+                self._written[row.index, self.cursor] = True
+                row.length += 1
+        shape, tree = self._step(resolve(slots_by_index), positions)
+        logits, tails, states = forward(shape, tree)
+        self.tails = dict(zip(self.layout.kv_indices, tails, strict=True))
+        self.states = dict(zip(self.layout.state_indices, states, strict=True))
         self.cursor += 1
-        self._views = []
+        return slots_by_index, logits
+
+    def _step(self, tokens: mx.array, positions: np.ndarray) -> tuple[StepShape, Tree]:
+        visible = self._written.copy()
+        visible[:, self.cursor] = True  # also for rows that do not matter: no row sees nothing
+        views = [cohort.view(self.layout) for cohort in self.cohorts]
+        shape = StepShape(self.width, tuple(view[0] for view in views), self._aligned())
+        tree = {
+            "tokens": tokens[:, None],
+            "offset": mx.array(positions),
+            "cursor": mx.array([self.cursor], dtype=mx.int32),
+            "written": mx.array(visible),
+            "order": self._order(),
+            "tails": [list(self.tails[leaf]) for leaf in self.layout.kv_indices],
+            "states": [self.states[leaf] for leaf in self.layout.state_indices],
+            "cohorts": [view[1] for view in views],
+        }
+        return shape, tree
+
+    def _aligned(self) -> bool:
+        if len(self.cohorts) != 1 or len(self.cohorts[0].indices) != self.width:
+            return False
+        return all(index in (line, -1) for line, index in enumerate(self.cohorts[0].indices))
+
+    def _order(self) -> mx.array:
+        indices = [index for cohort in self.cohorts for index in cohort.indices]
+        order = np.full(self.width, len(indices), dtype=np.int32)
+        for line, index in enumerate(indices):
+            if index >= 0:
+                order[index] = line
+        return mx.array(order)
 
     def arrays(self) -> list[mx.array]:
         """Everything a step or a regrouping wrote, for the step's one `mx.async_eval`."""
@@ -152,28 +182,6 @@ class DecodeRows:
         return flat
 
     # ---- inside ----------------------------------------------------------------------------
-
-    def _view(self, index: int, step: DecodeStep) -> Any:
-        leaf = self.layout.leaves[index]
-        if not leaf.is_state:
-            return RowKV(index, leaf, step, self.tails[index])
-        view: Any = ArraysCache(size=len(leaf.shapes))
-        view.cache = list(self.states[index])
-        return view
-
-    def _positions(self, chosen: set[int]) -> np.ndarray:
-        """int32 [width]: where each row's next token stands; 0 for rows that do not matter."""
-        positions = np.zeros(self.width, dtype=np.int32)
-        for row in self.rows.values():
-            positions[row.index] = row.length if row.slot in chosen else 0
-        return positions
-
-    def _slots_by_index(self, chosen: set[int]) -> np.ndarray:
-        slots = np.zeros(self.width, dtype=np.int32)
-        for row in self.rows.values():
-            if row.slot in chosen:
-                slots[row.index] = row.slot
-        return slots
 
     def _park_or_resume(self, row: Row, *, advances: bool) -> None:
         """A step computes every row; one that must not advance has its state set aside first."""

@@ -1,0 +1,53 @@
+"""One decode step as a function of arrays: plain, or compiled once for each shape of step.
+
+A compiled step skips the model's Python and fuses its small operations. Shapes change when rows
+join or leave and when tails are flushed, so only so many of them are kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.packing import KV
+from pippin.backends.mlx.row_views import DecodeStep, StepShape, Tree
+
+MAX_COMPILED = 64  # shapes; one costs the host about a megabyte
+
+StepResult = tuple[mx.array, list[KV], list[list[mx.array]]]  # logits, tails, states
+
+
+class DecodeForward:
+    def __init__(
+        self,
+        layout: Layout,
+        forward: Callable[[mx.array, list[Any]], mx.array],
+        *,
+        compiled: bool = False,
+    ) -> None:
+        self._layout = layout
+        self._forward = forward
+        self._compiles = compiled
+        self._compiled: OrderedDict[StepShape, Callable[[Tree], StepResult]] = OrderedDict()
+
+    def __call__(self, shape: StepShape, tree: Tree) -> StepResult:
+        if not (self._compiles and shape.aligned):
+            return self._run(shape, tree)
+        step = self._compiled.get(shape)
+        if step is None:
+            step = mx.compile(lambda tree: self._run(shape, tree))
+            self._compiled[shape] = step
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(shape)
+        return step(tree)
+
+    def _run(self, shape: StepShape, tree: Tree) -> StepResult:
+        step = DecodeStep(self._layout, shape, tree)
+        logits = self._forward(tree["tokens"], step.caches)[:, -1]
+        tails = [(view.tail[0], view.tail[1]) for view in step.kv_views]
+        return logits, tails, [list(view.cache) for view in step.state_views]
