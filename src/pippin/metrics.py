@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -12,19 +13,21 @@ WINDOW_STEPS = 512  # steps that rates and shares are computed over
 class StepRecord:
     """Times are time.perf_counter() seconds on one clock.
 
-    planned ─── launched ─────────── device_done ─── committed
-       host plans │ device works         │ host commits
+    planned ────── dispatched ─────── device_done ─── committed
+      host plans, builds │ device works     │ host commits
     """
 
     step: int
     planned: float  # planning began
+    dispatched: float  # the graph was built and its first operation handed to the device
     launched: float  # launch returned
-    device_done: float  # the result was seen to be ready
+    device_done: float  # the device finished
     committed: float  # commit returned
     waited: float  # seconds the host was blocked waiting for this step
     prefill_tokens: int
     decode_rows: int
     ghosts: int
+    after_pause: bool = False  # the engine had nothing to do before this step
 
 
 @dataclass
@@ -52,29 +55,31 @@ class EngineMetrics:
     def device_idle_share(self) -> float:
         """Share of time, between steps that follow each other, when nothing was on the device.
 
-        A step's device time starts when it is launched or when the one before it is done,
-        whichever is later; a gap is the time from one's end to the next one's launch.
+        A step is on the device from its dispatch, or from when the one before it is done,
+        whichever is later, until it is done itself.
         """
         idle = busy = 0.0
-        for before, after in zip(self.records, list(self.records)[1:], strict=False):
-            if after.step != before.step + 1:
-                continue  # the engine had nothing to do in between
-            start = max(after.launched, before.device_done)
-            idle += max(0.0, after.launched - before.device_done)
+        for before, after in self._neighbours():
+            start = max(after.dispatched, before.device_done)
+            idle += max(0.0, after.dispatched - before.device_done)
             busy += max(0.0, after.device_done - start)
         return idle / (idle + busy) if idle + busy else 0.0
 
     @property
     def host_hidden_share(self) -> float:
-        """Share of the host's own work (planning and committing) done while the device worked."""
+        """Share of the host's work (planning, building, committing) done while the device works."""
         host = exposed = 0.0
-        for before, after in zip(self.records, list(self.records)[1:], strict=False):
-            if after.step != before.step + 1:
-                continue
-            work = (after.launched - after.planned) + (before.committed - before.device_done)
+        for before, after in self._neighbours():
+            work = (after.dispatched - after.planned) + (before.committed - before.device_done)
             host += work
-            exposed += min(work, max(0.0, after.launched - before.device_done))
+            exposed += min(work, max(0.0, after.dispatched - before.device_done))
         return 1.0 - exposed / host if host else 0.0
+
+    def _neighbours(self) -> list[tuple[StepRecord, StepRecord]]:
+        """Steps that followed each other without a pause between them."""
+        records = list(self.records)
+        pairs = itertools.pairwise(records)
+        return [(a, b) for a, b in pairs if b.step == a.step + 1 and not b.after_pause]
 
     def summary(self) -> dict[str, float | int]:
         return {

@@ -143,7 +143,8 @@ class StepResult:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by slot, if asked for
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     captures: tuple[Capture, ...] = ()
-    device_done: float = 0.0  # time.perf_counter() when the device was seen to have finished
+    dispatched: float = 0.0  # time.perf_counter() when the device was handed the step
+    device_done: float = 0.0  # and when it had finished
 
 
 class PendingStep(Protocol):

@@ -128,6 +128,7 @@ class FakePending:
     tokens: dict[int, int] = field(default_factory=dict)
     captures: list[Capture] = field(default_factory=list)
     masks: Mapping[int, np.ndarray] | None = None
+    dispatched: float = field(default_factory=perf_counter)
 
     def sample(self, masks: Mapping[int, np.ndarray]) -> None:
         assert self.masks is None, "masked rows are sampled once"
@@ -145,6 +146,7 @@ class FakePending:
             tokens=self.tokens,
             logprobs=self.backend.logprobs(self.plan, self.tokens),
             captures=tuple(self.captures),
+            dispatched=self.dispatched,
             device_done=perf_counter(),
         )
 

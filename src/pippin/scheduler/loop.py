@@ -28,6 +28,7 @@ class _Launched:
     pending: PendingStep
     planned_at: float
     launched_at: float
+    after_pause: bool  # the engine had nothing to do before it
 
 
 class Loop:
@@ -37,6 +38,7 @@ class Loop:
         self.overlap = overlap
         self._in_flight: _Launched | None = None
         self._last_done = 0.0
+        self._paused = True
 
     @property
     def idle(self) -> bool:
@@ -64,6 +66,7 @@ class Loop:
                 self._in_flight = launched
             else:
                 deltas += self._commit(launched)
+        self._paused = self.idle
         return deltas
 
     def status(self) -> dict[str, Any]:
@@ -111,7 +114,7 @@ class Loop:
                 self._in_flight = None
             deltas += self._fail(plan, error)
             return None
-        return _Launched(plan, pending, planned_at, perf_counter())
+        return _Launched(plan, pending, planned_at, perf_counter(), self._paused)
 
     def _sampled(self, launched: _Launched, deltas: list[TokenDelta]) -> bool:
         """Launch the sampling of grammar rows: their masks need the tokens just committed."""
@@ -138,10 +141,10 @@ class Loop:
             return self._fail(plan, error)
         waited = perf_counter() - began
         deltas = self.scheduler.commit(plan.step, result)
-        done = result.device_done or began + waited
+        done = result.device_done
         prefill_tokens = sum(len(row.tokens) for row in plan.prefill)
         self.scheduler.pace.observe(
-            seconds=done - max(launched.launched_at, self._last_done),
+            seconds=done - max(result.dispatched, self._last_done),
             prefill_tokens=prefill_tokens,
             decode_rows=len(plan.decode),
         )
@@ -150,6 +153,7 @@ class Loop:
             StepRecord(
                 step=plan.step,
                 planned=launched.planned_at,
+                dispatched=result.dispatched,
                 launched=launched.launched_at,
                 device_done=done,
                 committed=perf_counter(),
@@ -157,6 +161,7 @@ class Loop:
                 prefill_tokens=prefill_tokens,
                 decode_rows=len(plan.decode),
                 ghosts=self.scheduler.last_ghosts,
+                after_pause=launched.after_pause,
             )
         )
         return deltas

@@ -16,6 +16,7 @@ import numpy as np
 from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.mlx.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.decode_forward import DecodeForward
+from pippin.backends.mlx.done_clock import DoneClock
 from pippin.backends.mlx.future_map import FutureMap
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.packing import KV, Packer
@@ -49,6 +50,7 @@ class MLXBackend:
         self._sampler = Sampler(loaded.vocab_size, num_slots)
         self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
         self._shared_rows = DecodeRows(loaded.layout)
+        self._clock = DoneClock()
         self._decode_forward = DecodeForward(
             loaded.layout, loaded.forward, compiled=loaded.compiles and not deterministic
         )
@@ -78,7 +80,7 @@ class MLXBackend:
         return cls(loaded, num_slots=num_slots, max_len=max_len, deterministic=deterministic)
 
     def launch(self, plan: StepPlan) -> MLXPending:
-        step = MLXPending(plan, self._sample_rows, self._num_top_logprobs)
+        step = MLXPending(plan, self._clock, self._sample_rows, self._num_top_logprobs)
         for retire in plan.retire:
             self._retire(step, retire)
         for admit in plan.admit:
@@ -97,6 +99,7 @@ class MLXBackend:
         return int(mx.get_active_memory())
 
     def close(self) -> None:
+        self._clock.close()
         self._rows.clear()
         self._shared_rows = DecodeRows(self._loaded.layout)
         self._prompts.clear()

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Capture, StepPlan, StepResult
+from pippin.backends.mlx.done_clock import DoneClock, DoneTime
 from pippin.backends.mlx.packing import payload_arrays
 from pippin.backends.mlx.results import SampledRows, token_logprobs
 from pippin.backends.mlx.sampler import Logprobs, SampleRow
@@ -46,6 +47,7 @@ class MLXPending:
     """A step in flight holds nothing but its results: `written` is emptied by the launch."""
 
     plan: StepPlan
+    clock: DoneClock
     sample_rows: Callable[
         [MLXPending, Sequence[SampleRow], mx.array, Mapping[int, np.ndarray] | None], None
     ]
@@ -56,6 +58,8 @@ class MLXPending:
     to_sample: ToSample = field(default_factory=ToSample)
     written: list[mx.array] = field(default_factory=list)
     fence: mx.array | None = None  # one number, ready when a step that samples nothing is
+    dispatched: float = 0.0
+    done: DoneTime = field(default_factory=DoneTime)
 
     def keep(self, capture: Capture) -> None:
         self.captures.append(capture)
@@ -68,8 +72,12 @@ class MLXPending:
             last = self.written[-1]
             self.fence = last[(0,) * last.ndim] + 0  # a copy: a view would hold all of it
             self.written.append(self.fence)
+        self.dispatched = self.dispatched or perf_counter()
         mx.async_eval(*self.written)
         self.written.clear()
+        last_result = self.sampled[-1].sampled.tokens if self.sampled else self.fence
+        if last_result is not None:
+            self.done = self.clock.watch(last_result)
 
     def sample(self, masks: Mapping[int, np.ndarray]) -> None:
         rows, logits = self.to_sample.masked()
@@ -90,7 +98,14 @@ class MLXPending:
             slot: tuple(entry for part in parts for entry in token_logprobs(part))
             for slot, parts in self.prompt_logprobs.items()
         }
-        return StepResult(tokens, logprobs, prompt_logprobs, tuple(self.captures), perf_counter())
+        return StepResult(
+            tokens,
+            logprobs,
+            prompt_logprobs,
+            tuple(self.captures),
+            dispatched=self.dispatched,
+            device_done=self.done.seconds or perf_counter(),
+        )
 
 
 def _stacked(parts: list[mx.array]) -> mx.array | None:
