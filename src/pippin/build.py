@@ -20,9 +20,9 @@ MIN_CAPACITY_BYTES = 64 * 2**20  # below this not even short requests would run
 Progress = Callable[[str], None]  # hears the name of each stage of a load
 
 
-def build_loop(config: Config, progress: Progress) -> Loop:
-    """Load the model and put a scheduler on it, for an engine process or for `LLM`."""
-    backend = load_backend(config, progress)
+def build_loop(config: Config, progress: Progress, *, stays: bool = False) -> Loop:
+    """Load the model and put a scheduler on it, for an engine process (`stays`) or for `LLM`."""
+    backend = load_backend(config, progress, stays=stays)
     capacity_bytes = _capacity_bytes(config, backend)
     limits = Limits(
         max_running=config.engine.max_running,
@@ -47,7 +47,7 @@ def _build_cache(config: EngineConfig, spec: ModelSpec, capacity_bytes: int) -> 
     )
 
 
-def load_backend(config: Config, progress: Progress) -> Backend:
+def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> Backend:
     if config.model.backend == "fake":
         from pippin.backends.fake import FakeBackend
 
@@ -60,6 +60,7 @@ def load_backend(config: Config, progress: Progress) -> Backend:
         dtype=config.model.dtype,
         max_len=config.model.max_len,
         deterministic=config.engine.deterministic,
+        builds_kernels=stays,
         progress=progress,
     )
 

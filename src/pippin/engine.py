@@ -154,7 +154,7 @@ def main() -> int:
     threading.Thread(target=leave_with_server, args=(spec, serving), daemon=True).start()
     channel = Channel(spec)
     try:
-        loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)))
+        loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)), stays=True)
     except PippinError as error:
         channel.send(Failed(error.message))
         channel.close()

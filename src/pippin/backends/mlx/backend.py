@@ -14,10 +14,12 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan
+from pippin.backends.mlx.blas import BlasThreads
 from pippin.backends.mlx.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.decode_forward import DecodeForward
 from pippin.backends.mlx.done_clock import DoneClock
 from pippin.backends.mlx.future_map import FutureMap
+from pippin.backends.mlx.kernels import Kernels
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.packing import KV, Packer
 from pippin.backends.mlx.pending import MLXPending
@@ -51,8 +53,12 @@ class MLXBackend:
         self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
         self._shared_rows = DecodeRows(loaded.layout)
         self._clock = DoneClock()
+        self._threads = BlasThreads()
+        self._kernels = Kernels.of(loaded)
         self._decode_forward = DecodeForward(
-            loaded.layout, loaded.forward, compiled=loaded.compiles and not deterministic
+            loaded.layout,
+            loaded.forward,
+            compiled=(lambda: False) if deterministic else self._kernels.ready,
         )
         self._prompts: dict[int, PromptState] = {}  # slots that have not decoded yet
         self._admitted: dict[int, Admit] = {}
@@ -74,10 +80,15 @@ class MLXBackend:
         dtype: str = "auto",
         max_len: int | None = None,
         deterministic: bool = False,
+        builds_kernels: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> MLXBackend:
+        """`builds_kernels`: compile decode steps in the background, for a process that stays."""
         loaded = load(path, dtype=dtype, progress=progress)
-        return cls(loaded, num_slots=num_slots, max_len=max_len, deterministic=deterministic)
+        backend = cls(loaded, num_slots=num_slots, max_len=max_len, deterministic=deterministic)
+        if builds_kernels and not deterministic:
+            backend._kernels.build_in_background(path, dtype)
+        return backend
 
     def launch(self, plan: StepPlan) -> MLXPending:
         step = MLXPending(plan, self._clock, self._sample_rows, self._num_top_logprobs)
@@ -85,6 +96,7 @@ class MLXBackend:
             self._retire(step, retire)
         for admit in plan.admit:
             self._admit(admit)
+        self._threads.use(all_cores=bool(plan.prefill))
         for group in self._prefill_groups(plan.prefill):
             self._prefill(step, group)
         for rows, decodes in self._decode_groups(plan.decode):
@@ -99,6 +111,7 @@ class MLXBackend:
         return int(mx.get_active_memory())
 
     def close(self) -> None:
+        self._kernels.close()
         self._clock.close()
         self._rows.clear()
         self._shared_rows = DecodeRows(self._loaded.layout)

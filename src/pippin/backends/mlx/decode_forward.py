@@ -27,18 +27,18 @@ class DecodeForward:
         layout: Layout,
         forward: Callable[[mx.array, list[Any]], mx.array],
         *,
-        compiled: bool = False,
+        compiled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._layout = layout
         self._forward = forward
-        self._compiles = compiled
+        self._compiles = compiled  # asked now and then: kernels may be in the making
         self._compiled: OrderedDict[StepShape, Callable[[Tree], StepResult]] = OrderedDict()
 
     def __call__(self, shape: StepShape, tree: Tree) -> StepResult:
-        if not (self._compiles and shape.aligned):
-            return self._run(shape, tree)
         step = self._compiled.get(shape)
         if step is None:
+            if not (shape.aligned and self._compiles()):
+                return self._run(shape, tree)
             step = mx.compile(lambda tree: self._run(shape, tree))
             self._compiled[shape] = step
             if len(self._compiled) > MAX_COMPILED:

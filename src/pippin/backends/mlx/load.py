@@ -35,7 +35,6 @@ class LoadedModel:
     max_len: int
     name: str
     state_taps: bool = False
-    compiles: bool = False  # decode steps are compiled
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""

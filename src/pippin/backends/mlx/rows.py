@@ -27,6 +27,7 @@ from pippin.backends.mlx.prefill import PromptState
 from pippin.backends.mlx.row_views import StepShape, Tree
 from pippin.types import GRID
 
+SETTLED_STEPS = 8  # without a join, before cohorts of one are merged
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -57,6 +58,7 @@ class DecodeRows:
 
     def __post_init__(self) -> None:
         self._written = np.zeros((0, GRID), dtype=bool)  # which tail columns hold a row's token
+        self._steps_since_join = 0
 
     def __contains__(self, slot: int) -> bool:
         return slot in self.rows
@@ -67,6 +69,7 @@ class DecodeRows:
         """Take in finished prompts, one cohort each."""
         if not joining:
             return
+        self._steps_since_join = 0
         self._widen(width_for(len(self.rows) + len(joining)))
         taken = {row.index for row in self.rows.values()}
         free = [index for index in range(self.width) if index not in taken]
@@ -123,7 +126,7 @@ class DecodeRows:
 
         `resolve` gives the input ids, int32 [rows], of the rows whose slots it is told.
         """
-        if self.cursor == GRID:
+        if self.cursor == GRID or self._scattered():
             self._flush()
         chosen = set(slots)
         slots_by_index = np.zeros(self.width, dtype=np.int32)
@@ -159,6 +162,14 @@ class DecodeRows:
             "cohorts": [view[1] for view in views],
         }
         return shape, tree
+
+    def _scattered(self) -> bool:
+        """Rows have settled since the last join, and fewer cohorts would do: regroup early."""
+        self._steps_since_join += 1
+        if self._steps_since_join != SETTLED_STEPS or len(self.cohorts) < 2:
+            return False
+        lengths = {row.index: row.length for row in self.rows.values()}
+        return len(group_by_length(lengths)) < len(self.cohorts)
 
     def _aligned(self) -> bool:
         if len(self.cohorts) != 1 or len(self.cohorts[0].indices) != self.width:

@@ -1,0 +1,68 @@
+"""Compiled decode steps on Linux CPUs, without making anybody wait for the C++ compiler.
+
+There `mx.compile` calls g++ for every new kernel and keeps what it built in a temporary directory.
+A decode step needs some forty kernels: half a minute, once per machine and model. So a server
+starts with plain steps while a process in the background builds the kernels, and changes over when
+a marker says that they are all there. On GPUs kernels are built in no time: steps are compiled at
+once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pippin.backends.mlx.blas import compile_available
+from pippin.backends.mlx.load import LoadedModel, on_cpu
+
+
+def kernel_dir() -> Path:
+    """Where mlx keeps the kernels that it builds for CPUs."""
+    return Path(tempfile.gettempdir(), "mlx", importlib.metadata.version("mlx"), "cpu")
+
+
+def marker_path(loaded: LoadedModel) -> Path:
+    """Exists once every kernel of this model's decode step has been built."""
+    facts = repr((type(loaded.model).__module__, loaded.layout))
+    return kernel_dir() / f"pippin-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+
+
+@dataclass
+class Kernels:
+    """Whether decode steps may be compiled now."""
+
+    marker: Path | None  # None: no compiler, or none is needed
+    available: bool
+    builder: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> Kernels:
+        if not compile_available().available:
+            return cls(None, available=False)
+        if not on_cpu():
+            return cls(None, available=True)
+        marker = marker_path(loaded)
+        return cls(marker, available=marker.exists())
+
+    def ready(self) -> bool:
+        if not self.available and self.marker is not None and self.marker.exists():
+            self.available = True
+        return self.available
+
+    def build_in_background(self, path: Path, dtype: str) -> None:
+        """Start a process that builds what is missing, out of everybody's way."""
+        if self.available or self.marker is None:
+            return
+        command = [sys.executable, "-m", "pippin.backends.mlx.warm", str(path), dtype]
+        quiet = subprocess.DEVNULL
+        self.builder = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+
+    def close(self) -> None:
+        if self.builder is not None and self.builder.poll() is None:
+            self.builder.terminate()
+            self.builder.wait()

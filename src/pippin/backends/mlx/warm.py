@@ -1,0 +1,52 @@
+"""python -m pippin.backends.mlx.warm MODEL_DIR DTYPE: build the kernels of a decode step, then end.
+
+Runs the compiled step on every form that its kernels can take: one row and several, mains that are
+full and mains with padding.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.mlx.decode_forward import DecodeForward
+from pippin.backends.mlx.kernels import marker_path
+from pippin.backends.mlx.load import LoadedModel, load
+from pippin.backends.mlx.prefill import ChunkBatch, PromptState
+from pippin.backends.mlx.rows import DecodeRows
+from pippin.types import GRID
+
+
+def prompt_of(loaded: LoadedModel, num_tokens: int) -> PromptState:
+    prompt = PromptState()
+    batch = ChunkBatch(loaded.layout, [np.zeros(num_tokens, dtype=np.int32)], [prompt])
+    loaded.forward(batch.tokens, batch.caches)
+    batch.advance()
+    return prompt
+
+
+def run(loaded: LoadedModel, lengths: list[int], num_steps: int) -> None:
+    forward = DecodeForward(loaded.layout, loaded.forward, compiled=lambda: True)
+    rows = DecodeRows(loaded.layout)
+    slots = list(range(1, len(lengths) + 1))
+    rows.join([(slot, prompt_of(loaded, n)) for slot, n in zip(slots, lengths, strict=True)])
+    for _ in range(num_steps):
+        _, logits = rows.advance(slots, lambda at: mx.zeros(len(at), mx.int32), forward)
+        mx.eval(logits, *rows.arrays())
+
+
+def main() -> int:
+    os.nice(19)
+    loaded = load(Path(sys.argv[1]), dtype=sys.argv[2])
+    for lengths in ([GRID], [GRID - 3], [GRID, GRID - 3], [GRID, GRID]):
+        run(loaded, lengths, num_steps=GRID // 4)
+    marker_path(loaded).touch()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
