@@ -34,11 +34,18 @@ class PromptState:
 class ChunkKV:
     """The cache view of one attention layer during a prefill forward."""
 
-    def __init__(self, leaf: Leaf, batch: ChunkBatch, prefix: KV | None, prefix_lens: np.ndarray):
-        self.offset = batch.offset
+    def __init__(
+        self,
+        leaf: Leaf,
+        offset: int | mx.array,
+        masks: ChunkMasks,
+        prefix: KV | None,
+        prefix_lens: np.ndarray,
+    ) -> None:
+        self.offset = offset
         self.window = leaf.window
-        self.on_cpu = batch.on_cpu
-        self._batch = batch
+        self.on_cpu = masks.on_cpu
+        self._masks = masks
         self._prefix = prefix
         self._prefix_lens = prefix_lens
         self.keys: mx.array | None = None
@@ -60,7 +67,49 @@ class ChunkKV:
         window_size: int | None = None,
     ) -> mx.array | str | None:
         window = window_size or self.window
-        return self._batch.mask(self._prefix_lens, window, return_array)
+        return self._masks.mask(self._prefix_lens, window, return_array)
+
+
+class ChunkMasks:
+    """What the queries of one forward may see, made once for all layers that agree.
+
+    Views hold this and not their batch: a batch that its views refer back to would keep its keys
+    and values until Python's cycle collector comes by.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.on_cpu = bool(mx.default_device() == mx.Device(mx.cpu))
+        self._masks: dict[object, mx.array | str | None] = {}
+
+    def mask(
+        self, prefix_lens: np.ndarray, window: int | None, return_array: bool
+    ) -> mx.array | str | None:
+        """What each query may see; shared by all layers with the same prefix and window."""
+        key = (prefix_lens.tobytes(), window, return_array)
+        if key not in self._masks:
+            self._masks[key] = self._build_mask(prefix_lens, window, return_array)
+        return self._masks[key]
+
+    def _build_mask(
+        self, prefix_lens: np.ndarray, window: int | None, return_array: bool
+    ) -> mx.array | str | None:
+        longest, width = int(prefix_lens.max()), self.width
+        windowed = window is not None and longest + width > window
+        even = bool((prefix_lens == longest).all())
+        if even and not windowed and not return_array:
+            return "causal" if width > 1 else None
+        query = np.arange(width)[None, :, None]
+        # Positions relative to each row's chunk start; a prefix of n tokens ends just before 0.
+        column = np.arange(longest)[None, None, :]
+        prefix = column - prefix_lens[:, None, None]
+        prefix_ok = np.broadcast_to(prefix < 0, (len(prefix_lens), width, longest))
+        new = np.arange(width)[None, None, :]
+        new_ok = np.broadcast_to(new <= query, (len(prefix_lens), width, width))
+        if window is not None:
+            prefix_ok = prefix_ok & (prefix > query - window)
+            new_ok = new_ok & (new > query - window)
+        return mx.array(np.concatenate([prefix_ok, new_ok], axis=2)[:, None])
 
 
 class ChunkBatch:
@@ -71,7 +120,6 @@ class ChunkBatch:
     ) -> None:
         self._layout = layout
         self._states = states
-        self.on_cpu = bool(mx.default_device() == mx.Device(mx.cpu))
         self.lens = np.array([len(chunk) for chunk in chunks], dtype=np.int32)
         self.width = int(self.lens.max())
         self.ragged = bool((self.lens != self.width).any())
@@ -82,7 +130,7 @@ class ChunkBatch:
         for row, chunk in enumerate(chunks):
             tokens[row, : len(chunk)] = chunk
         self.tokens = mx.array(tokens)
-        self._masks: dict[object, mx.array | str | None] = {}
+        self._masks = ChunkMasks(self.width)
         self._views: list[Any] = [self._view(i, leaf) for i, leaf in enumerate(layout.leaves)]
         self.caches = layout.nest(self._views)
 
@@ -135,7 +183,8 @@ class ChunkBatch:
             return view
         pairs = [state.kv.get(index) for state in self._states]
         prefix_lens = np.array([0 if p is None else p[0].shape[2] for p in pairs], dtype=np.int32)
-        return ChunkKV(leaf, self, self._prefix(leaf, pairs, prefix_lens), prefix_lens)
+        prefix = self._prefix(leaf, pairs, prefix_lens)
+        return ChunkKV(leaf, self.offset, self._masks, prefix, prefix_lens)
 
     def _state_entries(self, index: int, leaf: Leaf) -> list[mx.array | None]:
         rows = [state.states.get(index) for state in self._states]
@@ -166,35 +215,6 @@ class ChunkBatch:
                     padded.append(mx.concatenate([pair[side], blank], axis=2))
             sides.append(mx.concatenate(padded, axis=0))
         return sides[0], sides[1]
-
-    def mask(
-        self, prefix_lens: np.ndarray, window: int | None, return_array: bool
-    ) -> mx.array | str | None:
-        """What each query may see; shared by all layers with the same prefix and window."""
-        key = (prefix_lens.tobytes(), window, return_array)
-        if key not in self._masks:
-            self._masks[key] = self._build_mask(prefix_lens, window, return_array)
-        return self._masks[key]
-
-    def _build_mask(
-        self, prefix_lens: np.ndarray, window: int | None, return_array: bool
-    ) -> mx.array | str | None:
-        longest, width = int(prefix_lens.max()), self.width
-        windowed = window is not None and longest + width > window
-        even = bool((prefix_lens == longest).all())
-        if even and not windowed and not return_array:
-            return "causal" if width > 1 else None
-        query = np.arange(width)[None, :, None]
-        # Positions relative to each row's chunk start; a prefix of n tokens ends just before 0.
-        column = np.arange(longest)[None, None, :]
-        prefix = column - prefix_lens[:, None, None]
-        prefix_ok = np.broadcast_to(prefix < 0, (len(prefix_lens), width, longest))
-        new = np.arange(width)[None, None, :]
-        new_ok = np.broadcast_to(new <= query, (len(prefix_lens), width, width))
-        if window is not None:
-            prefix_ok = prefix_ok & (prefix > query - window)
-            new_ok = new_ok & (new > query - window)
-        return mx.array(np.concatenate([prefix_ok, new_ok], axis=2)[:, None])
 
 
 def _concatenate(a: KV, b: KV) -> KV:
