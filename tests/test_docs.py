@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,6 +10,13 @@ import pytest
 from cyclopts import App
 
 from pippin import cli
+from pippin.api.fields import (
+    CHAT_HONOURED,
+    CHAT_REFUSED,
+    COMPLETION_HONOURED,
+    COMPLETION_REFUSED,
+)
+from pippin.config import Config
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -41,7 +49,8 @@ def test_links_and_paths_lead_somewhere(document: Path) -> None:
         for line in code_lines(document)
         for word in re.findall(r"(?<![\w./-])(?:src|tests|tools|docs|\.ci)/[\w./-]+", line)
     ]
-    missing = [path for path in linked + named if not (ROOT / path).exists()]
+    missing = [path for path in linked if not (document.parent / path).exists()]
+    missing += [path for path in named if not (ROOT / path).exists()]
     assert not missing
 
 
@@ -67,3 +76,38 @@ def test_commands_and_their_options_exist(document: Path) -> None:
             app = app[words.pop(0)]
         unknown = {word.partition("=")[0] for word in words if word[:2] == "--"} - options_of(app)
         assert not unknown, f"{document.name}: {line}"
+
+
+def chapters(document: Path) -> dict[str, str]:
+    """The text under each second-level heading, by the heading."""
+    parts = re.split(r"^## (.*)$", document.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "honoured", "refused"),
+    [
+        ("`POST /v1/chat/completions`", CHAT_HONOURED, CHAT_REFUSED),
+        ("`POST /v1/completions`", COMPLETION_HONOURED, COMPLETION_REFUSED),
+    ],
+    ids=["chat", "completions"],
+)
+def test_every_field_of_an_endpoint_is_documented(
+    endpoint: str, honoured: frozenset[str], refused: dict[str, object]
+) -> None:
+    text = chapters(ROOT / "docs" / "api.md")
+    own, shared = text[endpoint], text["Fields of both endpoints"]
+    own_honoured, own_refused = own.split("Refused, unless")
+    assert {name for name in honoured if f"`{name}`" not in own_honoured + shared} == set()
+    assert {name for name in refused if f"| `{name}` |" not in own_refused} == set()
+
+
+def test_every_option_of_serve_is_documented() -> None:
+    options = chapters(ROOT / "docs" / "api.md")["Options of `pippin serve`"]
+    for section in dataclasses.fields(Config):
+        for field in dataclasses.fields(section.default_factory):  # type: ignore[arg-type]
+            is_positional = field.name == "model"
+            name = "MODEL" if is_positional else f"--{field.name.replace('_', '-')}"
+            assert f"`{name}`" in options
+            if field.default not in (None, True, False, "auto"):
+                assert re.search(rf"`{name}` \| `?{field.default}`? \|", options), name
