@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.packing import KV
-from pippin.backends.mlx.row_views import DecodeStep, StepShape, Tree
+from pippin.backends.mlx.row_views import DecodeStep, StepShape, StepViews, Tree
 
 MAX_COMPILED = 64  # shapes; one costs the host about a megabyte
 
@@ -47,7 +47,7 @@ class DecodeForward:
         return step(tree)
 
     def _run(self, shape: StepShape, tree: Tree) -> StepResult:
-        step = DecodeStep(self._layout, shape, tree)
-        logits = self._forward(tree["tokens"], step.caches)[:, -1]
-        tails = [(view.tail[0], view.tail[1]) for view in step.kv_views]
-        return logits, tails, [list(view.cache) for view in step.state_views]
+        views = StepViews(DecodeStep(self._layout, shape, tree))
+        logits = self._forward(tree["tokens"], views.caches)[:, -1]
+        tails = [(view.tail[0], view.tail[1]) for view in views.kv]
+        return logits, tails, [list(view.cache) for view in views.states]

@@ -64,17 +64,6 @@ class DecodeStep:
         self.tree = tree
         self._tail_masks: dict[int | None, mx.array] = {}
         self._main_masks: dict[object, mx.array | None] = {}
-        self.kv_views = [
-            RowKV(self, layout.leaves[index], place)
-            for place, index in enumerate(layout.kv_indices)
-        ]
-        self.state_views: list[Any] = []
-        for entries in tree["states"]:
-            view: Any = ArraysCache(size=len(entries))
-            view.cache = list(entries)
-            self.state_views.append(view)
-        kv, states = iter(self.kv_views), iter(self.state_views)
-        self.caches = layout.nest([next(states if leaf.is_state else kv) for leaf in layout.leaves])
 
     def tail_mask(self, window: int | None) -> mx.array:
         """bool [width, 1, 1, GRID]"""
@@ -214,6 +203,25 @@ class RowKV:
                 mask = mx.ones((keys.shape[0], 1, 1, keys.shape[2]), mx.bool_)
             lines.append(_pad(mask.swapaxes(-1, -2), longest).swapaxes(-1, -2))
         return mx.concatenate([self._in_row_order(lines), tail], axis=-1)
+
+
+class StepViews:
+    """Every layer's view of a step, and all of them as the model is called with.
+
+    Not part of the step, which the views hold: a cycle would keep tails, states and mains of past
+    steps until Python's cycle collector comes by.
+    """
+
+    def __init__(self, step: DecodeStep) -> None:
+        leaves, kv_indices = step.layout.leaves, step.layout.kv_indices
+        self.kv = [RowKV(step, leaves[index], place) for place, index in enumerate(kv_indices)]
+        self.states: list[Any] = []
+        for entries in step.tree["states"]:
+            view: Any = ArraysCache(size=len(entries))
+            view.cache = list(entries)
+            self.states.append(view)
+        kv, states = iter(self.kv), iter(self.states)
+        self.caches = step.layout.nest([next(states if leaf.is_state else kv) for leaf in leaves])
 
 
 def _softmax(scores: list[mx.array], sink: mx.array | None) -> mx.array:
