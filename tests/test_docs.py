@@ -111,3 +111,33 @@ def test_every_option_of_serve_is_documented() -> None:
             assert f"`{name}`" in options
             if field.default not in (None, True, False, "auto"):
                 assert re.search(rf"`{name}` \| `?{field.default}`? \|", options), name
+
+
+def tree_paths() -> list[Path]:
+    """What README's file tree names, by indentation."""
+    tree = chapters(ROOT / "README.md")["What is where"]
+    paths: list[Path] = []
+    parents = [ROOT]
+    for indent, name in re.findall(r"^( *)([\w./-]+)(?: {2,}\S.*)?$", tree, re.MULTILINE):
+        del parents[len(indent) // 2 + 1 :]
+        paths.append(parents[-1] / name)
+        parents.append(paths[-1])
+    return paths
+
+
+def test_the_file_tree_names_what_exists() -> None:
+    assert [path for path in tree_paths() if not path.exists()] == []
+
+
+def test_the_file_tree_leaves_no_module_out() -> None:
+    """A folder's line stands for all that is in it, unless lines for its files follow."""
+    named = set(tree_paths())
+    opened = {path.parent for path in named}
+    missing = [
+        path
+        for path in (ROOT / "src" / "pippin").rglob("*.py")
+        if path.name != "__init__.py"
+        and path not in named
+        and not any(folder in named and folder not in opened for folder in path.parents)
+    ]
+    assert missing == []
