@@ -36,6 +36,8 @@ def code_lines(document: Path) -> list[str]:
 
 
 def options_of(command: App) -> set[str]:
+    if command.default_command is None:  # a group of commands
+        return {"--help"}
     arguments = command.assemble_argument_collection()
     return {"--help", *(name for argument in arguments for name in argument.names)}
 
