@@ -15,6 +15,7 @@ from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Limits, Scheduler
 from pippin.types import ModelSpec
 
+TRANSIENT_SHARE = 0.1  # of what the weights leave: activations and copies on their way
 MIN_CAPACITY_BYTES = 64 * 2**20  # below this not even short requests would run
 
 Progress = Callable[[str], None]  # hears the name of each stage of a load
@@ -69,17 +70,19 @@ def _capacity_bytes(config: Config, backend: Backend) -> int:
     """The byte budget less what the loaded weights already hold."""
     if config.model.backend == "fake":
         return budget_bytes(config.engine, total_bytes=1 << 30, default_share=1.0)
-    from pippin.backends.mlx.device import device_info
+    from pippin.backends.mlx.device import device_info, limit_memory
 
     device = device_info()
     budget = budget_bytes(config.engine, device.memory_bytes, device.share)
     used = backend.memory_used()
-    if budget - used < MIN_CAPACITY_BYTES:
+    capacity = int((budget - used) * (1.0 - TRANSIENT_SHARE))
+    if capacity < MIN_CAPACITY_BYTES:
         raise LoadError(
             f"memory: the weights hold {used:,} bytes of a budget of {budget:,}, "
             f"which leaves less than {MIN_CAPACITY_BYTES:,} to work with"
         )
-    return budget - used
+    limit_memory(budget)
+    return capacity
 
 
 def budget_bytes(config: EngineConfig, total_bytes: int, default_share: float) -> int:

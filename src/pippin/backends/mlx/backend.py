@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan
-from pippin.backends.mlx.blas import BlasThreads
 from pippin.backends.mlx.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.decode_forward import DecodeForward
 from pippin.backends.mlx.done_clock import DoneClock
@@ -53,7 +52,6 @@ class MLXBackend:
         self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
         self._shared_rows = DecodeRows(loaded.layout)
         self._clock = DoneClock()
-        self._threads = BlasThreads()
         self._kernels = Kernels.of(loaded)
         self._decode_forward = DecodeForward(
             loaded.layout,
@@ -96,7 +94,6 @@ class MLXBackend:
             self._retire(step, retire)
         for admit in plan.admit:
             self._admit(admit)
-        self._threads.use(all_cores=bool(plan.prefill))
         for group in self._prefill_groups(plan.prefill):
             self._prefill(step, group)
         for rows, decodes in self._decode_groups(plan.decode):

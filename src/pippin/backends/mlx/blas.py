@@ -94,41 +94,12 @@ def libmlx_path() -> Path:
     return Path(mlx.core.__file__).parent / "lib" / "libmlx.so"
 
 
-class BlasThreads:
-    """How many threads products use. Decoding leaves one core to the host, which plans ahead.
-
-    A product of a few rows gains little from one more thread, and loses much if that thread has to
-    wait for a core on which the next step is being built.
-    """
-
-    def __init__(self) -> None:
-        report = load_fast_blas()
-        self._chosen = report.threads if not _threads_from_environment() else None
-        self._now = self._chosen
-
-    def use(self, *, all_cores: bool) -> None:
-        if self._chosen is None or self._chosen < 2:
-            return
-        wanted = self._chosen if all_cores else self._chosen - 1
-        if wanted != self._now and _set_num_threads:
-            _set_num_threads[-1](wanted)
-            self._now = wanted
-
-
-_set_num_threads: list[Callable[[int], None]] = []  # of the library in use, if it can be told
-
-
-def _threads_from_environment() -> bool:
-    return any(os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"))
-
-
 def _set_threads(library: ctypes.CDLL, prefix: str) -> int | None:
     """One thread for each physical core we may run on, unless the environment says otherwise."""
     if not hasattr(library, f"{prefix}openblas_set_num_threads"):
         return None
-    _set_num_threads.append(library[f"{prefix}openblas_set_num_threads"])
-    if not _threads_from_environment():
-        _set_num_threads[-1](physical_cores())
+    if not any(os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")):
+        library[f"{prefix}openblas_set_num_threads"](physical_cores())
     get_threads: Callable[[], int] = library[f"{prefix}openblas_get_num_threads"]
     return get_threads()
 

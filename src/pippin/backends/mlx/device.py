@@ -9,6 +9,8 @@ from typing import Literal
 
 import mlx.core as mx
 
+SPARE_BUFFERS_DIVISOR = 16  # of the budget, mlx may keep this part as buffers to use again
+
 
 @dataclass(frozen=True)
 class DeviceInfo:
@@ -27,6 +29,18 @@ def device_info() -> DeviceInfo:
         return DeviceInfo("metal", name, int(info["max_recommended_working_set_size"]), share=0.9)
     memory = info.get("total_memory") or info.get("memory_size") or host_memory_bytes()
     return DeviceInfo("cuda", name, int(memory), share=0.85)
+
+
+def limit_memory(budget_bytes: int) -> None:
+    """Tell mlx the budget: it then waits for running work, and drops spare buffers, to keep it.
+
+    On Metal memory up to the budget is wired, so that the system does not page the weights out.
+    """
+    mx.set_memory_limit(budget_bytes)
+    mx.set_cache_limit(budget_bytes // SPARE_BUFFERS_DIVISOR)
+    if mx.metal.is_available():
+        most = int(mx.device_info(mx.default_device())["max_recommended_working_set_size"])
+        mx.set_wired_limit(min(budget_bytes, most))
 
 
 def host_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:

@@ -10,6 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
@@ -18,6 +20,7 @@ from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.blas import disable_compile_unless_available
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import Layout, discover
+from pippin.backends.mlx.linear import choose_rows
 from pippin.backends.mlx.malloc import keep_large_buffers
 from pippin.backends.mlx.rehearsal import rehearsed
 from pippin.backends.mlx.state_taps import can_tap
@@ -73,6 +76,8 @@ def prepare(
     mx.eval(model.parameters())
     model.eval()
     progress("preparing layers")
+    if on_cpu():
+        _choose_products(model)
     head = substitutions.install(model, cpu=on_cpu(), recurrent=not mx.metal.is_available())
     forward = partial(_forward, model)
     layout = rehearsed(discover(model, forward), forward)
@@ -87,6 +92,11 @@ def prepare(
         name=name,
         state_taps=can_tap(layout, forward),
     )
+
+
+def _choose_products(model: Module) -> None:
+    parts = [part for _, part in model.named_modules() if type(part) in (Linear, Embedding)]
+    choose_rows([part["weight"] for part in parts])
 
 
 def _forward(model: Module, tokens: mx.array, caches: list[Any]) -> mx.array:

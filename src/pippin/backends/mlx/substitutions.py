@@ -4,6 +4,7 @@
     gated_delta_update             the chunked recurrence, where it is faster
     ssm_update                     likewise, for Mamba-2 layers
     Conv1d (depthwise)             shifted multiply-adds on CPUs; its input can be tapped
+    Linear, Embedding (CPU)        few rows as many small products (linear.py)
     silu, swiglu (CPU)             vector polynomials instead of one exp call per element
     the language-model head        computed only for the positions that are asked for (head.py)
 
@@ -32,6 +33,7 @@ from pippin.backends.mlx.cpu_attention import attend
 from pippin.backends.mlx.gated_delta import gated_delta_update
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
+from pippin.backends.mlx.linear import use_few_rows
 from pippin.backends.mlx.prefill import ChunkKV
 from pippin.backends.mlx.row_views import RowKV, RowMask
 from pippin.backends.mlx.ssm import ssm_update
@@ -123,6 +125,8 @@ def install(model: Module, *, cpu: bool, recurrent: bool) -> Head:
             if getattr(module, name, None) is _ORIGINALS[name]:
                 setattr(module, name, _DISPATCHERS[name])
     for _, part in model.named_modules():
+        if cpu:
+            use_few_rows(part)
         if type(part) is Conv1d and is_depthwise(part):
             if cpu:
                 use_shift_conv1d(part)
