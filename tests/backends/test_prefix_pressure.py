@@ -54,7 +54,7 @@ def evictions(cache: PrefixCache) -> dict[Component, int]:
 
 @pytest.mark.parametrize("name", UNALIKE)
 def test_sixteen_clients_under_pressure(name: str) -> None:
-    """Four shared beginnings, four clients each, two turns; room for some of it only."""
+    """Four shared beginnings, four clients each; room for some of it only."""
     client = make_client(name, capacity_bytes=tight_capacity(name, 110, 6))
     beginnings = [make_prompt(name, 70, seed) for seed in range(4)]
     histories = [
@@ -64,7 +64,7 @@ def test_sixteen_clients_under_pressure(name: str) -> None:
     asked: list[list[int]] = []
     replies: list[Reply] = []
     with counted_prompts() as counted:
-        for turn in range(2):
+        for turn in range(1 if name == BUNDLED else 2):
             asked += histories
             replies += [client.submit(h, max_tokens=REPLY_LEN, logprobs=2) for h in histories]
             run_within_budget(client)
@@ -80,19 +80,25 @@ def test_sixteen_clients_under_pressure(name: str) -> None:
 
 
 @pytest.fixture
-def exact_buffers() -> Iterator[None]:
-    """MLX hands out freed buffers that are larger than asked for; without those, bytes add up."""
+def exact_bytes() -> Iterator[None]:
+    """Bytes add up: no freed buffers, which may be larger than asked for, are handed out again.
+
+    No cycle collector either: what is done with must go by itself, not sooner or later.
+    """
     limit = mx.set_cache_limit(0)
+    gc.collect()
+    gc.disable()
     yield
+    gc.enable()
     mx.set_cache_limit(limit)
 
 
 def active_bytes() -> int:
-    gc.collect()
+    mx.synchronize()
     return int(mx.get_active_memory())
 
 
-@pytest.mark.usefixtures("exact_buffers")
+@pytest.mark.usefixtures("exact_bytes")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tree_holds_the_bytes_that_it_counts_and_gives_all_back(name: str) -> None:
     client = make_client(name, chunk=512)
@@ -109,7 +115,20 @@ def test_the_tree_holds_the_bytes_that_it_counts_and_gives_all_back(name: str) -
     assert active_bytes() == idle
 
 
-@pytest.mark.usefixtures("exact_buffers")
+@pytest.mark.usefixtures("exact_bytes")
+@pytest.mark.parametrize("name", UNALIKE[1:])
+def test_a_step_leaves_nothing_behind(name: str) -> None:
+    client = make_client(name, cache=False)
+    for seed in range(3):
+        client.submit(make_prompt(name, 20, seed), max_tokens=60)
+    client.step(20)
+    held = active_bytes()
+    client.step(30)  # the tails hold 64: no row has taken more room since
+    assert active_bytes() == held
+    client.run()
+
+
+@pytest.mark.usefixtures("exact_bytes")
 @pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
 def test_a_long_run_of_distinct_prompts_stays_inside_its_bytes(name: str) -> None:
     served(name)
@@ -117,13 +136,13 @@ def test_a_long_run_of_distinct_prompts_stays_inside_its_bytes(name: str) -> Non
     client = make_client(name, capacity_bytes=capacity_bytes)
     idle = active_bytes()
     peaks = []
-    for number in range(12):
+    for number in range(8):
         for seed in range(4):
             client.submit(make_prompt(name, 90 + 4 * seed, seed=100 * number), max_tokens=2)
         run_within_budget(client)
         peaks.append(active_bytes() - idle)
     assert max(peaks) <= capacity_bytes
-    assert cache_of(client).stats.bytes_evicted > 3 * capacity_bytes
+    assert cache_of(client).stats.bytes_evicted > 2 * capacity_bytes
     backend = client.loop.backend
     assert isinstance(backend, MLXBackend)
     assert not backend._admitted
