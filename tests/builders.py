@@ -12,6 +12,7 @@ import pytest
 
 from pippin.backends import fake
 from pippin.backends.fake import FakeBackend, FakePayload, mix
+from pippin.cache.canary import Canary
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.decode.grammar import Grammar
@@ -41,6 +42,7 @@ def make_scheduler(
     chunk: int = 128,
     max_queue: int = 1024,
     cache: bool = True,
+    canary: Canary | None = None,
     deterministic: bool = False,
     capacity_bytes: int = AMPLE_BYTES,
 ) -> Scheduler:
@@ -50,6 +52,7 @@ def make_scheduler(
         spec.components,
         window=spec.window,
         capacity_bytes=capacity_bytes,
+        canary=canary,
         policy=policy,
     )
     limits = Limits(

@@ -39,11 +39,14 @@ def build_loop(config: Config, progress: Progress, *, stays: bool = False) -> Lo
 def _build_cache(config: EngineConfig, spec: ModelSpec, capacity_bytes: int) -> PrefixCache | None:
     if not config.prefix_cache:
         return None
+    canary = Canary(config.canary)
+    if canary.mode != "off":
+        canary.self_test()
     return PrefixCache(
         spec.components,
         window=spec.window,
         capacity_bytes=capacity_bytes,
-        canary=Canary(config.canary),
+        canary=canary,
         policy=CheckpointPolicy(spec.state_bytes, spec.kv_bytes_per_token),
     )
 

@@ -79,7 +79,7 @@ class EngineConfig:
     """Fixed shapes: cold equals warm and solo equals batched, bit for bit. Slower."""
 
     canary: Literal["off", "log", "raise"] = "off"
-    """Verify cached entries with chain hashes on every restore."""
+    """Verify cached entries when used and when idle. `raise` stops the engine at a fault; slow."""
 
     def __post_init__(self) -> None:
         _check_at_least(self, max_running=1, max_queue=1, prefill_tokens=1)

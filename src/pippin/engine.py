@@ -148,6 +148,18 @@ def leave_with_server(spec: EngineSpec, serving: threading.Event) -> None:
     os._exit(1)
 
 
+def serve(loop: Loop, channel: Channel) -> int:
+    """Run until told to stop; tell the server what else ended it. Returns the exit status."""
+    try:
+        Engine(loop, channel).run()
+    except Exception as error:  # nothing is known of the state it left: no request can go on
+        traceback.print_exc()
+        channel.send(Failed(f"the engine stopped: {str(error) or repr(error)}"))
+        return 1
+    loop.close()
+    return 0
+
+
 def main() -> int:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSpec)
     serving = threading.Event()
@@ -167,11 +179,10 @@ def main() -> int:
     model = loop.backend.spec
     channel.send(Ready(Path(spec.config.model.model).name, model.vocab_size, model.max_len))
     serving.set()
-    Engine(loop, channel).run()
-    loop.close()
+    status = serve(loop, channel)
     channel.close()
     spec.remove_sockets()
-    return 0
+    return status
 
 
 if __name__ == "__main__":

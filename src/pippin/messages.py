@@ -75,7 +75,7 @@ class Loading(msgspec.Struct, tag="loading", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """The engine could not start; the message is for the user."""
+    """The engine could not start, or had to stop; the message is for the user."""
 
     message: str
 

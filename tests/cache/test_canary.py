@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -40,19 +41,21 @@ def test_chain_goes_on_from_its_predecessor() -> None:
     assert (chain_hashes(tokens[20:], 20, int(whole[19])) == whole[20:]).all()
 
 
-@pytest.mark.parametrize("deep", [False, True])
-def test_sound_entries_pass_through_splits_and_forks(deep: bool) -> None:
-    canary = Canary("raise", deep=deep)
+@pytest.mark.parametrize("mode", ["log", "raise"])
+def test_sound_entries_pass_through_splits_and_forks(mode: Literal["log", "raise"]) -> None:
+    canary = Canary(mode)
     cache, _, tokens = filled(canary)
     assert cache.match(np.array(tokens)).length == 20
     assert cache.match(np.array([*tokens[:12], 1, 2])).length == 14
     assert cache.sweep(100) == 0
+    cache.check_when_idle()
     assert canary.checked > 5
+    assert canary.faults == 0
 
 
 @pytest.mark.parametrize("what", ["tokens", "chain", "payload"])
 def test_a_disturbed_entry_is_caught_on_restore_and_by_the_sweep(what: str) -> None:
-    cache, ledger, tokens = filled(Canary("raise", deep=True))
+    cache, ledger, tokens = filled(Canary("raise"))
     node = cache.match(np.array(tokens)).node
     if what == "tokens":
         assert node.parent is not None
@@ -92,8 +95,9 @@ def test_off_costs_nothing_and_breaks_nothing(canary: Canary | None) -> None:
     assert cache.sweep(10) == 0
 
 
-def test_self_test_passes() -> None:
-    Canary("raise").self_test()
+@pytest.mark.parametrize("mode", ["log", "raise"])
+def test_self_test_passes(mode: Literal["log", "raise"]) -> None:
+    Canary(mode).self_test()
 
 
 def test_self_test_fails_for_a_blind_canary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +105,26 @@ def test_self_test_fails_for_a_blind_canary(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(canary, "_fault", lambda node, expected: None)
     with pytest.raises(CacheCorruption, match="went unnoticed"):
         canary.self_test()
+
+
+def test_self_test_fails_for_a_canary_blind_to_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    canary = Canary("raise")
+    monkeypatch.setattr(canary, "seal", lambda node, index: None)
+    with pytest.raises(CacheCorruption, match="changed bytes went unnoticed"):
+        canary.self_test()
+
+
+def test_idle_checks_count_everything_again(caplog: pytest.LogCaptureFixture) -> None:
+    for canary in (Canary("log"), Canary("raise")):
+        cache, _, _ = filled(canary)
+        cache._tree.num_tokens += 1
+        if canary.mode == "raise":
+            with pytest.raises(CacheCorruption, match=r"does not add up: \d+ tokens, saw \d+"):
+                cache.check_when_idle()
+        else:
+            cache.check_when_idle()
+            assert "the cache does not add up" in caplog.text
+        assert canary.faults == 1
 
 
 def test_an_empty_tree_can_be_swept() -> None:

@@ -67,7 +67,7 @@ def test_thousands_of_random_operations_agree_with_the_naive_model(
     layout: str, capacity: int
 ) -> None:
     components, window = LAYOUTS[layout]
-    canary = Canary("raise", deep=True) if capacity < 1 << 40 else None
+    canary = Canary("raise") if capacity < 1 << 40 else None
     checked = CheckedCache(components, window=window, capacity=capacity, canary=canary)
     rng = random.Random(f"{layout} {capacity}")
     for _ in range(NUM_OPERATIONS):

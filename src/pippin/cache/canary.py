@@ -6,7 +6,8 @@ Beside each cached token stands a hash of the token, its position and its predec
 
 so a node under the wrong parent, at the wrong position or over the wrong tokens shows at once.
 B is odd, hence invertible: h[i] = B**i * (h[0] + sum of mix[j] * B**-j), two numpy scans, no loop.
-`deep` also keeps a fingerprint of each payload's bytes, which may wait for the device.
+`raise` is for debugging and also keeps a fingerprint of each payload's bytes, which waits for the
+device.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from pippin.cache.components import COMPONENTS
 from pippin.cache.radix import Node, RadixTree, TokenArray, as_tokens
+from pippin.types import Payload
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +36,16 @@ class CacheCorruption(RuntimeError):
 
 
 class Canary:
-    def __init__(
-        self, mode: Literal["off", "log", "raise"] = "raise", *, deep: bool = False
-    ) -> None:
+    def __init__(self, mode: Literal["off", "log", "raise"] = "raise") -> None:
         self.mode = mode
-        self.deep = deep
         self.checked = 0  # nodes
         self.faults = 0
         self._pending: list[Node] = []  # of the current sweep
+
+    @property
+    def deep(self) -> bool:
+        """Whether payloads are fingerprinted too."""
+        return self.mode == "raise"
 
     def mark(self, node: Node) -> None:
         """Hash the tokens of a node that was just hung into the tree."""
@@ -109,6 +113,20 @@ class Canary:
             node.chain = held
             if self._fault(node, expected) is None:
                 raise CacheCorruption(f"canary self-test: {what} went unnoticed")
+        node.chain = chain
+        if self.deep:
+            self._test_prints(node)
+
+    def _test_prints(self, node: Node) -> None:
+        probe = _Probe()
+        node.payloads[0] = probe
+        self.seal(node, 0)
+        expected = chain_hashes(node.token_ids, 0, SEED)
+        if self._fault(node, expected) is not None:
+            raise CacheCorruption("canary self-test: a sound payload was taken for a bad one")
+        probe.content += 1
+        if self._fault(node, expected) is None:
+            raise CacheCorruption("canary self-test: changed bytes went unnoticed")
 
     def _fault(self, node: Node, expected: Hashes) -> str | None:
         if node.chain is None or len(node.chain) != len(expected):
@@ -126,12 +144,32 @@ class Canary:
         self.checked += 1
         if fault is None:
             return True
-        self.faults += 1
-        message = f"cache entry over tokens [{node.start}, {node.end}) {fault}"
-        if self.mode == "raise":
-            raise CacheCorruption(message)
-        logger.error(message)
+        self.report(f"cache entry over tokens [{node.start}, {node.end}) {fault}")
         return False
+
+    def report(self, fault: str) -> None:
+        """Count a fault, and log or raise it."""
+        self.faults += 1
+        if self.mode == "raise":
+            raise CacheCorruption(fault)
+        logger.error(fault)
+
+
+class _Probe:
+    """A payload for the self-test."""
+
+    num_tokens = 1
+    nbytes = 0
+    content = 1
+
+    def split(self, at: int) -> tuple[Payload, Payload]:
+        raise TypeError("one token cannot be divided")
+
+    def release(self) -> None:
+        pass
+
+    def fingerprint(self) -> int:
+        return self.content
 
 
 def chain_hashes(tokens: TokenArray, start: int, previous: int) -> Hashes:

@@ -211,6 +211,16 @@ class PrefixCache:
         """Count everything again; raises AssertionError with what does not add up."""
         check_integrity(self._store, [(lock.node, lock.floor) for lock in self._locks])
 
+    def check_when_idle(self) -> None:
+        """With a canary: sweep some nodes and count everything, which visits every node."""
+        if self._canary is None:
+            return
+        self.sweep()
+        try:
+            self.check_integrity()
+        except AssertionError as error:
+            self._canary.report(f"the cache does not add up: {error}")
+
     def report(self) -> dict[str, object]:
         """What is held and what it was good for, as plain JSON values."""
         return report(self._store, capacity_bytes=self.capacity_bytes, num_locks=len(self._locks))

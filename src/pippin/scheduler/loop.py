@@ -66,6 +66,8 @@ class Loop:
                 self._in_flight = launched
             else:
                 deltas += self._commit(launched)
+        if self.idle and not self._paused and self.scheduler.cache is not None:
+            self.scheduler.cache.check_when_idle()
         self._paused = self.idle
         return deltas
 

@@ -1,0 +1,67 @@
+"""An engine with a canary looks its cache over whenever it runs out of work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from builders import Client, make_client, make_prompt, oracle
+from pippin.cache.canary import CacheCorruption, Canary
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.radix import Node, as_tokens
+
+both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+
+
+def cache_of(client: Client) -> PrefixCache:
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    return cache
+
+
+def first_node(client: Client, prompt: list[int]) -> Node:
+    return cache_of(client)._tree.walk(as_tokens(prompt))[0][0]
+
+
+@both_modes
+def test_the_tree_is_swept_when_work_runs_out_and_not_before(overlap: bool) -> None:
+    canary = Canary("raise")
+    client = make_client(overlap=overlap, canary=canary)
+    client.submit(make_prompt(100))
+    while not client.loop.idle:
+        assert canary.checked == 0
+        client.step()
+    checked = canary.checked
+    assert checked > 0
+    client.step(3)  # still idle: once is enough
+    assert canary.checked == checked
+
+
+def test_a_logging_canary_reports_what_it_finds_and_the_engine_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = make_client(canary=Canary("log"))
+    client.ask(make_prompt(100))
+    chain = first_node(client, make_prompt(100)).chain
+    assert chain is not None
+    chain[0] ^= np.uint64(1)
+    cache_of(client)._store.tree.num_tokens += 1
+    stranger = client.ask(make_prompt(50, family=2))
+    assert (stranger.tokens, stranger.finish) == oracle(make_prompt(50, family=2))
+    assert "holds another sequence from token 0" in caplog.text
+    assert "the cache does not add up" in caplog.text
+
+
+def test_a_raising_canary_finds_bytes_that_changed_while_nobody_used_them() -> None:
+    client = make_client(canary=Canary("raise"))
+    client.ask(make_prompt(100))
+    payload = next(p for p in first_node(client, make_prompt(100)).payloads if p is not None)
+    payload.content[0] += 1  # type: ignore[attr-defined]
+    with pytest.raises(CacheCorruption, match="bytes that have changed"):
+        client.ask(make_prompt(50, family=2))
+
+
+def test_without_a_canary_nothing_is_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = make_client()
+    monkeypatch.setattr(PrefixCache, "check_integrity", lambda cache: pytest.fail("counted"))
+    client.ask(make_prompt(100))
