@@ -389,6 +389,29 @@ def test_logprobs_come_to_those_who_ask(make_backend: MakeBackend) -> None:
 
 
 @every_backend
+def test_a_prompts_scores_come_with_its_first_token(make_backend: MakeBackend) -> None:
+    asking, one, other = make_tokens(9, 1), make_tokens(1, 2), make_tokens(9, 3)
+    steps = Steps(make_backend())
+    result = steps.run(
+        admit=(admit(1, asking, prompt_logprobs=2), admit(2, one, prompt_logprobs=0)),
+        prefill=(prefill(1, asking, 0, 4), prefill(2, one, 0, 1)),
+    )
+    assert {slot: len(scores) for slot, scores in result.prompt_logprobs.items()} == {2: 0}
+    result = steps.run(
+        admit=(admit(3, other),), prefill=(prefill(1, asking, 4, 9), prefill(3, other, 0, 9))
+    )
+    assert set(result.prompt_logprobs) == {1}
+    scores = result.prompt_logprobs[1]
+    assert len(scores) == 8  # nothing comes before the first token
+    for token, score in zip(asking[1:].tolist(), scores, strict=True):
+        assert len(score.top_ids) == len(score.top_logprobs) == 2
+        if token in score.top_ids:
+            assert score.top_logprobs[score.top_ids.index(token)] == score.logprob
+        assert score.logprob <= max(score.top_logprobs)
+    assert steps.run(decode=(DecodeRow(1, 9),)).prompt_logprobs == {}
+
+
+@every_backend
 def test_a_spec_names_what_the_cache_must_keep(make_backend: MakeBackend) -> None:
     spec = make_backend().spec
     assert spec.vocab_size > 90

@@ -126,6 +126,7 @@ class FakePending:
     backend: FakeBackend
     plan: StepPlan
     tokens: dict[int, int] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     captures: list[Capture] = field(default_factory=list)
     masks: Mapping[int, np.ndarray] | None = None
     dispatched: float = field(default_factory=perf_counter)
@@ -144,7 +145,8 @@ class FakePending:
         self.backend.device.run_until(self.plan.step)
         return StepResult(
             tokens=self.tokens,
-            logprobs=self.backend.logprobs(self.plan, self.tokens),
+            logprobs=self.backend.logprobs(self.tokens),
+            prompt_logprobs=self.prompt_logprobs,
             captures=tuple(self.captures),
             dispatched=self.dispatched,
             device_done=perf_counter(),
@@ -238,6 +240,8 @@ class FakeBackend:
                     states[len(row.tokens)].content = [row.state]
             self.device.tokens_run += len(chunk.tokens)
             self._fill(row, payloads, chunk.start, chunk.end)
+            if chunk.samples:
+                self._score_prompt(pending, chunk.slot)
             if chunk.samples and not chunk.masked:
                 self._sample(pending, chunk.slot)
 
@@ -306,15 +310,25 @@ class FakeBackend:
                 token = (token + 1) % self.spec.vocab_size
         return token
 
-    def logprobs(self, plan: StepPlan, tokens: Mapping[int, int]) -> dict[int, TokenLogprobs]:
+    def _score_prompt(self, pending: FakePending, slot: int) -> None:
+        row = self._rows[slot]
+        num_top = row.admit.params.prompt_logprobs
+        if num_top is not None:
+            scores = tuple(self._score(token, num_top) for token in row.admit.prompt[1:].tolist())
+            pending.prompt_logprobs[slot] = scores
+
+    def logprobs(self, tokens: Mapping[int, int]) -> dict[int, TokenLogprobs]:
         logprobs = {}
         for slot, token in tokens.items():
             asked = self._rows[slot].admit.params.logprobs if slot in self._rows else None
             if asked is not None:
-                top = range(min(asked, self.spec.vocab_size))
-                ids = tuple((token + i) % self.spec.vocab_size for i in top)
-                logprobs[slot] = TokenLogprobs(-0.5, ids, tuple(-0.5 - i for i in top))
+                logprobs[slot] = self._score(token, asked)
         return logprobs
+
+    def _score(self, token: int, num_top: int) -> TokenLogprobs:
+        top = range(min(num_top, self.spec.vocab_size))
+        ids = tuple((token + i) % self.spec.vocab_size for i in top)
+        return TokenLogprobs(-0.5, ids, tuple(-0.5 - i for i in top))
 
     # ---- payloads --------------------------------------------------------------------------
 
