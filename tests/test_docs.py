@@ -19,7 +19,7 @@ from pippin.api.fields import (
 from pippin.config import Config
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.md")])
 TARGETS = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 over_documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -52,6 +52,7 @@ def test_links_and_paths_lead_somewhere(document: Path) -> None:
         for word in re.findall(r"(?<![\w./-])(?:src|tests|tools|docs|\.ci)/[\w./-]+", line)
     ]
     missing = [path for path in linked if not (document.parent / path).exists()]
+    named += [line for line in code_lines(document) if re.fullmatch(r"[\w-]+(/[\w-]+)*/", line)]
     missing += [path for path in named if not (ROOT / path).exists()]
     assert not missing
 
