@@ -1,6 +1,7 @@
-# make serve   install what is needed and serve the bundled model
-# make test    install what is needed, then lint, type check and test
-# make clean   remove the virtual environment and every cache
+# make serve     install what is needed and serve the bundled model
+# make test      install what is needed, then lint, type check and test
+# make mutants   break one rule of the overlap loop at a time; a test must notice each
+# make clean     remove the virtual environment and every cache
 #
 # Needs Python 3.11+ and pip; `make serve PYTHON=/path/to/python3` names one. Another model or
 # option: `make serve ARGS="Qwen/Qwen3.5-0.8B --port 9000"`.
@@ -23,7 +24,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # empty: mlx brings Metal by itself.
 EXTRA := $(shell nvidia-smi 2>/dev/null | grep -q 'CUDA.*Version: *1[3-9]' && echo cuda13 || echo cpu)
 
-.PHONY: serve test lint types install install-dev clean
+.PHONY: serve test lint types mutants install install-dev clean
 .DELETE_ON_ERROR:
 
 serve: install
@@ -38,6 +39,9 @@ lint: install-dev
 
 types: install-dev
 	@$(RUN) mypy
+
+mutants: install-dev
+	@$(VENV)/bin/python tools/mutation_check.py $(ARGS)
 
 install: $(VENV)/installed
 
