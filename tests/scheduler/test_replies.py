@@ -6,7 +6,8 @@ import pytest
 
 from builders import ALL, Client, check_idle, make_client, make_prompt, oracle
 from pippin.backends.fake import BYTES_PER_TOKEN
-from pippin.types import Component
+from pippin.messages import Submit
+from pippin.types import Component, SamplingParams
 
 both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 
@@ -185,6 +186,20 @@ def test_a_prompt_that_cannot_fit_the_model_is_refused_with_both_numbers() -> No
     assert "90" in (reply.error or "")
     assert "100" in (reply.error or "")
     assert client.ask(make_prompt(90), max_tokens=10).finish == "length"
+
+
+@both_modes
+@pytest.mark.parametrize("steps", [0, 2, 4])
+def test_an_id_in_use_is_not_taken_over(overlap: bool, steps: int) -> None:
+    client = make_client(overlap=overlap)
+    first = client.submit(make_prompt(10), id="same", max_tokens=4)
+    client.step(steps)
+    assert not client.loop.idle
+    with pytest.raises(AssertionError, match="request id same is in use"):
+        client.loop.submit(Submit("same", make_prompt(20), SamplingParams()))
+    client.run()
+    assert (first.tokens, first.finish) == oracle(make_prompt(10), max_tokens=4)
+    check_idle(client)
 
 
 def test_a_full_queue_answers_503() -> None:

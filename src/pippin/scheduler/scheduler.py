@@ -84,6 +84,8 @@ class Scheduler:
 
     def add(self, submit: Submit, grammar: Grammar | None = None) -> None:
         """Queue a request, or answer it at once with an error delta."""
+        # An error delta would carry the same id and end the first request for its client.
+        assert submit.id not in self.requests, f"request id {submit.id} is in use"
         try:
             self._check(submit)
         except PippinError as error:
