@@ -61,6 +61,28 @@ def test_a_request_crosses_to_the_engine_and_back() -> None:
     run(work())
 
 
+def test_the_engine_does_not_import_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, checkpoint, imported = (tmp_path / name for name in ("torch", "model", "imported"))
+    package.mkdir()
+    (package / "__init__.py").write_text(f"open({str(imported)!r}, 'w').close()")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]]))
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text('{"model_type": "no_such_type"}')
+    (checkpoint / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # no tensors
+
+    async def work() -> None:
+        config = Config(model=ModelConfig(model=str(checkpoint)))
+        with EngineProcess(resolve(config)) as process:
+            engine = ZmqEngine(process.spec.inbox, process.spec.outbox)
+            await engine.start()
+            with pytest.raises(LoadError, match="no_such_type"):
+                await engine.ready()
+            await engine.close()
+
+    run(work())
+    assert not imported.exists()
+
+
 def test_stop_leaves_no_process_and_no_socket_behind() -> None:
     with EngineProcess(resolve(FAKE)) as process:
         sockets = Path(process.spec.socket_dir)

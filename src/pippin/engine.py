@@ -160,8 +160,15 @@ def serve(loop: Loop, channel: Channel) -> int:
     return 0
 
 
+def keep_torch_out() -> None:
+    """mlx-lm imports transformers, which imports torch where it is installed: a second or more."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # now as if not installed
+
+
 def main() -> int:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSpec)
+    if spec.config.model.backend == "mlx":
+        keep_torch_out()
     serving = threading.Event()
     threading.Thread(target=leave_with_server, args=(spec, serving), daemon=True).start()
     channel = Channel(spec)
