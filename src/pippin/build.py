@@ -16,6 +16,7 @@ from pippin.scheduler.scheduler import Limits, Scheduler
 from pippin.types import ModelSpec
 
 TRANSIENT_SHARE = 0.1  # of what the weights leave: activations and copies on their way
+SEQUENCES_TO_HOLD = 4  # the states of one long prompt may not fill the tree alone
 MIN_CAPACITY_BYTES = 64 * 2**20  # below this not even short requests would run
 
 Progress = Callable[[str], None]  # hears the name of each stage of a load
@@ -28,12 +29,20 @@ def build_loop(config: Config, progress: Progress, *, stays: bool = False) -> Lo
     limits = Limits(
         max_running=config.engine.max_running,
         max_queue=config.engine.max_queue,
-        prefill_tokens=config.engine.prefill_tokens,
+        prefill_tokens=config.engine.prefill_tokens or _default_prefill_tokens(config),
         deterministic=config.engine.deterministic,
         capacity_bytes=capacity_bytes,
     )
     cache = _build_cache(config.engine, backend.spec, capacity_bytes)
     return Loop(Scheduler(backend.spec, limits, cache), backend, overlap=config.engine.overlap)
+
+
+def _default_prefill_tokens(config: Config) -> int:
+    if config.model.backend == "fake":
+        return Limits.prefill_tokens
+    from pippin.backends.mlx.device import device_info
+
+    return device_info().prefill_tokens
 
 
 def _build_cache(config: EngineConfig, spec: ModelSpec, capacity_bytes: int) -> PrefixCache | None:
@@ -47,7 +56,11 @@ def _build_cache(config: EngineConfig, spec: ModelSpec, capacity_bytes: int) -> 
         window=spec.window,
         capacity_bytes=capacity_bytes,
         canary=canary,
-        policy=CheckpointPolicy(spec.state_bytes, spec.kv_bytes_per_token),
+        policy=CheckpointPolicy(
+            spec.state_bytes,
+            spec.kv_bytes_per_token,
+            prompt_budget_bytes=capacity_bytes // SEQUENCES_TO_HOLD,
+        ),
     )
 
 

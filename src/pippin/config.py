@@ -63,8 +63,9 @@ class EngineConfig:
     max_queue: int = 1024
     """Requests that may wait; more are refused with 503."""
 
-    prefill_tokens: int = 512
-    """Prompt tokens computed in one step when nothing else is running."""
+    prefill_tokens: int | None = None
+    """Prompt tokens computed in one step when nothing else is running. Default: 512 on CPUs, 2,048
+    on Metal, 8,192 on CUDA."""
 
     overlap: bool = True
     """Plan and launch the next step before the last one's tokens are known."""

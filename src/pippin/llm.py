@@ -109,6 +109,11 @@ class LLM:
         return self.loop.backend.spec.max_len
 
     @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens of a step when nothing else is running."""
+        return self.loop.scheduler.limits.prefill_tokens
+
+    @property
     def metrics(self) -> EngineMetrics:
         """Counters since the start, and the times of the last steps."""
         return self.loop.scheduler.metrics

@@ -59,7 +59,7 @@ def one_batch(
         for batch in batches:
             say(f"batch of {batch}")
             timings.append(_time_batch(llm, batch, input_len, output_len, repeats))
-        chunk = min(llm.config.engine.prefill_tokens, input_len)
+        chunk = min(llm.prefill_tokens, input_len)
         ceilings = _find_ceilings(llm.config)
     memory = 0.0
     if ceilings is None:

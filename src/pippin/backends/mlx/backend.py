@@ -19,7 +19,7 @@ from pippin.backends.mlx.decode_forward import DecodeForward
 from pippin.backends.mlx.done_clock import DoneClock
 from pippin.backends.mlx.future_map import FutureMap
 from pippin.backends.mlx.kernels import Kernels
-from pippin.backends.mlx.load import LoadedModel, load
+from pippin.backends.mlx.load import LoadedModel, load, on_cpu
 from pippin.backends.mlx.packing import KV, Packer
 from pippin.backends.mlx.pending import MLXPending
 from pippin.backends.mlx.prefill import ChunkBatch, PromptState
@@ -173,7 +173,7 @@ class MLXBackend:
         if self._deterministic:  # every block of the absolute grid by itself, always
             return [[block] for chunk in chunks for block in grid_blocks(chunk)]
         pads = self._loaded.layout.pads
-        return group_chunks(chunks, self._wants_prompt_logprobs, pads=pads)
+        return group_chunks(chunks, self._wants_prompt_logprobs, pads=pads, cpu=on_cpu())
 
     def _prefill(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
         states = [self._restored(chunk) for chunk in chunks]

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pippin.backends.base import PrefillRow
 from pippin.types import GRID
 
-# Padding that costs about as much as one more forward: measured for small models on a CPU, where a
-# token costs far more than launching operations; on GPUs a forward's overhead buys many tokens.
-FORWARD_COST_TOKENS = 8
+# Padding that costs about as much as one more forward. On a CPU a token costs far more than
+# launching operations; on GPUs a forward's overhead buys many tokens.
+FORWARD_COST_TOKENS = {True: 8, False: 256}  # by whether the device is a CPU
 
 
 def grid_blocks(chunk: PrefillRow) -> list[PrefillRow]:
@@ -38,12 +38,13 @@ def group_chunks(
     alone: Callable[[PrefillRow], bool],
     *,
     pads: bool = True,
+    cpu: bool = True,
 ) -> list[list[PrefillRow]]:
     """Chunks of like lengths together; those that must be `alone` by themselves.
 
     Without `pads`, the model would take padding for tokens: only equal lengths go together.
     """
-    forward_cost_tokens = FORWARD_COST_TOKENS if pads else 0
+    forward_cost_tokens = FORWARD_COST_TOKENS[cpu] if pads else 0
     groups = [[chunk] for chunk in chunks if alone(chunk)]
     rest = sorted((c for c in chunks if not alone(c)), key=lambda c: len(c.tokens), reverse=True)
     group: list[PrefillRow] = []

@@ -18,17 +18,19 @@ class DeviceInfo:
     name: str
     memory_bytes: int  # what one process can reasonably hold
     share: float  # of `memory_bytes` to use when the user does not say
+    prefill_tokens: int  # of a step, likewise: enough that products, not launches, take the time
 
 
 def device_info() -> DeviceInfo:
     info = mx.device_info(mx.default_device())
     name = str(info.get("device_name", "unknown"))
     if mx.default_device().type == mx.DeviceType.cpu:
-        return DeviceInfo("cpu", name, host_memory_bytes(), share=0.5)
+        return DeviceInfo("cpu", name, host_memory_bytes(), 0.5, prefill_tokens=512)
     if mx.metal.is_available():
-        return DeviceInfo("metal", name, int(info["max_recommended_working_set_size"]), share=0.9)
+        most = int(info["max_recommended_working_set_size"])
+        return DeviceInfo("metal", name, most, 0.9, prefill_tokens=2048)
     memory = info.get("total_memory") or info.get("memory_size") or host_memory_bytes()
-    return DeviceInfo("cuda", name, int(memory), share=0.85)
+    return DeviceInfo("cuda", name, int(memory), 0.85, prefill_tokens=8192)
 
 
 def limit_memory(budget_bytes: int) -> None:
