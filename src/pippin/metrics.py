@@ -21,7 +21,7 @@ class StepRecord:
     planned: float  # planning began
     dispatched: float  # the graph was built and its first operation handed to the device
     launched: float  # launch returned
-    device_done: float  # the device finished
+    device_done: float  # the device finished: seen, or at the earliest
     committed: float  # commit returned
     waited: float  # seconds the host was blocked waiting for this step
     prefill_tokens: int

@@ -21,7 +21,8 @@ def test_every_step_leaves_a_record_in_order(overlap: bool) -> None:
     records = list(metrics.records)
     assert [record.step for record in records] == list(range(metrics.steps))
     for record in records:
-        assert record.planned <= record.launched <= record.device_done <= record.committed
+        assert record.planned <= record.dispatched <= record.launched
+        assert record.launched <= record.device_done <= record.committed
         assert record.waited >= 0.0
     assert sum(record.prefill_tokens for record in records) == 3 * 70
     assert sum(record.decode_rows for record in records) == 3 * 4

@@ -144,7 +144,6 @@ class StepResult:
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     captures: tuple[Capture, ...] = ()
     dispatched: float = 0.0  # time.perf_counter() when the device was handed the step
-    device_done: float = 0.0  # and when it had finished
 
 
 class PendingStep(Protocol):

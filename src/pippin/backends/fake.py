@@ -149,7 +149,6 @@ class FakePending:
             prompt_logprobs=self.prompt_logprobs,
             captures=tuple(self.captures),
             dispatched=self.dispatched,
-            device_done=perf_counter(),
         )
 
 

@@ -19,6 +19,8 @@ from pippin.messages import Submit, TokenDelta
 from pippin.metrics import StepRecord
 from pippin.scheduler.scheduler import Scheduler
 
+NOTICEABLE_SECONDS = 1e-4  # of waiting: less is the cost of asking
+
 logger = logging.getLogger(__name__)
 
 
@@ -143,7 +145,9 @@ class Loop:
             return self._fail(plan, error)
         waited = perf_counter() - began
         deltas = self.scheduler.commit(plan.step, result)
-        done = result.device_done
+        # Whoever did not have to wait came late: then the device may have been done as early as
+        # the end of the launch. So idle time is never told too small.
+        done = began + waited if waited > NOTICEABLE_SECONDS else launched.launched_at
         prefill_tokens = sum(len(row.tokens) for row in plan.prefill)
         self.scheduler.pace.observe(
             seconds=done - max(result.dispatched, self._last_done),

@@ -16,7 +16,6 @@ import numpy as np
 from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.mlx.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.decode_forward import DecodeForward
-from pippin.backends.mlx.done_clock import DoneClock
 from pippin.backends.mlx.future_map import FutureMap
 from pippin.backends.mlx.kernels import Kernels
 from pippin.backends.mlx.load import LoadedModel, load, on_cpu
@@ -51,7 +50,6 @@ class MLXBackend:
         self._sampler = Sampler(loaded.vocab_size, num_slots)
         self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
         self._shared_rows = DecodeRows(loaded.layout)
-        self._clock = DoneClock()
         self._kernels = Kernels.of(loaded)
         self._decode_forward = DecodeForward(
             loaded.layout,
@@ -89,7 +87,7 @@ class MLXBackend:
         return backend
 
     def launch(self, plan: StepPlan) -> MLXPending:
-        step = MLXPending(plan, self._clock, self._sample_rows, self._num_top_logprobs)
+        step = MLXPending(plan, self._sample_rows, self._num_top_logprobs)
         for retire in plan.retire:
             self._retire(step, retire)
         for admit in plan.admit:
@@ -109,7 +107,6 @@ class MLXBackend:
 
     def close(self) -> None:
         self._kernels.close()
-        self._clock.close()
         self._rows.clear()
         self._shared_rows = DecodeRows(self._loaded.layout)
         self._prompts.clear()

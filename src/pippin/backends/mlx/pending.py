@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Capture, StepPlan, StepResult
-from pippin.backends.mlx.done_clock import DoneClock, DoneTime
 from pippin.backends.mlx.packing import payload_arrays
 from pippin.backends.mlx.results import SampledRows, token_logprobs
 from pippin.backends.mlx.sampler import Logprobs, SampleRow
@@ -47,7 +46,6 @@ class MLXPending:
     """A step in flight holds nothing but its results: `written` is emptied by the launch."""
 
     plan: StepPlan
-    clock: DoneClock
     sample_rows: Callable[
         [MLXPending, Sequence[SampleRow], mx.array, Mapping[int, np.ndarray] | None], None
     ]
@@ -59,7 +57,6 @@ class MLXPending:
     written: list[mx.array] = field(default_factory=list)
     fence: mx.array | None = None  # one number, ready when a step that samples nothing is
     dispatched: float = 0.0
-    done: DoneTime = field(default_factory=DoneTime)
 
     def keep(self, capture: Capture) -> None:
         self.captures.append(capture)
@@ -75,9 +72,6 @@ class MLXPending:
         self.dispatched = self.dispatched or perf_counter()
         mx.async_eval(*self.written)
         self.written.clear()
-        last_result = self.sampled[-1].sampled.tokens if self.sampled else self.fence
-        if last_result is not None:
-            self.done = self.clock.watch(last_result)
 
     def sample(self, masks: Mapping[int, np.ndarray]) -> None:
         rows, logits = self.to_sample.masked()
@@ -104,7 +98,6 @@ class MLXPending:
             prompt_logprobs,
             tuple(self.captures),
             dispatched=self.dispatched,
-            device_done=self.done.seconds or perf_counter(),
         )
 
 
