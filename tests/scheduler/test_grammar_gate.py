@@ -26,7 +26,9 @@ class RecordingBackend(FakeBackend):
     def launch(self, plan: StepPlan) -> FakePending:
         self.events.append(f"launch {plan.step}")
         pending = super().launch(plan)
-        return RecordingPending(self, plan, pending.tokens, pending.captures, events=self.events)
+        return RecordingPending(
+            self, plan, tokens=pending.tokens, captures=pending.captures, events=self.events
+        )
 
 
 @dataclass
