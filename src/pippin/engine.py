@@ -170,8 +170,8 @@ def main() -> int:
     if spec.config.model.backend == "mlx":
         keep_torch_out()
     serving = threading.Event()
+    channel = Channel(spec)  # first: whoever leaves removes the sockets, and none may come after
     threading.Thread(target=leave_with_server, args=(spec, serving), daemon=True).start()
-    channel = Channel(spec)
     try:
         loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)), stays=True)
     except PippinError as error:
