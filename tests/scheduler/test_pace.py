@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pippin.scheduler.pace import SMALLEST_CHUNK, STEP_STRETCH, Pace
+from pippin.scheduler.pace import FORWARD_TOKENS, SMALLEST_CHUNK, STEP_STRETCH, Pace
 from pippin.types import GRID
 
 
@@ -13,9 +13,8 @@ def measured(decode_seconds: float, seconds_per_token: float, prefill_tokens: in
     pace = Pace(prefill_tokens)
     for _ in range(50):
         pace.observe(seconds=decode_seconds, prefill_tokens=0, decode_rows=4)
-        pace.observe(
-            seconds=decode_seconds + 100 * seconds_per_token, prefill_tokens=100, decode_rows=4
-        )
+        seconds = decode_seconds + (100 + FORWARD_TOKENS) * seconds_per_token
+        pace.observe(seconds=seconds, prefill_tokens=100, decode_rows=4)
     return pace
 
 
@@ -32,13 +31,11 @@ def test_before_anything_was_measured_a_stream_waits_for_one_grid_block() -> Non
 @pytest.mark.parametrize("seconds_per_token", [1e-5, 1e-4, 2e-4])
 def test_a_step_with_prefill_stays_within_its_stretch(seconds_per_token: float) -> None:
     decode_seconds = 0.01
-    tokens = measured(decode_seconds, seconds_per_token).budget(3)
+    tokens = measured(decode_seconds, seconds_per_token, 8192).budget(3)
+    cost = (tokens + FORWARD_TOKENS) * seconds_per_token
     assert tokens > SMALLEST_CHUNK
-    assert decode_seconds + tokens * seconds_per_token <= STEP_STRETCH * decode_seconds + 1e-9
-
-
-def test_budgets_of_a_block_or_more_end_on_the_grid() -> None:
-    assert measured(0.01, 1e-4).budget(1) == 192  # 200 would fit
+    assert tokens % GRID == 0
+    assert decode_seconds + cost <= STEP_STRETCH * decode_seconds + 1e-9
 
 
 def test_prompts_are_never_starved_nor_given_more_than_the_limit() -> None:
@@ -47,8 +44,18 @@ def test_prompts_are_never_starved_nor_given_more_than_the_limit() -> None:
     assert measured(10.0, 1e-6).budget(8) == 512
 
 
+def test_short_chunks_do_not_make_prompts_look_dear() -> None:
+    """Else each would make the next one shorter still."""
+    pace = measured(0.01, 1e-4)
+    before = pace.budget(1)
+    for _ in range(50):
+        pace.observe(seconds=0.01 + (3 + FORWARD_TOKENS) * 1e-4, prefill_tokens=3, decode_rows=4)
+    assert pace.budget(1) == before
+
+
 def test_it_follows_a_device_that_changes_its_speed() -> None:
     pace = measured(0.01, 1e-4)
+    assert pace.budget(1) > GRID
     for _ in range(50):
-        pace.observe(seconds=0.01 + 100 * 1e-3, prefill_tokens=100, decode_rows=4)
-    assert pace.budget(1) in (19, 20)
+        pace.observe(seconds=0.01 + 0.2, prefill_tokens=GRID, decode_rows=4)
+    assert pace.budget(1) == SMALLEST_CHUNK
