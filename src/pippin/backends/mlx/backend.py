@@ -224,11 +224,12 @@ class MLXBackend:
             states: dict[int, Payload] = {}
             for at in chunk.checkpoints if new_states else ():
                 if at == chunk.end:
-                    held = new_states
-                else:
-                    assert tapped is not None
-                    held = tapped.states_after(at - chunk.start)
-                states[at] = self._packer.state_payload(held, row)
+                    states[at] = self._packer.state_payload(new_states, row)
+                    continue
+                assert tapped is not None
+                held = tapped.states_after(at - chunk.start)
+                column_major = tapped.column_major
+                states[at] = self._packer.state_payload(held, row, column_major=column_major)
             step.keep(Capture(chunk.slot, chunk.start, chunk.end, False, kv, states))
 
     def _wants_prompt_logprobs(self, chunk: PrefillRow) -> bool:

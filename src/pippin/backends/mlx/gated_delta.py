@@ -26,7 +26,7 @@ import numpy as np
 from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
 
 from pippin.backends.mlx.blocks import decay_matrix, drop_faint, join_blocks, split_blocks
-from pippin.backends.mlx.taps import record_block_states
+from pippin.backends.mlx.taps import ColumnMajor, record_block_states
 from pippin.backends.mlx.triangular import stack_lower, unit_lower_inverse
 
 
@@ -63,7 +63,7 @@ def gated_delta_update(
         record_block_states([state])
         return y, state
     y, state, block_states = gated_delta_chunked(q, k, v, g, beta, state, mask)
-    record_block_states(block_states)
+    record_block_states(ColumnMajor(block_states))
     return y, state
 
 

@@ -53,13 +53,27 @@ class Packer:
                 kv[leaf] = (keys[place][None], values[place][None])
         return kv
 
-    def state_payload(self, states: Mapping[int, Sequence[mx.array]], row: int) -> StatePayload:
-        """One small copy of one row's recurrent states."""
-        arrays = [
-            _copied([states[leaf][entry][row] for leaf in group])
-            for group in self._groups[Component.STATE]
-            for entry in range(len(states[group[0]]))
-        ]
+    def state_payload(
+        self,
+        states: Mapping[int, Sequence[mx.array]],
+        row: int,
+        *,
+        column_major: bool = False,
+    ) -> StatePayload:
+        """One small copy of one row's recurrent states.
+
+        `column_major`: the last entry of each layer lies transposed, and is copied as it lies.
+        """
+        arrays = []
+        for group in self._groups[Component.STATE]:
+            last = len(states[group[0]]) - 1
+            for entry in range(last + 1):
+                pieces = [states[leaf][entry][row] for leaf in group]
+                if column_major and entry == last:
+                    turned = _copied([piece.swapaxes(-1, -2) for piece in pieces])
+                    arrays.append(turned.swapaxes(-1, -2))
+                else:
+                    arrays.append(_copied(pieces))
         return StatePayload(tuple(arrays))
 
     def state_arrays(self, payload: Payload) -> dict[int, list[mx.array]]:
@@ -70,7 +84,8 @@ class Packer:
         for group in self._groups[Component.STATE]:
             entries = [next(arrays) for _ in self._layout.leaves[group[0]].shapes]
             for place, leaf in enumerate(group):
-                states[leaf] = [entry[place][None] for entry in entries]
+                # In one memory order, like a state that is carried on: the same to the last bit.
+                states[leaf] = [mx.contiguous(entry[place][None]) for entry in entries]
         return states
 
 

@@ -16,7 +16,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.layout import Layout, ProbeKV
-from pippin.backends.mlx.taps import LayerStates, tap_block_states, tap_conv_inputs
+from pippin.backends.mlx.taps import (
+    ColumnMajor,
+    LayerStates,
+    tap_block_states,
+    tap_conv_inputs,
+)
 from pippin.types import GRID, Component
 
 
@@ -28,6 +33,7 @@ class StateTaps:
         self._stack = ExitStack()
         self._blocks: LayerStates = []
         self._convs: list[mx.array] = []
+        self.column_major = False  # how the states of recurrences lie in memory
 
     def __enter__(self) -> StateTaps:
         self._blocks = self._stack.enter_context(tap_block_states())
@@ -53,7 +59,9 @@ class StateTaps:
             for kept, _ in shapes[: num_convs(shapes)]:
                 entries.append(next(convs)[:, num_tokens : num_tokens + kept])
             if len(entries) < len(shapes):
-                entries.append(next(blocks)[num_tokens // GRID - 1])
+                layer = next(blocks)
+                entries.append(layer[num_tokens // GRID - 1])
+                self.column_major = isinstance(layer, ColumnMajor)
             states[index] = entries
         return states
 

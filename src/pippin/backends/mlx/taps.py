@@ -21,6 +21,11 @@ import mlx.core as mx
 
 LayerStates = list[list[mx.array]]
 
+
+class ColumnMajor(list[mx.array]):
+    """Block states that lie transposed in memory: copied that way, they are copied in one run."""
+
+
 _active: ContextVar[LayerStates | None] = ContextVar("pippin_block_states", default=None)
 _convs: ContextVar[list[mx.array] | None] = ContextVar("pippin_conv_inputs", default=None)
 
