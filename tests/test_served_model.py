@@ -1,0 +1,105 @@
+"""The bundled model behind a real server, as people's tools meet it: the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from processes import environment, wait_until_gone
+
+MODEL = "stories-hybrid-20m"
+ASK = [{"role": "user", "content": "Tell me a story about a fox."}]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    command = [sys.executable, "-m", "pippin", "serve", "--port", "0"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            found = re.search(r"http://\S+", server.stdout.readline())
+            assert found
+            yield found[0]
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(timeout=30) == 0
+        finally:
+            server.kill()
+            wait_until_gone(server.pid)
+
+
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_streamed_reply_is_the_whole_reply_in_pieces(url: str) -> None:
+    chat = client(url).chat.completions
+    whole = chat.create(model=MODEL, messages=ASK, temperature=0, max_tokens=40)
+    stream = chat.create(
+        model=MODEL,
+        messages=ASK,
+        temperature=0,
+        max_tokens=40,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    assert whole.choices[0].message.content == "".join(pieces)
+    assert len([piece for piece in pieces if piece]) > 10
+    assert whole.choices[0].finish_reason == "length"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 40
+
+
+def test_the_next_turn_says_what_it_did_not_compute(url: str) -> None:
+    chat = client(url).chat.completions
+    long_ask = [{"role": "user", "content": "Tell me a story about a fox and a hen. " * 20}]
+    first = chat.create(model=MODEL, messages=long_ask, temperature=0, max_tokens=30)
+    reply = {"role": "assistant", "content": first.choices[0].message.content}
+    turn = [*long_ask, reply, {"role": "user", "content": "What happened next?"}]
+    second = chat.create(model=MODEL, messages=turn, temperature=0, max_tokens=5)
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    cached = second.usage.prompt_tokens_details.cached_tokens or 0
+    assert second.usage.prompt_tokens - 127 <= cached < second.usage.prompt_tokens
+
+
+def test_sixty_four_requests_at_once_all_finish(url: str) -> None:
+    async def ask(chat: openai.AsyncOpenAI, number: int) -> openai.types.Completion:
+        return await chat.completions.create(
+            model=MODEL,
+            prompt=f"Tale number {number}. Once upon a time",
+            temperature=0,
+            max_tokens=3 + number % 5,
+        )
+
+    async def all_at_once() -> list[openai.types.Completion]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as chat:
+            return await asyncio.gather(*(ask(chat, number) for number in range(64)))
+
+    replies = asyncio.run(all_at_once())
+    assert [reply.choices[0].finish_reason for reply in replies] == ["length"] * 64
+    lengths = [reply.usage.completion_tokens for reply in replies if reply.usage]
+    assert lengths == [3 + number % 5 for number in range(64)]
+
+
+def test_a_client_that_leaves_frees_its_slot(url: str) -> None:
+    body = {"model": MODEL, "messages": ASK, "stream": True, "max_tokens": 4000, "ignore_eos": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as reply:
+        lines = reply.iter_lines()  # kept: a generator that is dropped closes the connection
+        next(lines)
+        assert httpx.get(f"{url}/status").json()["running"] == 1
+    deadline = time.monotonic() + 20
+    while httpx.get(f"{url}/status").json()["running"]:
+        assert time.monotonic() < deadline, "the request goes on without its client"
+        time.sleep(0.05)
+    assert httpx.get(f"{url}/status").json()["metrics"]["requests_aborted"] >= 1
