@@ -127,3 +127,8 @@ def test_the_version_is_the_packages_own(capsys: pytest.CaptureFixture[str]) -> 
 def test_an_unknown_name_in_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         pippin.Nothing  # noqa: B018
+
+
+def test_an_option_that_would_do_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="canary checks the prefix cache"):
+        EngineConfig(canary="log", prefix_cache=False)

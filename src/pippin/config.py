@@ -86,6 +86,8 @@ class EngineConfig:
         _check_at_least(self, max_running=1, max_queue=1, prefill_tokens=1)
         if self.memory != "auto":
             parse_memory(self.memory)
+        if self.canary != "off" and not self.prefix_cache:
+            raise ValueError("canary checks the prefix cache, which is switched off")
 
 
 @dataclass(frozen=True)

@@ -150,9 +150,10 @@ class MLXBackend:
                 if first == last or (component is Component.WINDOW and last != end):
                     continue
                 leaves = self._loaded.layout.indices(component)
-                lead = end - kv[leaves[0]][0].shape[2]  # position of column 0
+                alike = _last_columns({leaf: kv[leaf] for leaf in leaves})
+                lead = end - alike[leaves[0]][0].shape[2]  # position of column 0
                 payloads[component] = self._packer.kv_payload(
-                    component, kv, 0, first - lead, last - lead
+                    component, alike, 0, first - lead, last - lead
                 )
             at_end = last == end and bool(states)
             captured = {end: self._packer.state_payload(states, 0)} if at_end else {}
@@ -312,3 +313,9 @@ class MLXBackend:
     def _num_top_logprobs(self, slot: int) -> int | None:
         admit = self._admitted.get(slot)
         return None if admit is None else admit.params.logprobs
+
+
+def _last_columns(kv: Mapping[int, KV]) -> dict[int, KV]:
+    """The tokens that every leaf still holds: layers may have windows of several sizes."""
+    fewest = min(pair[0].shape[2] for pair in kv.values())
+    return {leaf: (k[:, :, -fewest:], v[:, :, -fewest:]) for leaf, (k, v) in kv.items()}

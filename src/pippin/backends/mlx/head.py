@@ -15,14 +15,15 @@ _NAMES = ("lm_head", "embed_tokens", "embeddings", "wte")
 class Head:
     """Makes the language-model head compute chosen positions only.
 
-    `select` is applied to the hidden states [rows, tokens, hidden] right before the head. Without a
-    known head, `found` is False and all positions are computed: right, slower.
+    `select` is applied to the hidden states [rows, tokens, hidden] right before the head. Where no
+    head is known by its name, all positions are computed: right, slower.
     """
 
     def __init__(self, model: Module) -> None:
         self.positions: mx.array | None = None  # int32 [rows, n], or None for every position
         heads = [part for name, part in model.named_modules() if name.split(".")[-1] in _NAMES]
-        self.found = sum(_swap(part, self) for part in heads) > 0
+        for part in heads:
+            _swap(part, self)
 
     def select(self, hidden: mx.array) -> mx.array:
         if self.positions is None or hidden.ndim != 3:
@@ -30,7 +31,7 @@ class Head:
         return mx.take_along_axis(hidden, self.positions[:, :, None], axis=1)
 
 
-def _swap(part: Module, head: Head) -> bool:
+def _swap(part: Module, head: Head) -> None:
     cls = type(part)
     if hasattr(part, "as_linear"):
 
@@ -39,13 +40,10 @@ def _swap(part: Module, head: Head) -> bool:
             return logits
 
         part.__class__ = type(cls.__name__, (cls,), {"as_linear": as_linear})
-        return True
-    if isinstance(part, Linear | QuantizedLinear):
+    elif isinstance(part, Linear | QuantizedLinear):
 
         def call(self: Any, x: mx.array) -> mx.array:
             logits: mx.array = super(type(self), self).__call__(head.select(x))
             return logits
 
         part.__class__ = type(cls.__name__, (cls,), {"__call__": call})
-        return True
-    return False
