@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -20,9 +21,12 @@ from rich.table import Table
 
 from pippin import LLM, SamplingParams, __version__
 from pippin.backends.mlx.blas import compile_available, load_fast_blas
+from pippin.backends.mlx.describe import describe
 from pippin.backends.mlx.device import device_info
 from pippin.backends.mlx.gated_delta import gated_delta_chunked
+from pippin.backends.mlx.load import load
 from pippin.config import Config, EngineConfig
+from pippin.launch import resolve
 
 LIBRARIES = ("mlx", "mlx-lm", "numpy", "transformers", "tokenizers", "torch")
 PRODUCT_SIZE = 1024
@@ -69,6 +73,7 @@ def _examinations(config: Config) -> Iterator[tuple[str, Callable[[], Iterator[F
     yield "looking at the device", _device
     yield "measuring a matrix product", _product
     yield "comparing the fast recurrence with the plain one", _recurrence
+    yield "looking at the model", lambda: _model(config)
     yield "comparing a batch with single requests", lambda: _batch_equals_solo(config)
 
 
@@ -143,6 +148,14 @@ def _recurrence() -> Iterator[Finding]:
 
 def _relative_error(actual: mx.array, expected: mx.array) -> float:
     return float(mx.abs(actual - expected).max() / mx.abs(expected).max())
+
+
+def _model(config: Config) -> Iterator[Finding]:
+    """In the model's own type: the check that follows uses float32."""
+    model = resolve(config).model
+    if model.backend == "mlx":
+        for name, value in describe(load(Path(model.model), dtype=model.dtype)):
+            yield Finding(name, value)
 
 
 def _batch_equals_solo(config: Config) -> Iterator[Finding]:

@@ -78,9 +78,3 @@ def unnormalised_softmax(scores: mx.array) -> mx.array:
     """exp(score - the row's largest), float32; each row needs one score above -inf."""
     wide = scores.astype(mx.float32)
     return _weights(wide, wide.max(axis=-1, keepdims=True))
-
-
-def softmax(scores: mx.array) -> mx.array:
-    """Over the last axis, in float32 inside; each row needs one score above -inf."""
-    weights = unnormalised_softmax(scores)
-    return (weights / weights.sum(axis=-1, keepdims=True)).astype(scores.dtype)

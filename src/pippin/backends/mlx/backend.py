@@ -80,7 +80,7 @@ class MLXBackend:
         progress: Callable[[str], None] = lambda _: None,
     ) -> MLXBackend:
         """`builds_kernels`: compile decode steps in the background, for a process that stays."""
-        loaded = load(path, dtype=dtype, progress=progress)
+        loaded = load(path, dtype=dtype, deterministic=deterministic, progress=progress)
         backend = cls(loaded, num_slots=num_slots, max_len=max_len, deterministic=deterministic)
         if builds_kernels and not deterministic:
             backend._kernels.build_in_background(path, dtype)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from mlx_lm.utils import load_model
 
 from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.blas import disable_compile_unless_available
+from pippin.backends.mlx.choices import Choice, choose_recurrences
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import Layout, discover
-from pippin.backends.mlx.linear import choose_rows
+from pippin.backends.mlx.linear import Shape, choose_rows
 from pippin.backends.mlx.malloc import keep_large_buffers
+from pippin.backends.mlx.recurrent_calls import Kind, record_calls
 from pippin.backends.mlx.rehearsal import rehearsed
 from pippin.backends.mlx.state_taps import can_tap
 from pippin.errors import LoadError
@@ -38,10 +40,16 @@ class LoadedModel:
     max_len: int
     name: str
     state_taps: bool = False
+    recurrences: tuple[Choice, ...] = ()
+    blocked_rows: Mapping[Shape, frozenset[int]] = field(default_factory=dict)  # see linear.py
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""
-        return _forward(self.model, tokens, caches)
+        return _forward(self.model, self._mlx_lm_kinds, tokens, caches)
+
+    @cached_property
+    def _mlx_lm_kinds(self) -> frozenset[Kind]:
+        return _mlx_lm_kinds(self.recurrences)
 
 
 def on_cpu() -> bool:
@@ -49,8 +57,13 @@ def on_cpu() -> bool:
 
 
 def load(
-    path: Path, *, dtype: str = "auto", progress: Callable[[str], None] = lambda _: None
+    path: Path,
+    *,
+    dtype: str = "auto",
+    deterministic: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
+    """`deterministic`: recurrences are not chosen by timing."""
     disable_compile_unless_available()
     if on_cpu():
         keep_large_buffers()
@@ -59,7 +72,14 @@ def load(
         model, config = load_model(path, lazy=True)
     except (ValueError, FileNotFoundError) as error:
         raise LoadError(f"{path.name}: {error}") from error
-    return prepare(model, config, dtype=dtype, name=path.name, progress=progress)
+    return prepare(
+        model,
+        config,
+        dtype=dtype,
+        name=path.name,
+        deterministic=deterministic,
+        progress=progress,
+    )
 
 
 def prepare(
@@ -68,6 +88,7 @@ def prepare(
     *,
     dtype: str = "auto",
     name: str = "model",
+    deterministic: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
     """Make an mlx-lm model ready to serve; `config` is its config.json."""
@@ -76,11 +97,13 @@ def prepare(
     mx.eval(model.parameters())
     model.eval()
     progress("preparing layers")
-    if on_cpu():
-        _choose_products(model)
-    head = substitutions.install(model, cpu=on_cpu(), recurrent=not mx.metal.is_available())
-    forward = partial(_forward, model)
-    layout = rehearsed(discover(model, forward), forward)
+    blocked_rows = _choose_products(model) if on_cpu() else {}
+    head = substitutions.install(model, cpu=on_cpu())
+    with record_calls() as calls:
+        discovered = discover(model, partial(_forward, model, frozenset()))
+    recurrences = choose_recurrences(calls.values(), deterministic=deterministic)
+    forward = partial(_forward, model, _mlx_lm_kinds(recurrences))
+    layout = rehearsed(discovered, forward)
     logits = forward(mx.zeros((1, 1), mx.int32), make_prompt_cache(model))
     text = config.get("text_config") or config
     return LoadedModel(
@@ -91,16 +114,25 @@ def prepare(
         max_len=int(text.get("max_position_embeddings") or config.get("seq_length") or 4096),
         name=name,
         state_taps=can_tap(layout, forward),
+        recurrences=recurrences,
+        blocked_rows=blocked_rows,
     )
 
 
-def _choose_products(model: Module) -> None:
+def _mlx_lm_kinds(choices: Iterable[Choice]) -> frozenset[Kind]:
+    return frozenset(choice.kind for choice in choices if choice.mlx_lm)
+
+
+def _choose_products(model: Module) -> Mapping[Shape, frozenset[int]]:
     parts = [part for _, part in model.named_modules() if type(part) in (Linear, Embedding)]
-    choose_rows([part["weight"] for part in parts])
+    chosen = choose_rows([part["weight"] for part in parts])
+    return {part["weight"].shape: chosen[part["weight"].shape] for part in parts}
 
 
-def _forward(model: Module, tokens: mx.array, caches: list[Any]) -> mx.array:
-    with substitutions.active():
+def _forward(
+    model: Module, mlx_lm_kinds: frozenset[Kind], tokens: mx.array, caches: list[Any]
+) -> mx.array:
+    with substitutions.active(mlx_lm_kinds):
         logits: mx.array = model(tokens, cache=caches)
     return logits
 

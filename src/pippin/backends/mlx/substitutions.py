@@ -1,7 +1,7 @@
 """The short list of things that change in an mlx-lm model, made at load, all in this file.
 
     scaled_dot_product_attention   over our row views: main and tail apart, per cohort
-    gated_delta_update             the chunked recurrence, where it is faster
+    gated_delta_update             the chunked recurrence, unless mlx-lm's is faster (choices.py)
     ssm_update                     likewise, for Mamba-2 layers
     Conv1d (depthwise)             shifted multiply-adds on CPUs; its input can be tapped
     Linear, Embedding (CPU)        few rows as many small products (linear.py)
@@ -35,6 +35,7 @@ from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.linear import use_few_rows
 from pippin.backends.mlx.prefill import ChunkKV
+from pippin.backends.mlx.recurrent_calls import Kind, is_among, record_call
 from pippin.backends.mlx.row_views import RowKV, RowMask
 from pippin.backends.mlx.ssm import ssm_update
 
@@ -47,18 +48,25 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {
     "silu": silu,
 }
 
+RECURRENCES = ("gated_delta_update", "ssm_update")
+
 _active = False
+_mlx_lm_kinds: frozenset[Kind] = frozenset()
 
 
 @contextmanager
-def active() -> Iterator[None]:
-    """Our own forward runs inside; everything else in the process sees stock mlx-lm."""
-    global _active
-    before, _active = _active, True
+def active(mlx_lm_kinds: frozenset[Kind] = frozenset()) -> Iterator[None]:
+    """Our own forward runs inside; everything else in the process sees stock mlx-lm.
+
+    Recurrent calls of `mlx_lm_kinds` are mlx-lm's inside too.
+    """
+    global _active, _mlx_lm_kinds
+    before = _active, _mlx_lm_kinds
+    _active, _mlx_lm_kinds = True, mlx_lm_kinds
     try:
         yield
     finally:
-        _active = before
+        _active, _mlx_lm_kinds = before
 
 
 def _needs_row_mask(rows: RowKV, mask: Any) -> bool:
@@ -109,14 +117,30 @@ def _dispatcher(name: str) -> Callable[..., Any]:
     return dispatch
 
 
-_DISPATCHERS = {name: _dispatcher(name) for name in _ORIGINALS}
+def _recurrence_dispatcher(name: str) -> Callable[..., Any]:
+    original, replacement = _ORIGINALS[name], _REPLACEMENTS[name]
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        if not _active:
+            return original(*args, **kwargs)
+        record_call(name, args, kwargs)
+        if _mlx_lm_kinds and is_among(_mlx_lm_kinds, name, args, kwargs):
+            return original(*args, **kwargs)
+        return replacement(*args, **kwargs)
+
+    dispatch.__name__ = name
+    return dispatch
 
 
-def install(model: Module, *, cpu: bool, recurrent: bool) -> Head:
-    """Substitute in `model` and its modules; `recurrent` chooses our recurrences over mlx-lm's."""
-    names = ["scaled_dot_product_attention"]
-    if recurrent:
-        names += ["gated_delta_update", "ssm_update"]
+_DISPATCHERS = {
+    name: (_recurrence_dispatcher if name in RECURRENCES else _dispatcher)(name)
+    for name in _ORIGINALS
+}
+
+
+def install(model: Module, *, cpu: bool) -> Head:
+    """Substitute in `model` and its modules."""
+    names = ["scaled_dot_product_attention", *RECURRENCES]
     if cpu:
         names += ["swiglu", "precise_swiglu"]
         sys.modules["mlx.nn"].silu = _DISPATCHERS["silu"]  # type: ignore[attr-defined]

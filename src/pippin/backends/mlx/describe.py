@@ -1,0 +1,46 @@
+"""What loading a model chose on this machine, in words. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from pippin.backends.mlx.choice_file import default_path
+from pippin.backends.mlx.choices import Choice
+from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.linear import TIMED_ROWS, Shape
+from pippin.backends.mlx.load import LoadedModel
+
+
+def describe(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
+    """The name of each thing chosen, and a line about it."""
+    yield "attention", attention(loaded.layout)
+    yield from recurrences(loaded.recurrences)
+    if loaded.blocked_rows:
+        yield "linear layers", linear_layers(loaded.blocked_rows)
+
+
+def attention(layout: Layout) -> str:
+    leaves = [leaf for leaf in layout.leaves if not leaf.is_state]
+    own = sum(not leaf.splits for leaf in leaves)
+    if not leaves:
+        return "none: every layer is recurrent"
+    if own == 0:
+        return f"{len(leaves)} layers, through mlx-lm's function: KV is not copied"
+    return (
+        f"{own} of {len(leaves)} layers attend in their own way: "
+        "one concatenated KV per step, slower"
+    )
+
+
+def recurrences(choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:
+    for choice in choices:
+        yield f"{choice.kind.phase} recurrence", f"{choice} ({choice.kind.shapes})"
+    if any(choice.times is not None for choice in choices):
+        yield "recurrence times", f"in {default_path()}; delete it to time again"
+
+
+def linear_layers(blocked_rows: Mapping[Shape, frozenset[int]]) -> str:
+    counts = {n: sum(n in rows for rows in blocked_rows.values()) for n in TIMED_ROWS}
+    used = ", ".join(f"{count} at {n} rows" for n, count in counts.items() if count)
+    shapes = f"{len(blocked_rows)} shapes"
+    return f"of {shapes}, as many small products: {used}" if used else f"{shapes}, one product each"
