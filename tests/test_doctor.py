@@ -71,3 +71,10 @@ def test_a_container_s_limit_bounds_the_memory(
     path.write_text(limit)
     unlimited = host_memory_bytes(path.with_name("absent"))
     assert host_memory_bytes(path) == (expected or unlimited)
+
+
+def test_the_model_s_findings_are_said_and_fail_nothing() -> None:
+    findings = {finding.name: finding for finding in doctor._model(Config())}
+    assert {"attention", "prefill recurrence", "decode recurrence"} <= set(findings)
+    assert all(finding.ok is None for finding in findings.values())
+    assert not list(doctor._model(Config(model=ModelConfig(backend="fake"))))

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+import pippin
 from families import build
 from pippin.backends.mlx import choices, load
+from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.choice_file import Times
 from pippin.backends.mlx.choices import CHAIN, Choice, choose_recurrences, obstacle_to_mlx_lm, work
 from pippin.backends.mlx.recurrent_calls import Call, Kind, Phase, is_among
@@ -250,3 +252,19 @@ def test_a_model_s_own_calls_are_found_at_load(monkeypatch: pytest.MonkeyPatch) 
         for phase in (PREFILL, DECODE)
     }
     assert load.prepare(*build("qwen3")).recurrences == ()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_backend_tells_the_load_that_it_is_deterministic(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def note(calls: Any, *, deterministic: bool) -> tuple[Choice, ...]:
+        told.append(deterministic)
+        return ()
+
+    monkeypatch.setattr(load, "choose_recurrences", note)
+    bundled = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
+    MLXBackend.load(bundled, num_slots=1, deterministic=deterministic).close()
+    assert told == [deterministic]

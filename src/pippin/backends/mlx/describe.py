@@ -25,7 +25,7 @@ def attention(layout: Layout) -> str:
     if not leaves:
         return "none: every layer is recurrent"
     if own == 0:
-        return f"{len(leaves)} layers, through mlx-lm's function: KV is not copied"
+        return f"{_count(len(leaves), 'layer')} through mlx-lm's function: KV is not copied"
     return (
         f"{own} of {len(leaves)} layers attend in their own way: "
         "one concatenated KV per step, slower"
@@ -41,6 +41,10 @@ def recurrences(choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:
 
 def linear_layers(blocked_rows: Mapping[Shape, frozenset[int]]) -> str:
     counts = {n: sum(n in rows for rows in blocked_rows.values()) for n in TIMED_ROWS}
-    used = ", ".join(f"{count} at {n} rows" for n, count in counts.items() if count)
-    shapes = f"{len(blocked_rows)} shapes"
-    return f"of {shapes}, as many small products: {used}" if used else f"{shapes}, one product each"
+    used = ", ".join(f"{_count(n, 'row')} in {count}" for n, count in counts.items() if count)
+    shapes = _count(len(blocked_rows), "shape")
+    return f"small products for {used} of {shapes}" if used else f"{shapes}, one product each"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

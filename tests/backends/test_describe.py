@@ -1,0 +1,65 @@
+"""What a load chose, in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from families import build
+from pippin.backends.mlx import choices
+from pippin.backends.mlx.choice_file import Times
+from pippin.backends.mlx.choices import Choice
+from pippin.backends.mlx.describe import attention, describe, linear_layers, recurrences
+from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.load import on_cpu, prepare
+from pippin.backends.mlx.recurrent_calls import Kind
+from pippin.types import Component
+
+PLAIN = Leaf(0, Component.ATTENTION, splits=True)
+OWN_WAY = Leaf(1, Component.ATTENTION, splits=False)
+STATE = Leaf(2, Component.STATE)
+
+
+def layout(*leaves: Leaf) -> Layout:
+    return Layout(leaves, nesting=(0,) * len(leaves))
+
+
+def test_a_model_that_attends_in_its_own_way_is_said_to_be_slower() -> None:
+    assert attention(layout(PLAIN, STATE)) == (
+        "1 layer through mlx-lm's function: KV is not copied"
+    )
+    assert attention(layout(PLAIN, OWN_WAY, STATE)) == (
+        "1 of 2 layers attend in their own way: one concatenated KV per step, slower"
+    )
+    assert attention(layout(STATE)) == "none: every layer is recurrent"
+
+
+def test_times_come_with_the_file_that_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    timed = Choice(Kind("ssm_update", "prefill", "B 2x16"), Times(2.0, 1.0))
+    untimed = Choice(Kind("ssm_update", "decode", "B 2x16"), obstacle="no kernel")
+    assert list(recurrences([timed, untimed])) == [
+        ("prefill recurrence", "mlx-lm's: 2.00 ms ours, 1.00 ms mlx-lm's (B 2x16)"),
+        ("decode recurrence", "ours: no kernel (B 2x16)"),
+        (
+            "recurrence times",
+            f"in {Path('/caches/pippin/recurrences.json')}; delete it to time again",
+        ),
+    ]
+    assert [name for name, _ in recurrences([untimed])] == ["decode recurrence"]
+
+
+def test_linear_layers_are_one_line() -> None:
+    chosen = {(8, 4): frozenset({1, 2}), (4, 4): frozenset({2}), (2, 2): frozenset[int]()}
+    assert linear_layers(chosen) == ("small products for 1 row in 1, 2 rows in 2 of 3 shapes")
+    assert linear_layers({(2, 2): frozenset()}) == "1 shape, one product each"
+
+
+def test_a_loaded_model_is_described_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "on_metal", lambda: False)
+    described = dict(describe(prepare(*build("qwen3_5"))))
+    expected = {"attention", "prefill recurrence", "decode recurrence"}
+    assert set(described) == (expected | {"linear layers"} if on_cpu() else expected)
+    assert described["decode recurrence"].startswith("ours: mlx-lm has only a Python loop here")
+    assert "recurrence" not in " ".join(dict(describe(prepare(*build("qwen3")))))
