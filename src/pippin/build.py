@@ -17,14 +17,20 @@ from pippin.types import ModelSpec
 
 TRANSIENT_SHARE = 0.1  # of what the weights leave: activations and copies on their way
 SEQUENCES_TO_HOLD = 4  # the states of one long prompt may not fill the tree alone
+FAKE_MAX_LEN = 8192
 MIN_CAPACITY_BYTES = 64 * 2**20  # below this not even short requests would run
 
 Progress = Callable[[str], None]  # hears the name of each stage of a load
 
 
-def build_loop(config: Config, progress: Progress, *, stays: bool = False) -> Loop:
-    """Load the model and put a scheduler on it, for an engine process (`stays`) or for `LLM`."""
-    backend = load_backend(config, progress, stays=stays)
+def build_loop(
+    config: Config, progress: Progress, *, stays: bool = False, backend: Backend | None = None
+) -> Loop:
+    """Load the model and put a scheduler on it, for an engine process (`stays`) or for `LLM`.
+
+    A `backend` that is given has been loaded already.
+    """
+    backend = backend or load_backend(config, progress, stays=stays)
     capacity_bytes = _capacity_bytes(config, backend)
     limits = Limits(
         max_running=config.engine.max_running,
@@ -68,7 +74,8 @@ def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> 
     if config.model.backend == "fake":
         from pippin.backends.fake import FakeBackend
 
-        return FakeBackend(num_slots=config.engine.max_running)
+        max_len = config.model.max_len or FAKE_MAX_LEN
+        return FakeBackend(num_slots=config.engine.max_running, max_len=max_len)
     from pippin.backends.mlx.backend import MLXBackend
 
     return MLXBackend.load(

@@ -7,6 +7,7 @@ print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].text)
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,6 +60,18 @@ class LLM:
         self.text = TextBundle.load(Path(self.config.model.model))
         self.loop = build_loop(self.config, progress=lambda _: None)
         self._ids = itertools.count()
+
+    def beside(self, *, prefix_cache: bool = True, overlap: bool = True) -> LLM:
+        """Another engine over the same loaded model, with its own requests, cache and metrics.
+
+        Only one of the two may have requests at a time.
+        """
+        other = copy.copy(self)
+        engine = replace(self.config.engine, prefix_cache=prefix_cache, overlap=overlap)
+        other.config = replace(self.config, engine=engine)
+        other.loop = build_loop(other.config, lambda _: None, backend=self.loop.backend)
+        other._ids = itertools.count()
+        return other
 
     def generate(
         self,
