@@ -13,7 +13,9 @@ from pippin.checkpoint import find_checkpoint
 from pippin.config import Config, ModelConfig
 from pippin.options import takes_config
 
-bench = App(name="bench", help="Measure speed: one batch, a server, the cache, or us and mlx-lm.")
+bench = App(
+    name="bench", help="Measure speed: one batch, a server, cache, overlap, growth, us and mlx-lm."
+)
 
 
 def split_list(hint: Any, tokens: Sequence[Token]) -> list[Any]:
@@ -183,34 +185,56 @@ def compare(
 
 
 @bench.command
+@takes_config("model", "engine")
 def prefix(
-    model: str = BUNDLED,
-    /,
+    config: Config,
     *,
     only: Names = None,
     rounds: int = 3,
-    options: OptionString = "",
+    pairs: int = 12,
     outputs: Files = PRINT_ONLY,
 ) -> None:
     """Time to the first token with and without the prefix cache, and what the cache costs.
 
     Parameters
     ----------
-    model
-        The bundled model's name, a local directory, or a Hugging Face id.
     only
         Parts to run: repeat, chat, fan-out, cost. Default: everything.
     rounds
-        Prompts for `repeat` and for `cost` (at least three there).
-    options
-        More options for `pippin serve`, as one string: "--backend fake".
+        Prompts for `repeat`; the table shows medians.
+    pairs
+        New prompts for `cost`, each with and without a cache.
     """
     from pippin.bench.prefix import prefix
 
     report = prefix(
-        find_checkpoint(ModelConfig(model=model)),
-        only=only or (),
-        rounds=rounds,
-        options=shlex.split(options),
+        config, find_checkpoint(config.model), only=only or (), rounds=rounds, num_pairs=pairs
     )
+    report.publish(outputs)
+
+
+@bench.command
+@takes_config("model", "engine")
+def overlap(
+    config: Config,
+    *,
+    streams: int = 8,
+    output: int = 128,
+    pairs: int = 12,
+    outputs: Files = PRINT_ONLY,
+) -> None:
+    """The same streams with and without overlap, in turn: throughput, step, idle device.
+
+    Parameters
+    ----------
+    streams
+        Requests that decode together.
+    output
+        Tokens of each stream.
+    pairs
+        How often each way runs; ratios are taken within pairs.
+    """
+    from pippin.bench.overlap import overlap
+
+    report = overlap(config, num_streams=streams, num_tokens=output, num_pairs=pairs)
     report.publish(outputs)

@@ -11,6 +11,7 @@ import pytest
 import pippin
 from pippin.bench.compare import OURS, THEIRS, choose, compare, summarize
 from pippin.bench.float32 import write_float32_copy
+from pippin.bench.plot import draw
 from pippin.bench.scenarios import SCENARIOS, Measure, Scenario
 from pippin.bench.wire import BenchError
 from pippin.text.tokenizer import Tokenizer
@@ -45,6 +46,9 @@ def test_the_table_shows_medians_and_ratios() -> None:
         ("", "TTFT, s", "2.00", "5.00", "2.50x"),
     ]
     assert report.data["scenarios"]["prefill"]["rounds"][OURS] == ours
+    svg = draw(report.charts)
+    assert "2.5x (1,000 against 400 tok/s)" in svg
+    assert "2.5x (2.00 against 5.00 s)" in svg
 
 
 def test_the_copy_holds_the_same_numbers_in_float32(tmp_path: Path) -> None:
@@ -92,6 +96,7 @@ def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
 def test_both_servers_answer_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setattr("pippin.bench.scenarios.DECODE_TOKENS", 8)
+    monkeypatch.setattr("pippin.bench.compare.build_kernels", lambda *_: None)  # half a minute
     report = compare(BUNDLED, only=["decode-1"], rounds=1)
     rounds = report.data["scenarios"]["decode-1"]["rounds"]
     assert all(rounds[name][0]["decode"] > 0 for name in (OURS, THEIRS))

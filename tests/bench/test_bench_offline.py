@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 import pippin
+from pippin import LLM, SamplingParams
 from pippin.bench import growth as growth_module
+from pippin.bench import kernels
 from pippin.bench.ceilings import Ceilings, Products, read_products
-from pippin.bench.growth import growth
+from pippin.bench.cost import cache_cost
+from pippin.bench.growth import Curve, growth
 from pippin.bench.one_batch import Timing, one_batch, summarize
+from pippin.bench.overlap import Account, Outcome, overlap
+from pippin.bench.overlap import summarize as overlap_summary
+from pippin.bench.pairs import WARM_UPS, Pairs, in_turn
+from pippin.bench.plot import draw
+from pippin.bench.prompts import Prompts
+from pippin.bench.report import Report
 from pippin.bench.wire import BenchError
-from pippin.config import Config, ModelConfig
+from pippin.config import Config, EngineConfig, ModelConfig
 
 BUNDLED = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
 TOY = Config(model=ModelConfig(backend="fake"))
@@ -42,11 +53,22 @@ def test_shares_are_of_the_ceilings() -> None:
     assert (row[3], row[6], row[7]) == ("50%", "50%", "25%")
 
 
+def test_the_plot_of_one_batch_shows_what_was_measured_and_the_ceilings() -> None:
+    timing = Timing(4, 0.5, 801.0, 0.02, 203.0, 1605.0, 407.0, 809.0)
+    svg = draw(summarize([timing], {"input": 100, "output": 8}, []).charts)
+    assert all(f">{value}<" in svg for value in ("801", "203", "1,605", "407", "809"))
+    bare = Timing(4, 0.5, 801.0, 0.02, 203.0)
+    assert "bare products" not in draw(summarize([bare], {"input": 1, "output": 8}, []).charts)
+
+
 def test_growth_covers_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth_module, "BATCHES", (1, 3))
     monkeypatch.setattr(growth_module, "CONTEXTS", (128, 100_000))
+    monkeypatch.setattr(growth_module, "SKEWS", (200,))
     monkeypatch.setattr(growth_module, "SKEWED_ROWS", 3)
-    monkeypatch.setattr(growth_module, "TREE_TOKENS", (4_000, 12_000))
+    monkeypatch.setattr(growth_module, "TREE_PROMPT", 2_000)
+    monkeypatch.setattr(growth_module, "FILL_PROMPT", 500)
+    monkeypatch.setattr(growth_module, "TREE_TOKENS", (2_000, 6_000))
     monkeypatch.setattr(growth_module, "REQUESTS", (1, 8))
     report = growth(TOY)
     assert [x for x, _ in report.data["batch"]] == [1, 3]
@@ -55,6 +77,123 @@ def test_growth_covers_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"skew", "tree", "requests"} <= report.data.keys()
     assert all(y > 0 for points in report.data.values() for _, y in points)
     assert len(report.tables) == len(report.charts) == 5
+    svg = draw(report.charts)
+    for target in ("at most 1.3", "at most 5", "at most 1"):
+        assert f"target: {target}<" in svg
+    assert all(f">{y:.3g}<" in svg for points in report.data.values() for _, y in points)
+
+
+@pytest.mark.parametrize(("last", "verdict"), [(1.3, "at most 1.3: met"), (1.31, "missed")])
+def test_the_target_stands_beside_the_point_it_is_for(last: float, verdict: str) -> None:
+    curve = Curve("skew", "Skew", "tokens", "ratio", [(1.0, 9.0), (8.0, last)], target=1.3)
+    first, second = curve.table.rows
+    assert first[-1] == ""
+    assert second[-1].endswith(verdict)
+
+
+def test_a_tree_that_lost_the_known_prompt_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth_module, "TREE_PROMPT", 20_000)
+    monkeypatch.setattr(growth_module, "FILL_PROMPT", 20_000)
+    monkeypatch.setattr(growth_module, "TREE_TOKENS", (60_000,))
+    tight = Config(TOY.model, EngineConfig(memory="4MB"))
+    with pytest.raises(BenchError, match="no longer in the tree"):
+        growth(tight, only=["tree"])
+
+
+def test_overlap_runs_both_ways_in_turn() -> None:
+    report = overlap(TOY, num_streams=3, num_tokens=24, num_pairs=3)
+    assert [len(report.data["tokens_per_second"][way]) for way in ("tried", "base")] == [3, 3]
+    ratios = [a / b for a, b in zip(*_both(report.data["tokens_per_second"]), strict=True)]
+    assert report.data["tokens_per_second"]["ratio"] == pytest.approx(sorted(ratios)[1])
+    # The toy's device works only while somebody waits: without overlap that hides nothing.
+    assert report.data["no_overlap"]["host_hidden_share"] < 0.1
+    assert report.data["overlap"]["host_hidden_share"] > 0.3
+    assert report.data["overlap"]["host_seconds"] > 0
+    assert f"the median is {report.data['tokens_per_second']['ratio']:.3f}" in draw(report.charts)
+
+
+def _both(pairs: dict[str, list[float]]) -> tuple[list[float], list[float]]:
+    return pairs["tried"], pairs["base"]
+
+
+def test_the_overlap_table_says_whether_targets_are_met() -> None:
+    rates, steps = Pairs([110.0, 99.0, 120.0], [100.0] * 3), Pairs([0.9], [1.0])
+    outcome = Outcome(8, 128, rates, steps, Account(0.04, 0.9, 0.002), Account(0.2, 0.0, 0.002))
+    (table,) = overlap_summary(outcome, []).tables
+    throughput, step, idle, hidden, host = table.rows
+    assert throughput[1:] == ("110", "100", "1.100x", "1.045-1.150", "at least 1.00x: met")
+    assert step[1:4] == ("900", "1,000", "0.900x")
+    assert (idle[1], idle[2], idle[-1]) == ("4.0%", "20.0%", "at most 5%: met")
+    assert (hidden[1], host[1]) == ("90%", "2.00")
+
+
+def test_the_cost_of_the_cache_is_measured_on_new_prompts() -> None:
+    cost = cache_cost(TOY, prompt_tokens=300, num_pairs=4)
+    assert len(cost.ttft.ratios) == len(cost.total.ratios) == 4
+    assert all(0 < t <= total for t, total in zip(cost.ttft.base, cost.total.base, strict=True))
+
+
+def test_prompts_that_were_not_new_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "pippin.bench.cost.prompts_for", lambda llm, seed: Prompts("always the same")
+    )
+    with pytest.raises(BenchError, match="tokens of new prompts were cached"):
+        cache_cost(TOY, prompt_tokens=300, num_pairs=1)
+
+
+def test_pairs_swap_who_goes_first_and_drop_the_warm_up() -> None:
+    calls: list[str] = []
+    tried, base = in_turn(
+        3, lambda name: calls.append(f"a {name}") or name, lambda name: calls.append("b") or name
+    )
+    assert tried == base == ["pair 0", "pair 1", "pair 2"]
+    measured = calls[2 * WARM_UPS :]
+    assert measured == ["a pair 0", "b", "b", "a pair 1", "a pair 2", "b"]
+
+
+def test_the_ratio_of_pairs_is_the_middle_of_ratios_with_quartiles() -> None:
+    pairs = Pairs([1.0, 4.0, 9.0, 1.6, 25.0], [1.0, 2.0, 3.0, 4.0, 5.0])
+    ratios = np.array([1.0, 2.0, 3.0, 0.4, 5.0])
+    assert pairs.ratio == 2.0
+    assert pairs.quartiles == pytest.approx(tuple(np.percentile(ratios, [25, 75])))
+
+
+def test_kernels_that_cannot_be_built_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "BUILD", "import sys; sys.exit(f'no kernels for {sys.argv[1:]}')")
+    with pytest.raises(BenchError, match=r"no kernels for \['a model', 'float32'\]"):
+        kernels.build_kernels("a model", "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "measure"),
+    [
+        ("growth", lambda: growth(TOY, only=["batch"])),
+        ("overlap", lambda: overlap(TOY, num_streams=2, num_tokens=8, num_pairs=1)),
+        ("one_batch", lambda: one_batch(TOY, batches=(1,), input_len=8, output_len=9, repeats=1)),
+    ],
+)
+def test_nothing_is_timed_before_all_is_ready(
+    monkeypatch: pytest.MonkeyPatch, name: str, measure: Callable[[], Report]
+) -> None:
+    def refuse(llm: LLM) -> None:
+        assert llm.metrics.steps == 0
+        raise BenchError("not ready")
+
+    monkeypatch.setattr(f"pippin.bench.{name}.make_ready", refuse)
+    with pytest.raises(BenchError, match="not ready"):
+        measure()
+
+
+def test_engines_beside_each_other_share_a_model_and_nothing_else() -> None:
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    prompt = list(range(1, 90))
+    with LLM(config=TOY) as llm:
+        plain = llm.beside(prefix_cache=False, overlap=False)
+        texts = [engine.generate(prompt, params)[0] for engine in (llm, plain, llm, plain)]
+        assert len({tuple(text.tokens) for text in texts}) == 1
+        assert [text.cached_tokens > 0 for text in texts] == [False, False, True, False]
+        assert plain.loop.backend is llm.loop.backend
+        assert plain.metrics is not llm.metrics
 
 
 def test_growth_names_an_unknown_part() -> None:

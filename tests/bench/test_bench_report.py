@@ -9,12 +9,21 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pippin.bench.plot import Bars, Chart, Lines, draw
+from pippin.bench.plot import Bar, Bars, Chart, Goal, Lines, draw
 from pippin.bench.report import Outputs, Report, Table, number
+from pippin.bench.scales import Scale, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
-BARS = Bars("Us & <them>", ("us", "them"), [("a < b", (1.0, 2.0)), ("none", (math.nan, 3.0))])
-LINES = Lines("Growth", "rows", "ms", {"a": [(1, 1.0), (64, 9.5)], "b": [(1, math.nan)]}, True)
+ROWS = [Bar("a < b", (1.0, 2.0), "one & two"), Bar("none", (math.nan, 3.0))]
+BARS = Bars("Us & <them>", "seconds, all told", ("us", "them"), ROWS, unit=" s")
+LINES = Lines(
+    "Growth",
+    "rows",
+    "ms",
+    {"a": [(1, 1.0), (64, 9.5)], "b": [(1, math.nan)]},
+    log_x=True,
+    target=Goal(5.0, "target: at most 5"),
+)
 
 
 def make_report(*charts: Chart) -> Report:
@@ -27,18 +36,61 @@ def texts(svg: str) -> list[str]:
 
 
 def test_a_picture_is_well_formed_and_names_everything() -> None:
-    shown = texts(draw([BARS, LINES]))
-    assert {"Us & <them>", "a < b", "us", "them", "Growth", "rows", "ms", "64"} <= set(shown)
+    shown = set(texts(draw([BARS, LINES])))
+    assert {"Us & <them>", "a < b", "us", "them", "seconds, all told"} <= shown  # title to axis
+    assert {"1 s (one & two)", "2 s (one & two)", "– s", "3 s"} <= shown  # values
+    assert {"Growth", "rows", "ms", "64", "9.5", "target: at most 5"} <= shown
+
+
+def bar_widths(chart: Bars) -> list[float]:
+    rects = list(ElementTree.fromstring(draw([chart])).iter(f"{SVG}rect"))
+    return [float(r.get("width", "")) for r in rects if r.get("height") == "14.0"]
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    root = ElementTree.fromstring(draw([BARS]))
-    widths = [float(r.get("width", "")) for r in root.iter(f"{SVG}rect") if r.get("x") == "300.0"]
-    legend, *bars = widths
-    assert legend == 10.0
-    assert bars[0] * 2 == pytest.approx(bars[1], abs=0.2)
-    assert bars[2] == 0.0
-    assert bars[3] == bars[1]
+    one, two, nothing, three = bar_widths(BARS)
+    assert two == pytest.approx(2 * one, abs=0.2)
+    assert three == pytest.approx(3 * one, abs=0.2)
+    assert nothing == 0.0
+
+
+def test_bars_of_ratios_start_at_one_and_mirror() -> None:
+    rows = [Bar("better", (8.0,)), Bar("worse", (1 / 8,)), Bar("alike", (1.0,))]
+    better, worse, alike = bar_widths(Bars("t", "x", ("a",), rows, log_x=True))
+    assert better == pytest.approx(worse, abs=0.2)
+    assert better > 50
+    assert alike == 0.0
+
+
+def test_a_target_is_a_dashed_line_where_its_value_is() -> None:
+    root = ElementTree.fromstring(draw([LINES]))
+    dashed = [line for line in root.iter(f"{SVG}line") if line.get("stroke-dasharray")]
+    _, across = dashed  # the other is in the legend
+    levels = {node.text: float(node.get("y", "")) - 4 for node in root.iter(f"{SVG}text")}
+    at = (levels["4"] + levels["6"]) / 2  # of the axis
+    assert float(across.get("y1", "")) == pytest.approx(at, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("values", "log", "marks"),
+    [
+        ([0.0, 9.5], False, [0, 2, 4, 6, 8, 10]),
+        ([0.0, 0.03], False, [0, 0.01, 0.02, 0.03]),
+        ([0.9, 7.0], True, [0.5, 1, 2, 5, 10]),
+        ([3.0, 40_000.0], True, [1, 10, 100, 1000, 10_000, 100_000]),
+        ([1.0, 1.0], True, [1, 2]),
+        ([0.0], False, [0, 1]),
+    ],
+)
+def test_an_axis_has_round_marks_around_its_values(
+    values: list[float], log: bool, marks: list[float]
+) -> None:
+    assert ticks(values, log=log) == pytest.approx(marks)
+
+
+def test_a_logarithmic_axis_gives_equal_ratios_equal_room() -> None:
+    scale = Scale([1.0, 100.0], 0.0, 200.0, log=True)
+    assert [scale(value) for value in (1.0, 10.0, 100.0)] == pytest.approx([0.0, 100.0, 200.0])
 
 
 @pytest.mark.parametrize("top", [0.003, 0.5, 1.0, 9.5, 10.0, 99.0, 12345.0])
@@ -51,7 +103,17 @@ def test_every_point_of_a_line_lies_on_the_page(top: float) -> None:
 
 
 def test_a_curve_of_one_point_is_drawn() -> None:
-    ElementTree.fromstring(draw([Lines("t", "x", "y", {"a": [(5, 0.0)]}, log_x=True)]))
+    assert "5" in texts(draw([Lines("t", "x", "y", {"a": [(5, 0.0)]}, log_x=True)]))
+    assert "5" in texts(draw([Lines("t", "x", "y", {"a": [(5, math.nan)]}, log_y=True)]))
+
+
+def test_nothing_measured_has_no_place_on_a_logarithmic_axis() -> None:
+    bars = Bars("t", "ms", ("a",), [Bar("none", (0.0,)), Bar("some", (50.0,))], log_x=True)
+    none, some = bar_widths(bars)
+    assert none == 0.0
+    assert some > 50
+    lines = Lines("t", "x", "y", {"a": [(1, 0.0), (2, 5.0)]}, log_y=True)
+    assert len(list(ElementTree.fromstring(draw([lines])).iter(f"{SVG}circle"))) == 1
 
 
 def test_a_report_is_printed_and_written(

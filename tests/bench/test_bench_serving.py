@@ -12,14 +12,19 @@ import pytest
 
 import pippin
 from pippin.bench import scenarios, servers
-from pippin.bench.prefix import Cost, Pair, prefix, summarize
+from pippin.bench.cost import Cost
+from pippin.bench.pairs import Pairs
+from pippin.bench.plot import draw
+from pippin.bench.prefix import Pair, prefix, summarize
 from pippin.bench.prompts import Prompts
 from pippin.bench.serve import Load, find_target, serve
 from pippin.bench.wire import BenchError, Client, Target
+from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
 
 BUNDLED = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
 TOY = ("--backend", "fake")
+TOY_CONFIG = Config(ModelConfig(backend="fake"))
 
 
 @pytest.fixture(autouse=True)
@@ -56,27 +61,52 @@ def test_loads_and_interference_of_a_running_server(monkeypatch: pytest.MonkeyPa
     assert set(at_once["shares"]) == {"device_idle_share", "host_hidden_share"}
     assert report.tables[0].header[-2:] == ("device idle", "host hidden")
     assert report.data["interference"]["prompt TTFT"] > 0
-    assert len(report.charts) == 4
+    assert len(report.charts) == 5
+    svg = draw(report.charts)
+    assert f"{report.data['interference']['longest stop']:.3g} ms" in svg
+    assert all(f"{load['tokens_per_second']:,.0f}<" in svg for load in report.data["loads"])
 
 
 def test_the_prefix_benchmark_sees_the_cache_work() -> None:
-    report = prefix(BUNDLED, only=["repeat", "chat"], rounds=1, options=TOY)
+    report = prefix(TOY_CONFIG, BUNDLED, only=["repeat", "chat"], rounds=1)
     again, *turns = report.data["pairs"]
     assert again["prompt_tokens"] - again["cached_tokens"] <= 64
     assert len(turns) == scenarios.TURNS - 1
     assert all(turn["cached_tokens"] > 1900 for turn in turns)
 
 
-def test_the_cost_of_the_cache_is_the_median_of_neighbours() -> None:
-    cost = Cost(cached=[1.03, 2.02, 5.0], uncached=[1.0, 2.0, 1.0])
-    assert cost.overhead == pytest.approx(0.03)
-    report = summarize([Pair("again", 100, 64, 2.0, 0.2)], cost, [])
-    assert [table.rows[0][-1] for table in report.tables] == ["10.0%", "+3.0%"]
+def test_the_prefix_report_shows_shares_and_cost() -> None:
+    ttft = Pairs([1.03, 2.02, 5.0], [1.0, 2.0, 1.0])
+    report = summarize([Pair("again", 100, 64, 2.0, 0.2)], Cost(2000, ttft, ttft), [])
+    shares, cost = report.tables
+    assert shares.rows[0][-1] == "10.0%"
+    assert cost.rows[0][3:] == ("+3.0%", "+2.0% to +201.5%", "at most +3%: met")
+    svg = draw(report.charts)
+    assert "10% (200 of 2,000 ms)" in svg
+    assert "the median is 1.030" in svg
+
+
+def test_the_cost_alone_has_a_plot_too() -> None:
+    pairs = Pairs([1.1], [1.0])
+    report = summarize([], Cost(2000, pairs, pairs), [])
+    assert [len(report.tables), len(report.charts)] == [1, 1]
+    assert report.tables[0].rows[0][-1] == "at most +3%: missed"
+
+
+def test_a_config_survives_as_options() -> None:
+    config = Config(
+        ModelConfig(model="m", backend="fake", max_len=100),
+        EngineConfig(overlap=False, deterministic=True, memory="6GB"),
+    )
+    assert servers.as_options(config) == [
+        *("m", "--backend", "fake", "--max-len", "100"),
+        *("--no-overlap", "--memory", "6GB", "--deterministic"),
+    ]
 
 
 def test_unknown_parts_are_named() -> None:
     with pytest.raises(BenchError, match="no part 'chats'; there are repeat, chat"):
-        prefix(BUNDLED, only=["chats"])
+        prefix(TOY_CONFIG, BUNDLED, only=["chats"])
 
 
 def test_nobody_listening_is_one_clear_error() -> None:

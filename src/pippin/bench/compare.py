@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pippin.bench.float32 import write_float32_copy
-from pippin.bench.plot import Bars
+from pippin.bench.kernels import build_kernels
+from pippin.bench.plot import Bar, Bars
 from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.report import Report, Table, busy_note, number, say
 from pippin.bench.samples import median
@@ -55,6 +56,7 @@ def compare(
         copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pippin-bench-")))
         write_float32_copy(model_dir, copy)
         count = count_with(copy)
+        build_kernels(str(copy), "auto")
         say("starting both servers")
         clients = {
             THEIRS: Client(stack.enter_context(mlx_lm_server(copy, mlx_lm_options))),
@@ -84,7 +86,7 @@ def measure(scenario: Scenario, client: Client, prompts: Prompts) -> Numbers:
 
 def summarize(scenarios: Sequence[Scenario], results: Rounds, notes: list[str]) -> Report:
     rows: list[tuple[str, ...]] = []
-    bars: list[tuple[str, tuple[float, ...]]] = []
+    bars: list[Bar] = []
     data: dict[str, Any] = {}
     for scenario in scenarios:
         medians = {
@@ -96,9 +98,7 @@ def summarize(scenarios: Sequence[Scenario], results: Rounds, notes: list[str]) 
             ours, theirs = medians[OURS][m.name], medians[THEIRS][m.name]
             title = scenario.title if index == 0 else ""
             rows.append((title, *_cells(m, ours, theirs)))
-        lead = scenario.measures[0]
-        pair = (medians[OURS][lead.name], medians[THEIRS][lead.name])
-        bars.append((f"{scenario.name}: {lead.name}, {lead.unit}", pair))
+            bars.append(_bar(scenario, m, ours, theirs))
         data[scenario.name]["advantage"] = {
             m.name: m.advantage(medians[OURS][m.name], medians[THEIRS][m.name])
             for m in scenario.measures
@@ -107,9 +107,27 @@ def summarize(scenarios: Sequence[Scenario], results: Rounds, notes: list[str]) 
     return Report(
         name="compare",
         tables=[Table("Pippin and mlx-lm's server, medians over rounds", header, rows)],
-        charts=[Bars("Pippin and mlx-lm's server", (OURS, THEIRS), bars)],
+        charts=[
+            Bars(
+                "Pippin against mlx-lm's server",
+                "times better (below 1: worse)",
+                ("times better (pippin against mlx-lm)",),
+                bars,
+                unit="x",
+                log_x=True,
+            )
+        ],
         data={"scenarios": data},
         notes=notes,
+    )
+
+
+def _bar(scenario: Scenario, measure: Measure, ours: float, theirs: float) -> Bar:
+    unit = "" if measure.unit == "x" else f" {measure.unit}"
+    return Bar(
+        label=f"{scenario.name}: {measure.name}",
+        values=(measure.advantage(ours, theirs),),
+        note=f"{number(ours)} against {number(theirs)}{unit}",
     )
 
 

@@ -8,27 +8,40 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pippin import LLM
-from pippin.bench.plot import Lines
+from pippin.bench.plot import Goal, Lines
 from pippin.bench.report import Report, Table, busy_note, number, say
 from pippin.bench.samples import median
-from pippin.bench.steps import decode_step_seconds, generate, last_step, prompts_for
+from pippin.bench.steps import (
+    admission_seconds,
+    decode_step_seconds,
+    generate,
+    host_step_seconds,
+    last_step,
+    make_ready,
+    prompts_for,
+)
 from pippin.bench.wire import BenchError
 from pippin.config import Config, EngineConfig, ModelConfig
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192)
+SKEWS = (1024, 4096, 8192)
 SHORT_CONTEXT = 100
 SKEWED_ROWS = 16  # one long among these
+ROUNDS = 3
 STEPS = 64  # decoded together, at least
-TREE_TOKENS = (10_000, 100_000, 1_000_000)
+TREE_TOKENS = (100_000, 200_000, 500_000, 1_000_000)
+TREE_PROMPT = 100_000
+TREE_REPEATS = 9
+FILL_PROMPT = 4000
 REQUESTS = (1, 4, 16, 64, 256)
-TOY_PROMPT = 4000
 TOY_SHORT = 16
-TOY_VOCAB = 1000
+TOY_VOCAB = 97
 
 DECODE_PARTS = ("batch", "context", "skew")
 PARTS = (*DECODE_PARTS, "tree", "requests")
@@ -36,22 +49,30 @@ PARTS = (*DECODE_PARTS, "tree", "requests")
 
 @dataclass(frozen=True)
 class Curve:
-    """A time, or a ratio of times, over one growing thing."""
+    """A time, or a ratio of times, over one growing thing; and what its last point may be."""
 
     name: str
     title: str
     x_label: str
+    y_label: str
     points: list[tuple[float, float]]
-    unit: str = "ms"
+    target: float | None = None
 
     @property
     def table(self) -> Table:
-        rows = [(f"{x:,.0f}", number(y)) for x, y in self.points]
-        return Table(self.title, (self.x_label, self.unit), list(rows))
+        rows: list[tuple[str, ...]] = [(f"{x:,.0f}", number(y)) for x, y in self.points]
+        if self.target is None:
+            return Table(self.title, (self.x_label, self.y_label), rows)
+        verdict = "met" if self.points[-1][1] <= self.target else "missed"
+        verdicts = [""] * (len(rows) - 1) + [f"at most {self.target:g}: {verdict}"]
+        judged = [(*row, text) for row, text in zip(rows, verdicts, strict=True)]
+        return Table(self.title, (self.x_label, self.y_label, "target"), judged)
 
     @property
     def chart(self) -> Lines:
-        return Lines(self.title, self.x_label, self.unit, {self.name: self.points}, log_x=True)
+        goal = Goal(self.target, f"target: at most {self.target:g}") if self.target else None
+        curves = {"measured": self.points}
+        return Lines(self.title, self.x_label, self.y_label, curves, log_x=True, target=goal)
 
 
 class DecodeGrowth:
@@ -62,27 +83,31 @@ class DecodeGrowth:
 
     def batch(self) -> Curve:
         points = [(float(n), self._step_ms([SHORT_CONTEXT] * n)) for n in BATCHES]
-        return Curve("batch", f"Decode step, {SHORT_CONTEXT}-token rows", "rows", points)
+        title = f"Decode step against batch, rows of {SHORT_CONTEXT} tokens"
+        return Curve("batch", title, "rows in the batch", "ms a step", points)
 
     def context(self) -> Curve:
-        points = [(float(n), self._step_ms([n])) for n in self._contexts()]
-        return Curve("context", "Decode step, one row", "tokens of context", points)
+        points = [(float(n), self._step_ms([n])) for n in self._lengths(CONTEXTS)]
+        title = "Decode step against context, one row"
+        return Curve("context", title, "tokens of context", "ms a step", points)
 
     def skew(self) -> Curve:
-        """One long row among short ones, for each length, over the sum of its parts."""
+        """One long row among short ones, over the long row alone plus the short ones alone."""
         short = [SHORT_CONTEXT] * (SKEWED_ROWS - 1)
-        short_ms = self._step_ms(short)
         points = []
-        for length in self._contexts():
-            parts_ms = self._step_ms([length]) + short_ms
-            points.append((float(length), self._step_ms([length, *short]) / parts_ms))
-        title = f"One long row among {len(short)} of {SHORT_CONTEXT} tokens, over the sum of parts"
-        return Curve("skew", title, "tokens of the long row", points, unit="x")
+        for length in self._lengths(SKEWS):
+            ratios = [
+                self._step_ms([length, *short]) / (self._step_ms([length]) + self._step_ms(short))
+                for _ in range(ROUNDS)
+            ]
+            points.append((float(length), median(ratios)))
+        title = f"One long row among {len(short)} of {SHORT_CONTEXT} tokens, over its parts' sum"
+        return Curve("skew", title, "tokens of the long row", "step / sum of parts", points, 1.3)
 
-    def _contexts(self) -> list[int]:
+    def _lengths(self, wanted: Sequence[int]) -> list[int]:
         """The longest leaves room for the tokens that are generated."""
         longest = self._llm.max_len - _num_generated(SKEWED_ROWS)
-        return sorted({min(context, longest) for context in CONTEXTS})
+        return sorted({min(length, longest) for length in wanted})
 
     def _step_ms(self, contexts: Sequence[int]) -> float:
         say(f"decode: {len(contexts)} rows, the longest of {max(contexts):,} tokens")
@@ -100,40 +125,46 @@ def _num_generated(num_rows: int) -> int:
 
 
 def tree(config: Config) -> Curve:
-    """A known prompt's whole way through the host, with ever more in the tree."""
+    """Letting a known prompt in, with ever more in the tree."""
     source = random.Random("tree")
     points = []
-    with LLM(config=_toy(config, max_running=8)) as llm:
-        known = _toy_prompt(source)
-        filled = 0
+    toy = _toy(config, max_running=1, prefill_tokens=TREE_PROMPT, max_len=2 * TREE_PROMPT)
+    with LLM(config=toy) as llm:
+        known = _toy_prompt(source, TREE_PROMPT)
+        generate(llm, [known], max_tokens=1)
+        filled = TREE_PROMPT
         for size in TREE_TOKENS:
             say(f"tree: {size:,} tokens")
             while filled < size:
-                generate(llm, [_toy_prompt(source)], max_tokens=1)
-                filled += TOY_PROMPT
-            generate(llm, [known], max_tokens=1)
-            seconds = [generate(llm, [known], max_tokens=1) for _ in range(9)]
+                generate(llm, [_toy_prompt(source, FILL_PROMPT)], max_tokens=1)
+                filled += FILL_PROMPT
+            seconds = [_admit(llm, known) for _ in range(TREE_REPEATS)]
             points.append((float(size), median(seconds) * 1e3))
-    title = f"A known {TOY_PROMPT:,}-token prompt, host only"
-    return Curve("tree", title, "tokens in the tree", points)
+    title = f"Matching and planning a known {TREE_PROMPT:,}-token prompt"
+    return Curve("tree", title, "tokens in the tree", "ms", points, target=5.0)
+
+
+def _admit(llm: LLM, prompt: list[int]) -> float:
+    begun = last_step(llm)
+    cached = llm.metrics.cached_tokens
+    generate(llm, [prompt], max_tokens=1)
+    if llm.metrics.cached_tokens - cached < len(prompt) // 2:
+        raise BenchError("the known prompt is no longer in the tree: give more --memory")
+    return admission_seconds(llm, since_step=begun + 1)
 
 
 def requests(config: Config) -> Curve:
-    """The host's work for one decode step: plan, launch and commit."""
+    """The scheduler's work for one decode step."""
     source = random.Random("requests")
     points = []
     with LLM(config=_toy(config, max_running=max(REQUESTS))) as llm:
         for count in REQUESTS:
             say(f"requests: {count}")
-            prompts = [_toy_prompt(source)[:TOY_SHORT] for _ in range(count)]
+            prompts = [_toy_prompt(source, TOY_SHORT) for _ in range(count)]
             generate(llm, prompts, max_tokens=_num_generated(count))
-            seconds = [
-                (record.launched - record.planned) + (record.committed - record.device_done)
-                for record in llm.metrics.records
-                if record.decode_rows == count and record.prefill_tokens == 0
-            ]
-            points.append((float(count), median(seconds) * 1e3))
-    return Curve("requests", "Host work for one decode step", "running requests", points)
+            points.append((float(count), host_step_seconds(llm, count) * 1e3))
+    title = "Plan and commit of one decode step"
+    return Curve("requests", title, "running requests", "ms a step", points, target=1.0)
 
 
 def growth(config: Config, *, only: Sequence[str] = ()) -> Report:
@@ -147,12 +178,14 @@ def growth(config: Config, *, only: Sequence[str] = ()) -> Report:
             config.engine, max_running=max(config.engine.max_running, *BATCHES)
         )
         with LLM(config=dataclasses.replace(config, engine=engine)) as llm:
+            make_ready(llm)
             decode = DecodeGrowth(llm)
             curves += [getattr(decode, name)() for name in chosen if name in DECODE_PARTS]
-    if "tree" in chosen:
-        curves.append(tree(config))
-    if "requests" in chosen:
-        curves.append(requests(config))
+    host_parts: dict[str, Callable[[], Curve]] = {
+        "tree": partial(tree, config),
+        "requests": partial(requests, config),
+    }
+    curves += [measure() for name, measure in host_parts.items() if name in chosen]
     return Report(
         name="growth",
         tables=[curve.table for curve in curves],
@@ -162,11 +195,11 @@ def growth(config: Config, *, only: Sequence[str] = ()) -> Report:
     )
 
 
-def _toy(config: Config, max_running: int) -> Config:
-    engine = EngineConfig(max_running=max_running, prefill_tokens=TOY_PROMPT)
-    model = ModelConfig(model=config.model.model, backend="fake")
-    return dataclasses.replace(config, model=model, engine=engine)
+def _toy(config: Config, *, max_len: int | None = None, **engine: int | bool) -> Config:
+    model = ModelConfig(model=config.model.model, backend="fake", max_len=max_len)
+    settings = EngineConfig(memory=config.engine.memory, **engine)  # type: ignore[arg-type]
+    return dataclasses.replace(config, model=model, engine=settings)
 
 
-def _toy_prompt(source: random.Random) -> list[int]:
-    return [source.randrange(TOY_VOCAB) for _ in range(TOY_PROMPT)]
+def _toy_prompt(source: random.Random, num_tokens: int) -> list[int]:
+    return [source.randrange(TOY_VOCAB) for _ in range(num_tokens)]

@@ -15,7 +15,13 @@ from pippin.bench.ceilings import Ceilings, read_products
 from pippin.bench.plot import Lines
 from pippin.bench.report import Report, Table, busy_note, number, say
 from pippin.bench.samples import median
-from pippin.bench.steps import decode_step_seconds, generate, last_step, prompts_for
+from pippin.bench.steps import (
+    decode_step_seconds,
+    generate,
+    last_step,
+    make_ready,
+    prompts_for,
+)
 from pippin.config import Config
 
 GIGA = 1e9
@@ -55,6 +61,7 @@ def one_batch(
         config.engine, prefix_cache=False, max_running=max(config.engine.max_running, *batches)
     )
     with LLM(config=dataclasses.replace(config, engine=engine)) as llm:
+        make_ready(llm)
         timings = []
         for batch in batches:
             say(f"batch of {batch}")
@@ -135,17 +142,33 @@ def summarize(timings: list[Timing], settings: dict[str, float], notes: list[str
         )
         for t in timings
     ]
-    curves = {"measured": [(float(t.batch), t.decode_tokens_per_second) for t in timings]}
-    if ceilings := [(float(t.batch), t.decode_ceiling) for t in timings if t.decode_ceiling]:
-        curves["bare products"] = ceilings
     title = f"One batch: {settings['input']:,} tokens in, {settings['output']:,} out"
+    prefill_curves = {
+        "measured": _curve(timings, "prefill_tokens_per_second"),
+        "bare products": _curve(timings, "prefill_ceiling"),
+    }
+    decode_curves = {
+        "measured": _curve(timings, "decode_tokens_per_second"),
+        "bare products": _curve(timings, "decode_ceiling"),
+        "reading the weights": _curve(timings, "decode_memory_ceiling"),
+    }
     return Report(
         name="one-batch",
         tables=[Table(title, header, rows)],
-        charts=[Lines("Decode", "rows in the batch", "tok/s", curves, log_x=True)],
+        charts=[_chart("Prefill", prefill_curves), _chart("Decode", decode_curves)],
         data={"settings": settings, "timings": [asdict(t) for t in timings]},
         notes=notes,
     )
+
+
+def _curve(timings: list[Timing], name: str) -> list[tuple[float, float]]:
+    points = [(float(t.batch), getattr(t, name)) for t in timings]
+    return [(batch, rate) for batch, rate in points if rate is not None]
+
+
+def _chart(title: str, curves: dict[str, list[tuple[float, float]]]) -> Lines:
+    known = {name: points for name, points in curves.items() if points}
+    return Lines(title, "rows in the batch", "tok/s", known, log_x=True, log_y=True)
 
 
 def _share(rate: float, ceiling: float | None) -> float | None:

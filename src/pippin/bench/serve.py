@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import httpx
 
-from pippin.bench.plot import Chart, Lines
+from pippin.bench.plot import Bar, Bars, Chart, Lines
 from pippin.bench.prompts import Prompts
 from pippin.bench.report import Report, Table, busy_note, number, say
 from pippin.bench.samples import Spread
-from pippin.bench.scenarios import Interference, interfere, warm_up
+from pippin.bench.scenarios import Interference, Numbers, interfere, warm_up
 from pippin.bench.servers import first_model
 from pippin.bench.sse import Reply, parse
 from pippin.bench.wire import Client, Recording, Target
@@ -157,6 +157,7 @@ def summarize(
     target: Target, outcomes: list[Outcome], met: Interference | None, notes: list[str]
 ) -> Report:
     tables = [_load_table(outcomes)] if outcomes else []
+    charts = _charts(outcomes)
     data: dict[str, Any] = {"url": target.url, "model": target.model}
     data["loads"] = [
         {**asdict(outcome), "tokens_per_second": outcome.tokens_per_second} for outcome in outcomes
@@ -167,8 +168,9 @@ def summarize(
             (f"{m.name}, {m.unit}", number(numbers[m.name])) for m in met.measures
         ]
         tables.append(Table("Streams while long prompts arrive", ("measure", "value"), rows))
+        charts.append(_interference_chart(numbers))
         data["interference"] = numbers
-    return Report("serve", tables, _charts(outcomes), data, notes)
+    return Report("serve", tables, charts, data, notes)
 
 
 def _load_table(outcomes: list[Outcome]) -> Table:
@@ -197,6 +199,13 @@ def _charts(outcomes: list[Outcome]) -> list[Chart]:
             "TTFT p99": [(o.load.level, o.ttft.p99 * 1e3) for o in chosen],
             "gap p99": [(o.load.level, o.gap.p99 * 1e3) for o in chosen],
         }
-        charts.append(Lines("Throughput", label, "tok/s", throughput))
-        charts.append(Lines("Waiting", label, "ms", waits))
+        charts.append(Lines("Throughput", label, "tok/s", throughput, log_x=True))
+        charts.append(Lines("Waiting", label, "ms", waits, log_x=True, log_y=True))
     return charts
+
+
+def _interference_chart(numbers: Numbers) -> Bars:
+    gaps = ("idle gap p50", "busy gap p99", "longest stop")
+    rows = [Bar(name, (numbers[name],)) for name in gaps]
+    title = "Gaps between tokens of running streams while long prompts arrive"
+    return Bars(title, "ms", ("gap",), rows, unit=" ms", log_x=True)

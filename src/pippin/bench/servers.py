@@ -6,6 +6,7 @@ Knows how to start `pippin serve` and mlx-lm's server; knows nothing of what is 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from typing import IO, Any
 import httpx
 
 from pippin.bench.wire import BenchError, Target
+from pippin.config import Config
 
 START_SECONDS = 180.0
 STOP_SECONDS = 10.0
@@ -44,6 +46,22 @@ def pippin_server(model: str, options: Sequence[str] = ()) -> Iterator[Target]:
     url = f"http://127.0.0.1:{port}"
     with _child("pippin", command, url):
         yield Target(url, first_model(url), extra={"ignore_eos": True})
+
+
+def as_options(config: Config) -> list[str]:
+    """What `pippin serve` reads this config's model and engine from; the model comes first."""
+    options = [config.model.model]
+    for section in (config.model, config.engine):
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            flag = field.name.replace("_", "-")
+            if field.name == "model" or value == field.default:
+                continue
+            if isinstance(value, bool):
+                options.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                options += [f"--{flag}", str(value)]
+    return options
 
 
 @contextlib.contextmanager

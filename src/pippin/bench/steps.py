@@ -5,13 +5,22 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from pippin import LLM, SamplingParams
+from pippin.bench.kernels import build_kernels
 from pippin.bench.prompts import Prompts
 from pippin.bench.samples import median
 from pippin.bench.wire import BenchError
 
 FEWEST_STEPS = 8
+
+
+def make_ready(llm: LLM) -> None:
+    """Have everything built that is built once, so that nothing changes while steps are timed."""
+    model = llm.config.model
+    if model.backend == "mlx" and not llm.config.engine.deterministic:
+        build_kernels(model.model, model.dtype)
 
 
 def prompts_for(llm: LLM, seed: str) -> Prompts:
@@ -32,20 +41,52 @@ def decode_step_seconds(llm: LLM, num_rows: int, since_step: int = 0) -> float:
 
     A step's time is from the end of the one before it to its own.
     """
-    seconds = [
-        after.device_done - before.device_done
-        for before, after in itertools.pairwise(llm.metrics.records)
-        if after.step == before.step + 1 and after.step >= since_step
-        if all(r.prefill_tokens == 0 and r.decode_rows == num_rows for r in (before, after))
-    ]
-    if len(seconds) < FEWEST_STEPS:
-        raise BenchError(
-            f"only {len(seconds)} steps decoded {num_rows} rows together, "
-            f"{FEWEST_STEPS} are needed: generate more tokens"
-        )
+    pairs = _decode_neighbours(llm, num_rows, since_step)
+    return median([after.device_done - before.device_done for before, after in pairs])
+
+
+def host_step_seconds(llm: LLM, num_rows: int, since_step: int = 0) -> float:
+    """The host's own work in such a step, the median: plan, hand over, commit.
+
+    A step is committed after the next is launched, or without overlap after its own launch; what
+    was spent waiting for the device does not count.
+    """
+    seconds = []
+    for before, after in _decode_neighbours(llm, num_rows, since_step):
+        launched = after.launched if after.launched < before.committed else before.launched
+        commit = before.committed - launched - before.waited
+        seconds.append(after.dispatched - after.planned + commit)
     return median(seconds)
 
 
+def _decode_neighbours(llm: LLM, num_rows: int, since_step: int) -> list[tuple[Any, Any]]:
+    """Records of decode steps that followed each other without a pause."""
+    pairs = [
+        (before, after)
+        for before, after in itertools.pairwise(llm.metrics.records)
+        if after.step == before.step + 1 and after.step >= since_step and not after.after_pause
+        if all(r.prefill_tokens == 0 and r.decode_rows == num_rows for r in (before, after))
+    ]
+    if len(pairs) < FEWEST_STEPS:
+        raise BenchError(
+            f"only {len(pairs)} steps decoded {num_rows} rows together, "
+            f"{FEWEST_STEPS} are needed: generate more tokens"
+        )
+    return pairs
+
+
+def first_token_seconds(llm: LLM, since_step: int) -> float:
+    """From the plan that let a lone prompt in, until its last chunk's token was handed out."""
+    prefills = [r for r in llm.metrics.records if r.step >= since_step and r.prefill_tokens]
+    return prefills[-1].committed - prefills[0].planned
+
+
+def admission_seconds(llm: LLM, since_step: int) -> float:
+    """Planning the step that let a lone prompt in: match, lock, and what it has to compute."""
+    first = next(r for r in llm.metrics.records if r.step >= since_step and r.prefill_tokens)
+    return first.dispatched - first.planned
+
+
 def last_step(llm: LLM) -> int:
-    """The number of the newest step; 0 before the first."""
-    return llm.metrics.records[-1].step if llm.metrics.records else 0
+    """The number of the newest step; -1 before the first."""
+    return llm.metrics.records[-1].step if llm.metrics.records else -1

@@ -1,0 +1,38 @@
+"""Makes sure that compiled decode steps are ready before anything is timed. Knows no model.
+
+On Linux CPUs the kernels of a decode step are built once per machine and model. A benchmark that
+began before they were there would time two different programs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from pippin.bench.report import say
+from pippin.bench.wire import BenchError
+
+# In a process of its own: on a GPU, or without a C++ compiler, it has nothing to do.
+BUILD = """
+import sys
+from pathlib import Path
+from pippin.backends.mlx import warm
+from pippin.backends.mlx.kernels import Kernels
+from pippin.backends.mlx.load import load, on_cpu
+
+def missing(path, dtype):
+    kernels = Kernels.of(load(Path(path), dtype=dtype))
+    return kernels.marker is not None and not kernels.ready()
+
+sys.exit(warm.main() if on_cpu() and missing(*sys.argv[1:]) else 0)
+"""
+
+
+def build_kernels(model_dir: str, dtype: str) -> None:
+    """Returns when decode steps of this checkpoint can be compiled, or never will be."""
+    say("making sure that kernels are built: half a minute, the first time")
+    ran = subprocess.run(
+        [sys.executable, "-c", BUILD, model_dir, dtype], capture_output=True, text=True
+    )
+    if ran.returncode != 0:
+        raise BenchError(f"building kernels failed:\n{ran.stderr[-2000:].strip()}")
