@@ -13,9 +13,7 @@ from pippin.checkpoint import find_checkpoint
 from pippin.config import Config, ModelConfig
 from pippin.options import takes_config
 
-bench = App(
-    name="bench", help="Measure speed: one batch, a server, cache, overlap, growth, us and mlx-lm."
-)
+bench = App(name="bench", help="Measure speed. Each command can write --json, --svg, --markdown.")
 
 
 def split_list(hint: Any, tokens: Sequence[Token]) -> list[Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -58,11 +61,61 @@ def test_server_options_pass_through_as_one_string(monkeypatch: pytest.MonkeyPat
     assert options["mlx_lm_options"] == ["--prompt-cache-size", "64"]
 
 
+def test_prefix_and_overlap_take_pairs_and_the_engine_s_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    argv = ["prefix", "--only", "cost,chat", "--pairs", "5", "--memory", "0.5"]
+    config, model_dir, options = called_with(monkeypatch, "pippin.bench.prefix.prefix", *argv)
+    assert config.engine.memory == "0.5"
+    assert model_dir.name == "stories-hybrid-20m"
+    assert options == {"only": ["cost", "chat"], "rounds": 3, "num_pairs": 5}
+    argv = ["overlap", "--streams", "16", "--output", "32"]
+    _, options = called_with(monkeypatch, "pippin.bench.overlap.overlap", *argv)
+    assert options == {"num_streams": 16, "num_tokens": 32, "num_pairs": 12}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["one-batch", "--batch", "1,3", "--input", "40", "--output", "16", "--repeats", "1"],
+        ["overlap", "--streams", "2", "--output", "16", "--pairs", "2"],
+        ["prefix", "--only", "cost", "--pairs", "2"],
+        ["growth", "--only", "requests"],
+    ],
+)
+def test_every_offline_benchmark_draws_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: list[str]
+) -> None:
+    monkeypatch.setattr("pippin.bench.growth.REQUESTS", (1, 4))
+    svg, numbers = tmp_path / "plot.svg", tmp_path / "numbers.json"
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["bench", *argv, "--backend", "fake", "--svg", str(svg), "--json", str(numbers)])
+    assert exited.value.code == 0
+    shown = {node.text or "" for node in ElementTree.fromstring(svg.read_text()).iter()}
+    data = json.loads(numbers.read_text())
+    measured = {
+        "one-batch": lambda: [t["decode_tokens_per_second"] for t in data["timings"]],
+        "overlap": lambda: data["tokens_per_second"]["tried"],
+        "prefix": lambda: [a / b for a, b in zip(*_sides(data["cost"]["ttft"]), strict=True)],
+        "growth": lambda: [y for _, y in data["requests"]],
+    }[argv[0]]()
+    assert len(measured) == 2
+    for value in measured:
+        assert (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}") in shown
+
+
+def _sides(pairs: dict[str, list[float]]) -> tuple[list[float], list[float]]:
+    return pairs["tried"], pairs["base"]
+
+
 def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, message in [
         (["one-batch", "--batch", "1,x"], "--batch"),
         (["growht"], 'Did you mean "growth"?'),
         (["growth", "--only", "depth"], "no part 'depth'"),
+        (["overlap", "--no-overlap"], "leave --no-overlap away"),
+        (["prefix", "--no-prefix-cache"], "leave --no-prefix-cache away"),
+        (["overlap", "--backend", "fake", "--pairs", "0"], "pairs must be at least 1, got 0"),
     ]:
         with pytest.raises(SystemExit) as exited:
             cli.main(["bench", *argv])

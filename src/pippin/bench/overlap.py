@@ -20,6 +20,7 @@ from pippin.bench.steps import (
     make_ready,
     prompts_for,
 )
+from pippin.bench.wire import BenchError
 from pippin.config import Config
 
 PROMPT_TOKENS = 24
@@ -60,6 +61,8 @@ class Outcome:
 
 
 def overlap(config: Config, *, num_streams: int, num_tokens: int, num_pairs: int) -> Report:
+    if not config.engine.overlap:
+        raise BenchError("overlap is measured with and without it: leave --no-overlap away")
     notes = busy_note()
     with LLM(config=config) as llm:
         make_ready(llm)

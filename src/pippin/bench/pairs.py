@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pippin.bench.samples import median, percentile
+from pippin.bench.wire import BenchError
 
 T = TypeVar("T")
 WARM_UPS = 2
@@ -54,6 +55,8 @@ def in_turn(
     The first pairs only warm up. Collections of garbage would fall on one side or the other, so
     they wait.
     """
+    if num_pairs < 1:
+        raise BenchError(f"pairs must be at least 1, got {num_pairs}")
     results: tuple[list[T], list[T]] = ([], [])
     gc.collect()
     gc.disable()

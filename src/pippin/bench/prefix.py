@@ -108,6 +108,8 @@ def prefix(
 ) -> Report:
     if unknown := [name for name in only if name not in PARTS]:
         raise BenchError(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    if not config.engine.prefix_cache:
+        raise BenchError("the cache is measured with and without it: leave --no-prefix-cache away")
     chosen = [name for name in PARTS if name in only] if only else list(PARTS)
     notes = busy_note()
     served = [name for name in chosen if name in SERVED_PARTS]
