@@ -25,6 +25,16 @@ def test_better_is_always_above_one() -> None:
     assert Measure("time", "s").advantage(10, 30) == 3
 
 
+def test_a_target_is_of_the_advantage_or_of_our_own_number() -> None:
+    faster = Measure("time", "s", times_better=3.0)
+    assert faster.verdict(10, 30) == "at least 3x: met"
+    assert faster.verdict(10, 29) == "at least 3x: missed"
+    bounded = Measure("gap", "x", at_most=5.0)
+    assert bounded.verdict(5.0, 1.0) == "ours at most 5: met"
+    assert bounded.verdict(5.1, 900.0) == "ours at most 5: missed"
+    assert Measure("gap", "x").verdict(1, 2) == ""
+
+
 def test_a_family_name_takes_all_its_members() -> None:
     assert [s.name for s in choose(["decode"])] == ["decode-1", "decode-4", "decode-16"]
     assert [s.name for s in choose(["decode-4", "chats"])] == ["decode-4", "chats"]
@@ -42,8 +52,8 @@ def test_the_table_shows_medians_and_ratios() -> None:
     theirs = [{"prefill": rate, "TTFT": 2000 / rate} for rate in (500.0, 400.0, 250.0)]
     report = summarize([scenario], {"prefill": {OURS: ours, THEIRS: theirs}}, [])
     assert report.tables[0].rows == [
-        (scenario.title, "prefill, tok/s", "1,000", "400", "2.50x"),
-        ("", "TTFT, s", "2.00", "5.00", "2.50x"),
+        (scenario.title, "prefill, tok/s", "1,000", "400", "2.50x", "at least 2.5x: met"),
+        ("", "TTFT, s", "2.00", "5.00", "2.50x", ""),
     ]
     assert report.data["scenarios"]["prefill"]["rounds"][OURS] == ours
     svg = draw(report.charts)

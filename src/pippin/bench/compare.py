@@ -103,7 +103,7 @@ def summarize(scenarios: Sequence[Scenario], results: Rounds, notes: list[str]) 
             m.name: m.advantage(medians[OURS][m.name], medians[THEIRS][m.name])
             for m in scenario.measures
         }
-    header = ("scenario", "measure", OURS, THEIRS, "times better")
+    header = ("scenario", "measure", OURS, THEIRS, "times better", "target")
     return Report(
         name="compare",
         tables=[Table("Pippin and mlx-lm's server, medians over rounds", header, rows)],
@@ -137,4 +137,5 @@ def _cells(measure: Measure, ours: float, theirs: float) -> tuple[str, ...]:
         number(ours),
         number(theirs),
         f"{number(measure.advantage(ours, theirs))}x",
+        measure.verdict(ours, theirs),
     )

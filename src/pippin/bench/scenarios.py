@@ -42,6 +42,17 @@ class Measure:
     name: str
     unit: str
     higher_is_better: bool = False
+    times_better: float | None = None  # what we want to be at least
+    at_most: float | None = None  # ... of our own number
+
+    def verdict(self, ours: float, theirs: float) -> str:
+        """What was wanted and whether it was reached; empty if nothing was."""
+        if self.times_better is not None:
+            reached = self.advantage(ours, theirs) >= self.times_better
+            return f"at least {self.times_better:g}x: {'met' if reached else 'missed'}"
+        if self.at_most is not None:
+            return f"ours at most {self.at_most:g}: {'met' if ours <= self.at_most else 'missed'}"
+        return ""
 
     def advantage(self, ours: float, theirs: float) -> float:
         """How many times better ours is."""
@@ -83,9 +94,9 @@ class Interference:
     measures: ClassVar = (
         Measure("busy gap p99", "ms"),
         Measure("idle gap p50", "ms"),
-        Measure("busy / idle", "x"),
+        Measure("busy / idle", "x", at_most=5.0),
         Measure("longest stop", "ms"),
-        Measure("prompt TTFT", "s"),
+        Measure("prompt TTFT", "s", times_better=1.0),
     )
 
     idle_gaps: list[float]
@@ -192,11 +203,14 @@ async def warm_up(client: Client, prompts: Prompts) -> None:
         parse(recording)
 
 
-def _decode(num_streams: int) -> Scenario:
+def _decode(num_streams: int, times_better: float) -> Scenario:
     return Scenario(
         name=f"decode-{num_streams}",
         title=f"{num_streams} stream{'s' if num_streams > 1 else ''}",
-        measures=(Measure("decode", "tok/s", higher_is_better=True), Measure("gap p99", "ms")),
+        measures=(
+            Measure("decode", "tok/s", higher_is_better=True, times_better=times_better),
+            Measure("gap p99", "ms"),
+        ),
         run=partial(streams, num_streams=num_streams),
     )
 
@@ -205,10 +219,13 @@ SCENARIOS = (
     Scenario(
         "prefill",
         f"cold prompt of {PROMPT_TOKENS:,} tokens",
-        (Measure("prefill", "tok/s", higher_is_better=True), Measure("TTFT", "s")),
+        (
+            Measure("prefill", "tok/s", higher_is_better=True, times_better=2.5),
+            Measure("TTFT", "s"),
+        ),
         cold_prompt,
     ),
-    *(_decode(num_streams) for num_streams in (1, 4, 16)),
+    *(_decode(num_streams, better) for num_streams, better in ((1, 1.5), (4, 1.8), (16, 1.8))),
     Scenario(
         "interference",
         f"{RUNNING_STREAMS} streams while {PROMPT_TOKENS:,}-token prompts arrive",
@@ -218,13 +235,16 @@ SCENARIOS = (
     Scenario(
         "branches",
         f"{BRANCHES} branches of one {PROMPT_TOKENS:,}-token prompt at once",
-        (Measure("TTFT p50", "s"), Measure("total", "s")),
+        (Measure("TTFT p50", "s", times_better=8.0), Measure("total", "s")),
         branches,
     ),
     Scenario(
         "chats",
         f"{CONVERSATIONS} conversations x {TURNS} turns, a shared {SYSTEM_TOKENS}-token start",
-        (Measure("total", "s"), Measure("TTFT p50", "s")),
+        (
+            Measure("total", "s", times_better=2.5),
+            Measure("TTFT p50", "s", times_better=5.0),
+        ),
         conversations,
     ),
 )
