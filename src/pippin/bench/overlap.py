@@ -100,7 +100,7 @@ def summarize(outcome: Outcome, notes: list[str]) -> Report:
         _row("all streams, tok/s", rates, 1.0, f"at least {LOWEST_RATIO:.2f}x: {met}"),
         _row("step, ms", steps, 1e3, ""),
         (
-            "device idle, at most",
+            "device idle",
             f"{on.device_idle_share:.1%}",
             f"{off.device_idle_share:.1%}",
             "",
