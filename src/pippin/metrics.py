@@ -6,6 +6,8 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
+from pippin.types import DeviceReading
+
 WINDOW_STEPS = 512  # steps that rates and shares are computed over
 
 
@@ -27,6 +29,7 @@ class StepRecord:
     prefill_tokens: int
     decode_rows: int
     ghosts: int
+    device: DeviceReading | None = None  # when `wait` returned; where a device keeps account
     after_pause: bool = False  # the engine had nothing to do before this step
 
 
@@ -53,27 +56,22 @@ class EngineMetrics:
 
     @property
     def device_idle_share(self) -> float:
-        """Share of time, between steps that follow each other, when nothing was on the device.
-
-        A step is on the device from its dispatch, or from when the one before it is done,
-        whichever is later, until it is done itself.
-        """
-        idle = busy = 0.0
+        """Share of time, between steps that follow each other, when nothing was on the device."""
+        idle = whole = 0.0
         for before, after in self._neighbours():
-            start = max(after.dispatched, before.device_done)
-            idle += max(0.0, after.dispatched - before.device_done)
-            busy += max(0.0, after.device_done - start)
-        return idle / (idle + busy) if idle + busy else 0.0
+            pair_idle, pair_whole = _idle_between(before, after)
+            idle += pair_idle
+            whole += pair_whole
+        return max(0.0, idle) / whole if whole else 0.0
 
     @property
     def host_hidden_share(self) -> float:
         """Share of the host's work (planning, building, committing) done while the device works."""
-        host = exposed = 0.0
+        host = idle = 0.0
         for before, after in self._neighbours():
-            work = (after.dispatched - after.planned) + (before.committed - before.device_done)
-            host += work
-            exposed += min(work, max(0.0, after.dispatched - before.device_done))
-        return 1.0 - exposed / host if host else 0.0
+            host += (after.dispatched - after.planned) + (before.committed - before.device_done)
+            idle += _idle_between(before, after)[0]
+        return 1.0 - min(host, max(0.0, idle)) / host if host else 0.0
 
     def _neighbours(self) -> list[tuple[StepRecord, StepRecord]]:
         """Steps that followed each other without a pause between them."""
@@ -95,3 +93,18 @@ class EngineMetrics:
             "device_idle_share": round(self.device_idle_share, 4),
             "host_hidden_share": round(self.host_hidden_share, 4),
         }
+
+
+def _idle_between(before: StepRecord, after: StepRecord) -> tuple[float, float]:
+    """Seconds without work on the device from the one's end to the other's, of how many.
+
+    Read off the device's own account where it keeps one: right in sum, though a single pair may be
+    off by a clock tick either way. Else at most what is told here: a step is on the device from its
+    dispatch, or from when the one before it is done, whichever is later, until it is done itself.
+    """
+    if before.device is not None and after.device is not None:
+        whole = after.device.at - before.device.at
+        return whole - (after.device.busy - before.device.busy), whole
+    idle = max(0.0, after.dispatched - before.device_done)
+    busy = max(0.0, after.device_done - max(after.dispatched, before.device_done))
+    return idle, idle + busy

@@ -97,6 +97,14 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class DeviceReading:
+    """A device's own account of its work; two readings tell how busy it was between them."""
+
+    at: float  # time.perf_counter() seconds
+    busy: float  # seconds since it started in which it had work
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What one layer keeps, as discovered from the model's own cache object."""
 

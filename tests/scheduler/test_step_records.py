@@ -7,6 +7,8 @@ import itertools
 import pytest
 
 from builders import make_client, make_prompt, oracle
+from pippin.metrics import EngineMetrics, StepRecord
+from pippin.types import DeviceReading
 
 both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 
@@ -93,3 +95,36 @@ def test_closing_a_loop_with_a_step_in_flight() -> None:
     client.step()
     client.loop.close()
     assert client.loop._in_flight is None
+
+
+def record_of(step: int, *, device: DeviceReading | None = None) -> StepRecord:
+    """Steps of one second: planned and built for 0.2 s, 0.7 s on the device, 0.1 s committed."""
+    return StepRecord(
+        step=step,
+        planned=step,
+        dispatched=step + 0.2,
+        launched=step + 0.2,
+        device_done=step + 0.9,
+        committed=step + 1.0,
+        waited=0.0,
+        prefill_tokens=0,
+        decode_rows=1,
+        ghosts=0,
+        device=device,
+    )
+
+
+def test_without_an_account_idle_time_is_what_lies_between_done_and_dispatched() -> None:
+    metrics = EngineMetrics()
+    for step in range(5):
+        metrics.add(record_of(step))
+    assert metrics.device_idle_share == pytest.approx(0.3)
+    assert metrics.host_hidden_share == pytest.approx(0.0)
+
+
+def test_a_device_that_keeps_account_is_believed() -> None:
+    metrics = EngineMetrics()
+    for step in range(5):
+        metrics.add(record_of(step, device=DeviceReading(at=step + 0.9, busy=0.94 * step)))
+    assert metrics.device_idle_share == pytest.approx(0.06)
+    assert metrics.host_hidden_share == pytest.approx(1 - 0.06 / 0.3)

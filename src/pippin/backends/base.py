@@ -18,7 +18,14 @@ from typing import Protocol
 
 import numpy as np
 
-from pippin.types import Component, ModelSpec, Payload, SamplingParams, TokenLogprobs
+from pippin.types import (
+    Component,
+    DeviceReading,
+    ModelSpec,
+    Payload,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 
 @dataclass(frozen=True)
@@ -144,6 +151,7 @@ class StepResult:
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     captures: tuple[Capture, ...] = ()
     dispatched: float = 0.0  # time.perf_counter() when the device was handed the step
+    device: DeviceReading | None = None  # where a device keeps account of its work
 
 
 class PendingStep(Protocol):

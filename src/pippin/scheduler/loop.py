@@ -167,6 +167,7 @@ class Loop:
                 prefill_tokens=prefill_tokens,
                 decode_rows=len(plan.decode),
                 ghosts=self.scheduler.last_ghosts,
+                device=result.device,
                 after_pause=launched.after_pause,
             )
         )

@@ -25,6 +25,23 @@ _POLYNOMIAL = (
 _ROUNDER = 12582912.0
 _LIMIT = 87.0
 _FAINT = 1e-30
+# tanh as a quotient of an odd and an even polynomial, highest power first, as in Eigen.
+_TANH_ODD = (
+    -2.76076847742355e-16,
+    2.00018790482477e-13,
+    -8.60467152213735e-11,
+    5.12229709037114e-08,
+    1.48572235717979e-05,
+    6.37261928875436e-04,
+    4.89352455891786e-03,
+)
+_TANH_EVEN = (
+    1.19825839466702e-06,
+    1.18534705686654e-04,
+    2.26843463243900e-03,
+    4.89352518554385e-03,
+)
+_SATURATED = 7.90531110763549805
 
 
 def _exp(x: mx.array) -> mx.array:
@@ -33,43 +50,55 @@ def _exp(x: mx.array) -> mx.array:
     shifted = x * _LOG2_E + _ROUNDER
     n = shifted - _ROUNDER
     f = (x - n * _LN2_HIGH) - n * _LN2_LOW
-    y = _POLYNOMIAL[0] * f + _POLYNOMIAL[1]
-    for coefficient in _POLYNOMIAL[2:]:
-        y = y * f + coefficient
+    y = _horner(_POLYNOMIAL, f)
     y = y * (f * f) + f + 1.0
     # Times 2^n: n, in the low bits of `shifted`, is added to the exponent.
     return (y.view(mx.int32) + (shifted.view(mx.int32) << 23)).view(mx.float32)
 
 
-@mx.compile
-def sigmoid(x: mx.array) -> mx.array:
-    """Drop-in for `mx.sigmoid`."""
-    return (1.0 / (1.0 + _exp(-x.astype(mx.float32)))).astype(x.dtype)
+def _sigmoid(x: mx.array) -> mx.array:
+    """Of a float32, to 1e-7; in operations that compile to a single pass.
+
+    sigmoid(x) = (1 + tanh(x / 2)) / 2, and tanh(h) = h P(h^2) / Q(h^2), saturated at h = 7.9.
+    """
+    half = mx.clip(x * 0.5, -_SATURATED, _SATURATED)
+    square = half * half
+    odd = _horner(_TANH_ODD, square)
+    even = _horner(_TANH_EVEN, square)
+    return 0.5 * (half * odd / even) + 0.5
+
+
+def _horner(coefficients: tuple[float, ...], x: mx.array) -> mx.array:
+    y = coefficients[0] * x + coefficients[1]
+    for coefficient in coefficients[2:]:
+        y = y * x + coefficient
+    return y
 
 
 @mx.compile
 def silu(x: mx.array) -> mx.array:
     """Drop-in for `mlx.nn.silu`."""
     wide = x.astype(mx.float32)
-    return (wide / (1.0 + _exp(-wide))).astype(x.dtype)
+    return (wide * _sigmoid(wide)).astype(x.dtype)
 
 
 @mx.compile
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """Drop-in for `mlx_lm.models.activations.swiglu`: silu(gate) * x."""
     wide = gate.astype(mx.float32)
-    return (wide / (1.0 + _exp(-wide)) * x).astype(x.dtype)
+    return (wide * _sigmoid(wide) * x).astype(x.dtype)
 
 
 @mx.compile
 def precise_swiglu(like: mx.array, gate: mx.array, x: mx.array) -> mx.array:
     """Drop-in for `mlx_lm.models.activations.precise_swiglu`, which returns `like`'s type."""
     wide = gate.astype(mx.float32)
-    return (wide / (1.0 + _exp(-wide)) * x.astype(mx.float32)).astype(like.dtype)
+    return (wide * _sigmoid(wide) * x.astype(mx.float32)).astype(like.dtype)
 
 
 @mx.compile
-def _weights(scores: mx.array, top: mx.array) -> mx.array:
+def exp_below(scores: mx.array, top: mx.array) -> mx.array:
+    """exp(score - top) of float32 scores that are no larger than `top`."""
     # What is masked must become zero, not 1e-38: smaller numbers still would slow the products.
     return mx.maximum(_exp(scores - top) - _FAINT, 0.0)
 
@@ -77,4 +106,4 @@ def _weights(scores: mx.array, top: mx.array) -> mx.array:
 def unnormalised_softmax(scores: mx.array) -> mx.array:
     """exp(score - the row's largest), float32; each row needs one score above -inf."""
     wide = scores.astype(mx.float32)
-    return _weights(wide, wide.max(axis=-1, keepdims=True))
+    return exp_below(wide, wide.max(axis=-1, keepdims=True))

@@ -29,6 +29,9 @@ from pippin.backends.mlx.elf import imported_slots, load_address, write_slot
 
 REDIRECTED = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # all the CBLAS that libmlx imports
 PREFIXES = ("", "scipy_")
+# Between products OpenBLAS's threads spin for 2^n cycles before they sleep, by default 2^26: longer
+# than a decode step. They then take the cores from mlx's own thread and from the host.
+SPIN = "12"
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def _find_openblas() -> Path | None:
 
 
 def _redirect(path: Path) -> BlasReport:
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", SPIN)
     library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
     prefix = next((p for p in PREFIXES if hasattr(library, p + REDIRECTED[0])), None)
     if prefix is None:

@@ -13,6 +13,7 @@ from pippin.backends.base import Capture, StepPlan, StepResult
 from pippin.backends.mlx.packing import payload_arrays
 from pippin.backends.mlx.results import SampledRows, token_logprobs
 from pippin.backends.mlx.sampler import Logprobs, SampleRow
+from pippin.backends.mlx.stream_clock import StreamClock
 from pippin.types import TokenLogprobs
 
 
@@ -50,6 +51,7 @@ class MLXPending:
         [MLXPending, Sequence[SampleRow], mx.array, Mapping[int, np.ndarray] | None], None
     ]
     num_top_logprobs: Callable[[int], int | None]  # by slot
+    clock: StreamClock | None = None
     captures: list[Capture] = field(default_factory=list)
     sampled: list[SampledRows] = field(default_factory=list)
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class MLXPending:
             prompt_logprobs,
             tuple(self.captures),
             dispatched=self.dispatched,
+            device=None if self.clock is None else self.clock.read(),
         )
 
 
