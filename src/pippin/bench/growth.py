@@ -30,11 +30,11 @@ from pippin.config import Config, EngineConfig, ModelConfig
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192)
-SKEWS = (1024, 4096, 8192)
+SKEWS = (1024, 8192)
 SHORT_CONTEXT = 100
 SKEWED_ROWS = 16  # one long among these
 ROUNDS = 3
-STEPS = 64  # decoded together, at least
+STEPS = 48  # decoded together, at least
 TREE_TOKENS = (100_000, 200_000, 500_000, 1_000_000)
 TREE_PROMPT = 100_000
 TREE_REPEATS = 9
@@ -121,7 +121,7 @@ class DecodeGrowth:
 
 def _num_generated(num_rows: int) -> int:
     """Enough that all rows decode together for a while, though they start one after another."""
-    return STEPS + 4 * num_rows
+    return STEPS + 2 * num_rows
 
 
 def tree(config: Config) -> Curve:
