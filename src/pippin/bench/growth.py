@@ -80,6 +80,7 @@ class DecodeGrowth:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
+        self._read: dict[tuple[int, ...], list[str]] = {}
 
     def batch(self) -> Curve:
         points = [(float(n), self._step_ms([SHORT_CONTEXT] * n)) for n in BATCHES]
@@ -111,12 +112,18 @@ class DecodeGrowth:
 
     def _step_ms(self, contexts: Sequence[int]) -> float:
         say(f"decode: {len(contexts)} rows, the longest of {max(contexts):,} tokens")
-        prompts = prompts_for(self._llm, "growth")
-        texts = [prompts.text(length) for length in contexts]
-        generate(self._llm, texts, max_tokens=1)
+        texts = self._texts(tuple(contexts))
         begun = last_step(self._llm)
         generate(self._llm, texts, max_tokens=_num_generated(len(contexts)))
         return decode_step_seconds(self._llm, len(contexts), since_step=begun + 1) * 1e3
+
+    def _texts(self, contexts: tuple[int, ...]) -> list[str]:
+        """Prompts of these lengths, the same each time; read into the cache the first time."""
+        if contexts not in self._read:
+            prompts = prompts_for(self._llm, "growth")
+            self._read[contexts] = [prompts.text(length) for length in contexts]
+            generate(self._llm, self._read[contexts], max_tokens=1)
+        return self._read[contexts]
 
 
 def _num_generated(num_rows: int) -> int:
