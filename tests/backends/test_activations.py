@@ -63,7 +63,7 @@ def test_the_drop_ins_agree_with_mlx(
 
 def test_a_large_input_passes_through_or_is_silenced() -> None:
     x = mx.array([-1e4, -40.0, 40.0, 1e4], dtype=mx.float32)
-    np.testing.assert_allclose(np.array(silu(x)), [0, 0, 40, 1e4], rtol=3e-7, atol=1e-3)
+    np.testing.assert_allclose(np.array(silu(x)), [0, 0, 40, 1e4], rtol=3e-7, atol=5e-3)
 
 
 @pytest.mark.parametrize("masked", [-np.inf, float(np.finfo(np.float32).min), -1e9])
