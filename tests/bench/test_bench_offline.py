@@ -118,13 +118,13 @@ def _both(pairs: dict[str, list[float]]) -> tuple[list[float], list[float]]:
 
 def test_the_overlap_table_says_whether_targets_are_met() -> None:
     rates, steps = Pairs([110.0, 99.0, 120.0], [100.0] * 3), Pairs([0.9], [1.0])
-    outcome = Outcome(8, 128, rates, steps, Account(0.04, 0.9, 0.002), Account(0.2, 0.0, 0.002))
+    outcome = Outcome(8, 128, rates, steps, Account(0.04, 0.9, 0.3), Account(0.2, 0.0, 0.4))
     (table,) = overlap_summary(outcome, []).tables
-    throughput, step, idle, hidden, host = table.rows
+    throughput, step, idle, host, hidden = table.rows
     assert throughput[1:] == ("110", "100", "1.100x", "1.045-1.150", "at least 1.00x: met")
     assert step[1:4] == ("900", "1,000", "0.900x")
     assert (idle[1], idle[2], idle[-1]) == ("4.0%", "20.0%", "at most 5%: met")
-    assert (hidden[1], host[1]) == ("90%", "2.00")
+    assert (host[1], host[2], hidden[1]) == ("300", "400", "25%")
 
 
 def test_the_cost_of_the_cache_is_measured_on_new_prompts() -> None:
