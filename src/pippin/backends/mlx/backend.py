@@ -265,7 +265,10 @@ class MLXBackend:
     def _decode(self, step: MLXPending, rows: DecodeRows, decodes: Sequence[DecodeRow]) -> None:
         joining = [d.slot for d in decodes if d.slot not in self._rows]
         self._rows |= dict.fromkeys(joining, rows)
-        rows.join([(slot, self._prompts.pop(slot)) for slot in joining])
+        rows.join(
+            [(slot, self._prompts.pop(slot)) for slot in joining],
+            {slot: self._admitted[slot].prompt for slot in joining},
+        )
         slots, logits = rows.advance(
             [d.slot for d in decodes], self._future_map.resolve, self._decode_forward
         )

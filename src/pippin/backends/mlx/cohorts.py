@@ -2,6 +2,9 @@
 
 A cohort's arrays are immutable. Rows in it may be shorter than its longest one; the columns past
 a row's own length are padding that its mask hides. Windowed layers store only the last window.
+What all rows of a cohort begin with may be held once, for layers without a window:
+
+    keys of one line:   [ shared: one for all lines | the line's own columns | padding ]
 """
 
 from __future__ import annotations
@@ -12,12 +15,11 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.grouping import Group
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.packing import KV
 from pippin.backends.mlx.row_views import CohortShape, Tree
 from pippin.types import GRID
-
-GROUP_COST_TOKENS = 256  # one more group costs a step about as much as this many padded tokens
 
 
 @dataclass
@@ -26,6 +28,7 @@ class Cohort:
     lengths: list[int]  # tokens of each line, counted from the start of its sequence
     stored: list[dict[int, int]]  # by line, by leaf: columns of the arrays that are the line's own
     kv: dict[int, KV]  # by leaf: [lines, heads, columns, dim]
+    shared: dict[int, KV] = field(default_factory=dict)  # by leaf: [1, heads, shared tokens, dim]
     _view: tuple[CohortShape, Tree] | None = field(default=None, repr=False)
 
     @classmethod
@@ -59,122 +62,129 @@ class Cohort:
             full = tuple(bool((s == c).all()) for s, c in zip(stored, columns, strict=True))
             tree = {
                 "kv": [list(self.kv[leaf]) for leaf in layout.kv_indices],
+                "shared": [list(self.shared.get(leaf, ())) for leaf in layout.kv_indices],
                 "lines": mx.array(np.maximum(np.array(self.indices, np.int32), 0)),
                 "lengths": mx.array(np.array(self.lengths, np.int32)),
                 "stored": [mx.array(column) for column in stored],
             }
-            self._view = CohortShape(len(self.indices), columns, full), tree
+            shared = tuple(self.num_shared(leaf) for leaf in leaves)
+            self._view = CohortShape(len(self.indices), columns, full, shared), tree
         return self._view
 
     def columns(self, leaf: int) -> int:
         return int(self.kv[leaf][0].shape[2])
 
+    def num_shared(self, leaf: int) -> int:
+        return int(self.shared[leaf][0].shape[2]) if leaf in self.shared else 0
+
     def main_of(self, index: int, leaf: int) -> KV:
+        """What a row held when the cohort was built: [1, heads, tokens, dim]."""
         line = self.indices.index(index)
-        n = self.stored[line][leaf]
-        keys, values = self.kv[leaf]
-        return keys[line : line + 1, :, :n], values[line : line + 1, :, :n]
+        return self._side_of(line, leaf, 0), self._side_of(line, leaf, 1)
+
+    def _side_of(self, line: int, leaf: int, side: int) -> mx.array:
+        own = self.kv[leaf][side][line : line + 1, :, : self.stored[line][leaf]]
+        if leaf not in self.shared:
+            return own
+        return mx.concatenate([self.shared[leaf][side], own], axis=2)
+
+    def arrays(self) -> list[mx.array]:
+        pairs = (*self.kv.values(), *self.shared.values())
+        return [array for pair in pairs for array in pair]
 
 
-def group_by_length(lengths: Mapping[int, int]) -> list[list[int]]:
-    """Partition rows so that padding plus the cost of having groups is least.
+@dataclass(frozen=True)
+class Held:
+    """What rows hold before they are regrouped."""
 
-    Rows are sorted by length, so groups are runs; the best partition of the first j rows ends in a
-    run i..j for the cheapest i.
-    """
-    order = sorted(lengths, key=lambda index: lengths[index])
-    sizes = [lengths[index] for index in order]
-    best: list[tuple[float, int]] = [(0.0, 0)]
-    for j in range(1, len(order) + 1):
-        best.append(
-            min((best[i][0] + (j - i) * sizes[j - 1] + GROUP_COST_TOKENS, i) for i in range(j))
-        )
-    groups: list[list[int]] = []
-    j = len(order)
-    while j > 0:
-        i = best[j][1]
-        groups.append(sorted(order[i:j]))
-        j = i
-    return groups[::-1]
+    home: Mapping[int, tuple[Cohort, int]]  # by row: its cohort, and its line there
+    tails: Mapping[int, KV]
+    written: np.ndarray  # bool [width, GRID]
 
 
 def regroup(
     layout: Layout,
-    groups: Sequence[Sequence[int]],
+    groups: Sequence[Group],
     cohorts: Sequence[Cohort],
     tails: Mapping[int, KV],
     written: np.ndarray,
 ) -> list[Cohort]:
     """New cohorts, one per group, each holding what its rows had in main and tail.
 
-    A group may hold -1 for a line that pads it; such a line repeats the group's first row.
+    A line that pads a group repeats the group's first row.
     """
     if not tails:
         return []
     home = {index: (c, line) for c in cohorts for line, index in enumerate(c.indices) if index >= 0}
-    return [_build(layout, group, home, tails, written) for group in groups]
+    return [_build(layout, group, Held(home, tails, written)) for group in groups]
 
 
-def _build(
-    layout: Layout,
-    group: Sequence[int],
-    home: Mapping[int, tuple[Cohort, int]],
-    tails: Mapping[int, KV],
-    written: np.ndarray,
-) -> Cohort:
-    indices = list(group)
-    first = next(index for index in indices if index >= 0)
-    group = [first if index < 0 else index for index in indices]
-    stored: list[dict[int, int]] = [{} for _ in group]
-    lengths = [home[i][0].lengths[home[i][1]] + int(written[i].sum()) for i in group]
-    kv = {}
-    for leaf in tails:
+def _build(layout: Layout, group: Group, held: Held) -> Cohort:
+    first = next(index for index in group.indices if index >= 0)
+    rows = [first if index < 0 else index for index in group.indices]
+    homes = [held.home[index] for index in rows]
+    new = [int(held.written[index].sum()) for index in rows]
+    lengths = [c.lengths[line] + n for (c, line), n in zip(homes, new, strict=True)]
+    stored: list[dict[int, int]] = [{} for _ in rows]
+    kv, shared = {}, {}
+    for leaf in held.tails:
         window = layout.leaves[leaf].window
-        for line, index in enumerate(group):
-            cohort, old_line = home[index]
-            n = cohort.stored[old_line][leaf] + int(written[index].sum())
-            stored[line][leaf] = n if window is None else min(n, window)
-        kv[leaf] = _gather(leaf, group, home, tails[leaf], written, [s[leaf] for s in stored])
-    return Cohort(indices, lengths, stored, kv)
+        num_shared = group.num_shared if window is None else 0
+        for own, (c, line), n in zip(stored, homes, new, strict=True):
+            tokens = c.num_shared(leaf) + c.stored[line][leaf] + n
+            own[leaf] = tokens - num_shared if window is None else min(tokens, window)
+        kv[leaf] = _gather(leaf, rows, held, num_shared, [own[leaf] for own in stored])
+        if num_shared:
+            shared[leaf] = _share(leaf, *homes[0], num_shared)
+    return Cohort(list(group.indices), lengths, stored, kv, shared)
+
+
+def _share(leaf: int, cohort: Cohort, line: int, num_shared: int) -> KV:
+    """The first tokens of one line; the very arrays where the cohort already shares so many."""
+    if cohort.num_shared(leaf) == num_shared:
+        return cohort.shared[leaf]
+    keys, values = cohort.main_of(cohort.indices[line], leaf)
+    return mx.contiguous(keys[:, :, :num_shared]), mx.contiguous(values[:, :, :num_shared])
 
 
 def _gather(
-    leaf: int,
-    group: Sequence[int],
-    home: Mapping[int, tuple[Cohort, int]],
-    tail: KV,
-    written: np.ndarray,
-    stored: Sequence[int],
+    leaf: int, rows: Sequence[int], held: Held, num_shared: int, stored: Sequence[int]
 ) -> KV:
     """Lines of the new array, cohort by cohort: [main | tail] of each, its own columns picked."""
     columns = -(-max(stored) // GRID) * GRID
     parts: list[tuple[list[int], KV]] = []
     sources: dict[int, tuple[Cohort, list[int]]] = {}
-    for line, index in enumerate(group):
-        cohort = home[index][0]
+    for line, index in enumerate(rows):
+        cohort = held.home[index][0]
         sources.setdefault(id(cohort), (cohort, []))[1].append(line)
     for cohort, lines in sources.values():
-        main_columns = cohort.columns(leaf)
+        lead = max(cohort.num_shared(leaf) - num_shared, 0)  # no longer shared: the lines' own
+        tail_at = lead + cohort.columns(leaf)
         pick = np.zeros((len(lines), 1, columns, 1), dtype=np.int32)
         for place, line in enumerate(lines):
-            index = group[line]
-            own = np.arange(cohort.stored[home[index][1]][leaf])
-            new = main_columns + np.flatnonzero(written[index])
+            index = rows[line]
+            own = np.arange(lead + cohort.stored[held.home[index][1]][leaf])
+            new = tail_at + np.flatnonzero(held.written[index])
             pick[place, 0, : stored[line], 0] = np.concatenate([own, new])[-stored[line] :]
-        old_lines = [home[group[line]][1] for line in lines]
-        rows = [group[line] for line in lines]
+        old_lines = [held.home[rows[line]][1] for line in lines]
+        at_rows = [rows[line] for line in lines]
         at = mx.array(pick)
-        picked = tuple(
+        keys, values = (
             mx.take_along_axis(
                 mx.concatenate(
-                    [_lines(cohort.kv[leaf][side], old_lines), _lines(tail[side], rows)], axis=2
+                    [
+                        *_no_longer_shared(cohort, leaf, side, num_shared, len(lines)),
+                        _lines(cohort.kv[leaf][side], old_lines),
+                        _lines(held.tails[leaf][side], at_rows),
+                    ],
+                    axis=2,
                 ),
                 at,
                 axis=2,
             )
             for side in (0, 1)
         )
-        parts.append((lines, (picked[0], picked[1])))
+        parts.append((lines, (keys, values)))
     if len(parts) == 1:
         return parts[0][1]
     order = np.argsort(np.concatenate([lines for lines, _ in parts])).astype(np.int32)
@@ -183,6 +193,15 @@ def _gather(
         for side in (0, 1)
     )
     return keys, values
+
+
+def _no_longer_shared(
+    cohort: Cohort, leaf: int, side: int, num_shared: int, num_lines: int
+) -> list[mx.array]:
+    if cohort.num_shared(leaf) <= num_shared:
+        return []
+    rest = cohort.shared[leaf][side][:, :, num_shared:]
+    return [mx.broadcast_to(rest, (num_lines, *rest.shape[1:]))]
 
 
 def _lines(array: mx.array, lines: Sequence[int]) -> mx.array:

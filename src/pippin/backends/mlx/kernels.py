@@ -20,6 +20,8 @@ from pathlib import Path
 from pippin.backends.mlx.blas import compile_available
 from pippin.backends.mlx.load import LoadedModel, on_cpu
 
+STEP_FORMS = 2  # raised whenever a step needs kernels that warm.py did not build before
+
 
 def kernel_dir() -> Path:
     """Where mlx keeps the kernels that it builds for CPUs."""
@@ -28,7 +30,7 @@ def kernel_dir() -> Path:
 
 def marker_path(loaded: LoadedModel) -> Path:
     """Exists once every kernel of this model's decode step has been built."""
-    facts = repr((type(loaded.model).__module__, loaded.layout))
+    facts = repr((STEP_FORMS, type(loaded.model).__module__, loaded.layout))
     return kernel_dir() / f"pippin-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
 

@@ -1,7 +1,7 @@
-"""What a model sees of the decode rows in one step: cache views, masks and split attention.
+"""What a model sees of the decode rows in one step: cache views and masks.
 
-Scores over main and tail are concatenated before the softmax; keys and values never are. A model
-that attends in its own way gets one concatenated KV instead: right, but slower.
+Attention reads main and tail where they lie (split_attention.py). A model that attends in its own
+way gets one concatenated KV instead: right, but slower.
 
 A step is a tree of arrays and a few host facts (`StepShape`). Steps of equal shape build the same
 graph, so that the graph can be compiled once; nothing here reads a value back.
@@ -16,6 +16,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.split_attention import (
+    attend,
+    attend_shared,
+    shared_mask,
+    shared_scores,
+    softmax,
+)
 from pippin.types import GRID
 
 Tree = dict[str, Any]
@@ -33,6 +40,7 @@ class CohortShape:
     num_lines: int
     columns: tuple[int, ...]  # by window class of the layout
     full: tuple[bool, ...]  # by window class: every line fills every column
+    shared: tuple[int, ...]  # by window class: tokens before the columns, held once for all lines
 
 
 @dataclass(frozen=True)
@@ -54,8 +62,9 @@ class DecodeStep:
     order    int32 [width]        each row's line among all cohorts' lines; a blank one comes last
     tails    [keys, values] by KV leaf: [width, heads, GRID, dim]
     states   entries by state leaf: [width, ...]
-    cohorts  kv by KV leaf: [lines, heads, columns, dim]; lines: the row of each line;
-             lengths: its tokens; stored: by window class, how many of them are in the columns
+    cohorts  kv by KV leaf: [lines, heads, columns, dim]; shared likewise: [1, heads, tokens, dim],
+             or empty; lines: the row of each line; lengths: its tokens;
+             stored: by window class, how many of them are in the columns
     """
 
     def __init__(self, layout: Layout, shape: StepShape, tree: Tree) -> None:
@@ -83,6 +92,18 @@ class DecodeStep:
             self._main_masks[key] = self._build_main_mask(number, leaf, window)
         return self._main_masks[key]
 
+    def shared_mask(self, number: int, num_shared: int, window: int | None) -> mx.array | None:
+        """As `attend_shared` has its scores, or None where every line sees all of them."""
+        if window is None:
+            return None
+        key = (number, "shared", window)
+        if key not in self._main_masks:
+            lines = self.tree["cohorts"][number]["lines"]
+            position = mx.take(self.tree["offset"], lines)[:, None]
+            visible = mx.arange(num_shared)[None] > position - window
+            self._main_masks[key] = shared_mask(visible)
+        return self._main_masks[key]
+
     def _build_main_mask(self, number: int, leaf: Leaf, window: int | None) -> mx.array | None:
         place = self.layout.window_classes.index(leaf.window)
         shape, cohort = self.shape.cohorts[number], self.tree["cohorts"][number]
@@ -107,6 +128,7 @@ class RowKV:
         self.offset = step.tree["offset"]
         self.tail: list[mx.array] = list(step.tree["tails"][place])
         self._mains = [cohort["kv"][place] for cohort in step.tree["cohorts"]]
+        self._shared = [cohort["shared"][place] for cohort in step.tree["cohorts"]]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         at = self.step.tree["cursor"]
@@ -130,7 +152,7 @@ class RowKV:
     def attend(
         self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
-        """softmax(q [main | tail]^T) [main | tail] without joining main and tail."""
+        """softmax(q [shared | main | tail]^T) [shared | main | tail] without joining them."""
         step = self.step
         width, q_heads, _, dim = queries.shape
         kv_heads = self.tail[0].shape[1]
@@ -141,14 +163,10 @@ class RowKV:
         tail_scores = mx.where(step.tail_mask(window), tail_scores, blocked)
         sink = None if sinks is None else sinks.astype(q.dtype).reshape(1, kv_heads, repeats, 1)
         if not self._mains:
-            weights = _softmax([tail_scores], sink)
-            out = weights @ self.tail[1]
+            out = softmax([tail_scores], sink) @ self.tail[1]
         elif step.shape.aligned:
-            scores = self._main_scores(0, q, window, blocked)
-            columns = scores.shape[-1]
-            weights = _softmax([scores, tail_scores], sink)
-            out = weights[..., :columns] @ self._mains[0][1]
-            out = out + weights[..., columns:] @ self.tail[1]
+            out, weights = self._attend_cohort(0, q, tail_scores, sink, window, blocked)
+            out = out + weights @ self.tail[1]
         else:
             out = self._attend_cohorts(q, tail_scores, sink, window, blocked)
         return out.reshape(width, q_heads, 1, out.shape[-1])
@@ -161,24 +179,34 @@ class RowKV:
         window: int | None,
         blocked: mx.array,
     ) -> mx.array:
-        tree = self.step.tree
         outs, tail_weights = [], []
-        for number, (_, values) in enumerate(self._mains):
-            lines = tree["cohorts"][number]["lines"]
-            scores = self._main_scores(number, mx.take(q, lines, axis=0), window, blocked)
-            columns = scores.shape[-1]
-            weights = _softmax([scores, mx.take(tail_scores, lines, axis=0)], sink)
-            outs.append(weights[..., :columns] @ values)
-            tail_weights.append(weights[..., columns:])
+        for number, cohort in enumerate(self.step.tree["cohorts"]):
+            lines = cohort["lines"]
+            own_q, own_tail = mx.take(q, lines, axis=0), mx.take(tail_scores, lines, axis=0)
+            out, weights = self._attend_cohort(number, own_q, own_tail, sink, window, blocked)
+            outs.append(out)
+            tail_weights.append(weights)
         out = self._in_row_order(outs)
         return out + self._in_row_order(tail_weights) @ self.tail[1]
 
-    def _main_scores(
-        self, number: int, q: mx.array, window: int | None, blocked: mx.array
-    ) -> mx.array:
-        scores = q @ self._mains[number][0].swapaxes(-1, -2)
+    def _attend_cohort(
+        self,
+        number: int,
+        q: mx.array,
+        tail_scores: mx.array,
+        sink: mx.array | None,
+        window: int | None,
+        blocked: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        """What the cohort's lines get from all but the tail, and how they weigh the tail."""
+        (keys, values), shared = self._mains[number], self._shared[number]
         mask = self.step.main_mask(number, self.leaf, window)
-        return scores if mask is None else mx.where(mask, scores, blocked)
+        scores = _masked(q @ keys.swapaxes(-1, -2), mask, blocked)
+        if not shared:
+            return attend(scores, tail_scores, values, sink)
+        mask = self.step.shared_mask(number, shared[0].shape[2], window)
+        together = _masked(shared_scores(q, shared[0]), mask, blocked)
+        return attend_shared(together, scores, tail_scores, shared[1], values, sink)
 
     def _in_row_order(self, lines: list[mx.array]) -> mx.array:
         blank = mx.zeros_like(lines[0][:1])  # for rows that nobody holds
@@ -224,13 +252,8 @@ class StepViews:
         self.caches = step.layout.nest([next(states if leaf.is_state else kv) for leaf in leaves])
 
 
-def _softmax(scores: list[mx.array], sink: mx.array | None) -> mx.array:
-    """Over all pieces together; a sink takes weight but gives no value."""
-    if sink is not None:
-        scores = [*scores, mx.broadcast_to(sink, (*scores[0].shape[:-1], 1))]
-    joined = scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1)
-    weights = mx.softmax(joined, axis=-1, precise=True)
-    return weights if sink is None else weights[..., :-1]
+def _masked(scores: mx.array, visible: mx.array | None, blocked: mx.array) -> mx.array:
+    return scores if visible is None else mx.where(visible, scores, blocked)
 
 
 def _pad(array: mx.array, columns: int) -> mx.array:

@@ -8,19 +8,21 @@ whose mains were built together form a cohort, one array [rows, heads, tokens, d
 request joins as a cohort of its own, without a copy of anybody's KV, and leaves by being forgotten.
 Only the *tail* is written: one column for all rows, at a cursor they share. When the cursor reaches
 the end, every 64 steps, tails move into new mains, and rows are regrouped by length so that a
-step costs what the rows' real lengths cost, not rows x longest.
+step costs what the rows' real lengths cost, not rows x longest. Rows whose prompts begin alike may
+then hold that beginning once (cohorts.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.mlx.cohorts import Cohort, group_by_length, regroup
+from pippin.backends.mlx.cohorts import Cohort, regroup
 from pippin.backends.mlx.decode_forward import DecodeForward
+from pippin.backends.mlx.grouping import Group, group_rows
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.packing import KV
 from pippin.backends.mlx.prefill import PromptState
@@ -43,6 +45,7 @@ class Row:
     slot: int
     index: int
     length: int
+    prompt: np.ndarray | None = None  # int32, where the row may share what others begin with
     parked: dict[int, list[mx.array]] | None = None  # its state, while steps pass it over
 
 
@@ -65,8 +68,12 @@ class DecodeRows:
 
     # ---- joining and leaving ---------------------------------------------------------------
 
-    def join(self, joining: Sequence[tuple[int, PromptState]]) -> None:
-        """Take in finished prompts, one cohort each."""
+    def join(
+        self,
+        joining: Sequence[tuple[int, PromptState]],
+        prompts: Mapping[int, np.ndarray] | None = None,
+    ) -> None:
+        """Take in finished prompts, one cohort each; `prompts`: their tokens by slot, to share."""
         if not joining:
             return
         self._steps_since_join = 0
@@ -74,7 +81,8 @@ class DecodeRows:
         taken = {row.index for row in self.rows.values()}
         free = [index for index in range(self.width) if index not in taken]
         for (slot, prompt), index in zip(joining, free, strict=False):
-            self.rows[slot] = Row(slot, index, prompt.length)
+            tokens = prompts.get(slot) if prompts and self.layout.splits else None
+            self.rows[slot] = Row(slot, index, prompt.length, tokens)
             self._written[index] = False
             self._put_state(index, prompt.states)
             if prompt.kv:
@@ -168,8 +176,12 @@ class DecodeRows:
         self._steps_since_join += 1
         if self._steps_since_join != SETTLED_STEPS or len(self.cohorts) < 2:
             return False
-        lengths = {row.index: row.length for row in self.rows.values()}
-        return len(group_by_length(lengths)) < len(self.cohorts)
+        return len(self._groups()) < len(self.cohorts)
+
+    def _groups(self) -> list[Group]:
+        rows = self.rows.values()
+        prompts = {row.index: row.prompt for row in rows if row.prompt is not None}
+        return group_rows({row.index: row.length for row in rows}, prompts)
 
     def _aligned(self) -> bool:
         if len(self.cohorts) != 1 or len(self.cohorts[0].indices) != self.width:
@@ -189,7 +201,7 @@ class DecodeRows:
         flat = [array for pair in self.tails.values() for array in pair]
         flat += [array for entries in self.states.values() for array in entries]
         for cohort in self.cohorts:
-            flat += [array for pair in cohort.kv.values() for array in pair]
+            flat += cohort.arrays()
         return flat
 
     # ---- inside ----------------------------------------------------------------------------
@@ -217,10 +229,11 @@ class DecodeRows:
         wanted = width_for(len(self.rows))
         if wanted < self.width:
             self._narrow(wanted)
-        lengths = {row.index: row.length for row in self.rows.values()}
-        groups = group_by_length(lengths)
+        groups = self._groups()
         if len(groups) == 1:  # a line for every row: the step gathers nothing
-            groups = [[index if index in lengths else -1 for index in range(self.width)]]
+            held = {row.index for row in self.rows.values()}
+            lines = [index if index in held else -1 for index in range(self.width)]
+            groups = [replace(groups[0], indices=lines)]
         self.cohorts = regroup(self.layout, groups, self.cohorts, self.tails, self._written)
         self._written[:] = False
         self.cursor = 0
