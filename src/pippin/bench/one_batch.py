@@ -66,7 +66,7 @@ def one_batch(
         for batch in batches:
             say(f"batch of {batch}")
             timings.append(_time_batch(llm, batch, input_len, output_len, repeats))
-        chunk = min(llm.prefill_tokens, input_len)
+        chunks = [min(llm.prefill_tokens, batch * input_len) for batch in batches]
         ceilings = _find_ceilings(llm.config)
     memory = 0.0
     if ceilings is None:
@@ -74,8 +74,11 @@ def one_batch(
     else:
         say("measuring what the machine allows")
         memory = ceilings.memory_bytes_per_second()
-        timings = [_with_ceilings(timing, ceilings, chunk, memory) for timing in timings]
-        notes.append(_describe(ceilings, chunk, memory))
+        timings = [
+            _with_ceilings(timing, ceilings, chunk, memory)
+            for timing, chunk in zip(timings, chunks, strict=True)
+        ]
+        notes.append(_describe(ceilings, max(chunks), memory))
     settings = {"input": input_len, "output": output_len, "memory_bytes_per_second": memory}
     return summarize(timings, settings, notes)
 
