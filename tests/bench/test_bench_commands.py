@@ -96,7 +96,7 @@ def test_every_offline_benchmark_draws_what_it_measured(
     measured = {
         "one-batch": lambda: [t["decode_tokens_per_second"] for t in data["timings"]],
         "overlap": lambda: data["tokens_per_second"]["tried"],
-        "prefix": lambda: [a / b for a, b in zip(*_sides(data["cost"]["ttft"]), strict=True)],
+        "prefix": lambda: [(r - 1) * 100 for r in _ratios(data["cost"]["ttft"])],
         "growth": lambda: [y for _, y in data["requests"]],
     }[argv[0]]()
     assert len(measured) == 2
@@ -104,8 +104,8 @@ def test_every_offline_benchmark_draws_what_it_measured(
         assert (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}") in shown
 
 
-def _sides(pairs: dict[str, list[float]]) -> tuple[list[float], list[float]]:
-    return pairs["tried"], pairs["base"]
+def _ratios(pairs: dict[str, list[float]]) -> list[float]:
+    return [tried / base for tried, base in zip(pairs["tried"], pairs["base"], strict=True)]
 
 
 def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:

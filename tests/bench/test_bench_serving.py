@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import sys
 from pathlib import Path
@@ -41,7 +42,8 @@ def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) 
         for scenario in scenarios.SCENARIOS:
             numbers = asyncio.run(scenario.run(client, Prompts(scenario.name)))
             assert set(numbers) >= {measure.name for measure in scenario.measures}
-            assert numbers[scenario.measures[0].name] > 0, scenario.name
+            lead = numbers[scenario.measures[0].name]  # not a number: all came in one piece
+            assert lead > 0 or math.isnan(lead), scenario.name
         status = httpx.get(f"{target.url}/status").json()
         assert status["running"] == 0  # the streams that were hung up on have ended
     with pytest.raises(httpx.ConnectError):
@@ -83,7 +85,7 @@ def test_the_prefix_report_shows_shares_and_cost() -> None:
     assert cost.rows[0][3:] == ("+3.0%", "+2.0% to +201.5%", "at most +3%: met")
     svg = draw(report.charts)
     assert "10% (200 of 2,000 ms)" in svg
-    assert "the median is 1.030" in svg
+    assert "the median is +3.0%" in svg
 
 
 def test_the_cost_alone_has_a_plot_too() -> None:

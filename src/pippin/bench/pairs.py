@@ -38,6 +38,12 @@ class Pairs:
         """Half of the ratios lie between these."""
         return percentile(self.ratios, 0.25), percentile(self.ratios, 0.75)
 
+    @property
+    def extra_percent(self) -> dict[str, list[tuple[float, float]]]:
+        """A named curve: how much more the tried way was than the base, pair by pair."""
+        name = f"each pair; the median is {self.ratio - 1:+.1%}"
+        return {name: [(float(i), (r - 1) * 100) for i, r in enumerate(self.ratios, start=1)]}
+
     def as_dict(self) -> dict[str, object]:
         return {
             "tried": self.tried,

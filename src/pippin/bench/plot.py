@@ -28,7 +28,7 @@ TITLE_HEIGHT = 34
 LEGEND_HEIGHT = 30
 AXIS_HEIGHT = 44
 FONT = 'font-family="Helvetica,Arial,DejaVu Sans,sans-serif" font-size="12" fill="#24292f"'
-LABELLED_POINTS = 10  # a curve with more has no room for numbers
+LABELLED_POINTS = 12  # a curve with more has no room for numbers
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ async def streams(client: Client, prompts: Prompts, num_streams: int) -> Numbers
     seconds = max(reply.last for reply in replies) - min(reply.first for reply in replies)
     num_tokens = sum(reply.num_tokens - 1 for reply in replies)
     gaps = [gap for reply in replies for gap in reply.gaps()]
-    return {"decode": num_tokens / seconds, "gap p99": percentile(gaps, 0.99) * 1e3}
+    return {"decode": ratio(num_tokens, seconds), "gap p99": percentile(gaps, 0.99) * 1e3}
 
 
 @dataclass(frozen=True)
