@@ -27,7 +27,7 @@ _LIMIT = 87.0
 _FAINT = 1e-30
 # tanh(h) = h P(h^2) / Q(h^2) for |h| < 7.9, lowest power first, as in Eigen; here in x = 2 h, and
 # P halved.
-_TANH_ODD = tuple(
+_TANH_ODD: tuple[float, ...] = tuple(
     coefficient / 4 ** (power + 1)
     for power, coefficient in enumerate(
         (
@@ -41,7 +41,7 @@ _TANH_ODD = tuple(
         )
     )
 )
-_TANH_EVEN = tuple(
+_TANH_EVEN: tuple[float, ...] = tuple(
     coefficient / 4**power
     for power, coefficient in enumerate(
         (4.89352518554385e-03, 2.26843463243900e-03, 1.18534705686654e-04, 1.19825839466702e-06)

@@ -26,6 +26,7 @@ from pippin.backends.mlx.results import SampledRows
 from pippin.backends.mlx.rows import DecodeRows
 from pippin.backends.mlx.sampler import Logprobs, Sampler, SampleRow
 from pippin.backends.mlx.state_taps import StateTaps
+from pippin.backends.mlx.stream_clock import find_stream_clock
 from pippin.types import Component, ModelSpec, Payload
 
 KV_COMPONENTS = (Component.ATTENTION, Component.WINDOW)
@@ -56,6 +57,7 @@ class MLXBackend:
             loaded.forward,
             compiled=(lambda: False) if deterministic else self._kernels.ready,
         )
+        self._clock = find_stream_clock()
         self._prompts: dict[int, PromptState] = {}  # slots that have not decoded yet
         self._admitted: dict[int, Admit] = {}
         self._prompt_logprobs: dict[int, list[Logprobs]] = {}
@@ -87,7 +89,7 @@ class MLXBackend:
         return backend
 
     def launch(self, plan: StepPlan) -> MLXPending:
-        step = MLXPending(plan, self._sample_rows, self._num_top_logprobs)
+        step = MLXPending(plan, self._sample_rows, self._num_top_logprobs, self._clock)
         for retire in plan.retire:
             self._retire(step, retire)
         for admit in plan.admit:
@@ -107,6 +109,9 @@ class MLXBackend:
 
     def close(self) -> None:
         self._kernels.close()
+        if self._clock is not None:
+            self._clock.close()
+            self._clock = None
         self._rows.clear()
         self._shared_rows = DecodeRows(self._loaded.layout)
         self._prompts.clear()

@@ -1,7 +1,4 @@
-"""A depthwise causal Conv1d as shifted multiply-adds, for CPUs; knows no model.
-
-mlx's own takes the general road on a CPU; a kernel of four taps is four passes over the input.
-"""
+"""A depthwise causal Conv1d as shifted multiply-adds; knows no model."""
 
 from __future__ import annotations
 
@@ -11,33 +8,35 @@ from mlx.nn.layers.convolution import Conv1d
 from pippin.backends.mlx.taps import record_conv_input
 
 
-def depthwise_conv1d(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> mx.array:
-    """x [B, T + K - 1, C], weight [C, K, 1], bias [C] -> [B, T, C]."""
-    channels, num_taps, _ = weight.shape
-    taps = mx.contiguous(weight.reshape(channels, num_taps).T)
+def depthwise_conv1d(x: mx.array, taps: mx.array, bias: mx.array | None = None) -> mx.array:
+    """x [B, T + K - 1, C], taps [K, C], bias [C] -> [B, T, C]."""
+    num_taps = taps.shape[0]
     num_out = x.shape[1] - num_taps + 1
-    if num_out == 1:
-        y = (x * taps).sum(axis=1, keepdims=True)
-    else:
-        y = x[:, :num_out] * taps[0]
-        for tap in range(1, num_taps):
-            y = y + x[:, tap : tap + num_out] * taps[tap]
+    y = x[:, :num_out] * taps[0]
+    for tap in range(1, num_taps):
+        y = y + x[:, tap : tap + num_out] * taps[tap]
     return y if bias is None else y + bias
 
 
 class ShiftConv1d(Conv1d):
-    """An `nn.Conv1d` made over in place; see `use_shift_conv1d`."""
+    """For CPUs. mlx's own takes the general road; four taps are four passes over the input."""
 
     def __call__(self, x: mx.array) -> mx.array:
         record_conv_input(x)
-        return depthwise_conv1d(x, self.weight, self.get("bias"))
+        bias = self.get("bias")
+        if x.shape[1] == self._taps.shape[0]:  # one token: two operations, uncompiled too
+            y: mx.array = (x * self._taps).sum(axis=1, keepdims=True)
+            return y if bias is None else y + bias
+        return depthwise_conv1d(x, self._taps, bias)
 
 
-class TappedConv1d(Conv1d):
-    """mlx's own convolution, with its input recorded; for GPUs."""
+class OneTokenShiftConv1d(Conv1d):
+    """For GPUs. One token's multiply-adds are compiled into one kernel with what follows them."""
 
     def __call__(self, x: mx.array) -> mx.array:
         record_conv_input(x)
+        if x.shape[1] == self._taps.shape[0]:
+            return depthwise_conv1d(x, self._taps, self.get("bias"))
         y: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
         return y
 
@@ -49,9 +48,7 @@ def is_depthwise(conv: Conv1d) -> bool:
     return bool(depthwise and conv.stride == 1 and conv.padding == 0 and conv.dilation == 1)
 
 
-def use_shift_conv1d(conv: Conv1d) -> bool:
-    """Make `conv` a `ShiftConv1d` if it is depthwise with unit steps; say whether it was done."""
-    if is_depthwise(conv):
-        conv.__class__ = ShiftConv1d
-        return True
-    return False
+def use_shift_conv1d(conv: Conv1d, *, cpu: bool) -> None:
+    """Make a depthwise `conv` over in place."""
+    conv._taps = mx.contiguous(conv.weight[:, :, 0].T)  # not a parameter: its name begins with _
+    conv.__class__ = ShiftConv1d if cpu else OneTokenShiftConv1d

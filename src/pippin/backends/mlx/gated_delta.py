@@ -25,6 +25,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
 
+from pippin.backends.mlx import gated_delta_cuda
 from pippin.backends.mlx.blocks import decay_matrix, drop_faint, join_blocks, split_blocks
 from pippin.backends.mlx.taps import ColumnMajor, record_block_states
 from pippin.backends.mlx.triangular import stack_lower, unit_lower_inverse
@@ -49,6 +50,15 @@ def gated_delta_update(
 
     Masked tokens leave the state alone; their outputs are finite and mean nothing.
     """
+    if state is None:
+        state = mx.zeros((q.shape[0], *v.shape[-2:], q.shape[-1]), dtype=mx.float32)
+    largest_beta = 2 if allow_neg_eigval else 1
+    if mask is None and lower_bound is None and gated_delta_cuda.takes(k, v, a):
+        y, state = gated_delta_cuda.gated_delta_step_cuda(
+            q, k, v, a, b, A_log, dt_bias, state, largest_beta=largest_beta
+        )
+        record_block_states([state])
+        return y, state
     beta = mx.sigmoid(b)
     if allow_neg_eigval:
         beta = beta * 2.0
@@ -56,8 +66,6 @@ def gated_delta_update(
         g = compute_g(A_log, a, dt_bias)
     else:
         g = compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
-    if state is None:
-        state = mx.zeros((q.shape[0], *v.shape[-2:], q.shape[-1]), dtype=mx.float32)
     if q.shape[1] == 1:
         y, state = gated_delta_step(q, k, v, g, beta, state, mask)
         record_block_states([state])

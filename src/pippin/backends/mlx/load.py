@@ -25,6 +25,7 @@ from pippin.backends.mlx.linear import Shape, choose_rows
 from pippin.backends.mlx.malloc import keep_large_buffers
 from pippin.backends.mlx.recurrent_calls import Kind, record_calls
 from pippin.backends.mlx.rehearsal import rehearsed
+from pippin.backends.mlx.siblings import find_siblings, merge
 from pippin.backends.mlx.state_taps import can_tap
 from pippin.errors import LoadError
 
@@ -97,8 +98,10 @@ def prepare(
     mx.eval(model.parameters())
     model.eval()
     progress("preparing layers")
-    blocked_rows = _choose_products(model) if on_cpu() else {}
+    blocked_rows = _choose_products(model) if on_cpu() and not deterministic else {}
     head = substitutions.install(model, cpu=on_cpu())
+    if not on_cpu():
+        _merge_siblings(model)
     with record_calls() as calls:
         discovered = discover(model, partial(_forward, model, frozenset()))
     recurrences = choose_recurrences(calls.values(), deterministic=deterministic)
@@ -121,6 +124,11 @@ def prepare(
 
 def _mlx_lm_kinds(choices: Iterable[Choice]) -> frozenset[Kind]:
     return frozenset(choice.kind for choice in choices if choice.mlx_lm)
+
+
+def _merge_siblings(model: Module) -> None:
+    run = partial(_forward, model, frozenset(), mx.zeros((1, 1), mx.int32))
+    merge(find_siblings(model, lambda: run(make_prompt_cache(model))))
 
 
 def _choose_products(model: Module) -> Mapping[Shape, frozenset[int]]:

@@ -3,7 +3,8 @@
     scaled_dot_product_attention   over our row views: main and tail apart, per cohort
     gated_delta_update             the chunked recurrence, unless mlx-lm's is faster (choices.py)
     ssm_update                     likewise, for Mamba-2 layers
-    Conv1d (depthwise)             shifted multiply-adds on CPUs; its input can be tapped
+    Conv1d (depthwise)             shifted multiply-adds, on GPUs for one token; can be tapped
+    Linear (GPU)                   those of one input as one product (siblings.py)
     Linear, Embedding (CPU)        few rows as many small products (linear.py)
     silu, swiglu (CPU)             vector polynomials instead of one exp call per element
     the language-model head        computed only for the positions that are asked for (head.py)
@@ -28,7 +29,7 @@ from mlx_lm.models import activations as mlx_lm_activations
 from mlx_lm.models import base, gated_delta, ssm
 
 from pippin.backends.mlx import activations
-from pippin.backends.mlx.conv import TappedConv1d, is_depthwise, use_shift_conv1d
+from pippin.backends.mlx.conv import is_depthwise, use_shift_conv1d
 from pippin.backends.mlx.cpu_attention import attend
 from pippin.backends.mlx.gated_delta import gated_delta_update
 from pippin.backends.mlx.head import Head
@@ -152,10 +153,7 @@ def install(model: Module, *, cpu: bool) -> Head:
         if cpu:
             use_few_rows(part)
         if type(part) is Conv1d and is_depthwise(part):
-            if cpu:
-                use_shift_conv1d(part)
-            else:
-                part.__class__ = TappedConv1d
+            use_shift_conv1d(part, cpu=cpu)
     return Head(model)
 
 
