@@ -29,6 +29,10 @@ def loaded() -> LoadedModel:
 
 def prompt_of(loaded: LoadedModel, num_tokens: int, seed: int) -> PromptState:
     ids = np.random.default_rng(seed).integers(10, 8000, num_tokens).astype(np.int32)
+    return prefilled(loaded, ids)
+
+
+def prefilled(loaded: LoadedModel, ids: np.ndarray) -> PromptState:
     prompt = PromptState()
     batch = ChunkBatch(loaded.layout, [ids], [prompt])
     loaded.forward(batch.tokens, batch.caches)
@@ -37,29 +41,33 @@ def prompt_of(loaded: LoadedModel, num_tokens: int, seed: int) -> PromptState:
     return prompt
 
 
+def step(rows: DecodeRows, current: dict[int, int], forward: DecodeForward) -> dict[int, int]:
+    """One greedy token of every row; `current` holds each slot's last."""
+    at, logits = rows.advance(
+        list(rows.rows),
+        lambda at: mx.array([current.get(int(s), 0) for s in at], dtype=mx.int32),
+        forward,
+    )
+    drawn = np.asarray(mx.argmax(logits, axis=-1))
+    current.update({int(s): int(t) for s, t in zip(at, drawn, strict=True) if s})
+    return dict(current)
+
+
 def play(loaded: LoadedModel, forward: DecodeForward) -> list[dict[int, int]]:
     """Greedy tokens by slot of each step: one row, then two, then the first leaves."""
     rows = DecodeRows(loaded.layout)
     current: dict[int, int] = {}
     said: list[dict[int, int]] = []
 
-    def run(slots: list[int], num_steps: int) -> None:
-        for _ in range(num_steps):
-            at, logits = rows.advance(
-                slots,
-                lambda at: mx.array([current.get(int(s), 0) for s in at], dtype=mx.int32),
-                forward,
-            )
-            drawn = np.asarray(mx.argmax(logits, axis=-1))
-            current.update({int(s): int(t) for s, t in zip(at, drawn, strict=True) if s})
-            said.append(dict(current))
+    def run(num_steps: int) -> None:
+        said.extend(step(rows, current, forward) for _ in range(num_steps))
 
     rows.join([(1, prompt_of(loaded, 64, 1))])
-    run([1], 6)
+    run(6)
     rows.join([(2, prompt_of(loaded, 33, 2))])
-    run([1, 2], 70)
+    run(70)
     rows.leave(1)
-    run([2], 10)
+    run(10)
     return said
 
 
@@ -76,3 +84,27 @@ def test_only_so_many_shapes_are_kept(loaded: LoadedModel, monkeypatch: pytest.M
     compiled = DecodeForward(loaded.layout, loaded.forward, compiled=lambda: True)
     play(loaded, compiled)
     assert len(compiled._compiled) == 1
+
+
+def test_compiled_steps_of_rows_that_share_say_what_plain_ones_apart_say(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pippin.backends.mlx.grouping.SHARE_COST_TOKENS", 0)
+    tokens = np.random.default_rng(3).integers(10, 8000, 150).astype(np.int32)
+    compiled = DecodeForward(loaded.layout, loaded.forward, compiled=lambda: True)
+    said: list[dict[int, int]] = []
+    for forward, shares in (
+        (compiled, True),
+        (DecodeForward(loaded.layout, loaded.forward), False),
+    ):
+        rows = DecodeRows(loaded.layout)
+        prompts = {slot: tokens[: 150 - slot] for slot in (1, 2, 3)}
+        states = [(slot, prefilled(loaded, ids)) for slot, ids in prompts.items()]
+        rows.join(states, prompts if shares else None)
+        current = dict.fromkeys(prompts, 7)
+        said += [step(rows, current, forward) for _ in range(12)]
+        assert [cohort.num_shared(leaf) for cohort in rows.cohorts for leaf in cohort.kv] == [
+            128 if shares else 0
+        ] * 2
+    assert said[:12] == said[12:]
+    assert any(cohort.shared != (0,) for shape in compiled._compiled for cohort in shape.cohorts)
