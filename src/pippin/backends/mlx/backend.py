@@ -193,8 +193,8 @@ class MLXBackend:
             logits = logits[:, -1:]
         elif logits.shape[1] != 1:  # a head that could not be told to choose
             logits = mx.take_along_axis(logits, mx.array(batch.last_positions)[:, None, None], 1)
-        self._capture_chunks(step, chunks, batch, tapped)
         batch.advance()
+        self._capture_chunks(step, chunks, batch, tapped)
         for row, chunk in enumerate(chunks):
             if chunk.samples:
                 step.to_sample.add(SampleRow(chunk.slot, 0), logits[row], chunk.masked)
@@ -219,7 +219,7 @@ class MLXBackend:
         batch: ChunkBatch,
         tapped: StateTaps | None,
     ) -> None:
-        new_kv, new_states = batch.new_kv(), batch.new_states()
+        new_kv = batch.new_kv()
         for row, chunk in enumerate(chunks):
             if not chunk.captures:
                 continue
@@ -228,9 +228,10 @@ class MLXBackend:
                 for component in self._kv_components()
             }
             states: dict[int, Payload] = {}
-            for at in chunk.checkpoints if new_states else ():
+            carried = self._prompts[chunk.slot].states
+            for at in chunk.checkpoints if carried else ():
                 if at == chunk.end:
-                    states[at] = self._packer.state_payload(new_states, row)
+                    states[at] = self._packer.state_payload(carried, 0)
                     continue
                 assert tapped is not None
                 held = tapped.states_after(at - chunk.start)

@@ -1,7 +1,8 @@
 """Moves a row's cache between per-layer arrays and the payloads that the tree keeps.
 
-Layers of one shape are stacked, so that a block of 64 tokens is two arrays and not two per layer:
-few live buffers, and one operation instead of one per layer when a prefix is restored.
+Attention layers of one shape are stacked, so that a block of 64 tokens is two arrays and not two
+per layer: few live buffers, and one operation, not one per layer, when a prefix is restored.
+Recurrent states are few and large, and stay the arrays that the layers made: nothing is copied.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Packer:
         self._layout = layout
         self._groups = {
             component: _alike(layout, layout.indices(component))
-            for component in Component
+            for component in (Component.ATTENTION, Component.WINDOW)
             if layout.indices(component)
         }
 
@@ -60,33 +61,32 @@ class Packer:
         *,
         column_major: bool = False,
     ) -> StatePayload:
-        """One small copy of one row's recurrent states.
+        """One row's recurrent states, layer by layer: references where a buffer holds nothing else.
 
-        `column_major`: the last entry of each layer lies transposed, and is copied as it lies.
+        `mx.contiguous` copies what would keep a larger buffer alive, and shares what would not.
+        `column_major`: the last entry of each layer lies transposed, and stays as it lies.
         """
         arrays = []
-        for group in self._groups[Component.STATE]:
-            last = len(states[group[0]]) - 1
-            for entry in range(last + 1):
-                pieces = [states[leaf][entry][row] for leaf in group]
-                if column_major and entry == last:
-                    turned = _copied([piece.swapaxes(-1, -2) for piece in pieces])
+        for leaf in self._layout.state_indices:
+            entries = [entry[row : row + 1] for entry in states[leaf]]
+            last = len(entries) - 1
+            for number, entry in enumerate(entries):
+                if column_major and number == last:
+                    turned = mx.contiguous(entry.swapaxes(-1, -2))
                     arrays.append(turned.swapaxes(-1, -2))
                 else:
-                    arrays.append(_copied(pieces))
+                    arrays.append(mx.contiguous(entry))
         return StatePayload(tuple(arrays))
 
     def state_arrays(self, payload: Payload) -> dict[int, list[mx.array]]:
         """Per-leaf entries [1, ...] of a state payload."""
         assert isinstance(payload, StatePayload)
-        states: dict[int, list[mx.array]] = {}
         arrays = iter(payload.arrays)
-        for group in self._groups[Component.STATE]:
-            entries = [next(arrays) for _ in self._layout.leaves[group[0]].shapes]
-            for place, leaf in enumerate(group):
-                # In one memory order, like a state that is carried on: the same to the last bit.
-                states[leaf] = [mx.contiguous(entry[place][None]) for entry in entries]
-        return states
+        # In one memory order, like a state that is carried on: the same to the last bit.
+        return {
+            leaf: [mx.contiguous(next(arrays)) for _ in self._layout.leaves[leaf].shapes]
+            for leaf in self._layout.state_indices
+        }
 
 
 def payload_arrays(payload: Payload) -> tuple[mx.array, ...]:

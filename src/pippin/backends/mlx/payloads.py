@@ -76,7 +76,7 @@ class KVPayload:
 
 
 class StatePayload:
-    """The recurrent state of every such layer after one token: [layers, ...] per kind of entry."""
+    """What every recurrent layer holds after one token: its entries, layer by layer, [1, ...]."""
 
     num_tokens = 1
 

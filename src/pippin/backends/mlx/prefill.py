@@ -142,10 +142,6 @@ class ChunkBatch:
         """This chunk's keys and values by leaf: [rows, heads, width, dim]."""
         return {i: v.new for i, v in enumerate(self._views) if isinstance(v, ChunkKV) and v.new}
 
-    def new_states(self) -> dict[int, list[mx.array]]:
-        leaves = self._layout.leaves
-        return {i: view.cache for i, view in enumerate(self._views) if leaves[i].is_state}
-
     def advance(self) -> None:
         """Move every row's state past its chunk."""
         for row, state in enumerate(self._states):
