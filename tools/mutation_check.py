@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant(
         "no ghost rule",
         SCHEDULER,
-        "            if request.phase is Phase.DONE:\n                ghosts += 1",
+        '            if request.phase == "done":\n                ghosts += 1',
         "            if False:\n                ghosts += 1",
         (SIMULATION, REPLIES),
     ),

@@ -41,7 +41,7 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     pass
 
 
-class TokenDelta(msgspec.Struct, frozen=True):
+class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one request; `finish` set makes it the request's one terminal message."""
 
     id: str

@@ -15,8 +15,8 @@ WINDOW_STEPS = 512  # steps that rates and shares are computed over
 class StepRecord:
     """Times are time.perf_counter() seconds on one clock.
 
-    planned ────── dispatched ─────── device_done ─── committed
-      host plans, builds │ device works     │ host commits
+    planned ────── dispatched ─────── device_done ─ resumed ─── committed
+      host plans, builds │ device works     │           │ host commits
     """
 
     step: int
@@ -24,6 +24,7 @@ class StepRecord:
     dispatched: float  # the graph was built and its first operation handed to the device
     launched: float  # launch returned
     device_done: float  # the device finished: seen, or at the earliest
+    resumed: float  # waiting for it returned; under overlap the next step was launched before
     committed: float  # commit returned
     waited: float  # seconds the host was blocked waiting for this step
     prefill_tokens: int
@@ -31,6 +32,15 @@ class StepRecord:
     ghosts: int
     device: DeviceReading | None = None  # when `wait` returned; where a device keeps account
     after_pause: bool = False  # the engine had nothing to do before this step
+
+    @property
+    def plan_seconds(self) -> float:
+        """The host's work until the device had something to do: planning and building."""
+        return self.dispatched - self.planned
+
+    @property
+    def commit_seconds(self) -> float:
+        return self.committed - self.resumed
 
 
 @dataclass
@@ -69,7 +79,7 @@ class EngineMetrics:
         """Share of the host's work (planning, building, committing) done while the device works."""
         host = idle = 0.0
         for before, after in self._neighbours():
-            host += (after.dispatched - after.planned) + (before.committed - before.device_done)
+            host += after.plan_seconds + before.commit_seconds
             idle += _idle_between(before, after)[0]
         return 1.0 - min(host, max(0.0, idle)) / host if host else 0.0
 

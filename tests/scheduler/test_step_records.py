@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -24,7 +25,7 @@ def test_every_step_leaves_a_record_in_order(overlap: bool) -> None:
     assert [record.step for record in records] == list(range(metrics.steps))
     for record in records:
         assert record.planned <= record.dispatched <= record.launched
-        assert record.launched <= record.device_done <= record.committed
+        assert record.launched <= record.device_done <= record.resumed < record.committed
         assert record.waited >= 0.0
     assert sum(record.prefill_tokens for record in records) == 3 * 70
     assert sum(record.decode_rows for record in records) == 3 * 4
@@ -35,7 +36,7 @@ def test_under_overlap_a_step_is_launched_before_the_last_one_is_committed() -> 
     client.ask(make_prompt(10), max_tokens=6)
     records = list(client.loop.scheduler.metrics.records)
     pairs = list(itertools.pairwise(records))[:5]
-    assert all(after.launched < before.committed for before, after in pairs)
+    assert all(after.launched < before.resumed for before, after in pairs)
 
 
 def test_without_overlap_a_step_is_planned_after_the_last_one_is_committed() -> None:
@@ -97,6 +98,38 @@ def test_closing_a_loop_with_a_step_in_flight() -> None:
     assert client.loop._in_flight is None
 
 
+@both_modes
+def test_committing_is_timed_apart_from_planning_the_next_step(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = SlowClock(monkeypatch)
+    client = make_client(overlap=overlap, cache=False)
+    scheduler = client.loop.scheduler
+    now.takes(5.0, scheduler, "plan")
+    now.takes(3.0, scheduler, "commit")
+    client.ask(make_prompt(10), max_tokens=6)
+    records = list(scheduler.metrics.records)
+    assert {record.commit_seconds for record in records} == {3.0}
+
+
+class SlowClock:
+    """The loop's clock: it stands still but for the calls that are said to take time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._now = 0.0
+        monkeypatch.setattr("pippin.scheduler.loop.perf_counter", lambda: self._now)
+
+    def takes(self, seconds: float, owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def slow(*args: object) -> object:
+            self._now += seconds
+            return original(*args)
+
+        self._monkeypatch.setattr(owner, name, slow)
+
+
 def record_of(step: int, *, device: DeviceReading | None = None) -> StepRecord:
     """Steps of one second: planned and built for 0.2 s, 0.7 s on the device, 0.1 s committed."""
     return StepRecord(
@@ -105,6 +138,7 @@ def record_of(step: int, *, device: DeviceReading | None = None) -> StepRecord:
         dispatched=step + 0.2,
         launched=step + 0.2,
         device_done=step + 0.9,
+        resumed=step + 0.9,
         committed=step + 1.0,
         waited=0.0,
         prefill_tokens=0,
@@ -128,3 +162,15 @@ def test_a_device_that_keeps_account_is_believed() -> None:
         metrics.add(record_of(step, device=DeviceReading(at=step + 0.9, busy=0.94 * step)))
     assert metrics.device_idle_share == pytest.approx(0.06)
     assert metrics.host_hidden_share == pytest.approx(1 - 0.06 / 0.3)
+
+
+def test_a_step_that_nobody_had_to_wait_for_counts_only_its_commit_as_work() -> None:
+    """Done at its launch, for all we know; the next one was planned before it was committed."""
+    metrics = EngineMetrics()
+    for step in range(5):
+        late = dataclasses.replace(
+            record_of(step), device_done=step + 0.2, resumed=step + 1.2, committed=step + 1.3
+        )
+        metrics.add(late)
+    assert metrics.device_idle_share == pytest.approx(1.0)
+    assert metrics.host_hidden_share == pytest.approx(0.0)

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from pippin.types import (
@@ -69,8 +71,7 @@ class PrefillRow:
         return self.start + len(self.tokens)
 
 
-@dataclass(frozen=True)
-class DecodeRow:
+class DecodeRow(msgspec.Struct, frozen=True, gc=False):  # one per request and step: must be cheap
     """One token of one running request; the token itself is in the FutureMap under `slot`."""
 
     slot: int
@@ -105,14 +106,14 @@ class StepPlan:
     def rows(self) -> tuple[PrefillRow | DecodeRow, ...]:
         return (*self.prefill, *self.decode)
 
-    @property
+    @cached_property
     def sampled_slots(self) -> tuple[int, ...]:
         """Slots that get a token in this step, in row order: prompts that end, then decodes."""
-        return tuple(row.slot for row in self.rows if row.samples)
+        return tuple([row.slot for row in self.rows if row.samples])
 
-    @property
+    @cached_property
     def masked_slots(self) -> tuple[int, ...]:
-        return tuple(row.slot for row in self.rows if row.samples and row.masked)
+        return tuple([row.slot for row in self.rows if row.masked and row.samples])
 
     @property
     def empty(self) -> bool:

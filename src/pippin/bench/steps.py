@@ -48,15 +48,10 @@ def decode_step_seconds(llm: LLM, num_rows: int, since_step: int = 0) -> float:
 def host_step_seconds(llm: LLM, num_rows: int, since_step: int = 0) -> float:
     """The host's own work in such a step, the median: plan, hand over, commit.
 
-    A step is committed after the next is launched, or without overlap after its own launch; what
-    was spent waiting for the device does not count.
+    What was spent waiting for the device does not count.
     """
-    seconds = []
-    for before, after in _decode_neighbours(llm, num_rows, since_step):
-        launched = after.launched if after.launched < before.committed else before.launched
-        commit = before.committed - launched - before.waited
-        seconds.append(after.dispatched - after.planned + commit)
-    return median(seconds)
+    pairs = _decode_neighbours(llm, num_rows, since_step)
+    return median([after.plan_seconds + before.commit_seconds for before, after in pairs])
 
 
 def _decode_neighbours(llm: LLM, num_rows: int, since_step: int) -> list[tuple[Any, Any]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pippin.backends.base import PrefillRow, Restore
 from pippin.cache.policy import CheckpointPolicy
-from pippin.scheduler.request import Phase, Request
+from pippin.scheduler.request import Request
 from pippin.types import GRID, ModelSpec
 
 
@@ -26,7 +26,7 @@ class Chunker:
         request.held = end
         request.last_step = step
         if last:
-            request.phase = Phase.DECODE
+            request.phase = "decode"
             request.num_sampled = 1
         return PrefillRow(
             slot=request.slot,

@@ -143,11 +143,12 @@ class Loop:
             result = launched.pending.wait()
         except Exception as error:
             return self._fail(plan, error)
-        waited = perf_counter() - began
+        resumed = perf_counter()
+        waited = resumed - began
         deltas = self.scheduler.commit(plan.step, result)
         # Whoever did not have to wait came late: then the device may have been done as early as
         # the end of the launch. So idle time is never told too small.
-        done = began + waited if waited > NOTICEABLE_SECONDS else launched.launched_at
+        done = resumed if waited > NOTICEABLE_SECONDS else launched.launched_at
         prefill_tokens = sum(len(row.tokens) for row in plan.prefill)
         self.scheduler.pace.observe(
             seconds=done - max(result.dispatched, self._last_done),
@@ -162,6 +163,7 @@ class Loop:
                 dispatched=result.dispatched,
                 launched=launched.launched_at,
                 device_done=done,
+                resumed=resumed,
                 committed=perf_counter(),
                 waited=waited,
                 prefill_tokens=prefill_tokens,

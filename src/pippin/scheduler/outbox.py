@@ -24,15 +24,19 @@ class Outbox:
         self, request: Request, token: int, result: StepResult, finish: FinishReason | None
     ) -> None:
         """A sampled token; the first one also says what the cache saved and scores the prompt."""
-        logprobs = result.logprobs.get(request.slot)
+        scored = result.logprobs.get(request.slot)
+        logprobs = None if scored is None else [scored]
+        if len(request.output) > 1:
+            self._deltas.append(TokenDelta(request.id, [token], logprobs, finish=finish))
+            return
         prompt_logprobs = result.prompt_logprobs.get(request.slot)
         self._deltas.append(
             TokenDelta(
                 id=request.id,
                 tokens=[token],
-                logprobs=None if logprobs is None else [logprobs],
+                logprobs=logprobs,
                 prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
-                cached_tokens=request.cached_len if len(request.output) == 1 else None,
+                cached_tokens=request.cached_len,
                 finish=finish,
             )
         )

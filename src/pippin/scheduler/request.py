@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -16,18 +15,19 @@ if TYPE_CHECKING:
     from pippin.cache.prefix_cache import Lock
 
 
-class Phase(enum.Enum):
-    WAITING = "waiting"  # in the queue, no slot
-    PREFILL = "prefill"  # prompt chunks are being planned
-    DECODE = "decode"  # one token a step
-    DONE = "done"  # finished or aborted; its slot waits behind the fence
-    RETIRED = "retired"  # slot given back
+Phase = Literal[
+    "waiting",  # in the queue, no slot
+    "prefill",  # prompt chunks are being planned
+    "decode",  # one token a step
+    "done",  # finished or aborted; its slot waits behind the fence
+    "retired",  # slot given back
+]
 
 
 #   tokens:  [ matched in the tree | prompt computed here | sampled, known | sampled, in flight ]
 #            0               cached_len             prompt_len   prompt_len + len(output)
 #   `held` counts positions whose forward has been planned; the row holds exactly these.
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     id: str
     prompt: np.ndarray  # int32 [prompt_len]
@@ -37,7 +37,7 @@ class Request:
     seed: int
     arrived: float
 
-    phase: Phase = Phase.WAITING
+    phase: Phase = "waiting"
     slot: int = 0
     output: list[int] = field(default_factory=list)
     held: int = 0
@@ -84,7 +84,7 @@ class Request:
 
     @property
     def running(self) -> bool:
-        return self.phase in (Phase.PREFILL, Phase.DECODE)
+        return self.phase in ("prefill", "decode")
 
     @property
     def will_be_cached(self) -> bool:
@@ -109,10 +109,12 @@ class Request:
         reply = np.asarray(self.output[: length - self.prompt_len], dtype=np.int32)
         return np.concatenate([self.prompt, reply])
 
-    def finish_reason_after(self, token: int) -> FinishReason | None:
-        """Why `token`, just appended, ends the reply; None if it does not."""
-        if token in self.stop_ids and len(self.output) > self.params.min_tokens:
+    def append(self, token: int) -> FinishReason | None:
+        """Take in a sampled token; returns why it ends the reply, None if it does not."""
+        self.output.append(token)
+        if self.grammar is not None:
+            self.grammar.advance(token)
+        num_generated = len(self.output)
+        if token in self.stop_ids and num_generated > self.params.min_tokens:
             return "stop"
-        if len(self.output) >= self.params.max_tokens:
-            return "length"
-        return None
+        return "length" if num_generated >= self.params.max_tokens else None

@@ -26,7 +26,7 @@ from pippin.scheduler.chunks import Chunker
 from pippin.scheduler.harvest import release_states, take_captures
 from pippin.scheduler.outbox import Outbox
 from pippin.scheduler.pace import Pace
-from pippin.scheduler.request import Phase, Request
+from pippin.scheduler.request import Request
 from pippin.scheduler.slots import SlotPool
 from pippin.types import GRID, FinishReason, ModelSpec
 
@@ -44,7 +44,7 @@ class Limits:
 
 @dataclass
 class _InFlight:
-    """A launched plan and who owned each slot in it; slots may change hands before its commit."""
+    """A launched plan and who owned which slot then; slots may change hands before its commit."""
 
     plan: StepPlan
     owners: dict[int, Request]
@@ -76,6 +76,7 @@ class Scheduler:
         self._chunker = Chunker(self.spec, self._policy, on_grid=self.limits.deterministic)
         # What a decode step computed differs in its last bits from what a prompt's chunk would.
         self._caches_replies = self.cache is not None and not self.limits.deterministic
+        self._captures_replies = self._caches_replies and self.spec.state_bytes > 0
         self._ending: dict[int, Request] = {}  # by slot: DONE, not yet retired
         self._parked: list[Request] = []  # of the last plan: no bytes to grow into
         self._lost_retires: tuple[Retire, ...] = ()  # of a launch that failed
@@ -129,8 +130,7 @@ class Scheduler:
                 self._relieve_parked()
             return None
         self._next_step += 1
-        owners = {row.slot: self.active[row.slot] for row in plan.rows}
-        self._in_flight[step] = _InFlight(plan, owners, retired)
+        self._in_flight[step] = _InFlight(plan, dict(self.active), retired)
         return plan
 
     def masks(self, plan: StepPlan) -> dict[int, np.ndarray]:
@@ -161,9 +161,7 @@ class Scheduler:
         self._parked = []
         rows: list[DecodeRow] = []
         for slot, request in self.active.items():
-            samples = (
-                request.phase is Phase.DECODE and request.num_sampled < request.params.max_tokens
-            )
+            samples = request.phase == "decode" and request.num_sampled < request.params.max_tokens
             if not samples and not self._must_absorb(request):
                 continue
             position = request.held
@@ -173,18 +171,11 @@ class Scheduler:
                 else:
                     request.absorbs = False  # the tree gets the reply without its last token
                 continue
-            request.held = position + 1
+            request.held = end = position + 1
             request.num_sampled += samples
             request.last_step = step
-            rows.append(
-                DecodeRow(
-                    slot,
-                    position,
-                    samples,
-                    checkpoint=self._captures_decode(position + 1),
-                    masked=request.grammar is not None,
-                )
-            )
+            checkpoint = end % GRID == 0 and self._captures_decode(end)
+            rows.append(DecodeRow(slot, position, samples, checkpoint, request.grammar is not None))
         return tuple(rows)
 
     def _plan_prefills(
@@ -193,7 +184,7 @@ class Scheduler:
         left = self.pace.budget(num_streams)
         admit: list[Admit] = []
         rows: list[PrefillRow] = []
-        started = [r for r in self.active.values() if r.phase is Phase.PREFILL]
+        started = [r for r in self.active.values() if r.phase == "prefill"]
         for request in sorted(started, key=lambda r: r.arrived):
             if left <= 0:
                 break
@@ -218,7 +209,7 @@ class Scheduler:
 
     def _start(self, request: Request, match: Match | None) -> Restore | None:
         request.slot = self.slots.take()
-        request.phase = Phase.PREFILL
+        request.phase = "prefill"
         self.active[request.slot] = request
         if match is None:
             return None
@@ -232,9 +223,9 @@ class Scheduler:
         return Restore(match.length, self.cache.payloads(request.lock))
 
     def _captures_decode(self, position: int) -> bool:
-        if position % GRID or self._policy is None or not self.spec.state_bytes:
+        if self._policy is None or not self._captures_replies:
             return False
-        return self._caches_replies and self._policy.captures_decode(position)
+        return self._policy.captures_decode(position)
 
     def _must_absorb(self, request: Request) -> bool:
         """Whether a reply's last token is still to be run, so that the tree gets all of it.
@@ -243,7 +234,7 @@ class Scheduler:
         """
         if not self._caches_replies or not request.absorbs or request.held < request.prompt_len:
             return False
-        if request.phase is Phase.DECODE:
+        if request.phase == "decode":
             return request.held < request.max_total
         return request.will_be_cached and request.held < request.num_tokens
 
@@ -283,14 +274,7 @@ class Scheduler:
         self._committed = step
         if self.cache is not None:
             take_captures(self.cache, result.captures, flight.owners, flight.retired)
-        ghosts = 0
-        for slot in flight.plan.sampled_slots:
-            request = flight.owners[slot]
-            if request.phase is Phase.DONE:
-                ghosts += 1
-            else:
-                self._append(request, result.tokens[slot], result)
-        self.last_ghosts = ghosts
+        self._take_tokens(flight, result)
         return self.take_outbox()
 
     def fail_step(self, step: int, error: Exception) -> list[TokenDelta]:
@@ -301,7 +285,8 @@ class Scheduler:
         flight = self._in_flight.pop(step)
         assert step == self._committed + 1, "steps are committed in order"
         self._committed = step
-        for request in flight.owners.values():
+        for row in flight.plan.rows:
+            request = flight.owners[row.slot]
             request.spoiled = True
             if request.running:
                 self._fail(request, error)
@@ -314,16 +299,22 @@ class Scheduler:
     def take_outbox(self) -> list[TokenDelta]:
         return self._outbox.take()
 
-    def _append(self, request: Request, token: int, result: StepResult) -> None:
-        request.output.append(token)
-        if request.grammar is not None:
-            request.grammar.advance(token)
-        reason = request.finish_reason_after(token)
-        self.metrics.generated_tokens += 1
-        self._outbox.token(request, token, result, reason)
-        if reason is not None:
-            self._done(request, reason)
-            self.metrics.requests_finished += 1
+    def _take_tokens(self, flight: _InFlight, result: StepResult) -> None:
+        slots, owners, tokens = flight.plan.sampled_slots, flight.owners, result.tokens
+        ghosts = 0
+        for slot in slots:
+            request = owners[slot]
+            if request.phase == "done":
+                ghosts += 1
+                continue
+            token = tokens[slot]
+            reason = request.append(token)
+            self._outbox.token(request, token, result, reason)
+            if reason is not None:
+                self._done(request, reason)
+                self.metrics.requests_finished += 1
+        self.last_ghosts = ghosts
+        self.metrics.generated_tokens += len(slots) - ghosts
 
     # ---- ends ------------------------------------------------------------------------------
 
@@ -346,12 +337,12 @@ class Scheduler:
 
     def _done(self, request: Request, reason: FinishReason) -> None:
         request.finish = reason
-        if request.phase is Phase.WAITING:
+        if request.phase == "waiting":
             self.admission.remove(request)
-            request.phase = Phase.RETIRED
+            request.phase = "retired"
             del self.requests[request.id]
         else:
-            request.phase = Phase.DONE
+            request.phase = "done"
             self._ending[request.slot] = request
 
     def _give_back(self, request: Request) -> None:
@@ -362,7 +353,7 @@ class Scheduler:
         self.slots.give_back(request.slot)
         del self.active[request.slot], self._ending[request.slot]
         del self.requests[request.id]
-        request.phase = Phase.RETIRED
+        request.phase = "retired"
 
     def _unlock(self, request: Request) -> None:
         if self.cache is not None and request.lock is not None:
