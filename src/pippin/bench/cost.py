@@ -19,6 +19,7 @@ from pippin.config import Config
 
 HIGHEST_RATIO = 1.03
 GRID = 64  # prompts share no block of this many tokens
+REPLY_TOKENS = 8  # so that a decode step follows the prompt in both engines
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def cache_cost(config: Config, *, prompt_tokens: int, num_pairs: int) -> Cost:
         def turn(llm: LLM, name: str) -> Turn:
             text = prompts_for(llm, f"cost {name}").text(prompt_tokens)
             begun = last_step(llm)
-            total = generate(llm, [text], max_tokens=1)
+            total = generate(llm, [text], max_tokens=REPLY_TOKENS)
             return Turn(first_token_seconds(llm, since_step=begun + 1), total)
 
         say(f"measuring: cost, {num_pairs} pairs")

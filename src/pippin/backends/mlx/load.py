@@ -19,6 +19,7 @@ from mlx_lm.utils import load_model
 from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.blas import disable_compile_unless_available
 from pippin.backends.mlx.choices import Choice, choose_recurrences
+from pippin.backends.mlx.gated_delta_layer import fuse_layers
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import Layout, discover
 from pippin.backends.mlx.linear import Shape, choose_rows
@@ -102,6 +103,8 @@ def prepare(
     head = substitutions.install(model, cpu=on_cpu())
     if not on_cpu():
         _merge_siblings(model)
+    if mx.cuda.is_available():
+        fuse_layers(model)
     with record_calls() as calls:
         discovered = discover(model, partial(_forward, model, frozenset()))
     recurrences = choose_recurrences(calls.values(), deterministic=deterministic)

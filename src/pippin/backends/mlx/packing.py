@@ -61,21 +61,21 @@ class Packer:
         *,
         column_major: bool = False,
     ) -> StatePayload:
-        """One row's recurrent states, layer by layer: references where a buffer holds nothing else.
+        """One row's recurrent states, layer by layer; of a row by itself, the very arrays given.
 
-        `mx.contiguous` copies what would keep a larger buffer alive, and shares what would not.
-        `column_major`: the last entry of each layer lies transposed, and stays as it lies.
+        `column_major`: the last entry of each layer lies transposed, and is copied as it lies.
         """
         arrays = []
         for leaf in self._layout.state_indices:
-            entries = [entry[row : row + 1] for entry in states[leaf]]
-            last = len(entries) - 1
-            for number, entry in enumerate(entries):
-                if column_major and number == last:
-                    turned = mx.contiguous(entry.swapaxes(-1, -2))
+            last = len(states[leaf]) - 1
+            for number, entry in enumerate(states[leaf]):
+                if entry.shape[0] == 1:
+                    arrays.append(entry)
+                elif column_major and number == last:
+                    turned = mx.contiguous(entry[row : row + 1].swapaxes(-1, -2))
                     arrays.append(turned.swapaxes(-1, -2))
                 else:
-                    arrays.append(mx.contiguous(entry))
+                    arrays.append(mx.contiguous(entry[row : row + 1]))
         return StatePayload(tuple(arrays))
 
     def state_arrays(self, payload: Payload) -> dict[int, list[mx.array]]:

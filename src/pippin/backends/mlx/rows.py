@@ -114,12 +114,14 @@ class DecodeRows:
         return picked
 
     def states_of(self, slot: int) -> dict[int, list[mx.array]]:
+        """A row's states in buffers of their own: a view would keep every row's alive."""
         row = self.rows[slot]
         if row.parked is not None:
             return row.parked
         i = row.index
         return {
-            leaf: [entry[i : i + 1] for entry in entries] for leaf, entries in self.states.items()
+            leaf: [mx.contiguous(entry[i : i + 1]) for entry in entries]
+            for leaf, entries in self.states.items()
         }
 
     # ---- one step --------------------------------------------------------------------------

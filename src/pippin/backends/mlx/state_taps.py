@@ -57,7 +57,8 @@ class StateTaps:
             shapes = self._layout.leaves[index].shapes
             entries = []
             for kept, _ in shapes[: num_convs(shapes)]:
-                entries.append(next(convs)[:, num_tokens : num_tokens + kept])
+                # A copy: a view would keep the input of the whole forward alive.
+                entries.append(mx.contiguous(next(convs)[:, num_tokens : num_tokens + kept]))
             if len(entries) < len(shapes):
                 layer = next(blocks)
                 entries.append(layer[num_tokens // GRID - 1])
