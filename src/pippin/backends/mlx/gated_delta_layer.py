@@ -174,7 +174,7 @@ class FusedGatedDeltaNet(GatedDeltaNet):
         )
         cache.advance(1)
         y = self.out_proj(out)
-        return y  # noqa: RET504  (typed on the way)
+        return y
 
 
 def fuse_layers(model: Module) -> None:
