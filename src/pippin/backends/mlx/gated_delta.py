@@ -25,7 +25,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
 
-from pippin.backends.mlx import gated_delta_cuda
+from pippin.backends.mlx import cuda_step
 from pippin.backends.mlx.blocks import decay_matrix, drop_faint, join_blocks, split_blocks
 from pippin.backends.mlx.taps import ColumnMajor, record_block_states
 from pippin.backends.mlx.triangular import stack_lower, unit_lower_inverse
@@ -53,8 +53,8 @@ def gated_delta_update(
     if state is None:
         state = mx.zeros((q.shape[0], *v.shape[-2:], q.shape[-1]), dtype=mx.float32)
     largest_beta = 2 if allow_neg_eigval else 1
-    if mask is None and lower_bound is None and gated_delta_cuda.takes(k, v, a):
-        y, state = gated_delta_cuda.gated_delta_step_cuda(
+    if mask is None and lower_bound is None and cuda_step.takes(k, v, a):
+        y, state = cuda_step.gated_delta_step_cuda(
             q, k, v, a, b, A_log, dt_bias, state, largest_beta=largest_beta
         )
         record_block_states([state])

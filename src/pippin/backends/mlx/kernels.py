@@ -20,8 +20,6 @@ from pathlib import Path
 from pippin.backends.mlx.blas import compile_available
 from pippin.backends.mlx.load import LoadedModel, on_cpu
 
-STEP_FORMS = 2  # raised whenever a step needs kernels that warm.py did not build before
-
 
 def kernel_dir() -> Path:
     """Where mlx keeps the kernels that it builds for CPUs."""
@@ -29,9 +27,11 @@ def kernel_dir() -> Path:
 
 
 def marker_path(loaded: LoadedModel) -> Path:
-    """Exists once every kernel of this model's decode step has been built."""
-    facts = repr((STEP_FORMS, type(loaded.model).__module__, loaded.layout))
-    return kernel_dir() / f"pippin-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    """Exists once every kernel of this model's decode step, as this code has it, is built."""
+    digest = hashlib.sha256(repr((type(loaded.model).__module__, loaded.layout)).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return kernel_dir() / f"pippin-{digest.hexdigest()[:16]}"
 
 
 @dataclass

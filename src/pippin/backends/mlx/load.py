@@ -19,7 +19,7 @@ from mlx_lm.utils import load_model
 from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.blas import disable_compile_unless_available
 from pippin.backends.mlx.choices import Choice, choose_recurrences
-from pippin.backends.mlx.gated_delta_layer import fuse_layers
+from pippin.backends.mlx.cuda_layer import fuse_layers
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import Layout, discover
 from pippin.backends.mlx.linear import Shape, choose_rows

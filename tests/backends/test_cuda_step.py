@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pippin.backends.mlx import gated_delta_cuda
+from pippin.backends.mlx import cuda_step
 from pippin.backends.mlx.gated_delta import gated_delta_update
 
 needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -38,7 +38,7 @@ def test_the_kernel_agrees_with_the_plain_operations(
 ) -> None:
     args = arguments(batch, k_heads, v_heads, k_dim, v_dim)
     got = gated_delta_update(*args, allow_neg_eigval=allow_neg_eigval)
-    monkeypatch.setattr(gated_delta_cuda, "takes", lambda *_: False)
+    monkeypatch.setattr(cuda_step, "takes", lambda *_: False)
     want = gated_delta_update(*args, allow_neg_eigval=allow_neg_eigval)
     for ours, plain in zip(got, want, strict=True):
         np.testing.assert_allclose(np.array(ours), np.array(plain), atol=2e-6, rtol=2e-6)
@@ -46,7 +46,7 @@ def test_the_kernel_agrees_with_the_plain_operations(
 
 def test_without_a_gpu_or_with_other_shapes_the_kernel_declines() -> None:
     _, k, v, a, *_ = arguments(1, 2, 2, 48, 8)  # 48 is no multiple of a warp
-    assert not gated_delta_cuda.takes(k, v, a)
+    assert not cuda_step.takes(k, v, a)
     if not mx.cuda.is_available():
         _, k, v, a, *_ = arguments(1, 2, 2, 64, 64)
-        assert not gated_delta_cuda.takes(k, v, a)
+        assert not cuda_step.takes(k, v, a)
