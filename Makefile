@@ -31,7 +31,7 @@ serve: install
 	@exec $(RUN) pippin serve $(ARGS)
 
 test: lint types
-	@$(RUN) pytest
+	@$(RUN) pytest -n 2 --dist loadfile
 
 lint: install-dev
 	@$(RUN) ruff check .

@@ -1,10 +1,21 @@
-"""Tests leave nothing in the user's cache directory."""
+"""Tests side by side keep out of each other's way, and leave nothing in the user's cache."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
+    # mlx builds kernels in the temporary directory and would load one that is half written.
+    directory = Path(tempfile.gettempdir(), f"pippin-tests-{worker}")
+    directory.mkdir(exist_ok=True)
+    tempfile.tempdir = os.environ["TMPDIR"] = str(directory)
+    # Workers that each use every core stand in each other's way.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -173,6 +173,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
+        listener.listen()  # whoever reads the banner may connect at once
     except OSError as error:
         listener.close()
         raise LoadError(
