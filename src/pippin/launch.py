@@ -167,7 +167,7 @@ def _stop_signal() -> asyncio.Task[Literal[True]]:
 
 
 def _listen(config: ServerConfig) -> socket.socket:
-    """Bind before the model is loaded: a port in use is worth knowing at once."""
+    """Before the model is loaded: a port in use is worth knowing at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -45,8 +45,10 @@ def test_a_device_without_work_is_idle_whatever_the_host_does(clock: StreamClock
 
 
 def test_the_host_thread_is_never_taken_for_the_device(clock: StreamClock) -> None:
+    time.sleep(0.01)  # let it go to sleep after the probe
     before = clock.read()
-    deadline = time.perf_counter() + 0.02
+    deadline = time.perf_counter() + 0.05
     while time.perf_counter() < deadline:
         pass
-    assert clock.read().busy - before.busy < 0.005
+    after = clock.read()
+    assert (after.busy - before.busy) / (after.at - before.at) < 0.5
