@@ -63,18 +63,28 @@ class PrefixBench:
         return [_pair("the same prompt again", cold, warm)]
 
     def chat(self) -> list[Pair]:
-        """A conversation that starts near 2,000 tokens: each turn with and without a cache."""
-        prompts = self._prompts("chat", 0)
+        """Conversations that start near 2,000 tokens: each turn with and without a cache."""
+        rounds = [self._conversation(number) for number in range(self._rounds)]
+        # Nobody has seen a first turn before.
+        return [
+            _pair(
+                f"chat, turn {turn + 1}", [r[turn][0] for r in rounds], [r[turn][1] for r in rounds]
+            )
+            for turn in range(1, TURNS)
+        ]
+
+    def _conversation(self, number: int) -> list[tuple[Reply, Reply]]:
+        """Every turn's cold and warm reply."""
+        prompts = self._prompts("chat", number)
         messages = [{"role": "system", "content": prompts.text(PROMPT_TOKENS - 100)}]
-        pairs = []
-        for turn in range(TURNS):
+        turns = []
+        for _ in range(TURNS):
             messages.append({"role": "user", "content": prompts.question()})
             warm = asyncio.run(self._answer(self._cached, messages))
             cold = asyncio.run(self._answer(self._uncached, messages))
             messages.append({"role": "assistant", "content": warm.text})
-            if turn > 0:  # nobody has seen the first turn before
-                pairs.append(_pair(f"chat, turn {turn + 1}", [cold], [warm]))
-        return pairs
+            turns.append((cold, warm))
+        return turns
 
     def fan_out(self) -> list[Pair]:
         """Branches of one prompt at once: of one nobody has seen, then of one that is cached."""
