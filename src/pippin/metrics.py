@@ -42,6 +42,21 @@ class StepRecord:
     def commit_seconds(self) -> float:
         return self.committed - self.resumed
 
+    def idle_since(self, before: StepRecord) -> tuple[float, float]:
+        """Seconds without work on the device from `before`'s end to this one's, of how many.
+
+        Read off the device's own account where it keeps one: right in sum, though a single pair may
+        be off by a clock tick either way. Else at most what is told here: a step is on the device
+        from its dispatch, or from when the one before it is done, whichever is later, until it is
+        done itself.
+        """
+        if before.device is not None and self.device is not None:
+            whole = self.device.at - before.device.at
+            return whole - (self.device.busy - before.device.busy), whole
+        idle = max(0.0, self.dispatched - before.device_done)
+        busy = max(0.0, self.device_done - max(self.dispatched, before.device_done))
+        return idle, idle + busy
+
 
 @dataclass
 class EngineMetrics:
@@ -69,7 +84,7 @@ class EngineMetrics:
         """Share of time, between steps that follow each other, when nothing was on the device."""
         idle = whole = 0.0
         for before, after in self._neighbours():
-            pair_idle, pair_whole = _idle_between(before, after)
+            pair_idle, pair_whole = after.idle_since(before)
             idle += pair_idle
             whole += pair_whole
         return max(0.0, idle) / whole if whole else 0.0
@@ -80,7 +95,7 @@ class EngineMetrics:
         host = idle = 0.0
         for before, after in self._neighbours():
             host += after.plan_seconds + before.commit_seconds
-            idle += _idle_between(before, after)[0]
+            idle += after.idle_since(before)[0]
         return 1.0 - min(host, max(0.0, idle)) / host if host else 0.0
 
     def _neighbours(self) -> list[tuple[StepRecord, StepRecord]]:
@@ -103,18 +118,3 @@ class EngineMetrics:
             "device_idle_share": round(self.device_idle_share, 4),
             "host_hidden_share": round(self.host_hidden_share, 4),
         }
-
-
-def _idle_between(before: StepRecord, after: StepRecord) -> tuple[float, float]:
-    """Seconds without work on the device from the one's end to the other's, of how many.
-
-    Read off the device's own account where it keeps one: right in sum, though a single pair may be
-    off by a clock tick either way. Else at most what is told here: a step is on the device from its
-    dispatch, or from when the one before it is done, whichever is later, until it is done itself.
-    """
-    if before.device is not None and after.device is not None:
-        whole = after.device.at - before.device.at
-        return whole - (after.device.busy - before.device.busy), whole
-    idle = max(0.0, after.dispatched - before.device_done)
-    busy = max(0.0, after.device_done - max(after.dispatched, before.device_done))
-    return idle, idle + busy

@@ -12,6 +12,7 @@ from pippin.backends.mlx.linear import (
     SMALL_PRODUCT,
     block_of,
     blocked_product,
+    blocks_of,
     choose_rows,
     use_few_rows,
 )
@@ -25,7 +26,7 @@ def test_blocks_give_the_whole_product(num_rows: int, shape: tuple[int, int]) ->
     block = block_of(num_rows, *shape)
     assert block is not None
     assert num_rows * block * shape[1] <= SMALL_PRODUCT
-    found = blocked_product(x, weight, block)
+    found = blocked_product(x, blocks_of(weight, block))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     assert found.shape == (num_rows, 1, shape[0])
     assert np.abs(np.asarray(found) - exact).max() < 1e-3

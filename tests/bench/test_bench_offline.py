@@ -105,8 +105,9 @@ def test_overlap_runs_both_ways_in_turn() -> None:
     assert [len(report.data["tokens_per_second"][way]) for way in ("tried", "base")] == [3, 3]
     ratios = [a / b for a, b in zip(*_both(report.data["tokens_per_second"]), strict=True)]
     assert report.data["tokens_per_second"]["ratio"] == pytest.approx(sorted(ratios)[1])
-    # The toy's device works only while somebody waits: without overlap that hides nothing.
-    assert report.data["no_overlap"]["host_hidden_share"] < 0.1
+    for way in ("overlap", "no_overlap"):
+        assert 0 <= report.data[way]["device_idle_share"] <= 1
+        assert 0 <= report.data[way]["whole_idle_share"] <= 1
     assert report.data["overlap"]["host_seconds"] > 0
     extra = report.data["tokens_per_second"]["ratio"] - 1
     assert f"the median is {extra:+.1%}" in draw(report.charts)
@@ -118,12 +119,13 @@ def _both(pairs: dict[str, list[float]]) -> tuple[list[float], list[float]]:
 
 def test_the_overlap_table_says_whether_targets_are_met() -> None:
     rates, steps = Pairs([110.0, 99.0, 120.0], [100.0] * 3), Pairs([0.9], [1.0])
-    outcome = Outcome(8, 128, rates, steps, Account(0.04, 0.9, 0.3), Account(0.2, 0.0, 0.4))
+    outcome = Outcome(8, 128, rates, steps, Account(0.04, 0.09, 0.3), Account(0.2, 0.25, 0.4))
     (table,) = overlap_summary(outcome, []).tables
-    throughput, step, idle, host, hidden = table.rows
+    throughput, step, idle, whole, host, hidden = table.rows
     assert throughput[1:] == ("110", "100", "1.100x", "1.045-1.150", "at least 1.00x: met")
     assert step[1:4] == ("900", "1,000", "0.900x")
     assert (idle[1], idle[2], idle[-1]) == ("4.0%", "20.0%", "at most 5%: met")
+    assert (whole[1], whole[2], whole[-1]) == ("9.0%", "25.0%", "")
     assert (host[1], host[2], hidden[1]) == ("300", "400", "25%")
 
 

@@ -13,6 +13,7 @@ from pippin.bench.plot import Goal, Lines
 from pippin.bench.report import Report, Table, busy_note, number, say
 from pippin.bench.samples import median
 from pippin.bench.steps import (
+    decode_idle_share,
     decode_step_seconds,
     generate,
     host_step_seconds,
@@ -40,14 +41,15 @@ class Turn:
 class Account:
     """What an engine's own records say, over its last steps."""
 
-    device_idle_share: float
-    host_hidden_share: float
+    device_idle_share: float  # of steps in which every stream got a token
+    whole_idle_share: float  # of all steps, prompts and joins included
     host_seconds: float  # of a step: planning, building the graph, committing
 
     @classmethod
     def of(cls, llm: LLM, num_streams: int) -> Account:
         host = host_step_seconds(llm, num_streams)
-        return cls(llm.metrics.device_idle_share, llm.metrics.host_hidden_share, host)
+        idle = decode_idle_share(llm, num_streams)
+        return cls(idle, llm.metrics.device_idle_share, host)
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,12 @@ def summarize(outcome: Outcome, notes: list[str]) -> Report:
             "",
             "",
             f"at most {IDLE_TARGET:.0%}: {idle}",
+        ),
+        (
+            "with prompts and joins",
+            f"{on.whole_idle_share:.1%}",
+            f"{off.whole_idle_share:.1%}",
+            *("", "", ""),
         ),
         ("host work, ms a step", number(on.host_seconds * 1e3), number(off.host_seconds * 1e3))
         + ("",) * 3,

@@ -54,6 +54,13 @@ def host_step_seconds(llm: LLM, num_rows: int, since_step: int = 0) -> float:
     return median([after.plan_seconds + before.commit_seconds for before, after in pairs])
 
 
+def decode_idle_share(llm: LLM, num_rows: int) -> float:
+    """The share of such steps in which the device had nothing to do."""
+    spans = [after.idle_since(before) for before, after in _decode_neighbours(llm, num_rows, 0)]
+    idle, whole = (float(sum(column)) for column in zip(*spans, strict=True))
+    return max(0.0, idle) / whole
+
+
 def _decode_neighbours(llm: LLM, num_rows: int, since_step: int) -> list[tuple[Any, Any]]:
     """Records of decode steps that followed each other without a pause."""
     pairs = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pippin.types import GRID
 
-STEP_STRETCH = 3.0  # a step with prefill may take this many times a decode-only step
+STEP_STRETCH = 2.6  # a step with prefill may take this many times a decode-only step
 SMALLEST_CHUNK = GRID // 2
 # What a forward costs beside its tokens, counted in tokens. The bundled model on two cores takes
 # 22 ms for 16 tokens, 27 for 32, 38 for 64 and 67 for 128.

@@ -35,30 +35,44 @@ def block_of(num_rows: int, num_outputs: int, num_inputs: int) -> int | None:
     return next((b for b in fits if num_outputs % b == 0), None)
 
 
-def blocked_product(x: mx.array, weight: mx.array, block: int) -> mx.array:
-    """x [.., inputs] @ weight^T, weight [outputs, inputs]."""
-    num_outputs, num_inputs = weight.shape
-    rows = x.reshape(1, -1, num_inputs)
-    blocks = weight.reshape(-1, block, num_inputs).swapaxes(1, 2)
-    product = (rows @ blocks).swapaxes(0, 1)
-    return product.reshape(*x.shape[:-1], num_outputs)
+def blocks_of(weight: mx.array, block: int) -> mx.array:
+    """[outputs / block, inputs, block]: the weights as they lie, seen as many small matrices."""
+    return weight.reshape(-1, block, weight.shape[1]).swapaxes(1, 2)
 
 
-def product(x: mx.array, weight: mx.array) -> mx.array:
-    """x @ weight^T by whichever road is shorter for this many rows."""
-    num_rows = x.size // x.shape[-1]
-    if num_rows in _faster.get(weight.shape, ()):
-        block = block_of(num_rows, *weight.shape)
-        if block is not None:
-            return blocked_product(x, weight, block)
-    return x @ weight.T
+def blocked_product(x: mx.array, blocks: mx.array) -> mx.array:
+    """x [.., inputs] @ weight^T, the weight as `blocks_of` it."""
+    count, num_inputs, block = blocks.shape
+    product = x.reshape(1, -1, num_inputs) @ blocks
+    if product.shape[1] > 1:
+        product = product.swapaxes(0, 1)
+    return product.reshape(*x.shape[:-1], count * block)
+
+
+class Product:
+    """x @ weight^T by whichever road was found to be shorter for this many rows.
+
+    Its views of the weight are made once: a step has some forty products, and operations that only
+    look at a constant in another way cost the host as much as any other.
+    """
+
+    def __init__(self, weight: mx.array) -> None:
+        chosen = _faster.get(weight.shape, frozenset())
+        blocks = {num_rows: block_of(num_rows, *weight.shape) for num_rows in chosen}
+        self._blocks = {n: blocks_of(weight, block) for n, block in blocks.items() if block}
+        self._transposed = weight.T
+        mx.eval(self._transposed, self._blocks)  # now: not inside a function that is being compiled
+
+    def __call__(self, x: mx.array) -> mx.array:
+        blocks = self._blocks.get(x.size // x.shape[-1])
+        return x @ self._transposed if blocks is None else blocked_product(x, blocks)
 
 
 class FewRowsLinear(Linear):
     """An `nn.Linear` made over in place."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = product(x, self["weight"])
+        y: mx.array = self._product(x)
         return y + self["bias"] if "bias" in self else y
 
 
@@ -66,14 +80,17 @@ class FewRowsEmbedding(Embedding):
     """An `nn.Embedding` whose other use, as the head, is a linear layer."""
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return product(x, self.weight)
+        y: mx.array = self._product(x)
+        return y
 
 
 def use_few_rows(part: Module) -> None:
     """Make a plain linear layer or embedding over; quantized ones stay as they are."""
     if type(part) is Linear:
+        part._product = Product(part.weight)
         part.__class__ = FewRowsLinear
     elif type(part) is Embedding:
+        part._product = Product(part.weight)
         part.__class__ = FewRowsEmbedding
 
 
@@ -91,7 +108,8 @@ def _blocks_are_faster(weight: mx.array, num_rows: int) -> bool:
         return False
     x = mx.ones((num_rows, weight.shape[1]), dtype=weight.dtype)
     plain = _seconds(x @ weight.T for _ in range(REPEATS))
-    return _seconds(blocked_product(x, weight, block) for _ in range(REPEATS)) < WORTHWHILE * plain
+    blocks = blocks_of(weight, block)
+    return _seconds(blocked_product(x, blocks) for _ in range(REPEATS)) < WORTHWHILE * plain
 
 
 def _seconds(products: Iterable[mx.array]) -> float:
