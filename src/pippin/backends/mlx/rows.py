@@ -29,7 +29,7 @@ from pippin.backends.mlx.prefill import PromptState
 from pippin.backends.mlx.row_views import StepShape, Tree
 from pippin.types import GRID
 
-SETTLED_STEPS = 8  # without a join, before cohorts of one are merged
+SETTLED_STEPS = 8  # in which nobody came or went, before rows are regrouped
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -61,7 +61,7 @@ class DecodeRows:
 
     def __post_init__(self) -> None:
         self._written = np.zeros((0, GRID), dtype=bool)  # which tail columns hold a row's token
-        self._steps_since_join = 0
+        self._steps_unchanged = 0
 
     def __contains__(self, slot: int) -> bool:
         return slot in self.rows
@@ -76,7 +76,7 @@ class DecodeRows:
         """Take in finished prompts, one cohort each; `prompts`: their tokens by slot, to share."""
         if not joining:
             return
-        self._steps_since_join = 0
+        self._steps_unchanged = 0
         self._widen(width_for(len(self.rows) + len(joining)))
         taken = {row.index for row in self.rows.values()}
         free = [index for index in range(self.width) if index not in taken]
@@ -91,6 +91,7 @@ class DecodeRows:
 
     def leave(self, slot: int) -> None:
         row = self.rows.pop(slot)
+        self._steps_unchanged = 0
         for cohort in self.cohorts:
             cohort.drop(row.index)
         self.cohorts = [cohort for cohort in self.cohorts if cohort.num_live]
@@ -174,11 +175,15 @@ class DecodeRows:
         return shape, tree
 
     def _scattered(self) -> bool:
-        """Rows have settled since the last join, and fewer cohorts would do: regroup early."""
-        self._steps_since_join += 1
-        if self._steps_since_join != SETTLED_STEPS or len(self.cohorts) < 2:
+        """Rows have settled since somebody came or went, and steps would be simpler: regroup early.
+
+        Fewer cohorts would do, or one whose lines are the rows: such steps are compiled.
+        """
+        self._steps_unchanged += 1
+        if self._steps_unchanged != SETTLED_STEPS or self._aligned():
             return False
-        return len(self._groups()) < len(self.cohorts)
+        num_groups = len(self._groups())
+        return num_groups == 1 or num_groups < len(self.cohorts)
 
     def _groups(self) -> list[Group]:
         rows = self.rows.values()
