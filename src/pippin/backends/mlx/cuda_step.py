@@ -66,7 +66,8 @@ def _kernel() -> Callable[..., list[mx.array]]:
 def takes(k: mx.array, v: mx.array, a: mx.array) -> bool:
     """Whether the kernel is for this device and these shapes: one gate a head, whole warps."""
     whole = k.shape[-1] % WARP == 0 and v.shape[-1] % LINES_PER_BLOCK == 0
-    return bool(mx.cuda.is_available()) and k.shape[1] == 1 and a.ndim == 3 and whole
+    on_cuda = mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
+    return bool(on_cuda) and k.shape[1] == 1 and a.ndim == 3 and whole
 
 
 def gated_delta_step_cuda(

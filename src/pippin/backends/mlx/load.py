@@ -65,7 +65,7 @@ def load(
     deterministic: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
-    """`deterministic`: recurrences are not chosen by timing."""
+    """`deterministic`: nothing is chosen by timing."""
     disable_compile_unless_available()
     if on_cpu():
         keep_large_buffers()
