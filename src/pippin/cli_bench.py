@@ -36,7 +36,7 @@ BUNDLED = ModelConfig.model
 
 
 @bench.command(name="one-batch")
-@takes_config("model", "engine")
+@takes_config("model", "engine", without=("prefix_cache",))  # every row is computed
 def one_batch(
     config: Config,
     *,

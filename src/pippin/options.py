@@ -37,11 +37,17 @@ def field_help(section: type) -> dict[str, str]:
     return texts
 
 
-def takes_config(*sections: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command `(config, ...)` the options of the named sections in place of `config`."""
+def takes_config(
+    *sections: str, without: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command `(config, ...)` the options of the named sections in place of `config`.
+
+    `without`: fields that the command decides by itself.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        options = [option for name in sections for option in _section_options(name)]
+        every = [option for name in sections for option in _section_options(name)]
+        options = [option for option in every if option.name not in without]
         names = {name: [f.name for f in dataclasses.fields(_section(name))] for name in sections}
 
         @functools.wraps(command)

@@ -42,6 +42,16 @@ def test_lists_take_commas_or_spaces(monkeypatch: pytest.MonkeyPatch, sizes: lis
     assert options == {"batches": [1, 4, 32], "input_len": 512, "output_len": 64, "repeats": 3}
 
 
+def test_an_option_that_one_batch_would_ignore_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["bench", "one-batch", "--backend", "fake", "--no-prefix-cache"])
+    assert exited.value.code != 0
+    captured = capsys.readouterr()
+    assert "--no-prefix-cache" in captured.out + captured.err
+
+
 def test_rates_and_concurrencies_become_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["serve", "--url", "http://x", "--rate", "0.5,2", "--requests", "7", "--streams", "4"]
     url, loads, options = called_with(monkeypatch, "pippin.bench.serve.serve", *argv)
