@@ -7,6 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from transformers import AutoTokenizer
 
 import pippin
 from pippin.bench.compare import OURS, THEIRS, choose, compare, summarize
@@ -76,6 +77,17 @@ def test_nothing_in_the_copy_ends_a_reply(tmp_path: Path) -> None:
     write_float32_copy(BUNDLED, tmp_path)
     assert Tokenizer.load(BUNDLED).eos_ids
     assert Tokenizer.load(tmp_path).eos_ids == ()
+
+
+def test_every_token_of_the_copy_has_text(tmp_path: Path) -> None:
+    """One without comes as no event, and two gaps between tokens would count as one."""
+    write_float32_copy(BUNDLED, tmp_path)
+    (end,) = Tokenizer.load(BUNDLED).encode("<|im_end|>")
+    assert Tokenizer.load(BUNDLED).decode([end]) == ""
+    assert Tokenizer.load(tmp_path).special_ids == frozenset()
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.encode("<|im_end|>") == [end]
+    assert theirs.decode([end], skip_special_tokens=True) == "<|im_end|>"
 
 
 def test_bfloat16_is_widened_and_metadata_kept(tmp_path: Path) -> None:

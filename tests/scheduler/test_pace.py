@@ -59,3 +59,11 @@ def test_it_follows_a_device_that_changes_its_speed() -> None:
     for _ in range(50):
         pace.observe(seconds=0.01 + 0.2, prefill_tokens=GRID, decode_rows=4)
     assert pace.budget(1) == SMALLEST_CHUNK
+
+
+def test_a_pause_of_the_machine_does_not_lengthen_chunks() -> None:
+    pace = measured(0.01, 1e-4)
+    before = pace.budget(1)
+    for _ in range(10):
+        pace.observe(seconds=0.2, prefill_tokens=0, decode_rows=4)
+    assert pace.budget(1) == before

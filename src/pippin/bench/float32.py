@@ -1,7 +1,9 @@
 """A copy of a checkpoint in float32 that never ends a reply by itself. Knows no model.
 
 Both servers of a comparison read this copy: mlx-lm computes in the type it finds on disk, and
-cannot be told to ignore the end of a reply. Only safetensors and JSON are touched.
+cannot be told to ignore the end of a reply. What would have been the end is then a token like any
+other, so it is given text: a token without text comes as no event, and would look like a pause of
+two steps. Only safetensors and JSON are touched.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,11 @@ from pippin.bench.wire import BenchError
 
 Header = dict[str, Any]
 CAST = {"F16": "<f2", "BF16": "<u2", "F32": "<f4"}  # bf16: numpy has none, so its bits
+SPECIAL_NAMES = (
+    *(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")),
+    "additional_special_tokens",
+    "extra_special_tokens",
+)
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -27,9 +35,10 @@ def write_float32_copy(source: Path, target: Path) -> None:
             shutil.copy(path, target / path.name)
     for path in source.glob("*.safetensors"):
         _copy_tensors(path, target / path.name)
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-        if (target / name).exists():
-            _drop_ends(target / name)
+    for name in ("config.json", "generation_config.json"):
+        _edit(target / name, _drop_ends)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        _edit(target / name, _show_every_token)
 
 
 def read_header(path: Path) -> tuple[Header, int]:
@@ -71,9 +80,22 @@ def _as_float32(stored: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any
     return stored.astype(np.float32)
 
 
-def _drop_ends(path: Path) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
+def _edit(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    if path.exists():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        edit(config)
+        path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _drop_ends(config: dict[str, Any]) -> None:
     for section in (config, config.get("text_config", {})):
         section.pop("eos_token_id", None)
-        section.pop("eos_token", None)
-    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _show_every_token(config: dict[str, Any]) -> None:
+    """Name no token as special, and mark none."""
+    for name in SPECIAL_NAMES:
+        config.pop(name, None)
+    decoder: dict[str, dict[str, Any]] = config.get("added_tokens_decoder", {})
+    for token in (*config.get("added_tokens", []), *decoder.values()):
+        token["special"] = False

@@ -39,7 +39,7 @@ class Loop:
         self.backend = backend
         self.overlap = overlap
         self._in_flight: _Launched | None = None
-        self._last_done = 0.0
+        self._last_resumed = 0.0
         self._paused = True
 
     @property
@@ -151,11 +151,11 @@ class Loop:
         done = resumed if waited > NOTICEABLE_SECONDS else launched.launched_at
         prefill_tokens = sum(len(row.tokens) for row in plan.prefill)
         self.scheduler.pace.observe(
-            seconds=done - max(result.dispatched, self._last_done),
+            seconds=resumed - max(result.dispatched, self._last_resumed),
             prefill_tokens=prefill_tokens,
             decode_rows=len(plan.decode),
         )
-        self._last_done = done
+        self._last_resumed = resumed
         self.scheduler.metrics.add(
             StepRecord(
                 step=plan.step,

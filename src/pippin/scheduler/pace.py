@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
 
 from pippin.types import GRID
 
@@ -12,7 +14,11 @@ SMALLEST_CHUNK = GRID // 2
 # What a forward costs beside its tokens, counted in tokens. The bundled model on two cores takes
 # 22 ms for 16 tokens, 27 for 32, 38 for 64 and 67 for 128.
 FORWARD_TOKENS = 32
-SMOOTHING = 0.2
+REMEMBERED_STEPS = 31
+
+
+def _recent() -> deque[float]:
+    return deque(maxlen=REMEMBERED_STEPS)
 
 
 @dataclass
@@ -22,31 +28,30 @@ class Pace:
     Without running streams a step takes `prefill_tokens`. With them, as many as fit in
     `STEP_STRETCH` decode steps, but no crumbs: a forward of a few tokens holds streams up almost
     as long as one of half a block, and prompts far longer.
+
+    Costs are medians: a step that met a pause of the machine, a regrouping of rows or another
+    step's prompt says nothing about the next one. A mean let one such step double the chunks.
     """
 
     prefill_tokens: int
-    decode_seconds: float = 0.0
-    seconds_per_token: float = 0.0
+    _decode_seconds: deque[float] = field(default_factory=_recent)  # of decode-only steps
+    _token_seconds: deque[float] = field(default_factory=_recent)
 
     def budget(self, num_streams: int) -> int:
         if num_streams == 0:
             return self.prefill_tokens
-        if not (self.decode_seconds and self.seconds_per_token):
+        if not (self._decode_seconds and self._token_seconds):
             return min(GRID, self.prefill_tokens)
-        spare = (STEP_STRETCH - 1.0) * self.decode_seconds
-        tokens = math.floor(spare / self.seconds_per_token) - FORWARD_TOKENS
+        spare = (STEP_STRETCH - 1.0) * median(self._decode_seconds)
+        tokens = math.floor(spare / median(self._token_seconds)) - FORWARD_TOKENS
         tokens -= tokens % (GRID if tokens >= GRID else SMALLEST_CHUNK)
         return min(max(tokens, SMALLEST_CHUNK), self.prefill_tokens)
 
     def observe(self, *, seconds: float, prefill_tokens: int, decode_rows: int) -> None:
         if prefill_tokens == 0:
             if decode_rows:
-                self.decode_seconds = _blend(self.decode_seconds, seconds)
+                self._decode_seconds.append(seconds)
             return
-        decode = self.decode_seconds if decode_rows else 0.0
+        decode = median(self._decode_seconds) if decode_rows and self._decode_seconds else 0.0
         per_token = max(seconds - decode, 0.1 * seconds) / (prefill_tokens + FORWARD_TOKENS)
-        self.seconds_per_token = _blend(self.seconds_per_token, per_token)
-
-
-def _blend(old: float, new: float) -> float:
-    return new if old == 0.0 else old + SMOOTHING * (new - old)
+        self._token_seconds.append(per_token)
