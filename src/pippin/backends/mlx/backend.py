@@ -1,7 +1,8 @@
 """The MLX backend: executes plans. The one place of this backend that launches device work.
 
-Everything a step writes goes into one `mx.async_eval`; nothing here waits for the device except
-`MLXPending.wait`. All arrays are made and used by the engine's one thread.
+Everything a step writes goes into `mx.async_eval`, what running streams need before what prompts
+need; nothing here waits for the device except `MLXPending.wait`. All arrays are made and used by
+the engine's one thread.
 """
 
 from __future__ import annotations
@@ -94,14 +95,14 @@ class MLXBackend:
             self._retire(step, retire)
         for admit in plan.admit:
             self._admit(admit)
-        for group in self._prefill_groups(plan.prefill):
-            self._prefill(step, group)
         for rows, decodes in self._decode_groups(plan.decode):
             self._decode(step, rows, decodes)
-        unmasked, logits = step.to_sample.unmasked()
-        if logits is not None:
-            self._sample_rows(step, unmasked, logits, None)
-        step.launch()
+        if plan.decode:  # the device has these to do while the prompts' graph is being built
+            self._launch(step)
+        for group in self._prefill_groups(plan.prefill):
+            self._prefill(step, group)
+        if plan.prefill or not plan.decode:
+            self._launch(step)
         return step
 
     def memory_used(self) -> int:
@@ -305,6 +306,13 @@ class MLXBackend:
             step.keep(Capture(decode.slot, decode.position, end, states={end: payload}))
 
     # ---- sampling --------------------------------------------------------------------------
+
+    def _launch(self, step: MLXPending) -> None:
+        """Sample what needs no mask, and hand the device all that is written and not yet there."""
+        rows, logits = step.to_sample.take_unmasked()
+        if logits is not None:
+            self._sample_rows(step, rows, logits, None)
+        step.launch()
 
     def _sample_rows(
         self,

@@ -35,8 +35,10 @@ class ToSample:
             self.rows += rows
             self.logits.append(logits)
 
-    def unmasked(self) -> tuple[list[SampleRow], mx.array | None]:
-        return self.rows, _stacked(self.logits)
+    def take_unmasked(self) -> tuple[list[SampleRow], mx.array | None]:
+        rows, logits = self.rows, self.logits
+        self.rows, self.logits = [], []
+        return rows, _stacked(logits)
 
     def masked(self) -> tuple[list[SampleRow], mx.array | None]:
         return self.masked_rows, _stacked(self.masked_logits)
@@ -66,7 +68,7 @@ class MLXPending:
             self.written += payload_arrays(payload)
 
     def launch(self) -> None:
-        """Everything that was written, in one call: what is left out keeps its graph alive."""
+        """Everything written since the last call: what is left out would keep its graph alive."""
         if not self.sampled and self.written:
             last = self.written[-1]
             self.fence = last[(0,) * last.ndim] + 0  # a copy: a view would hold all of it
