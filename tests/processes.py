@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,19 @@ from pathlib import Path
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
+def run_python(code: str, **env: str) -> str:
+    """Standard output of `code` in a new interpreter that sees the same packages."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment(), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def is_running(pid: int) -> bool:

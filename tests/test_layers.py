@@ -14,6 +14,8 @@ ANYTHING = None
 MAY_IMPORT: dict[str, set[str] | None] = {
     "types": set(),
     "errors": set(),
+    "user_cache": set(),
+    "native_kernels": {"user_cache"},
     "config": {"types"},
     "messages": {"types"},
     "metrics": {"types"},
@@ -23,7 +25,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends": set(),
     "backends.base": {"types"},
     "backends.fake": {"types", "backends.base"},
-    "backends.mlx": {"types", "config", "backends.base"},
+    "backends.mlx": {"types", "config", "backends.base", "native_kernels", "user_cache"},
     "scheduler": {"types", "cache", "decode", "backends.base", "messages", "metrics"},
     "api": {"types", "text", "messages", "metrics", "config"},
     "bench": {"", "types", "config"},

@@ -17,7 +17,7 @@ import numpy as np
 
 import pippin
 from pippin.backends.mlx import grouping  # brings its BLAS: before mlx itself
-from pippin.backends.mlx.blas import compile_available
+from pippin.backends.mlx.compiler import compile_available
 from pippin.backends.mlx.decode_forward import DecodeForward
 from pippin.backends.mlx.load import load
 from pippin.backends.mlx.prefill import PromptState

@@ -11,6 +11,7 @@ from cyclopts import App, Group, Parameter
 from pippin import __version__
 from pippin.config import Config
 from pippin.errors import PippinError
+from pippin.native_kernels import build_for_this_cpu
 from pippin.options import takes_config
 
 app = App(
@@ -100,6 +101,8 @@ def doctor(config: Config, *, json: bool = False) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command. What the user got wrong is one line on stderr and exit status 2 or 1."""
+    if argv is None:  # a process of our own, not a program that calls us
+        build_for_this_cpu()
     try:
         app(argv)
     except PippinError as error:

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pippin import LLM, SamplingParams, __version__
-from pippin.backends.mlx.blas import compile_available, load_fast_blas
+from pippin.backends.mlx.blas import load_fast_blas
+from pippin.backends.mlx.compiler import compile_available
 from pippin.backends.mlx.describe import describe
 from pippin.backends.mlx.device import device_info
 from pippin.backends.mlx.gated_delta import gated_delta_chunked

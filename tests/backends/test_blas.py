@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pippin.backends.mlx import blas
+from processes import run_python
 
 linux_only = pytest.mark.skipif(
     platform.system() != "Linux" or importlib.util.find_spec("scipy_openblas32") is None,
@@ -27,20 +25,6 @@ np.testing.assert_allclose(product, a.astype(np.float64) @ b, atol=1e-4)
 """
 
 
-def run(code: str, **env: str) -> str:
-    """Standard output of `code` in a new interpreter that sees the same packages."""
-    path = os.pathsep.join(p for p in sys.path if p)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path, **env},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 @linux_only
 @pytest.mark.parametrize("symbol", blas.REDIRECTED)
 def test_libmlx_calls_openblas_and_nobody_else_sees_it(symbol: str) -> None:
@@ -54,7 +38,7 @@ library = ctypes.CDLL(report.path)
 assert elf.read_slot(slot) == elf.load_address(library, "scipy_{symbol}")
 print(hasattr(ctypes.CDLL(None), "{symbol}"))
 """
-    assert run(code, PIPPIN_BLAS="auto") == "False"
+    assert run_python(code, PIPPIN_BLAS="auto") == "False"
 
 
 @linux_only
@@ -62,7 +46,7 @@ print(hasattr(ctypes.CDLL(None), "{symbol}"))
 def test_products_are_right_whether_mlx_is_imported_before_or_after(first: str) -> None:
     load = "from pippin.backends.mlx.blas import load_fast_blas; assert load_fast_blas().loaded"
     lines = [load, "import mlx.core"] if first == "load_fast_blas" else ["import mlx.core", load]
-    run("\n".join(lines) + CHECK_PRODUCT, PIPPIN_BLAS="auto")
+    run_python("\n".join(lines) + CHECK_PRODUCT, PIPPIN_BLAS="auto")
 
 
 @linux_only
@@ -74,27 +58,29 @@ addresses = [elf.read_slot(slot) for slot in before.values()]
 print(blas.load_fast_blas().reason)
 assert addresses == [elf.read_slot(slot) for slot in before.values()]
 """
-    assert run(code + CHECK_PRODUCT, PIPPIN_BLAS="off") == "PIPPIN_BLAS=off"
+    assert run_python(code + CHECK_PRODUCT, PIPPIN_BLAS="off") == "PIPPIN_BLAS=off"
 
 
 @linux_only
 def test_a_library_that_cannot_be_loaded_is_a_reason_not_a_crash(tmp_path: Path) -> None:
     report = "from pippin.backends.mlx.blas import load_fast_blas; print(load_fast_blas().reason)"
-    assert "no-such.so" in run(report + CHECK_PRODUCT, PIPPIN_BLAS=str(tmp_path / "no-such.so"))
+    assert "no-such.so" in run_python(
+        report + CHECK_PRODUCT, PIPPIN_BLAS=str(tmp_path / "no-such.so")
+    )
 
 
 @linux_only
 def test_a_library_without_cblas_is_refused_by_name() -> None:
     report = "from pippin.backends.mlx.blas import load_fast_blas; print(load_fast_blas().reason)"
-    assert "has no cblas_sgemm" in run(report, PIPPIN_BLAS="libc.so.6")
+    assert "has no cblas_sgemm" in run_python(report, PIPPIN_BLAS="libc.so.6")
 
 
 @linux_only
 def test_thread_count_follows_the_environment_and_else_the_physical_cores() -> None:
     code = "from pippin.backends.mlx.blas import load_fast_blas; print(load_fast_blas().threads)"
     quiet = {"PIPPIN_BLAS": "auto", "OMP_NUM_THREADS": ""}
-    assert run(code, OPENBLAS_NUM_THREADS="1", **quiet) == "1"
-    assert run(code, OPENBLAS_NUM_THREADS="", **quiet) == str(blas.physical_cores())
+    assert run_python(code, OPENBLAS_NUM_THREADS="1", **quiet) == "1"
+    assert run_python(code, OPENBLAS_NUM_THREADS="", **quiet) == str(blas.physical_cores())
 
 
 @linux_only
@@ -107,48 +93,4 @@ import torch
 x = torch.arange(4.0).reshape(2, 2)
 print((x @ x).tolist())
 """
-    assert run(code + CHECK_PRODUCT, PIPPIN_BLAS="auto") == "[[2.0, 3.0], [6.0, 11.0]]"
-
-
-@linux_only
-def test_without_a_compiler_mlx_runs_functions_uncompiled() -> None:
-    code = """
-import mlx.core as mx
-mx.set_default_device(mx.cpu)
-from pippin.backends.mlx.blas import disable_compile_unless_available
-print(disable_compile_unless_available().reason)
-assert mx.compile(lambda x: mx.exp(x) * 3 - 1)(mx.zeros(2)).tolist() == [2.0, 2.0]
-"""
-    assert run(code, PATH="/nonexistent") == "no g++ on PATH"
-
-
-@linux_only
-def test_a_compiler_that_fails_is_found_out_before_a_model_needs_it(tmp_path: Path) -> None:
-    fake = tmp_path / "g++"
-    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no headers here\nexit 1\n')
-    fake.chmod(0o755)
-    code = """
-import mlx.core as mx
-mx.set_default_device(mx.cpu)
-from pippin.backends.mlx.blas import disable_compile_unless_available
-print(disable_compile_unless_available().available)
-assert mx.compile(lambda x: mx.exp(x) * 3 - 1)(mx.zeros(2)).tolist() == [2.0, 2.0]
-"""
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TMPDIR": str(tmp_path)}
-    assert run(code, **env) == "False"
-
-
-@linux_only
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_another_users_kernels_turn_compilation_off(tmp_path: Path) -> None:
-    code = """
-import mlx.core as mx
-mx.set_default_device(mx.cpu)
-from pathlib import Path
-from pippin.backends.mlx.blas import compile_available
-kernels = Path("{root}", "mlx", mx.__version__, "cpu")
-kernels.mkdir(parents=True)
-kernels.chmod(0o555)
-print(compile_available().reason)
-"""
-    assert "another user" in run(code.format(root=tmp_path), TMPDIR=str(tmp_path))
+    assert run_python(code + CHECK_PRODUCT, PIPPIN_BLAS="auto") == "[[2.0, 3.0], [6.0, 11.0]]"

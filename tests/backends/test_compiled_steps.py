@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pippin
-from pippin.backends.mlx.blas import compile_available
+from pippin.backends.mlx.compiler import compile_available
 from pippin.backends.mlx.decode_forward import MAX_COMPILED, DecodeForward
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.prefill import ChunkBatch, PromptState

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm import sample_utils
 
 from pippin.backends.base import Admit
-from pippin.backends.mlx.blas import disable_compile_unless_available
+from pippin.backends.mlx.compiler import disable_compile_unless_available
 from pippin.backends.mlx.sampler import Sampler, SampleRow, dropped_tokens
 from pippin.backends.mlx.sampling_state import RowSubset, SlotSampling, build_batch
 from pippin.types import SamplingParams

@@ -30,7 +30,8 @@ LOG_TAIL_CHARS = 2000
 
 # mlx-lm as it comes, but with the BLAS that Pippin gives itself, so that both multiply alike.
 MLX_LM_SERVER = """
-from pippin.backends.mlx.blas import disable_compile_unless_available, load_fast_blas
+from pippin.backends.mlx.blas import load_fast_blas
+from pippin.backends.mlx.compiler import disable_compile_unless_available
 load_fast_blas()
 disable_compile_unless_available()
 from mlx_lm.server import main

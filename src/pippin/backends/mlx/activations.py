@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from pippin.native_kernels import are_native
+
 _LOG2_E = 1.4426950408889634
 # ln 2 in two parts: the first has so few bits that n * _LN2_HIGH is exact.
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
@@ -68,8 +70,10 @@ def _sigmoid(x: mx.array) -> mx.array:
     `mx.compile` fuses chains of about ten operations, so the polynomials are evaluated in pairs
     of terms, not one after the other: shallow enough for one or two passes over memory.
     """
-    # Not mx.clip, which minds NaN and so keeps the compiler from using the vector unit.
-    x = 0.5 * (mx.abs(x + _SATURATED) - mx.abs(x - _SATURATED))
+    if are_native():
+        x = mx.clip(x, -_SATURATED, _SATURATED)
+    else:  # mx.clip minds NaN, which keeps a compiler for any x86-64 from using the vector unit
+        x = 0.5 * (mx.abs(x + _SATURATED) - mx.abs(x - _SATURATED))
     x2 = x * x
     x4 = x2 * x2
     p, q = _TANH_ODD, _TANH_EVEN

@@ -1,4 +1,4 @@
-"""Fast matrix products and a safe `mx.compile` on Linux CPUs. Knows no models.
+"""Fast matrix products on Linux CPUs. Knows no models.
 
 mlx's Linux wheel links the reference BLAS, some fifty times slower than OpenBLAS. PyPI's OpenBLAS
 (`scipy-openblas32`) prefixes its symbols, so the dynamic linker never binds to it. Editing the
@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,38 +118,3 @@ def _core_id(cpu: int) -> tuple[str, ...]:
         return tuple((topology / f).read_text() for f in ("physical_package_id", "core_id"))
     except OSError:  # containers may hide it: then each CPU counts
         return (str(cpu),)
-
-
-@dataclass(frozen=True)
-class CompileReport:
-    available: bool
-    reason: str
-
-
-@functools.cache
-def compile_available() -> CompileReport:
-    """Whether `mx.compile` works here. On a Linux CPU it calls g++ at run time, so try it once."""
-    import mlx.core as mx
-
-    if platform.system() != "Linux" or mx.default_device() != mx.Device(mx.cpu):
-        return CompileReport(True, "kernels are built for the GPU")
-    if shutil.which("g++") is None:
-        return CompileReport(False, "no g++ on PATH")
-    kernels = Path(tempfile.gettempdir(), "mlx", importlib.metadata.version("mlx"), "cpu")
-    if kernels.exists() and not os.access(kernels, os.W_OK):
-        return CompileReport(False, f"{kernels} belongs to another user")
-    try:
-        mx.eval(mx.compile(lambda x: mx.exp(x) * 2 + 1)(mx.zeros(1)))
-    except RuntimeError as error:  # g++ without headers, a temporary directory that is read-only
-        return CompileReport(False, str(error).strip().splitlines()[-1])
-    return CompileReport(True, "g++")
-
-
-def disable_compile_unless_available() -> CompileReport:
-    """Call once at load: without a working compiler, models run their functions uncompiled."""
-    import mlx.core as mx
-
-    report = compile_available()
-    if not report.available:
-        mx.disable_compile()
-    return report

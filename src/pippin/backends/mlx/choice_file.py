@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
 import msgspec
+
+from pippin.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +32,7 @@ Table = dict[str, dict[str, Times]]
 
 
 def default_path() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    if not cache:
-        home = os.path.expanduser("~")  # unlike Path.home, answers also where there is none
-        cache = os.path.join(home, "Library/Caches" if sys.platform == "darwin" else ".cache")
-    return Path(cache, "pippin", "recurrences.json")
+    return user_cache() / "recurrences.json"
 
 
 class RememberedTimes:

@@ -10,20 +10,13 @@ once.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from pippin.backends.mlx.blas import compile_available
+from pippin.backends.mlx.compiler import compile_available, kernel_dir
 from pippin.backends.mlx.load import LoadedModel, on_cpu
-
-
-def kernel_dir() -> Path:
-    """Where mlx keeps the kernels that it builds for CPUs."""
-    return Path(tempfile.gettempdir(), "mlx", importlib.metadata.version("mlx"), "cpu")
 
 
 def marker_path(loaded: LoadedModel) -> Path:

@@ -17,8 +17,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from pippin.backends.mlx import substitutions
-from pippin.backends.mlx.blas import disable_compile_unless_available
 from pippin.backends.mlx.choices import Choice, choose_recurrences
+from pippin.backends.mlx.compiler import disable_compile_unless_available
 from pippin.backends.mlx.cuda_layer import fuse_layers
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import Layout, discover

@@ -1,0 +1,79 @@
+"""Kernels for the CPU at hand, in processes of our own. Knows no mlx, only how it calls g++.
+
+On a Linux CPU `mx.compile` writes C++ to the temporary directory and runs `g++ -O3`, which names no
+CPU: on x86-64 a kernel then takes four numbers at a time, as any such CPU can, where this one may
+take eight or sixteen. So `g++` becomes a script that adds -march=native, first on PATH, and the
+temporary directory one in the user's cache. There nobody else loads the kernels, and they outlast a
+restart of the machine.
+
+A process inherits both. They change what else it might run, so only the `pippin` command asks for
+them: a program that imports Pippin keeps its environment and mlx's own kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+
+from pippin.user_cache import user_cache
+
+FLAGS = "-march=native"
+DIRECTORY = "PIPPIN_NATIVE_KERNELS"  # in the environment of processes that build such kernels
+CPU_FACTS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
+
+logger = logging.getLogger(__name__)
+
+
+def build_for_this_cpu() -> None:
+    """From now on, in this process and those that it starts."""
+    if platform.system() != "Linux" or are_native():
+        return
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return
+    home = user_cache() / "kernels" / _identity(Path(compiler))
+    script = home / "bin" / "g++"
+    try:
+        _write_script(script, compiler)
+    except OSError as error:
+        logger.warning("kernels are built for any CPU: %s", error)
+        return
+    if not os.access(script, os.X_OK):
+        logger.warning("kernels are built for any CPU: nothing may be run from %s", home)
+        return
+    tempfile.gettempdir()  # settles it: other files of this process stay out of there
+    os.environ["TMPDIR"] = os.environ[DIRECTORY] = str(home)
+    os.environ["PATH"] = os.pathsep.join([str(script.parent), os.environ["PATH"]])
+
+
+def are_native() -> bool:
+    """Whether kernels that this process builds are for this CPU."""
+    return DIRECTORY in os.environ
+
+
+def _identity(compiler: Path) -> str:
+    """A home directory may be shared by machines, and a compiler replaced."""
+    built = compiler.stat()
+    facts = [FLAGS, platform.machine(), str(compiler), built.st_size, built.st_mtime_ns]
+    try:
+        first_cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:  # containers may hide it
+        first_cpu = []
+    facts += [line for line in first_cpu if line.startswith(CPU_FACTS)]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+
+
+def _write_script(path: Path, compiler: str) -> None:
+    """A compiler that does not know the flag still builds."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(f"{path.name}-{os.getpid()}")
+    whole.write_text(f'#!/bin/sh\n"{compiler}" {FLAGS} "$@" || exec "{compiler}" "$@"\n')
+    whole.chmod(0o755)
+    whole.replace(path)  # other processes see all of it or nothing
