@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -54,6 +54,17 @@ def serve(*options: str) -> Iterator[Served]:
             yield Served(process, found[0])
         finally:
             process.kill()
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[int]:
+    """A process held up; it goes on at the end if it is still there, and so can leave."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def post_in_background(served: Served, answers: list[httpx.Response]) -> Thread:
@@ -101,9 +112,7 @@ def test_a_signal_ends_both_processes(number: signal.Signals) -> None:
 
 
 def test_a_signal_ends_a_pending_request_with_an_error() -> None:
-    with serve() as served:
-        engine_pid = served.engine_pid
-        os.kill(engine_pid, signal.SIGSTOP)
+    with serve() as served, stopped(served.engine_pid) as engine_pid:
         answers: list[httpx.Response] = []
         thread = post_in_background(served, answers)
         wait_until_a_request_is_pending(served, thread)
@@ -116,12 +125,11 @@ def test_a_signal_ends_a_pending_request_with_an_error() -> None:
 
 
 def test_a_dead_engine_fails_its_requests_and_the_server_reports_it() -> None:
-    with serve() as served:
-        os.kill(served.engine_pid, signal.SIGSTOP)
+    with serve() as served, stopped(served.engine_pid) as engine_pid:
         answers: list[httpx.Response] = []
         thread = post_in_background(served, answers)
         wait_until_a_request_is_pending(served, thread)
-        os.kill(served.engine_pid, signal.SIGKILL)
+        os.kill(engine_pid, signal.SIGKILL)
         thread.join(timeout=20)
         assert answers[0].status_code == 503
         health = httpx.get(f"{served.url}/health")

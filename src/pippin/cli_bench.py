@@ -149,7 +149,7 @@ def compare(
     /,
     *,
     only: Names = None,
-    rounds: int = 2,
+    rounds: int = 3,
     pippin_options: OptionString = "",
     mlx_lm_options: OptionString = "",
     outputs: Files = PRINT_ONLY,

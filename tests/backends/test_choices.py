@@ -148,6 +148,25 @@ def test_the_times_go_to_the_function_that_took_them(monkeypatch: pytest.MonkeyP
     assert times == Times(ours_ms=2 * 16 / CHAIN[DECODE], mlx_lm_ms=2 * 32 / CHAIN[DECODE])
 
 
+def test_a_kernel_that_fails_leaves_the_choice_to_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(**_: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    path = tmp_path / "times.json"
+    monkeypatch.setattr(choices, "sizes", lambda _: [(1, 1)])
+    monkeypatch.setitem(choices.MLX_LM, "ssm_update", broken)
+    choose = partial(choose_recurrences, deterministic=False, path=path, obstacle=no_obstacle)
+    chosen = choose([ssm_call()], seconds_of=lambda _: 1e-3)
+    assert [str(choice) for choice in chosen] == ["ours: mlx-lm's failed here: no such kernel"] * 2
+    assert "no such kernel" in caplog.text
+    assert not path.exists()
+    monkeypatch.setitem(choices.OURS, "ssm_update", broken)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        choose([ssm_call()], seconds_of=lambda _: 1e-3)
+
+
 @pytest.mark.parametrize(
     ("phase", "mlx_lm_ms", "chosen"),
     [(PREFILL, 0.9, False), (PREFILL, 0.7, True), (DECODE, 0.9, True), (DECODE, 0.99, False)],

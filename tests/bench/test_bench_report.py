@@ -12,6 +12,7 @@ import pytest
 from pippin.bench.plot import Bar, Bars, Chart, Goal, Lines, draw
 from pippin.bench.report import Outputs, Report, Table, number
 from pippin.bench.scales import Scale, ticks
+from pippin.bench.stolen import read_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROWS = [Bar("a < b", (1.0, 2.0), "one & two"), Bar("none", (math.nan, 3.0))]
@@ -136,3 +137,16 @@ def test_a_report_is_printed_and_written(
 )
 def test_numbers_have_three_digits(value: float, shown: str) -> None:
     assert number(value) == shown
+
+
+def test_stolen_time_is_a_share_of_all_cpu_time(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    readings = []
+    for line in ("cpu 10 0 10 80 0 0 0 0 0 0", "cpu 30 0 20 120 0 5 5 20 30 0"):
+        stat.write_text(f"{line}\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
+        readings.append(read_ticks(stat))
+    before, after = readings
+    assert before is not None
+    assert after is not None
+    assert after.stolen_since(before) == 0.2
+    assert read_ticks(tmp_path / "nothing") is None

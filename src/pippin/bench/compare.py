@@ -45,7 +45,7 @@ def compare(
     model_dir: Path,
     *,
     only: Sequence[str] = (),
-    rounds: int = 2,
+    rounds: int = 3,
     pippin_options: Sequence[str] = (),
     mlx_lm_options: Sequence[str] = (),
 ) -> Report:

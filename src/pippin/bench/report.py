@@ -16,8 +16,10 @@ from rich.table import Table as RichTable
 
 from pippin import __version__
 from pippin.bench.plot import Chart, draw
+from pippin.bench.stolen import read_ticks
 
 LIBRARIES = ("mlx", "mlx-lm", "numpy")
+TICKS_AT_START = read_ticks()
 BUSY_LOAD = 0.5  # runnable processes besides ours that make timings doubtful
 
 
@@ -103,6 +105,8 @@ def describe_machine() -> dict[str, Any]:
     }
     for name in LIBRARIES:
         facts[name] = importlib.metadata.version(name)
+    if TICKS_AT_START is not None and (now := read_ticks()) is not None:
+        facts["stolen"] = f"{now.stolen_since(TICKS_AT_START):.1%}"
     return facts
 
 

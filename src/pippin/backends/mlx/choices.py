@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,8 @@ CHAIN: dict[Phase, int] = {"prefill": 2, "decode": 16}
 REPEATS = 5
 SIMD_WIDTH = 32  # mlx-lm's kernels give each lane a whole share of a row
 DETERMINISTIC = "deterministic mode does not go by times"
+
+logger = logging.getLogger(__name__)
 
 Function = Callable[..., tuple[mx.array, mx.array]]
 Timer = Callable[[Callable[[], None]], float]  # seconds that some work takes
@@ -109,7 +112,12 @@ def choose_recurrences(
             continue
         times = remembered.get(str(kind))
         if times is None:
-            times = time_both(call, phase, timer)
+            try:
+                times = time_both(call, phase, timer)
+            except TheirsFailed as failure:
+                logger.warning("%s: ours, for %s", kind, failure, exc_info=failure.__cause__)
+                choices.append(Choice(kind, obstacle=str(failure)))
+                continue
             remembered.add(str(kind), times)
         choices.append(Choice(kind, times))
     remembered.save()
@@ -125,14 +133,22 @@ def machine() -> str:
     return ", ".join([device_info().name, *versions, f"ours {ours.hexdigest()[:8]}"])
 
 
+class TheirsFailed(Exception):
+    """mlx-lm's function raised; ours runs everywhere."""
+
+
 def time_both(call: Call, phase: Phase, seconds_of: Timer) -> Times:
     """Both functions on each size that matters, added up."""
-    seconds = [
-        sum(seconds_of(work(functions[call.function], call, phase, *size)) for size in sizes(phase))
-        for functions in (OURS, MLX_LM)
-    ]
-    ours_ms, mlx_lm_ms = (1e3 * total / CHAIN[phase] for total in seconds)
-    return Times(ours_ms, mlx_lm_ms)
+
+    def milliseconds(functions: Mapping[str, Function]) -> float:
+        works = (work(functions[call.function], call, phase, *size) for size in sizes(phase))
+        return 1e3 * sum(seconds_of(one) for one in works) / CHAIN[phase]
+
+    ours_ms = milliseconds(OURS)
+    try:
+        return Times(ours_ms, milliseconds(MLX_LM))
+    except Exception as error:  # whatever a kernel can do on a machine that we have never seen
+        raise TheirsFailed(f"mlx-lm's failed here: {error}") from error
 
 
 def sizes(phase: Phase) -> list[tuple[int, int]]:
