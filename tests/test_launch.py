@@ -16,8 +16,9 @@ import pytest
 from pippin.api.engine_client import ZmqEngine
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.errors import LoadError
-from pippin.launch import EngineProcess, describe_exit, resolve
+from pippin.launch import EngineProcess, describe_exit
 from pippin.messages import Submit, TokenDelta
+from pippin.resolve import resolve
 from pippin.types import SamplingParams
 from processes import environment, wait_until_gone
 
@@ -121,7 +122,8 @@ def test_the_engine_leaves_when_the_server_is_killed() -> None:
     code = """
 import time
 from pippin.config import Config, ModelConfig
-from pippin.launch import EngineProcess, resolve
+from pippin.launch import EngineProcess
+from pippin.resolve import resolve
 process = EngineProcess(resolve(Config(model=ModelConfig(backend="fake"))))
 print(process.process.pid, process.spec.socket_dir, flush=True)
 time.sleep(60)

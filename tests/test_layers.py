@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         ["", "__main__", "build", "chat", "checkpoint", "cli", "cli_bench", "client"],
         ANYTHING,
     ),
-    **dict.fromkeys(["doctor", "engine", "launch", "llm", "options"], ANYTHING),
+    **dict.fromkeys(["doctor", "engine", "launch", "llm", "options", "resolve"], ANYTHING),
 }
 FOREIGN = {"mlx": "backends.mlx", "mlx_lm": "backends.mlx", "torch": "backends.torch"}
 

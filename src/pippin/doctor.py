@@ -27,7 +27,7 @@ from pippin.backends.mlx.device import device_info
 from pippin.backends.mlx.gated_delta import gated_delta_chunked
 from pippin.backends.mlx.load import load
 from pippin.config import Config, EngineConfig
-from pippin.launch import resolve
+from pippin.resolve import resolve
 
 LIBRARIES = ("mlx", "mlx-lm", "numpy", "transformers", "tokenizers", "torch")
 PRODUCT_SIZE = 1024

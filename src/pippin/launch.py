@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import signal
 import socket
 import subprocess
@@ -32,11 +31,11 @@ from starlette.types import ASGIApp
 from pippin.api.app import create_app
 from pippin.api.engine_client import ZmqEngine
 from pippin.api.openai import ModelInfo
-from pippin.checkpoint import find_checkpoint
 from pippin.config import Config, ServerConfig
 from pippin.engine import EngineSpec
 from pippin.errors import LoadError
 from pippin.messages import Ready
+from pippin.resolve import resolve
 from pippin.text.bundle import TextBundle
 
 SOCKET_PATH_MAX = 100  # sockaddr_un holds 104 bytes on macOS, 108 on Linux
@@ -49,19 +48,6 @@ def serve(config: Config) -> None:
     config = resolve(config)
     with _listen(config.server) as listener:
         asyncio.run(_serve(config, listener))
-
-
-def resolve(config: Config) -> Config:
-    """Every "auto" that can be decided without the device; the model as a directory."""
-    model, server = config.model, config.server
-    path = find_checkpoint(model)
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(
-            model, model=str(path), backend="mlx" if model.backend == "auto" else model.backend
-        ),
-        server=dataclasses.replace(server, served_name=server.served_name or path.name),
-    )
 
 
 class EngineProcess:

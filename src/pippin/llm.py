@@ -18,9 +18,9 @@ from typing import Any
 from pippin.build import build_loop
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import ContextOverflow, EngineDead, PippinError, RequestError
-from pippin.launch import resolve
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import EngineMetrics
+from pippin.resolve import resolve
 from pippin.text.bundle import TextBundle
 from pippin.text.detokenizer import Detokenizer
 from pippin.types import FinishReason, SamplingParams, TokenLogprobs

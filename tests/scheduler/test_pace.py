@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pippin.scheduler.pace import FORWARD_TOKENS, SMALLEST_CHUNK, STEP_STRETCH, Pace
+from pippin.scheduler.pace import (
+    FORWARD_TOKENS,
+    LONGEST_STRETCH,
+    SMALLEST_CHUNK,
+    STEP_STRETCH,
+    Pace,
+)
 from pippin.types import GRID
 
 
@@ -35,7 +41,17 @@ def test_a_step_with_prefill_stays_within_its_stretch(seconds_per_token: float) 
     cost = (tokens + FORWARD_TOKENS) * seconds_per_token
     assert tokens > SMALLEST_CHUNK
     assert tokens % GRID == 0
-    assert decode_seconds + cost <= STEP_STRETCH * decode_seconds + 1e-9
+    assert decode_seconds + cost <= STEP_STRETCH * (1 + 1 / 3) * decode_seconds + 1e-9
+
+
+def test_the_more_prompts_wait_the_longer_a_step_may_take_up_to_a_limit() -> None:
+    decode_seconds, seconds_per_token = 0.01, 1e-4
+    pace = measured(decode_seconds, seconds_per_token, 8192)
+    budgets = [pace.budget(4, num_prompts) for num_prompts in (1, 2, 6, 100)]
+    assert budgets == sorted(budgets)
+    assert budgets[0] < budgets[1] < budgets[2] == budgets[3]
+    cost = (budgets[3] + FORWARD_TOKENS) * seconds_per_token
+    assert decode_seconds + cost <= LONGEST_STRETCH * decode_seconds + 1e-9
 
 
 def test_prompts_are_never_starved_nor_given_more_than_the_limit() -> None:

@@ -9,7 +9,8 @@ from statistics import median
 
 from pippin.types import GRID
 
-STEP_STRETCH = 2.6  # a step with prefill may take this many times a decode-only step
+STEP_STRETCH = 2.6  # a step with prefill may take this many times a decode-only step,
+LONGEST_STRETCH = 5.0  # and up to this many the more prompts wait for each stream that runs
 SMALLEST_CHUNK = GRID // 2
 # What a forward costs beside its tokens, counted in tokens. The bundled model on two cores takes
 # 22 ms for 16 tokens, 27 for 32, 38 for 64 and 67 for 128.
@@ -26,8 +27,8 @@ class Pace:
     """Learns the cost of a decode step and of prompt tokens from finished steps.
 
     Without running streams a step takes `prefill_tokens`. With them, as many as fit in
-    `STEP_STRETCH` decode steps, but no crumbs: a forward of a few tokens holds streams up almost
-    as long as one of half a block, and prompts far longer.
+    `STEP_STRETCH` decode steps, more where many wait and few run, but no crumbs: a forward of a
+    few tokens holds streams up almost as long as one of half a block, and prompts far longer.
 
     Costs are medians: a step that met a pause of the machine, a regrouping of rows or another
     step's prompt says nothing about the next one. A mean let one such step double the chunks.
@@ -37,12 +38,13 @@ class Pace:
     _decode_seconds: deque[float] = field(default_factory=_recent)  # of decode-only steps
     _token_seconds: deque[float] = field(default_factory=_recent)
 
-    def budget(self, num_streams: int) -> int:
+    def budget(self, num_streams: int, num_prompts: int = 1) -> int:
         if num_streams == 0:
             return self.prefill_tokens
         if not (self._decode_seconds and self._token_seconds):
             return min(GRID, self.prefill_tokens)
-        spare = (STEP_STRETCH - 1.0) * median(self._decode_seconds)
+        stretch = min(STEP_STRETCH * (1.0 + num_prompts / num_streams), LONGEST_STRETCH)
+        spare = (stretch - 1.0) * median(self._decode_seconds)
         tokens = math.floor(spare / median(self._token_seconds)) - FORWARD_TOKENS
         tokens -= tokens % (GRID if tokens >= GRID else SMALLEST_CHUNK)
         return min(max(tokens, SMALLEST_CHUNK), self.prefill_tokens)

@@ -181,10 +181,10 @@ class Scheduler:
     def _plan_prefills(
         self, step: int, num_streams: int, retired: Sequence[Request]
     ) -> tuple[tuple[Admit, ...], tuple[PrefillRow, ...]]:
-        left = self.pace.budget(num_streams)
         admit: list[Admit] = []
         rows: list[PrefillRow] = []
         started = [r for r in self.active.values() if r.phase == "prefill"]
+        left = self.pace.budget(num_streams, len(started) + len(self.admission.queue))
         for request in sorted(started, key=lambda r: r.arrived):
             if left <= 0:
                 break
