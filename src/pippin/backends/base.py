@@ -4,9 +4,10 @@ A plan carries every device-side effect of a step, and a backend executes it in 
 
     retire   read what rows hold after the previous launch (captures), then free their slots
     admit    sampling parameters of slots that start
-    prefill  restore a matched prefix, then run chunks of prompts; sample where one ends
     decode   run one token of each row (from the FutureMap), sample, stash the token by slot
+    prefill  restore a matched prefix, then run chunks of prompts; sample where one ends
 
+The last two concern different slots: either may come first, but streams are waiting for theirs.
 Only `Backend.launch` touches the device, so no schedule-versus-forward race can be written.
 """
 
