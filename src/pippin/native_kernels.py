@@ -48,7 +48,8 @@ def build_for_this_cpu() -> None:
         return
     tempfile.gettempdir()  # settles it: other files of this process stay out of there
     os.environ["TMPDIR"] = os.environ[DIRECTORY] = str(home)
-    os.environ["PATH"] = os.pathsep.join([str(script.parent), os.environ["PATH"]])
+    others = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join([str(script.parent), others])
 
 
 def are_native() -> bool:
