@@ -63,9 +63,7 @@ def test_without_a_place_for_them_nothing_changes(tmp_path: Path) -> None:
     assert run_python(COMPILE, XDG_CACHE_HOME=str(tmp_path / "file")) == "False 0"
 
 
-def test_the_command_asks_for_them_and_a_program_that_calls_it_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_asks_for_them_and_a_program_that_calls_it_does_not(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["doctor", "--no-such-option"])
     assert DIRECTORY not in os.environ

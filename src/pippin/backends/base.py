@@ -165,7 +165,7 @@ class PendingStep(Protocol):
         ...
 
     def wait(self) -> StepResult:
-        """The only blocking call; never waits for a later step."""
+        """The only call that waits for results: this step's tokens, nothing of a later step."""
         ...
 
 
@@ -174,7 +174,7 @@ class Backend(Protocol):
     def spec(self) -> ModelSpec: ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Enqueue; never block."""
+        """Enqueue; wait for no result."""
         ...
 
     def memory_used(self) -> int:

@@ -28,7 +28,8 @@ STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
 LOG_TAIL_CHARS = 2000
 
-# mlx-lm as it comes, but with the BLAS that Pippin gives itself, so that both multiply alike.
+# mlx-lm as it comes, but with the BLAS that Pippin gives itself, so that both multiply alike. From
+# the command that starts both it inherits the compiler's flags too.
 MLX_LM_SERVER = """
 from pippin.backends.mlx.blas import load_fast_blas
 from pippin.backends.mlx.compiler import disable_compile_unless_available

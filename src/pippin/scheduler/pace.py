@@ -9,8 +9,8 @@ from statistics import median
 
 from pippin.types import GRID
 
-STEP_STRETCH = 2.6  # a step with prefill may take this many times a decode-only step,
-LONGEST_STRETCH = 5.0  # and up to this many the more prompts wait for each stream that runs
+STEP_STRETCH = 2.6  # a step with one prompt in it may take this many times a decode-only step,
+LONGEST_STRETCH = 5.0  # and up to this many the more other prompts wait for each stream that runs
 SMALLEST_CHUNK = GRID // 2
 # What a forward costs beside its tokens, counted in tokens. The bundled model on two cores takes
 # 22 ms for 16 tokens, 27 for 32, 38 for 64 and 67 for 128.
@@ -43,7 +43,7 @@ class Pace:
             return self.prefill_tokens
         if not (self._decode_seconds and self._token_seconds):
             return min(GRID, self.prefill_tokens)
-        stretch = min(STEP_STRETCH * (1.0 + num_prompts / num_streams), LONGEST_STRETCH)
+        stretch = min(STEP_STRETCH * (1.0 + (num_prompts - 1) / num_streams), LONGEST_STRETCH)
         spare = (stretch - 1.0) * median(self._decode_seconds)
         tokens = math.floor(spare / median(self._token_seconds)) - FORWARD_TOKENS
         tokens -= tokens % (GRID if tokens >= GRID else SMALLEST_CHUNK)
