@@ -103,10 +103,11 @@ def active_bytes() -> int:
 def test_the_tree_holds_the_bytes_that_it_counts_and_gives_all_back(name: str) -> None:
     client = make_client(name, chunk=512)
     cache = cache_of(client)
-    ask_all(client, [make_prompt(name, 80, seed=0)], max_tokens=1)  # constants, made on first use
+    before = [make_prompt(name, 160, seed=1), make_prompt(name, 150, seed=2)]
+    ask_all(client, before, max_tokens=2)  # constants of these shapes, made on first use
     cache.flush()
     idle = active_bytes()
-    prompts = [make_prompt(name, 160, seed=1), make_prompt(name, 150, seed=2)]
+    prompts = [make_prompt(name, 160, seed=3), make_prompt(name, 150, seed=4)]
     ask_all(client, prompts, max_tokens=2)
     while cache.nbytes:
         assert 0 <= active_bytes() - idle - cache.nbytes <= VIEW_BYTES

@@ -117,8 +117,8 @@ def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_both_servers_answer_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    monkeypatch.setattr("pippin.bench.scenarios.DECODE_TOKENS", 8)
+    monkeypatch.setattr("pippin.bench.scenarios.PROMPT_TOKENS", 50)
     monkeypatch.setattr("pippin.bench.compare.build_kernels", lambda *_: None)  # half a minute
-    report = compare(BUNDLED, only=["decode-1"], rounds=1)
-    rounds = report.data["scenarios"]["decode-1"]["rounds"]
-    assert all(rounds[name][0]["decode"] > 0 for name in (OURS, THEIRS))
+    report = compare(BUNDLED, only=["prefill"], rounds=1)
+    rounds = report.data["scenarios"]["prefill"]["rounds"]
+    assert all(rounds[name][0]["prefill"] > 0 for name in (OURS, THEIRS))
