@@ -4,7 +4,8 @@ On a Linux CPU `mx.compile` writes C++ to the temporary directory and runs `g++ 
 CPU: on x86-64 a kernel then takes four numbers at a time, as any such CPU can, where this one may
 take eight or sixteen. So `g++` becomes a script that adds -march=native, first on PATH, and the
 temporary directory one in the user's cache. There nobody else loads the kernels, and they outlast a
-restart of the machine.
+restart of the machine. Servers that start together build the same files, and mlx has no lock: the
+script compiles a copy of the source, again if that was not all of it, and a library comes whole.
 
 A process inherits both. They change what else it might run, so only the `pippin` command asks for
 them: a program that imports Pippin keeps its environment and mlx's own kernels.
@@ -24,6 +25,32 @@ from pippin.user_cache import user_cache
 
 FLAGS = "-march=native"
 DIRECTORY = "PIPPIN_NATIVE_KERNELS"  # in the environment of processes that build such kernels
+SCRIPT = r"""#!/bin/sh
+source= built= before=
+for word; do
+    case "$word" in *.cpp) source=$word ;; esac
+    [ "$before" = -o ] && built=$word
+    before=$word
+done
+build() { "$COMPILER" $FLAGS "$@" || "$COMPILER" "$@"; }
+if [ -z "$source" ] || [ -z "$built" ]; then build "$@"; exit; fi
+
+own=$built.$$
+trap 'rm -f "$own" "$own.cpp"' EXIT
+for word; do
+    shift
+    case "$word" in "$source") word=$own.cpp ;; "$built") word=$own ;; esac
+    set -- "$@" "$word"
+done
+cp "$source" "$own.cpp" || exit
+while :; do
+    build "$@" && status=0 || status=$?
+    cmp -s "$source" "$own.cpp" && break
+    cp "$source" "$own.cpp" || exit  # another process was still writing it
+done
+[ $status = 0 ] && mv "$own" "$built"
+exit $status
+"""
 CPU_FACTS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
 
 logger = logging.getLogger(__name__)
@@ -60,7 +87,7 @@ def are_native() -> bool:
 def _identity(compiler: Path) -> str:
     """A home directory may be shared by machines, and a compiler replaced."""
     built = compiler.stat()
-    facts = [FLAGS, platform.machine(), str(compiler), built.st_size, built.st_mtime_ns]
+    facts = [SCRIPT, FLAGS, platform.machine(), str(compiler), built.st_size, built.st_mtime_ns]
     try:
         first_cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:  # containers may hide it
@@ -75,6 +102,6 @@ def _write_script(path: Path, compiler: str) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_name(f"{path.name}-{os.getpid()}")
-    whole.write_text(f'#!/bin/sh\n"{compiler}" {FLAGS} "$@" || exec "{compiler}" "$@"\n')
+    whole.write_text(SCRIPT.replace("$COMPILER", compiler).replace("$FLAGS", FLAGS))
     whole.chmod(0o755)
     whole.replace(path)  # other processes see all of it or nothing
