@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "nobody waits for a prefix that is being computed",
         ADMISSION,
-        "if shared >= matched + GRID and shared > other.in_tree:",
+        "if shared >= needed and shared > other.in_tree:",
         "if False:",
         (PREFILL,),
     ),

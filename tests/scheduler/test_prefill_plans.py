@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from builders import ALL, check_idle, make_client, make_prompt, oracle
+from pippin.scheduler.admission import REPLY_TOKENS
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
@@ -84,6 +85,28 @@ def test_those_who_wait_for_a_prefix_let_strangers_by_and_do_not_age() -> None:
     assert client.loop.scheduler.requests[waiter.id].passed_over == 0
     client.run()
     assert waiter.cached_tokens == 640
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("reply_len", "cached"), [(REPLY_TOKENS, 80 + REPLY_TOKENS), (REPLY_TOKENS - 1, 80)]
+)
+def test_the_next_turn_waits_for_a_reply_that_is_on_its_way_into_the_tree(
+    overlap: bool, reply_len: int, cached: int
+) -> None:
+    """It comes at once, while the step that brings the reply is not even planned."""
+    client = make_client(overlap=overlap, num_slots=8)
+    client.submit(make_prompt(20, 7), max_tokens=200)  # another stream keeps running
+    prompt = make_prompt(80)
+    turn = client.submit(prompt, max_tokens=reply_len)
+    while turn.finish is None:
+        client.step()
+    following = client.submit([*prompt, *turn.tokens, 1, 2, 3])
+    stranger = client.submit([*prompt, *turn.tokens[:-1], 0, 1, 2, 3])  # leaves the reply
+    client.run()
+    assert following.cached_tokens == cached
+    assert stranger.cached_tokens == 80
+    check_idle(client)
 
 
 def test_an_aborted_first_frees_those_who_wait_for_its_prefix() -> None:

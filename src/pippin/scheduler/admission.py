@@ -18,6 +18,7 @@ from pippin.types import GRID, ModelSpec
 
 LOOKAHEAD = 16  # queued requests considered at a time
 MAX_PASSED_OVER = 8
+REPLY_TOKENS = 16  # of a reply that are worth a wait of two steps
 GROWTH_TOKENS = 256  # a running request's reservation grows by this much at a time
 
 
@@ -164,16 +165,23 @@ class Admission:
         return match
 
     def _should_wait(self, request: Request, matched: int, in_flight: Collection[Request]) -> bool:
-        """Whether somebody is about to bring at least a grid block more than the tree has now."""
+        """Whether somebody is about to bring at least a grid block more than the tree has now.
+
+        Less is worth a wait if it is a whole reply: that comes with the next step or the one after
+        it, and its end is what the next turn of a conversation continues.
+        """
         if not self._uses_cache(request):
             return False
         usable = request.prompt[: request.prompt_len - 1]
         for other in in_flight:
             num_coming = other.num_coming
-            if num_coming <= other.in_tree or num_coming < matched + GRID:
+            needed = matched + GRID
+            if other.will_be_cached and not self._on_grid:
+                needed = min(needed, max(num_coming, matched + REPLY_TOKENS))
+            if num_coming <= other.in_tree or num_coming < needed:
                 continue
             shared = common_prefix_len(usable, other.tokens(num_coming))
-            if shared >= matched + GRID and shared > other.in_tree:
+            if shared >= needed and shared > other.in_tree:
                 return True
         return False
 
