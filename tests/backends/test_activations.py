@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models import activations as mlx_lm_activations
 
 from pippin.backends.mlx.activations import (
+    exp_below,
     precise_swiglu,
     silu,
     swiglu,
@@ -72,6 +73,15 @@ def test_masked_scores_weigh_exactly_nothing(masked: float) -> None:
     weights = np.array(unnormalised_softmax(scores))
     assert (weights[0, [1, 3]] == 0).all()
     assert weights[0, 0] == 1
+
+
+def test_small_weights_are_as_exact_as_large_ones() -> None:
+    below = np.linspace(-87, 0, 10_001).astype(np.float32)
+    want = np.exp(below.astype(np.float64))
+    got = np.array(exp_below(mx.array(below), mx.array(0.0)))
+    np.testing.assert_allclose(got, want, rtol=8e-6)  # below / ln 2 is itself a float32
+    near = below > -1
+    np.testing.assert_allclose(got[near], want[near], rtol=2e-7)
 
 
 def test_weights_divided_by_their_sum_are_the_softmax() -> None:

@@ -2,6 +2,9 @@
 
 mlx's fused attention is for GPUs; on a CPU it falls back to operations whose softmax calls the C
 library's exp once per score. Here the weights stay unnormalised until they have met the values.
+
+Scores are computed transposed, keys by queries: their largest and their sum for each query are then
+found for a whole line of queries at a time, which mlx does three times as fast as along a line.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import mlx.core as mx
 from pippin.backends.mlx.activations import unnormalised_softmax
 
 BLOCKED = -1e30
-QUERIES = 48  # taken at a time: their scores stay near the core, and no buffer is enormous
+QUERIES = 32  # taken at a time: their scores stay near the core, and no buffer is enormous
 
 
 def attend(
@@ -22,13 +25,15 @@ def attend(
     mask: mx.array | str | None,  # bool or added [B or 1, H or 1, S, L]; "causal"; None
 ) -> mx.array:
     num_queries, num_keys = queries.shape[2], keys.shape[2]
-    outs = []
+    outs: list[mx.array] = []
     for start in range(0, num_queries, QUERIES):
         stop = min(start + QUERIES, num_queries)
         # Under a causal mask nothing after the last of these queries is looked at.
         seen = num_keys - num_queries + stop if isinstance(mask, str) else num_keys
         part = mask if mask is None or isinstance(mask, str) else mask[..., start:stop, :]
         block = queries[:, :, start:stop]
+        if outs:  # mlx would take all blocks through each operation in turn, and none from a cache
+            (block,) = mx.depends([block], [outs[-1]])
         outs.append(_attend(block, keys[:, :, :seen], values[:, :, :seen], scale, part))
     return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
 
@@ -44,27 +49,33 @@ def _attend(
     kv_heads, num_keys = keys.shape[1:3]
     repeats = q_heads // kv_heads
     q = (queries * scale).reshape(batch, kv_heads, repeats * num_queries, dim)
-    scores = (q @ keys.swapaxes(-1, -2)).reshape(batch, kv_heads, repeats, num_queries, num_keys)
+    scores = keys @ q.swapaxes(-1, -2)
     bias = _bias(mask, num_queries, num_keys)
     if bias is not None:
         if bias.ndim == 4 and bias.shape[1] == q_heads > 1:
-            bias = bias.reshape(bias.shape[0], kv_heads, repeats, *bias.shape[2:])
+            bias = bias.reshape(bias.shape[0], kv_heads, repeats, num_keys, num_queries)
+            bias = bias.swapaxes(2, 3)
         elif bias.ndim == 4:
-            bias = bias[:, :, None]
-        scores = scores + bias
-    weights = unnormalised_softmax(scores)
-    total = weights.sum(axis=-1, keepdims=True)
-    out = weights.reshape(batch, kv_heads, repeats * num_queries, num_keys) @ values
-    out = out.reshape(*total.shape[:-1], -1) / total
+            bias = bias[:, :, :, None]
+        else:
+            bias = bias[:, None]
+        apart = scores.reshape(batch, kv_heads, num_keys, repeats, num_queries)
+        scores = (apart + bias).reshape(scores.shape)
+    weights = unnormalised_softmax(scores, axis=-2)
+    total = weights.sum(axis=-2)[..., None]
+    out = (weights.swapaxes(-1, -2) @ values) / total
     return out.reshape(batch, q_heads, num_queries, -1).astype(queries.dtype)
 
 
 def _bias(mask: mx.array | str | None, num_queries: int, num_keys: int) -> mx.array | None:
+    """What is added to the scores, transposed as they are."""
     if mask is None:
         return None
     if isinstance(mask, str):
-        last_seen = mx.arange(num_keys - num_queries, num_keys)[:, None]
-        mask = mx.arange(num_keys)[None] <= last_seen
+        last_seen = mx.arange(num_keys - num_queries, num_keys)
+        mask = mx.arange(num_keys)[:, None] <= last_seen
+    else:
+        mask = mx.contiguous(mask.swapaxes(-1, -2))
     if mask.dtype == mx.bool_:
         return mx.where(mask, 0.0, BLOCKED)
     return mask
