@@ -7,20 +7,20 @@ the engine's one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan
+from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
+from pippin.backends.mlx.captures import Captures
 from pippin.backends.mlx.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.decode_forward import DecodeForward
 from pippin.backends.mlx.future_map import FutureMap
 from pippin.backends.mlx.kernels import Kernels
 from pippin.backends.mlx.load import LoadedModel, load, on_cpu
-from pippin.backends.mlx.packing import KV, Packer
 from pippin.backends.mlx.pending import MLXPending
 from pippin.backends.mlx.prefill import ChunkBatch, PromptState
 from pippin.backends.mlx.results import SampledRows
@@ -28,9 +28,7 @@ from pippin.backends.mlx.rows import DecodeRows
 from pippin.backends.mlx.sampler import Logprobs, Sampler, SampleRow
 from pippin.backends.mlx.state_taps import StateTaps
 from pippin.backends.mlx.stream_clock import find_stream_clock
-from pippin.types import Component, ModelSpec, Payload
-
-KV_COMPONENTS = (Component.ATTENTION, Component.WINDOW)
+from pippin.types import ModelSpec
 
 
 class MLXBackend:
@@ -47,7 +45,7 @@ class MLXBackend:
     ) -> None:
         self._loaded = loaded
         self._deterministic = deterministic
-        self._packer = Packer(loaded.layout)
+        self._captures = Captures(loaded.layout)
         self._future_map = FutureMap(num_slots, debug=debug)
         self._sampler = Sampler(loaded.vocab_size, num_slots)
         self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
@@ -128,7 +126,7 @@ class MLXBackend:
     def _retire(self, step: MLXPending, retire: Retire) -> None:
         slot = retire.slot
         if retire.captures:
-            for capture in self._capture_slot(retire):
+            for capture in self._captures.of_slot(retire, self._held(slot)):
                 step.keep(capture)
         if slot in self._rows:
             self._rows.pop(slot).leave(slot)
@@ -137,39 +135,12 @@ class MLXBackend:
         self._sampler.retire(slot)
         self._admitted.pop(slot, None)  # a slot whose launch failed may hold nothing
 
-    def _capture_slot(self, retire: Retire) -> Iterator[Capture]:
-        """The slot's KV over [start, end) and its state at `end`.
-
-        Windowed layers no longer hold tokens older than the window: those come without them.
-        """
-        slot, start, end = retire.slot, retire.start, retire.end
-        if (rows := self._rows.get(slot)) is not None:
-            length, kv, states = rows.rows[slot].length, rows.kv_of(slot), rows.states_of(slot)
-        else:
-            prompt = self._prompts[slot]
-            length, kv, states = prompt.length, prompt.kv, prompt.states
-        assert length == end, f"slot {slot} holds {length} tokens, its plan says {end}"
-        cut = max(start, end - self._fewest_held(kv)) if kv else start
-        for first, last in ((start, cut), (cut, end)) if start < cut else ((start, end),):
-            payloads: dict[Component, Payload] = {}
-            for component in self._kv_components():
-                if first == last or (component is Component.WINDOW and last != end):
-                    continue
-                leaves = self._loaded.layout.indices(component)
-                alike = _last_columns({leaf: kv[leaf] for leaf in leaves})
-                lead = end - alike[leaves[0]][0].shape[2]  # position of column 0
-                payloads[component] = self._packer.kv_payload(
-                    component, alike, 0, first - lead, last - lead
-                )
-            at_end = last == end and bool(states)
-            captured = {end: self._packer.state_payload(states, 0)} if at_end else {}
-            yield Capture(slot, first, last, True, payloads, captured)
-
-    def _fewest_held(self, kv: Mapping[int, KV]) -> int:
-        return min(pair[0].shape[2] for pair in kv.values())
-
-    def _kv_components(self) -> tuple[Component, ...]:
-        return tuple(c for c in KV_COMPONENTS if c in self.spec.components)
+    def _held(self, slot: int) -> PromptState:
+        """What the slot has computed, wherever it lies."""
+        rows = self._rows.get(slot)
+        if rows is None:
+            return self._prompts[slot]
+        return PromptState(rows.rows[slot].length, rows.kv_of(slot), rows.states_of(slot))
 
     # ---- prefill ---------------------------------------------------------------------------
 
@@ -195,50 +166,20 @@ class MLXBackend:
         elif logits.shape[1] != 1:  # a head that could not be told to choose
             logits = mx.take_along_axis(logits, mx.array(batch.last_positions)[:, None, None], 1)
         batch.advance()
-        self._capture_chunks(step, chunks, batch, tapped)
-        for row, chunk in enumerate(chunks):
+        new_kv = batch.new_kv()
+        for row, (chunk, prompt) in enumerate(zip(chunks, states, strict=True)):
+            if chunk.captures:
+                step.keep(self._captures.of_chunk(chunk, row, new_kv, prompt, tapped))
             if chunk.samples:
                 step.to_sample.add(SampleRow(chunk.slot, 0), logits[row], chunk.masked)
-            step.written += states[row].arrays()
+            step.written += prompt.arrays()
 
     def _restored(self, chunk: PrefillRow) -> PromptState:
         prompt = self._prompts[chunk.slot]
         if chunk.restore is not None:
-            prompt.length = chunk.restore.length
-            for component, payloads in chunk.restore.payloads.items():
-                if component is Component.STATE:
-                    prompt.states = self._packer.state_arrays(payloads[-1])
-                elif payloads:
-                    prompt.kv |= self._packer.kv_arrays(component, payloads)
+            self._captures.restore(prompt, chunk.restore)
         assert prompt.length == chunk.start, f"slot {chunk.slot}: chunks must follow each other"
         return prompt
-
-    def _capture_chunks(
-        self,
-        step: MLXPending,
-        chunks: Sequence[PrefillRow],
-        batch: ChunkBatch,
-        tapped: StateTaps | None,
-    ) -> None:
-        new_kv = batch.new_kv()
-        for row, chunk in enumerate(chunks):
-            if not chunk.captures:
-                continue
-            kv: dict[Component, Payload] = {
-                component: self._packer.kv_payload(component, new_kv, row, 0, len(chunk.tokens))
-                for component in self._kv_components()
-            }
-            states: dict[int, Payload] = {}
-            carried = self._prompts[chunk.slot].states
-            for at in chunk.checkpoints if carried else ():
-                if at == chunk.end:
-                    states[at] = self._packer.state_payload(carried, 0)
-                    continue
-                assert tapped is not None
-                held = tapped.states_after(at - chunk.start)
-                column_major = tapped.column_major
-                states[at] = self._packer.state_payload(held, row, column_major=column_major)
-            step.keep(Capture(chunk.slot, chunk.start, chunk.end, False, kv, states))
 
     def _wants_prompt_logprobs(self, chunk: PrefillRow) -> bool:
         return self._admitted[chunk.slot].params.prompt_logprobs is not None
@@ -295,15 +236,9 @@ class MLXBackend:
         step.to_sample.add_batch(sample_rows, logits)
         for index, row in masked.items():
             step.to_sample.add(row, logits[index : index + 1], masked=True)
-        self._checkpoint(step, rows, decodes)
-
-    def _checkpoint(self, step: MLXPending, rows: DecodeRows, decodes: Sequence[DecodeRow]) -> None:
         for decode in decodes:
-            if not (decode.checkpoint and rows.states):
-                continue
-            end = decode.position + 1
-            payload = self._packer.state_payload(rows.states, rows.rows[decode.slot].index)
-            step.keep(Capture(decode.slot, decode.position, end, states={end: payload}))
+            if decode.checkpoint and rows.states:
+                step.keep(self._captures.of_decode(decode, rows))
 
     # ---- sampling --------------------------------------------------------------------------
 
@@ -330,9 +265,3 @@ class MLXBackend:
     def _num_top_logprobs(self, slot: int) -> int | None:
         admit = self._admitted.get(slot)
         return None if admit is None else admit.params.logprobs
-
-
-def _last_columns(kv: Mapping[int, KV]) -> dict[int, KV]:
-    """The tokens that every leaf still holds: layers may have windows of several sizes."""
-    fewest = min(pair[0].shape[2] for pair in kv.values())
-    return {leaf: (k[:, :, -fewest:], v[:, :, -fewest:]) for leaf, (k, v) in kv.items()}
