@@ -43,7 +43,6 @@ def test_a_step_with_prefill_stays_within_its_stretch(seconds_per_token: float) 
     tokens = measured(decode_seconds, seconds_per_token, 8192).budget(3)
     cost = (tokens + FORWARD_TOKENS) * seconds_per_token
     assert tokens > SMALLEST_CHUNK
-    assert tokens % GRID == 0
     assert decode_seconds + cost <= STEP_STRETCH * decode_seconds + 1e-9
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from builders import ALL, check_idle, make_client, make_prompt, oracle
+from builders import ALL, Client, check_idle, make_client, make_prompt, oracle
 from pippin.scheduler.admission import REPLY_TOKENS
+from pippin.scheduler.pace import SMALLEST_CHUNK
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
@@ -143,11 +144,38 @@ def test_chunks_end_at_boundaries_that_the_backend_cannot_tap() -> None:
     assert ends == [64, 128, 192, 256, 300]
 
 
-def test_a_step_serves_several_prompts_within_its_budget() -> None:
-    client = make_client(num_slots=8, chunk=100)
-    for number in range(4):
-        client.submit(make_prompt(40, number))
+def chunk_lens(client: Client) -> list[int]:
+    """Of the prompts in the step that is launched next."""
     client.step()
     launched = client.loop._in_flight
-    assert launched is not None
-    assert [len(row.tokens) for row in launched.plan.prefill] == [40, 40, 20]
+    return [len(row.tokens) for row in launched.plan.prefill] if launched else []
+
+
+def test_a_step_serves_several_prompts_within_its_budget() -> None:
+    client = make_client(num_slots=8, chunk=120)
+    for number in range(4):
+        client.submit(make_prompt(40, number))
+    assert chunk_lens(client) == [40, 40, 40]
+    assert chunk_lens(client) == [40]
+
+
+def test_nobody_gets_a_crumb_of_a_step() -> None:
+    """A forward of few tokens costs almost what one of half a grid block does."""
+    client = make_client(num_slots=8, chunk=62)
+    for number in range(3):
+        client.submit(make_prompt(28, number))
+    assert chunk_lens(client) == [28, 28]  # 6 are left
+    assert chunk_lens(client) == [28]
+    client.submit(make_prompt(300, 3))
+    assert chunk_lens(client) == [SMALLEST_CHUNK]
+    client.submit(make_prompt(10, 4))
+    assert [chunk_lens(client) for _ in range(3)] == [[SMALLEST_CHUNK]] * 3  # 30 are left
+    client.run()
+    check_idle(client)
+
+
+def test_the_end_of_a_prompt_is_no_crumb() -> None:
+    client = make_client(num_slots=8, chunk=SMALLEST_CHUNK)
+    client.submit(make_prompt(SMALLEST_CHUNK + 3))
+    client.submit(make_prompt(SMALLEST_CHUNK, 1))
+    assert [chunk_lens(client) for _ in range(2)] == [[SMALLEST_CHUNK], [3]]

@@ -14,13 +14,23 @@ from pippin.types import GRID, ModelSpec
 class Chunker:
     spec: ModelSpec
     policy: CheckpointPolicy | None  # None: nothing is cached, so nothing is captured
+    smallest: int = 1  # tokens of a chunk that does not end its prompt, or a multiple of these
     on_grid: bool = False  # whole grid blocks and a last, shorter chunk that nobody shares
+
+    def is_worth(self, request: Request, budget: int) -> bool:
+        """Whether `budget` tokens are more than a crumb of what the prompt still needs."""
+        return budget >= min(self.smallest, request.prompt_len - request.held)
 
     def next_chunk(
         self, step: int, request: Request, budget: int, restore: Restore | None
     ) -> PrefillRow:
-        """At most `budget` more tokens of the prompt; counts them as held from now on."""
+        """At most `budget` more tokens of the prompt; counts them as held from now on.
+
+        `budget` must be worth it: then there is at least one.
+        """
         start = request.held
+        if start + budget < request.prompt_len:
+            budget -= budget % self.smallest
         end = self._chunk_end(request, start, min(request.prompt_len, start + budget))
         last = end == request.prompt_len
         request.held = end

@@ -27,8 +27,8 @@ class Pace:
     """Learns the cost of a decode step and of prompt tokens from finished steps.
 
     Without running streams a step takes `prefill_tokens`. With them, as many as fit in
-    `STEP_STRETCH` decode steps, more where many wait and few run, but no crumbs: a forward of a
-    few tokens holds streams up almost as long as one of half a block, and prompts far longer.
+    `STEP_STRETCH` decode steps, more where many wait and few run, and half a block at least: a
+    forward of a few tokens holds streams up almost as long, and prompts far longer.
 
     Costs are medians: a step that met a pause of the machine, a regrouping of rows or another
     step's prompt says nothing about the next one. A mean let one such step double the chunks.
@@ -46,7 +46,6 @@ class Pace:
         stretch = min(STEP_STRETCH * (1.0 + (num_prompts - 1) / num_streams), LONGEST_STRETCH)
         spare = (stretch - 1.0) * median(self._decode_seconds)
         tokens = math.floor(spare / median(self._token_seconds)) - FORWARD_TOKENS
-        tokens -= tokens % (GRID if tokens >= GRID else SMALLEST_CHUNK)
         return min(max(tokens, SMALLEST_CHUNK), self.prefill_tokens)
 
     def observe(self, *, seconds: float, prefill_tokens: int, decode_rows: int) -> None:

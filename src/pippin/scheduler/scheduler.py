@@ -25,7 +25,7 @@ from pippin.scheduler.admission import GROWTH_TOKENS, Admission, ByteBudget
 from pippin.scheduler.chunks import Chunker
 from pippin.scheduler.harvest import release_states, take_captures
 from pippin.scheduler.outbox import Outbox
-from pippin.scheduler.pace import Pace
+from pippin.scheduler.pace import SMALLEST_CHUNK, Pace
 from pippin.scheduler.request import Request
 from pippin.scheduler.slots import SlotPool
 from pippin.types import GRID, FinishReason, ModelSpec
@@ -73,7 +73,12 @@ class Scheduler:
         self._seeds = random.Random()
         self.last_ghosts = 0
         self._policy = None if self.cache is None else self.cache.policy
-        self._chunker = Chunker(self.spec, self._policy, on_grid=self.limits.deterministic)
+        self._chunker = Chunker(
+            self.spec,
+            self._policy,
+            smallest=min(SMALLEST_CHUNK, self.limits.prefill_tokens),
+            on_grid=self.limits.deterministic,
+        )
         # What a decode step computed differs in its last bits from what a prompt's chunk would.
         self._caches_replies = self.cache is not None and not self.limits.deterministic
         self._captures_replies = self._caches_replies and self.spec.state_bytes > 0
@@ -186,12 +191,12 @@ class Scheduler:
         started = [r for r in self.active.values() if r.phase == "prefill"]
         left = self.pace.budget(num_streams, len(started) + len(self.admission.queue))
         for request in sorted(started, key=lambda r: r.arrived):
-            if left <= 0:
+            if not self._chunker.is_worth(request, left):
                 break
             rows.append(self._chunker.next_chunk(step, request, left, restore=None))
             left -= len(rows[-1].tokens)
         # Bytes that are given back go to those that are parked before anybody new.
-        while left > 0 and self.admission.queue and self.slots.num_free and not self._parked:
+        while self._may_start(left):
             coming = [*self.active.values(), *self._retired_in_flight(), *retired]
             picked = self.admission.pick(coming, alone=not self.active)
             if picked is None:
@@ -202,6 +207,11 @@ class Scheduler:
             rows.append(self._chunker.next_chunk(step, request, left, restore))
             left -= len(rows[-1].tokens)
         return tuple(admit), tuple(rows)
+
+    def _may_start(self, left: int) -> bool:
+        """Whether somebody waits, and finds a slot and more than a crumb of this step."""
+        room = left >= self._chunker.smallest and self.slots.num_free > 0
+        return room and bool(self.admission.queue) and not self._parked
 
     def _retired_in_flight(self) -> list[Request]:
         """Those whose replies are on their way into the tree."""
