@@ -45,7 +45,7 @@ done
 cp "$source" "$own.cpp" || exit
 while :; do
     build "$@" && status=0 || status=$?
-    cmp -s "$source" "$own.cpp" && break
+    [ "$(cksum < "$source")" = "$(cksum < "$own.cpp")" ] && break
     cp "$source" "$own.cpp" || exit  # another process was still writing it
 done
 [ $status = 0 ] && mv "$own" "$built"
