@@ -75,7 +75,7 @@ def test_masked_scores_weigh_exactly_nothing(masked: float) -> None:
     assert weights[0, 0] == 1
 
 
-def test_small_weights_are_as_exact_as_large_ones() -> None:
+def test_weights_are_right_from_the_largest_to_the_faintest() -> None:
     below = np.linspace(-87, 0, 10_001).astype(np.float32)
     want = np.exp(below.astype(np.float64))
     got = np.array(exp_below(mx.array(below), mx.array(0.0)))

@@ -11,8 +11,9 @@ from pippin.backends.mlx import choices
 from pippin.backends.mlx.choice_file import Times
 from pippin.backends.mlx.choices import Choice
 from pippin.backends.mlx.describe import attention, describe, linear_layers, recurrences
+from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.layout import Layout, Leaf
-from pippin.backends.mlx.load import on_cpu, prepare
+from pippin.backends.mlx.load import prepare
 from pippin.backends.mlx.recurrent_calls import Kind
 from pippin.types import Component
 

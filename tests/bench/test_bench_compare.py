@@ -119,6 +119,7 @@ def test_both_servers_answer_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setattr("pippin.bench.scenarios.PROMPT_TOKENS", 50)
     monkeypatch.setattr("pippin.bench.compare.build_kernels", lambda *_: None)  # half a minute
-    report = compare(BUNDLED, only=["prefill"], rounds=1)
-    rounds = report.data["scenarios"]["prefill"]["rounds"]
-    assert all(rounds[name][0]["prefill"] > 0 for name in (OURS, THEIRS))
+    report = compare(BUNDLED, only=["prefill", "decode-1"], rounds=1)
+    for scenario, measure in (("prefill", "prefill"), ("decode-1", "decode")):
+        rounds = report.data["scenarios"][scenario]["rounds"]
+        assert all(rounds[name][0][measure] > 0 for name in (OURS, THEIRS))

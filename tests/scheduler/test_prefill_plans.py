@@ -152,11 +152,11 @@ def chunk_lens(client: Client) -> list[int]:
 
 
 def test_a_step_serves_several_prompts_within_its_budget() -> None:
-    client = make_client(num_slots=8, chunk=120)
+    client = make_client(num_slots=8, chunk=100)
     for number in range(4):
         client.submit(make_prompt(40, number))
-    assert chunk_lens(client) == [40, 40, 40]
-    assert chunk_lens(client) == [40]
+    assert chunk_lens(client) == [40, 40]  # 20 are left
+    assert chunk_lens(client) == [40, 40]
 
 
 def test_nobody_gets_a_crumb_of_a_step() -> None:
@@ -172,6 +172,23 @@ def test_nobody_gets_a_crumb_of_a_step() -> None:
     assert [chunk_lens(client) for _ in range(3)] == [[SMALLEST_CHUNK]] * 3  # 30 are left
     client.run()
     check_idle(client)
+
+
+@pytest.mark.parametrize(
+    ("budget", "lens"),
+    [(300, [256, 256, 256]), (100, [64, 64, 64]), (62, [32, 32, 32]), (40, [32, 32, 32])],
+)
+def test_chunks_of_a_long_prompt_end_on_the_grid(budget: int, lens: list[int]) -> None:
+    client = make_client(num_slots=8, chunk=budget)
+    client.submit(make_prompt(1000))
+    assert [chunk_lens(client) for _ in lens] == [[n] for n in lens]
+
+
+def test_a_prompt_that_goes_on_off_the_grid_comes_back_to_it() -> None:
+    client = make_client(num_slots=8, chunk=62)
+    first = client.ask(make_prompt(28), max_tokens=1)
+    client.submit([*make_prompt(28), *first.tokens, *make_prompt(200, 1)])
+    assert [chunk_lens(client) for _ in range(3)] == [[64 - 29], [32], [32]]
 
 
 def test_the_end_of_a_prompt_is_no_crumb() -> None:

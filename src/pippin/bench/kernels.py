@@ -18,7 +18,8 @@ import sys
 from pathlib import Path
 from pippin.backends.mlx import warm
 from pippin.backends.mlx.kernels import Kernels
-from pippin.backends.mlx.load import load, on_cpu
+from pippin.backends.mlx.device import on_cpu
+from pippin.backends.mlx.load import load
 
 def missing(path, dtype):
     kernels = Kernels.of(load(Path(path), dtype=dtype))

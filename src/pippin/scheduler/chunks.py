@@ -14,7 +14,7 @@ from pippin.types import GRID, ModelSpec
 class Chunker:
     spec: ModelSpec
     policy: CheckpointPolicy | None  # None: nothing is cached, so nothing is captured
-    smallest: int = 1  # tokens of a chunk that does not end its prompt, or a multiple of these
+    smallest: int = 1  # tokens that are worth a forward if they do not end their prompt
     on_grid: bool = False  # whole grid blocks and a last, shorter chunk that nobody shares
 
     def is_worth(self, request: Request, budget: int) -> bool:
@@ -29,8 +29,6 @@ class Chunker:
         `budget` must be worth it: then there is at least one.
         """
         start = request.held
-        if start + budget < request.prompt_len:
-            budget -= budget % self.smallest
         end = self._chunk_end(request, start, min(request.prompt_len, start + budget))
         last = end == request.prompt_len
         request.held = end
@@ -53,13 +51,15 @@ class Chunker:
         """Where a chunk that may reach `end` should stop.
 
         A chunk that does not end the prompt ends on the grid if it can, so that its end is a
-        checkpoint. States inside it can be tapped only every GRID tokens from its start, and only
-        if the backend taps at all: otherwise it ends at the first checkpoint wanted.
+        checkpoint, and else at a multiple of `smallest`, so that the next one can. States
+        inside it can be tapped only every GRID tokens from its start, and only if the backend taps
+        at all: otherwise it ends at the first checkpoint wanted.
         """
         if self.on_grid:
             return max(end - end % GRID, min(start + GRID, request.prompt_len))
-        if end < request.prompt_len and end - end % GRID > start:
-            end -= end % GRID
+        if end < request.prompt_len:
+            block = end - end % GRID
+            end = block if block > start else end - (end - start) % self.smallest
         for position in self._checkpoints(request, start, end):
             tappable = self.spec.state_taps and (position - start) % GRID == 0
             if not tappable:

@@ -97,12 +97,13 @@ def exp_below(scores: mx.array, top: mx.array) -> mx.array:
     To 2e-7 of a weight near 1 and 8e-6 of the faintest, as the argument is itself a float32. Below
     2^-126 it is zero, so that what is masked weighs nothing.
     """
-    return _exp_to_zero(scores - top)  # not inside: a loop with a broadcast takes no vector unit
+    # The subtraction stays outside: a compiled loop with a broadcast takes no vector unit.
+    return _exp_nonpositive(scores - top)
 
 
 @mx.compile
-def _exp_to_zero(x: mx.array) -> mx.array:
-    """exp of what is not above zero, in two passes over memory."""
+def _exp_nonpositive(x: mx.array) -> mx.array:
+    """exp of a float32 that is not above zero."""
     power = mx.maximum(x * _LOG2_E, -_EXPONENT_BIAS)
     whole = (power + _ROUNDER) - _ROUNDER
     f = power - whole

@@ -18,9 +18,10 @@ from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.mlx.captures import Captures
 from pippin.backends.mlx.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.decode_forward import DecodeForward
+from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.future_map import FutureMap
 from pippin.backends.mlx.kernels import Kernels
-from pippin.backends.mlx.load import LoadedModel, load, on_cpu
+from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.pending import MLXPending
 from pippin.backends.mlx.prefill import ChunkBatch, PromptState
 from pippin.backends.mlx.results import SampledRows

@@ -1,6 +1,6 @@
 """What passes between slots and the tree: states and KV as payloads, out and back in again.
 
-Knows how arrays are packed; knows no slots, no forward and no tree.
+Knows what a slot holds and how that is packed; knows no forward and no tree.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 mlx's fused attention is for GPUs; on a CPU it falls back to operations whose softmax calls the C
 library's exp once per score. Here the weights stay unnormalised until they have met the values.
 
-Scores are computed transposed, keys by queries: their largest and their sum for each query are then
-found for a whole line of queries at a time, which mlx does three times as fast as along a line.
+Scores are computed transposed, keys by queries: the largest of a query's and their sum are then
+found for a whole line of queries at a time, which mlx does two to three times as fast.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def attend(
         seen = num_keys - num_queries + stop if isinstance(mask, str) else num_keys
         part = mask if mask is None or isinstance(mask, str) else mask[..., start:stop, :]
         block = queries[:, :, start:stop]
-        if outs:  # mlx would take all blocks through each operation in turn, and none from a cache
+        if outs:  # else mlx takes all blocks through an operation, then all through the next one
             (block,) = mx.depends([block], [outs[-1]])
         outs.append(_attend(block, keys[:, :, :seen], values[:, :, :seen], scale, part))
     return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)

@@ -21,10 +21,14 @@ class DeviceInfo:
     prefill_tokens: int  # of a step, likewise: enough that products, not launches, take the time
 
 
+def on_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
 def device_info() -> DeviceInfo:
     info = mx.device_info(mx.default_device())
     name = str(info.get("device_name", "unknown"))
-    if mx.default_device().type == mx.DeviceType.cpu:
+    if on_cpu():
         return DeviceInfo("cpu", name, host_memory_bytes(), 0.5, prefill_tokens=512)
     if mx.metal.is_available():
         most = int(info["max_recommended_working_set_size"])

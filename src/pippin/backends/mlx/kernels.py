@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pippin.backends.mlx.compiler import compile_available, kernel_dir
-from pippin.backends.mlx.load import LoadedModel, on_cpu
+from pippin.backends.mlx.device import on_cpu
+from pippin.backends.mlx.load import LoadedModel
 
 
 def marker_path(loaded: LoadedModel) -> Path:

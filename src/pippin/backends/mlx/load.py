@@ -20,6 +20,7 @@ from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.choices import Choice, choose_recurrences
 from pippin.backends.mlx.compiler import disable_compile_unless_available
 from pippin.backends.mlx.cuda_layer import fuse_layers
+from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import Layout, discover
 from pippin.backends.mlx.linear import Shape, choose_rows
@@ -52,10 +53,6 @@ class LoadedModel:
     @cached_property
     def _mlx_lm_kinds(self) -> frozenset[Kind]:
         return _mlx_lm_kinds(self.recurrences)
-
-
-def on_cpu() -> bool:
-    return bool(mx.default_device() == mx.Device(mx.cpu))
 
 
 def load(

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
+from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.packing import KV
 
@@ -79,7 +80,7 @@ class ChunkMasks:
 
     def __init__(self, width: int) -> None:
         self.width = width
-        self.on_cpu = bool(mx.default_device() == mx.Device(mx.cpu))
+        self.on_cpu = on_cpu()
         self._masks: dict[object, mx.array | str | None] = {}
 
     def mask(

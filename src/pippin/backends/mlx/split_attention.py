@@ -13,6 +13,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from pippin.backends.mlx.activations import exp_below, unnormalised_softmax
+from pippin.backends.mlx.device import on_cpu
 from pippin.types import GRID
 
 
@@ -84,7 +85,7 @@ def softmax(scores: list[mx.array], sink: mx.array | None) -> mx.array:
     if sink is not None:
         scores = [*scores, mx.broadcast_to(sink, (*scores[0].shape[:-1], 1))]
     joined = scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1)
-    if _on_cpu():
+    if on_cpu():
         weights = unnormalised_softmax(joined)
         weights = (weights / weights.sum(axis=-1, keepdims=True)).astype(joined.dtype)
     else:
@@ -94,8 +95,4 @@ def softmax(scores: list[mx.array], sink: mx.array | None) -> mx.array:
 
 def _exp_below(scores: mx.array, top: mx.array) -> mx.array:
     wide, top = scores.astype(mx.float32), top.astype(mx.float32)
-    return exp_below(wide, top) if _on_cpu() else mx.exp(wide - top)
-
-
-def _on_cpu() -> bool:
-    return bool(mx.default_device() == mx.Device(mx.cpu))
+    return exp_below(wide, top) if on_cpu() else mx.exp(wide - top)

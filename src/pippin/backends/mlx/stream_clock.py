@@ -15,6 +15,7 @@ from time import perf_counter
 
 import mlx.core as mx
 
+from pippin.backends.mlx.device import on_cpu
 from pippin.types import DeviceReading
 
 _TASKS = Path("/proc/self/task")
@@ -39,7 +40,7 @@ def find_stream_clock() -> StreamClock | None:
 
     Found by giving it work: of all threads but this one, it is the one that was on a core most.
     """
-    if mx.default_device() != mx.Device(mx.cpu) or not _schedstat("self").exists():
+    if not on_cpu() or not _schedstat("self").exists():
         return None
     x = mx.zeros((_PROBE_ELEMENTS,))
     mx.eval(mx.exp(x))  # a first use may start threads
