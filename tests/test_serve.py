@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,13 +21,18 @@ import pytest
 import pippin
 from processes import environment, is_running, wait_until_gone
 
-CHAT = {"messages": [{"role": "user", "content": "hello"}], "model": "stories-hybrid-20m"}
+CHAT = {
+    "messages": [{"role": "user", "content": "hello"}],
+    "model": "stories-hybrid-20m",
+    "temperature": 0,  # a drawn token may end the reply
+}
 
 
 @dataclass(frozen=True)
 class Served:
     process: subprocess.Popen[str]
     url: str
+    command: str  # the one the banner offers
 
     @property
     def engine_pid(self) -> int:
@@ -48,10 +54,10 @@ def serve(*options: str) -> Iterator[Served]:
     ) as process:
         try:
             assert process.stdout is not None
-            banner = process.stdout.readline()
-            found = re.search(r"http://\S+", banner)
-            assert found, f"no address in {banner!r}"
-            yield Served(process, found[0])
+            says, _, command = (process.stdout.readline() for _ in range(3))
+            found = re.search(r"http://\S+", says)
+            assert found, f"no address in {says!r}"
+            yield Served(process, found[0], command)
         finally:
             process.kill()
 
@@ -78,7 +84,7 @@ def post_in_background(served: Served, answers: list[httpx.Response]) -> Thread:
 def wait_until_a_request_is_pending(served: Served, thread: Thread) -> None:
     """The engine is stopped, so a status call that gets no answer proves the queue is held up."""
     with pytest.raises(httpx.ReadTimeout):
-        httpx.get(f"{served.url}/status", timeout=0.3)
+        httpx.get(f"{served.url}/status", timeout=1)
     assert thread.is_alive()
 
 
@@ -96,10 +102,23 @@ def serve_and_fail(*argv: str, **env: str) -> tuple[int, str]:
 
 def test_the_banner_holds_a_curl_that_works() -> None:
     with serve() as served:
-        reply = httpx.post(f"{served.url}/v1/chat/completions", json={**CHAT, "max_tokens": 4})
+        curl, _, url, _, header, _, body = shlex.split(served.command)
+        assert curl == "curl"
+        reply = httpx.post(url, headers=dict([header.split(": ")]), content=body, timeout=60)
+        assert reply.status_code == 200
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        *_, finish, done = reply.text.strip().split("\n\n")
+        assert '"finish_reason":"stop"' in finish
+        assert done == "data: [DONE]"
+
+
+def test_a_fresh_server_answers_and_is_healthy() -> None:
+    with serve() as served:
+        url, body = f"{served.url}/v1/chat/completions", {**CHAT, "max_tokens": 4}
+        reply = httpx.post(url, json=body, timeout=60)
         assert reply.status_code == 200
         assert reply.json()["usage"]["completion_tokens"] == 4
-        assert httpx.get(f"{served.url}/health").status_code == 200
+        assert httpx.get(f"{served.url}/health", timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -132,7 +151,7 @@ def test_a_dead_engine_fails_its_requests_and_the_server_reports_it() -> None:
         os.kill(engine_pid, signal.SIGKILL)
         thread.join(timeout=20)
         assert answers[0].status_code == 503
-        health = httpx.get(f"{served.url}/health")
+        health = httpx.get(f"{served.url}/health", timeout=60)
         assert health.status_code == 503
         assert "killed by SIGKILL" in health.json()["error"]["message"]
         served.process.terminate()

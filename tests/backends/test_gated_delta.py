@@ -151,7 +151,7 @@ def test_a_long_run_of_one_repeated_token_stays_exact() -> None:
     assert_matches_recurrence(r)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_random_shapes_masks_and_gates_agree_with_the_recurrence(data: st.DataObject) -> None:
     batch = data.draw(st.integers(1, 3))

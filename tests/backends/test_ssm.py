@@ -136,7 +136,7 @@ def test_a_row_that_has_ended_is_not_stepped() -> None:
     assert_matches_recurrence(replace(layer, mask=np.array([[True], [False], [True]])))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_random_shapes_masks_and_lengths_agree_with_the_recurrence(data: st.DataObject) -> None:
     batch, num_tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 150))

@@ -136,6 +136,5 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(
     max_examples=40,
     stateful_step_count=30,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -26,11 +27,10 @@ from pippin.cache.policy import MAX_STRIDE
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
+NO_TOKEN = -1  # what no prompt and no reply goes on with
 LAYOUTS: list[tuple[Component, ...]] = [ALL, (A,), (A, S), (A, W), (S,), (W, S), (W,)]
 SCHEDULES = settings(
     max_examples=1_000,
-    deadline=None,
-    derandomize=True,
     report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate],  # examples are small; shrinking takes minutes
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -198,6 +198,14 @@ def end_early(client: Client, name: str, job: Job, step: int) -> None:
         (client.loop.abort if job.ends == "abort" else client.loop.finish)(name)
 
 
+def has_no_room(error: str, capacity: int) -> bool:
+    """Whether what the request needs, beside what others hold, is indeed more than there is."""
+    found = re.search(r"needs ([\d,]+) bytes(?:; other requests hold ([\d,]+))?", error)
+    assert found, error
+    need, others = (int(n.replace(",", "")) for n in found.groups(default="0"))
+    return need + others > capacity
+
+
 @SCHEDULES
 @given(engine=engines, workload=st.lists(jobs, min_size=1, max_size=6))
 def test_overlap_on_and_off_give_the_oracles_tokens(engine: Engine, workload: list[Job]) -> None:
@@ -212,9 +220,8 @@ def test_overlap_on_and_off_give_the_oracles_tokens(engine: Engine, workload: li
         for number, ask in enumerate(asks):
             reply = client.replies[f"r{number}"]
             if reply.finish == "error":
-                assert "bytes" in (reply.error or "")
-                assert engine.capacity_bytes < AMPLE_BYTES
-                assert not reply.tokens
+                assert has_no_room(reply.error or "", engine.capacity_bytes)
+                assert reply.tokens == ask.tokens[: len(reply.tokens)]
             elif ask.expected is None:
                 assert reply.tokens == ask.tokens[: len(reply.tokens)]
             else:
@@ -241,6 +248,6 @@ def test_replies_are_cached_under_overlap_exactly_as_without(
         assert cache is not None
         for number, ask in enumerate(asks):
             whole = ask.prompt + client.replies[f"r{number}"].tokens
-            assert cache.probe(whole) == cache.probe([*whole, 1, 2, 3]) == len(whole)
+            assert cache.probe(whole) == cache.probe([*whole, NO_TOKEN]) == len(whole)
             for position in range(MAX_STRIDE, len(whole), MAX_STRIDE):
                 assert cache.probe(whole, limit=position) == position

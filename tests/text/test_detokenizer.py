@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
@@ -51,13 +51,11 @@ def text_of(pieces: list[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=60))
 def test_any_tokens_stream_to_the_text_they_decode_to(ids: list[int]) -> None:
     assert text_of(stream(TOKENIZER, ids)) == TOKENIZER.decode(ids)
 
 
-@settings(deadline=None)
 @given(TEXTS)
 def test_any_text_comes_back_and_no_piece_of_it_is_a_broken_character(text: str) -> None:
     pieces = stream(TOKENIZER, TOKENIZER.encode(text))
@@ -65,7 +63,6 @@ def test_any_text_comes_back_and_no_piece_of_it_is_a_broken_character(text: str)
     assert all("\ufffd" not in piece.text for piece in pieces) or "\ufffd" in text
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40), st.text("ae t", min_size=1))
 def test_every_token_before_a_stop_is_reported_once_with_its_span(ids: list[int], s: str) -> None:
     pieces = stream(TOKENIZER, ids, s)
