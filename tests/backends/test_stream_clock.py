@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
@@ -23,32 +24,41 @@ def clock() -> StreamClock:
     return found
 
 
-def busy_share(clock: StreamClock, work: bool) -> float:
-    before = clock.read()
-    if work:
-        x = mx.zeros((1 << 18,))
-        for _ in range(20):
-            x = mx.exp(x) * 0.1
-        mx.eval(x)
-    else:
-        time.sleep(0.03)
-    after = clock.read()
-    return (after.busy - before.busy) / (after.at - before.at)
+def busy_shares(clock: StreamClock, host_does: Callable[[], None]) -> list[float]:
+    """Of several tries: other processes can hold any one of them up."""
+    shares = []
+    for _ in range(10):
+        time.sleep(0.01)  # let the device go to sleep
+        before = clock.read()
+        host_does()
+        after = clock.read()
+        shares.append((after.busy - before.busy) / (after.at - before.at))
+    return shares
+
+
+def compute() -> None:
+    x = mx.zeros((1 << 18,))
+    for _ in range(20):
+        x = mx.exp(x) * 0.1
+    mx.eval(x)
+
+
+def sleep() -> None:
+    time.sleep(0.03)
+
+
+def spin() -> None:
+    deadline = time.perf_counter() + 0.03
+    while time.perf_counter() < deadline:
+        pass
 
 
 def test_a_device_with_work_is_busy(clock: StreamClock) -> None:
-    assert busy_share(clock, work=True) > 0.8
+    assert max(busy_shares(clock, compute)) > 0.8
 
 
-def test_a_device_without_work_is_idle_whatever_the_host_does(clock: StreamClock) -> None:
-    assert busy_share(clock, work=False) < 0.1
-
-
-def test_the_host_thread_is_never_taken_for_the_device(clock: StreamClock) -> None:
-    time.sleep(0.01)  # let it go to sleep after the probe
-    before = clock.read()
-    deadline = time.perf_counter() + 0.05
-    while time.perf_counter() < deadline:
-        pass
-    after = clock.read()
-    assert (after.busy - before.busy) / (after.at - before.at) < 0.5
+@pytest.mark.parametrize("host_does", [sleep, spin])
+def test_a_device_without_work_is_idle_whatever_the_host_does(
+    clock: StreamClock, host_does: Callable[[], None]
+) -> None:
+    assert min(busy_shares(clock, host_does)) < 0.1
