@@ -19,6 +19,7 @@ from pippin.backends.mlx.grouping import Group
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.packing import KV
 from pippin.backends.mlx.row_views import CohortShape, Tree
+from pippin.backends.mlx.vector_table import Place, VectorTable
 from pippin.types import GRID
 
 
@@ -150,61 +151,23 @@ def _share(leaf: int, cohort: Cohort, line: int, num_shared: int) -> KV:
 def _gather(
     leaf: int, rows: Sequence[int], held: Held, num_shared: int, stored: Sequence[int]
 ) -> KV:
-    """Lines of the new array, cohort by cohort: [main | tail] of each, its own columns picked."""
-    columns = -(-max(stored) // GRID) * GRID
-    parts: list[tuple[list[int], KV]] = []
-    sources: dict[int, tuple[Cohort, list[int]]] = {}
-    for line, index in enumerate(rows):
-        cohort = held.home[index][0]
-        sources.setdefault(id(cohort), (cohort, []))[1].append(line)
-    for cohort, lines in sources.values():
-        lead = max(cohort.num_shared(leaf) - num_shared, 0)  # no longer shared: the lines' own
-        tail_at = lead + cohort.columns(leaf)
-        pick = np.zeros((len(lines), 1, columns, 1), dtype=np.int32)
-        for place, line in enumerate(lines):
-            index = rows[line]
-            own = np.arange(lead + cohort.stored[held.home[index][1]][leaf])
-            new = tail_at + np.flatnonzero(held.written[index])
-            pick[place, 0, : stored[line], 0] = np.concatenate([own, new])[-stored[line] :]
-        old_lines = [held.home[rows[line]][1] for line in lines]
-        at_rows = [rows[line] for line in lines]
-        at = mx.array(pick)
-        keys, values = (
-            mx.take_along_axis(
-                mx.concatenate(
-                    [
-                        *_no_longer_shared(cohort, leaf, side, num_shared, len(lines)),
-                        _lines(cohort.kv[leaf][side], old_lines),
-                        _lines(held.tails[leaf][side], at_rows),
-                    ],
-                    axis=2,
-                ),
-                at,
-                axis=2,
-            )
-            for side in (0, 1)
-        )
-        parts.append((lines, (keys, values)))
-    if len(parts) == 1:
-        return parts[0][1]
-    order = np.argsort(np.concatenate([lines for lines, _ in parts])).astype(np.int32)
-    keys, values = (
-        mx.take(mx.concatenate([pair[side] for _, pair in parts], axis=0), mx.array(order), axis=0)
-        for side in (0, 1)
-    )
-    return keys, values
-
-
-def _no_longer_shared(
-    cohort: Cohort, leaf: int, side: int, num_shared: int, num_lines: int
-) -> list[mx.array]:
-    if cohort.num_shared(leaf) <= num_shared:
-        return []
-    rest = cohort.shared[leaf][side][:, :, num_shared:]
-    return [mx.broadcast_to(rest, (num_lines, *rest.shape[1:]))]
-
-
-def _lines(array: mx.array, lines: Sequence[int]) -> mx.array:
-    if list(lines) == list(range(array.shape[0])):
-        return array
-    return mx.take(array, mx.array(np.array(lines, dtype=np.int32)), axis=0)
+    """The lines' own columns: what each row holds of main and tail, without what is shared."""
+    table = VectorTable()
+    tails = table.add(held.tails[leaf])
+    mains: dict[int, Place] = {}
+    shared: dict[int, Place] = {}
+    picked = []
+    for index, num_stored in zip(rows, stored, strict=True):
+        cohort, line = held.home[index]
+        if id(cohort) not in mains:
+            mains[id(cohort)] = table.add(cohort.kv[leaf])
+            if leaf in cohort.shared:
+                shared[id(cohort)] = table.add(cohort.shared[leaf])
+        pieces = [
+            mains[id(cohort)].vectors(line, np.arange(cohort.stored[line][leaf])),
+            tails.vectors(index, np.flatnonzero(held.written[index])),
+        ]
+        if id(cohort) in shared:
+            pieces.insert(0, shared[id(cohort)].vectors(0, np.arange(cohort.num_shared(leaf))))
+        picked.append(np.concatenate(pieces, axis=1)[:, -num_stored:])
+    return table.take(picked, columns=-(-max(stored) // GRID) * GRID)

@@ -1,0 +1,45 @@
+"""A KV array is built of vectors that lie in several others."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.mlx.packing import KV
+from pippin.backends.mlx.vector_table import VectorTable
+
+HEADS = 2
+
+
+def pair_of(num_lines: int, columns: int) -> KV:
+    """Keys of 4 numbers and values of 6."""
+    shape = (num_lines, HEADS, columns)
+    return mx.random.normal((*shape, 4)), mx.random.normal((*shape, 6))
+
+
+def test_lines_are_picked_from_several_arrays() -> None:
+    wide, narrow = pair_of(3, 7), pair_of(2, 5)
+    table = VectorTable()
+    in_wide, in_narrow = table.add(wide), table.add(narrow)
+    both = in_wide.vectors(2, np.arange(1, 7)), in_narrow.vectors(0, np.arange(2))
+    picked = [
+        np.concatenate(both, axis=1),
+        in_narrow.vectors(1, np.array([4, 0, 3])),
+        in_wide.vectors(0, np.arange(0)),
+    ]
+    found = table.take(picked, columns=8)
+    for side, dim in ((0, 4), (1, 6)):
+        a, b, new = (np.array(pair[side]) for pair in (wide, narrow, found))
+        assert new.shape == (3, HEADS, 8, dim)
+        np.testing.assert_array_equal(new[0], np.concatenate([a[2, :, 1:7], b[0, :, :2]], axis=1))
+        np.testing.assert_array_equal(new[1, :, :3], b[1][:, [4, 0, 3]])
+        assert np.isfinite(new[2]).all()
+
+
+def test_one_array_alone_is_enough() -> None:
+    pair = pair_of(2, 3)
+    table = VectorTable()
+    place = table.add(pair)
+    keys, values = table.take([place.vectors(line, np.arange(3)) for line in (1, 0)], columns=3)
+    assert mx.array_equal(keys, pair[0][::-1]).item()
+    assert mx.array_equal(values, pair[1][::-1]).item()
