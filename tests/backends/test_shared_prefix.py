@@ -17,7 +17,7 @@ from mlx_lm.utils import load_model
 
 import pippin
 from families import build
-from pippin.backends.mlx import cohorts, grouping, row_views, rows, split_attention
+from pippin.backends.mlx import cohorts, grouping, row_arrays, row_views, rows, split_attention
 from pippin.backends.mlx.decode_forward import DecodeForward
 from pippin.backends.mlx.grouping import common_len, group_rows
 from pippin.backends.mlx.prefill import ChunkBatch, PromptState
@@ -32,7 +32,7 @@ MODELS = (BUNDLED, "llama", "gpt_oss", "gemma3")  # one without windows, two wit
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share whatever can be shared, and regroup often."""
-    for module in (rows, row_views, cohorts, grouping, split_attention):
+    for module in (rows, row_arrays, row_views, cohorts, grouping, split_attention):
         monkeypatch.setattr(module, "GRID", BLOCK)
     monkeypatch.setattr(grouping, "SHARE_COST_TOKENS", 0)
     monkeypatch.setattr(grouping, "SPLIT_COST_TOKENS", 0)

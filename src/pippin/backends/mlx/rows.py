@@ -26,6 +26,7 @@ from pippin.backends.mlx.grouping import Group, group_rows
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.packing import KV
 from pippin.backends.mlx.prefill import PromptState
+from pippin.backends.mlx.row_arrays import RowArrays
 from pippin.backends.mlx.row_views import StepShape, Tree
 from pippin.types import GRID
 
@@ -52,19 +53,26 @@ class Row:
 @dataclass
 class DecodeRows:
     layout: Layout
-    width: int = 0
     cursor: int = 0  # the tail column that the next step writes
     rows: dict[int, Row] = field(default_factory=dict)  # by slot
     cohorts: list[Cohort] = field(default_factory=list)
-    tails: dict[int, KV] = field(default_factory=dict)  # by leaf: [width, heads, GRID, dim]
-    states: dict[int, list[mx.array]] = field(default_factory=dict)  # by leaf: [width, ...]
 
     def __post_init__(self) -> None:
+        self._own = RowArrays(self.layout)
         self._written = np.zeros((0, GRID), dtype=bool)  # which tail columns hold a row's token
         self._steps_unchanged = 0
 
     def __contains__(self, slot: int) -> bool:
         return slot in self.rows
+
+    @property
+    def width(self) -> int:
+        return self._own.width
+
+    @property
+    def states(self) -> dict[int, list[mx.array]]:
+        """By leaf: [width, ...]"""
+        return self._own.states
 
     # ---- joining and leaving ---------------------------------------------------------------
 
@@ -84,7 +92,7 @@ class DecodeRows:
             tokens = prompts.get(slot) if prompts and self.layout.splits else None
             self.rows[slot] = Row(slot, index, prompt.length, tokens)
             self._written[index] = False
-            self._put_state(index, prompt.states)
+            self._own.put_states(index, prompt.states)
             if prompt.kv:
                 stored = {leaf: pair[0].shape[2] for leaf, pair in prompt.kv.items()}
                 self.cohorts.append(Cohort.of_one(index, prompt.length, stored, prompt.kv))
@@ -103,11 +111,10 @@ class DecodeRows:
         row = self.rows[slot]
         columns = np.flatnonzero(self._written[row.index])
         picked: dict[int, KV] = {}
-        for leaf, tail in self.tails.items():
+        for leaf in self._own.tails:
             pieces = [c.main_of(row.index, leaf) for c in self.cohorts if c.holds(row.index)]
             if len(columns):
-                at = mx.array(columns.astype(np.int32))
-                pieces.append(_tail_of(tail, row.index, at))
+                pieces.append(self._own.tail_of(leaf, row.index, columns))
             picked[leaf] = (
                 mx.concatenate([p[0] for p in pieces], axis=2),
                 mx.concatenate([p[1] for p in pieces], axis=2),
@@ -115,15 +122,8 @@ class DecodeRows:
         return picked
 
     def states_of(self, slot: int) -> dict[int, list[mx.array]]:
-        """A row's states in buffers of their own: a view would keep every row's alive."""
         row = self.rows[slot]
-        if row.parked is not None:
-            return row.parked
-        i = row.index
-        return {
-            leaf: [mx.contiguous(entry[i : i + 1]) for entry in entries]
-            for leaf, entries in self.states.items()
-        }
+        return self._own.states_of(row.index) if row.parked is None else row.parked
 
     # ---- one step --------------------------------------------------------------------------
 
@@ -152,8 +152,7 @@ class DecodeRows:
                 row.length += 1
         shape, tree = self._step(resolve(slots_by_index), positions)
         logits, tails, states = forward(shape, tree)
-        self.tails = dict(zip(self.layout.kv_indices, tails, strict=True))
-        self.states = dict(zip(self.layout.state_indices, states, strict=True))
+        self._own.take_over(tails, states)
         self.cursor += 1
         return slots_by_index, logits
 
@@ -168,8 +167,8 @@ class DecodeRows:
             "cursor": mx.array([self.cursor], dtype=mx.int32),
             "written": mx.array(visible),
             "order": self._order(),
-            "tails": [list(self.tails[leaf]) for leaf in self.layout.kv_indices],
-            "states": [self.states[leaf] for leaf in self.layout.state_indices],
+            "tails": [list(self._own.tails[leaf]) for leaf in self.layout.kv_indices],
+            "states": [self._own.states[leaf] for leaf in self.layout.state_indices],
             "cohorts": [view[1] for view in views],
         }
         return shape, tree
@@ -205,11 +204,7 @@ class DecodeRows:
 
     def arrays(self) -> list[mx.array]:
         """Everything a step or a regrouping wrote, for the step's one `mx.async_eval`."""
-        flat = [array for pair in self.tails.values() for array in pair]
-        flat += [array for entries in self.states.values() for array in entries]
-        for cohort in self.cohorts:
-            flat += cohort.arrays()
-        return flat
+        return self._own.arrays() + [array for c in self.cohorts for array in c.arrays()]
 
     # ---- inside ----------------------------------------------------------------------------
 
@@ -219,17 +214,9 @@ class DecodeRows:
             return
         if advances and row.parked is not None:
             parked, row.parked = row.parked, None
-            self._put_state(row.index, parked)
+            self._own.put_states(row.index, parked)
         elif not advances and row.parked is None:
             row.parked = self.states_of(row.slot)
-
-    def _put_state(self, index: int, states: dict[int, list[mx.array]]) -> None:
-        for leaf, entries in states.items():
-            for number, entry in enumerate(entries):
-                if self.width == 1:
-                    self.states[leaf][number] = entry
-                else:
-                    self.states[leaf][number][index : index + 1] = entry
 
     def _flush(self) -> None:
         """Move the tails into new mains; regroup rows by length; narrow the rows if many left."""
@@ -241,75 +228,32 @@ class DecodeRows:
             held = {row.index for row in self.rows.values()}
             lines = [index if index in held else -1 for index in range(self.width)]
             groups = [replace(groups[0], indices=lines)]
-        self.cohorts = regroup(self.layout, groups, self.cohorts, self.tails, self._written)
+        self.cohorts = regroup(self.layout, groups, self.cohorts, self._own.tails, self._written)
         self._written[:] = False
         self.cursor = 0
 
     def _widen(self, width: int) -> None:
-        """Widen; new rows are zeros until somebody joins."""
         if width <= self.width:
             return
         extra = width - self.width
         self._written = np.concatenate([self._written, np.zeros((extra, GRID), dtype=bool)])
-        for i, leaf in enumerate(self.layout.leaves):
-            if leaf.is_state:
-                blanks = [
-                    mx.zeros((extra, *shape), dtype)
-                    for shape, dtype in zip(leaf.shapes, leaf.dtypes, strict=True)
-                ]
-                old = self.states.get(i)
-                self.states[i] = (
-                    blanks
-                    if old is None
-                    else [_rows(a, b) for a, b in zip(old, blanks, strict=True)]
-                )
-            else:
-                keys, values = (
-                    mx.zeros((extra, heads, GRID, dim), dtype)
-                    for (heads, dim), dtype in zip(leaf.shapes, leaf.dtypes, strict=True)
-                )
-                tail = self.tails.get(i)
-                self.tails[i] = (
-                    (keys, values)
-                    if tail is None
-                    else (_rows(tail[0], keys), _rows(tail[1], values))
-                )
-        self.width = width
+        self._own.widen(width)
 
     def _narrow(self, width: int) -> None:
         """Renumber the remaining rows 0, 1, ... and drop the rest."""
         keep = sorted(self.rows.values(), key=lambda row: row.index)
         order = [row.index for row in keep]
         order += [order[0]] * (width - len(order))
-        at = mx.array(np.array(order, dtype=np.int32))
-        self.states = {
-            leaf: [mx.take(entry, at, axis=0) for entry in entries]
-            for leaf, entries in self.states.items()
-        }
-        self.tails = {
-            leaf: (mx.take(k, at, axis=0), mx.take(v, at, axis=0))
-            for leaf, (k, v) in self.tails.items()
-        }
+        self._own.choose(order)
         renumbered = {row.index: new for new, row in enumerate(keep)}
         for cohort in self.cohorts:
             cohort.renumber(renumbered)
         for new, row in enumerate(keep):
             row.index = new
         self._written = self._written[order]
-        self.width = width
 
     def _reset(self) -> None:
-        self.width = self.cursor = 0
-        self.cohorts, self.tails, self.states = [], {}, {}
+        self.cursor = 0
+        self.cohorts = []
+        self._own = RowArrays(self.layout)
         self._written = np.zeros((0, GRID), dtype=bool)
-
-
-def _rows(a: mx.array, b: mx.array) -> mx.array:
-    return mx.concatenate([a, b], axis=0)
-
-
-def _tail_of(tail: KV, index: int, columns: mx.array) -> KV:
-    return (
-        mx.take(tail[0][index : index + 1], columns, axis=2),
-        mx.take(tail[1][index : index + 1], columns, axis=2),
-    )
