@@ -1,4 +1,4 @@
-"""Who may start next: the queue, its order and the byte budget. Knows no arrays.
+"""Who may start next: the queue and its order. Knows no arrays.
 
 Order: the longest prefix already in the tree first, so that hits are used before they are evicted,
 but nobody is passed over more than `MAX_PASSED_OVER` times. A request that shares an uncomputed
@@ -8,66 +8,19 @@ prefix with one that is computing it waits for that one instead of computing it 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import numpy as np
 
 from pippin.cache.prefix_cache import Match, PrefixCache
+from pippin.errors import ContextOverflow, OutOfMemory, Overloaded
+from pippin.messages import Submit
+from pippin.scheduler.budget import GROWTH_TOKENS, ByteBudget
 from pippin.scheduler.request import Request
-from pippin.types import GRID, ModelSpec
+from pippin.types import GRID
 
 LOOKAHEAD = 16  # queued requests considered at a time
 MAX_PASSED_OVER = 8
 REPLY_TOKENS = 16  # of a reply that are worth a wait of two steps
-GROWTH_TOKENS = 256  # a running request's reservation grows by this much at a time
-
-
-@dataclass
-class ByteBudget:
-    """One budget over working rows and the tree; weights are already taken off `capacity`."""
-
-    spec: ModelSpec
-    capacity: int
-    cache: PrefixCache | None
-    reserved: int = 0
-
-    def row_bytes(self, num_tokens: int) -> int:
-        """What one running request of `num_tokens` occupies, rows and transients together."""
-        spec = self.spec
-        windowed = min(num_tokens, spec.window + GRID) * spec.window_bytes_per_token
-        tokens = -(-num_tokens // GRID) * GRID + GRID  # padded main and the tail
-        return tokens * spec.kv_bytes_per_token + windowed + 2 * spec.state_bytes
-
-    def could_reserve(self, request: Request, num_tokens: int) -> bool:
-        """Whether the reservation would fit beside the other running requests, tree aside."""
-        extra = self.row_bytes(num_tokens) - request.reserved_bytes
-        return extra <= self.capacity - self.reserved
-
-    def try_reserve(self, request: Request, num_tokens: int) -> bool:
-        """Grow the request's reservation to `num_tokens`, evicting from the tree if need be."""
-        extra = self.row_bytes(num_tokens) - request.reserved_bytes
-        if extra <= 0:
-            return True
-        if not self.could_reserve(request, num_tokens):
-            return False
-        left_for_cache = self.capacity - self.reserved - extra
-        if self.cache is not None:
-            excess = self.cache.nbytes - left_for_cache
-            if excess > 0:
-                self.cache.evict(excess)
-                if self.cache.nbytes > left_for_cache:
-                    return False
-            self.cache.set_capacity(left_for_cache)
-        self.reserved += extra
-        request.reserved_bytes += extra
-        request.reserved_tokens = num_tokens
-        return True
-
-    def release(self, request: Request) -> None:
-        self.reserved -= request.reserved_bytes
-        request.reserved_bytes = 0
-        if self.cache is not None:
-            self.cache.set_capacity(self.capacity - self.reserved)
 
 
 def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
@@ -80,12 +33,37 @@ class Admission:
     """The waiting queue. `pick` returns the next request to start and what it matched."""
 
     def __init__(
-        self, budget: ByteBudget, cache: PrefixCache | None, *, on_grid: bool = False
+        self,
+        budget: ByteBudget,
+        cache: PrefixCache | None,
+        *,
+        max_queue: int,
+        on_grid: bool = False,
     ) -> None:
         self._budget = budget
         self._cache = cache
+        self._max_queue = max_queue
         self._on_grid = on_grid  # match whole grid blocks only
         self.queue: list[Request] = []
+
+    def check(self, submit: Submit) -> None:
+        """Raise for a request that could never start, or that finds the queue full."""
+        budget, queue_len = self._budget, len(self.queue)
+        prompt_len, max_tokens = len(submit.tokens), submit.params.max_tokens
+        if prompt_len + max_tokens > budget.spec.max_len:
+            raise ContextOverflow(
+                f"prompt is {prompt_len:,} tokens and max_tokens {max_tokens:,}, "
+                f"the model holds {budget.spec.max_len:,}"
+            )
+        need = budget.row_bytes(prompt_len + 1)
+        if need > budget.capacity:
+            raise OutOfMemory(
+                f"the request needs {need:,} bytes, the budget holds {budget.capacity:,}"
+            )
+        if queue_len >= self._max_queue:
+            raise Overloaded(
+                f"{queue_len:,} requests are waiting, the queue holds {self._max_queue:,}"
+            )
 
     def add(self, request: Request) -> None:
         self.queue.append(request)

@@ -18,10 +18,11 @@ import numpy as np
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Restore, Retire, StepPlan, StepResult
 from pippin.cache.prefix_cache import Match, PrefixCache
 from pippin.decode.grammar import Grammar
-from pippin.errors import ContextOverflow, OutOfMemory, Overloaded, PippinError
+from pippin.errors import OutOfMemory, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import EngineMetrics
-from pippin.scheduler.admission import GROWTH_TOKENS, Admission, ByteBudget
+from pippin.scheduler.admission import Admission
+from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.chunks import Chunker
 from pippin.scheduler.harvest import release_states, take_captures
 from pippin.scheduler.outbox import Outbox
@@ -61,7 +62,12 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.slots = SlotPool(self.limits.max_running)
         self.budget = ByteBudget(self.spec, self.limits.capacity_bytes, self.cache)
-        self.admission = Admission(self.budget, self.cache, on_grid=self.limits.deterministic)
+        self.admission = Admission(
+            self.budget,
+            self.cache,
+            max_queue=self.limits.max_queue,
+            on_grid=self.limits.deterministic,
+        )
         self.pace = Pace(self.limits.prefill_tokens)
         self.requests: dict[str, Request] = {}  # every request not yet RETIRED
         self.active: dict[int, Request] = {}  # by slot
@@ -93,7 +99,7 @@ class Scheduler:
         # An error delta would carry the same id and end the first request for its client.
         assert submit.id not in self.requests, f"request id {submit.id} is in use"
         try:
-            self._check(submit)
+            self.admission.check(submit)
         except PippinError as error:
             self._outbox.error(submit.id, error)
             self.metrics.requests_failed += 1
@@ -170,7 +176,7 @@ class Scheduler:
             if not samples and not self._must_absorb(request):
                 continue
             position = request.held
-            if position >= request.reserved_tokens and not self._grow(request, position + 1):
+            if position >= request.reserved_tokens and not self.budget.grow(request, position + 1):
                 if samples:
                     self._parked.append(request)
                 else:
@@ -247,13 +253,6 @@ class Scheduler:
         if request.phase == "decode":
             return request.held < request.max_total
         return request.will_be_cached and request.held < request.num_tokens
-
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Reserve bytes for a reply of `num_tokens` and some more, or failing that just for it."""
-        ahead = min(request.max_total, num_tokens + GROWTH_TOKENS)
-        return self.budget.try_reserve(request, ahead) or self.budget.try_reserve(
-            request, num_tokens
-        )
 
     def _relieve_parked(self) -> None:
         """Nobody can go on. Their prefixes in the tree may go, for rows hold their own copies.
@@ -369,22 +368,6 @@ class Scheduler:
         if self.cache is not None and request.lock is not None:
             self.cache.unlock(request.lock)
             request.lock = None
-
-    def _check(self, submit: Submit) -> None:
-        prompt_len, limit = len(submit.tokens), self.spec.max_len
-        if prompt_len + submit.params.max_tokens > limit:
-            raise ContextOverflow(
-                f"prompt is {prompt_len:,} tokens and max_tokens {submit.params.max_tokens:,}, "
-                f"the model holds {limit:,}"
-            )
-        need, capacity = self.budget.row_bytes(prompt_len + 1), self.budget.capacity
-        if need > capacity:
-            raise OutOfMemory(f"the request needs {need:,} bytes, the budget holds {capacity:,}")
-        if len(self.admission.queue) >= self.limits.max_queue:
-            raise Overloaded(
-                f"{len(self.admission.queue):,} requests are waiting, the queue holds "
-                f"{self.limits.max_queue:,}"
-            )
 
 
 def _admit(request: Request) -> Admit:
