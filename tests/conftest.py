@@ -1,4 +1,4 @@
-"""Tests draw the same numbers each time, keep out of each other's way, and leave nothing behind.
+"""Tests draw the same numbers each time and keep out of each other's way and the user's cache.
 
 `pytest --hypothesis-profile=explore` draws new examples instead.
 """

@@ -25,7 +25,7 @@ def test_lines_are_picked_from_several_arrays() -> None:
     picked = [
         np.concatenate(both, axis=1),
         in_narrow.vectors(1, np.array([4, 0, 3])),
-        in_wide.vectors(0, np.arange(0)),
+        in_wide.vectors(1, np.array([6])),
     ]
     found = table.take(picked, columns=8)
     for side, dim in ((0, 4), (1, 6)):
@@ -33,7 +33,19 @@ def test_lines_are_picked_from_several_arrays() -> None:
         assert new.shape == (3, HEADS, 8, dim)
         np.testing.assert_array_equal(new[0], np.concatenate([a[2, :, 1:7], b[0, :, :2]], axis=1))
         np.testing.assert_array_equal(new[1, :, :3], b[1][:, [4, 0, 3]])
-        assert np.isfinite(new[2]).all()
+        np.testing.assert_array_equal(new[2, :, :1], a[1][:, [6]])
+
+
+def test_padding_is_the_lines_own() -> None:
+    """Masked or not: a row that overflowed must not spoil those that are regrouped with it."""
+    good = pair_of(1, 5)
+    keys, values = good
+    table = VectorTable()
+    in_bad, in_good = table.add((keys * mx.nan, values * mx.nan)), table.add(good)
+    picked = [in_bad.vectors(0, np.arange(5)), in_good.vectors(0, np.arange(2))]
+    for side in table.take(picked, columns=5):
+        assert mx.isnan(side[0]).all().item()
+        assert not mx.isnan(side[1]).any().item()
 
 
 def test_one_array_alone_is_enough() -> None:

@@ -221,6 +221,8 @@ def test_overlap_on_and_off_give_the_oracles_tokens(engine: Engine, workload: li
             reply = client.replies[f"r{number}"]
             if reply.finish == "error":
                 assert has_no_room(reply.error or "", engine.capacity_bytes)
+                assert engine.capacity_bytes < AMPLE_BYTES
+                assert not reply.tokens or "the reply reached" in (reply.error or "")
                 assert reply.tokens == ask.tokens[: len(reply.tokens)]
             elif ask.expected is None:
                 assert reply.tokens == ask.tokens[: len(reply.tokens)]

@@ -1,4 +1,4 @@
-"""Who may start next: the queue and its order. Knows no arrays.
+"""Who may wait and who starts next: the queue and its order. Knows no arrays.
 
 Order: the longest prefix already in the tree first, so that hits are used before they are evicted,
 but nobody is passed over more than `MAX_PASSED_OVER` times. A request that shares an uncomputed

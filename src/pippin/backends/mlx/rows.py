@@ -58,7 +58,7 @@ class DecodeRows:
     cohorts: list[Cohort] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._own = RowArrays(self.layout)
+        self._per_row = RowArrays(self.layout)
         self._written = np.zeros((0, GRID), dtype=bool)  # which tail columns hold a row's token
         self._steps_unchanged = 0
 
@@ -67,12 +67,12 @@ class DecodeRows:
 
     @property
     def width(self) -> int:
-        return self._own.width
+        return self._per_row.width
 
     @property
     def states(self) -> dict[int, list[mx.array]]:
         """By leaf: [width, ...]"""
-        return self._own.states
+        return self._per_row.states
 
     # ---- joining and leaving ---------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class DecodeRows:
             tokens = prompts.get(slot) if prompts and self.layout.splits else None
             self.rows[slot] = Row(slot, index, prompt.length, tokens)
             self._written[index] = False
-            self._own.put_states(index, prompt.states)
+            self._per_row.put_states(index, prompt.states)
             if prompt.kv:
                 stored = {leaf: pair[0].shape[2] for leaf, pair in prompt.kv.items()}
                 self.cohorts.append(Cohort.of_one(index, prompt.length, stored, prompt.kv))
@@ -111,10 +111,10 @@ class DecodeRows:
         row = self.rows[slot]
         columns = np.flatnonzero(self._written[row.index])
         picked: dict[int, KV] = {}
-        for leaf in self._own.tails:
+        for leaf in self._per_row.tails:
             pieces = [c.main_of(row.index, leaf) for c in self.cohorts if c.holds(row.index)]
             if len(columns):
-                pieces.append(self._own.tail_of(leaf, row.index, columns))
+                pieces.append(self._per_row.tail_of(leaf, row.index, columns))
             picked[leaf] = (
                 mx.concatenate([p[0] for p in pieces], axis=2),
                 mx.concatenate([p[1] for p in pieces], axis=2),
@@ -123,7 +123,7 @@ class DecodeRows:
 
     def states_of(self, slot: int) -> dict[int, list[mx.array]]:
         row = self.rows[slot]
-        return self._own.states_of(row.index) if row.parked is None else row.parked
+        return self._per_row.states_of(row.index) if row.parked is None else row.parked
 
     # ---- one step --------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class DecodeRows:
                 row.length += 1
         shape, tree = self._step(resolve(slots_by_index), positions)
         logits, tails, states = forward(shape, tree)
-        self._own.take_over(tails, states)
+        self._per_row.take_over(tails, states)
         self.cursor += 1
         return slots_by_index, logits
 
@@ -167,8 +167,8 @@ class DecodeRows:
             "cursor": mx.array([self.cursor], dtype=mx.int32),
             "written": mx.array(visible),
             "order": self._order(),
-            "tails": [list(self._own.tails[leaf]) for leaf in self.layout.kv_indices],
-            "states": [self._own.states[leaf] for leaf in self.layout.state_indices],
+            "tails": [list(self._per_row.tails[leaf]) for leaf in self.layout.kv_indices],
+            "states": [self._per_row.states[leaf] for leaf in self.layout.state_indices],
             "cohorts": [view[1] for view in views],
         }
         return shape, tree
@@ -204,7 +204,7 @@ class DecodeRows:
 
     def arrays(self) -> list[mx.array]:
         """Everything a step or a regrouping wrote, for the step's one `mx.async_eval`."""
-        return self._own.arrays() + [array for c in self.cohorts for array in c.arrays()]
+        return self._per_row.arrays() + [array for c in self.cohorts for array in c.arrays()]
 
     # ---- inside ----------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class DecodeRows:
             return
         if advances and row.parked is not None:
             parked, row.parked = row.parked, None
-            self._own.put_states(row.index, parked)
+            self._per_row.put_states(row.index, parked)
         elif not advances and row.parked is None:
             row.parked = self.states_of(row.slot)
 
@@ -228,7 +228,9 @@ class DecodeRows:
             held = {row.index for row in self.rows.values()}
             lines = [index if index in held else -1 for index in range(self.width)]
             groups = [replace(groups[0], indices=lines)]
-        self.cohorts = regroup(self.layout, groups, self.cohorts, self._own.tails, self._written)
+        self.cohorts = regroup(
+            self.layout, groups, self.cohorts, self._per_row.tails, self._written
+        )
         self._written[:] = False
         self.cursor = 0
 
@@ -237,14 +239,14 @@ class DecodeRows:
             return
         extra = width - self.width
         self._written = np.concatenate([self._written, np.zeros((extra, GRID), dtype=bool)])
-        self._own.widen(width)
+        self._per_row.widen(width)
 
     def _narrow(self, width: int) -> None:
         """Renumber the remaining rows 0, 1, ... and drop the rest."""
         keep = sorted(self.rows.values(), key=lambda row: row.index)
         order = [row.index for row in keep]
         order += [order[0]] * (width - len(order))
-        self._own.choose(order)
+        self._per_row.choose(order)
         renumbered = {row.index: new for new, row in enumerate(keep)}
         for cohort in self.cohorts:
             cohort.renumber(renumbered)
@@ -255,5 +257,5 @@ class DecodeRows:
     def _reset(self) -> None:
         self.cursor = 0
         self.cohorts = []
-        self._own = RowArrays(self.layout)
+        self._per_row = RowArrays(self.layout)
         self._written = np.zeros((0, GRID), dtype=bool)

@@ -38,16 +38,21 @@ class VectorTable:
 
     def add(self, pair: KV) -> Place:
         lines, heads, columns, _ = pair[0].shape
+        assert pair[1].shape[:3] == (lines, heads, columns), "keys and values lie alike"
         place = Place(self._size, heads, columns)
         self._pairs.append(pair)
         self._size += lines * heads * columns
         return place
 
     def take(self, picked: Sequence[np.ndarray], columns: int) -> KV:
-        """`picked`: by line, at most `columns` of `Place.vectors`. The rest of a line is padding:
-        the table's first vector, again and again."""
-        at = np.zeros((2, len(picked), 1, columns), dtype=np.int32)
+        """`picked`: by line, 1 to `columns` of `Place.vectors`.
+
+        The rest of a line is padding: its first vector, again and again. No line may hold anything
+        of another's: weighed with nothing it would still spoil it, if it is not a number.
+        """
+        at = np.empty((2, len(picked), 1, columns), dtype=np.int32)
         for line, vectors in enumerate(picked):
+            at[:, line, 0] = vectors[:, :1]
             at[:, line, 0, : vectors.shape[1]] = vectors
         heads = mx.arange(self._pairs[0][0].shape[1])[:, None]
         numbers = mx.array(at[0]) + mx.array(at[1]) * heads  # [lines, heads, columns]
@@ -55,4 +60,4 @@ class VectorTable:
 
     def _side(self, side: int, numbers: mx.array) -> mx.array:
         flat = [pair[side].reshape(-1, pair[side].shape[3]) for pair in self._pairs]
-        return mx.take(flat[0] if len(flat) == 1 else mx.concatenate(flat), numbers, axis=0)
+        return mx.take(mx.concatenate(flat), numbers, axis=0)
