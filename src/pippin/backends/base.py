@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -32,11 +32,24 @@ from pippin.types import (
 
 
 @dataclass(frozen=True)
+class DeviceInfo:
+    """What a backend computes on, and what suits it where the user does not say."""
+
+    kind: Literal["metal", "cuda", "cpu", "fake"]
+    name: str
+    memory_bytes: int  # what one process can reasonably hold
+    share: float  # of `memory_bytes` to use
+    prefill_tokens: int  # of a step: enough that products, not launches, take the time
+
+
+@dataclass(frozen=True)
 class Restore:
     """A prefix matched in the tree: `length` tokens that need not be computed.
 
     KV payloads are in token order and end at `length`; window payloads cover at least the last
-    window. The payloads are borrowed: the tree holds a lock on them while the request runs.
+    window. The payloads are borrowed, and a lock keeps them in the tree: until the step that
+    restores them has been committed where a backend copies them into the row, and as long as the
+    row lives where it restores by reference (`Backend.restores_by_reference`).
     """
 
     length: int
@@ -52,6 +65,9 @@ class Admit:
     stop_ids: tuple[int, ...]  # eos and the user's own; suppressed until min_tokens
     prompt: np.ndarray  # int32 [prompt_len]: what penalties look back at
     seed: int  # always set: the request's own or one drawn for it
+    # int32 [n]: tokens that were sampled before the request was retracted. Its chunks run them
+    # after the prompt; the next sample is the reply's token number n, and penalties count these.
+    reply: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,7 @@ class PrefillRow:
     slot: int
     start: int
     tokens: np.ndarray  # int32 [n]
-    samples: bool = False  # the chunk ends the prompt: sample the first token of the reply
+    samples: bool = False  # the chunk ends what is known of the request: sample its next token
     restore: Restore | None = None  # only on the first chunk
     checkpoints: tuple[int, ...] = ()  # ascending positions in (start, end]: capture states there
     captures: bool = False  # hand this chunk's KV (and states at checkpoints) to the tree
@@ -120,10 +136,6 @@ class StepPlan:
     def empty(self) -> bool:
         return not (self.retire or self.admit or self.prefill or self.decode)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(row.tokens) for row in self.prefill) + len(self.decode)
-
 
 @dataclass(frozen=True)
 class Capture:
@@ -142,8 +154,16 @@ class Capture:
 
     @property
     def nbytes(self) -> int:
-        held: Sequence[Payload] = [*self.kv.values(), *self.states.values()]
-        return sum(payload.nbytes for payload in held)
+        return sum(payload.nbytes for payload in self.payloads)
+
+    @property
+    def payloads(self) -> Sequence[Payload]:
+        return [*self.kv.values(), *self.states.values()]
+
+    def release(self) -> None:
+        """Give up all of it."""
+        for payload in self.payloads:
+            payload.release()
 
 
 @dataclass(frozen=True)
@@ -168,10 +188,46 @@ class PendingStep(Protocol):
         """The only call that waits for results: this step's tokens, nothing of a later step."""
         ...
 
+    def discard(self) -> None:
+        """Release what the step captured: nobody will take it.
+
+        Called instead of `wait`, or after it raised; at most once. The rows stay as they are.
+        """
+        ...
+
 
 class Backend(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
+
+    @property
+    def device(self) -> DeviceInfo: ...
+
+    @property
+    def restores_by_reference(self) -> bool:
+        """Whether a restored row reads the tree's own payloads instead of a copy of them."""
+        ...
+
+    def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
+        """What a row of `num_tokens` occupies at most, its share of moving rows about included.
+
+        The first `num_borrowed` of them were restored: a backend that restores by reference does
+        not count them again. Grows with `num_tokens`.
+        """
+        ...
+
+    def transient_bytes(self, plan: StepPlan) -> int:
+        """What a launched plan holds beside rows and tree until it is committed: its captures.
+
+        A sum over the plan's rows, so that a scheduler may ask for each row alone. Activations are
+        not in it: `limit_memory` sets them aside.
+        """
+        ...
+
+    def limit_memory(self, budget_bytes: int) -> int:
+        """Keep within a budget that includes the weights; returns what is left for rows, tree and
+        transients together. It may be negative: then the weights alone are too much."""
+        ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Enqueue; wait for no result."""
@@ -182,3 +238,19 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def captured_bytes(spec: ModelSpec, plan: StepPlan) -> int:
+    """The captures that a plan asks for, where each is a copy of its own: `transient_bytes`."""
+    per_token = spec.kv_bytes_per_token + spec.window_bytes_per_token
+    total = 0
+    for retire in plan.retire:
+        if retire.captures:
+            total += (retire.end - retire.start) * per_token + spec.state_bytes
+    for chunk in plan.prefill:
+        if chunk.captures:
+            total += len(chunk.tokens) * per_token + len(chunk.checkpoints) * spec.state_bytes
+    for row in plan.decode:
+        if row.checkpoint:
+            total += spec.state_bytes
+    return total
