@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 
 from pippin.backends import fake
-from pippin.backends.fake import FakeBackend, FakePayload, mix
+from pippin.backends.fake import FakeBackend, mix
 from pippin.cache.canary import Canary
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
@@ -62,7 +60,7 @@ def make_scheduler(
         deterministic=deterministic,
         capacity_bytes=capacity_bytes,
     )
-    scheduler = Scheduler(spec, limits, prefix_cache if cache else None)
+    scheduler = Scheduler(backend, limits, prefix_cache if cache else None)
     scheduler.pace = FixedPace(chunk)
     return scheduler
 
@@ -164,14 +162,17 @@ def check_idle(client: Client) -> None:
     """Everything was given back: slots, reservations, locks, rows; the tree adds up."""
     scheduler = client.loop.scheduler
     assert client.loop.idle
-    assert not scheduler.active
+    assert not scheduler.holdings
+    assert not scheduler.requests
     assert not scheduler.admission.queue
     assert scheduler.slots.num_free == scheduler.slots.num_slots
-    assert scheduler.budget.reserved == 0
+    assert scheduler.budget.claimed == 0
     assert not client.backend._rows
     if scheduler.cache is not None:
         assert not scheduler.cache._locks
         scheduler.cache.check_integrity()
+    held = scheduler.cache.nbytes if scheduler.cache is not None else 0
+    assert client.backend.ledger.nbytes == held, "a payload was lost"
     for reply in client.replies.values():
         assert reply.finish is not None, f"{reply.id} never got a terminal message"
 
@@ -245,44 +246,3 @@ class ToyGrammar:
         self.calls.append("advance")
         assert token % self.modulus == (self.last + 1) % self.modulus, "a token broke the grammar"
         self.last = token
-
-
-class PayloadAudit:
-    """Every payload that exists: created, not released, not handed on by a split."""
-
-    def __init__(self) -> None:
-        self._live: dict[int, FakePayload] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(payload.nbytes for payload in self._live.values())
-
-    def born(self, payload: FakePayload) -> None:
-        self._live[id(payload)] = payload
-
-    def gone(self, payload: FakePayload) -> None:
-        del self._live[id(payload)]
-
-
-@contextlib.contextmanager
-def audited_payloads() -> Iterator[PayloadAudit]:
-    """Counts the toy model's payloads, so that a test can tell that none was lost."""
-    audit = PayloadAudit()
-
-    class Audited(FakePayload):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            audit.born(self)
-
-        def split(self, at: int) -> tuple[Any, Any]:
-            parts = super().split(at)
-            audit.gone(self)
-            return parts
-
-        def release(self) -> None:
-            super().release()
-            audit.gone(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fake, "FakePayload", Audited)
-        yield audit

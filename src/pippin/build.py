@@ -15,10 +15,9 @@ from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Limits, Scheduler
 from pippin.types import ModelSpec
 
-TRANSIENT_SHARE = 0.1  # of what the weights leave: activations and copies on their way
 SEQUENCES_TO_HOLD = 4  # the states of one long prompt may not fill the tree alone
 FAKE_MAX_LEN = 8192
-MIN_CAPACITY_BYTES = 64 * 2**20  # below this not even short requests would run
+LEAST_TOKENS = 256  # a budget that holds no request of this many is an error at start
 
 Progress = Callable[[str], None]  # hears the name of each stage of a load
 
@@ -31,24 +30,17 @@ def build_loop(
     A `backend` that is given has been loaded already.
     """
     backend = backend or load_backend(config, progress, stays=stays)
-    capacity_bytes = _capacity_bytes(config, backend)
+    capacity_bytes = _capacity_bytes(config.engine, backend)
     limits = Limits(
         max_running=config.engine.max_running,
         max_queue=config.engine.max_queue,
-        prefill_tokens=config.engine.prefill_tokens or _default_prefill_tokens(config),
+        max_queue_tokens=config.engine.max_queue_tokens,
+        prefill_tokens=config.engine.prefill_tokens or backend.device.prefill_tokens,
         deterministic=config.engine.deterministic,
         capacity_bytes=capacity_bytes,
     )
     cache = _build_cache(config.engine, backend.spec, capacity_bytes)
-    return Loop(Scheduler(backend.spec, limits, cache), backend, overlap=config.engine.overlap)
-
-
-def _default_prefill_tokens(config: Config) -> int:
-    if config.model.backend == "fake":
-        return Limits.prefill_tokens
-    from pippin.backends.mlx.device import device_info
-
-    return device_info().prefill_tokens
+    return Loop(Scheduler(backend, limits, cache), backend, overlap=config.engine.overlap)
 
 
 def _build_cache(config: EngineConfig, spec: ModelSpec, capacity_bytes: int) -> PrefixCache | None:
@@ -89,22 +81,18 @@ def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> 
     )
 
 
-def _capacity_bytes(config: Config, backend: Backend) -> int:
-    """The byte budget less what the loaded weights already hold."""
-    if config.model.backend == "fake":
-        return budget_bytes(config.engine, total_bytes=1 << 30, default_share=1.0)
-    from pippin.backends.mlx.device import device_info, limit_memory
-
-    device = device_info()
-    budget = budget_bytes(config.engine, device.memory_bytes, device.share)
-    used = backend.memory_used()
-    capacity = int((budget - used) * (1.0 - TRANSIENT_SHARE))
-    if capacity < MIN_CAPACITY_BYTES:
+def _capacity_bytes(config: EngineConfig, backend: Backend) -> int:
+    """What the byte budget leaves for requests and the tree."""
+    device = backend.device
+    budget = budget_bytes(config, device.memory_bytes, device.share)
+    capacity = backend.limit_memory(budget)
+    least = backend.row_bytes(LEAST_TOKENS)
+    if capacity < least:
         raise LoadError(
-            f"memory: the weights hold {used:,} bytes of a budget of {budget:,}, "
-            f"which leaves less than {MIN_CAPACITY_BYTES:,} to work with"
+            f"memory: the model holds {backend.memory_used():,} bytes of a budget of {budget:,}, "
+            f"which leaves {max(capacity, 0):,}; one request of {LEAST_TOKENS:,} tokens needs "
+            f"{least:,}"
         )
-    limit_memory(budget)
     return capacity
 
 

@@ -8,6 +8,7 @@ PippinError
 ├── Overloaded              503  the queue is full
 ├── OutOfMemory             503  one request does not fit the byte budget
 ├── EngineDead              503  the engine process is gone
+│   └── DeviceFailed        503  several steps in a row failed: the engine stops
 └── LoadError                    a checkpoint cannot be served; raised before the server starts
     └── UnsupportedLayout        a cache kind that Pippin does not know
 """
@@ -58,6 +59,10 @@ class OutOfMemory(PippinError):
 class EngineDead(PippinError):
     status = 503
     code = "engine_dead"
+
+
+class DeviceFailed(EngineDead):
+    code = "device_failed"
 
 
 class LoadError(PippinError):

@@ -71,6 +71,7 @@ class EngineMetrics:
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_failed: int = 0
+    retractions: int = 0  # running requests that were taken back, to be resumed
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
 
     def add(self, record: StepRecord) -> None:
@@ -115,6 +116,7 @@ class EngineMetrics:
             "requests_finished": self.requests_finished,
             "requests_aborted": self.requests_aborted,
             "requests_failed": self.requests_failed,
+            "retractions": self.retractions,
             "device_idle_share": round(self.device_idle_share, 4),
             "host_hidden_share": round(self.host_hidden_share, 4),
         }

@@ -7,7 +7,6 @@ import pytest
 from builders import Client, check_idle, make_client, make_prompt, oracle
 from pippin.backends.fake import FakeBackend
 from pippin.scheduler.admission import MAX_PASSED_OVER, common_prefix_len
-from pippin.scheduler.budget import ByteBudget
 from pippin.types import Component
 
 A = Component.ATTENTION
@@ -15,8 +14,8 @@ both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "
 
 
 def bytes_for(*lengths: int, components: tuple[Component, ...] = (A,)) -> int:
-    budget = ByteBudget(FakeBackend(components=components).spec, 0, None)
-    return sum(budget.row_bytes(length) for length in lengths)
+    backend = FakeBackend(components=components)
+    return sum(backend.row_bytes(length) for length in lengths)
 
 
 def order_of_start(client: Client) -> list[str]:
@@ -24,9 +23,9 @@ def order_of_start(client: Client) -> list[str]:
     started: list[str] = []
     while not client.loop.idle:
         client.step()
-        for request in client.loop.scheduler.active.values():
-            if request.id not in started:
-                started.append(request.id)
+        for holding in client.loop.scheduler.holdings.values():
+            if holding.request.id not in started:
+                started.append(holding.request.id)
     return started
 
 
@@ -37,13 +36,13 @@ def test_requests_without_a_match_start_in_order_of_arrival() -> None:
     assert order_of_start(client) == list("012345")
 
 
-def test_the_longest_match_starts_first() -> None:
+def test_whoever_has_the_least_to_compute_starts_first() -> None:
     client = make_client(num_slots=1)
     client.ask(make_prompt(200))
     client.submit(make_prompt(10, 5), id="busy", max_tokens=3)
     client.step()
-    client.submit(make_prompt(20, 6), id="cold")
-    client.submit(make_prompt(100), id="some")
+    client.submit(make_prompt(90, 6), id="cold")
+    client.submit(make_prompt(140), id="some")
     client.submit(make_prompt(200), id="most")
     assert order_of_start(client) == ["busy", "most", "some", "cold"]
 
@@ -91,7 +90,7 @@ def test_more_requests_than_bytes_queue_and_all_finish(overlap: bool) -> None:
         most = max(most, client.loop.scheduler.num_running)
         scheduler = client.loop.scheduler
         assert scheduler.cache is not None
-        assert scheduler.budget.reserved + scheduler.cache.nbytes <= capacity
+        assert scheduler.budget.claimed + scheduler.cache.nbytes <= capacity
     assert most == 2
     for number, reply in enumerate(client.replies.values()):
         expected = oracle(make_prompt(100, number), components=(A,), max_tokens=250)
@@ -101,7 +100,7 @@ def test_more_requests_than_bytes_queue_and_all_finish(overlap: bool) -> None:
 
 @both_modes
 def test_the_tree_makes_room_for_rows(overlap: bool) -> None:
-    capacity = bytes_for(300)
+    capacity = 2 * bytes_for(300)
     client = make_client(overlap=overlap, components=(A,), capacity_bytes=capacity, chunk=512)
     for number in range(4):
         prompt = make_prompt(280, number)
@@ -133,19 +132,17 @@ def test_rows_that_cannot_grow_wait_for_others_to_end(overlap: bool) -> None:
 
 
 @both_modes
-def test_when_nobody_can_grow_the_youngest_fails_with_both_numbers(overlap: bool) -> None:
-    capacity = bytes_for(10 + 256, 10 + 256)
-    client = make_client(
-        overlap=overlap, components=(A,), cache=False, num_slots=2, capacity_bytes=capacity
-    )
-    first = client.submit(make_prompt(10, 1), max_tokens=400)
-    second = client.submit(make_prompt(10, 2), max_tokens=400)
+def test_a_reply_that_outgrows_the_whole_budget_fails_with_both_numbers(overlap: bool) -> None:
+    capacity = bytes_for(300)
+    client = make_client(overlap=overlap, components=(A,), num_slots=2, capacity_bytes=capacity)
+    large = client.submit(make_prompt(10, 1), max_tokens=400)
+    fits = client.submit(make_prompt(10, 2), max_tokens=280)
     client.run()
-    assert (first.finish, second.finish) == ("length", "error")
-    assert first.tokens == oracle(make_prompt(10, 1), components=(A,), max_tokens=400)[0]
-    assert second.error_status == 503
-    assert f"{capacity:,}" in (second.error or "")
-    assert f"{bytes_for(10 + 310):,}" in (second.error or "")
+    assert (large.finish, fits.finish) == ("error", "length")
+    assert fits.tokens == oracle(make_prompt(10, 2), components=(A,), max_tokens=280)[0]
+    assert large.error_status == 503
+    assert f"{capacity:,}" in (large.error or "")
+    assert f"{bytes_for(301):,}" in (large.error or "")
     check_idle(client)
 
 

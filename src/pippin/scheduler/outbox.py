@@ -21,15 +21,20 @@ class Outbox:
         return deltas
 
     def token(
-        self, request: Request, token: int, result: StepResult, finish: FinishReason | None
+        self,
+        request: Request,
+        slot: int,
+        token: int,
+        result: StepResult,
+        finish: FinishReason | None,
     ) -> None:
         """A sampled token; the first one also says what the cache saved and scores the prompt."""
-        scored = result.logprobs.get(request.slot)
+        scored = result.logprobs.get(slot)
         logprobs = None if scored is None else [scored]
         if len(request.output) > 1:
             self._deltas.append(TokenDelta(request.id, [token], logprobs, finish=finish))
             return
-        prompt_logprobs = result.prompt_logprobs.get(request.slot)
+        prompt_logprobs = result.prompt_logprobs.get(slot)
         self._deltas.append(
             TokenDelta(
                 id=request.id,

@@ -1,4 +1,7 @@
-"""One request's life on the host: which tokens are known, planned and held. Knows no arrays."""
+"""One request's life on the host: which tokens are known, and where it is in its life.
+
+Knows no arrays, no queue and no bytes: what it holds while it runs is its `Holding`.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,23 @@ import numpy as np
 
 from pippin.decode.grammar import Grammar
 from pippin.messages import Submit
-from pippin.types import FinishReason, Payload, SamplingParams
+from pippin.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from pippin.cache.prefix_cache import Lock
+    from pippin.scheduler.holding import Holding
 
+KEY_TOKENS = 16  # prompts that share less than this are strangers
 
 Phase = Literal[
     "waiting",  # in the queue, no slot
-    "prefill",  # prompt chunks are being planned
+    "prefill",  # chunks of what is known are being planned
     "decode",  # one token a step
-    "done",  # finished or aborted; its slot waits behind the fence
-    "retired",  # slot given back
+    "ended",  # it has its terminal message
 ]
 
 
-#   tokens:  [ matched in the tree | prompt computed here | sampled, known | sampled, in flight ]
-#            0               cached_len             prompt_len   prompt_len + len(output)
-#   `held` counts positions whose forward has been planned; the row holds exactly these.
+#   tokens:  [ prompt | reply: sampled, known | sampled, in flight ]
+#            0   prompt_len              num_tokens
 @dataclass(eq=False, slots=True)
 class Request:
     id: str
@@ -35,30 +37,23 @@ class Request:
     stop_ids: frozenset[int]
     boundaries: tuple[int, ...]
     seed: int
-    arrived: float
-
-    phase: Phase = "waiting"
-    slot: int = 0
-    output: list[int] = field(default_factory=list)
-    held: int = 0
-    num_sampled: int = 0  # planned samples, known or in flight
-    last_step: int = -1  # the last plan with a row of this request: its fence
-    finish: FinishReason | None = None
+    arrival: int  # counts requests: the order in which they came
+    priority: int = 0  # higher starts first, and is retracted last
     grammar: Grammar | None = None
 
-    cached_len: int = 0
-    branch: int = 0  # where this prompt leaves a path that is already in the tree
-    lock: Lock | None = None
-    in_tree: int = 0  # tokens [0, in_tree) were handed to the tree
-    states: dict[int, Payload] = field(default_factory=dict)  # reply checkpoints, until retired
-    reserved_bytes: int = 0
-    reserved_tokens: int = 0
-    passed_over: int = 0  # times a later request was admitted first
-    absorbs: bool = True  # False: no room was left to run the reply's last token
-    spoiled: bool = False  # what its row holds is not known to be the prompt and the reply
+    phase: Phase = "waiting"
+    output: list[int] = field(default_factory=list)
+    num_sampled: int = 0  # planned samples, known or in flight
+    finish: FinishReason | None = None
+    holding: Holding | None = None  # while it has a slot
+    cached_len: int = 0  # prompt tokens that were not computed, when it first started
+    num_retractions: int = 0
+    passed_over: int = 0  # times a later request was started first
 
     @classmethod
-    def from_submit(cls, submit: Submit, *, seed: int, arrived: float) -> Request:
+    def from_submit(
+        cls, submit: Submit, *, seed: int, arrival: int, grammar: Grammar | None = None
+    ) -> Request:
         return cls(
             id=submit.id,
             prompt=np.asarray(submit.tokens, dtype=np.int32),
@@ -66,8 +61,12 @@ class Request:
             stop_ids=frozenset(submit.stop_ids),
             boundaries=tuple(submit.boundaries),
             seed=seed,
-            arrived=arrived,
+            arrival=arrival,
+            priority=submit.priority,
+            grammar=grammar,
         )
+
+    # ---- what is known ---------------------------------------------------------------------
 
     @property
     def prompt_len(self) -> int:
@@ -76,45 +75,85 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Known tokens: the prompt and the committed reply."""
-        return self.prompt_len + len(self.output)
+        return len(self.prompt) + len(self.output)
 
     @property
     def max_total(self) -> int:
-        return self.prompt_len + self.params.max_tokens
+        return len(self.prompt) + self.params.max_tokens
+
+    @property
+    def key(self) -> bytes:
+        """What prompts that share their beginning have in common; empty for a short one."""
+        return self.prompt[:KEY_TOKENS].tobytes() if self.prompt_len > KEY_TOKENS else b""
 
     @property
     def running(self) -> bool:
         return self.phase in ("prefill", "decode")
 
     @property
-    def will_be_cached(self) -> bool:
-        """Finished in earnest: its reply reaches the tree with the step that retires it."""
-        return self.finish in ("stop", "length") and not self.spoiled
-
-    @property
-    def num_coming(self) -> int:
-        """Tokens [0, n) that the tree will hold once what is planned has been committed."""
-        if self.will_be_cached:
-            return self.num_tokens
-        return self.prompt_len if self.running and not self.wants_prompt_logprobs else 0
+    def completed(self) -> bool:
+        """Ended in earnest: all of its reply is worth keeping."""
+        return self.finish in ("stop", "length")
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        return self.params.prompt_logprobs is not None
+        """Every position of the prompt is to be scored: none may come from the cache."""
+        return self.params.prompt_logprobs is not None and not self.output
+
+    @property
+    def samples_left(self) -> bool:
+        return self.num_sampled < self.params.max_tokens
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Sorts by seniority: the highest priority first, then who came first."""
+        return -self.priority, self.arrival
 
     def tokens(self, length: int) -> np.ndarray:
         """The first `length` known tokens, int32."""
-        if length <= self.prompt_len:
+        if length <= len(self.prompt):
             return self.prompt[:length]
-        reply = np.asarray(self.output[: length - self.prompt_len], dtype=np.int32)
+        reply = np.asarray(self.output[: length - len(self.prompt)], dtype=np.int32)
         return np.concatenate([self.prompt, reply])
+
+    # ---- transitions -----------------------------------------------------------------------
+
+    def start(self, holding: Holding) -> None:
+        assert self.phase == "waiting"
+        self.phase = "prefill"
+        self.holding = holding
+
+    def plan_chunk(self, step: int, end: int) -> None:
+        """The next step runs what is known up to `end`; at its end it samples."""
+        assert self.holding is not None
+        self.holding.advance(step, end)
+        if end == self.holding.prefill_len:
+            self.phase = "decode"
+            self.num_sampled += 1
+
+    def plan_token(self, step: int, *, samples: bool) -> None:
+        """The next step runs the last token, known or not, and samples another one or not."""
+        assert self.holding is not None
+        self.holding.advance(step, self.holding.held + 1)
+        self.num_sampled += samples
 
     def append(self, token: int) -> FinishReason | None:
         """Take in a sampled token; returns why it ends the reply, None if it does not."""
         self.output.append(token)
-        if self.grammar is not None:
-            self.grammar.advance(token)
         num_generated = len(self.output)
         if token in self.stop_ids and num_generated > self.params.min_tokens:
             return "stop"
         return "length" if num_generated >= self.params.max_tokens else None
+
+    def retract(self) -> None:
+        """Back to the queue: no sample is in flight, and what is known stays known."""
+        assert self.running
+        assert self.num_sampled == len(self.output), "a sample is in flight"
+        self.phase = "waiting"
+        self.holding = None
+        self.num_retractions += 1
+
+    def end(self, reason: FinishReason) -> None:
+        assert self.finish is None, f"{self.id} has ended"
+        self.phase = "ended"
+        self.finish = reason

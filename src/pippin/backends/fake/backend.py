@@ -1,0 +1,300 @@
+"""The toy backend: executes plans on the toy device. Knows no arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+
+from pippin.backends.base import (
+    Admit,
+    Capture,
+    DecodeRow,
+    DeviceInfo,
+    PrefillRow,
+    Retire,
+    StepPlan,
+    StepResult,
+    captured_bytes,
+)
+from pippin.backends.fake.device import FakeDevice, FutureMap
+from pippin.backends.fake.payloads import FakePayload, Ledger
+from pippin.backends.fake.toy import ToyRow
+from pippin.types import Component, LayerSpec, ModelSpec, Payload, TokenLogprobs
+
+BYTES_PER_TOKEN = 64
+STATE_TOKENS = 1500  # a state takes as much as the KV of this many tokens, as real ones do
+MEMORY_BYTES = 1 << 30
+
+
+@dataclass
+class FakePending:
+    backend: FakeBackend
+    plan: StepPlan
+    tokens: dict[int, int] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    captures: list[Capture] = field(default_factory=list)
+    masks: Mapping[int, np.ndarray] | None = None
+    dispatched: float = field(default_factory=perf_counter)
+
+    def sample(self, masks: Mapping[int, np.ndarray]) -> None:
+        assert self.masks is None, "masked rows are sampled once"
+        self.masks = masks
+        device = self.backend.device_queue
+        device.enqueue(self.plan.step, lambda: self.backend.sample_masked(self))
+
+    def done(self) -> bool:
+        sampled = self.masks is not None or not self.plan.masked_slots
+        return sampled and self.backend.device_queue.done_step >= self.plan.step
+
+    def wait(self) -> StepResult:
+        self.backend.device_queue.run_until(self.plan.step)
+        return StepResult(
+            tokens=self.tokens,
+            logprobs=self.backend.logprobs(self.tokens),
+            prompt_logprobs=self.prompt_logprobs,
+            captures=tuple(self.captures),
+            dispatched=self.dispatched,
+        )
+
+    def discard(self) -> None:
+        for capture in self.captures:
+            capture.release()
+        self.captures = []
+
+
+class FakeBackend:
+    def __init__(
+        self,
+        *,
+        components: tuple[Component, ...] = tuple(Component),
+        window: int = 8,
+        vocab_size: int = 97,
+        max_len: int = 8192,
+        num_slots: int = 64,
+        state_taps: bool = True,
+        state_tokens: int = STATE_TOKENS,
+        restores_by_reference: bool = False,
+    ) -> None:
+        self.window = window if Component.WINDOW in components else 0
+        self.restores_by_reference = restores_by_reference
+        self._state_bytes = state_tokens * BYTES_PER_TOKEN
+        self.spec = ModelSpec(
+            name="fake",
+            vocab_size=vocab_size,
+            max_len=max_len,
+            layers=tuple(self._layer(i, c) for i, c in enumerate(components)),
+            state_taps=state_taps,
+        )
+        self.device_queue = FakeDevice()
+        self.future_map = FutureMap(num_slots)
+        self.ledger = Ledger()
+        self._rows: dict[int, ToyRow] = {}
+
+    def _layer(self, index: int, component: Component) -> LayerSpec:
+        nbytes = self._state_bytes if component is Component.STATE else BYTES_PER_TOKEN
+        window = self.window if component is Component.WINDOW else None
+        return LayerSpec(index, component, nbytes, window)
+
+    # ---- bytes -----------------------------------------------------------------------------
+
+    @property
+    def device(self) -> DeviceInfo:
+        return DeviceInfo("fake", "toy", MEMORY_BYTES, share=1.0, prefill_tokens=512)
+
+    def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
+        spec = self.spec
+        own = num_tokens - (num_borrowed if self.restores_by_reference else 0)
+        windowed = min(num_tokens, spec.window) * spec.window_bytes_per_token
+        return own * spec.kv_bytes_per_token + windowed + 2 * spec.state_bytes
+
+    def transient_bytes(self, plan: StepPlan) -> int:
+        return captured_bytes(self.spec, plan)
+
+    def limit_memory(self, budget_bytes: int) -> int:
+        return budget_bytes
+
+    def memory_used(self) -> int:
+        """Rows and every payload that somebody has not given back."""
+        rows = (self.row_bytes(len(r.tokens), r.num_borrowed) for r in self._rows.values())
+        return sum(rows) + self.ledger.nbytes
+
+    # ---- the contract ----------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> FakePending:
+        pending = FakePending(self, plan)
+        for retire in plan.retire:
+            self._retire(pending, retire)
+        for admit in plan.admit:
+            self._admit(pending, admit)
+        for prefill in plan.prefill:
+            self._prefill(pending, prefill)
+        self._decode(pending)
+        return pending
+
+    def close(self) -> None:
+        self._rows.clear()
+
+    # ---- device work -----------------------------------------------------------------------
+
+    def _admit(self, pending: FakePending, admit: Admit) -> None:
+        def work() -> None:
+            assert admit.slot not in self._rows, f"slot {admit.slot} is still taken"
+            self._rows[admit.slot] = ToyRow(admit, self.window)
+
+        self.device_queue.enqueue(pending.plan.step, work)
+
+    def _retire(self, pending: FakePending, retire: Retire) -> None:
+        payloads = self._empty_payloads(retire.start, retire.end) if retire.captures else {}
+        state = self._empty_state() if retire.captures else None
+
+        def work() -> None:
+            row = self._rows.pop(retire.slot, None)
+            if not retire.captures:
+                return
+            assert row is not None, f"slot {retire.slot} holds nothing to capture"
+            assert len(row.tokens) == retire.end, "a row must hold what its Retire says"
+            assert not row.destroyed, "a destroyed row was captured"
+            self._fill(row, payloads, retire.start, retire.end)
+            if state is not None:
+                state.content = [row.state]
+
+        self.device_queue.enqueue(pending.plan.step, work)
+        if retire.captures:
+            states: dict[int, Payload] = {retire.end: state} if state is not None else {}
+            pending.captures.append(
+                Capture(retire.slot, retire.start, retire.end, True, payloads, states)
+            )
+
+    def _prefill(self, pending: FakePending, chunk: PrefillRow) -> None:
+        payloads = self._empty_payloads(chunk.start, chunk.end) if chunk.captures else {}
+        states = {at: s for at in chunk.checkpoints if (s := self._empty_state()) is not None}
+
+        def work() -> None:
+            row = self._rows[chunk.slot]
+            if chunk.restore is not None:
+                self._restore(row, chunk)
+            row.check_borrowed()
+            assert row.destroyed or len(row.tokens) == chunk.start, "chunks follow each other"
+            for token in chunk.tokens.tolist():
+                row.run(token)
+                if len(row.tokens) in states:
+                    states[len(row.tokens)].content = [row.state]
+            self.device_queue.tokens_run += len(chunk.tokens)
+            self._fill(row, payloads, chunk.start, chunk.end)
+            if chunk.samples:
+                self._score_prompt(pending, chunk.slot)
+            if chunk.samples and not chunk.masked:
+                self._sample(pending, chunk.slot)
+
+        self.device_queue.enqueue(pending.plan.step, work)
+        if chunk.captures and (payloads or states):
+            pending.captures.append(
+                Capture(chunk.slot, chunk.start, chunk.end, False, payloads, dict(states))
+            )
+
+    def _restore(self, row: ToyRow, chunk: PrefillRow) -> None:
+        assert chunk.restore is not None
+        payloads = chunk.restore.payloads
+        kept = {component: _contents(payloads.get(component, ())) for component in Component}
+        state = kept[Component.STATE][-1] if kept[Component.STATE] else 0
+        row.restore(chunk.restore.length, kept[Component.WINDOW], kept[Component.ATTENTION], state)
+        if self.restores_by_reference:
+            row.borrowed = _as_fake(payloads.get(Component.ATTENTION, ()))
+
+    def _decode(self, pending: FakePending) -> None:
+        plan = pending.plan
+        states: dict[int, FakePayload] = {}  # by slot
+        for decode in plan.decode:
+            if decode.checkpoint and (state := self._empty_state()) is not None:
+                at = decode.position + 1
+                states[decode.slot] = state
+                pending.captures.append(
+                    Capture(decode.slot, decode.position, at, states={at: state})
+                )
+
+        def work() -> None:
+            for decode in plan.decode:
+                self._run_token(pending, decode, states.get(decode.slot))
+
+        self.device_queue.enqueue(plan.step, work)
+
+    def _run_token(
+        self, pending: FakePending, decode: DecodeRow, state: FakePayload | None
+    ) -> None:
+        row = self._rows[decode.slot]
+        row.check_borrowed()
+        assert row.destroyed or len(row.tokens) == decode.position, "positions follow each other"
+        row.run(self.future_map.take(decode.slot))
+        if state is not None:
+            state.content = [row.state]
+        if decode.samples and not decode.masked:
+            self._sample(pending, decode.slot)
+
+    def sample_masked(self, pending: FakePending) -> None:
+        for slot in pending.plan.masked_slots:
+            self._sample(pending, slot)
+
+    def _sample(self, pending: FakePending, slot: int) -> None:
+        row = self._rows[slot]
+        token = row.next_token(self.spec.components, self.spec.vocab_size)
+        if pending.masks is not None and slot in pending.masks:
+            allowed = np.flatnonzero(pending.masks[slot])
+            token = int(allowed[token % len(allowed)])
+        row.num_sampled += 1
+        pending.tokens[slot] = token
+        self.future_map.stash(np.array([slot]), np.array([[token]], dtype=np.int32))
+
+    def _score_prompt(self, pending: FakePending, slot: int) -> None:
+        row = self._rows[slot]
+        num_top = row.admit.params.prompt_logprobs
+        if num_top is not None:
+            scores = tuple(self._score(token, num_top) for token in row.admit.prompt[1:].tolist())
+            pending.prompt_logprobs[slot] = scores
+
+    def logprobs(self, tokens: Mapping[int, int]) -> dict[int, TokenLogprobs]:
+        logprobs = {}
+        for slot, token in tokens.items():
+            asked = self._rows[slot].admit.params.logprobs if slot in self._rows else None
+            if asked is not None:
+                logprobs[slot] = self._score(token, asked)
+        return logprobs
+
+    def _score(self, token: int, num_top: int) -> TokenLogprobs:
+        top = range(min(num_top, self.spec.vocab_size))
+        ids = tuple((token + i) % self.spec.vocab_size for i in top)
+        return TokenLogprobs(-0.5, ids, tuple(-0.5 - i for i in top))
+
+    # ---- payloads --------------------------------------------------------------------------
+
+    def _empty_payloads(self, start: int, end: int) -> dict[Component, FakePayload]:
+        if start == end:
+            return {}
+        kinds = [c for c in self.spec.components if c is not Component.STATE]
+        nbytes = (end - start) * BYTES_PER_TOKEN
+        return {c: FakePayload(end - start, nbytes, self.ledger) for c in kinds}
+
+    def _empty_state(self) -> FakePayload | None:
+        if Component.STATE not in self.spec.components:
+            return None
+        return FakePayload(1, self._state_bytes, self.ledger)
+
+    def _fill(
+        self, row: ToyRow, payloads: Mapping[Component, FakePayload], start: int, end: int
+    ) -> None:
+        for payload in payloads.values():
+            payload.content = row.tokens[start:end]
+
+
+def _as_fake(payloads: tuple[Payload, ...]) -> tuple[FakePayload, ...]:
+    found = []
+    for payload in payloads:
+        assert isinstance(payload, FakePayload)
+        found.append(payload)
+    return tuple(found)
+
+
+def _contents(payloads: tuple[Payload, ...]) -> list[int]:
+    return [value for payload in _as_fake(payloads) for value in payload.read()]

@@ -1,0 +1,52 @@
+"""The toy's device: a queue of work in launch order, and tokens by slot. Knows no model.
+
+`launch` only enqueues, and work runs when somebody waits for it or calls `advance`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+
+class FakeDevice:
+    def __init__(self) -> None:
+        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
+        self.done_step = -1
+        self.tokens_run = 0  # tokens put through the toy model: the honest count of work
+
+    def enqueue(self, step: int, work: Callable[[], None]) -> None:
+        self._queue.append((step, work))
+
+    def advance(self, num_items: int = 1) -> None:
+        for _ in range(min(num_items, len(self._queue))):
+            step, work = self._queue.popleft()
+            work()
+            if not self._queue or self._queue[0][0] != step:
+                self.done_step = step
+
+    def run_until(self, step: int) -> None:
+        while self._queue and self._queue[0][0] <= step:
+            self.advance()
+
+
+class FutureMap:
+    """The sampled token of each slot. A row that was read is poisoned: reading it twice raises."""
+
+    POISON = -1
+
+    def __init__(self, num_slots: int) -> None:
+        self._tokens = np.full(num_slots + 1, self.POISON, dtype=np.int64)
+
+    def stash(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        if len(slots):
+            self._tokens[slots] = np.asarray(tokens).reshape(-1).astype(self._tokens.dtype)
+
+    def take(self, slot: int) -> int:
+        token = int(self._tokens[slot])
+        if token == self.POISON:
+            raise RuntimeError(f"slot {slot} has no token to read, or it was read twice")
+        self._tokens[slot] = self.POISON
+        return token

@@ -1,0 +1,69 @@
+"""The toy's payloads, and an account of all that exist. Knows no model and no device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pippin.types import Payload
+
+
+@dataclass
+class Ledger:
+    """Every payload that was made and has not been released."""
+
+    nbytes: int = 0
+    num_live: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.num_live += 1
+
+    def remove(self, nbytes: int) -> None:
+        self.nbytes -= nbytes
+        self.num_live -= 1
+
+
+@dataclass(eq=False)
+class FakePayload:
+    """Token values (KV) or a hash (state), written by the device some time after the launch."""
+
+    num_tokens: int
+    nbytes: int
+    ledger: Ledger = field(repr=False)
+    content: list[int] | None = None
+    released: bool = False
+    parts: tuple[FakePayload, ...] = ()  # who took over when it was split
+
+    def __post_init__(self) -> None:
+        self.ledger.add(self.nbytes)
+
+    def read(self) -> list[int]:
+        if self.content is None:
+            raise RuntimeError("payload read before the device wrote it")
+        self.check_alive()
+        return self.content
+
+    def check_alive(self) -> None:
+        """Raise if its bytes, or those of a part of it, were given back."""
+        if self.released:
+            raise RuntimeError("payload read after its release")
+        for part in self.parts:
+            part.check_alive()
+
+    def split(self, at: int) -> tuple[Payload, Payload]:
+        content = self.read()
+        cut = self.nbytes * at // self.num_tokens
+        self.ledger.remove(self.nbytes)
+        head = FakePayload(at, cut, self.ledger, content[:at])
+        tail = FakePayload(self.num_tokens - at, self.nbytes - cut, self.ledger, content[at:])
+        self.parts = (head, tail)
+        return head, tail
+
+    def release(self) -> None:
+        if self.released:
+            raise RuntimeError("payload released twice")
+        self.released = True
+        self.ledger.remove(self.nbytes)
+
+    def fingerprint(self) -> int:
+        return hash(tuple(self.read()))

@@ -1,0 +1,91 @@
+"""The toy model: what a row remembers of its tokens, and what it says next. Knows no device.
+
+Its next token depends on three digests, one per component: a rolling hash of all tokens (state), a
+sum over all positions (attention) and a sum over the last `window` positions (window). A restore
+of the wrong thing, a missing token or a polluted state therefore changes the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pippin.backends.base import Admit
+from pippin.backends.fake.payloads import FakePayload
+from pippin.types import Component
+
+MASK = (1 << 61) - 1
+
+
+def mix(*values: int) -> int:
+    h = 0x9E3779B97F4A7C15
+    for value in values:
+        h = (h ^ (value + 1)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        h ^= h >> 31
+    return h & MASK
+
+
+@dataclass
+class ToyRow:
+    """What one slot holds."""
+
+    admit: Admit
+    window: int  # 0: the model keeps none
+    tokens: list[int] = field(default_factory=list)
+    state: int = 0
+    attention: int = 0
+    num_sampled: int = 0
+    borrowed: tuple[FakePayload, ...] = ()  # restored by reference: must not be given back
+    destroyed: bool = False  # a failed step left nothing sensible
+
+    def __post_init__(self) -> None:
+        self.num_sampled = len(self.admit.reply)
+
+    @property
+    def num_borrowed(self) -> int:
+        return sum(payload.num_tokens for payload in self.borrowed)
+
+    def run(self, token: int) -> None:
+        self.attention = self.attention + mix(len(self.tokens), token) & MASK
+        self.tokens.append(token)
+        self.state = mix(self.state, token)
+
+    def restore(
+        self, length: int, window: Sequence[int], tokens: Sequence[int], state: int
+    ) -> None:
+        """Rebuild the row from payloads alone; what no payload covers stays unknown (-1)."""
+        self.tokens = [-1] * length
+        for known in (window, tokens):
+            if known:
+                self.tokens[length - len(known) :] = known
+        self.attention = sum(mix(i, t) for i, t in enumerate(self.tokens)) & MASK
+        self.state = state
+
+    def check_borrowed(self) -> None:
+        for payload in self.borrowed:
+            payload.check_alive()
+
+    def destroy(self) -> None:
+        """What a failed step may leave: other tokens, another state."""
+        self.destroyed = True
+        self.state ^= 1
+        self.attention ^= 1
+        self.tokens = [-2] * len(self.tokens)
+
+    def next_token(self, components: Sequence[Component], vocab_size: int) -> int:
+        digests = [len(self.tokens)]
+        if Component.STATE in components:
+            digests.append(self.state)
+        if Component.ATTENTION in components:
+            digests.append(self.attention)
+        if self.window:
+            first = max(0, len(self.tokens) - self.window)
+            recent = enumerate(self.tokens[first:], first)
+            digests.append(sum(mix(i, t) for i, t in recent) & MASK)
+        if not self.admit.params.greedy:
+            digests += [self.admit.seed, self.num_sampled]
+        token = mix(*digests) % vocab_size
+        if self.num_sampled < self.admit.params.min_tokens:
+            while token in self.admit.stop_ids:
+                token = (token + 1) % vocab_size
+        return token

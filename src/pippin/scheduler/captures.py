@@ -1,0 +1,67 @@
+"""Hands what steps captured to the tree. Knows who a capture belongs to, not what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pippin.backends.base import Capture
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.scheduler.budget import ByteBudget
+from pippin.scheduler.holding import Holding
+from pippin.types import Payload
+
+
+def take_captures(
+    captures: Sequence[Capture],
+    owners: Mapping[int, Holding],
+    retired: Mapping[int, Holding],
+    cache: PrefixCache,
+    budget: ByteBudget,
+) -> None:
+    """Insert a committed step's captures under the tokens of whoever had the slot in that step.
+
+    States of a growing reply have no path in the tree yet: their holding keeps them until it
+    retires, when one or more captures bring the KV they belong to. They come first, so that the
+    bytes which the step had claimed are theirs before the tree grows into them.
+    """
+    to_insert: list[tuple[Capture, Holding]] = []
+    for capture in captures:
+        holding = (retired if capture.retired else owners)[capture.slot]
+        if holding.tainted:
+            capture.release()
+        elif not capture.retired and capture.start >= holding.prefill_len:
+            holding.keep_checkpoints(capture.states, budget)
+        else:
+            to_insert.append((capture, holding))
+    for capture, holding in to_insert:
+        _insert(capture, holding, cache, budget)
+
+
+def _insert(capture: Capture, holding: Holding, cache: PrefixCache, budget: ByteBudget) -> None:
+    request = holding.request
+    states = dict(capture.states)
+    if capture.retired:
+        states |= _checkpoints_up_to(capture, holding, budget)
+    placements = cache.policy.placements(
+        capture.start,
+        capture.end,
+        prompt_len=holding.prefill_len,
+        boundaries=request.boundaries,
+        branch=holding.branch,
+    )
+    tokens = request.tokens(capture.end)
+    found = cache.insert(tokens, capture.start, capture.kv, states, placements=placements)
+    if not found.inserted:
+        holding.lost_tree(capture.start - found.gap)
+        return
+    holding.entered_tree(capture.end)
+    if not capture.retired and request.phase == "prefill":
+        holding.move_tip(cache, cache.lock(found))
+
+
+def _checkpoints_up_to(
+    capture: Capture, holding: Holding, budget: ByteBudget
+) -> dict[int, Payload]:
+    """What `capture` carries into the tree beside its own; a state it has itself stays behind."""
+    usable = [at for at in holding.checkpoints if at <= capture.end and at not in capture.states]
+    return holding.take_checkpoints(usable, budget)

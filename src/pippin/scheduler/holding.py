@@ -1,0 +1,136 @@
+"""What a request holds while it is in a slot, with one owner and one `release`. Knows no arrays.
+
+A request that is retracted and resumed has another holding the second time, in another slot, so
+that what still arrives for the first can not be taken for the second's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from pippin.cache.prefix_cache import Lock, PrefixCache
+from pippin.scheduler.budget import ByteBudget
+from pippin.scheduler.request import Request
+from pippin.scheduler.slots import SlotPool
+from pippin.types import Payload
+
+
+#   positions:  [ restored | computed here, planned ]         `held` counts both
+#               0      start_len               held
+#   `in_tree` of them were given to the tree; chunks end at `prefill_len`, then tokens follow.
+@dataclass(eq=False, slots=True)
+class Holding:
+    request: Request
+    slot: int
+    prefill_len: int  # tokens known when it started: chunks run these
+    nbytes: int  # claimed for the row
+    row_tokens: int  # the row may grow to this many tokens within `nbytes`
+    lock: Lock | None = None  # on what it was restored from
+    tip: Lock | None = None  # on the end of what it has put into the tree
+    start_len: int = 0  # restored from the tree
+    branch: int = 0  # where the request's tokens leave a path that is already in the tree
+    held: int = 0
+    in_tree: int = 0
+    last_step: int = -1  # the last plan with a row of this slot: its fence
+    connected: bool = True  # False: what would connect its chunks to the tree is gone
+    tainted: bool = False  # a step of this slot failed: what the row holds is not known
+    retracting: bool = False  # no more rows; goes back to the queue once it is fenced
+    retired: bool = False  # a step that retires it is in flight
+    captured_len: int = 0  # tokens that the tree gets with that step
+    keeps_last: bool = True  # False: no room was left to run the last token of the reply
+    # States of the reply, by position. The tree takes them when it gets the KV they belong to.
+    checkpoints: dict[int, Payload] = field(default_factory=dict)
+    released: bool = False
+
+    def __post_init__(self) -> None:
+        self.held = self.in_tree = self.start_len
+
+    @property
+    def runs(self) -> bool:
+        """Whether its request is running, and in this slot."""
+        return self.request.running and self.request.holding is self
+
+    @property
+    def num_left(self) -> int:
+        """Known tokens that are still to be run before the next one can be sampled."""
+        return self.prefill_len - self.held
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the row holds known tokens and nothing else."""
+        return not self.tainted and self.held <= self.request.num_tokens
+
+    @property
+    def num_arriving(self) -> int:
+        """Tokens [0, n) that the tree will hold if all goes on as it is planned now."""
+        request = self.request
+        if self.tainted or self.retired:
+            return 0 if self.tainted else self.captured_len
+        if request.completed:
+            return request.num_tokens
+        connects = self.connected and not request.wants_prompt_logprobs
+        return self.prefill_len if connects and self.runs else 0
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(state.nbytes for state in self.checkpoints.values())
+
+    def advance(self, step: int, end: int) -> None:
+        assert end > self.held
+        assert not self.retracting
+        self.held = end
+        self.last_step = step
+
+    def entered_tree(self, position: int) -> None:
+        self.in_tree = max(self.in_tree, position)
+
+    def lost_tree(self, position: int) -> None:
+        """The tree holds only `position` of the tokens that were given to it."""
+        self.in_tree = min(self.in_tree, position)
+        self.connected = False
+
+    def move_tip(self, cache: PrefixCache, tip: Lock) -> None:
+        """Keep the end of what was just inserted, so that what comes next connects to it."""
+        if self.tip is not None:
+            cache.unlock(self.tip)
+        self.tip = tip
+
+    def unlock_tip(self, cache: PrefixCache | None) -> None:
+        if cache is not None and self.tip is not None:
+            cache.unlock(self.tip)
+            self.tip = None
+
+    def unlock(self, cache: PrefixCache | None) -> None:
+        """Depend on nothing in the tree any more."""
+        self.unlock_tip(cache)
+        if cache is not None and self.lock is not None:
+            cache.unlock(self.lock)
+            self.lock = None
+
+    def keep_checkpoints(self, states: Mapping[int, Payload], budget: ByteBudget) -> None:
+        """Take over states of the reply; their bytes are claimed from now on, or they go."""
+        for position, state in states.items():
+            if position not in self.checkpoints and budget.claim(state.nbytes):
+                self.checkpoints[position] = state
+            else:
+                state.release()
+
+    def take_checkpoints(self, positions: Iterable[int], budget: ByteBudget) -> dict[int, Payload]:
+        """Hand these on; their bytes are the taker's."""
+        taken = {position: self.checkpoints.pop(position) for position in positions}
+        budget.release(sum(state.nbytes for state in taken.values()))
+        return taken
+
+    def drop_checkpoints(self, positions: Iterable[int], budget: ByteBudget) -> None:
+        for state in self.take_checkpoints(positions, budget).values():
+            state.release()
+
+    def release(self, budget: ByteBudget, slots: SlotPool, cache: PrefixCache | None) -> None:
+        """Give everything back: the row is gone from the device."""
+        assert not self.released, f"slot {self.slot} was released before"
+        self.released = True
+        self.unlock(cache)
+        self.drop_checkpoints(list(self.checkpoints), budget)
+        budget.release(self.nbytes)
+        slots.give_back(self.slot)
