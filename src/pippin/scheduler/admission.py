@@ -26,12 +26,12 @@ from pippin.cache.prefix_cache import Match, PrefixCache
 from pippin.errors import ContextOverflow, OutOfMemory, Overloaded
 from pippin.messages import Submit
 from pippin.scheduler.budget import ByteBudget
+from pippin.scheduler.claims import GROWTH_TOKENS
 from pippin.scheduler.holding import Holding
 from pippin.scheduler.request import KEY_TOKENS, Request
 from pippin.scheduler.slots import SlotPool
 from pippin.types import GRID
 
-GROWTH_TOKENS = 256  # a row's claim grows by this much at a time
 LOOKAHEAD = 16  # queued requests considered at a time
 MAX_PASSED_OVER = 8
 REPLY_TOKENS = KEY_TOKENS  # of a reply that are worth a wait of two steps; fewer are not seen

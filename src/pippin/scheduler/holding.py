@@ -82,6 +82,11 @@ class Holding:
         self.held = end
         self.last_step = step
 
+    def retire(self, captured_len: int) -> None:
+        """A step that retires it was planned; it brings the tree so many tokens."""
+        self.retired = True
+        self.captured_len = captured_len
+
     def entered_tree(self, position: int) -> None:
         self.in_tree = max(self.in_tree, position)
 

@@ -38,6 +38,7 @@ class Request:
     boundaries: tuple[int, ...]
     seed: int
     arrival: int  # counts requests: the order in which they came
+    came_at: int = 0  # counts prompt tokens that had been planned by then
     priority: int = 0  # higher starts first, and is retracted last
     grammar: Grammar | None = None
 
@@ -52,7 +53,13 @@ class Request:
 
     @classmethod
     def from_submit(
-        cls, submit: Submit, *, seed: int, arrival: int, grammar: Grammar | None = None
+        cls,
+        submit: Submit,
+        *,
+        seed: int,
+        arrival: int,
+        came_at: int = 0,
+        grammar: Grammar | None = None,
     ) -> Request:
         return cls(
             id=submit.id,
@@ -62,6 +69,7 @@ class Request:
             boundaries=tuple(submit.boundaries),
             seed=seed,
             arrival=arrival,
+            came_at=came_at,
             priority=submit.priority,
             grammar=grammar,
         )
@@ -122,6 +130,8 @@ class Request:
         assert self.phase == "waiting"
         self.phase = "prefill"
         self.holding = holding
+        if not self.num_retractions:
+            self.cached_len = holding.start_len
 
     def plan_chunk(self, step: int, end: int) -> None:
         """The next step runs what is known up to `end`; at its end it samples."""

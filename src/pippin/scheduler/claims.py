@@ -1,0 +1,120 @@
+"""What running requests claim of the budget: rows that grow, captures and checkpoints in flight.
+
+Knows what a row of a plan costs, as the backend says, and what to leave out when it does not fit;
+knows no queue and no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from pippin.backends.base import Costs, DecodeRow, PrefillRow, Retire, StepPlan
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.scheduler.budget import ByteBudget
+from pippin.scheduler.holding import Holding
+
+GROWTH_TOKENS = 256  # a row's claim grows by this much at a time
+
+
+@dataclass
+class Claims:
+    costs: Costs
+    budget: ByteBudget
+    cache: PrefixCache | None
+    _transient_bytes: int = 0  # of the plan that is being made
+
+    def take_transient(self) -> int:
+        """What the plan that was made has claimed: to be released when it is committed."""
+        nbytes, self._transient_bytes = self._transient_bytes, 0
+        return nbytes
+
+    # ---- rows ------------------------------------------------------------------------------
+
+    def row_bytes(self, holding: Holding, num_tokens: int) -> int:
+        return self.costs.row_bytes(num_tokens, holding.start_len)
+
+    def grow(self, holding: Holding, num_tokens: int) -> bool:
+        """Claim for a reply of `num_tokens` and some more, or failing that just for it."""
+        ahead = min(holding.request.max_total, num_tokens + GROWTH_TOKENS)
+        return self._resize(holding, ahead) or self._resize(holding, num_tokens)
+
+    def shortage(self, starved: Iterable[Holding], others: Iterable[Holding]) -> int:
+        """The bytes that `starved` rows lack for a token each, once checkpoints have been given up.
+
+        Checkpoints of replies only save somebody's time later on: they go before anybody waits.
+        """
+        need = sum(self.row_bytes(row, row.held + 1) - row.nbytes for row in starved)
+        for holding in others:
+            while holding.checkpoints and self.budget.available < need:
+                self._thin(holding)
+        return need - self.budget.available
+
+    def _resize(self, holding: Holding, num_tokens: int) -> bool:
+        extra = max(0, self.row_bytes(holding, num_tokens) - holding.nbytes)
+        if not self.budget.claim(extra):
+            return False
+        holding.nbytes += extra
+        holding.row_tokens = num_tokens
+        return True
+
+    def _shrink(self, holding: Holding) -> None:
+        """The row will not grow any more."""
+        surplus = holding.nbytes - self.row_bytes(holding, holding.held)
+        if surplus > 0:
+            holding.nbytes -= surplus
+            self.budget.release(surplus)
+
+    # ---- rows of a plan --------------------------------------------------------------------
+
+    def fit_retire(self, step: int, holding: Holding, *, captures: bool) -> Retire:
+        """Hand the row to the tree, if that is wanted and there is room for a copy."""
+        bare = Retire(holding.slot)
+        if not captures or self.cache is None:
+            return bare
+        # Nothing kept the path in the tree while the reply grew: what is gone is captured again.
+        held = self.cache.num_held(holding.request.tokens(holding.in_tree))
+        start = min(holding.in_tree, held)
+        if start == holding.held:
+            return bare
+        self._shrink(holding)
+        whole = Retire(holding.slot, start, holding.held, captures=True)
+        return whole if self._fits(StepPlan(step, retire=(whole,))) else bare
+
+    def fit_chunk(self, step: int, holding: Holding, row: PrefillRow) -> PrefillRow:
+        """The row as it is, with its last state alone, without states, or without captures.
+
+        Without its KV in the tree the chunks behind it would not connect: they capture nothing.
+        """
+        if not row.captures:
+            return row
+        for checkpoints in (row.checkpoints, row.checkpoints[-1:], ()):
+            kept = replace(row, checkpoints=checkpoints)
+            if self._fits(StepPlan(step, prefill=(kept,))):
+                return kept
+        holding.lost_tree(holding.in_tree)
+        return replace(row, checkpoints=(), captures=False)
+
+    def fit_checkpoint(self, step: int, holding: Holding, position: int) -> bool:
+        """Whether the state after `position` tokens of a reply can be kept.
+
+        Where it can not, earlier ones of the same reply make room: the last ones matter most.
+        """
+        plan = StepPlan(step, decode=(DecodeRow(holding.slot, position - 1, checkpoint=True),))
+        if self._fits(plan):
+            return True
+        self._thin(holding)
+        return self._fits(plan)
+
+    def _fits(self, plan: StepPlan) -> bool:
+        nbytes = self.costs.transient_bytes(plan)
+        if not self.budget.claim(nbytes):
+            return False
+        self._transient_bytes += nbytes
+        return True
+
+    def _thin(self, holding: Holding) -> None:
+        """Keep half of a reply's checkpoints."""
+        assert self.cache is not None
+        kept = self.cache.policy.thinned(list(holding.checkpoints), len(holding.checkpoints) // 2)
+        holding.drop_checkpoints(set(holding.checkpoints).difference(kept), self.budget)

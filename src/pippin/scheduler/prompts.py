@@ -1,0 +1,153 @@
+"""What a step computes of prompts: who goes on, who starts, and how far. Samples nothing itself.
+
+A retracted request's reply counts as its prompt here: whatever is known and has to be run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pippin.backends.base import Admit, PrefillRow, Restore
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.scheduler.admission import Admission
+from pippin.scheduler.chunks import Chunker
+from pippin.scheduler.claims import Claims
+from pippin.scheduler.holding import Holding
+from pippin.scheduler.pace import Pace
+from pippin.scheduler.slots import SlotPool
+from pippin.scheduler.turns import Turn, share
+
+Holdings = dict[int, Holding]  # by slot
+
+
+@dataclass
+class PromptPlanner:
+    pace: Pace
+    admission: Admission
+    slots: SlotPool
+    claims: Claims
+    chunker: Chunker
+    cache: PrefixCache | None
+    num_planned: int = 0  # tokens, since the start: how long a request has waited is told in these
+
+    def plan(
+        self, step: int, holdings: Holdings, num_streams: int, *, may_start: bool
+    ) -> tuple[tuple[Admit, ...], tuple[PrefillRow, ...]]:
+        """Rows of the step, within its pace; those that start are added to `holdings`."""
+        started = [
+            holding
+            for holding in holdings.values()
+            if holding.request.phase == "prefill" and not holding.retracting
+        ]
+        waiting = len(self.admission.queue) if may_start else 0
+        if not started and not waiting:
+            return (), ()
+        left = self.pace.budget(num_streams, len(started) + waiting)
+        rows = self._go_on(
+            step, started, left, starts=may_start and self._may_start(left, holdings)
+        )
+        left -= _num_tokens(rows)
+        admit = self._start(step, holdings, left, rows) if may_start else []
+        self.num_planned += _num_tokens(rows)
+        return tuple(admit), tuple(rows)
+
+    def _go_on(
+        self, step: int, started: Sequence[Holding], budget: int, *, starts: bool
+    ) -> list[PrefillRow]:
+        """Chunks of those that have started, in turn; some is left for a short one that waits."""
+        turns = [Turn(h.num_left, self.num_planned - h.request.came_at) for h in started]
+        shortest = self.admission.shortest() if starts else None
+        shares = share(turns, budget, shortest_waiting=shortest)
+        return [
+            self._row(step, holding, num_tokens)
+            for holding, num_tokens in zip(started, shares, strict=True)
+            if num_tokens >= self.chunker.least(holding.num_left)
+        ]
+
+    def _start(
+        self, step: int, holdings: Holdings, left: int, rows: list[PrefillRow]
+    ) -> list[Admit]:
+        """Whoever finds a slot, bytes and a part of this step; their rows are added to `rows`."""
+        admit: list[Admit] = []
+        if not self._may_start(left, holdings):
+            return admit
+        arriving = _arriving(holdings)
+        while self._may_start(left, holdings):
+            holding = self.admission.start_next(arriving, nothing_runs=not holdings)
+            if holding is None:
+                break
+            holdings[holding.slot] = holding
+            arriving.setdefault(holding.request.key, []).append(holding)
+            admit.append(_admit(holding))
+            rows.append(self._row(step, holding, left, self._restore(holding)))
+            left -= len(rows[-1].tokens)
+        return admit
+
+    def _may_start(self, left: int, holdings: Holdings) -> bool:
+        """Whether somebody waits, and finds a slot and enough of this step.
+
+        A reply that may not be resumed (`deterministic`) must never need what others hold, so it
+        starts with all that it can need, or has the engine to itself.
+        """
+        if not self.admission.queue or not self.slots.num_free:
+            return False
+        if self.chunker.on_grid:
+            running = (holding for holding in holdings.values() if holding.runs)
+            if any(holding.row_tokens < holding.request.max_total for holding in running):
+                return False
+        return left >= self.chunker.smallest
+
+    def _restore(self, holding: Holding) -> Restore | None:
+        if self.cache is None or holding.lock is None or holding.start_len == 0:
+            return None
+        return Restore(holding.start_len, self.cache.payloads(holding.lock))
+
+    def _row(
+        self, step: int, holding: Holding, num_tokens: int, restore: Restore | None = None
+    ) -> PrefillRow:
+        chunk = self.chunker.next_chunk(holding, num_tokens)
+        request = holding.request
+        request.plan_chunk(step, chunk.end)
+        row = PrefillRow(
+            slot=holding.slot,
+            start=chunk.start,
+            tokens=request.tokens(chunk.end)[chunk.start :],
+            samples=chunk.end == holding.prefill_len,
+            restore=restore,
+            checkpoints=chunk.checkpoints,
+            captures=chunk.captures,
+            masked=request.grammar is not None,
+        )
+        return self.claims.fit_chunk(step, holding, row)
+
+
+def _arriving(holdings: Holdings) -> dict[bytes, list[Holding]]:
+    """Who is bringing a prefix to the tree, by what it begins with."""
+    found: dict[bytes, list[Holding]] = {}
+    for holding in holdings.values():
+        if holding.num_arriving > holding.in_tree and (key := holding.request.key):
+            found.setdefault(key, []).append(holding)
+    return found
+
+
+def _admit(holding: Holding) -> Admit:
+    """A request that is resumed was told its prompt's log probabilities before."""
+    request = holding.request
+    params = request.params
+    if request.output and params.prompt_logprobs is not None:
+        params = replace(params, prompt_logprobs=None)
+    return Admit(
+        slot=holding.slot,
+        params=params,
+        stop_ids=tuple(sorted(request.stop_ids)),
+        prompt=request.prompt,
+        seed=request.seed,
+        reply=np.asarray(request.output, dtype=np.int32),
+    )
+
+
+def _num_tokens(rows: Sequence[PrefillRow]) -> int:
+    return sum(len(row.tokens) for row in rows)
