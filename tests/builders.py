@@ -123,13 +123,19 @@ class Client:
         grammar: Grammar | None = None,
         stop_ids: Sequence[int] = (),
         boundaries: Sequence[int] = (),
+        priority: int = 0,
         **params: Any,
     ) -> Reply:
         params = {"temperature": 0.0, "max_tokens": 4} | params
         reply = Reply(id or f"r{len(self.replies)}")
         self.replies[reply.id] = reply
         submit = Submit(
-            reply.id, list(prompt), SamplingParams(**params), list(stop_ids), list(boundaries)
+            reply.id,
+            list(prompt),
+            SamplingParams(**params),
+            list(stop_ids),
+            list(boundaries),
+            priority,
         )
         self.loop.scheduler.add(submit, grammar)
         return reply

@@ -160,7 +160,7 @@ def test_a_step_serves_several_prompts_within_its_budget() -> None:
     assert chunk_lens(client) == [40, 40]
 
 
-def test_nobody_gets_a_crumb_of_a_step() -> None:
+def test_no_prompt_is_cut_into_crumbs() -> None:
     """A forward of few tokens costs almost what one of half a grid block does."""
     client = make_client(num_slots=8, chunk=62)
     for number in range(3):
@@ -170,6 +170,8 @@ def test_nobody_gets_a_crumb_of_a_step() -> None:
     client.submit(make_prompt(300, 3))
     assert chunk_lens(client) == [SMALLEST_CHUNK]
     client.submit(make_prompt(10, 4))
+    assert chunk_lens(client) == [SMALLEST_CHUNK, 10]  # all of it is more than a crumb
+    client.submit(make_prompt(100, 5))
     assert [chunk_lens(client) for _ in range(3)] == [[SMALLEST_CHUNK]] * 3  # 30 are left
     client.run()
     check_idle(client)
@@ -192,7 +194,7 @@ def test_a_prompt_that_goes_on_off_the_grid_comes_back_to_it() -> None:
     assert [chunk_lens(client) for _ in range(3)] == [[64 - 29], [32], [32]]
 
 
-def test_the_end_of_a_prompt_is_no_crumb() -> None:
+def test_the_end_of_a_prompt_may_be_short() -> None:
     client = make_client(num_slots=8, chunk=SMALLEST_CHUNK)
     client.submit(make_prompt(SMALLEST_CHUNK + 3))
     assert chunk_lens(client) == [SMALLEST_CHUNK]

@@ -140,11 +140,14 @@ class Admission:
 
     # ---- who starts ------------------------------------------------------------------------
 
-    def start_next(self, arriving: Arriving, *, nothing_runs: bool) -> Holding | None:
+    def start_next(
+        self, arriving: Arriving, *, nothing_runs: bool, max_to_compute: int | None = None
+    ) -> Holding | None:
         """The best offer that can be claimed now, off the queue and with all that it holds.
 
         `arriving` may bring prefixes worth waiting for. While nothing runs, a request starts with
-        as little as it can, and gives up its match before it gives up.
+        as little as it can, and gives up its match before it gives up. `max_to_compute`: only so
+        little is left of a step that longer ones had better wait for the next.
         """
         if not nothing_runs and self._still_refused:
             return None
@@ -152,6 +155,10 @@ class Admission:
         waits = {offer.request for offer in offers if self._waits_for_prefix(offer, arriving)}
         self.refused = None
         for offer in offers:
+            if max_to_compute is not None and offer.num_to_compute > max_to_compute:
+                if offer.is_firm:
+                    return None
+                continue
             if offer.request in waits:
                 continue
             claimed = self._claim(offer, nothing_runs=nothing_runs)
@@ -161,7 +168,7 @@ class Admission:
             self.refused = self.refused or offer.request
             if claimed is Verdict.HOLDS_OTHERS_UP:
                 break
-        if not waits:
+        if not waits and max_to_compute is None:
             self._refused_at = self._budget.available
         return None
 

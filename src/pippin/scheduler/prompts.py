@@ -45,22 +45,19 @@ class PromptPlanner:
         waiting = len(self.admission.queue) if may_start else 0
         if not started and not waiting:
             return (), ()
-        left = self.pace.budget(num_streams, len(started) + waiting)
-        rows = self._go_on(
-            step, started, left, starts=may_start and self._may_start(left, holdings)
-        )
-        left -= _num_tokens(rows)
-        admit = self._start(step, holdings, left, rows) if may_start else []
+        budget = self.pace.budget(num_streams, len(started) + waiting)
+        turns = [Turn(h.num_left, self.num_planned - h.request.came_at) for h in started]
+        shortest = self.admission.shortest() if waiting and self.slots.num_free else None
+        for_new = budget - sum(share(turns, budget, shortest_waiting=shortest))
+        admit, rows = self._start(step, holdings, for_new if waiting else 0)
+        shares = share(turns, budget - _num_tokens(rows))
+        rows = self._go_on(step, started, shares) + rows
         self.num_planned += _num_tokens(rows)
         return tuple(admit), tuple(rows)
 
     def _go_on(
-        self, step: int, started: Sequence[Holding], budget: int, *, starts: bool
+        self, step: int, started: Sequence[Holding], shares: Sequence[int]
     ) -> list[PrefillRow]:
-        """Chunks of those that have started, in turn; some is left for a short one that waits."""
-        turns = [Turn(h.num_left, self.num_planned - h.request.came_at) for h in started]
-        shortest = self.admission.shortest() if starts else None
-        shares = share(turns, budget, shortest_waiting=shortest)
         return [
             self._row(step, holding, num_tokens)
             for holding, num_tokens in zip(started, shares, strict=True)
@@ -68,37 +65,39 @@ class PromptPlanner:
         ]
 
     def _start(
-        self, step: int, holdings: Holdings, left: int, rows: list[PrefillRow]
-    ) -> list[Admit]:
-        """Whoever finds a slot, bytes and a part of this step; their rows are added to `rows`."""
+        self, step: int, holdings: Holdings, left: int
+    ) -> tuple[list[Admit], list[PrefillRow]]:
+        """Whoever finds a slot, bytes and a part of the step."""
         admit: list[Admit] = []
-        if not self._may_start(left, holdings):
-            return admit
-        arriving = _arriving(holdings)
+        rows: list[PrefillRow] = []
+        arriving = _arriving(holdings) if self._may_start(left, holdings) else {}
         while self._may_start(left, holdings):
-            holding = self.admission.start_next(arriving, nothing_runs=not holdings)
+            whole = None if left >= self.chunker.smallest else left
+            holding = self.admission.start_next(
+                arriving, nothing_runs=not holdings, max_to_compute=whole
+            )
             if holding is None:
                 break
             holdings[holding.slot] = holding
             arriving.setdefault(holding.request.key, []).append(holding)
             admit.append(_admit(holding))
-            rows.append(self._row(step, holding, left, self._restore(holding)))
+            least = self.chunker.least(holding.num_left)
+            rows.append(self._row(step, holding, max(left, least), self._restore(holding)))
             left -= len(rows[-1].tokens)
-        return admit
+        return admit, rows
 
     def _may_start(self, left: int, holdings: Holdings) -> bool:
-        """Whether somebody waits, and finds a slot and enough of this step.
+        """Whether somebody waits, and finds a slot and some of the step.
 
         A reply that may not be resumed (`deterministic`) must never need what others hold, so it
         starts with all that it can need, or has the engine to itself.
         """
-        if not self.admission.queue or not self.slots.num_free:
+        if left <= 0 or not self.admission.queue or not self.slots.num_free:
             return False
-        if self.chunker.on_grid:
-            running = (holding for holding in holdings.values() if holding.runs)
-            if any(holding.row_tokens < holding.request.max_total for holding in running):
-                return False
-        return left >= self.chunker.smallest
+        if not self.chunker.on_grid:
+            return True
+        running = (holding for holding in holdings.values() if holding.runs)
+        return all(holding.row_tokens >= holding.request.max_total for holding in running)
 
     def _restore(self, holding: Holding) -> Restore | None:
         if self.cache is None or holding.lock is None or holding.start_len == 0:

@@ -1,0 +1,438 @@
+"""A world as cruel as the real one, from one seed: clients, short bytes, a device that fails.
+
+The engine is the real one on the toy backend: real pace (on a clock of its own), real policies, and
+states as large as 1,500 tokens of KV. After *each* step the bytes of everything that is alive must
+be within capacity and add up; at the end every request has ended exactly once, with the tokens it
+would have had alone, and slots, locks and bytes are all back.
+
+    python tools/simulate.py --seed 7        replays one world
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+import pippin.scheduler.loop as loop_module
+from builders import Client, Reply, ToyGrammar, check_idle, make_prompt, oracle
+from pippin.backends.base import StepPlan, StepResult
+from pippin.backends.fake import FakeBackend, FakePending
+from pippin.cache.canary import Canary
+from pippin.cache.policy import CheckpointPolicy
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
+from pippin.scheduler.scheduler import Limits, Scheduler
+from pippin.types import Component
+
+A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
+LAYOUTS = ((A, S), (A,), (A, W, S), (A, W), (S,), (W, S))
+VOCAB = 97
+MAX_LEN = 2048
+MAX_DRAIN_STEPS = 60_000
+SWEEP_EVERY = 64  # steps between full counts of the tree
+
+Fault = Literal[
+    "launch, nothing done",
+    "launch, half done",
+    "wait",
+    "wait, rows destroyed",
+    "sample",
+]
+FAULTS: tuple[Fault, ...] = (
+    "launch, nothing done",
+    "launch, half done",
+    "wait",
+    "wait, rows destroyed",
+    "sample",
+)
+
+
+class DeviceError(RuntimeError):
+    """What the toy device raises when the world says so."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a seed decides of the engine and its machine."""
+
+    components: tuple[Component, ...]
+    state_tokens: int
+    state_taps: bool
+    by_reference: bool
+    num_slots: int
+    prefill_tokens: int
+    capacity_bytes: int
+    overlap: bool
+    cached: bool
+    deterministic: bool
+    canary: bool
+    fault_rate: float
+    arrival_rate: float
+    dies: bool  # the device fails for good some time
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Setting:
+        components = rng.choice(LAYOUTS)
+        state_tokens = rng.choice((1500, 1500, 64))
+        backend = FakeBackend(components=components, state_tokens=state_tokens)
+        rows = rng.choice((1.2, 2.0, 4.0, 12.0))  # of a middling request
+        return cls(
+            components=components,
+            state_tokens=state_tokens,
+            state_taps=rng.random() < 0.7,
+            by_reference=rng.random() < 0.4,
+            num_slots=rng.choice((1, 2, 4, 8, 12)),
+            prefill_tokens=rng.choice((32, 100, 256, 512)),
+            capacity_bytes=int(rows * backend.row_bytes(rng.choice((150, 500)))),
+            overlap=rng.random() < 0.7,
+            cached=rng.random() < 0.9,
+            deterministic=rng.random() < 0.1,
+            canary=rng.random() < 0.2,
+            fault_rate=rng.choice((0.0, 0.0, 0.01, 0.05)),
+            arrival_rate=rng.choice((0.02, 0.1, 0.4)),
+            dies=rng.random() < 0.05,
+        )
+
+
+class BrokenGrammar(ToyGrammar):
+    """Raises at its n-th mask or token."""
+
+    def __init__(self, in_mask: bool, after: int) -> None:
+        super().__init__()
+        self._in_mask, self._left = in_mask, after
+
+    def _count_down(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("this grammar is broken")
+
+    def allowed(self) -> np.ndarray:
+        if self._in_mask:
+            self._count_down()
+        return super().allowed()
+
+    def advance(self, token: int) -> None:
+        if not self._in_mask:
+            self._count_down()
+        super().advance(token)
+
+
+@dataclass
+class Ask:
+    """One client's request, and what must come of it."""
+
+    reply: Reply
+    prompt: list[int]
+    kwargs: dict[str, Any]
+    expected: tuple[list[int], str]
+    modulus: int | None
+    broken_grammar: bool
+    leaves_after: int | None  # tokens; then it aborts, or has seen its stop string
+    leaves_by: Literal["abort", "finish"] = "abort"
+    has_left: bool = False
+
+
+class SimulatedBackend(FakeBackend):
+    """Finishes when it likes, takes time on a clock of its own, and fails when it is told to."""
+
+    def __init__(self, rng: random.Random, setting: Setting) -> None:
+        super().__init__(
+            components=setting.components,
+            vocab_size=VOCAB,
+            max_len=MAX_LEN,
+            num_slots=setting.num_slots,
+            state_taps=setting.state_taps,
+            state_tokens=setting.state_tokens,
+            restores_by_reference=setting.by_reference,
+        )
+        self._rng = rng
+        self._costs = [rng.uniform(0.5, 20.0) * 1e-3 for _ in range(2)]
+        self._row_seconds, self._token_seconds = rng.uniform(0, 1e-3), rng.uniform(1e-5, 5e-4)
+        self._free_at = 0.0
+        self.now = 0.0
+        self.next_fault: Fault | None = None
+        self.faulty_plans: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> FakePending:
+        self.device_queue.advance(self._rng.randrange(4))
+        fault, self.next_fault = self.next_fault, None
+        if fault == "sample" and not plan.masked_slots:
+            fault = "wait"
+        if fault is not None:
+            self.faulty_plans.append(plan)
+        if fault == "launch, nothing done":
+            raise DeviceError("out of memory")
+        if fault == "launch, half done":
+            part = StepPlan(plan.step, plan.retire, plan.admit[: len(plan.admit) // 2])
+            super().launch(part).discard()
+            raise DeviceError("out of memory")
+        pending = super().launch(plan)
+        pending.dispatched = self.now
+        self._take_time(plan, pending, fault)
+        self.device_queue.advance(self._rng.randrange(4))
+        return pending
+
+    def _take_time(self, plan: StepPlan, pending: FakePending, fault: Fault | None) -> None:
+        tokens = sum(len(row.tokens) for row in plan.prefill)
+        seconds = (self._costs[0] + self._row_seconds * len(plan.decode)) * bool(plan.decode)
+        seconds += (self._costs[1] + self._token_seconds * tokens) * bool(tokens)
+        pause = self._rng.choice((1.0,) * 50 + (30.0,))
+        self._free_at = max(self.now, self._free_at) + seconds * pause
+        done_at, finish = self._free_at, pending.wait
+
+        def wait() -> StepResult:
+            self.now = max(self.now, done_at)
+            if fault == "wait, rows destroyed":
+                self.device_queue.run_until(plan.step)
+                for row in plan.rows:
+                    if row.slot in self._rows:
+                        self._rows[row.slot].destroy()
+            if fault in ("wait", "wait, rows destroyed"):
+                raise DeviceError("the device was lost")
+            return finish()
+
+        def sample(masks: Any) -> None:
+            raise DeviceError("no sampling today")
+
+        pending.wait = wait  # type: ignore[method-assign]
+        if fault == "sample":
+            pending.sample = sample  # type: ignore[method-assign]
+
+
+@dataclass
+class World:
+    seed: int
+    num_steps: int  # in which clients come; then all is left to end
+    steps_run: int = 0
+    asks: list[Ask] = field(default_factory=list)
+    doomed: set[str] = field(default_factory=set)  # had a row in a step that failed
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.setting = Setting.draw(self.rng)
+        self.backend = SimulatedBackend(self.rng, self.setting)
+        self.client = Client(self._make_loop())
+        self._num_faults = 0  # in a row
+
+    def _make_loop(self) -> Loop:
+        setting, spec = self.setting, self.backend.spec
+        cache = None
+        if setting.cached:
+            cache = PrefixCache(
+                spec.components,
+                window=spec.window,
+                capacity_bytes=setting.capacity_bytes,
+                canary=Canary("raise") if setting.canary else None,
+                policy=CheckpointPolicy(
+                    spec.state_bytes,
+                    spec.kv_bytes_per_token,
+                    prompt_budget_bytes=setting.capacity_bytes // 4,
+                ),
+            )
+        limits = Limits(
+            max_running=setting.num_slots,
+            max_queue=64,
+            max_queue_tokens=20_000,
+            prefill_tokens=setting.prefill_tokens,
+            deterministic=setting.deterministic,
+            capacity_bytes=setting.capacity_bytes,
+        )
+        return Loop(Scheduler(self.backend, limits, cache), self.backend, overlap=setting.overlap)
+
+    # ---- a run -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        with _clock(self.backend):
+            for _ in range(self.num_steps):
+                self._clients_act()
+                self._step()
+            self._drain()
+        self._check_end()
+
+    def _drain(self) -> None:
+        for _ in range(MAX_DRAIN_STEPS):
+            if self.client.loop.idle:
+                return
+            self._leave()
+            self._step()
+        raise AssertionError(f"not idle after {MAX_DRAIN_STEPS} steps")
+
+    def _step(self) -> None:
+        self._draw_fault()
+        num_faulty = len(self.backend.faulty_plans)
+        owners = {slot: h.request.id for slot, h in self.client.loop.scheduler.holdings.items()}
+        self.client.step()
+        self.steps_run += 1
+        owners |= {s: h.request.id for s, h in self.client.loop.scheduler.holdings.items()}
+        for plan in self.backend.faulty_plans[num_faulty:]:
+            self.doomed |= {owners[row.slot] for row in plan.rows if row.slot in owners}
+        self._check_step()
+
+    def _draw_fault(self) -> None:
+        setting = self.setting
+        dying = setting.dies and self.steps_run > self.num_steps // 2
+        faulty = self.rng.random() < setting.fault_rate and self._num_faults < MAX_FAILED_STEPS - 1
+        if dying or faulty:
+            self.backend.next_fault = self.rng.choice(FAULTS)
+        self._num_faults = self._num_faults + 1 if faulty else 0
+
+    # ---- clients ---------------------------------------------------------------------------
+
+    def _clients_act(self) -> None:
+        if self.client.loop.failure is not None:
+            return
+        while self.rng.random() < self.setting.arrival_rate:
+            self._ask()
+        self._leave()
+        if self.rng.random() < 0.002:
+            self.client.loop.flush_cache()
+        if self.rng.random() < 0.01:
+            self.client.loop.status()
+
+    def _ask(self) -> None:
+        rng = self.rng
+        prompt = self._prompt()
+        modulus = rng.choice((None,) * 6 + (3, 4))
+        kwargs: dict[str, Any] = {
+            "max_tokens": min(_log_uniform(rng, 1, 500), MAX_LEN - len(prompt)),
+            "min_tokens": rng.choice((0, 0, 5)),
+            "stop_ids": list(range(rng.choice((0, 0, 2)))),
+            "temperature": 1.0,
+            "seed": rng.randrange(1 << 30),
+            "logprobs": rng.choice((None, None, 2)),
+        }
+        if rng.random() < 0.3:
+            kwargs |= {"temperature": 0.0, "seed": None}
+        grammar = None if modulus is None else ToyGrammar(modulus)
+        expected = oracle(
+            prompt, components=self.setting.components, grammar=grammar, **_sampling(kwargs)
+        )
+        broken = rng.random() < 0.02
+        given: ToyGrammar | None = None if modulus is None else ToyGrammar(modulus)
+        if broken:
+            given = BrokenGrammar(rng.random() < 0.5, after=rng.randrange(4))
+        reply = self.client.submit(
+            prompt,
+            grammar=given,
+            boundaries=sorted({rng.randrange(len(prompt) + 1) for _ in range(2)}),
+            priority=rng.choice((0, 0, 0, 1, -1)),
+            prompt_logprobs=rng.choice((None,) * 9 + (1,)),
+            **kwargs,
+        )
+        self.asks.append(
+            Ask(
+                reply,
+                prompt,
+                kwargs,
+                expected,
+                modulus,
+                broken,
+                leaves_after=rng.randrange(60) if rng.random() < 0.15 else None,
+                leaves_by=rng.choice(("abort", "finish")),
+            )
+        )
+
+    def _prompt(self) -> list[int]:
+        rng = self.rng
+        own = make_prompt(_log_uniform(rng, 1, 400), 1000 + len(self.asks))
+        kind = rng.random()
+        if kind < 0.3 and self.asks:  # the next turn of a conversation
+            before = rng.choice(self.asks[-20:])
+            prompt = [*before.prompt, *before.reply.tokens, *own[:60]]
+            if len(prompt) < MAX_LEN // 2:
+                return prompt
+        if kind < 0.6:  # what many begin with
+            return [*make_prompt(rng.choice((20, 64, 150, 300)), rng.randrange(2)), *own]
+        return own
+
+    def _leave(self) -> None:
+        loop = self.client.loop
+        for ask in self.asks:
+            reply = ask.reply
+            if ask.leaves_after is None or ask.has_left or reply.finish is not None:
+                continue
+            if len(reply.tokens) >= ask.leaves_after:
+                ask.has_left = True
+                (loop.abort if ask.leaves_by == "abort" else loop.finish)(reply.id)
+
+    # ---- what must hold --------------------------------------------------------------------
+
+    def _check_step(self) -> None:
+        loop, capacity = self.client.loop, self.setting.capacity_bytes
+        scheduler = loop.scheduler
+        if loop.failure is not None:
+            return
+        tree = scheduler.cache.nbytes if scheduler.cache is not None else 0
+        claimed = sum(h.nbytes + h.checkpoint_bytes for h in scheduler.holdings.values())
+        claimed += sum(f.transient_bytes for f in scheduler._in_flight.values())
+        assert scheduler.budget.claimed == claimed, "claims do not add up"
+        assert claimed + tree <= capacity, "claims and the tree are over capacity"
+        alive = self.backend.memory_used()
+        assert alive <= capacity, f"{alive:,} bytes are alive, the budget holds {capacity:,}"
+        assert scheduler.slots.num_free + len(scheduler.holdings) == scheduler.slots.num_slots
+        if scheduler.cache is not None and self.steps_run % SWEEP_EVERY == 0:
+            scheduler.cache.check_integrity()
+
+    def _check_end(self) -> None:
+        failure = self.client.loop.failure
+        if failure is None:
+            check_idle(self.client)
+        for ask in self.asks:
+            assert ask.reply.finish is not None, f"{ask.reply.id} never ended"
+            self._check_reply(ask, died=failure is not None)
+
+    def _check_reply(self, ask: Ask, *, died: bool) -> None:
+        reply, (tokens, finish) = ask.reply, ask.expected
+        name = f"{reply.id} ({len(ask.prompt)} tokens, {ask.kwargs})"
+        if not ask.broken_grammar:
+            assert reply.tokens == tokens[: len(reply.tokens)], f"{name}: wrong tokens"
+        if reply.finish == "error":
+            assert died or self._may_fail(ask), f"{name} failed: {reply.error}"
+        elif reply.finish == "abort" or ask.has_left:
+            assert ask.has_left, f"{name} was aborted by nobody"
+        else:
+            assert ask.broken_grammar or (reply.tokens, reply.finish) == (tokens, finish), name
+
+    def _may_fail(self, ask: Ask) -> bool:
+        """A step of its own failed, its grammar did, it was refused, or is too large even alone."""
+        total = len(ask.prompt) + len(ask.expected[0])
+        too_large = self.backend.row_bytes(total) > self.setting.capacity_bytes
+        refused = not ask.reply.tokens and "waiting" in (ask.reply.error or "")
+        return ask.reply.id in self.doomed or ask.broken_grammar or too_large or refused
+
+
+def _sampling(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name != "logprobs"}
+
+
+def _log_uniform(rng: random.Random, low: int, high: int) -> int:
+    return round(low * (high / low) ** rng.random())
+
+
+@contextmanager
+def _clock(backend: SimulatedBackend) -> Iterator[None]:
+    """The loop reads the backend's clock: what pace learns is the same in every run."""
+    real = loop_module.perf_counter
+    loop_module.perf_counter = lambda: backend.now
+    try:
+        yield
+    finally:
+        loop_module.perf_counter = real
+
+
+def simulate(seed: int, num_steps: int) -> int:
+    """Run one world; returns how many steps it took. Raises AssertionError naming the seed."""
+    world = World(seed, num_steps)
+    try:
+        world.run()
+    except Exception as error:
+        raise AssertionError(
+            f"seed {seed}, step {world.steps_run}: {error}\n"
+            f"{world.setting}\nreplay: python tools/simulate.py --seed {seed} --length {num_steps}"
+        ) from error
+    return world.steps_run
