@@ -15,20 +15,19 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
-from pippin.backends.mlx.captures import Captures
-from pippin.backends.mlx.chunking import grid_blocks, group_chunks
-from pippin.backends.mlx.decode_forward import DecodeForward
+from pippin.backends.mlx.cpu.kernels import Kernels
+from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
 from pippin.backends.mlx.device import on_cpu
-from pippin.backends.mlx.future_map import FutureMap
-from pippin.backends.mlx.kernels import Kernels
 from pippin.backends.mlx.load import LoadedModel, load
-from pippin.backends.mlx.pending import MLXPending
-from pippin.backends.mlx.prefill import ChunkBatch, PromptState
-from pippin.backends.mlx.results import SampledRows
-from pippin.backends.mlx.rows import DecodeRows
-from pippin.backends.mlx.sampler import Logprobs, Sampler, SampleRow
-from pippin.backends.mlx.state_taps import StateTaps
-from pippin.backends.mlx.stream_clock import find_stream_clock
+from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.prefill.chunking import grid_blocks, group_chunks
+from pippin.backends.mlx.recurrent.state_taps import StateTaps
+from pippin.backends.mlx.rows.decode_forward import DecodeForward
+from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from pippin.backends.mlx.step.future_map import FutureMap
+from pippin.backends.mlx.step.pending import MLXPending, SampledRows
+from pippin.backends.mlx.step.sampler import Logprobs, Sampler, SampleRow
+from pippin.backends.mlx.tree.captures import Captures
 from pippin.types import ModelSpec
 
 
