@@ -18,13 +18,13 @@ from mlx_lm.utils import load_model
 import pippin
 from families import build
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
-from pippin.backends.mlx.rows import arrays, cohorts, decode_rows, grouping, split_attention, views
+from pippin.backends.mlx.rows import arrays, cohorts, grouping, split_attention
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.grouping import common_len, group_rows
 from serving import BUNDLED, CLEAR, diverge, make_client, make_prompt, served
 
-BLOCK = 8  # of tail and grid in these tests: a regrouping every few steps
+BLOCK = 8  # tokens of a tail and of all else in these tests: a regrouping every few steps
 START_LEN = 100
 MODELS = (BUNDLED, "llama", "gpt_oss", "gemma3")  # one without windows, two with; one with sinks
 
@@ -32,8 +32,10 @@ MODELS = (BUNDLED, "llama", "gpt_oss", "gemma3")  # one without windows, two wit
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share whatever can be shared, and regroup often."""
-    for module in (decode_rows, arrays, views, cohorts, grouping, split_attention):
-        monkeypatch.setattr(module, "GRID", BLOCK)
+    monkeypatch.setattr(arrays, "TAIL", BLOCK)
+    monkeypatch.setattr(cohorts, "COLUMN_STEP", BLOCK)
+    for module in (grouping, split_attention):
+        monkeypatch.setattr(module, "SHARED_BLOCK", BLOCK)
     monkeypatch.setattr(grouping, "SHARE_COST_TOKENS", 0)
     monkeypatch.setattr(grouping, "SPLIT_COST_TOKENS", 0)
     monkeypatch.setattr(grouping, "DEPTHS", (4 * BLOCK,))

@@ -16,12 +16,15 @@ import numpy as np
 from pippin.backends.mlx.cpu.kernels import marker_path
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.rows.cohorts import COLUMN_STEP
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import SETTLED_STEPS, DecodeRows
-from pippin.types import GRID
+from pippin.backends.mlx.rows.grouping import SHARED_BLOCK
 
-SHARED_LEN = 18 * GRID - SETTLED_STEPS + 1  # whole blocks, when rows that have settled regroup
-FORMS = ([GRID], [GRID - 3], [GRID, GRID - 3], [GRID, GRID])
+SHARED_LEN = 18 * SHARED_BLOCK - SETTLED_STEPS + 1  # whole blocks when settled rows regroup
+FULL, PADDED = COLUMN_STEP, COLUMN_STEP - 3  # tokens of a main
+FORMS = ([FULL], [PADDED], [FULL, PADDED], [FULL, FULL])
+NUM_STEPS = 2 * SETTLED_STEPS
 SHARED_FORMS = ([SHARED_LEN, SHARED_LEN], [SHARED_LEN, SHARED_LEN - 3])
 
 
@@ -52,7 +55,7 @@ def main() -> int:
     server = os.getppid()
     loaded = load(Path(sys.argv[1]), dtype=sys.argv[2])
     for lengths in (*FORMS, *SHARED_FORMS):
-        run(loaded, lengths, num_steps=GRID // 4)
+        run(loaded, lengths, num_steps=NUM_STEPS)
         if os.getppid() != server:
             return 1  # whoever wanted the kernels is gone
     marker_path(loaded).touch()

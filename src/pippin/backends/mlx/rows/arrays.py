@@ -13,15 +13,24 @@ import numpy as np
 
 from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.tree.packing import KV
-from pippin.types import GRID
+
+TAIL = 64  # columns: steps from one regrouping to the next
 
 
 @dataclass
 class RowArrays:
     layout: Layout
     width: int = 0
-    tails: dict[int, KV] = field(default_factory=dict)  # by leaf: [width, heads, GRID, dim]
+    tails: dict[int, KV] = field(default_factory=dict)  # by leaf: [width, heads, TAIL, dim]
     states: dict[int, list[mx.array]] = field(default_factory=dict)  # by leaf: [width, ...]
+
+    def __post_init__(self) -> None:
+        # bool [width, TAIL]: the tail columns that hold a token of their row
+        self.written = np.zeros((0, TAIL), dtype=bool)
+
+    @property
+    def tail_len(self) -> int:
+        return int(self.written.shape[1])
 
     def arrays(self) -> list[mx.array]:
         flat = [array for pair in self.tails.values() for array in pair]
@@ -32,8 +41,8 @@ class RowArrays:
         self.tails = dict(zip(self.layout.kv_indices, tails, strict=True))
         self.states = dict(zip(self.layout.state_indices, states, strict=True))
 
-    def tail_of(self, leaf: int, line: int, columns: np.ndarray) -> KV:
-        at = mx.array(columns.astype(np.int32))
+    def tail_of(self, leaf: int, line: int) -> KV:
+        at = mx.array(np.flatnonzero(self.written[line]).astype(np.int32))
         keys, values = (mx.take(side[line : line + 1], at, axis=2) for side in self.tails[leaf])
         return keys, values
 
@@ -55,6 +64,7 @@ class RowArrays:
     def widen(self, width: int) -> None:
         """New lines are zeros until somebody gets them."""
         extra = width - self.width
+        self.written = np.pad(self.written, ((0, extra), (0, 0)))
         for index, leaf in enumerate(self.layout.leaves):
             blanks = _blanks(leaf, extra)
             if leaf.is_state:
@@ -77,6 +87,7 @@ class RowArrays:
             leaf: (mx.take(k, at, axis=0), mx.take(v, at, axis=0))
             for leaf, (k, v) in self.tails.items()
         }
+        self.written = self.written[list(lines)]
         self.width = len(lines)
 
 
@@ -84,7 +95,7 @@ def _blanks(leaf: Leaf, num_lines: int) -> list[mx.array]:
     if leaf.is_state:
         shapes = [(num_lines, *shape) for shape in leaf.shapes]
     else:
-        shapes = [(num_lines, heads, GRID, dim) for heads, dim in leaf.shapes]
+        shapes = [(num_lines, heads, TAIL, dim) for heads, dim in leaf.shapes]
     return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, leaf.dtypes, strict=True)]
 
 

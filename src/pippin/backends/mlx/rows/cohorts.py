@@ -20,7 +20,8 @@ from pippin.backends.mlx.rows.grouping import Group
 from pippin.backends.mlx.rows.vector_table import Place, VectorTable
 from pippin.backends.mlx.rows.views import CohortShape, Tree
 from pippin.backends.mlx.tree.packing import KV
-from pippin.types import GRID
+
+COLUMN_STEP = 64  # mains grow by so many columns, so that decode steps have few shapes
 
 
 @dataclass
@@ -94,13 +95,17 @@ class Cohort:
         return [array for pair in pairs for array in pair]
 
 
+def num_columns(num_tokens: int) -> int:
+    return -(-num_tokens // COLUMN_STEP) * COLUMN_STEP
+
+
 @dataclass(frozen=True)
 class Held:
     """What rows hold before they are regrouped."""
 
     home: Mapping[int, tuple[Cohort, int]]  # by row: its cohort, and its line there
     tails: Mapping[int, KV]
-    written: np.ndarray  # bool [width, GRID]
+    written: np.ndarray  # bool [width, TAIL]
 
 
 def regroup(
@@ -170,4 +175,4 @@ def _gather(
         if id(cohort) in shared:
             pieces.insert(0, shared[id(cohort)].vectors(0, np.arange(cohort.num_shared(leaf))))
         picked.append(np.concatenate(pieces, axis=1)[:, -num_stored:])
-    return table.take(picked, columns=-(-max(stored) // GRID) * GRID)
+    return table.take(picked, columns=num_columns(max(stored)))

@@ -28,7 +28,6 @@ from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.grouping import Group, group_rows
 from pippin.backends.mlx.rows.views import StepShape, Tree
 from pippin.backends.mlx.tree.packing import KV
-from pippin.types import GRID
 
 SETTLED_STEPS = 8  # in which nobody came or went, before rows are regrouped
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -59,7 +58,6 @@ class DecodeRows:
 
     def __post_init__(self) -> None:
         self._per_row = RowArrays(self.layout)
-        self._written = np.zeros((0, GRID), dtype=bool)  # which tail columns hold a row's token
         self._steps_unchanged = 0
 
     def __contains__(self, slot: int) -> bool:
@@ -91,7 +89,7 @@ class DecodeRows:
         for (slot, prompt), index in zip(joining, free, strict=False):
             tokens = prompts.get(slot) if prompts and self.layout.splits else None
             self.rows[slot] = Row(slot, index, prompt.length, tokens)
-            self._written[index] = False
+            self._per_row.written[index] = False
             self._per_row.put_states(index, prompt.states)
             if prompt.kv:
                 stored = {leaf: pair[0].shape[2] for leaf, pair in prompt.kv.items()}
@@ -109,12 +107,11 @@ class DecodeRows:
     def kv_of(self, slot: int) -> dict[int, KV]:
         """Everything a row's attention layers hold, in token order: [1, heads, tokens, dim]."""
         row = self.rows[slot]
-        columns = np.flatnonzero(self._written[row.index])
         picked: dict[int, KV] = {}
         for leaf in self._per_row.tails:
             pieces = [c.main_of(row.index, leaf) for c in self.cohorts if c.holds(row.index)]
-            if len(columns):
-                pieces.append(self._per_row.tail_of(leaf, row.index, columns))
+            if self._per_row.written[row.index].any():
+                pieces.append(self._per_row.tail_of(leaf, row.index))
             picked[leaf] = (
                 mx.concatenate([p[0] for p in pieces], axis=2),
                 mx.concatenate([p[1] for p in pieces], axis=2),
@@ -137,7 +134,7 @@ class DecodeRows:
 
         `resolve` gives the input ids, int32 [rows], of the rows whose slots it is told.
         """
-        if self.cursor == GRID or self._scattered():
+        if self.cursor == self._per_row.tail_len or self._scattered():
             self._flush()
         chosen = set(slots)
         slots_by_index = np.zeros(self.width, dtype=np.int32)
@@ -148,7 +145,7 @@ class DecodeRows:
             if advances:
                 slots_by_index[row.index] = row.slot
                 positions[row.index] = row.length
-                self._written[row.index, self.cursor] = True
+                self._per_row.written[row.index, self.cursor] = True
                 row.length += 1
         shape, tree = self._step(resolve(slots_by_index), positions)
         logits, tails, states = forward(shape, tree)
@@ -157,7 +154,7 @@ class DecodeRows:
         return slots_by_index, logits
 
     def _step(self, tokens: mx.array, positions: np.ndarray) -> tuple[StepShape, Tree]:
-        visible = self._written.copy()
+        visible = self._per_row.written.copy()
         visible[:, self.cursor] = True  # also for rows that do not matter: no row sees nothing
         views = [cohort.view(self.layout) for cohort in self.cohorts]
         shape = StepShape(self.width, tuple(view[0] for view in views), self._aligned())
@@ -228,18 +225,14 @@ class DecodeRows:
             held = {row.index for row in self.rows.values()}
             lines = [index if index in held else -1 for index in range(self.width)]
             groups = [replace(groups[0], indices=lines)]
-        self.cohorts = regroup(
-            self.layout, groups, self.cohorts, self._per_row.tails, self._written
-        )
-        self._written[:] = False
+        tails, written = self._per_row.tails, self._per_row.written
+        self.cohorts = regroup(self.layout, groups, self.cohorts, tails, written)
+        written[:] = False
         self.cursor = 0
 
     def _widen(self, width: int) -> None:
-        if width <= self.width:
-            return
-        extra = width - self.width
-        self._written = np.concatenate([self._written, np.zeros((extra, GRID), dtype=bool)])
-        self._per_row.widen(width)
+        if width > self.width:
+            self._per_row.widen(width)
 
     def _narrow(self, width: int) -> None:
         """Renumber the remaining rows 0, 1, ... and drop the rest."""
@@ -252,10 +245,8 @@ class DecodeRows:
             cohort.renumber(renumbered)
         for new, row in enumerate(keep):
             row.index = new
-        self._written = self._written[order]
 
     def _reset(self) -> None:
         self.cursor = 0
         self.cohorts = []
         self._per_row = RowArrays(self.layout)
-        self._written = np.zeros((0, GRID), dtype=bool)

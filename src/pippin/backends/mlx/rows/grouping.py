@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pippin.types import GRID
-
 GROUP_COST_TOKENS = 256  # one more group costs a step about as much as this many padded tokens
 SHARE_COST_TOKENS = 1024  # likewise a shared piece, which has products and a softmax of its own
 SPLIT_COST_TOKENS = 12 * 1024  # likewise the second group: a step of one group can be compiled
+SHARED_BLOCK = 64  # tokens: what is shared is shared in whole blocks
 MIN_SHARED_BLOCKS = 2  # one alone would need kernels of its own
-DEPTHS = (4 * GRID, 16 * GRID)  # how many tokens rows must begin alike with to be set apart
+DEPTHS = (256, 1024)  # how many tokens rows must begin alike with to be set apart
 
 
 @dataclass(frozen=True)
@@ -104,9 +103,10 @@ def _num_shared(
     if len(rows) < 2 or any(index not in prompts for index in rows):
         return 0
     common = min(common_len([prompts[i] for i in rows]), min(lengths[i] for i in rows) - 1)
-    common -= common % GRID
-    pays = (len(rows) - 1) * common > SHARE_COST_TOKENS and common >= MIN_SHARED_BLOCKS * GRID
-    return common if pays else 0
+    num_blocks = common // SHARED_BLOCK
+    saved = (len(rows) - 1) * num_blocks * SHARED_BLOCK
+    pays = saved > SHARE_COST_TOKENS and num_blocks >= MIN_SHARED_BLOCKS
+    return num_blocks * SHARED_BLOCK if pays else 0
 
 
 def _cost(group: Group, lengths: Mapping[int, int]) -> int:

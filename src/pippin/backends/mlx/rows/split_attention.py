@@ -14,12 +14,12 @@ import mlx.core as mx
 
 from pippin.backends.mlx.cpu.activations import exp_below, unnormalised_softmax
 from pippin.backends.mlx.device import on_cpu
-from pippin.types import GRID
+from pippin.backends.mlx.rows.grouping import SHARED_BLOCK
 
 
 def attend(
     scores: mx.array,  # [lines, heads, repeats, columns], masked
-    tail_scores: mx.array,  # [lines, heads, repeats, GRID], masked
+    tail_scores: mx.array,  # [lines, heads, repeats, TAIL], masked
     values: mx.array,  # [lines, heads, columns, dim]
     sink: mx.array | None,  # [1, heads, repeats, 1]
 ) -> tuple[mx.array, mx.array]:
@@ -30,7 +30,7 @@ def attend(
 
 
 def attend_shared(
-    shared: mx.array,  # scores [heads, blocks, lines, repeats, GRID], masked
+    shared: mx.array,  # scores [heads, blocks, lines, repeats, SHARED_BLOCK], masked
     scores: mx.array,
     tail_scores: mx.array,
     shared_values: mx.array,  # [1, heads, tokens, dim]
@@ -54,30 +54,30 @@ def attend_shared(
 
 def shared_scores(q: mx.array, keys: mx.array) -> mx.array:
     """q [lines, heads, repeats, dim], keys [1, heads, tokens, dim]: scores as `attend_shared` has
-    them, [heads, blocks, lines, repeats, GRID]."""
+    them, [heads, blocks, lines, repeats, SHARED_BLOCK]."""
     num_lines, heads, repeats, dim = q.shape
     side_by_side = q.swapaxes(0, 1).reshape(heads, 1, num_lines * repeats, dim)
     scores = side_by_side @ _blocks(keys).swapaxes(-1, -2)
-    return scores.reshape(heads, -1, num_lines, repeats, GRID)
+    return scores.reshape(heads, -1, num_lines, repeats, SHARED_BLOCK)
 
 
 def shared_mask(visible: mx.array) -> mx.array:
-    """bool [lines, tokens] -> [1, blocks, lines, 1, GRID]"""
-    blocks = visible.reshape(visible.shape[0], -1, GRID)
+    """bool [lines, tokens] -> [1, blocks, lines, 1, SHARED_BLOCK]"""
+    blocks = visible.reshape(visible.shape[0], -1, SHARED_BLOCK)
     return blocks.swapaxes(0, 1)[None, :, :, None]
 
 
 def _weighed(weights: mx.array, values: mx.array) -> mx.array:
     """-> [lines, heads, repeats, dim]"""
     heads, num_blocks, num_lines, repeats, _ = weights.shape
-    side_by_side = weights.reshape(heads, num_blocks, num_lines * repeats, GRID)
+    side_by_side = weights.reshape(heads, num_blocks, num_lines * repeats, SHARED_BLOCK)
     out = (side_by_side @ _blocks(values)).sum(axis=1)
     return out.reshape(heads, num_lines, repeats, -1).swapaxes(0, 1)
 
 
 def _blocks(piece: mx.array) -> mx.array:
-    """[1, heads, tokens, dim] -> [heads, blocks, GRID, dim]"""
-    return piece.reshape(piece.shape[1], -1, GRID, piece.shape[3])
+    """[1, heads, tokens, dim] -> [heads, blocks, SHARED_BLOCK, dim]"""
+    return piece.reshape(piece.shape[1], -1, SHARED_BLOCK, piece.shape[3])
 
 
 def softmax(scores: list[mx.array], sink: mx.array | None) -> mx.array:

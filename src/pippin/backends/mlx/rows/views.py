@@ -23,7 +23,6 @@ from pippin.backends.mlx.rows.split_attention import (
     shared_scores,
     softmax,
 )
-from pippin.types import GRID
 
 Tree = dict[str, Any]
 
@@ -58,9 +57,9 @@ class DecodeStep:
     tokens   int32 [width, 1]
     offset   int32 [width]        where each row's token stands
     cursor   int32 [1]            the tail column that is written
-    written  bool  [width, GRID]  tail columns that hold a token of their row
+    written  bool  [width, TAIL]  tail columns that hold a token of their row
     order    int32 [width]        each row's line among all cohorts' lines; a blank one comes last
-    tails    [keys, values] by KV leaf: [width, heads, GRID, dim]
+    tails    [keys, values] by KV leaf: [width, heads, TAIL, dim]
     states   entries by state leaf: [width, ...]
     cohorts  kv by KV leaf: [lines, heads, columns, dim]; shared likewise: [1, heads, tokens, dim],
              or empty; lines: the row of each line; lengths: its tokens;
@@ -75,8 +74,9 @@ class DecodeStep:
         self._main_masks: dict[object, mx.array | None] = {}
 
     def tail_mask(self, window: int | None) -> mx.array:
-        """bool [width, 1, 1, GRID]"""
-        narrow = window if window is not None and window < GRID else None
+        """bool [width, 1, 1, TAIL]"""
+        tail_len = self.tree["written"].shape[1]
+        narrow = window if window is not None and window < tail_len else None
         if narrow not in self._tail_masks:
             visible: mx.array = self.tree["written"]
             if narrow is not None:
