@@ -46,9 +46,11 @@ def an_admit(
     *,
     prompt: tuple[int, ...] = (),
     stop_ids: tuple[int, ...] = (),
+    reply: tuple[int, ...] = (),
 ) -> Admit:
     seed = slot if params.seed is None else params.seed
-    return Admit(slot, params, stop_ids, np.array(prompt, dtype=np.int32), seed)
+    said = np.array(reply, dtype=np.int32)
+    return Admit(slot, params, stop_ids, np.array(prompt, dtype=np.int32), seed, said)
 
 
 def some_logits(*shape: int, seed: int = 0, scale: float = 3.0) -> mx.array:
@@ -228,6 +230,16 @@ def test_a_vanishing_temperature_is_greedy() -> None:
     logits = some_logits(1, VOCAB)
     sampler = admitted(SamplingParams(temperature=1e-30, top_p=0.5))
     assert tokens_of(sampler, logits, [1]) == [int(np.array(logits).argmax())]
+
+
+def test_a_reply_that_is_resumed_counts_for_penalties() -> None:
+    params = SamplingParams(temperature=0.0, frequency_penalty=1.0)
+    sampler = Sampler(VOCAB, SLOTS)
+    sampler.admit(an_admit(1, params, prompt=(3,), reply=(3, 5, 3)))
+    logits = np.zeros((1, VOCAB), dtype=np.float32)
+    logits[0, [3, 5, 9]] = (2.5, 2.0, 0.9)  # less 2 and 1: said twice, once and never
+    assert tokens_of(sampler, mx.array(logits), [1], num_generated=3) == [5]
+    assert tokens_of(sampler, mx.array(logits), [1], num_generated=4) == [9]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=changed)

@@ -132,6 +132,11 @@ class MLXPending:
             device=None if self.clock is None else self.clock.read(),
         )
 
+    def discard(self) -> None:
+        for capture in self.captures:
+            capture.release()
+        self.captures.clear()
+
 
 def token_logprobs(logprobs: Logprobs) -> Iterator[TokenLogprobs]:
     chosen, ids, tops = (np.asarray(array).tolist() for array in logprobs)

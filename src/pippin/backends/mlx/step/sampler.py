@@ -93,7 +93,7 @@ class Sampler:
         self._forget_batches(admit.slot)
         self._slots[admit.slot] = SlotSampling.of(admit)
         if admit.params.has_penalties:
-            self._history.admit(admit.slot, admit.prompt)
+            self._history.admit(admit.slot, admit.prompt, admit.reply)
 
     def retire(self, slot: int) -> None:
         self._forget_batches(slot)

@@ -237,12 +237,13 @@ class TokenHistory:
     _prompt_table: mx.array | None = None  # bool [len(_stacked), vocab_size]
     _count_table: mx.array | None = None  # float32 [len(_stacked), vocab_size]
 
-    def admit(self, slot: int, prompt: np.ndarray) -> None:
+    def admit(self, slot: int, prompt: np.ndarray, reply: np.ndarray) -> None:
         self.retire(slot)
         seen = np.zeros(self.vocab_size, dtype=np.bool_)
         seen[prompt] = True
         self._prompts[slot] = mx.array(seen)
-        self._counts[slot] = mx.zeros([self.vocab_size], dtype=mx.float32)
+        counts = np.bincount(reply, minlength=self.vocab_size)
+        self._counts[slot] = mx.array(counts.astype(np.float32))
 
     def retire(self, slot: int) -> None:
         if slot in self._counts:
