@@ -23,7 +23,7 @@ from families import FAMILIES, build
 from pippin.backends.mlx import backend as backend_module
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.load import LoadedModel, load, prepare
-from pippin.backends.mlx.prefill import ChunkBatch
+from pippin.backends.mlx.prefill.batch import ChunkBatch
 from pippin.cache.canary import Canary
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache

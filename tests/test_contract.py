@@ -7,7 +7,7 @@ alone, in one chunk, waiting for every step: whatever else a plan does must not 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,17 @@ def make_tokens(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, 90, length).astype(np.int32)
 
 
-def admit(slot: int, prompt: np.ndarray, seed: int = 0, **params: Any) -> Admit:
-    return Admit(slot, SamplingParams(**({"temperature": 0.0} | params)), (), prompt, seed)
+def admit(
+    slot: int,
+    prompt: np.ndarray,
+    seed: int = 0,
+    *,
+    stop_ids: tuple[int, ...] = (),
+    reply: Sequence[int] = (),
+    **params: Any,
+) -> Admit:
+    sampling = SamplingParams(**({"temperature": 0.0} | params))
+    return Admit(slot, sampling, stop_ids, prompt, seed, np.array(reply, dtype=np.int32))
 
 
 class Steps:
@@ -373,6 +382,36 @@ def test_a_seed_gives_the_same_tokens_in_any_slot_and_any_company(
     assert tokens == expected
 
 
+# Penalties below zero make a reply repeat itself, so that each token hangs on those before it.
+RESUMED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalised": {"repetition_penalty": 0.9, "presence_penalty": -2.0, "frequency_penalty": -1.5},
+    "sampled": {
+        "temperature": 3.0,
+        "seed": 7,
+        "frequency_penalty": -1.0,
+        "min_tokens": 8,
+        "stop_ids": tuple(range(1, 90, 2)),
+    },
+}
+
+
+@every_backend
+@pytest.mark.parametrize("params", RESUMED.values(), ids=RESUMED.keys())
+def test_a_resumed_request_goes_on_as_if_it_had_never_been_retracted(
+    make_backend: MakeBackend, params: dict[str, Any]
+) -> None:
+    prompt = make_tokens(20)
+    steps = Steps(make_backend())
+    reply = steps.generate(1, prompt, 5, **params)
+    known = np.concatenate([prompt, np.array(reply, dtype=np.int32)])
+    resumed = admit(3, prompt, reply=reply, **params)
+    steps.run(retire=(Retire(1),), admit=(resumed,), prefill=(prefill(3, known, 0, 22),))
+    tokens = [steps.run(prefill=(prefill(3, known, 22, 25),)).tokens[3]]
+    tokens += [steps.run(decode=(DecodeRow(3, at),)).tokens[3] for at in range(25, 31)]
+    assert [*reply, *tokens] == alone(make_backend, prompt, 12, **params)
+
+
 @every_backend
 def test_logprobs_come_to_those_who_ask(make_backend: MakeBackend) -> None:
     asking, other = make_tokens(9, 1), make_tokens(9, 2)
@@ -419,6 +458,66 @@ def test_a_spec_names_what_the_cache_must_keep(make_backend: MakeBackend) -> Non
     for layer in spec.layers:
         assert layer.nbytes > 0
         assert (layer.window is not None) == (layer.component is Component.WINDOW)
+
+
+@every_backend
+def test_a_discarded_step_gives_its_captures_up_and_leaves_its_rows_alone(
+    make_backend: MakeBackend,
+) -> None:
+    prompt = make_tokens(70)
+    steps = Steps(make_backend())
+    row = prefill(1, prompt, 0, 64, captures=True, checkpoints=(64,))
+    steps.launch(admit=(admit(1, prompt),), prefill=(row,)).discard()
+    tokens = [steps.run(prefill=(prefill(1, prompt, 64, 70),)).tokens[1]]
+    tokens.append(steps.run(decode=(DecodeRow(1, 70),)).tokens[1])
+    assert tokens == alone(make_backend, prompt, 2)
+
+
+@every_backend
+def test_a_row_costs_more_the_longer_it_is(make_backend: MakeBackend) -> None:
+    backend = make_backend()
+    spec = backend.spec
+    costs = [backend.row_bytes(num_tokens) for num_tokens in range(1, 1000)]
+    assert costs == sorted(costs)
+    assert costs[-1] >= 999 * spec.kv_bytes_per_token + spec.state_bytes
+    assert backend.row_bytes(999, 500) <= costs[-1]
+
+
+@every_backend
+def test_a_step_captures_no_more_than_was_told(make_backend: MakeBackend) -> None:
+    backend = make_backend()
+    steps = Steps(backend)
+    prompt, other = make_tokens(200, 1), make_tokens(70, 2)
+    plans: list[dict[str, Any]] = [
+        {
+            "admit": (admit(1, prompt), admit(2, other)),
+            "prefill": (
+                prefill(1, prompt, 0, 192, captures=True, checkpoints=(64, 128, 192)),
+                prefill(2, other, 0, 64, captures=True, checkpoints=(64,)),
+            ),
+        },
+        {"prefill": (prefill(1, prompt, 192, 200, captures=True), prefill(2, other, 64, 70))},
+        {"decode": (DecodeRow(1, 200, checkpoint=True), DecodeRow(2, 70))},
+        {"retire": (Retire(1, 100, 201, captures=True), Retire(2, 0, 71, captures=True))},
+    ]
+    for number, fields in enumerate(plans):
+        told = backend.transient_bytes(StepPlan(number, **fields))
+        assert told == sum(
+            backend.transient_bytes(StepPlan(number, **{kind: (row,)}))
+            for kind, rows in fields.items()
+            for row in rows
+        )
+        captured = sum(capture.nbytes for capture in steps.run(**fields).captures)
+        assert 0 < captured <= told
+
+
+@every_backend
+def test_a_backend_says_what_it_computes_on(make_backend: MakeBackend) -> None:
+    device = make_backend().device
+    assert device.name
+    assert 0.0 < device.share <= 1.0
+    assert device.prefill_tokens >= 1
+    assert device.memory_bytes > 0
 
 
 @every_backend

@@ -116,9 +116,9 @@ def test_every_option_of_serve_is_documented() -> None:
                 assert re.search(rf"`{name}` \| `?{field.default}`? \|", options), name
 
 
-def tree_paths() -> list[Path]:
-    """What README's file tree names, by indentation."""
-    tree = chapters(ROOT / "README.md")["What is where"]
+def tree_paths(document: str = "docs/architecture.md") -> list[Path]:
+    """What a document's file tree names, by indentation."""
+    tree = chapters(ROOT / document)["What is where"]
     paths: list[Path] = []
     parents = [ROOT]
     for indent, name in re.findall(r"^( *)([\w./-]+)(?: {2,}\S.*)?$", tree, re.MULTILINE):
@@ -128,8 +128,11 @@ def tree_paths() -> list[Path]:
     return paths
 
 
-def test_the_file_tree_names_what_exists() -> None:
-    assert [path for path in tree_paths() if not path.exists()] == []
+@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md"])
+def test_the_file_tree_names_what_exists(document: str) -> None:
+    named = tree_paths(document)
+    assert len(named) >= 10
+    assert [path for path in named if not path.exists()] == []
 
 
 def test_the_file_tree_leaves_no_module_out() -> None:

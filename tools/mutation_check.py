@@ -22,7 +22,7 @@ HARVEST = "src/pippin/scheduler/harvest.py"
 ADMISSION = "src/pippin/scheduler/admission.py"
 LOOP = "src/pippin/scheduler/loop.py"
 FAKE = "src/pippin/backends/fake.py"
-MLX_FUTURE_MAP = "src/pippin/backends/mlx/future_map.py"
+MLX_FUTURE_MAP = "src/pippin/backends/mlx/step/future_map.py"
 
 SIMULATION = "tests/scheduler/test_simulation.py"
 REPLIES = "tests/scheduler/test_replies.py"

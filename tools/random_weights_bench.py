@@ -22,10 +22,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, make_prompt_cache
 
-from pippin.backends.mlx.decode_forward import DecodeForward
+from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.load import LoadedModel, prepare
-from pippin.backends.mlx.prefill import ChunkBatch, PromptState
-from pippin.backends.mlx.rows import DecodeRows
+from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.rows.decode_rows import DecodeRows
 
 SHAPE = {
     "model_type": "qwen3_5",

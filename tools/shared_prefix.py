@@ -16,12 +16,12 @@ from time import perf_counter
 import numpy as np
 
 import pippin
-from pippin.backends.mlx import grouping  # brings its BLAS: before mlx itself
-from pippin.backends.mlx.compiler import compile_available
-from pippin.backends.mlx.decode_forward import DecodeForward
+from pippin.backends.mlx.rows import grouping  # brings its BLAS: before mlx itself
+from pippin.backends.mlx.cpu.compiler import compile_available
+from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.load import load
-from pippin.backends.mlx.prefill import PromptState
-from pippin.backends.mlx.rows import DecodeRows
+from pippin.backends.mlx.prefill.batch import PromptState
+from pippin.backends.mlx.rows.decode_rows import DecodeRows
 
 import mlx.core as mx  # isort: skip
 

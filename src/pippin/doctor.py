@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pippin import LLM, SamplingParams, __version__
-from pippin.backends.mlx.blas import load_fast_blas
-from pippin.backends.mlx.compiler import compile_available
+from pippin.backends.mlx.cpu.blas import load_fast_blas
+from pippin.backends.mlx.cpu.compiler import compile_available
 from pippin.backends.mlx.describe import describe
 from pippin.backends.mlx.device import device_info
-from pippin.backends.mlx.gated_delta import gated_delta_chunked
 from pippin.backends.mlx.load import load
+from pippin.backends.mlx.recurrent.gated_delta import gated_delta_chunked
 from pippin.config import Config, EngineConfig
 from pippin.resolve import resolve
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-GRID = 64  # tokens between checkpoints; also the length of a decode tail
+GRID = 64  # tokens between checkpoints
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -2,7 +2,7 @@
 
 Every family brings functions of its own for `mx.compile`, and building their kernels takes longer
 than all these tests. Compiled steps are tested on the bundled model, in tests/test_served_model.py
-and tests/backends/test_compiled_steps.py.
+and tests/backends/rows/test_compiled_steps.py.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from families import build
-from pippin.backends.mlx import choices
-from pippin.backends.mlx.choice_file import Times
-from pippin.backends.mlx.choices import Choice
 from pippin.backends.mlx.describe import attention, describe, linear_layers, recurrences
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.load import prepare
-from pippin.backends.mlx.recurrent_calls import Kind
+from pippin.backends.mlx.recurrent import choices
+from pippin.backends.mlx.recurrent.calls import Kind
+from pippin.backends.mlx.recurrent.choice_file import Times
+from pippin.backends.mlx.recurrent.choices import Choice
 from pippin.types import Component
 
 PLAIN = Leaf(0, Component.ATTENTION, splits=True)

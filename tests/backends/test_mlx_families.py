@@ -17,9 +17,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from families import FAMILIES, VOCAB, build, prompt
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
-from pippin.backends.mlx import cohorts, grouping, row_arrays, row_views, rows
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
+from pippin.backends.mlx.rows import arrays, cohorts, grouping
 from pippin.messages import Submit
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Limits, Scheduler
@@ -183,8 +183,8 @@ def test_many_flushes_into_many_groups_change_nothing(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short tails and cheap groups: rows of all lengths are regrouped every few steps."""
-    for module in (rows, row_arrays, row_views, cohorts):
-        monkeypatch.setattr(module, "GRID", 8)
+    monkeypatch.setattr(arrays, "TAIL", 8)
+    monkeypatch.setattr(cohorts, "COLUMN_STEP", 8)
     monkeypatch.setattr(grouping, "GROUP_COST_TOKENS", 24)
     cases = CROWD[:-2]  # all but those that wait for the long ones
     for reply, case in zip(serve(served(family), cases), cases, strict=True):

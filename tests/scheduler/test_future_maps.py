@@ -12,7 +12,7 @@ import pytest
 
 from builders import make_client
 from pippin.backends import fake
-from pippin.backends.mlx import future_map as mlx_future_map
+from pippin.backends.mlx.step import future_map as mlx_future_map
 
 
 @dataclass(frozen=True)

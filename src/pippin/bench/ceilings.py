@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from pippin.backends.mlx.blas import load_fast_blas
+from pippin.backends.mlx.cpu.blas import load_fast_blas
 from pippin.bench.float32 import read_header
 
 DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}

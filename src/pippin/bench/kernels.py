@@ -16,8 +16,8 @@ from pippin.bench.wire import BenchError
 BUILD = """
 import sys
 from pathlib import Path
-from pippin.backends.mlx import warm
-from pippin.backends.mlx.kernels import Kernels
+from pippin.backends.mlx.cpu import warm
+from pippin.backends.mlx.cpu.kernels import Kernels
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.load import load
 

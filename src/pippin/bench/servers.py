@@ -31,8 +31,8 @@ LOG_TAIL_CHARS = 2000
 # mlx-lm as it comes, but with the BLAS that Pippin gives itself, so that both multiply alike. From
 # the command that starts both it inherits the compiler's flags too.
 MLX_LM_SERVER = """
-from pippin.backends.mlx.blas import load_fast_blas
-from pippin.backends.mlx.compiler import disable_compile_unless_available
+from pippin.backends.mlx.cpu.blas import load_fast_blas
+from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
 load_fast_blas()
 disable_compile_unless_available()
 from mlx_lm.server import main

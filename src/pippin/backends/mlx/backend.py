@@ -14,26 +14,37 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
-from pippin.backends.mlx.captures import Captures
-from pippin.backends.mlx.chunking import grid_blocks, group_chunks
-from pippin.backends.mlx.decode_forward import DecodeForward
-from pippin.backends.mlx.device import on_cpu
-from pippin.backends.mlx.future_map import FutureMap
-from pippin.backends.mlx.kernels import Kernels
+from pippin.backends.base import (
+    Admit,
+    DecodeRow,
+    PrefillRow,
+    Retire,
+    StepPlan,
+    captured_bytes,
+)
+from pippin.backends.mlx.cpu.kernels import Kernels
+from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
+from pippin.backends.mlx.device import device_info, limit_memory, on_cpu
 from pippin.backends.mlx.load import LoadedModel, load
-from pippin.backends.mlx.pending import MLXPending
-from pippin.backends.mlx.prefill import ChunkBatch, PromptState
-from pippin.backends.mlx.results import SampledRows
-from pippin.backends.mlx.rows import DecodeRows
-from pippin.backends.mlx.sampler import Logprobs, Sampler, SampleRow
-from pippin.backends.mlx.state_taps import StateTaps
-from pippin.backends.mlx.stream_clock import find_stream_clock
+from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.prefill.chunking import grid_blocks, group_chunks
+from pippin.backends.mlx.recurrent.state_taps import StateTaps
+from pippin.backends.mlx.rows.decode_forward import DecodeForward
+from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from pippin.backends.mlx.rows.footprint import row_bytes
+from pippin.backends.mlx.step.future_map import FutureMap
+from pippin.backends.mlx.step.pending import MLXPending, SampledRows
+from pippin.backends.mlx.step.sampler import Logprobs, Sampler, SampleRow
+from pippin.backends.mlx.tree.captures import Captures
 from pippin.types import ModelSpec
+
+ACTIVATION_SHARE = 0.1  # of what the weights leave: activations and copies on their way
 
 
 class MLXBackend:
     """Slots in, tokens out. Holds what every slot has computed, as prompts and as decode rows."""
+
+    restores_by_reference = False
 
     def __init__(
         self,
@@ -61,6 +72,7 @@ class MLXBackend:
         self._prompts: dict[int, PromptState] = {}  # slots that have not decoded yet
         self._admitted: dict[int, Admit] = {}
         self._prompt_logprobs: dict[int, list[Logprobs]] = {}
+        self.device = device_info()
         self.spec = ModelSpec(
             name=loaded.name,
             vocab_size=loaded.vocab_size,
@@ -103,6 +115,17 @@ class MLXBackend:
         if plan.prefill or not plan.decode:
             self._launch(step)
         return step
+
+    def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
+        """A restored prefix is copied into its row: `num_borrowed` changes nothing."""
+        return row_bytes(self._loaded.layout, num_tokens)
+
+    def transient_bytes(self, plan: StepPlan) -> int:
+        return captured_bytes(self.spec, plan)
+
+    def limit_memory(self, budget_bytes: int) -> int:
+        limit_memory(budget_bytes)
+        return int((budget_bytes - self.memory_used()) * (1.0 - ACTIVATION_SHARE))
 
     def memory_used(self) -> int:
         return int(mx.get_active_memory())
@@ -172,7 +195,9 @@ class MLXBackend:
             if chunk.captures:
                 step.keep(self._captures.of_chunk(chunk, row, new_kv, prompt, tapped))
             if chunk.samples:
-                step.to_sample.add(SampleRow(chunk.slot, 0), logits[row], chunk.masked)
+                num_generated = len(self._admitted[chunk.slot].reply)
+                sample = SampleRow(chunk.slot, num_generated)
+                step.to_sample.add(sample, logits[row], chunk.masked)
             step.written += prompt.arrays()
 
     def _restored(self, chunk: PrefillRow) -> PromptState:

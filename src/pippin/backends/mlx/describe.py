@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from pippin.backends.mlx.choice_file import default_path
-from pippin.backends.mlx.choices import Choice
+from pippin.backends.mlx.cpu.linear import TIMED_ROWS, Shape
 from pippin.backends.mlx.layout import Layout
-from pippin.backends.mlx.linear import TIMED_ROWS, Shape
 from pippin.backends.mlx.load import LoadedModel
+from pippin.backends.mlx.recurrent.choice_file import default_path
+from pippin.backends.mlx.recurrent.choices import Choice
 
 
 def describe(loaded: LoadedModel) -> Iterator[tuple[str, str]]:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import mlx.core as mx
 
+from pippin.backends.base import DeviceInfo
+
 SPARE_BUFFERS_DIVISOR = 16  # of the budget, mlx may keep this part as buffers to use again
-
-
-@dataclass(frozen=True)
-class DeviceInfo:
-    kind: Literal["metal", "cuda", "cpu"]
-    name: str
-    memory_bytes: int  # what one process can reasonably hold
-    share: float  # of `memory_bytes` to use when the user does not say
-    prefill_tokens: int  # of a step, likewise: enough that products, not launches, take the time
 
 
 def on_cpu() -> bool:
@@ -40,13 +31,10 @@ def device_info() -> DeviceInfo:
 def limit_memory(budget_bytes: int) -> None:
     """Tell mlx the budget: it then waits for running work, and drops spare buffers, to keep it.
 
-    On Metal memory up to the budget is wired, so that the system does not page the weights out.
+    No memory is wired: wired buffers that come and go as fast as a server's panic macOS.
     """
     mx.set_memory_limit(budget_bytes)
     mx.set_cache_limit(budget_bytes // SPARE_BUFFERS_DIVISOR)
-    if mx.metal.is_available():
-        most = int(mx.device_info(mx.default_device())["max_recommended_working_set_size"])
-        mx.set_wired_limit(min(budget_bytes, most))
 
 
 def host_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:

@@ -17,18 +17,18 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from pippin.backends.mlx import substitutions
-from pippin.backends.mlx.choices import Choice, choose_recurrences
-from pippin.backends.mlx.compiler import disable_compile_unless_available
-from pippin.backends.mlx.cuda_layer import fuse_layers
+from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
+from pippin.backends.mlx.cpu.linear import Shape, choose_rows
+from pippin.backends.mlx.cpu.malloc import keep_large_buffers
 from pippin.backends.mlx.device import on_cpu
+from pippin.backends.mlx.gpu.cuda_layer import fuse_layers
+from pippin.backends.mlx.gpu.siblings import find_siblings, merge
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import Layout, discover
-from pippin.backends.mlx.linear import Shape, choose_rows
-from pippin.backends.mlx.malloc import keep_large_buffers
-from pippin.backends.mlx.recurrent_calls import Kind, record_calls
+from pippin.backends.mlx.recurrent.calls import Kind, record_calls
+from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
+from pippin.backends.mlx.recurrent.state_taps import can_tap
 from pippin.backends.mlx.rehearsal import rehearsed
-from pippin.backends.mlx.siblings import find_siblings, merge
-from pippin.backends.mlx.state_taps import can_tap
 from pippin.errors import LoadError
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}

@@ -13,10 +13,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.mlx.decode_forward import DecodeForward
 from pippin.backends.mlx.layout import Layout
-from pippin.backends.mlx.prefill import ChunkBatch, PromptState
-from pippin.backends.mlx.rows import DecodeRows
+from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.rows.decode_forward import DecodeForward
+from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.errors import UnsupportedLayout
 
 Forward = Callable[[mx.array, list[Any]], mx.array]

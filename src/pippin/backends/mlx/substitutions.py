@@ -28,17 +28,17 @@ from mlx.nn.layers.convolution import Conv1d
 from mlx_lm.models import activations as mlx_lm_activations
 from mlx_lm.models import base, gated_delta, ssm
 
-from pippin.backends.mlx import activations
-from pippin.backends.mlx.conv import is_depthwise, use_shift_conv1d
-from pippin.backends.mlx.cpu_attention import attend
-from pippin.backends.mlx.gated_delta import gated_delta_update
+from pippin.backends.mlx.cpu import activations
+from pippin.backends.mlx.cpu.attention import attend
+from pippin.backends.mlx.cpu.linear import use_few_rows
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
-from pippin.backends.mlx.linear import use_few_rows
-from pippin.backends.mlx.prefill import ChunkKV
-from pippin.backends.mlx.recurrent_calls import Kind, is_among, record_call
-from pippin.backends.mlx.row_views import RowKV, RowMask
-from pippin.backends.mlx.ssm import ssm_update
+from pippin.backends.mlx.prefill.batch import ChunkKV
+from pippin.backends.mlx.recurrent.calls import Kind, is_among, record_call
+from pippin.backends.mlx.recurrent.conv import is_depthwise, use_shift_conv1d
+from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update
+from pippin.backends.mlx.recurrent.ssm import ssm_update
+from pippin.backends.mlx.rows.views import RowKV, RowMask
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": base.scaled_dot_product_attention,

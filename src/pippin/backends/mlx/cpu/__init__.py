@@ -1,0 +1,1 @@
+"""What mlx lacks on CPUs: a fast BLAS, vector math, kept buffers, kernels. Knows no requests."""

@@ -1,0 +1,64 @@
+"""Compiled decode steps on Linux CPUs, without making anybody wait for the C++ compiler.
+
+There `mx.compile` calls g++ for every new kernel and keeps what it built in a temporary directory.
+A decode step needs some forty kernels: half a minute, once per machine and model. So a server
+starts with plain steps while a process in the background builds the kernels, and changes over when
+a marker says that they are all there. On GPUs kernels are built in no time: steps are compiled at
+once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from pippin.backends.mlx.cpu.compiler import compile_available, kernel_dir
+from pippin.backends.mlx.device import on_cpu
+from pippin.backends.mlx.load import LoadedModel
+
+
+def marker_path(loaded: LoadedModel) -> Path:
+    """Exists once every kernel of this model's decode step, as this code has it, is built."""
+    digest = hashlib.sha256(repr((type(loaded.model).__module__, loaded.layout)).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return kernel_dir() / f"pippin-{digest.hexdigest()[:16]}"
+
+
+@dataclass
+class Kernels:
+    """Whether decode steps may be compiled now."""
+
+    marker: Path | None  # None: no compiler, or none is needed
+    available: bool
+    builder: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> Kernels:
+        if not compile_available().available:
+            return cls(None, available=False)
+        if not on_cpu():
+            return cls(None, available=True)
+        marker = marker_path(loaded)
+        return cls(marker, available=marker.exists())
+
+    def ready(self) -> bool:
+        if not self.available and self.marker is not None and self.marker.exists():
+            self.available = True
+        return self.available
+
+    def build_in_background(self, path: Path, dtype: str) -> None:
+        """Start a process that builds what is missing, out of everybody's way."""
+        if self.available or self.marker is None:
+            return
+        command = [sys.executable, "-m", "pippin.backends.mlx.cpu.warm", str(path), dtype]
+        quiet = subprocess.DEVNULL
+        self.builder = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+
+    def close(self) -> None:
+        if self.builder is not None and self.builder.poll() is None:
+            self.builder.terminate()
+            self.builder.wait()

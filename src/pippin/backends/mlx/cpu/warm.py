@@ -1,0 +1,66 @@
+"""python -m pippin.backends.mlx.cpu.warm MODEL_DIR DTYPE: build a decode step's kernels, then end.
+
+Runs the compiled step on every form that its kernels can take: one row and several, mains that are
+full and mains with padding, rows that share what they begin with.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.mlx.cpu.kernels import marker_path
+from pippin.backends.mlx.load import LoadedModel, load
+from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.rows.cohorts import COLUMN_STEP
+from pippin.backends.mlx.rows.decode_forward import DecodeForward
+from pippin.backends.mlx.rows.decode_rows import SETTLED_STEPS, DecodeRows
+from pippin.backends.mlx.rows.grouping import SHARED_BLOCK
+
+SHARED_LEN = 18 * SHARED_BLOCK - SETTLED_STEPS + 1  # whole blocks when settled rows regroup
+FULL, PADDED = COLUMN_STEP, COLUMN_STEP - 3  # tokens of a main
+FORMS = ([FULL], [PADDED], [FULL, PADDED], [FULL, FULL])
+NUM_STEPS = 2 * SETTLED_STEPS
+SHARED_FORMS = ([SHARED_LEN, SHARED_LEN], [SHARED_LEN, SHARED_LEN - 3])
+
+
+def prompt_of(loaded: LoadedModel, num_tokens: int) -> PromptState:
+    prompt = PromptState()
+    batch = ChunkBatch(loaded.layout, [np.zeros(num_tokens, dtype=np.int32)], [prompt])
+    loaded.forward(batch.tokens, batch.caches)
+    batch.advance()
+    return prompt
+
+
+def run(loaded: LoadedModel, lengths: list[int], num_steps: int) -> None:
+    forward = DecodeForward(loaded.layout, loaded.forward, compiled=lambda: True)
+    rows = DecodeRows(loaded.layout)
+    slots = list(range(1, len(lengths) + 1))
+    lengths_by_slot = dict(zip(slots, lengths, strict=True))
+    rows.join(
+        [(slot, prompt_of(loaded, n)) for slot, n in lengths_by_slot.items()],
+        {slot: np.zeros(n, dtype=np.int32) for slot, n in lengths_by_slot.items()},
+    )
+    for _ in range(num_steps):
+        _, logits = rows.advance(slots, lambda at: mx.zeros(len(at), mx.int32), forward)
+        mx.eval(logits, *rows.arrays())
+
+
+def main() -> int:
+    os.nice(19)
+    server = os.getppid()
+    loaded = load(Path(sys.argv[1]), dtype=sys.argv[2])
+    for lengths in (*FORMS, *SHARED_FORMS):
+        run(loaded, lengths, num_steps=NUM_STEPS)
+        if os.getppid() != server:
+            return 1  # whoever wanted the kernels is gone
+    marker_path(loaded).touch()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

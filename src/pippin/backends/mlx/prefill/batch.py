@@ -1,0 +1,218 @@
+"""Runs chunks of several prompts in one forward: ragged, right-padded, prefix in, prefix out.
+
+keys of one row:   [ prefix, padded to the longest | this chunk, padded to the longest ]
+                     restored or computed before     causal, so padding is never looked at
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache
+
+from pippin.backends.mlx.device import on_cpu
+from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.tree.packing import KV
+
+
+@dataclass
+class PromptState:
+    """What one unfinished (or just finished) prompt holds: everything before position `length`."""
+
+    length: int = 0
+    kv: dict[int, KV] = field(default_factory=dict)  # by leaf; absent while empty
+    states: dict[int, list[mx.array]] = field(default_factory=dict)
+
+    def arrays(self) -> list[mx.array]:
+        flat = [array for pair in self.kv.values() for array in pair]
+        return flat + [array for entries in self.states.values() for array in entries]
+
+
+class ChunkKV:
+    """The cache view of one attention layer during a prefill forward."""
+
+    def __init__(
+        self,
+        leaf: Leaf,
+        offset: int | mx.array,
+        masks: ChunkMasks,
+        prefix: KV | None,
+        prefix_lens: np.ndarray,
+    ) -> None:
+        self.offset = offset
+        self.window = leaf.window
+        self.on_cpu = masks.on_cpu
+        self._masks = masks
+        self._prefix = prefix
+        self._prefix_lens = prefix_lens
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.new: KV | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.new = (keys, values)
+        if self._prefix is not None:
+            keys = mx.concatenate([self._prefix[0], keys], axis=2)
+            values = mx.concatenate([self._prefix[1], values], axis=2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 (mlx-lm's name)
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> mx.array | str | None:
+        window = window_size or self.window
+        return self._masks.mask(self._prefix_lens, window, return_array)
+
+
+class ChunkMasks:
+    """What the queries of one forward may see, made once for all layers that agree.
+
+    Views hold this and not their batch: a batch that its views refer back to would keep its keys
+    and values until Python's cycle collector comes by.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.on_cpu = on_cpu()
+        self._masks: dict[object, mx.array | str | None] = {}
+
+    def mask(
+        self, prefix_lens: np.ndarray, window: int | None, return_array: bool
+    ) -> mx.array | str | None:
+        """What each query may see; shared by all layers with the same prefix and window."""
+        key = (prefix_lens.tobytes(), window, return_array)
+        if key not in self._masks:
+            self._masks[key] = self._build_mask(prefix_lens, window, return_array)
+        return self._masks[key]
+
+    def _build_mask(
+        self, prefix_lens: np.ndarray, window: int | None, return_array: bool
+    ) -> mx.array | str | None:
+        longest, width = int(prefix_lens.max()), self.width
+        windowed = window is not None and longest + width > window
+        even = bool((prefix_lens == longest).all())
+        if even and not windowed and not return_array:
+            return "causal" if width > 1 else None
+        query = np.arange(width)[None, :, None]
+        # Positions relative to each row's chunk start; a prefix of n tokens ends just before 0.
+        column = np.arange(longest)[None, None, :]
+        prefix = column - prefix_lens[:, None, None]
+        prefix_ok = np.broadcast_to(prefix < 0, (len(prefix_lens), width, longest))
+        new = np.arange(width)[None, None, :]
+        new_ok = np.broadcast_to(new <= query, (len(prefix_lens), width, width))
+        if window is not None:
+            prefix_ok = prefix_ok & (prefix > query - window)
+            new_ok = new_ok & (new > query - window)
+        return mx.array(np.concatenate([prefix_ok, new_ok], axis=2)[:, None])
+
+
+class ChunkBatch:
+    """One forward's worth of chunks: their states before it, and after it."""
+
+    def __init__(
+        self, layout: Layout, chunks: Sequence[np.ndarray], states: Sequence[PromptState]
+    ) -> None:
+        self._layout = layout
+        self._states = states
+        self.lens = np.array([len(chunk) for chunk in chunks], dtype=np.int32)
+        self.width = int(self.lens.max())
+        self.ragged = bool((self.lens != self.width).any())
+        self._starts = np.array([state.length for state in states], dtype=np.int32)
+        solo = len(states) == 1
+        self.offset: int | mx.array = int(self._starts[0]) if solo else mx.array(self._starts)
+        tokens = np.zeros((len(chunks), self.width), dtype=np.int32)
+        for row, chunk in enumerate(chunks):
+            tokens[row, : len(chunk)] = chunk
+        self.tokens = mx.array(tokens)
+        self._masks = ChunkMasks(self.width)
+        self._views: list[Any] = [self._view(i, leaf) for i, leaf in enumerate(layout.leaves)]
+        self.caches = layout.nest(self._views)
+
+    @property
+    def last_positions(self) -> np.ndarray:
+        return self.lens - 1
+
+    def new_kv(self) -> dict[int, KV]:
+        """This chunk's keys and values by leaf: [rows, heads, width, dim]."""
+        return {i: v.new for i, v in enumerate(self._views) if isinstance(v, ChunkKV) and v.new}
+
+    def advance(self) -> None:
+        """Move every row's state past its chunk."""
+        for row, state in enumerate(self._states):
+            n = int(self.lens[row])
+            for i, leaf in enumerate(self._layout.leaves):
+                if leaf.is_state:
+                    entries = self._views[i].cache
+                    # In one memory order, so that what is carried on and what is restored from
+                    # the tree take the same way through the products, to the last bit.
+                    state.states[i] = [mx.contiguous(entry[row : row + 1]) for entry in entries]
+                else:
+                    state.kv[i] = self._extended(self._views[i], leaf, state.kv.get(i), row, n)
+            state.length += n
+
+    def _extended(self, view: ChunkKV, leaf: Leaf, old: KV | None, row: int, n: int) -> KV:
+        assert view.new is not None
+        assert view.keys is not None
+        assert view.values is not None
+        if len(self._states) == 1:
+            pair = (view.keys, view.values)  # prefix and chunk, already joined for attention
+        else:
+            new = (view.new[0][row : row + 1, :, :n], view.new[1][row : row + 1, :, :n])
+            pair = new if old is None else _concatenate(old, new)
+        keep = leaf.window
+        if keep is not None and pair[0].shape[2] > keep:
+            pair = (pair[0][:, :, -keep:], pair[1][:, :, -keep:])
+        return pair
+
+    def _view(self, index: int, leaf: Leaf) -> Any:
+        if leaf.is_state:
+            view: Any = ArraysCache(size=len(leaf.shapes))
+            view.cache = self._state_entries(index, leaf)
+            if self.ragged:
+                view.lengths = mx.array(self.lens)
+            return view
+        pairs = [state.kv.get(index) for state in self._states]
+        prefix_lens = np.array([0 if p is None else p[0].shape[2] for p in pairs], dtype=np.int32)
+        prefix = self._prefix(leaf, pairs, prefix_lens)
+        return ChunkKV(leaf, self.offset, self._masks, prefix, prefix_lens)
+
+    def _state_entries(self, index: int, leaf: Leaf) -> list[mx.array | None]:
+        rows = [state.states.get(index) for state in self._states]
+        if all(row is None for row in rows):
+            return [None] * len(leaf.shapes)
+        if len(rows) == 1:
+            return list(rows[0] or ())
+        fresh = [mx.zeros((1, *s), d) for s, d in zip(leaf.shapes, leaf.dtypes, strict=True)]
+        filled = [fresh if row is None else row for row in rows]
+        return [mx.concatenate(list(column), axis=0) for column in zip(*filled, strict=True)]
+
+    def _prefix(self, leaf: Leaf, pairs: list[KV | None], prefix_lens: np.ndarray) -> KV | None:
+        longest = int(prefix_lens.max())
+        if longest == 0:
+            return None
+        if len(pairs) == 1:
+            return pairs[0]
+        sides = []
+        for side, (heads, dim) in enumerate(leaf.shapes):
+            padded = []
+            for pair, n in zip(pairs, prefix_lens.tolist(), strict=True):
+                blank = mx.zeros((1, heads, longest - n, dim), leaf.dtypes[side])
+                if pair is None:
+                    padded.append(blank)
+                elif n == longest:
+                    padded.append(pair[side])
+                else:
+                    padded.append(mx.concatenate([pair[side], blank], axis=2))
+            sides.append(mx.concatenate(padded, axis=0))
+        return sides[0], sides[1]
+
+
+def _concatenate(a: KV, b: KV) -> KV:
+    return mx.concatenate([a[0], b[0]], axis=2), mx.concatenate([a[1], b[1]], axis=2)

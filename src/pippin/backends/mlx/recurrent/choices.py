@@ -1,0 +1,195 @@
+"""Chooses between mlx-lm's recurrences and ours, by timing both on a model's own shapes.
+
+Only where mlx-lm has a kernel there is something to time: on Metal. Elsewhere, and in deterministic
+mode, it is ours at once. The times are remembered in a file (choice_file.py).
+
+With ours, a prefill forward also yields the states at every 64 tokens inside it. With mlx-lm's
+kernel it does not, and prompts are cut into shorter chunks where checkpoints are wanted. So for
+prefill mlx-lm's must be clearly faster, not just faster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import gated_delta as mlx_lm_gated_delta
+from mlx_lm.models import ssm as mlx_lm_ssm
+
+from pippin.backends.mlx.device import device_info
+from pippin.backends.mlx.recurrent import blocks, gated_delta, ssm, triangular
+from pippin.backends.mlx.recurrent.calls import PHASES, Call, Kind, Phase
+from pippin.backends.mlx.recurrent.choice_file import RememberedTimes, Times, default_path
+
+WORTHWHILE: dict[Phase, float] = {"prefill": 0.8, "decode": 0.95}  # of our time
+DECODE_ROWS = (1, 8)
+PREFILL_TOKENS = 512  # and as many as a step takes
+# Calls that are launched together: fetching a result from a GPU takes longer than one token.
+CHAIN: dict[Phase, int] = {"prefill": 2, "decode": 16}
+REPEATS = 5
+SIMD_WIDTH = 32  # mlx-lm's kernels give each lane a whole share of a row
+DETERMINISTIC = "deterministic mode does not go by times"
+
+logger = logging.getLogger(__name__)
+
+Function = Callable[..., tuple[mx.array, mx.array]]
+Timer = Callable[[Callable[[], None]], float]  # seconds that some work takes
+
+OURS: dict[str, Function] = {
+    "gated_delta_update": gated_delta.gated_delta_update,
+    "ssm_update": ssm.ssm_update,
+}
+MLX_LM: dict[str, Function] = {
+    "gated_delta_update": mlx_lm_gated_delta.gated_delta_update,
+    "ssm_update": mlx_lm_ssm.ssm_update,
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """For one kind of call: the times of both, or why there was nothing to time."""
+
+    kind: Kind
+    times: Times | None = None
+    obstacle: str | None = None
+
+    @property
+    def mlx_lm(self) -> bool:
+        if self.times is None:
+            return False
+        return self.times.mlx_lm_ms <= WORTHWHILE[self.kind.phase] * self.times.ours_ms
+
+    def __str__(self) -> str:
+        name = "mlx-lm's" if self.mlx_lm else "ours"
+        if self.times is None:
+            return f"{name}: {self.obstacle}"
+        return f"{name}: {self.times.ours_ms:.2f} ms ours, {self.times.mlx_lm_ms:.2f} ms mlx-lm's"
+
+
+def on_metal() -> bool:
+    return bool(mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu))
+
+
+def obstacle_to_mlx_lm(call: Call, phase: Phase) -> str | None:
+    """Why mlx-lm's function is out of the question for calls of this kind, if it is."""
+    metal = on_metal()
+    if call.function == "gated_delta_update":
+        key_dim = call.tokens["k"].shape[-1]
+        if metal and key_dim % SIMD_WIDTH == 0 and call.arguments.get("use_kernel", True):
+            return None
+        return "mlx-lm has only a Python loop " + (f"for keys of {key_dim}" if metal else "here")
+    state_dim = call.tokens["B"].shape[-1]
+    if metal and phase == "decode" and state_dim % SIMD_WIDTH:
+        return f"mlx-lm's kernel drops part of states of {state_dim}, no multiple of {SIMD_WIDTH}"
+    return None if metal else "mlx-lm has no kernel here"
+
+
+def choose_recurrences(
+    calls: Iterable[Call],
+    *,
+    deterministic: bool,
+    path: Path | None = None,
+    obstacle: Callable[[Call, Phase], str | None] = obstacle_to_mlx_lm,
+    seconds_of: Timer | None = None,
+) -> tuple[Choice, ...]:
+    """One choice for each kind of call, from the times in the file at `path` or new ones."""
+    remembered = RememberedTimes(path or default_path(), machine())
+    timer = seconds_of or shortest_seconds
+    choices = []
+    for call, phase in ((call, phase) for call in calls for phase in PHASES):
+        kind = call.kind(phase)
+        reason = DETERMINISTIC if deterministic else obstacle(call, phase)
+        if reason is not None:
+            choices.append(Choice(kind, obstacle=reason))
+            continue
+        times = remembered.get(str(kind))
+        if times is None:
+            try:
+                times = time_both(call, phase, timer)
+            except TheirsFailed as failure:
+                logger.warning("%s: ours, for %s", kind, failure, exc_info=failure.__cause__)
+                choices.append(Choice(kind, obstacle=str(failure)))
+                continue
+            remembered.add(str(kind), times)
+        choices.append(Choice(kind, times))
+    remembered.save()
+    return tuple(choices)
+
+
+def machine() -> str:
+    """All that remembered times depend on, but for the kind of call."""
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm"))
+    ours = hashlib.sha256()
+    for module in (gated_delta, ssm, blocks, triangular):
+        ours.update(Path(str(module.__file__)).read_bytes())
+    return ", ".join([device_info().name, *versions, f"ours {ours.hexdigest()[:8]}"])
+
+
+class TheirsFailed(Exception):
+    """mlx-lm's function raised; ours runs everywhere."""
+
+
+def time_both(call: Call, phase: Phase, seconds_of: Timer) -> Times:
+    """Both functions on each size that matters, added up."""
+
+    def milliseconds(functions: Mapping[str, Function]) -> float:
+        works = (work(functions[call.function], call, phase, *size) for size in sizes(phase))
+        return 1e3 * sum(seconds_of(one) for one in works) / CHAIN[phase]
+
+    ours_ms = milliseconds(OURS)
+    try:
+        return Times(ours_ms, milliseconds(MLX_LM))
+    except Exception as error:  # whatever a kernel can do on a machine that we have never seen
+        raise TheirsFailed(f"mlx-lm's failed here: {error}") from error
+
+
+def sizes(phase: Phase) -> list[tuple[int, int]]:
+    """Rows and tokens of the calls that are timed."""
+    if phase == "decode":
+        return [(num_rows, 1) for num_rows in DECODE_ROWS]
+    return [(1, n) for n in sorted({PREFILL_TOKENS, device_info().prefill_tokens})]
+
+
+def work(
+    function: Function, call: Call, phase: Phase, num_rows: int, num_tokens: int
+) -> Callable[[], None]:
+    """A few calls that hand the state on, each on its own tokens, as a step would run them."""
+    resized = [call.resized(num_rows, num_tokens, seed) for seed in range(CHAIN[phase])]
+    arguments = resized[0].arguments
+    _, state = function(**arguments)
+    tokens = [one.tokens for one in resized]
+    mx.eval(state, tokens)
+
+    def chain(state: mx.array, tokens: list[dict[str, mx.array]]) -> list[mx.array]:
+        outputs = []
+        for one in tokens:
+            y, state = function(**{**arguments, **one, "state": state})
+            outputs.append(y)
+        return [*outputs, state]
+
+    # Decode steps are compiled, prefill is not.
+    run: Callable[..., Any] = mx.compile(chain) if phase == "decode" else chain
+    return partial(_evaluate, run, state, tokens)
+
+
+def _evaluate(run: Callable[..., Any], *arguments: Any) -> None:
+    mx.eval(run(*arguments))
+
+
+def shortest_seconds(run: Callable[[], None]) -> float:
+    """The shortest of a few runs after a first: kernels are built, and others use the machine."""
+    run()
+    shortest = float("inf")
+    for _ in range(REPEATS):
+        began = perf_counter()
+        run()
+        shortest = min(shortest, perf_counter() - began)
+    return shortest

@@ -1,0 +1,103 @@
+"""What decode rows have beside their mains: tails and recurrent states, arrays with a line per row.
+
+Knows no slots, no cohorts and no steps. Lines that no row has are computed along and mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.tree.packing import KV
+
+TAIL = 64  # columns: steps from one regrouping to the next
+
+
+@dataclass
+class RowArrays:
+    layout: Layout
+    width: int = 0
+    tails: dict[int, KV] = field(default_factory=dict)  # by leaf: [width, heads, TAIL, dim]
+    states: dict[int, list[mx.array]] = field(default_factory=dict)  # by leaf: [width, ...]
+
+    def __post_init__(self) -> None:
+        # bool [width, TAIL]: the tail columns that hold a token of their row
+        self.written = np.zeros((0, TAIL), dtype=bool)
+
+    @property
+    def tail_len(self) -> int:
+        return int(self.written.shape[1])
+
+    def arrays(self) -> list[mx.array]:
+        flat = [array for pair in self.tails.values() for array in pair]
+        return flat + [array for entries in self.states.values() for array in entries]
+
+    def take_over(self, tails: Sequence[KV], states: Sequence[list[mx.array]]) -> None:
+        """What a step made of them, in the layout's order."""
+        self.tails = dict(zip(self.layout.kv_indices, tails, strict=True))
+        self.states = dict(zip(self.layout.state_indices, states, strict=True))
+
+    def tail_of(self, leaf: int, line: int) -> KV:
+        at = mx.array(np.flatnonzero(self.written[line]).astype(np.int32))
+        keys, values = (mx.take(side[line : line + 1], at, axis=2) for side in self.tails[leaf])
+        return keys, values
+
+    def states_of(self, line: int) -> dict[int, list[mx.array]]:
+        """In buffers of their own: a view would keep every line's alive."""
+        return {
+            leaf: [mx.contiguous(entry[line : line + 1]) for entry in entries]
+            for leaf, entries in self.states.items()
+        }
+
+    def put_states(self, line: int, states: dict[int, list[mx.array]]) -> None:
+        for leaf, entries in states.items():
+            for number, entry in enumerate(entries):
+                if self.width == 1:
+                    self.states[leaf][number] = entry
+                else:
+                    self.states[leaf][number][line : line + 1] = entry
+
+    def widen(self, width: int) -> None:
+        """New lines are zeros until somebody gets them."""
+        extra = width - self.width
+        self.written = np.pad(self.written, ((0, extra), (0, 0)))
+        for index, leaf in enumerate(self.layout.leaves):
+            blanks = _blanks(leaf, extra)
+            if leaf.is_state:
+                old = self.states.get(index)
+                self.states[index] = blanks if old is None else _below(old, blanks)
+            else:
+                tail = self.tails.get(index)
+                keys, values = blanks if tail is None else _below(tail, blanks)
+                self.tails[index] = keys, values
+        self.width = width
+
+    def choose(self, lines: Sequence[int]) -> None:
+        """Go on with these lines, in this order."""
+        at = mx.array(np.array(lines, dtype=np.int32))
+        self.states = {
+            leaf: [mx.take(entry, at, axis=0) for entry in entries]
+            for leaf, entries in self.states.items()
+        }
+        self.tails = {
+            leaf: (mx.take(k, at, axis=0), mx.take(v, at, axis=0))
+            for leaf, (k, v) in self.tails.items()
+        }
+        self.written = self.written[list(lines)]
+        self.width = len(lines)
+
+
+def _blanks(leaf: Leaf, num_lines: int) -> list[mx.array]:
+    if leaf.is_state:
+        shapes = [(num_lines, *shape) for shape in leaf.shapes]
+    else:
+        shapes = [(num_lines, heads, TAIL, dim) for heads, dim in leaf.shapes]
+    return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, leaf.dtypes, strict=True)]
+
+
+def _below(old: Sequence[mx.array], new: Sequence[mx.array]) -> list[mx.array]:
+    return [mx.concatenate([a, b], axis=0) for a, b in zip(old, new, strict=True)]

@@ -1,0 +1,53 @@
+"""One decode step as a function of arrays: plain, or compiled once for each shape of step.
+
+A compiled step skips the model's Python and fuses its small operations. Shapes change when rows
+join or leave and when tails are flushed, so only so many of them are kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.rows.views import DecodeStep, StepShape, StepViews, Tree
+from pippin.backends.mlx.tree.packing import KV
+
+MAX_COMPILED = 64  # shapes; one costs the host about a megabyte
+
+StepResult = tuple[mx.array, list[KV], list[list[mx.array]]]  # logits, tails, states
+
+
+class DecodeForward:
+    def __init__(
+        self,
+        layout: Layout,
+        forward: Callable[[mx.array, list[Any]], mx.array],
+        *,
+        compiled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._layout = layout
+        self._forward = forward
+        self._compiles = compiled  # asked now and then: kernels may be in the making
+        self._compiled: OrderedDict[StepShape, Callable[[Tree], StepResult]] = OrderedDict()
+
+    def __call__(self, shape: StepShape, tree: Tree) -> StepResult:
+        step = self._compiled.get(shape)
+        if step is None:
+            if not (shape.aligned and self._compiles()):
+                return self._run(shape, tree)
+            step = mx.compile(lambda tree: self._run(shape, tree))
+            self._compiled[shape] = step
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(shape)
+        return step(tree)
+
+    def _run(self, shape: StepShape, tree: Tree) -> StepResult:
+        views = StepViews(DecodeStep(self._layout, shape, tree))
+        logits = self._forward(tree["tokens"], views.caches)[:, -1]
+        tails = [(view.tail[0], view.tail[1]) for view in views.kv]
+        return logits, tails, [list(view.cache) for view in views.states]

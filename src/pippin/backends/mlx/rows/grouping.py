@@ -1,0 +1,117 @@
+"""Which decode rows form a cohort: rows of like length, and rows that begin with the same tokens.
+
+Knows lengths and prompts, not what rows hold. Costs are counted in tokens of KV that a step reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+GROUP_COST_TOKENS = 256  # one more group costs a step about as much as this many padded tokens
+SHARE_COST_TOKENS = 1024  # likewise a shared piece, which has products and a softmax of its own
+SPLIT_COST_TOKENS = 12 * 1024  # likewise the second group: a step of one group can be compiled
+SHARED_BLOCK = 64  # tokens: what is shared is shared in whole blocks
+MIN_SHARED_BLOCKS = 2  # one alone would need kernels of its own
+DEPTHS = (256, 1024)  # how many tokens rows must begin alike with to be set apart
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows for one cohort."""
+
+    indices: list[int]  # -1: a line that only pads the cohort
+    num_shared: int = 0  # tokens that all of them begin with, to be held once
+
+
+def group_rows(lengths: Mapping[int, int], prompts: Mapping[int, np.ndarray]) -> list[Group]:
+    """The cheapest of a few partitions: by length alone, or first by what rows begin with.
+
+    Rows without a prompt here share nothing.
+    """
+    best: list[Group] = []
+    least = float("inf")
+    for families in _partitions(lengths, prompts):
+        groups = [
+            Group(run, _num_shared(run, lengths, prompts))
+            for family in families
+            for run in group_by_length({index: lengths[index] for index in family})
+        ]
+        cost = sum(_cost(group, lengths) for group in groups)
+        cost += SPLIT_COST_TOKENS if len(groups) > 1 else 0
+        if cost < least:
+            best, least = groups, cost
+    return best
+
+
+def group_by_length(lengths: Mapping[int, int]) -> list[list[int]]:
+    """Partition rows so that padding plus the cost of having groups is least.
+
+    Rows are sorted by length, so groups are runs; the best partition of the first j rows ends in a
+    run i..j for the cheapest i.
+    """
+    order = sorted(lengths, key=lambda index: lengths[index])
+    sizes = [lengths[index] for index in order]
+    best: list[tuple[float, int]] = [(0.0, 0)]
+    for j in range(1, len(order) + 1):
+        best.append(
+            min((best[i][0] + (j - i) * sizes[j - 1] + GROUP_COST_TOKENS, i) for i in range(j))
+        )
+    groups: list[list[int]] = []
+    j = len(order)
+    while j > 0:
+        i = best[j][1]
+        groups.append(sorted(order[i:j]))
+        j = i
+    return groups[::-1]
+
+
+def common_len(prompts: Sequence[np.ndarray]) -> int:
+    """How many tokens all of them begin with."""
+    first, *others = prompts
+    common = len(first)
+    for other in others:
+        common = min(common, len(other))
+        differs = first[:common] != other[:common]
+        if differs.any():
+            common = int(differs.argmax())
+    return common
+
+
+def _partitions(
+    rows: Mapping[int, int], prompts: Mapping[int, np.ndarray]
+) -> Iterator[list[list[int]]]:
+    """All rows together; then families that begin alike, and whoever is left over."""
+    yield [list(rows)]
+    for depth in DEPTHS:
+        families: dict[bytes, list[int]] = {}
+        for index in rows:
+            if index in prompts and len(prompts[index]) >= depth:
+                families.setdefault(prompts[index][:depth].tobytes(), []).append(index)
+        alike = [family for family in families.values() if len(family) > 1]
+        rest = set(rows).difference(*alike)
+        if alike and (rest or len(alike) > 1):
+            yield [*alike, sorted(rest)] if rest else alike
+
+
+def _num_shared(
+    rows: Sequence[int], lengths: Mapping[int, int], prompts: Mapping[int, np.ndarray]
+) -> int:
+    """Whole blocks, and never all of a row: it keeps a column of its own."""
+    if len(rows) < 2 or any(index not in prompts for index in rows):
+        return 0
+    common = min(common_len([prompts[i] for i in rows]), min(lengths[i] for i in rows) - 1)
+    num_blocks = common // SHARED_BLOCK
+    saved = (len(rows) - 1) * num_blocks * SHARED_BLOCK
+    pays = saved > SHARE_COST_TOKENS and num_blocks >= MIN_SHARED_BLOCKS
+    return num_blocks * SHARED_BLOCK if pays else 0
+
+
+def _cost(group: Group, lengths: Mapping[int, int]) -> int:
+    rows = group.indices
+    cost = len(rows) * max(lengths[index] for index in rows) + GROUP_COST_TOKENS
+    if group.num_shared:
+        cost += SHARE_COST_TOKENS - (len(rows) - 1) * group.num_shared
+    return cost

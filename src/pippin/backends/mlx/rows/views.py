@@ -1,0 +1,261 @@
+"""What a model sees of the decode rows in one step: cache views and masks.
+
+Attention reads main and tail where they lie (split_attention.py). A model that attends in its own
+way gets one concatenated KV instead: right, but slower.
+
+A step is a tree of arrays and a few host facts (`StepShape`). Steps of equal shape build the same
+graph, so that the graph can be compiled once; nothing here reads a value back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.rows.split_attention import (
+    attend,
+    attend_shared,
+    shared_mask,
+    shared_scores,
+    softmax,
+)
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RowMask:
+    """Passed by the model, untouched, from `make_mask` to the substituted attention function."""
+
+    window: int | None
+
+
+@dataclass(frozen=True)
+class CohortShape:
+    num_lines: int
+    columns: tuple[int, ...]  # by window class of the layout
+    full: tuple[bool, ...]  # by window class: every line fills every column
+    shared: tuple[int, ...]  # by window class: tokens before the columns, held once for all lines
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What the host knows of a step and its graph depends on."""
+
+    width: int
+    cohorts: tuple[CohortShape, ...]
+    aligned: bool  # one cohort whose lines are the rows, in order: nothing needs to be gathered
+
+
+class DecodeStep:
+    """One step's shared arrays, and masks made from them once for all layers.
+
+    tokens   int32 [width, 1]
+    offset   int32 [width]        where each row's token stands
+    cursor   int32 [1]            the tail column that is written
+    written  bool  [width, TAIL]  tail columns that hold a token of their row
+    order    int32 [width]        each row's line among all cohorts' lines; a blank one comes last
+    tails    [keys, values] by KV leaf: [width, heads, TAIL, dim]
+    states   entries by state leaf: [width, ...]
+    cohorts  kv by KV leaf: [lines, heads, columns, dim]; shared likewise: [1, heads, tokens, dim],
+             or empty; lines: the row of each line; lengths: its tokens;
+             stored: by window class, how many of them are in the columns
+    """
+
+    def __init__(self, layout: Layout, shape: StepShape, tree: Tree) -> None:
+        self.layout = layout
+        self.shape = shape
+        self.tree = tree
+        self._tail_masks: dict[int | None, mx.array] = {}
+        self._main_masks: dict[object, mx.array | None] = {}
+
+    def tail_mask(self, window: int | None) -> mx.array:
+        """bool [width, 1, 1, TAIL]"""
+        tail_len = self.tree["written"].shape[1]
+        narrow = window if window is not None and window < tail_len else None
+        if narrow not in self._tail_masks:
+            visible: mx.array = self.tree["written"]
+            if narrow is not None:
+                age = mx.cumsum(visible.astype(mx.int32), axis=1, reverse=True)  # newest: 1
+                visible = visible & (age <= narrow)
+            self._tail_masks[narrow] = visible[:, None, None, :]
+        return self._tail_masks[narrow]
+
+    def main_mask(self, number: int, leaf: Leaf, window: int | None) -> mx.array | None:
+        """bool [lines, 1, 1, columns], or None where every line fills every column."""
+        key = (number, leaf.window, window)
+        if key not in self._main_masks:
+            self._main_masks[key] = self._build_main_mask(number, leaf, window)
+        return self._main_masks[key]
+
+    def shared_mask(self, number: int, num_shared: int, window: int | None) -> mx.array | None:
+        """As `attend_shared` has its scores, or None where every line sees all of them."""
+        if window is None:
+            return None
+        key = (number, "shared", window)
+        if key not in self._main_masks:
+            lines = self.tree["cohorts"][number]["lines"]
+            position = mx.take(self.tree["offset"], lines)[:, None]
+            visible = mx.arange(num_shared)[None] > position - window
+            self._main_masks[key] = shared_mask(visible)
+        return self._main_masks[key]
+
+    def _build_main_mask(self, number: int, leaf: Leaf, window: int | None) -> mx.array | None:
+        place = self.layout.window_classes.index(leaf.window)
+        shape, cohort = self.shape.cohorts[number], self.tree["cohorts"][number]
+        if window is None and shape.full[place]:
+            return None
+        column = mx.arange(shape.columns[place])[None]
+        stored = cohort["stored"][place][:, None]
+        visible: mx.array = column < stored
+        if window is not None:
+            position = mx.take(self.tree["offset"], cohort["lines"])[:, None]
+            first = cohort["lengths"][:, None] - stored  # position of column 0
+            visible = visible & (first + column > position - window)
+        return visible[:, None, None, :]
+
+
+class RowKV:
+    """The cache view of one attention layer during a decode step."""
+
+    def __init__(self, step: DecodeStep, leaf: Leaf, place: int) -> None:
+        self.leaf = leaf
+        self.step = step
+        self.offset = step.tree["offset"]
+        self.tail: list[mx.array] = list(step.tree["tails"][place])
+        self._mains = [cohort["kv"][place] for cohort in step.tree["cohorts"]]
+        self._shared = [cohort["shared"][place] for cohort in step.tree["cohorts"]]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        at = self.step.tree["cursor"]
+        self.tail = [
+            mx.slice_update(self.tail[0], keys, at, (2,)),
+            mx.slice_update(self.tail[1], values, at, (2,)),
+        ]
+        if self.leaf.splits:
+            return keys, values  # not looked at: attention reads the view itself
+        return self._concatenated(0), self._concatenated(1)
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 (mlx-lm's name)
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> Any:
+        window = window_size or self.leaf.window
+        return RowMask(window) if self.leaf.splits else self._concatenated_mask(window)
+
+    def attend(
+        self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array:
+        """softmax(q [shared | main | tail]^T) [shared | main | tail] without joining them."""
+        step = self.step
+        width, q_heads, _, dim = queries.shape
+        kv_heads = self.tail[0].shape[1]
+        repeats = q_heads // kv_heads
+        q = (queries * scale).reshape(width, kv_heads, repeats, dim)
+        blocked = mx.array(mx.finfo(q.dtype).min, q.dtype)
+        tail_scores = q @ self.tail[0].swapaxes(-1, -2)
+        tail_scores = mx.where(step.tail_mask(window), tail_scores, blocked)
+        sink = None if sinks is None else sinks.astype(q.dtype).reshape(1, kv_heads, repeats, 1)
+        if not self._mains:
+            out = softmax([tail_scores], sink) @ self.tail[1]
+        elif step.shape.aligned:
+            out, weights = self._attend_cohort(0, q, tail_scores, sink, window, blocked)
+            out = out + weights @ self.tail[1]
+        else:
+            out = self._attend_cohorts(q, tail_scores, sink, window, blocked)
+        return out.reshape(width, q_heads, 1, out.shape[-1])
+
+    def _attend_cohorts(
+        self,
+        q: mx.array,
+        tail_scores: mx.array,
+        sink: mx.array | None,
+        window: int | None,
+        blocked: mx.array,
+    ) -> mx.array:
+        outs, tail_weights = [], []
+        for number, cohort in enumerate(self.step.tree["cohorts"]):
+            lines = cohort["lines"]
+            own_q, own_tail = mx.take(q, lines, axis=0), mx.take(tail_scores, lines, axis=0)
+            out, weights = self._attend_cohort(number, own_q, own_tail, sink, window, blocked)
+            outs.append(out)
+            tail_weights.append(weights)
+        out = self._in_row_order(outs)
+        return out + self._in_row_order(tail_weights) @ self.tail[1]
+
+    def _attend_cohort(
+        self,
+        number: int,
+        q: mx.array,
+        tail_scores: mx.array,
+        sink: mx.array | None,
+        window: int | None,
+        blocked: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        """What the cohort's lines get from all but the tail, and how they weigh the tail."""
+        (keys, values), shared = self._mains[number], self._shared[number]
+        mask = self.step.main_mask(number, self.leaf, window)
+        scores = _masked(q @ keys.swapaxes(-1, -2), mask, blocked)
+        if not shared:
+            return attend(scores, tail_scores, values, sink)
+        mask = self.step.shared_mask(number, shared[0].shape[2], window)
+        together = _masked(shared_scores(q, shared[0]), mask, blocked)
+        return attend_shared(together, scores, tail_scores, shared[1], values, sink)
+
+    def _in_row_order(self, lines: list[mx.array]) -> mx.array:
+        blank = mx.zeros_like(lines[0][:1])  # for rows that nobody holds
+        return mx.take(mx.concatenate([*lines, blank], axis=0), self.step.tree["order"], axis=0)
+
+    def _concatenated(self, side: int) -> mx.array:
+        if not self._mains:
+            return self.tail[side]
+        longest = max(main[side].shape[2] for main in self._mains)
+        main = self._in_row_order([_pad(main[side], longest) for main in self._mains])
+        return mx.concatenate([main, self.tail[side]], axis=2)
+
+    def _concatenated_mask(self, window: int | None) -> mx.array:
+        tail = self.step.tail_mask(window)
+        if not self._mains:
+            return tail
+        longest = max(main[0].shape[2] for main in self._mains)
+        lines = []
+        for number, (keys, _) in enumerate(self._mains):
+            mask = self.step.main_mask(number, self.leaf, window)
+            if mask is None:
+                mask = mx.ones((keys.shape[0], 1, 1, keys.shape[2]), mx.bool_)
+            lines.append(_pad(mask.swapaxes(-1, -2), longest).swapaxes(-1, -2))
+        return mx.concatenate([self._in_row_order(lines), tail], axis=-1)
+
+
+class StepViews:
+    """Every layer's view of a step, and all of them as the model is called with.
+
+    Not part of the step, which the views hold: a cycle would keep tails, states and mains of past
+    steps until Python's cycle collector comes by.
+    """
+
+    def __init__(self, step: DecodeStep) -> None:
+        leaves, kv_indices = step.layout.leaves, step.layout.kv_indices
+        self.kv = [RowKV(step, leaves[index], place) for place, index in enumerate(kv_indices)]
+        self.states: list[Any] = []
+        for entries in step.tree["states"]:
+            view: Any = ArraysCache(size=len(entries))
+            view.cache = list(entries)
+            self.states.append(view)
+        kv, states = iter(self.kv), iter(self.states)
+        self.caches = step.layout.nest([next(states if leaf.is_state else kv) for leaf in leaves])
+
+
+def _masked(scores: mx.array, visible: mx.array | None, blocked: mx.array) -> mx.array:
+    return scores if visible is None else mx.where(visible, scores, blocked)
+
+
+def _pad(array: mx.array, columns: int) -> mx.array:
+    missing = columns - array.shape[2]
+    return array if missing == 0 else mx.pad(array, [(0, 0), (0, 0), (0, missing), (0, 0)])

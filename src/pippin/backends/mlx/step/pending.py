@@ -1,0 +1,150 @@
+"""A launched step on MLX: what it has yet to sample and what it will tell. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.base import Capture, StepPlan, StepResult
+from pippin.backends.mlx.cpu.stream_clock import StreamClock
+from pippin.backends.mlx.step.sampler import Logprobs, Sampled, SampleRow
+from pippin.backends.mlx.tree.packing import payload_arrays
+from pippin.types import TokenLogprobs
+
+
+@dataclass
+class ToSample:
+    """Rows of logits that a step has yet to turn into tokens; masked ones wait for the host."""
+
+    rows: list[SampleRow] = field(default_factory=list)
+    logits: list[mx.array] = field(default_factory=list)  # [n, vocab] each
+    masked_rows: list[SampleRow] = field(default_factory=list)
+    masked_logits: list[mx.array] = field(default_factory=list)
+
+    def add(self, row: SampleRow, logits: mx.array, masked: bool) -> None:
+        (self.masked_rows if masked else self.rows).append(row)
+        (self.masked_logits if masked else self.logits).append(logits)
+
+    def add_batch(self, rows: Sequence[SampleRow], logits: mx.array) -> None:
+        if any(row.slot for row in rows):
+            self.rows += rows
+            self.logits.append(logits)
+
+    def take_unmasked(self) -> tuple[list[SampleRow], mx.array | None]:
+        rows, logits = self.rows, self.logits
+        self.rows, self.logits = [], []
+        return rows, _stacked(logits)
+
+    def masked(self) -> tuple[list[SampleRow], mx.array | None]:
+        return self.masked_rows, _stacked(self.masked_logits)
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    slots: np.ndarray  # int32 [rows]; 0 where the row means nothing
+    sampled: Sampled
+
+    def tokens(self) -> dict[int, int]:
+        """Waits for the step; reads the array's own buffer, which is no new device work."""
+        values = np.asarray(self.sampled.tokens)
+        pairs = zip(self.slots.tolist(), values.tolist(), strict=True)
+        return {slot: token for slot, token in pairs if slot}
+
+    def logprobs(self, wanted: Callable[[int], int | None]) -> dict[int, TokenLogprobs]:
+        sampled = self.sampled
+        if sampled.logprobs is None or sampled.top_ids is None or sampled.top_logprobs is None:
+            return {}
+        lines = list(
+            token_logprobs(Logprobs(sampled.logprobs, sampled.top_ids, sampled.top_logprobs))
+        )
+        found: dict[int, TokenLogprobs] = {}
+        for slot, line in zip(self.slots.tolist(), lines, strict=True):
+            top = wanted(slot) if slot else None
+            if top is not None:
+                found[slot] = TokenLogprobs(
+                    line.logprob, line.top_ids[:top], line.top_logprobs[:top]
+                )
+        return found
+
+
+@dataclass
+class MLXPending:
+    """A step in flight holds nothing but its results: `written` is emptied by the launch."""
+
+    plan: StepPlan
+    sample_rows: Callable[
+        [MLXPending, Sequence[SampleRow], mx.array, Mapping[int, np.ndarray] | None], None
+    ]
+    num_top_logprobs: Callable[[int], int | None]  # by slot
+    clock: StreamClock | None = None
+    captures: list[Capture] = field(default_factory=list)
+    sampled: list[SampledRows] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+    to_sample: ToSample = field(default_factory=ToSample)
+    written: list[mx.array] = field(default_factory=list)
+    fence: mx.array | None = None  # one number, ready when a step that samples nothing is
+    dispatched: float = 0.0
+
+    def keep(self, capture: Capture) -> None:
+        self.captures.append(capture)
+        for payload in (*capture.kv.values(), *capture.states.values()):
+            self.written += payload_arrays(payload)
+
+    def launch(self) -> None:
+        """Everything written since the last call: what is left out would keep its graph alive."""
+        if not self.sampled and self.written:
+            last = self.written[-1]
+            self.fence = last[(0,) * last.ndim] + 0  # a copy: a view would hold all of it
+            self.written.append(self.fence)
+        self.dispatched = self.dispatched or perf_counter()
+        mx.async_eval(*self.written)
+        self.written.clear()
+
+    def sample(self, masks: Mapping[int, np.ndarray]) -> None:
+        rows, logits = self.to_sample.masked()
+        assert logits is not None, "this plan has no masked rows"
+        self.sample_rows(self, rows, logits, masks)
+        self.to_sample = ToSample()
+        self.launch()
+
+    def wait(self) -> StepResult:
+        if self.fence is not None:
+            mx.eval(self.fence)
+        tokens: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        for sampled in self.sampled:
+            tokens |= sampled.tokens()
+            logprobs |= sampled.logprobs(self.num_top_logprobs)
+        prompt_logprobs = {
+            slot: tuple(entry for part in parts for entry in token_logprobs(part))
+            for slot, parts in self.prompt_logprobs.items()
+        }
+        return StepResult(
+            tokens,
+            logprobs,
+            prompt_logprobs,
+            tuple(self.captures),
+            dispatched=self.dispatched,
+            device=None if self.clock is None else self.clock.read(),
+        )
+
+    def discard(self) -> None:
+        for capture in self.captures:
+            capture.release()
+        self.captures.clear()
+
+
+def token_logprobs(logprobs: Logprobs) -> Iterator[TokenLogprobs]:
+    chosen, ids, tops = (np.asarray(array).tolist() for array in logprobs)
+    for value, line_ids, line_tops in zip(chosen, ids, tops, strict=True):
+        yield TokenLogprobs(value, tuple(line_ids), tuple(line_tops))
+
+
+def _stacked(parts: list[mx.array]) -> mx.array | None:
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)

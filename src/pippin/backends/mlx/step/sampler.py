@@ -1,0 +1,287 @@
+"""Chooses tokens: logits in, one token a row out, in one on-device call. Knows no model, no text.
+
+A row passes these stages, in vLLM's and transformers' order, each only if it asks for it:
+
+    logit_bias, min_tokens → penalties → grammar mask → temperature → top_k → top_p → min_p → draw
+
+Log probabilities are those of the model itself, log_softmax of the raw logits before any stage,
+as OpenAI and vLLM report them by default.
+
+*What a row draws depends on that row alone.* Rows are grouped by how they choose, and every group
+is computed row by row, so a batchmate changes nothing. The draw is Gumbel-max,
+argmax(logits / T + noise), with noise keyed by (seed, index of the token in the reply). Filters
+are thresholds: tokens that tie with the last one kept are kept too, so no sort order matters.
+Nothing here blocks: the host never learns the token, and penalties count it on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.base import Admit
+from pippin.backends.mlx.step.sampling_state import (
+    FAR,
+    PADDING,
+    SHORT,
+    BiasEdits,
+    Draw,
+    DrawGroup,
+    PenaltyGroup,
+    RowSubset,
+    SampleBatch,
+    SlotSampling,
+    TokenHistory,
+    build_batch,
+)
+
+MAX_TOP_LOGPROBS = 20
+_CACHED_BATCHES = 16  # the sets of slots that a few steps alternate between
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """A row of logits: whose it is, and how many tokens of the reply were sampled before."""
+
+    slot: int  # 0: padding, its result means nothing
+    num_generated: int
+
+
+class Logprobs(NamedTuple):
+    chosen: mx.array  # float32 [n]
+    top_ids: mx.array  # int32 [n, k], likeliest first
+    top_logprobs: mx.array  # float32 [n, k]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One token for each row. Pass all of `arrays` to the step's `mx.async_eval`.
+
+    The logprob fields are None when no row asked; otherwise they have a line for every row (it
+    means nothing for a row that did not ask) and as many columns as the most that a row asked.
+    """
+
+    tokens: mx.array  # int32 [num_rows]
+    logprobs: mx.array | None = None  # float32 [num_rows]
+    top_ids: mx.array | None = None  # int32 [num_rows, k]
+    top_logprobs: mx.array | None = None  # float32 [num_rows, k]
+    history: mx.array | None = None  # the penalties' new counts; left lazy they keep the graph
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        fields = (self.tokens, self.logprobs, self.top_ids, self.top_logprobs, self.history)
+        return tuple(array for array in fields if array is not None)
+
+
+class Sampler:
+    """Sampling state by slot, and the batched call over any rows of them."""
+
+    def __init__(self, vocab_size: int, num_slots: int) -> None:
+        self._vocab_size = vocab_size
+        self._slots = [PADDING] * (num_slots + 1)
+        self._history = TokenHistory(vocab_size)
+        self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], SampleBatch] = {}
+        # u > 0 keeps the noise finite: a row with one legal token must be able to draw it.
+        self._uniform = mx.vmap(lambda key: mx.random.uniform(2.0**-24, 1.0, [vocab_size], key=key))
+
+    def admit(self, admit: Admit) -> None:
+        self._forget_batches(admit.slot)
+        self._slots[admit.slot] = SlotSampling.of(admit)
+        if admit.params.has_penalties:
+            self._history.admit(admit.slot, admit.prompt, admit.reply)
+
+    def retire(self, slot: int) -> None:
+        self._forget_batches(slot)
+        self._slots[slot] = PADDING
+        self._history.retire(slot)
+
+    def sample(
+        self,
+        logits: mx.array,  # any float dtype [num_rows, vocab_size]
+        rows: Sequence[SampleRow],
+        masks: Mapping[int, np.ndarray] | None = None,  # bool [vocab_size] by slot, True: allowed
+    ) -> Sampled:
+        if not rows:
+            return Sampled(mx.zeros([0], dtype=mx.int32))
+        assert logits.shape == (len(rows), self._vocab_size), (logits.shape, len(rows))
+        batch = self._batch(rows)
+        tokens = self._draw(self._process(logits, rows, batch, masks), rows, batch)
+        history = None
+        if batch.penalties is not None:
+            drawn = batch.penalties.subset.take(tokens)
+            history = self._history.append(batch.penalties.slots, drawn)
+        if batch.logprobs is None:
+            return Sampled(tokens, history=history)
+        asked, k = batch.logprobs.subset, batch.logprobs.num_top
+        found = token_logprobs(asked.take(logits), asked.take(tokens), k)
+        if batch.logprobs.places is not None:
+            found = Logprobs(*(array[batch.logprobs.places] for array in found))
+        return Sampled(tokens, *found, history=history)
+
+    def logprobs_of_prompt(self, logits: mx.array, targets: mx.array, k: int) -> Logprobs:
+        """Of each target, int [n], under the logits [n, vocab_size] of the position before it."""
+        return token_logprobs(logits, targets, k)
+
+    def _batch(self, rows: Sequence[SampleRow]) -> SampleBatch:
+        slots = tuple(row.slot for row in rows)
+        states = [self._slots[slot] for slot in slots]
+        short = tuple(
+            i
+            for i, (row, state) in enumerate(zip(rows, states, strict=True))
+            if row.num_generated < state.params.min_tokens
+        )
+        batch = self._batches.get((slots, short))
+        if batch is None:
+            if len(self._batches) >= _CACHED_BATCHES:
+                self._batches.clear()
+            batch = build_batch(slots, states, short, self._vocab_size)
+            self._batches[slots, short] = batch
+        return batch
+
+    def _forget_batches(self, slot: int) -> None:
+        self._batches = {key: b for key, b in self._batches.items() if slot not in key[0]}
+
+    def _process(
+        self,
+        logits: mx.array,
+        rows: Sequence[SampleRow],
+        batch: SampleBatch,
+        masks: Mapping[int, np.ndarray] | None,
+    ) -> mx.array:
+        """The logits to draw from; float32 if any stage before the temperature touched them."""
+        x = logits
+        if batch.edits is not None:
+            x = apply_edits(x.astype(mx.float32), batch.edits)
+        if batch.penalties is not None:
+            group = batch.penalties
+            in_prompt, counts = self._history.tables(group.slots)
+            x = group.subset.replace(
+                x.astype(mx.float32), lambda part: penalise(part, in_prompt, counts, group)
+            )
+        if masks:
+            x = apply_masks(x.astype(mx.float32), rows, masks)
+        return x
+
+    def _draw(self, x: mx.array, rows: Sequence[SampleRow], batch: SampleBatch) -> mx.array:
+        parts = []
+        for group in batch.draws:
+            part = group.subset.take(x)
+            if group.draw is not Draw.GREEDY:
+                scaled = part.astype(mx.float32) * group.inverse_temperature
+                part = scaled + self._gumbel(rows, batch, group.subset)
+                dropped = dropped_tokens(scaled, group)
+                if dropped is not None:
+                    # Not mx.where: its branches mispredict, five times as slow on CPU.
+                    part = part - dropped * FAR
+            parts.append(mx.argmax(part, axis=-1))
+        tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        if batch.places is not None:
+            tokens = tokens[batch.places]
+        return tokens.astype(mx.int32)
+
+    def _gumbel(self, rows: Sequence[SampleRow], batch: SampleBatch, subset: RowSubset) -> mx.array:
+        """float32 [len(subset.rows), vocab_size], a function of (seed, index of the token)."""
+        index = np.array([rows[row].num_generated for row in subset.rows], dtype=np.uint64)
+        keys = batch.streams[list(subset.rows)] + index  # wraps: the keys are uint64
+        noise: mx.array = self._uniform(mx.array(keys.view(np.uint32).reshape(-1, 2)))
+        return -mx.log(-mx.log(noise))
+
+
+def apply_edits(x: mx.array, edits: BiasEdits) -> mx.array:
+    return x.at[edits.rows, edits.ids].add(edits.values)
+
+
+def penalise(x: mx.array, in_prompt: mx.array, counts: mx.array, group: PenaltyGroup) -> mx.array:
+    """repetition_penalty looks at prompt and reply; presence and frequency at the reply."""
+    written = counts > 0
+    if group.repetition is not None:
+        factor = mx.where(in_prompt | written, group.repetition, 1.0)
+        x = mx.where(x > 0, x / factor, x * factor)
+    return x - group.frequency * counts - group.presence * written
+
+
+def apply_masks(
+    x: mx.array, rows: Sequence[SampleRow], masks: Mapping[int, np.ndarray]
+) -> mx.array:
+    """-inf where a grammar forbids, below FAR: one that allows only a stop beats min_tokens."""
+    masked = [i for i, row in enumerate(rows) if row.slot in masks]
+    if not masked:
+        return x
+    allowed = mx.array(np.stack([masks[rows[i].slot] for i in masked]))
+    subset = RowSubset.of(masked, len(rows))
+    return subset.replace(x, lambda part: mx.where(allowed, part, -math.inf))
+
+
+def dropped_tokens(x: mx.array, group: DrawGroup) -> mx.array | None:
+    """Which tokens, bool [n, V], the group's filters take out of its scaled logits."""
+    match group.draw:
+        case Draw.SHORT_TOP_K:
+            return x < top_k_threshold(x, group, min(SHORT, x.shape[-1]))
+        case Draw.LONG_TOP_K:
+            return x < top_k_threshold(x, group, x.shape[-1])
+        case Draw.TOP_P:
+            return outside_nucleus(x, group)
+    if group.has_min_p:
+        return x < x.max(axis=-1, keepdims=True) + mx.log(group.min_p)
+    return None
+
+
+def top_k_threshold(x: mx.array, group: DrawGroup, width: int) -> mx.array:
+    """The least logit [n, 1] kept by top_k, then top_p of what is left, then min_p."""
+    largest = mx.sort(x if width == x.shape[-1] else mx.topk(x, width, axis=-1), axis=-1)
+    top = largest[:, -1:]
+    in_top_k = mx.arange(width - 1, -1, -1) < group.top_k
+    mass = mx.exp(largest - top) * in_top_k
+    threshold = _nucleus_threshold(largest, mass, mass.sum(axis=-1, keepdims=True), group, in_top_k)
+    return mx.maximum(threshold, top + mx.log(group.min_p))
+
+
+def outside_nucleus(x: mx.array, group: DrawGroup) -> mx.array:
+    """top_p over the whole vocabulary, then min_p; in units of the likeliest token's mass, 1.
+
+    Tokens of mass <= (1 - top_p) / V weigh too little, all together, to reach the nucleus, so
+    they may be made equal before the sort, which takes a third of the time on peaked rows.
+    """
+    mass = mx.exp(x - x.max(axis=-1, keepdims=True))
+    floor = (1.0 - group.top_p) / x.shape[-1]
+    ordered = mx.sort(mx.maximum(mass, floor), axis=-1)
+    threshold = _nucleus_threshold(ordered, ordered, mass.sum(axis=-1, keepdims=True), group)
+    return mass < mx.maximum(threshold, group.min_p)
+
+
+def _nucleus_threshold(
+    ascending: mx.array,
+    mass: mx.array,
+    total: mx.array,
+    group: DrawGroup,
+    eligible: mx.array | None = None,
+) -> mx.array:
+    """The least value [n, 1] of the smallest set of largest values with top_p of the total."""
+    above = mx.cumsum(mass, axis=-1, reverse=True, inclusive=False)
+    kept = above < group.top_p * total
+    if eligible is not None:
+        kept = kept & eligible
+    num_kept = mx.maximum(kept.sum(axis=-1, keepdims=True), 1)
+    return mx.take_along_axis(ascending, ascending.shape[-1] - num_kept, axis=-1)
+
+
+def token_logprobs(logits: mx.array, tokens: mx.array, k: int) -> Logprobs:
+    """Of `tokens` [n] and of the k likeliest tokens, under log_softmax of logits [n, V]."""
+    x = logits.astype(mx.float32)
+    normaliser = mx.logsumexp(x, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(x, tokens[:, None], axis=-1) - normaliser
+    if k == 0:
+        empty = [len(tokens), 0]
+        return Logprobs(chosen[:, 0], mx.zeros(empty, dtype=mx.int32), mx.zeros(empty))
+    # A fixed width, so that ties fall alike whatever others ask; sorted ids order them.
+    width = min(max(k, MAX_TOP_LOGPROBS), x.shape[-1])
+    ids = mx.sort(mx.argpartition(x, -width, axis=-1)[:, -width:], axis=-1)
+    values = mx.take_along_axis(x, ids, axis=-1)
+    order = mx.argsort(-values, axis=-1)[:, :k]
+    top = mx.take_along_axis(values, order, axis=-1) - normaliser
+    return Logprobs(chosen[:, 0], mx.take_along_axis(ids, order, axis=-1).astype(mx.int32), top)

@@ -1,0 +1,272 @@
+"""What sampling remembers of each slot, and the arrays for a batch of slots. Draws no tokens.
+
+SlotSampling   one admitted request's parameters, as the sampler wants them
+SampleBatch    the parameter arrays of one tuple of slots; built once, used for many steps
+TokenHistory   which tokens a penalised slot has read and written, on the device
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.base import Admit
+from pippin.types import SamplingParams
+
+SHORT = 128  # a top_k up to this needs only a partition; fixed, so that no batchmate changes it
+GREEDY_BELOW = 1e-5  # a lower temperature overflows logits / temperature, and is greedy anyway
+FAR = 1e30  # farther below any logit than noise or bias can reach, and still finite
+
+_MASK64 = (1 << 64) - 1
+
+
+class Draw(enum.Enum):
+    """How a row chooses its token; a row's own parameters decide, never its batchmates'."""
+
+    GREEDY = "greedy"
+    PLAIN = "plain"  # temperature, perhaps min_p: needs at most the maximum
+    SHORT_TOP_K = "short_top_k"  # perhaps with top_p and min_p: needs the SHORT largest
+    LONG_TOP_K = "long_top_k"  # the same for a large k: needs a full sort
+    TOP_P = "top_p"  # without top_k, perhaps min_p: needs a full sort
+
+
+@dataclass(frozen=True)
+class SlotSampling:
+    params: SamplingParams
+    stop_ids: tuple[int, ...] = ()
+    stream: int = 0  # uint64: the slot's random stream; token i uses the key `stream + i`
+
+    @classmethod
+    def of(cls, admit: Admit) -> SlotSampling:
+        return cls(admit.params, admit.stop_ids, _mix64(admit.seed))
+
+    def draw(self, vocab_size: int) -> Draw:
+        params = self.params
+        if params.temperature < GREEDY_BELOW:
+            return Draw.GREEDY
+        if 0 < params.top_k < vocab_size:
+            return Draw.SHORT_TOP_K if params.top_k <= SHORT else Draw.LONG_TOP_K
+        return Draw.TOP_P if params.top_p < 1.0 else Draw.PLAIN
+
+
+PADDING = SlotSampling(SamplingParams(temperature=0.0))
+
+
+def _mix64(seed: int) -> int:
+    """splitmix64's finaliser: neighbouring seeds must not share `stream + i` keys."""
+    z = (seed + 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+@dataclass(frozen=True)
+class RowSubset:
+    """Some rows of a batch, or all of them; work on all of them gathers and scatters nothing."""
+
+    rows: tuple[int, ...]
+    index: mx.array | None  # int32 [len(rows)]; None: every row, in order
+
+    @classmethod
+    def of(cls, rows: Sequence[int], num_rows: int) -> RowSubset:
+        index = None if len(rows) == num_rows else mx.array(tuple(rows), dtype=mx.int32)
+        return cls(tuple(rows), index)
+
+    def take(self, x: mx.array) -> mx.array:
+        return x if self.index is None else x[self.index]
+
+    def replace(self, x: mx.array, f: Callable[[mx.array], mx.array]) -> mx.array:
+        """x with f applied to these rows; the caller's array is left as it is."""
+        if self.index is None:
+            return f(x)
+        out = mx.array(x)
+        out[self.index] = f(x[self.index])
+        return out
+
+
+@dataclass(frozen=True)
+class DrawGroup:
+    """The rows of a batch that choose in the same way. Columns are float32 [len(rows), 1]."""
+
+    draw: Draw
+    subset: RowSubset
+    inverse_temperature: mx.array
+    top_k: mx.array  # int32
+    top_p: mx.array  # inf where off: rounding in a cumulative sum must not drop a token
+    min_p: mx.array
+    has_min_p: bool
+
+
+@dataclass(frozen=True)
+class PenaltyGroup:
+    subset: RowSubset
+    slots: tuple[int, ...]
+    repetition: mx.array | None  # float32 [len(slots), 1]; None: no row asks for it
+    presence: mx.array
+    frequency: mx.array
+
+
+@dataclass(frozen=True)
+class BiasEdits:
+    """Single logits to add to: logit_bias, and the stop ids of rows short of min_tokens."""
+
+    rows: mx.array  # int32 [n]
+    ids: mx.array  # int32 [n]
+    values: mx.array  # float32 [n]
+
+
+@dataclass(frozen=True)
+class LogprobGroup:
+    subset: RowSubset
+    places: mx.array | None  # int32 [num_rows]: where a row's result is; None: in order
+    num_top: int
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """All that is constant while the same slots are sampled."""
+
+    streams: np.ndarray  # uint64 [num_rows]
+    draws: tuple[DrawGroup, ...]
+    places: mx.array | None  # int32 [num_rows]: a row's place in the draws' concatenation
+    penalties: PenaltyGroup | None
+    edits: BiasEdits | None
+    logprobs: LogprobGroup | None
+
+
+def build_batch(
+    slots: tuple[int, ...],
+    states: Sequence[SlotSampling],
+    short_of_min_tokens: tuple[int, ...],
+    vocab_size: int,
+) -> SampleBatch:
+    by_draw: dict[Draw, list[int]] = {}
+    for row, state in enumerate(states):
+        by_draw.setdefault(state.draw(vocab_size), []).append(row)
+    draws = tuple(_draw_group(draw, rows, states) for draw, rows in by_draw.items())
+    return SampleBatch(
+        streams=np.array([state.stream for state in states], dtype=np.uint64),
+        draws=draws,
+        places=_places([group.subset.rows for group in draws], len(slots)),
+        penalties=_penalty_group(slots, states),
+        edits=_bias_edits(states, short_of_min_tokens),
+        logprobs=_logprob_group(states),
+    )
+
+
+def _draw_group(draw: Draw, rows: list[int], states: Sequence[SlotSampling]) -> DrawGroup:
+    params = [states[row].params for row in rows]
+    return DrawGroup(
+        draw=draw,
+        subset=RowSubset.of(rows, len(states)),
+        inverse_temperature=_column([1.0 / max(p.temperature, GREEDY_BELOW) for p in params]),
+        top_k=_column([p.top_k for p in params]).astype(mx.int32),
+        top_p=_column([p.top_p if p.top_p < 1.0 else np.inf for p in params]),
+        min_p=_column([p.min_p for p in params]),
+        has_min_p=any(p.min_p > 0.0 for p in params),
+    )
+
+
+def _penalty_group(slots: tuple[int, ...], states: Sequence[SlotSampling]) -> PenaltyGroup | None:
+    rows = [row for row, state in enumerate(states) if state.params.has_penalties]
+    if not rows:
+        return None
+    params = [states[row].params for row in rows]
+    repeats = any(p.repetition_penalty != 1.0 for p in params)
+    return PenaltyGroup(
+        subset=RowSubset.of(rows, len(states)),
+        slots=tuple(slots[row] for row in rows),
+        repetition=_column([p.repetition_penalty for p in params]) if repeats else None,
+        presence=_column([p.presence_penalty for p in params]),
+        frequency=_column([p.frequency_penalty for p in params]),
+    )
+
+
+def _bias_edits(
+    states: Sequence[SlotSampling], short_of_min_tokens: tuple[int, ...]
+) -> BiasEdits | None:
+    edits = [(row, i, b) for row, s in enumerate(states) for i, b in s.params.logit_bias.items()]
+    edits += [(row, i, -FAR) for row in short_of_min_tokens for i in states[row].stop_ids]
+    if not edits:
+        return None
+    rows, ids, values = zip(*edits, strict=True)
+    return BiasEdits(
+        mx.array(rows, dtype=mx.int32),
+        mx.array(ids, dtype=mx.int32),
+        mx.array(values, dtype=mx.float32),
+    )
+
+
+def _logprob_group(states: Sequence[SlotSampling]) -> LogprobGroup | None:
+    asked = {row: k for row, s in enumerate(states) if (k := s.params.logprobs) is not None}
+    if not asked:
+        return None
+    subset = RowSubset.of(list(asked), len(states))
+    return LogprobGroup(subset, _places([subset.rows], len(states)), max(asked.values()))
+
+
+def _places(groups: Sequence[tuple[int, ...]], num_rows: int) -> mx.array | None:
+    """Where each row is in the groups' concatenation; rows in no group point at place 0."""
+    places = np.zeros(num_rows, np.int32)
+    order = [row for rows in groups for row in rows]
+    places[order] = np.arange(len(order))
+    return None if order == list(range(num_rows)) else mx.array(places)
+
+
+def _column(values: Sequence[float]) -> mx.array:
+    return mx.array(np.array(values, dtype=np.float32)[:, None])
+
+
+@dataclass
+class TokenHistory:
+    """Token counts of penalised slots: rows of [vocab_size], held only while a slot lives.
+
+    The rows of the slots sampled last are kept stacked in one table, the value that a step makes
+    and the next one reads; other slots keep rows of their own. A table over all slots would be
+    copied whole at every step, because the step in flight still reads it.
+    """
+
+    vocab_size: int
+    _prompts: dict[int, mx.array] = field(default_factory=dict)  # bool [vocab_size] by slot
+    _counts: dict[int, mx.array] = field(default_factory=dict)  # float32 [vocab_size] by slot
+    _stacked: tuple[int, ...] = ()
+    _prompt_table: mx.array | None = None  # bool [len(_stacked), vocab_size]
+    _count_table: mx.array | None = None  # float32 [len(_stacked), vocab_size]
+
+    def admit(self, slot: int, prompt: np.ndarray, reply: np.ndarray) -> None:
+        self.retire(slot)
+        seen = np.zeros(self.vocab_size, dtype=np.bool_)
+        seen[prompt] = True
+        self._prompts[slot] = mx.array(seen)
+        counts = np.bincount(reply, minlength=self.vocab_size)
+        self._counts[slot] = mx.array(counts.astype(np.float32))
+
+    def retire(self, slot: int) -> None:
+        if slot in self._counts:
+            self._unstack()
+            del self._prompts[slot], self._counts[slot]
+
+    def tables(self, slots: tuple[int, ...]) -> tuple[mx.array, mx.array]:
+        """What the prompts hold, bool, and counts in the replies, float32: [len(slots), V]."""
+        if slots != self._stacked or self._prompt_table is None or self._count_table is None:
+            self._unstack()
+            self._stacked = slots
+            self._prompt_table = mx.stack([self._prompts[slot] for slot in slots])
+            self._count_table = mx.stack([self._counts[slot] for slot in slots])
+        return self._prompt_table, self._count_table
+
+    def append(self, slots: tuple[int, ...], tokens: mx.array) -> mx.array:
+        """Count one more token, int32 [len(slots)], of each slot; returns the new table."""
+        _, counts = self.tables(slots)
+        self._count_table = counts.at[mx.arange(len(slots)), tokens].add(1.0)
+        return self._count_table
+
+    def _unstack(self) -> None:
+        if self._count_table is not None:
+            for row, slot in enumerate(self._stacked):
+                self._counts[slot] = self._count_table[row]
+        self._stacked, self._prompt_table, self._count_table = (), None, None

@@ -1,0 +1,97 @@
+"""What passes between slots and the tree: states and KV as payloads, out and back in again.
+
+Knows what a slot holds and how that is packed; knows no forward and no tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pippin.backends.base import Capture, DecodeRow, PrefillRow, Restore, Retire
+from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.prefill.batch import PromptState
+from pippin.backends.mlx.recurrent.state_taps import StateTaps
+from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from pippin.backends.mlx.tree.packing import KV, Packer
+from pippin.types import Component, Payload
+
+KV_COMPONENTS = (Component.ATTENTION, Component.WINDOW)
+
+
+class Captures:
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._packer = Packer(layout)
+        self._kv_components = tuple(c for c in KV_COMPONENTS if layout.indices(c))
+
+    def restore(self, prompt: PromptState, restore: Restore) -> None:
+        """Let `prompt` begin with what the tree holds."""
+        prompt.length = restore.length
+        for component, payloads in restore.payloads.items():
+            if component is Component.STATE:
+                prompt.states = self._packer.state_arrays(payloads[-1])
+            elif payloads:
+                prompt.kv |= self._packer.kv_arrays(component, payloads)
+
+    def of_chunk(
+        self,
+        chunk: PrefillRow,
+        row: int,
+        new_kv: Mapping[int, KV],  # of all rows of the forward
+        prompt: PromptState,  # after the chunk
+        tapped: StateTaps | None,
+    ) -> Capture:
+        """The chunk's KV, and states where checkpoints are wanted."""
+        kv: dict[Component, Payload] = {
+            component: self._packer.kv_payload(component, new_kv, row, 0, len(chunk.tokens))
+            for component in self._kv_components
+        }
+        states: dict[int, Payload] = {}
+        for at in chunk.checkpoints if prompt.states else ():
+            if at == chunk.end:
+                states[at] = self._packer.state_payload(prompt.states, 0)
+                continue
+            assert tapped is not None
+            held = tapped.states_after(at - chunk.start)
+            column_major = tapped.column_major
+            states[at] = self._packer.state_payload(held, row, column_major=column_major)
+        return Capture(chunk.slot, chunk.start, chunk.end, False, kv, states)
+
+    def of_decode(self, decode: DecodeRow, rows: DecodeRows) -> Capture:
+        """The state after a reply's token."""
+        end = decode.position + 1
+        payload = self._packer.state_payload(rows.states, rows.rows[decode.slot].index)
+        return Capture(decode.slot, decode.position, end, states={end: payload})
+
+    def of_slot(self, retire: Retire, held: PromptState) -> Iterator[Capture]:
+        """The slot's KV over [start, end) and its state at `end`.
+
+        Windowed layers no longer hold tokens older than the window: those come without them.
+        """
+        slot, start, end = retire.slot, retire.start, retire.end
+        assert held.length == end, f"slot {slot} holds {held.length} tokens, its plan says {end}"
+        cut = max(start, end - _fewest_held(held.kv)) if held.kv else start
+        for first, last in ((start, cut), (cut, end)) if start < cut else ((start, end),):
+            payloads: dict[Component, Payload] = {}
+            for component in self._kv_components:
+                if first == last or (component is Component.WINDOW and last != end):
+                    continue
+                leaves = self._layout.indices(component)
+                alike = _last_columns({leaf: held.kv[leaf] for leaf in leaves})
+                lead = end - alike[leaves[0]][0].shape[2]  # position of column 0
+                payloads[component] = self._packer.kv_payload(
+                    component, alike, 0, first - lead, last - lead
+                )
+            at_end = last == end and bool(held.states)
+            captured = {end: self._packer.state_payload(held.states, 0)} if at_end else {}
+            yield Capture(slot, first, last, True, payloads, captured)
+
+
+def _fewest_held(kv: Mapping[int, KV]) -> int:
+    return min(keys.shape[2] for keys, _ in kv.values())
+
+
+def _last_columns(kv: Mapping[int, KV]) -> dict[int, KV]:
+    """The tokens that every leaf still holds: layers may have windows of several sizes."""
+    fewest = _fewest_held(kv)
+    return {leaf: (k[:, :, -fewest:], v[:, :, -fewest:]) for leaf, (k, v) in kv.items()}

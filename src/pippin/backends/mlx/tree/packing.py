@@ -1,0 +1,114 @@
+"""Moves a row's cache between per-layer arrays and the payloads that the tree keeps.
+
+Attention layers of one shape are stacked, so that a block of 64 tokens is two arrays and not two
+per layer: few live buffers, and one operation, not one per layer, when a prefix is restored.
+Recurrent states are few and large, and stay the arrays that the layers made: nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+
+from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.tree.payloads import Block, KVPayload, Span, StatePayload
+from pippin.types import GRID, Component, Payload
+
+KV = tuple[mx.array, mx.array]  # keys, values: [rows, heads, tokens, dim]
+
+
+class Packer:
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._groups = {
+            component: _alike(layout, layout.indices(component))
+            for component in (Component.ATTENTION, Component.WINDOW)
+            if layout.indices(component)
+        }
+
+    def kv_payload(
+        self, component: Component, kv: Mapping[int, KV], row: int, start: int, stop: int
+    ) -> KVPayload:
+        """Copy tokens [start, stop) of one row out of per-leaf arrays, GRID tokens at a time."""
+        spans = []
+        for at in range(start, stop, GRID):
+            end = min(at + GRID, stop)
+            arrays = [
+                _copied([kv[leaf][side][row, :, at:end] for leaf in group])
+                for group in self._groups[component]
+                for side in (0, 1)
+            ]
+            spans.append(Span(Block(tuple(arrays), end - at), 0, end - at))
+        return KVPayload(tuple(spans))
+
+    def kv_arrays(self, component: Component, payloads: Sequence[Payload]) -> dict[int, KV]:
+        """Per-leaf [1, heads, tokens, dim] arrays of consecutive payloads: one copy of each."""
+        spans = [span for payload in payloads for span in _kv(payload).spans]
+        columns = list(zip(*(span.arrays() for span in spans), strict=True))
+        joined = [mx.concatenate(list(column), axis=2) for column in columns]
+        kv: dict[int, KV] = {}
+        for number, group in enumerate(self._groups[component]):
+            keys, values = joined[2 * number], joined[2 * number + 1]
+            for place, leaf in enumerate(group):
+                kv[leaf] = (keys[place][None], values[place][None])
+        return kv
+
+    def state_payload(
+        self,
+        states: Mapping[int, Sequence[mx.array]],
+        row: int,
+        *,
+        column_major: bool = False,
+    ) -> StatePayload:
+        """One row's recurrent states, layer by layer; of a row by itself, the very arrays given.
+
+        `column_major`: the last entry of each layer lies transposed, and is copied as it lies.
+        """
+        arrays = []
+        for leaf in self._layout.state_indices:
+            last = len(states[leaf]) - 1
+            for number, entry in enumerate(states[leaf]):
+                if entry.shape[0] == 1:
+                    arrays.append(entry)
+                elif column_major and number == last:
+                    turned = mx.contiguous(entry[row : row + 1].swapaxes(-1, -2))
+                    arrays.append(turned.swapaxes(-1, -2))
+                else:
+                    arrays.append(mx.contiguous(entry[row : row + 1]))
+        return StatePayload(tuple(arrays))
+
+    def state_arrays(self, payload: Payload) -> dict[int, list[mx.array]]:
+        """Per-leaf entries [1, ...] of a state payload."""
+        assert isinstance(payload, StatePayload)
+        arrays = iter(payload.arrays)
+        # In one memory order, like a state that is carried on: the same to the last bit.
+        return {
+            leaf: [mx.contiguous(next(arrays)) for _ in self._layout.leaves[leaf].shapes]
+            for leaf in self._layout.state_indices
+        }
+
+
+def payload_arrays(payload: Payload) -> tuple[mx.array, ...]:
+    """Every array of a fresh payload, for the step's one `mx.async_eval`."""
+    if isinstance(payload, StatePayload):
+        return payload.arrays
+    return tuple(array for span in _kv(payload).spans for array in span.block.arrays)
+
+
+def _copied(pieces: Sequence[mx.array]) -> mx.array:
+    """Stacked in a buffer of their own; one piece alone would stay a view that holds its whole."""
+    return mx.contiguous(pieces[0])[None] if len(pieces) == 1 else mx.stack(list(pieces))
+
+
+def _kv(payload: Payload) -> KVPayload:
+    assert isinstance(payload, KVPayload)
+    return payload
+
+
+def _alike(layout: Layout, indices: Sequence[int]) -> list[tuple[int, ...]]:
+    groups: dict[object, list[int]] = {}
+    for index in indices:
+        leaf = layout.leaves[index]
+        groups.setdefault((leaf.shapes, leaf.dtypes), []).append(index)
+    return [tuple(group) for group in groups.values()]

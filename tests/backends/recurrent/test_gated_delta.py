@@ -1,0 +1,305 @@
+"""The blocked gated delta rule against mlx-lm's token loop and a float64 recurrence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models import gated_delta as mlx_lm_gated_delta
+
+from pippin.backends.mlx.recurrent.gated_delta import (
+    _gates_like,
+    gated_delta_chunked,
+    gated_delta_step,
+    gated_delta_update,
+)
+from pippin.backends.mlx.recurrent.taps import tap_block_states
+from pippin.backends.mlx.recurrent.triangular import unit_lower_inverse
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Float32 inputs of one call; `mask` may be None."""
+
+    q: np.ndarray  # [B, T, Hk, Dk]
+    k: np.ndarray  # [B, T, Hk, Dk]
+    v: np.ndarray  # [B, T, Hv, Dv]
+    g: np.ndarray  # [B, T, Hv] or [B, T, Hv, Dk]
+    beta: np.ndarray  # [B, T, Hv]
+    state: np.ndarray  # [B, Hv, Dv, Dk]
+    mask: np.ndarray | None = None  # [B, T]
+
+    def arrays(self) -> list[mx.array | None]:
+        fields = (self.q, self.k, self.v, self.g, self.beta, self.state, self.mask)
+        return [None if field is None else mx.array(field) for field in fields]
+
+
+def make_recurrence(
+    batch: int = 1,
+    num_tokens: int = 130,
+    k_heads: int = 2,
+    v_heads: int = 2,
+    k_dim: int = 32,
+    v_dim: int = 32,
+    *,
+    gates: tuple[float, float] = (0.8, 1.0),
+    betas: tuple[float, float] = (0.0, 1.0),
+    vector_gates: bool = False,
+    repeated: bool = False,
+    seed: int = 0,
+) -> Recurrence:
+    rng = np.random.default_rng(seed)
+
+    def unit(*shape: int) -> np.ndarray:
+        x = rng.standard_normal(shape)
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    k = unit(batch, num_tokens, k_heads, k_dim)
+    v = rng.standard_normal((batch, num_tokens, v_heads, v_dim))
+    if repeated:
+        k, v = np.broadcast_to(k[:, :1], k.shape), np.broadcast_to(v[:, :1], v.shape)
+    gate_shape = (batch, num_tokens, v_heads, *([k_dim] if vector_gates else []))
+    made = {
+        "q": unit(batch, num_tokens, k_heads, k_dim) * k_dim**-0.5,
+        "k": k,
+        "v": v,
+        "g": rng.uniform(*gates, gate_shape),
+        "beta": rng.uniform(*betas, (batch, num_tokens, v_heads)),
+        "state": 0.3 * rng.standard_normal((batch, v_heads, v_dim, k_dim)),
+    }
+    return Recurrence(**{name: x.astype(np.float32) for name, x in made.items()})
+
+
+def float64_recurrence(r: Recurrence) -> tuple[np.ndarray, np.ndarray]:
+    """Token by token, straight from the definition; also every state, [B, T, Hv, Dv, Dk]."""
+    repeats = r.v.shape[2] // r.k.shape[2]
+    q, k = (np.repeat(x.astype(np.float64), repeats, axis=2) for x in (r.q, r.k))
+    state = r.state.astype(np.float64)
+    ys, states = [], []
+    for t in range(q.shape[1]):
+        g = r.g[:, t].astype(np.float64)
+        decayed = state * (g[..., None, None] if g.ndim == 2 else g[..., None, :])
+        seen = np.einsum("bhvk,bhk->bhv", decayed, k[:, t])
+        delta = (r.v[:, t] - seen) * r.beta[:, t, :, None]
+        new = decayed + delta[..., None] * k[:, t, :, None, :]
+        ys.append(np.einsum("bhvk,bhk->bhv", new, q[:, t]))
+        keep = np.ones(len(new), bool) if r.mask is None else r.mask[:, t]
+        state = np.where(keep[:, None, None, None], new, state)
+        states.append(state)
+    return np.stack(ys, axis=1), np.stack(states, axis=1)
+
+
+def assert_close(got: mx.array, want: np.ndarray, tolerance: float = 1e-5) -> None:
+    """Within `tolerance` of the largest value wanted, or of one where all are smaller."""
+    got64 = np.array(got.astype(mx.float32)).astype(np.float64)
+    assert got64.shape == want.shape
+    assert np.isfinite(got64).all()
+    if want.size:
+        assert np.abs(got64 - want).max() <= tolerance * max(1.0, np.abs(want).max())
+
+
+def assert_matches_recurrence(r: Recurrence, tolerance: float = 1e-5) -> None:
+    y, state, block_states = gated_delta_chunked(*r.arrays())
+    want_y, want_states = float64_recurrence(r)
+    real = np.ones(want_y.shape[:2], bool) if r.mask is None else r.mask
+    assert_close(y * mx.array(real)[..., None, None], want_y * real[..., None, None], tolerance)
+    assert_close(state, want_states[:, -1], tolerance)
+    ends = [min(end, want_y.shape[1]) for end in range(64, want_y.shape[1] + 64, 64)]
+    assert len(block_states) == len(ends)
+    for got, end in zip(block_states, ends, strict=True):
+        assert_close(got, want_states[:, end - 1], tolerance)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 15, 16, 17, 63, 64, 65, 128, 200])
+def test_blocks_agree_with_the_recurrence_at_every_kind_of_length(num_tokens: int) -> None:
+    assert_matches_recurrence(make_recurrence(num_tokens=num_tokens))
+
+
+@pytest.mark.parametrize("vector_gates", [False, True])
+@pytest.mark.parametrize(
+    "gates", [(0.0, 0.0), (0.0, 1e-30), (1e-12, 1e-3), (0.0, 1.0), (0.999, 1.0), (1.0, 1.0)]
+)
+@pytest.mark.parametrize("repeated", [False, True])
+def test_tiny_and_full_gates_stay_exact(
+    gates: tuple[float, float], repeated: bool, vector_gates: bool
+) -> None:
+    r = make_recurrence(gates=gates, repeated=repeated, vector_gates=vector_gates)
+    assert_matches_recurrence(r)
+
+
+@pytest.mark.parametrize("betas", [(0.0, 1e-6), (1.0 - 1e-6, 1.0), (1.0, 1.0), (1.9, 2.0)])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_extreme_betas_stay_exact(betas: tuple[float, float], repeated: bool) -> None:
+    # Near 2 a repeated token is reflected at every step: rounding itself is passed on undamped.
+    tolerance = 1e-4 if repeated and betas[1] > 1 else 1e-5
+    r = make_recurrence(betas=betas, repeated=repeated, gates=(0.99, 1.0))
+    assert_matches_recurrence(r, tolerance)
+
+
+def test_a_gate_that_closes_once_forgets_all_that_came_before() -> None:
+    r = make_recurrence(gates=(0.99, 1.0), num_tokens=192)
+    r.g[:, [5, 70, 100]] = 0.0
+    assert_matches_recurrence(r)
+
+
+def test_a_long_run_of_one_repeated_token_stays_exact() -> None:
+    r = make_recurrence(num_tokens=2048, repeated=True, gates=(0.9999, 1.0), betas=(0.5, 1.0))
+    assert_matches_recurrence(r)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_random_shapes_masks_and_gates_agree_with_the_recurrence(data: st.DataObject) -> None:
+    batch = data.draw(st.integers(1, 3))
+    num_tokens = data.draw(st.integers(2, 150))
+    k_heads = data.draw(st.integers(1, 3))
+    r = make_recurrence(
+        batch,
+        num_tokens,
+        k_heads,
+        k_heads * data.draw(st.integers(1, 3)),
+        data.draw(st.sampled_from([8, 16, 24, 32])),
+        data.draw(st.sampled_from([8, 16, 40])),
+        gates=data.draw(st.sampled_from([(0.0, 1.0), (0.9, 1.0), (1e-20, 1e-2)])),
+        betas=data.draw(st.sampled_from([(0.0, 1.0), (0.0, 2.0)])),
+        vector_gates=data.draw(st.booleans()),
+        seed=data.draw(st.integers(0, 2**16)),
+    )
+    mask_kind = data.draw(st.sampled_from(["none", "right-padded", "holes"]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+    if mask_kind == "right-padded":
+        lengths = rng.integers(0, num_tokens + 1, batch)
+        r = replace(r, mask=np.arange(num_tokens) < lengths[:, None])
+    elif mask_kind == "holes":
+        r = replace(r, mask=rng.random((batch, num_tokens)) < 0.7)
+    assert_matches_recurrence(r)
+
+
+@pytest.mark.parametrize("vector_gates", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("k_heads", "v_heads"), [(1, 1), (2, 6)])
+def test_one_step_agrees_with_the_recurrence(
+    k_heads: int, v_heads: int, masked: bool, vector_gates: bool
+) -> None:
+    r = make_recurrence(4, 1, k_heads, v_heads, 16, 24, vector_gates=vector_gates)
+    if masked:
+        r = replace(r, mask=np.array([[True], [False], [True], [False]]))
+    y, state = gated_delta_step(*r.arrays())
+    want_y, want_states = float64_recurrence(r)
+    real = np.ones((4, 1), bool) if r.mask is None else r.mask
+    assert_close(y * mx.array(real)[..., None, None], want_y * real[..., None, None], 1e-6)
+    assert_close(state, want_states[:, -1], 1e-6)
+
+
+def test_a_prompt_in_pieces_ends_in_the_same_state() -> None:
+    r = make_recurrence(num_tokens=150)
+    q, k, v, g, beta, state, _ = r.arrays()
+    whole_y, whole_state, _ = gated_delta_chunked(q, k, v, g, beta, state)
+    ys = []
+    for start, end in ((0, 64), (64, 65), (65, 100), (100, 150)):
+        pieces = [x[:, start:end] for x in (q, k, v, g, beta)]
+        y, state = (gated_delta_chunked if end - start > 1 else gated_delta_step)(*pieces, state)[
+            :2
+        ]
+        ys.append(y)
+    assert_close(mx.concatenate(ys, axis=1), np.array(whole_y))
+    assert_close(state, np.array(whole_state))
+
+
+def make_layer_call(
+    num_tokens: int, *, vector_gates: bool = False, dtype: mx.Dtype = mx.float32
+) -> list[mx.array]:
+    """q, k, v, a, b, A_log, dt_bias as a model passes them."""
+    r = make_recurrence(2, num_tokens, 2, 4, 32, 16)
+    rng = np.random.default_rng(1)
+    extra = [32] if vector_gates else []
+    a = rng.standard_normal((2, num_tokens, 4, *extra)) * 3
+    b = rng.standard_normal((2, num_tokens, 4)) * 2
+    a_log = np.log(rng.uniform(0.1, 16, (4, 1) if vector_gates else (4,)))
+    dt_bias = rng.standard_normal((4, *extra))
+    return [mx.array(x).astype(dtype) for x in (r.q, r.k, r.v, a, b)] + [
+        mx.array(x.astype(np.float32)) for x in (a_log, dt_bias)
+    ]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 100])
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("with_mask", [False, True])
+@pytest.mark.parametrize(
+    ("vector_gates", "options"),
+    [
+        (False, {}),
+        (False, {"allow_neg_eigval": True}),
+        (True, {}),
+        (True, {"lower_bound": -5.0}),
+    ],
+)
+def test_the_drop_in_agrees_with_mlx_lm(
+    num_tokens: int, with_state: bool, with_mask: bool, vector_gates: bool, options: dict
+) -> None:
+    call = make_layer_call(num_tokens, vector_gates=vector_gates)
+    state = mx.random.normal((2, 4, 16, 32), key=mx.random.key(3)) if with_state else None
+    mask = mx.arange(num_tokens) < mx.array([[num_tokens], [num_tokens // 2]])
+    mask = mask if with_mask else None
+    y, new_state = gated_delta_update(*call, state, mask, **options)
+    want_y, want_state = mlx_lm_gated_delta.gated_delta_update(
+        *call, state, mask, use_kernel=False, **options
+    )
+    real = mx.ones((2, num_tokens)) if mask is None else mask
+    real = real[..., None, None]
+    assert_close(y * real, np.array(want_y * real))
+    assert_close(new_state, np.array(want_state))
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 100])
+def test_half_precision_inputs_keep_their_dtype_and_a_float32_state(
+    num_tokens: int, dtype: mx.Dtype
+) -> None:
+    call = make_layer_call(num_tokens, dtype=dtype)
+    y, state = gated_delta_update(*call)
+    want_y, want_state = mlx_lm_gated_delta.gated_delta_update(*call, use_kernel=False)
+    assert y.dtype == want_y.dtype == dtype
+    assert state.dtype == want_state.dtype == mx.float32
+    # The state sees only the inputs' rounding; the output is rounded once, to the input's type.
+    assert_close(state, np.array(want_state))
+    assert_close(y, np.array(want_y.astype(mx.float32)), 1e-2 if dtype == mx.bfloat16 else 1e-3)
+
+
+def test_a_tap_sees_each_layer_in_order_and_leaves_nothing_behind() -> None:
+    first, second = make_layer_call(130), make_layer_call(1)
+    with tap_block_states() as layers:
+        _, first_state = gated_delta_update(*first)
+        _, second_state = gated_delta_update(*second)
+    gated_delta_update(*first)
+    assert [len(states) for states in layers] == [3, 1]
+    assert_close(layers[0][-1], np.array(first_state))
+    assert_close(layers[1][-1], np.array(second_state))
+    prefix = [x[:, :64] for x in first[:5]] + first[5:]
+    assert_close(layers[0][0], np.array(gated_delta_update(*prefix)[1]))
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_the_inverse_reads_only_what_lies_below_the_diagonal(size: int) -> None:
+    rng = np.random.default_rng(0)
+    strict = np.tril(rng.standard_normal((3, size, size)) * 0.2, -1)
+    junk = strict + np.triu(rng.standard_normal((3, size, size)))
+    got = unit_lower_inverse(mx.array(junk.astype(np.float32)))
+    assert_close(got, np.linalg.inv(np.eye(size) - strict))
+
+
+@pytest.mark.parametrize("device", [mx.cpu, mx.gpu], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("gate_shape", [(2, 1, 3), (2, 1, 3, 5)], ids=["scalar", "vector"])
+def test_gates_meet_the_state_alike_on_every_device(
+    device: mx.DeviceType, gate_shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, gates = mx.random.normal((2, 3, 4, 5)), mx.random.uniform(shape=gate_shape)
+    want = np.array(state) * np.array(gates).reshape(2, 3, 1, -1)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    spread = _gates_like(state, gates)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(np.array(state * spread), want)

@@ -1,0 +1,46 @@
+"""Rows are put in order again some steps after somebody came or went, before the tail is full."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from pippin.backends.mlx.cpu.warm import prompt_of
+from pippin.backends.mlx.rows.decode_forward import DecodeForward
+from pippin.backends.mlx.rows.decode_rows import SETTLED_STEPS, DecodeRows
+from serving import served
+
+LOADED = "llama"
+
+
+def advance(rows: DecodeRows, num_steps: int) -> None:
+    loaded = served(LOADED)
+    forward = DecodeForward(loaded.layout, loaded.forward)
+    for _ in range(num_steps):
+        rows.advance(list(rows.rows), lambda slots: mx.zeros(len(slots), mx.int32), forward)
+    mx.eval(rows.arrays())
+
+
+def rows_of(num_rows: int) -> DecodeRows:
+    rows = DecodeRows(served(LOADED).layout)
+    rows.join([(slot, prompt_of(served(LOADED), 10)) for slot in range(1, num_rows + 1)])
+    return rows
+
+
+def test_joined_rows_become_one_cohort_when_they_have_settled() -> None:
+    rows = rows_of(4)
+    advance(rows, SETTLED_STEPS - 1)
+    assert len(rows.cohorts) == 4
+    advance(rows, 1)
+    assert (len(rows.cohorts), rows.cohorts[0].indices) == (1, [0, 1, 2, 3])
+
+
+def test_a_row_that_came_and_went_leaves_the_others_as_they_were_when_they_have_settled() -> None:
+    rows = rows_of(4)
+    advance(rows, SETTLED_STEPS + 3)
+    rows.join([(5, prompt_of(served(LOADED), 10))])
+    advance(rows, 2)
+    rows.leave(5)
+    advance(rows, SETTLED_STEPS - 1)
+    assert rows.width == 6  # wider than its one cohort: such steps are not compiled
+    advance(rows, 1)
+    assert (rows.width, rows.cohorts[0].indices) == (4, [0, 1, 2, 3])

@@ -1,0 +1,322 @@
+"""Rows that begin alike hold that beginning once, and nobody can tell from what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+import pippin
+from families import build
+from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.rows import arrays, cohorts, grouping, split_attention
+from pippin.backends.mlx.rows.decode_forward import DecodeForward
+from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from pippin.backends.mlx.rows.grouping import common_len, group_rows
+from serving import BUNDLED, CLEAR, diverge, make_client, make_prompt, served
+
+BLOCK = 8  # tokens of a tail and of all else in these tests: a regrouping every few steps
+START_LEN = 100
+MODELS = (BUNDLED, "llama", "gpt_oss", "gemma3")  # one without windows, two with; one with sinks
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share whatever can be shared, and regroup often."""
+    monkeypatch.setattr(arrays, "TAIL", BLOCK)
+    monkeypatch.setattr(cohorts, "COLUMN_STEP", BLOCK)
+    for module in (grouping, split_attention):
+        monkeypatch.setattr(module, "SHARED_BLOCK", BLOCK)
+    monkeypatch.setattr(grouping, "SHARE_COST_TOKENS", 0)
+    monkeypatch.setattr(grouping, "SPLIT_COST_TOKENS", 0)
+    monkeypatch.setattr(grouping, "DEPTHS", (4 * BLOCK,))
+
+
+@cache
+def prompts_of(name: str) -> dict[int, list[int]]:
+    """By slot: four that begin alike, one that leaves them half-way, one of its own."""
+    start = make_prompt(name, START_LEN, seed=1)
+    prompts = {
+        s: diverge(name, start, START_LEN, n, seed=s) for s, n in enumerate((3, 9, 1, 14), 1)
+    }
+    prompts[5] = diverge(name, start, START_LEN // 2, 60, seed=5)
+    prompts[6] = make_prompt(name, START_LEN + 5, seed=6)
+    return prompts
+
+
+@cache
+def plain_model(name: str) -> nn.Module:
+    if name != BUNDLED:
+        return build(name)[0]
+    model, _ = load_model(Path(pippin.__file__).parent / "models" / "stories-hybrid-20m")
+    model.update(tree_map(lambda weight: weight.astype(mx.float32), model.parameters()))
+    return model
+
+
+@cache
+def said_alone(name: str, slot: int, num_tokens: int) -> list[int]:
+    """Plain mlx-lm with its own caches, a token at a time."""
+    model = plain_model(name)
+    caches = make_prompt_cache(model)
+    inputs, said = mx.array([prompts_of(name)[slot]]), []
+    for _ in range(num_tokens):
+        logits = np.array(model(inputs, cache=caches)[0, -1])
+        second, best = np.sort(logits)[-2:]
+        assert best - second > CLEAR, f"{name}: slot {slot} is not clear, choose other seeds"
+        said.append(int(logits.argmax()))
+        inputs = mx.array([said[-1:]])
+    return said
+
+
+@dataclass
+class Stage:
+    """Decode rows of one model, stepped by hand."""
+
+    name: str
+    shares: bool
+    said: dict[int, list[int]] = field(default_factory=dict)
+    seen: list[tuple[int, ...]] = field(default_factory=list)  # tokens shared, by cohort and step
+
+    def __post_init__(self) -> None:
+        self.model = served(self.name)
+        self.rows = DecodeRows(self.model.layout)
+        self._forward = DecodeForward(self.model.layout, self.model.forward)
+
+    def join(self, *slots: int) -> None:
+        prompts = {slot: np.array(prompts_of(self.name)[slot], np.int32) for slot in slots}
+        self.rows.join(
+            [(s, self._prefilled(s, ids)) for s, ids in prompts.items()], self._known(prompts)
+        )
+
+    def leave(self, slot: int) -> None:
+        self.rows.leave(slot)
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            at, logits = self.rows.advance(list(self.rows.rows), self._last_said, self._forward)
+            drawn = np.asarray(mx.argmax(logits, axis=-1))
+            mx.eval(self.rows.arrays())
+            for slot, token in zip(at.tolist(), drawn.tolist(), strict=True):
+                if slot:
+                    self.said[slot].append(token)
+            self.seen.append(tuple(sorted(num_shared(self.rows))))
+
+    def _known(self, prompts: Mapping[int, np.ndarray]) -> Mapping[int, np.ndarray] | None:
+        return prompts if self.shares else None
+
+    def _prefilled(self, slot: int, ids: np.ndarray) -> PromptState:
+        state = PromptState()
+        batch = ChunkBatch(self.model.layout, [ids], [state])
+        logits = self.model.forward(batch.tokens, batch.caches)
+        batch.advance()
+        mx.eval(state.arrays())
+        self.said[slot] = [int(mx.argmax(logits[0, -1]))]
+        return state
+
+    def _last_said(self, slots: np.ndarray) -> mx.array:
+        return mx.array([self.said[s][-1] if s else 0 for s in slots.tolist()], dtype=mx.int32)
+
+
+def num_shared(rows: DecodeRows) -> list[int]:
+    """Of each cohort that shares."""
+    sizes = [{int(keys.shape[2]) for keys, _ in c.shared.values()} for c in rows.cohorts]
+    return [size for (size,) in filter(None, sizes)]
+
+
+def main_nbytes(rows: DecodeRows) -> int:
+    return sum(array.nbytes for cohort in rows.cohorts for array in cohort.arrays())
+
+
+@cache
+def play(name: str, *, shares: bool) -> Stage:
+    """Rows join and leave, so that the shared beginning comes, shrinks, goes and comes again."""
+    stage = Stage(name, shares)
+    stage.join(1, 2, 3)
+    stage.run(10)
+    stage.join(4)
+    stage.run(10)
+    stage.leave(2)
+    stage.join(5)
+    stage.run(18)
+    stage.join(6)
+    stage.run(18)
+    stage.leave(5)
+    stage.leave(6)
+    stage.run(2 * BLOCK)
+    return stage
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("eager")
+def test_rows_that_share_say_what_each_says_alone(name: str) -> None:
+    stage = play(name, shares=True)
+    for slot, said in stage.said.items():
+        assert said == said_alone(name, slot, len(said)), f"slot {slot}"
+    whole = START_LEN - START_LEN % BLOCK
+    half = START_LEN // 2 - START_LEN // 2 % BLOCK
+    assert {(), (whole,), (half,)} <= set(stage.seen), "it came, shrank, and went"
+    assert stage.seen[-1] == (whole,)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("eager")
+def test_a_row_that_shared_is_captured_as_one_that_did_not(name: str) -> None:
+    sharing, apart = play(name, shares=True), play(name, shares=False)
+    assert set(apart.seen) == {()}
+    assert sharing.said == apart.said
+    for slot in sharing.rows.rows:
+        kv, expected = sharing.rows.kv_of(slot), apart.rows.kv_of(slot)
+        assert kv.keys() == expected.keys()
+        for leaf in kv:
+            for mine, theirs in zip(kv[leaf], expected[leaf], strict=True):
+                assert mine.shape == theirs.shape
+                np.testing.assert_allclose(np.array(mine), np.array(theirs), atol=1e-4)
+
+
+@pytest.mark.usefixtures("eager")
+def test_what_is_shared_is_held_once() -> None:
+    sizes = {}
+    for shares in (True, False):
+        stage = Stage("llama", shares)
+        stage.join(1, 2, 3)
+        stage.run(BLOCK + 1)
+        sizes[shares] = main_nbytes(stage.rows)
+    leaf_bytes = sum(leaf.nbytes for leaf in served("llama").layout.leaves)
+    whole = START_LEN - START_LEN % BLOCK
+    assert sizes[False] - sizes[True] == 2 * whole * leaf_bytes
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_shared_arrays_stay_where_they_are_when_tails_are_flushed() -> None:
+    stage = Stage("llama", shares=True)
+    stage.join(1, 2, 3)
+    stage.run(BLOCK + 1)
+    (before,) = stage.rows.cohorts
+    stage.run(BLOCK)
+    (after,) = stage.rows.cohorts
+    assert after is not before
+    assert all(after.shared[leaf][0] is before.shared[leaf][0] for leaf in before.shared)
+
+
+@pytest.mark.usefixtures("eager")
+def test_rows_that_begin_differently_share_nothing() -> None:
+    stage = Stage("llama", shares=True)
+    stage.join(1, 6)
+    stage.run(2 * BLOCK)
+    assert len(stage.rows.cohorts) == 1
+    assert set(stage.seen) == {()}
+
+
+@pytest.mark.usefixtures("eager")
+def test_windowed_layers_share_nothing() -> None:
+    stage = play("gpt_oss", shares=True)
+    leaves = served("gpt_oss").layout.leaves
+    (cohort,) = stage.rows.cohorts
+    assert {leaves[leaf].window for leaf in cohort.shared} == {None}
+    assert {leaves[leaf].window for leaf in cohort.kv} > {None}
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_model_that_attends_in_its_own_way_shares_nothing() -> None:
+    stage = Stage("deepseek_v3", shares=True)
+    assert not stage.model.layout.splits
+    stage.join(1, 2)
+    stage.run(2 * BLOCK)
+    assert set(stage.seen) == {()}
+    for slot, said in stage.said.items():
+        assert said == said_alone("deepseek_v3", slot, len(said))
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_engine_tells_rows_what_they_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: set[int] = set()
+    original = DecodeRows.advance
+
+    def watched(rows: DecodeRows, *args: object) -> object:
+        result = original(rows, *args)  # type: ignore[arg-type]
+        shared.update(num_shared(rows))
+        return result
+
+    monkeypatch.setattr(DecodeRows, "advance", watched)
+    client = make_client("llama")
+    replies = {s: client.submit(prompts_of("llama")[s], max_tokens=30) for s in (1, 2, 3)}
+    client.run()
+    assert shared == {START_LEN - START_LEN % BLOCK}
+    for slot, reply in replies.items():
+        assert reply.tokens == said_alone("llama", slot, 30)
+
+
+# ---- which rows share ------------------------------------------------------------------------
+
+
+def prompt_after(start: np.ndarray, num_tokens: int, seed: int) -> np.ndarray:
+    return np.concatenate([start, np.full(num_tokens, -seed, np.int32)])
+
+
+def test_the_common_beginning_is_what_a_plain_loop_finds() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        some = [rng.integers(0, 2, rng.integers(0, 6)) for _ in range(rng.integers(1, 5))]
+        expected = 0
+        for column in zip(*some, strict=False):
+            if len(set(column)) > 1:
+                break
+            expected += 1
+        assert common_len(some) == expected
+
+
+def test_a_beginning_is_shared_in_whole_blocks_when_it_saves_enough() -> None:
+    start = np.arange(1000, dtype=np.int32)
+    prompts = {index: prompt_after(start, 5, seed=index) for index in range(1, 9)}
+    (group,) = group_rows(dict.fromkeys(prompts, 1010), prompts)
+    assert group.indices == list(prompts)
+    assert group.num_shared == 1000 // 64 * 64
+    saves_little = {index: prompt[900:] for index, prompt in list(prompts.items())[:2]}
+    (group,) = group_rows(dict.fromkeys(saves_little, 110), saves_little)
+    assert group.num_shared == 0
+
+
+def test_a_row_keeps_a_column_of_its_own() -> None:
+    prompt = np.arange(64 * 32, dtype=np.int32)
+    lengths = {index: len(prompt) for index in range(8)}
+    (group,) = group_rows(lengths, dict.fromkeys(lengths, prompt))
+    assert group.num_shared == len(prompt) - 64
+
+
+def test_a_stranger_does_not_keep_others_from_sharing() -> None:
+    start = np.arange(4000, dtype=np.int32)
+    prompts = {index: prompt_after(start, 5, seed=index) for index in range(1, 9)}
+    prompts[9] = start[::-1].copy()
+    groups = group_rows(dict.fromkeys(prompts, 4010), prompts)
+    assert sorted((group.indices, group.num_shared) for group in groups) == [
+        (list(range(1, 9)), 3968),
+        ([9], 0),
+    ]
+
+
+def test_a_small_family_is_not_worth_a_group_of_its_own() -> None:
+    start = np.arange(300, dtype=np.int32)
+    prompts = {index: prompt_after(start, 5, seed=index) for index in (1, 2)}
+    prompts[3] = start[::-1].copy()
+    (group,) = group_rows(dict.fromkeys(prompts, 305), prompts)
+    assert (group.indices, group.num_shared) == ([1, 2, 3], 0)
+
+
+def test_rows_whose_prompt_is_not_known_share_nothing() -> None:
+    prompts = dict.fromkeys(range(8), np.arange(4000, dtype=np.int32))
+    groups = group_rows(dict.fromkeys(range(9), 4010), prompts)
+    assert [(group.indices, group.num_shared) for group in groups] == [
+        (list(range(8)), 3968),
+        ([8], 0),
+    ]
+    (group,) = group_rows(dict.fromkeys(range(9), 4010), {})
+    assert group.num_shared == 0
