@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy.typing as npt
 
 from pippin.cache.canary import Canary
-from pippin.cache.components import INDEX, STATE, WINDOW, Rules
+from pippin.cache.components import STATE, WINDOW, Rules
 from pippin.cache.eviction import NEVER
 from pippin.cache.integrity import check_integrity
 from pippin.cache.policy import CheckpointPolicy, Placement
@@ -87,6 +87,16 @@ class PrefixCache:
         return self._store.nbytes
 
     @property
+    def evictable_bytes(self) -> int:
+        """What `evict` could free at most, as the locks are now: all that none of them holds."""
+        return self._store.evictable_bytes
+
+    @property
+    def version(self) -> int:
+        """Changes whenever `probe` may answer differently than before for some prompt."""
+        return self._store.version
+
+    @property
     def num_tokens(self) -> int:
         return self._tree.num_tokens
 
@@ -129,15 +139,14 @@ class PrefixCache:
         assert node.attached, f"stale: {at} was evicted before it was locked"
         if isinstance(at, Match):
             self._count_lookup(at)
-        lock = Lock(at.length, node, self._rules.pin(node))
+        lock = Lock(at.length, node, self._store.pin(node))
         self._locks.add(lock)
         return lock
 
     def unlock(self, lock: Lock) -> None:
         assert lock in self._locks, f"{lock} is not held"
         self._locks.remove(lock)
-        for node in self._rules.unpin(lock.node, lock.floor):
-            self._store.settle(node)
+        self._store.unpin(lock.node, lock.floor)
 
     # --- grow ---------------------------------------------------------------------------------
 
@@ -165,12 +174,9 @@ class PrefixCache:
             return InsertResult(0, start - reach, self._tree.root)
 
         stop = self._stop(reach, len(ids), kv, states)
-        tip = self._store.grow(path, reach, ids[:stop])
+        tip = self._store.grow(path, reach, ids[:stop], cuts=states)
         tick = self._store.touch(tip)
-        filled = self._store.add_states(tip, states, placements or {})
-        for component, payload in kv.items():
-            filled += self._store.add_kv(tip, INDEX[component], start, payload)
-        self._store.settle(tip)
+        filled = self._store.fill(tip, start, kv, states, placements or {})
         self._keep_within_capacity(tick, filled)
         if not tip.attached:
             path, _ = self._tree.walk(ids[:stop])
@@ -180,7 +186,7 @@ class PrefixCache:
     # --- shrink -------------------------------------------------------------------------------
 
     def evict(self, nbytes: int) -> int:
-        """Free at least `nbytes` if locks allow; returns the bytes freed."""
+        """Free at least `nbytes`, or all `evictable_bytes` if that is less; returns the bytes."""
         return self._evict(nbytes, spare_since=NEVER)
 
     def set_capacity(self, capacity_bytes: int) -> None:
