@@ -42,20 +42,17 @@ class Rules:
         """
         best: Node | None = None
         length = 0
-        covered_from = 0  # windows are present, without a hole, from here to the current node
-        for node in path:
+        for node in reversed(path):
             if node.start >= reach:
-                break
-            end = min(node.end, reach)
+                continue
             if self.has_window and node.payloads[WINDOW] is None:
-                covered_from = node.end
+                best = None  # whatever lies between this hole and `best` looks back on it, too
                 continue
-            if self.has_state and (end < node.end or node.payloads[STATE] is None):
-                continue
-            if covered_from and end - covered_from < self.window:
-                continue
-            best, length = node, end
-        return best, length
+            if best is None and (not self.has_state or self._has_state_within(node, reach)):
+                best, length = node, min(node.end, reach)
+            if best is not None and node.start <= max(0, length - self.window):
+                return best, length
+        return None, 0
 
     def gather(self, node: Node) -> dict[Component, tuple[Payload, ...]]:
         """What restoring the sequence that ends with `node` needs, in token order."""
@@ -65,62 +62,31 @@ class Rules:
         if self.has_attention:
             found[Component.ATTENTION] = _held(node.ancestors(), ATTENTION)
         if self.has_window:
-            found[Component.WINDOW] = _held(self.segment(node, node.end - self.window), WINDOW)
+            found[Component.WINDOW] = _held(node.back_to(node.end - self.window), WINDOW)
         if self.has_state:
             found[Component.STATE] = _held([node], STATE)
         return found
-
-    def pin(self, node: Node) -> int:
-        """Hold what `gather(node)` returns; the result is the window segment's start, for `unpin`.
-
-        One pin on the last node holds the whole path: only leaves lose their attention KV.
-        """
-        floor = node.end
-        if not node.is_root:
-            node.pins += 1
-            if self.has_window:
-                for above in self.segment(node, node.end - self.window):
-                    above.window_pins += 1
-                    floor = above.start
-        return floor
-
-    def unpin(self, node: Node, floor: int) -> list[Node]:
-        """Undo `pin`; returns the nodes that it held.
-
-        `floor` was a node's start when pinned, and nodes never merge, so splits in between are met.
-        """
-        if node.is_root:
-            return []
-        assert node.pins > 0, f"unlocked a node at {node.end} that nobody holds"
-        node.pins -= 1
-        if not self.has_window:
-            return [node]
-        segment = list(self.segment(node, floor))
-        for above in segment:
-            above.window_pins -= 1
-        return segment
 
     def count_use(self, node: Node) -> None:
         """A match that ends with `node` was taken: what served it is worth more from now on."""
         if self.has_state:
             node.state_uses += 1
-        if self.has_window:
-            for above in self.segment(node, node.end - self.window):
+        else:
+            for above in node.back_to(node.end - self.window):
                 above.window_uses += 1
 
-    def divide(self, upper: Node, lower: Node) -> dict[Component, int]:
+    def divide(self, upper: Node, lower: Node) -> dict[int, int]:
         """Share `lower`'s payloads with the node just split off it; returns the change in bytes."""
-        upper.window_pins = lower.window_pins
         upper.window_uses = lower.window_uses
         upper.stamp = lower.stamp
-        growth: dict[Component, int] = {}
+        growth: dict[int, int] = {}
         for index in (ATTENTION, WINDOW):
             payload = lower.payloads[index]
             if payload is not None:
                 nbytes = payload.nbytes
                 head, tail = payload.split(upper.num_tokens)
                 upper.payloads[index], lower.payloads[index] = head, tail
-                growth[COMPONENTS[index]] = head.nbytes + tail.nbytes - nbytes
+                growth[index] = head.nbytes + tail.nbytes - nbytes
         return growth
 
     def is_dead(self, leaf: Node) -> bool:
@@ -129,41 +95,29 @@ class Rules:
             self.has_window and leaf.payloads[WINDOW] is None
         )
 
-    def supports_leaf(self, node: Node) -> bool:
-        """Whether a leaf below ends within the window, and so could not be matched without this."""
-        return any(not below.children for below in self._within_window(node))
+    def is_end(self, node: Node) -> bool:
+        """Whether matches end with this node as a whole, and so look back on its window."""
+        return node.payloads[STATE] is not None if self.has_state else not node.children
 
-    def dependants(self, node: Node) -> list[Node]:
-        """The nodes, itself and below, whose state cannot be used without this node's window."""
-        reached = [node, *self._within_window(node)]
-        return [below for below in reached if below.payloads[STATE] is not None]
+    def window_segment(self, node: Node) -> Iterator[Node]:
+        """The nodes whose window KV a restore at `node` needs; of an end, all that count it."""
+        if not self.has_window:
+            return iter(())
+        return node.back_to(node.window_floor if self.is_end(node) else node.end - self.window)
 
     def num_saved(self, node: Node) -> int:
         """Tokens computed again if nobody could stop at this node's end, only further up."""
         if not self.has_state:
             return node.num_tokens
-        position = 0
-        for count, above in enumerate(node.ancestors()):
-            if count and (above.payloads[STATE] is not None or count == MAX_GAP_NODES):
-                position = above.end
+        above = node.parent
+        for _ in range(MAX_GAP_NODES):
+            if above is None or above.parent is None or above.payloads[STATE] is not None:
                 break
-        return node.end - position
+            above = above.parent
+        return node.end - (0 if above is None else above.end)
 
-    def segment(self, node: Node, low: int) -> Iterator[Node]:
-        """`node` and those above it that hold a token at or after position `low`."""
-        for above in node.ancestors():
-            if above.end <= low:
-                break
-            yield above
-
-    def _within_window(self, node: Node) -> Iterator[Node]:
-        """The nodes below whose end still looks back on `node`."""
-        stack = list(node.children.values())
-        while stack:
-            below = stack.pop()
-            if below.end < node.end + self.window:
-                yield below
-                stack.extend(below.children.values())
+    def _has_state_within(self, node: Node, reach: int) -> bool:
+        return node.end <= reach and node.payloads[STATE] is not None
 
 
 def _held(nodes: Iterator[Node] | list[Node], index: int) -> tuple[Payload, ...]:

@@ -1,29 +1,32 @@
 """In what order the cache gives things up. Knows ranks and pins; drops nothing itself.
 
-One heap holds everything that could go: leaves (whole), interior windows and interior states.
-An entry's rank is the eviction level when it was last used plus its worth, in tokens saved per
-byte; the level rises to the rank of whatever was evicted last. Equal worth makes this exactly
-least-recently-used; a cheap grid state goes long before a popular branch point. Leaves that no
-match can reach go before everything.
+Three heaps hold what could go: leaves (whole), interior windows and interior states. A rank is the
+eviction level when a node was last used plus the worth of what would go, in tokens saved per byte;
+the level rises to the rank of whatever was evicted last. Equal worth makes this exactly
+least-recently-used; a cheap grid state goes long before a popular branch point. What no match can
+reach goes before everything.
 
-Ranks rise at every use, so they are corrected lazily, when an entry comes to the top.
+A use raises the ranks of a whole path. They are corrected only when a node comes first, and one
+eviction looks at no more than MAX_CANDIDATES and takes the least of those: so it costs the same in
+a tree whose every node was used since the last one, and is exact while few were.
 """
 
 from __future__ import annotations
 
 import enum
-import heapq
-import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from operator import attrgetter
+from typing import ClassVar
 
 from pippin.cache.components import STATE, WINDOW, Rules
+from pippin.cache.heap import LAST, NodeHeap, Rank
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.radix import Node
 
-DEAD = -1.0  # the rank of a leaf that nobody can reach
+MAX_CANDIDATES = 32
 NEVER = 1 << 62  # a tick that no use will have
-
-Rank = tuple[float, int]
+USELESS = -1.0  # a rank below every level: no match can reach it
 
 
 class Unit(enum.IntEnum):
@@ -34,113 +37,138 @@ class Unit(enum.IntEnum):
     STATE = 2  # of an interior node
 
 
+class UnitHeap(NodeHeap, ABC):
+    """The nodes of which one unit may be evicted, least rank first."""
+
+    unit: ClassVar[Unit]
+
+    def __init__(self, rules: Rules, policy: CheckpointPolicy) -> None:
+        super().__init__()
+        self._rules = rules
+        self._policy = policy
+
+    @abstractmethod
+    def evictable(self, node: Node) -> bool:
+        """Whether this unit of the node may go now."""
+
+    @abstractmethod
+    def rank(self, node: Node) -> Rank:
+        """Of an evictable unit, as of now."""
+
+    def update(self, node: Node) -> None:
+        if self.evictable(node):
+            self.put(node, self.rank(node))
+        else:
+            self.discard(node)
+
+
+class Leaves(UnitHeap):
+    unit = Unit.LEAF
+
+    def evictable(self, node: Node) -> bool:
+        return not node.children and not node.pins and node.parent is not None
+
+    def rank(self, node: Node) -> Rank:
+        level, tick = node.stamp
+        if self._rules.is_dead(node):
+            return USELESS, tick
+        num_saved = self._rules.num_saved(node)
+        return level + self._policy.leaf_value(node.state_uses, num_saved, node.nbytes), tick
+
+
+class Windows(UnitHeap):
+    unit = Unit.WINDOW
+
+    def evictable(self, node: Node) -> bool:
+        if node.payloads[WINDOW] is None or not node.children:
+            return False
+        return not node.window_users and not node.window_pins
+
+    def rank(self, node: Node) -> Rank:
+        level, tick = node.stamp
+        if self._rules.has_state:
+            return USELESS, tick  # no state looks back on it
+        window = node.payloads[WINDOW]
+        assert window is not None
+        worth = self._policy.window_value(node.window_uses, node.num_tokens, window.nbytes)
+        return level + worth, tick
+
+
+class States(UnitHeap):
+    unit = Unit.STATE
+
+    def evictable(self, node: Node) -> bool:
+        return node.payloads[STATE] is not None and bool(node.children) and not node.pins
+
+    def rank(self, node: Node) -> Rank:
+        """The window that the state keeps is weighed with it."""
+        level, tick = node.stamp
+        window, state = node.payloads[WINDOW], node.payloads[STATE]
+        assert state is not None
+        nbytes = state.nbytes + (0 if window is None else window.nbytes)
+        num_saved = self._rules.num_saved(node)
+        worth = self._policy.state_value(node.placement, node.state_uses, num_saved, nbytes)
+        return level + worth, tick
+
+
 class EvictionQueue:
     def __init__(self, rules: Rules, policy: CheckpointPolicy) -> None:
         self.level = 0.0
-        self._rules = rules
-        self._policy = policy
-        self._heap: list[tuple[Rank, int, Node, Unit]] = []
-        self._order = itertools.count()
-        self._num_queued = 0
+        # Of equal ranks the first goes first: states before windows before leaves.
+        self._heaps = (States(rules, policy), Windows(rules, policy), Leaves(rules, policy))
 
-    def offer(self, node: Node) -> None:
-        """Call whenever something of `node` may have become evictable, or worth less."""
-        for unit in Unit:
-            if self.evictable(node, unit):
-                rank = self._rank(node, unit)
-                queued = node.queued[unit]
-                if queued is None or rank < queued:
-                    self._push(rank, node, unit)
-
-    def forget(self, node: Node) -> None:
-        """Call when `node` leaves the tree."""
-        for unit in Unit:
-            if node.queued[unit] is not None:
-                node.queued[unit] = None
-                self._num_queued -= 1
+    def update(self, node: Node) -> None:
+        """Call whenever something of `node` may have become evictable, or worth less, or gone."""
+        for heap in self._heaps:
+            heap.update(node)
 
     def evict(self, nbytes: int, take: Callable[[Node, Unit], int], *, spare_since: int) -> int:
-        """Let `take` drop things, least worth first, until it has freed `nbytes`; returns the sum.
+        """Let `take` drop things, least rank first, until it has freed `nbytes`; returns the sum.
 
         Nodes used at tick `spare_since` or later are passed over.
         """
-        freed = progress = 0
+        freed = 0
+        spared: list[Node] = []
         while freed < nbytes:
-            progress = self._evict_pass(nbytes - freed, take, spare_since)
-            if not progress:
+            found = self._find_least(spare_since, spared)
+            if found is None:
                 break
-            freed += progress
+            (level, _), node, heap = found
+            self.level = max(self.level, level)
+            heap.discard(node)
+            freed += take(node, heap.unit)
+        for node in spared:
+            self.update(node)
         return freed
+
+    def is_queued(self, node: Node) -> bool:
+        """Whether all that may go of `node` stands in its heap."""
+        return all(node in heap for heap in self._heaps if heap.evictable(node))
 
     def __len__(self) -> int:
-        """Entries in the heap, stale ones included."""
-        return len(self._heap)
+        return sum(map(len, self._heaps))
 
-    def evictable(self, node: Node, unit: Unit) -> bool:
-        if node.parent is None:
-            return False
-        if unit is Unit.LEAF:
-            return not node.children and not node.pins
-        if not node.children:
-            return False
-        if unit is Unit.WINDOW:
-            return node.payloads[WINDOW] is not None and not node.window_pins
-        return node.payloads[STATE] is not None and not node.pins
-
-    def _evict_pass(self, nbytes: int, take: Callable[[Node, Unit], int], spare_since: int) -> int:
-        freed = 0
-        spared: list[tuple[Node, Unit]] = []
-        while self._heap and freed < nbytes:
-            rank, _, node, unit = heapq.heappop(self._heap)
-            if node.queued[unit] != rank:
-                continue  # a newer entry stands for this one
-            node.queued[unit] = None
-            self._num_queued -= 1
-            if not self.evictable(node, unit):
-                continue  # offered again when that changes
-            current = self._rank(node, unit)
-            if node.stamp[1] >= spare_since or self._holds_leaf(node, unit):
-                spared.append((node, unit))
-            elif current > rank:
-                self._push(current, node, unit)
+    def _find_least(
+        self, spare_since: int, spared: list[Node]
+    ) -> tuple[Rank, Node, UnitHeap] | None:
+        """What to evict next; nodes that are passed over leave their heap for `spared`."""
+        least = LAST
+        found = None
+        num_candidates = 0
+        while num_candidates < MAX_CANDIDATES:
+            heap = min(self._heaps, key=attrgetter("least"))
+            if heap.least >= least:
+                break
+            node = heap.first
+            if not heap.evictable(node):  # locked since; `unlock` updates it
+                heap.discard(node)
+            elif node.stamp[1] >= spare_since:
+                heap.discard(node)
+                spared.append(node)
             else:
-                self.level = max(self.level, rank[0])
-                freed += take(node, unit)
-        for node, unit in spared:
-            if self.evictable(node, unit) and node.queued[unit] is None:
-                self._push(self._rank(node, unit), node, unit)
-        return freed
-
-    def _holds_leaf(self, node: Node, unit: Unit) -> bool:
-        return unit is Unit.WINDOW and self._rules.supports_leaf(node)
-
-    def _rank(self, node: Node, unit: Unit) -> Rank:
-        level, tick = node.stamp
-        if unit is Unit.LEAF:
-            if self._rules.is_dead(node):
-                return DEAD, tick
-            num_saved = self._rules.num_saved(node)
-            return level + self._policy.leaf_value(node.state_uses, num_saved, node.nbytes), tick
-        payload = node.payloads[WINDOW if unit is Unit.WINDOW else STATE]
-        assert payload is not None
-        if unit is Unit.WINDOW:
-            worth = self._policy.window_value(node.window_uses, node.num_tokens, payload.nbytes)
-        else:
-            worth = self._policy.state_value(
-                node.placement, node.state_uses, self._rules.num_saved(node), payload.nbytes
-            )
-        return level + worth, tick
-
-    def _push(self, rank: Rank, node: Node, unit: Unit) -> None:
-        if node.queued[unit] is None:
-            self._num_queued += 1
-        node.queued[unit] = rank
-        heapq.heappush(self._heap, (rank, next(self._order), node, unit))
-        if len(self._heap) > 1024 + 4 * self._num_queued:
-            self._compact()
-
-    def _compact(self) -> None:
-        """Drop entries that were replaced or whose node is gone."""
-        self._heap = [entry for entry in self._heap if entry[2].queued[entry[3]] == entry[0]]
-        heapq.heapify(self._heap)
-        self._num_queued = len(self._heap)
+                num_candidates += 1
+                rank = heap.rank(node)
+                heap.put(node, rank)
+                if rank < least:
+                    least, found = rank, (rank, node, heap)
+        return found

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable
 
 from pippin.cache.components import ATTENTION, COMPONENTS, STATE
-from pippin.cache.eviction import Unit
 from pippin.cache.radix import Node
 from pippin.cache.store import Store, any_held
 
@@ -25,6 +24,7 @@ def check_integrity(store: Store, locks: Iterable[tuple[Node, int]]) -> None:
         _check_payloads(store, node)
         _check_queued(store, node)
     _check_pins(store, nodes, locks)
+    _check_window_users(store, nodes)
     _check_totals(store, nodes)
 
 
@@ -53,25 +53,45 @@ def _check_payloads(store: Store, node: Node) -> None:
 
 
 def _check_queued(store: Store, node: Node) -> None:
-    for unit in Unit:
-        if store.queue.evictable(node, unit):
-            assert node.queued[unit] is not None, f"{_name(node)}: its {unit.name} can never go"
+    assert store.queue.is_queued(node), f"{_name(node)}: something of it can never go"
 
 
 def _check_pins(store: Store, nodes: list[Node], locks: Iterable[tuple[Node, int]]) -> None:
     pins: Counter[Node] = Counter()
     window_pins: Counter[Node] = Counter()
+    held: set[Node] = set()
     for node, floor in locks:
         assert node.attached, f"{_name(node)} is locked but no longer in the tree"
-        if node.is_root:
-            continue
-        pins[node] += 1
-        if store.rules.has_window:
-            window_pins.update(store.rules.segment(node, floor))
+        if not node.is_root:
+            pins[node] += 1
+            window_pins.update(node.back_to(floor))
+            held.update(node.ancestors())
+    pinned_bytes = 0
     for node in nodes:
         assert node.pins == pins[node], f"{_name(node)}: {node.pins} pins, {pins[node]} locks"
         assert node.window_pins == window_pins[node], (
             f"{_name(node)}: {node.window_pins} window pins, {window_pins[node]} locks"
+        )
+        holds = pins[node] + sum(child in held for child in node.children.values())
+        assert node.holds == holds, f"{_name(node)}: {node.holds} holds, {holds} locks and children"
+        for kept, payload in zip((holds, node.window_pins, node.pins), node.payloads, strict=True):
+            pinned_bytes += payload.nbytes if kept and payload is not None else 0
+    assert store.pins.nbytes == pinned_bytes, (
+        f"{store.pins.nbytes} pinned bytes, saw {pinned_bytes}"
+    )
+
+
+def _check_window_users(store: Store, nodes: list[Node]) -> None:
+    users: Counter[Node] = Counter()
+    if store.rules.has_window:
+        for end in filter(store.rules.is_end, nodes):
+            users.update(end.back_to(end.window_floor))
+            assert end.window_floor <= max(0, end.end - store.rules.window), (
+                f"{_name(end)} looks back further than to {end.window_floor}"
+            )
+    for node in nodes:
+        assert node.window_users == users[node], (
+            f"{_name(node)}: {node.window_users} window users, saw {users[node]}"
         )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy.typing as npt
 
 from pippin.cache.canary import Canary
-from pippin.cache.components import INDEX, STATE, WINDOW, Rules
+from pippin.cache.components import STATE, WINDOW, Rules
 from pippin.cache.eviction import NEVER
 from pippin.cache.integrity import check_integrity
 from pippin.cache.policy import CheckpointPolicy, Placement
@@ -87,36 +87,14 @@ class PrefixCache:
         return self._store.nbytes
 
     @property
-    def version(self) -> int:
-        return self.stats.tokens_inserted + self.stats.bytes_evicted + self.stats.bytes_inserted
+    def evictable_bytes(self) -> int:
+        """What `evict` could free at most, as the locks are now: all that none of them holds."""
+        return self._store.evictable_bytes
 
     @property
-    def evictable_bytes(self) -> int:
-        held = 0
-        pinned: set[int] = set()
-        for lock in self._locks:
-            for above in lock.node.ancestors():
-                if id(above) not in pinned:
-                    pinned.add(id(above))
-                    if above.payloads[0] is not None:
-                        held += above.payloads[0].nbytes
-        for node in self._tree.nodes():
-            if node.window_pins and node.payloads[1] is not None:
-                held += node.payloads[1].nbytes
-            if node.pins and node.payloads[2] is not None:
-                held += node.payloads[2].nbytes
-            if (
-                node.pins
-                and not node.children
-                and node.payloads[1] is not None
-                and not node.window_pins
-            ):
-                held += node.payloads[1].nbytes
-        return self.nbytes - held
-
-    def num_held(self, tokens: npt.ArrayLike) -> int:
-        """How many of these tokens lie in the tree at all, restorable or not."""
-        return self._tree.walk(as_tokens(tokens))[1]
+    def version(self) -> int:
+        """Changes whenever `probe` may answer differently than before for some prompt."""
+        return self._store.version
 
     @property
     def num_tokens(self) -> int:
@@ -136,6 +114,10 @@ class PrefixCache:
         """The length `match` would return. Touches nothing: for ordering a queue."""
         path, reach = self._tree.walk(as_tokens(tokens))
         return self._rules.deepest_valid(path, reach if limit is None else min(reach, limit))[1]
+
+    def num_held(self, tokens: npt.ArrayLike) -> int:
+        """How many of these tokens lie in the tree at all, restorable or not."""
+        return self._tree.walk(as_tokens(tokens))[1]
 
     def match(self, tokens: npt.ArrayLike, *, limit: int | None = None) -> Match:
         """The longest restorable prefix of at most `limit` tokens; counts as a use of it."""
@@ -161,15 +143,14 @@ class PrefixCache:
         assert node.attached, f"stale: {at} was evicted before it was locked"
         if isinstance(at, Match):
             self._count_lookup(at)
-        lock = Lock(at.length, node, self._rules.pin(node))
+        lock = Lock(at.length, node, self._store.pin(node))
         self._locks.add(lock)
         return lock
 
     def unlock(self, lock: Lock) -> None:
         assert lock in self._locks, f"{lock} is not held"
         self._locks.remove(lock)
-        for node in self._rules.unpin(lock.node, lock.floor):
-            self._store.settle(node)
+        self._store.unpin(lock.node, lock.floor)
 
     # --- grow ---------------------------------------------------------------------------------
 
@@ -197,12 +178,9 @@ class PrefixCache:
             return InsertResult(0, start - reach, self._tree.root)
 
         stop = self._stop(reach, len(ids), kv, states)
-        tip = self._store.grow(path, reach, ids[:stop])
+        tip = self._store.grow(path, reach, ids[:stop], cuts=states)
         tick = self._store.touch(tip)
-        filled = self._store.add_states(tip, states, placements or {})
-        for component, payload in kv.items():
-            filled += self._store.add_kv(tip, INDEX[component], start, payload)
-        self._store.settle(tip)
+        filled = self._store.fill(tip, start, kv, states, placements or {})
         self._keep_within_capacity(tick, filled)
         if not tip.attached:
             path, _ = self._tree.walk(ids[:stop])
@@ -212,7 +190,7 @@ class PrefixCache:
     # --- shrink -------------------------------------------------------------------------------
 
     def evict(self, nbytes: int) -> int:
-        """Free at least `nbytes` if locks allow; returns the bytes freed."""
+        """Free at least `nbytes`, or all `evictable_bytes` if that is less; returns the bytes."""
         return self._evict(nbytes, spare_since=NEVER)
 
     def set_capacity(self, capacity_bytes: int) -> None:

@@ -32,17 +32,19 @@ class Node:
         "chain",
         "children",
         "end",
+        "holds",
         "parent",
         "payloads",
         "pins",
         "placement",
         "prints",
-        "queued",
         "stamp",
         "start",
         "state_uses",
         "tokens",
+        "window_floor",
         "window_pins",
+        "window_users",
         "window_uses",
     )
 
@@ -53,10 +55,12 @@ class Node:
         self.parent = parent  # None: the root, or a node that was removed
         self.children: dict[int, Node] = {}
         self.payloads: list[Payload | None] = [None, None, None]  # attention, window, state
-        self.pins = 0  # locks that end here: they hold the node (and so its path) and its state
+        self.pins = 0  # locks that end here: they hold the state
+        self.holds = 0  # locks that end here and children that are held: they hold attention KV
         self.window_pins = 0  # locks whose window reaches over this node
+        self.window_users = 0  # ends, here or below, whose window reaches over this node
+        self.window_floor = 0  # of an end: where the first node starts that counts it as a user
         self.stamp = (0.0, 0)  # eviction level and clock tick of the last use
-        self.queued: list[tuple[float, int] | None] = [None, None, None]  # rank by eviction unit
         self.state_uses = 0
         self.window_uses = 0
         self.placement = Placement.GRID  # why the state was placed here
@@ -87,6 +91,13 @@ class Node:
         """This node and those above it, without the root."""
         node = self
         while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def back_to(self, position: int) -> Iterator[Node]:
+        """This node and those above it that hold a token at or after `position`."""
+        node = self
+        while node.parent is not None and node.end > position:
             yield node
             node = node.parent
 

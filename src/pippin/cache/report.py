@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import asdict
 
 from pippin.cache.components import STATE
 from pippin.cache.radix import Node
 from pippin.cache.store import Store
 
-NUM_PATHS = 5
 NUM_SHOWN_TOKENS = 8
 
 
 def report(store: Store, *, capacity_bytes: int, num_locks: int) -> dict[str, object]:
     """What is held, what it was good for, and the most recently used paths."""
     stats = store.stats
-    leaves = [node for node in store.tree.nodes() if not node.children]
-    recent = heapq.nlargest(NUM_PATHS, leaves, key=lambda leaf: (leaf.stamp[1], leaf.end))
     return {
         "nodes": store.tree.num_nodes,
         "tokens": store.tree.num_tokens,
         "nbytes": store.nbytes,
+        "evictable_bytes": store.evictable_bytes,
         "capacity_bytes": capacity_bytes,
         "locks": num_locks,
         "component_bytes": {c.value: store.component_bytes[c] for c in store.rules.components},
@@ -37,18 +34,18 @@ def report(store: Store, *, capacity_bytes: int, num_locks: int) -> dict[str, ob
         "bytes_evicted": stats.bytes_evicted,
         "evictions": {component.value: count for component, count in stats.evictions.items()},
         "checkpoints": {kind.value: asdict(made) for kind, made in stats.placements.items()},
-        "recent_paths": [_describe(leaf) for leaf in recent],
+        "recent_paths": [_describe(end) for end in store.recent if end.attached],
     }
 
 
-def _describe(leaf: Node) -> dict[str, object]:
-    path = list(leaf.ancestors())
+def _describe(end: Node) -> dict[str, object]:
+    path = list(end.ancestors())
     return {
-        "tokens": leaf.end,
+        "tokens": end.end,
         "nodes": len(path),
         "nbytes": sum(node.nbytes for node in path),
         "checkpoints": sum(node.payloads[STATE] is not None for node in path),
         "first_tokens": path[-1].token_ids[:NUM_SHOWN_TOKENS].tolist(),
-        "last_tokens": leaf.token_ids[-NUM_SHOWN_TOKENS:].tolist(),
-        "locked": any(node.pins for node in path),
+        "last_tokens": end.token_ids[-NUM_SHOWN_TOKENS:].tolist(),
+        "locked": end.holds > 0,
     }

@@ -1,0 +1,95 @@
+"""What locks hold, node by node, and how many bytes that is. Knows no requests and no ranks.
+
+A lock ends at a node. It holds the attention KV of the path to the root, the window KV that a
+restore there needs, and the state at that node:
+
+    attention   node.holds > 0        locks that end here, and children that are held
+    window      node.window_pins > 0  locks whose window segment includes the node
+    state       node.pins > 0         locks that end here
+
+Everything else can be evicted, sooner or later.
+"""
+
+from __future__ import annotations
+
+from pippin.cache.components import ATTENTION, STATE, WINDOW, Rules
+from pippin.cache.radix import Node
+
+
+class Pins:
+    def __init__(self, rules: Rules) -> None:
+        self.nbytes = 0  # of every payload that a lock holds
+        self._rules = rules
+
+    def pin(self, node: Node) -> int:
+        """Hold what `Rules.gather` returns; the result is the window segment's start, for `unpin`.
+
+        A path that is held already is not climbed again, so moving a lock to the end of what was
+        added below it costs no more than what was added.
+        """
+        if node.is_root:
+            return node.end
+        node.pins += 1
+        if node.pins == 1:
+            self.nbytes += _nbytes(node, STATE)
+        above: Node | None = node
+        while above is not None:
+            above.holds += 1
+            if above.holds > 1:
+                break
+            self.nbytes += _nbytes(above, ATTENTION)
+            above = above.parent
+        return self._pin_window(node)
+
+    def unpin(self, node: Node, floor: int) -> list[Node]:
+        """Undo `pin`; returns the nodes of which something may be evicted again.
+
+        `floor` was a node's start when pinned, and nodes never merge, so splits in between are met.
+        """
+        if node.is_root:
+            return []
+        assert node.pins > 0, f"unlocked a node at {node.end} that nobody holds"
+        node.pins -= 1
+        if node.pins == 0:
+            self.nbytes -= _nbytes(node, STATE)
+        above: Node | None = node
+        while above is not None:
+            above.holds -= 1
+            if above.holds > 0:
+                break
+            self.nbytes -= _nbytes(above, ATTENTION)
+            above = above.parent
+        return [node, *self._unpin_window(node, floor)]
+
+    def divide(self, upper: Node, lower: Node) -> None:
+        """Whatever holds `lower` holds the node just split off it as well."""
+        upper.holds = 1 if lower.holds else 0
+        upper.window_pins = lower.window_pins
+
+    def count(self, node: Node, index: int, change: int) -> None:
+        """A payload of `node` came, went or changed its size."""
+        if (node.holds, node.window_pins, node.pins)[index]:
+            self.nbytes += change
+
+    def _pin_window(self, node: Node) -> int:
+        floor = node.end
+        for above in self._rules.window_segment(node):
+            above.window_pins += 1
+            if above.window_pins == 1:
+                self.nbytes += _nbytes(above, WINDOW)
+            floor = above.start
+        return floor
+
+    def _unpin_window(self, node: Node, floor: int) -> list[Node]:
+        free = []
+        for above in node.back_to(floor):
+            above.window_pins -= 1
+            if above.window_pins == 0:
+                self.nbytes -= _nbytes(above, WINDOW)
+                free.append(above)
+        return free
+
+
+def _nbytes(node: Node, index: int) -> int:
+    payload = node.payloads[index]
+    return 0 if payload is None else payload.nbytes
