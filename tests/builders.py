@@ -39,6 +39,7 @@ def make_scheduler(
     num_slots: int = 4,
     chunk: int = 128,
     max_queue: int = 1024,
+    max_queue_tokens: int = 1 << 30,
     cache: bool = True,
     canary: Canary | None = None,
     deterministic: bool = False,
@@ -56,6 +57,7 @@ def make_scheduler(
     limits = Limits(
         max_running=num_slots,
         max_queue=max_queue,
+        max_queue_tokens=max_queue_tokens,
         prefill_tokens=chunk,
         deterministic=deterministic,
         capacity_bytes=capacity_bytes,
@@ -137,7 +139,7 @@ class Client:
             list(boundaries),
             priority,
         )
-        self.loop.scheduler.add(submit, grammar)
+        self.loop.submit(submit, grammar)
         return reply
 
     def step(self, times: int = 1) -> None:

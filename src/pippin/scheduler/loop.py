@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from pippin.backends.base import Backend, PendingStep, StepPlan
+from pippin.decode.grammar import Grammar
 from pippin.errors import DeviceFailed, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import StepRecord
@@ -53,10 +54,10 @@ class Loop:
             return True
         return self._in_flight is None and not self.scheduler.has_work
 
-    def submit(self, submit: Submit) -> None:
+    def submit(self, submit: Submit, grammar: Grammar | None = None) -> None:
         if self.failure is not None:
             raise self.failure
-        self.scheduler.add(submit)
+        self.scheduler.add(submit, grammar)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pippin.scheduler.holding import Holding
+from pippin.types import GRID
 
 
 def choose(running: Sequence[Holding], nbytes: int) -> list[Holding]:
@@ -32,9 +33,9 @@ def choose(running: Sequence[Holding], nbytes: int) -> list[Holding]:
 
 
 def _cost(holding: Holding) -> tuple[int, int, int]:
-    """Low priority first; then the fewest tokens to run again; then the youngest."""
+    """Low priority first; then the fewest blocks to run again; then the youngest."""
     request = holding.request
-    return request.priority, holding.held - holding.in_tree, -request.arrival
+    return request.priority, (holding.held - holding.in_tree) // GRID, -request.arrival
 
 
 def _freed(holding: Holding) -> int:

@@ -1,0 +1,414 @@
+"""When bytes are short and steps fail: nobody is killed for another, and nothing is poisoned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from builders import Client, ToyGrammar, check_idle, make_client, make_loop, make_prompt, oracle
+from pippin.backends.base import StepPlan
+from pippin.backends.fake import FakeBackend, FakePending
+from pippin.cache.components import STATE
+from pippin.errors import DeviceFailed
+from pippin.scheduler.loop import MAX_FAILED_STEPS
+from pippin.types import GRID, Component
+
+A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
+both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+layouts = pytest.mark.parametrize("components", [(A,), (A, S), (A, W)], ids=["A", "AS", "AW"])
+
+
+def run_within(client: Client, capacity: int) -> None:
+    """To the end; after each step what is alive must fit."""
+    while not client.loop.idle:
+        client.step()
+        scheduler = client.loop.scheduler
+        tree = scheduler.cache.nbytes if scheduler.cache is not None else 0
+        assert scheduler.budget.claimed + tree <= capacity
+        assert client.backend.memory_used() <= capacity
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+@both_modes
+def test_checkpoints_of_growing_replies_are_within_the_budget(overlap: bool) -> None:
+    """A state is as large as 1,500 tokens of KV: eight long replies would leave a hundred."""
+    capacity = 8 * FakeBackend(components=(A, S)).row_bytes(10 + 1000) * 3 // 2
+    client = make_client(
+        overlap=overlap, components=(A, S), num_slots=8, chunk=512, capacity_bytes=capacity
+    )
+    for number in range(8):
+        client.submit(make_prompt(10, number), max_tokens=1000)
+    run_within(client, capacity)
+    assert {reply.finish for reply in client.replies.values()} == {"length"}
+    assert client.loop.scheduler.metrics.retractions == 0, "checkpoints went before replies"
+    check_idle(client)
+
+
+def test_of_thinned_checkpoints_the_last_are_kept() -> None:
+    backend = FakeBackend(components=(A, S))
+    capacity = backend.row_bytes(2000) + 6 * backend.spec.state_bytes
+    client = Client(make_loop(backend=backend, capacity_bytes=capacity))
+    client.submit(make_prompt(10), max_tokens=1500)
+    for _ in range(1200):
+        client.step()
+    (holding,) = client.loop.scheduler.holdings.values()
+    stride = 2 * GRID
+    assert 1 <= len(holding.checkpoints) <= 6
+    assert max(holding.checkpoints) == holding.held // stride * stride
+    client.run()
+    check_idle(client)
+
+
+@both_modes
+def test_a_refused_claim_evicts_nothing(overlap: bool) -> None:
+    """Room for both rows, but not for what the first one has locked beside them."""
+    rows = FakeBackend(components=(A,))
+    capacity = rows.row_bytes(2000 + 256) + rows.row_bytes(3000 + 256) + 64 * 1500
+    client = make_client(
+        overlap=overlap, components=(A,), num_slots=4, chunk=512, capacity_bytes=capacity
+    )
+    known = [make_prompt(100, 50 + number) for number in range(10)]
+    for prompt in known:
+        client.ask(prompt, max_tokens=1)
+    client.submit(make_prompt(2000, 1), max_tokens=200)
+    client.step(2)
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    before = cache.stats.bytes_evicted
+    large = client.submit(make_prompt(5000, 2), max_tokens=200)
+    client.step(2)
+    assert not client.loop.scheduler.requests[large.id].running
+    assert [cache.probe(prompt) for prompt in known] == [100] * 10
+    assert cache.stats.bytes_evicted == before
+
+
+@both_modes
+def test_whoever_does_not_fit_is_not_looked_up_again_and_again(overlap: bool) -> None:
+    rows = FakeBackend(components=(A,))
+    capacity = rows.row_bytes(2000 + 256) + rows.row_bytes(3000)
+    client = make_client(
+        overlap=overlap, components=(A,), num_slots=4, chunk=4096, capacity_bytes=capacity
+    )
+    client.submit(make_prompt(2000, 1), max_tokens=200)
+    client.step(4)
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    lookups: list[str] = []
+    for name in ("match", "probe"):
+        real = getattr(cache, name)
+
+        def counted(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
+            lookups.append(name)
+            return real(*args, **kwargs)
+
+        setattr(cache, name, counted)
+    client.submit(make_prompt(3000, 2), max_tokens=300)
+    client.step(100)
+    assert len(lookups) <= 4
+    client.run()
+    check_idle(client)
+
+
+# ---- retraction ----------------------------------------------------------------------------------
+
+
+@both_modes
+@layouts
+@pytest.mark.parametrize("cache", [True, False])
+def test_replies_that_outgrow_the_budget_together_all_finish(
+    overlap: bool, components: tuple[Component, ...], cache: bool
+) -> None:
+    """Each fits alone; together they are admitted, and then too long."""
+    capacity = 8 * FakeBackend(components=components).row_bytes(10 + 256)
+    client = make_client(
+        overlap=overlap,
+        components=components,
+        num_slots=8,
+        chunk=512,
+        capacity_bytes=capacity,
+        cache=cache,
+    )
+    kwargs = {"max_tokens": 1000, "temperature": 1.0, "min_tokens": 900, "stop_ids": range(3)}
+    for number in range(8):
+        client.submit(make_prompt(10, number), seed=number, **kwargs)
+    run_within(client, capacity)
+    for number, reply in enumerate(client.replies.values()):
+        expected = oracle(make_prompt(10, number), components=components, seed=number, **kwargs)
+        assert (reply.tokens, reply.finish) == expected
+    assert client.loop.scheduler.metrics.retractions > 0
+    assert client.loop.status()["metrics"]["retractions"] > 0
+    check_idle(client)
+
+
+@both_modes
+def test_a_retracted_reply_keeps_its_grammar_and_its_log_probabilities(overlap: bool) -> None:
+    capacity = 3 * FakeBackend(components=(A,)).row_bytes(10 + 256)
+    client = make_client(
+        overlap=overlap, components=(A,), num_slots=4, chunk=512, capacity_bytes=capacity
+    )
+    for number in range(4):
+        client.submit(
+            make_prompt(10, number),
+            max_tokens=600,
+            grammar=ToyGrammar(),
+            logprobs=1,
+            prompt_logprobs=1,
+        )
+    client.run()
+    assert client.loop.scheduler.metrics.retractions > 0
+    for number, reply in enumerate(client.replies.values()):
+        expected = oracle(
+            make_prompt(10, number), components=(A,), grammar=ToyGrammar(), max_tokens=600
+        )
+        assert (reply.tokens, reply.finish) == expected
+        assert len(reply.logprobs) == 600
+    check_idle(client)
+
+
+def start_two(capacity_rows: float, *priorities: int) -> tuple[Client, list[str]]:
+    """Requests that outgrow the budget together; the ids of those retracted, in order."""
+    capacity = int(capacity_rows * FakeBackend(components=(A,)).row_bytes(10 + 256))
+    client = make_client(components=(A,), num_slots=4, chunk=512, capacity_bytes=capacity)
+    for number, priority in enumerate(priorities):
+        client.submit(make_prompt(10, number), max_tokens=500, priority=priority)
+    retracted: list[str] = []
+    while not client.loop.idle:
+        client.step()
+        for request in client.loop.scheduler.requests.values():
+            if request.num_retractions and request.id not in retracted:
+                retracted.append(request.id)
+    return client, retracted
+
+
+def test_the_youngest_is_retracted_and_the_senior_never_is() -> None:
+    client, retracted = start_two(3, 0, 0, 0)
+    assert retracted[0] == "r2"
+    assert "r0" not in retracted
+    assert {reply.finish for reply in client.replies.values()} == {"length"}
+
+
+def test_low_priority_is_retracted_first() -> None:
+    _, retracted = start_two(3, 0, 1, 2)
+    assert retracted[0] == "r0"
+    assert "r2" not in retracted
+
+
+def test_whoever_has_the_least_to_run_again_is_retracted_first() -> None:
+    """The second request's prompt lies in the tree; the third one's reply is long."""
+    capacity = int(4.5 * FakeBackend(components=(A,)).row_bytes(300 + 256))
+    client = make_client(components=(A,), num_slots=4, chunk=512, capacity_bytes=capacity)
+    client.submit(make_prompt(300, 0), max_tokens=800, id="senior")
+    client.step(200)
+    client.submit(make_prompt(300, 1), max_tokens=900, id="long")
+    client.step(200)
+    client.submit(make_prompt(300, 2), max_tokens=900, id="short")
+    requests = client.loop.scheduler.requests
+    while not any(request.num_retractions for request in requests.values()):
+        client.step()
+    assert [r.id for r in requests.values() if r.num_retractions] == ["short"]
+    client.run()
+    check_idle(client)
+
+
+# ---- admission -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_large", [False, True])
+def test_a_later_larger_hit_does_not_hold_up_an_earlier_smaller_request(with_large: bool) -> None:
+    rows = FakeBackend(components=(A,))
+    capacity = rows.row_bytes(20 + 600) + rows.row_bytes(4000 + 256) + 64 * 600
+    client = make_client(components=(A,), num_slots=4, chunk=4096, capacity_bytes=capacity)
+    client.ask(make_prompt(400, 1), max_tokens=1)
+    client.submit(make_prompt(1500, 2), max_tokens=1500)
+    client.step(3)
+    small = client.submit(make_prompt(20, 3), max_tokens=1)
+    if with_large:
+        client.submit([*make_prompt(400, 1), *make_prompt(3800, 4)], max_tokens=1)
+    client.step(4)
+    assert small.finish == "length"
+    client.run()
+
+
+def test_one_that_does_not_fit_is_passed_over_and_then_holds_others_up() -> None:
+    rows = FakeBackend(components=(A,))
+    capacity = rows.row_bytes(1000) + rows.row_bytes(300)
+    client = make_client(components=(A,), cache=False, num_slots=4, capacity_bytes=capacity)
+    client.submit(make_prompt(500, 0), max_tokens=490, id="runs")
+    client.step()
+    large = client.submit(make_prompt(900, 1), max_tokens=2, id="large")
+    finished: list[str] = []
+    for number in range(20):
+        client.submit(make_prompt(10, 10 + number), max_tokens=1, id=f"small{number}")
+    while large.finish is None:
+        client.step()
+        done = [r.id for r in client.replies.values() if r.finish and r.id not in finished]
+        finished += done
+    assert 8 <= finished.index("large") < 20
+    client.run()
+    check_idle(client)
+
+
+def test_a_higher_priority_starts_first() -> None:
+    client = make_client(num_slots=1)
+    client.submit(make_prompt(10, 0), id="running", max_tokens=3)
+    client.step()
+    for number, priority in enumerate((0, -1, 5, 0)):
+        client.submit(make_prompt(10, 1 + number), priority=priority, max_tokens=1, id=str(number))
+    ended: list[str] = []
+    while not client.loop.idle:
+        client.step()
+        ended += [r.id for r in client.replies.values() if r.finish and r.id not in ended]
+    assert ended == ["running", "2", "0", "3", "1"]
+
+
+def test_the_queue_is_bounded_in_tokens() -> None:
+    client = make_client(num_slots=1, max_queue_tokens=100)
+    replies = [client.submit(make_prompt(60, number), max_tokens=1) for number in range(3)]
+    client.run()
+    assert [reply.finish for reply in replies] == ["length", "error", "error"]
+    assert replies[1].error_status == 503
+    assert "the queue holds 100" in (replies[1].error or "")
+    assert client.ask(make_prompt(200), max_tokens=1).finish == "length", "alone it may be longer"
+
+
+def test_a_short_prompt_is_not_held_up_by_a_long_one() -> None:
+    client = make_client(num_slots=16, chunk=64)
+    long = client.submit(make_prompt(6000, 1), max_tokens=2)
+    client.step()
+    short = client.submit(make_prompt(20, 2), max_tokens=1)
+    client.step(4)
+    assert short.finish == "length"
+    assert not long.tokens
+    client.run()
+
+
+def test_a_long_prompt_is_not_held_up_for_ever_by_short_ones() -> None:
+    client = make_client(num_slots=16, chunk=64)
+    long = client.submit(make_prompt(1000, 1), max_tokens=1)
+    for number in range(200):
+        client.submit(make_prompt(30, 2 + number), max_tokens=1)
+        client.step()
+        if long.finish is not None:
+            break
+    assert long.finish == "length"
+    client.run()
+
+
+# ---- failure -------------------------------------------------------------------------------------
+
+
+class Spoiling(FakeBackend):
+    """One step fails when it is waited for, and leaves its rows destroyed."""
+
+    bad_step: int | None = None
+
+    def launch(self, plan: StepPlan) -> FakePending:
+        pending = super().launch(plan)
+        if plan.step == self.bad_step:
+            finish = pending.wait
+
+            def fail() -> Any:
+                finish()
+                for row in plan.rows:
+                    self._rows[row.slot].destroy()
+                raise RuntimeError("device error")
+
+            pending.wait = fail  # type: ignore[method-assign]
+        return pending
+
+
+def test_what_a_failed_step_left_never_reaches_the_tree() -> None:
+    """Step N fails, and N+1 with the next chunk of the same row is in flight already."""
+    backend = Spoiling(components=(A, S), num_slots=8)
+    client = Client(make_loop(backend=backend, chunk=64, num_slots=4))
+    client.ask(make_prompt(300), max_tokens=1)
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    for node in list(cache._tree.nodes()):
+        if node.children and node.end > 64:
+            cache._store.drop(node, STATE)
+    prompt = make_prompt(250) + make_prompt(200, 7)
+    backend.bad_step = client.loop.scheduler._next_step + 1
+    assert client.ask(prompt).finish == "error"
+    again = client.ask(prompt)
+    assert again.tokens == oracle(prompt, components=(A, S))[0]
+    check_idle(client)
+
+
+@both_modes
+@pytest.mark.parametrize("broken", ["allowed", "advance"])
+def test_a_grammar_that_raises_ends_its_own_request(overlap: bool, broken: str) -> None:
+    class Broken(ToyGrammar):
+        def allowed(self) -> Any:
+            return self._checked("allowed") or super().allowed()
+
+        def advance(self, token: int) -> None:
+            self._checked("advance")
+            super().advance(token)
+
+        def _checked(self, name: str) -> None:
+            if name == broken and len(self.calls) > 4:
+                raise ValueError("a bug in the grammar")
+
+    client = make_client(overlap=overlap, num_slots=4)
+    others = [client.submit(make_prompt(10, number), max_tokens=30) for number in range(3)]
+    bad = client.submit(make_prompt(10, 9), max_tokens=30, grammar=Broken())
+    client.run()
+    assert (bad.finish, bad.error) == ("error", "the grammar failed: a bug in the grammar")
+    for number, reply in enumerate(others):
+        assert (reply.tokens, reply.finish) == oracle(make_prompt(10, number), max_tokens=30)
+    check_idle(client)
+
+
+@both_modes
+def test_a_device_that_always_fails_ends_the_engine_and_tells_everybody(overlap: bool) -> None:
+    class Dead(FakeBackend):
+        def launch(self, plan: StepPlan) -> FakePending:
+            raise RuntimeError("device lost")
+
+    client = Client(make_loop(backend=Dead(num_slots=4), num_slots=2, overlap=overlap))
+    replies = [client.submit(make_prompt(5, number)) for number in range(20)]
+    client.run()
+    failure = client.loop.failure
+    assert isinstance(failure, DeviceFailed)
+    assert f"{MAX_FAILED_STEPS} steps in a row: device lost" in failure.message
+    assert {reply.finish for reply in replies} == {"error"}
+    with pytest.raises(DeviceFailed):
+        client.submit(make_prompt(5), id="late")
+
+
+def test_failures_that_do_not_follow_each_other_end_nothing() -> None:
+    class Shaky(FakeBackend):
+        def launch(self, plan: StepPlan) -> FakePending:
+            if plan.step % MAX_FAILED_STEPS:
+                raise RuntimeError("device lost")
+            return super().launch(plan)
+
+    client = Client(make_loop(backend=Shaky(num_slots=4), num_slots=2))
+    for number in range(20):
+        client.submit(make_prompt(5, number))
+    client.run()
+    assert client.loop.failure is None
+    check_idle(client)
+
+
+def test_a_chunk_that_finds_no_room_in_the_tree_ends_its_captures() -> None:
+    """Those behind it would not connect: they are not captured only to be refused."""
+    backend = FakeBackend(components=(A,))
+    capacity = backend.row_bytes(1000) + 64 * 200
+    client = Client(make_loop(backend=backend, chunk=128, capacity_bytes=capacity))
+    client.submit(make_prompt(900), max_tokens=90)
+    captured = []
+    while not client.loop.idle:
+        client.step()
+        launched = client.loop._in_flight
+        captured += [row.captures for row in launched.plan.prefill] if launched else []
+    assert captured[0]
+    assert not captured[-1]
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    assert cache.stats.gaps == 0
+    check_idle(client)
