@@ -69,7 +69,7 @@ def make_client(
         policy=CheckpointPolicy(spec.state_bytes, spec.kv_bytes_per_token),
     )
     limits = Limits(max_running=NUM_SLOTS, prefill_tokens=chunk, capacity_bytes=capacity_bytes)
-    scheduler = Scheduler(spec, limits, prefix_cache if cache else None)
+    scheduler = Scheduler(backend, limits, prefix_cache if cache else None)
     scheduler.pace = FixedPace(chunk)
     return Client(Loop(scheduler, backend, overlap=overlap))
 
@@ -134,7 +134,7 @@ def check_idle(client: Client) -> None:
     assert isinstance(backend, MLXBackend)
     assert client.loop.idle
     assert scheduler.slots.num_free == scheduler.slots.num_slots
-    assert scheduler.budget.reserved == 0
+    assert scheduler.budget.claimed == 0
     assert not backend._prompts
     assert not backend._rows
     cache = cache_of(client)

@@ -39,13 +39,13 @@ def run_within_budget(client: Client) -> None:
     while not client.loop.idle:
         client.step()
         assert cache.nbytes <= cache.capacity_bytes
-        assert budget.reserved + cache.nbytes <= budget.capacity
+        assert budget.claimed + cache.nbytes <= budget.capacity
     check_idle(client)
 
 
 def tight_capacity(name: str, num_tokens: int, num_rows: int) -> int:
     """Bytes for so many running requests of this length, and nothing beside them."""
-    return num_rows * make_client(name).loop.scheduler.budget.row_bytes(num_tokens)
+    return num_rows * make_client(name).loop.backend.row_bytes(num_tokens)
 
 
 def evictions(cache: PrefixCache) -> dict[Component, int]:

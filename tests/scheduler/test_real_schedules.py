@@ -32,7 +32,7 @@ def make_client(overlap: bool) -> Client:
     policy = CheckpointPolicy(spec.state_bytes, spec.kv_bytes_per_token)
     cache = PrefixCache(spec.components, window=spec.window, capacity_bytes=1 << 28, policy=policy)
     limits = Limits(max_running=3, capacity_bytes=1 << 30)
-    scheduler = Scheduler(spec, limits, cache)
+    scheduler = Scheduler(backend, limits, cache)
     scheduler.pace = FixedPace(CHUNK)
     return Client(Loop(scheduler, backend, overlap=overlap))
 

@@ -79,7 +79,8 @@ class PromptPlanner:
             if holding is None:
                 break
             holdings[holding.slot] = holding
-            arriving.setdefault(holding.request.key, []).append(holding)
+            if key := holding.request.key:
+                arriving.setdefault(key, []).append(holding)
             admit.append(_admit(holding))
             least = self.chunker.least(holding.num_left)
             rows.append(self._row(step, holding, max(left, least), self._restore(holding)))
