@@ -2,7 +2,7 @@
 
     python tools/host_cost.py
 
-Prints medians and the worst, in milliseconds, of a plan and of a commit in several situations. The
+Prints medians and the worst, in milliseconds of CPU time, of a plan and of a commit. The
 device takes no time here, and the numbers are the scheduler's and the cache's alone.
 """
 
@@ -69,15 +69,15 @@ class Clock:
         self.commits: list[float] = []
 
     def step(self) -> int:
-        began = time.perf_counter()
+        began = time.thread_time()
         plan = self._scheduler.plan()
-        self.plans.append(time.perf_counter() - began)
+        self.plans.append(time.thread_time() - began)
         if plan is None:
             return 0
         result = self._backend.launch(plan).wait()
-        began = time.perf_counter()
+        began = time.thread_time()
         self._scheduler.commit(plan.step, result)
-        self.commits.append(time.perf_counter() - began)
+        self.commits.append(time.thread_time() - began)
         return len(plan.admit)
 
     def tell(self, what: str) -> None:
@@ -131,9 +131,9 @@ def short_of_bytes(components: tuple[Component, ...]) -> None:
 
 
 def cost(what: str, work: Callable[[], object]) -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     work()
-    print(f"{what:66s} {1e3 * (time.perf_counter() - began):11.2f}")
+    print(f"{what:66s} {1e3 * (time.thread_time() - began):11.2f}")
 
 
 def main() -> int:

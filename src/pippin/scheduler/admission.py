@@ -19,6 +19,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from pippin.backends.base import Costs
@@ -47,8 +48,7 @@ class Verdict(enum.Enum):
     HOLDS_OTHERS_UP = "the same, but nobody may go first any more"
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True, gc=False):  # many for each request that starts
     request: Request
     matched: int  # tokens that the tree seemed to hold when it was last asked
 
@@ -152,7 +152,9 @@ class Admission:
         if not nothing_runs and self._still_refused:
             return None
         offers = self._offers()
-        waits = {offer.request for offer in offers if self._waits_for_prefix(offer, arriving)}
+        waits = set()
+        if arriving:
+            waits = {offer.request for offer in offers if self._waits_for_prefix(offer, arriving)}
         self.refused = None
         for offer in offers:
             if max_to_compute is not None and offer.num_to_compute > max_to_compute:

@@ -39,6 +39,7 @@ class Request:
     seed: int
     arrival: int  # counts requests: the order in which they came
     came_at: int = 0  # counts prompt tokens that had been planned by then
+    key: bytes = b""  # of its first tokens: prompts that begin alike have the same; b"": too short
     priority: int = 0  # higher starts first, and is retracted last
     grammar: Grammar | None = None
 
@@ -61,15 +62,17 @@ class Request:
         came_at: int = 0,
         grammar: Grammar | None = None,
     ) -> Request:
+        prompt = np.asarray(submit.tokens, dtype=np.int32)
         return cls(
             id=submit.id,
-            prompt=np.asarray(submit.tokens, dtype=np.int32),
+            prompt=prompt,
             params=submit.params,
             stop_ids=frozenset(submit.stop_ids),
             boundaries=tuple(submit.boundaries),
             seed=seed,
             arrival=arrival,
             came_at=came_at,
+            key=prompt[:KEY_TOKENS].tobytes() if len(prompt) > KEY_TOKENS else b"",
             priority=submit.priority,
             grammar=grammar,
         )
@@ -88,11 +91,6 @@ class Request:
     @property
     def max_total(self) -> int:
         return len(self.prompt) + self.params.max_tokens
-
-    @property
-    def key(self) -> bytes:
-        """What prompts that share their beginning have in common; empty for a short one."""
-        return self.prompt[:KEY_TOKENS].tobytes() if self.prompt_len > KEY_TOKENS else b""
 
     @property
     def running(self) -> bool:
