@@ -1,5 +1,6 @@
 # make serve     install what is needed and serve the bundled model
 # make test      install what is needed, then lint, type check and test
+# make simulate  run simulated worlds: clients, faults and short bytes, millions of steps
 # make mutants   break one rule of the overlap loop at a time; a test must notice each
 # make clean     remove the virtual environment and every cache
 #
@@ -24,7 +25,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # empty: mlx brings Metal by itself.
 EXTRA := $(shell nvidia-smi 2>/dev/null | grep -q 'CUDA.*Version: *1[3-9]' && echo cuda13 || echo cpu)
 
-.PHONY: serve test lint types mutants install install-dev clean
+.PHONY: serve test lint types simulate mutants install install-dev clean
 .DELETE_ON_ERROR:
 
 serve: install
@@ -39,6 +40,9 @@ lint: install-dev
 
 types: install-dev
 	@$(RUN) mypy
+
+simulate: install-dev
+	@$(VENV)/bin/python tools/simulate.py --steps 2000000 $(ARGS)
 
 mutants: install-dev
 	@$(VENV)/bin/python tools/mutation_check.py $(ARGS)
