@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from pippin.backends.base import Backend, PendingStep, StepPlan
+from pippin.errors import Overloaded, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import StepRecord
 from pippin.scheduler.scheduler import Scheduler
@@ -45,6 +46,14 @@ class Loop:
     @property
     def idle(self) -> bool:
         return self._in_flight is None and not self.scheduler.has_work
+
+    def has_room(self, submit: Submit) -> bool:
+        """Whether the queue would take it now; what can never run is taken, and answered so."""
+        try:
+            self.scheduler.admission.check(submit)
+        except PippinError as error:
+            return not isinstance(error, Overloaded)
+        return True
 
     def submit(self, submit: Submit) -> None:
         self.scheduler.add(submit)
