@@ -13,6 +13,7 @@ from pippin import LLM, SamplingParams
 from pippin.backends.base import PendingStep, StepPlan
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import ContextOverflow, EngineDead, OutOfMemory, RequestError
+from pippin.messages import Submit
 
 TOY = ModelConfig(backend="fake")
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -32,6 +33,21 @@ def test_more_prompts_than_the_queue_holds_are_all_completed() -> None:
         assert [c.tokens for c in llm.generate(prompts, GREEDY)] == expected
         assert llm.metrics.requests_failed == 0
         assert llm.loop.idle
+
+
+def test_those_with_a_higher_priority_start_first_however_many_wait() -> None:
+    started: list[int] = []
+    with make_llm(max_running=1, max_queue=1, prefix_cache=False) as llm:
+        launch = llm.loop.backend.launch
+
+        def note(plan: StepPlan) -> PendingStep:
+            started.extend(int(row.tokens[0]) for row in plan.prefill)
+            return launch(plan)
+
+        llm.loop.backend.launch = note  # type: ignore[method-assign]
+        prompts = [[n, 90] for n in range(6)]
+        llm.generate(prompts, GREEDY, priority=[0, -1, 0, 5, 9, 5])
+    assert started == [4, 3, 5, 0, 2, 1]
 
 
 def test_streams_run_side_by_side_and_each_says_what_it_says_alone() -> None:
@@ -170,10 +186,34 @@ def test_what_cannot_be_parameters_is_named() -> None:
     with make_llm() as llm:
         with pytest.raises(RequestError, match="params"):
             llm.generate("Once", replace(GREEDY, temperature=object()))  # type: ignore[arg-type]
-        with pytest.raises(RequestError, match="2 sampling parameters for 1 prompts"):
+        with pytest.raises(RequestError, match="params has 2 values for 1 prompts"):
             llm.generate(["Once"], [GREEDY, GREEDY])
         with pytest.raises(RequestError, match="a stream is one reply"):
             next(llm.stream_chat(FOX, replace(GREEDY, n=2)))
+
+
+def test_each_prompt_is_submitted_with_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_llm() as llm:
+        seen: list[int] = []
+        submit = llm.loop.submit
+
+        def note(given: Submit) -> None:
+            seen.append(given.priority)
+            submit(given)
+
+        monkeypatch.setattr(llm.loop, "submit", note)
+        llm.generate([[1, 2], [3, 4]], GREEDY, priority=[5, -5])
+        llm.chat([FOX, CROW], replace(GREEDY, n=2), priority=7)
+        assert "".join(llm.stream_chat(FOX, GREEDY, priority=np.int64(9)))  # type: ignore[arg-type]
+        assert seen == [5, -5, 7, 7, 7, 7, 9]
+        llm.generate("Once", GREEDY)
+        assert seen[-1] == 0
+        for priority in (1001, 0.5):
+            with pytest.raises(RequestError, match=r"priority is .*from -1,000 to 1,000") as info:
+                llm.generate("Once", GREEDY, priority=priority)  # type: ignore[arg-type]
+            assert info.value.param == "priority"
+        with pytest.raises(RequestError, match="priority has 1 values for 2 prompts"):
+            llm.generate(["Once", "Twice"], GREEDY, priority=[1])
 
 
 def test_prompts_that_the_model_cannot_read_are_refused() -> None:

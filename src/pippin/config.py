@@ -63,6 +63,9 @@ class EngineConfig:
     max_queue: int = 1024
     """Requests that may wait; more are refused with 503."""
 
+    max_queue_tokens: int = 4_000_000
+    """Prompt tokens that may wait, of all requests together; more are refused with 503."""
+
     prefill_tokens: int | None = None
     """Prompt tokens computed in one step when nothing else is running. Default: 512 on CPUs, 2,048
     on Metal, 8,192 on CUDA."""
@@ -83,7 +86,7 @@ class EngineConfig:
     """Verify cached entries when used and when idle. `raise` stops the engine at a fault; slow."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, max_running=1, max_queue=1, prefill_tokens=1)
+        _check_at_least(self, max_running=1, max_queue=1, max_queue_tokens=1, prefill_tokens=1)
         if self.memory != "auto":
             parse_memory(self.memory)
         if self.canary != "off" and not self.prefix_cache:

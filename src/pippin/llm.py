@@ -15,9 +15,14 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from pippin.api.sampling import are_token_ids, check_sampling, token_ids_in_words
+from pippin.api.parameters import (
+    are_token_ids,
+    check_priority,
+    check_sampling,
+    token_ids_in_words,
+)
 from pippin.build import build_loop
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import RequestError
@@ -29,6 +34,7 @@ from pippin.text.bundle import TextBundle
 from pippin.text.prompt import Prompt, chat_prompt, completion_prompt
 from pippin.types import FinishReason, SamplingParams, TokenLogprobs
 
+T = TypeVar("T")
 PromptInput = str | Sequence[int]
 Message = dict[str, Any]
 
@@ -94,32 +100,40 @@ class LLM:
         self,
         prompts: PromptInput | Sequence[PromptInput],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[Completion]:
         """Complete every prompt, any number at once; `n` completions each, next to each other.
 
-        If one fails, its error is raised after the others have been stopped.
+        Prompts of a higher priority start first. If one fails, its error is raised after the
+        others have been stopped.
         """
-        many = _as_prompts(prompts)
-        encoded = [self._completion_prompt(prompt) for prompt in many]
-        return self._complete(encoded, self._spread(params, len(many)))
+        encoded = [self._completion_prompt(prompt) for prompt in _as_prompts(prompts)]
+        return self._complete(self._open(encoded, params, priority))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[Completion]:
         """Answer one conversation, or several at once."""
         prompts = [chat_prompt(chat, self.text) for chat in _as_conversations(messages)]
-        return self._complete(prompts, self._spread(params, len(prompts)))
+        return self._complete(self._open(prompts, params, priority))
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> Iterator[str]:
         """The answer's text as it comes. Closing the iterator stops the reply.
 
         Several may be open at once, and other calls may be made meanwhile.
         """
-        sequences = self._open([chat_prompt(messages, self.text)], self._spread(params, 1))
+        sequences = self._open([chat_prompt(messages, self.text)], params, priority)
         if len(sequences) > 1:
             raise RequestError(f"n is {len(sequences)}; a stream is one reply", param="n")
         with closing(self._run(sequences)) as pieces:
@@ -159,10 +173,7 @@ class LLM:
 
     # ---- inside ----------------------------------------------------------------------------
 
-    def _complete(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
-    ) -> list[Completion]:
-        sequences = self._open(prompts, params)
+    def _complete(self, sequences: Sequence[GeneratedSequence]) -> list[Completion]:
         completions = [Completion(list(sequence.prompt.tokens)) for sequence in sequences]
         with closing(self._run(sequences)) as pieces:
             for piece in pieces:
@@ -173,15 +184,25 @@ class LLM:
         return completions
 
     def _open(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
     ) -> list[GeneratedSequence]:
+        count = len(prompts)
+        all_params: Sequence[SamplingParams] = _for_each(self._checked(params), count, "params")
+        priorities: Sequence[int] = _for_each(priority, count, "priority")
         request_id = str(next(self._request_ids))
         sequences: list[GeneratedSequence] = []
-        for prompt, chosen in zip(prompts, params, strict=True):
+        for prompt, chosen, level in zip(prompts, all_params, priorities, strict=True):
             room = room_for_reply(prompt, self.max_len, param="prompt")
-            fitting = replace(chosen, max_tokens=min(chosen.max_tokens, room))
             sequences += open_sequences(
-                request_id, prompt, fitting, self.text.tokenizer, first_index=len(sequences)
+                request_id,
+                prompt,
+                replace(chosen, max_tokens=min(chosen.max_tokens, room)),
+                self.text.tokenizer,
+                first_index=len(sequences),
+                priority=check_priority(level),
             )
         return sequences
 
@@ -218,18 +239,23 @@ class LLM:
             )
         return completion_prompt(tokens, self.text)
 
-    def _spread(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
+    def _checked(
+        self, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> SamplingParams | list[SamplingParams]:
         if params is None:
-            return [SamplingParams(**asdict(self.text.defaults))] * count
+            return SamplingParams(**asdict(self.text.defaults))
         if isinstance(params, SamplingParams):
-            return [check_sampling(params, self._vocab_size)] * count
-        if len(params) != count:
-            raise RequestError(
-                f"{len(params)} sampling parameters for {count} prompts", param="params"
-            )
+            return check_sampling(params, self._vocab_size)
         return [check_sampling(each, self._vocab_size) for each in params]
+
+
+def _for_each(values: T | Sequence[T], count: int, name: str) -> Sequence[T]:
+    """One value for every prompt, or as many as there are prompts."""
+    if not isinstance(values, Sequence):
+        return [values] * count
+    if len(values) != count:
+        raise RequestError(f"{name} has {len(values)} values for {count} prompts", param=name)
+    return values
 
 
 def _as_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:

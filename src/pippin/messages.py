@@ -17,6 +17,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     params: SamplingParams
     stop_ids: list[int] = []  # eos ids (unless ignored) and the user's stop_token_ids
     boundaries: list[int] = []
+    priority: int = 0  # the higher, the earlier it starts
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):

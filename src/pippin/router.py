@@ -8,6 +8,8 @@ The loop runs only while somebody waits for a delta, in that caller's thread. Kn
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import signal
 import threading
 from collections import deque
@@ -25,7 +27,8 @@ Inbox = deque[TokenDelta]
 class Router:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._backlog: deque[Submit] = deque()
+        self._backlog: list[tuple[int, int, Submit]] = []  # a heap: by priority, then arrival
+        self._arrivals = itertools.count()
         self._inboxes: dict[str, Inbox] = {}  # by request id, until its last delta
         self._leaving: list[tuple[Callable[[str], None], str]] = []  # for the loop to hear
         # Still set after a step that raised: nothing is known of the state it left.
@@ -34,7 +37,7 @@ class Router:
     def submit(self, submit: Submit, inbox: Inbox) -> None:
         """Any number of these; each inbox gets the deltas of its own requests."""
         self._inboxes[submit.id] = inbox
-        self._backlog.append(submit)
+        heapq.heappush(self._backlog, (-submit.priority, next(self._arrivals), submit))
 
     def wait(self, inbox: Inbox) -> list[TokenDelta]:
         """Step until something is in the inbox, and empty it. One of its requests must be open."""
@@ -80,12 +83,12 @@ class Router:
 
     def _feed(self) -> None:
         while self._backlog:
-            submit = self._backlog[0]
+            submit = self._backlog[0][-1]
             if submit.id in self._inboxes:  # else its caller has left
                 if not self._loop.has_room(submit):
                     return
                 self._loop.submit(submit)
-            self._backlog.popleft()
+            heapq.heappop(self._backlog)
 
     def _deliver(self, delta: TokenDelta) -> None:
         inbox = self._inboxes.get(delta.id)

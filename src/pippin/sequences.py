@@ -28,7 +28,7 @@ class ShownToken:
     logprobs: TokenLogprobs | None  # None: nothing predicted it, it is the very first
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SequencePiece:
     """The next part of one sequence. The last one says how it finished."""
 
@@ -61,6 +61,7 @@ def open_sequences(
     tokenizer: Tokenizer,
     *,
     first_index: int = 0,
+    priority: int = 0,
 ) -> list[GeneratedSequence]:
     """`params.n` sequences of one prompt, numbered from `first_index`; their replies must fit.
 
@@ -77,6 +78,7 @@ def open_sequences(
             params=_params_of(number, params),
             stop_ids=stop_ids,
             boundaries=prompt.boundaries,
+            priority=priority,
         )
         hides_reply = params.max_tokens == 0
         sequences.append(GeneratedSequence(index, prompt, submit, tokenizer, hides_reply))
@@ -135,10 +137,12 @@ class GeneratedSequence:
         num_before = self.num_tokens
         reply, spans = self._decode(delta)
         num_new = self.num_tokens - num_before  # less than came, if a stop string cut them off
+        if self._wants_logprobs:
+            shown += [self._shown(span) for span in spans]
         return SequencePiece(
             self.index,
             text + reply,
-            shown + [self._shown(span) for span in spans if self._wants_logprobs],
+            shown,
             delta.tokens[:num_new],
             (delta.logprobs or [])[:num_new],
             "stop" if self._detokenizer.stopped else delta.finish,

@@ -115,6 +115,9 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_one(field: str, near
         ("stream", 1, "true or false"),
         ("user", 7, "a string"),
         ("logprobs", 3.5, "it must be"),
+        ("priority", 1001, "an integer from -1,000 to 1,000"),
+        ("priority", -1001, "an integer from -1,000 to 1,000"),
+        ("priority", "high", "an integer"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_value_and_the_range(
@@ -122,6 +125,12 @@ def test_a_value_out_of_range_is_refused_with_the_value_and_the_range(
 ) -> None:
     for job in (chat, complete):
         refuse(job, RequestError, field, rf"{field} is .*{allowed}", **{field: value})
+
+
+def test_every_sequence_has_the_priority_of_its_request() -> None:
+    for job in (chat, complete):
+        assert [s.submit.priority for s in job(n=2, priority=-7).sequences] == [-7, -7]
+        assert [s.submit.priority for s in job().sequences] == [0]
 
 
 def test_fields_that_belong_together_are_checked_together() -> None:

@@ -18,10 +18,11 @@ from pippin.api.fields import (
     check_fields,
 )
 from pippin.api.http_errors import ModelNotFound
-from pippin.api.sampling import (
+from pippin.api.parameters import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     are_token_ids,
+    read_priority,
     read_sampling,
     token_ids_in_words,
 )
@@ -48,6 +49,7 @@ class Options:
     params: SamplingParams
     max_tokens: int | None  # None: as many as fit
     max_tokens_field: str
+    priority: int
     stream: bool
     include_usage: bool
 
@@ -148,6 +150,7 @@ def _options(
         ),
         max_tokens=max_tokens,
         max_tokens_field=max_tokens_field,
+        priority=read_priority(body),
         stream=stream,
         include_usage=_include_usage(body, stream),
     )

@@ -54,7 +54,14 @@ def _job(
     sequences: list[GeneratedSequence] = []
     for prompt in prompts:
         params = replace(options.params, max_tokens=_max_tokens(prompt, options, model, param))
-        sequences += open_sequences(id, prompt, params, text.tokenizer, first_index=len(sequences))
+        sequences += open_sequences(
+            id,
+            prompt,
+            params,
+            text.tokenizer,
+            first_index=len(sequences),
+            priority=options.priority,
+        )
     return Job(
         id=id,
         model=model.name,

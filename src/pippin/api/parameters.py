@@ -1,4 +1,4 @@
-"""The rules of sampling parameters, for requests and for `LLM`'s callers. Knows no endpoint.
+"""The rules of sampling and priority, for requests and for `LLM`'s callers. Knows no endpoint.
 
 Both are read by the same lines, so that what is refused there is refused here, in the same words.
 """
@@ -20,15 +20,13 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 1_000
 MAX_ID_DIGITS = 18  # far more than any vocabulary needs; Python refuses to read thousands
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> SamplingParams:
     """A Python caller's parameters, read as a request with these fields would be."""
-    try:
-        body = Body(msgspec.to_builtins(params, str_keys=True, enc_hook=_plain_number))
-    except TypeError as error:
-        raise RequestError(f"params cannot be read: {error}", param="params") from error
+    body = _as_body(params, "params")
     prompt_logprobs = body.integer("prompt_logprobs", 0, MAX_LOGPROBS, None)
     least = 1 if prompt_logprobs is None else 0  # none is a way to score a text
     max_tokens = body.integer("max_tokens", least, None, SamplingParams.max_tokens)
@@ -38,6 +36,15 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> SamplingParams:
         logprobs=body.integer("logprobs", 0, MAX_LOGPROBS, None),
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def check_priority(priority: int) -> int:
+    return read_priority(_as_body({"priority": priority}, "priority"))
+
+
+def read_priority(body: Body) -> int:
+    """Those with a higher one start first."""
+    return body.integer("priority", -MAX_PRIORITY, MAX_PRIORITY, 0)
 
 
 def read_sampling(
@@ -95,6 +102,13 @@ def _stop_token_ids(body: Body, vocab_size: int) -> tuple[int, ...]:
     if not are_token_ids(ids, vocab_size):
         raise body.wrong("stop_token_ids", f"a list of {token_ids_in_words(vocab_size)}")
     return tuple(ids)
+
+
+def _as_body(given: Any, name: str) -> Body:
+    try:
+        return Body(msgspec.to_builtins(given, str_keys=True, enc_hook=_plain_number))
+    except TypeError as error:
+        raise RequestError(f"{name} cannot be read: {error}", param=name) from error
 
 
 def _plain_number(value: Any) -> Any:
