@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ from pippin.build import build_loop
 from pippin.cache.canary import CacheCorruption, Canary
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine import Channel, EngineSpec, serve
+from pippin.errors import PippinError
 from pippin.messages import Submit, TokenDelta
+from pippin.scheduler.loop import Loop
 from pippin.types import SamplingParams
 
 
@@ -25,11 +29,12 @@ async def ask(engine: ZmqEngine, id: str, prompt: list[int]) -> TokenDelta:
     return [delta async for delta in engine.generate(submit)][-1]
 
 
-def test_a_fault_found_by_a_raising_canary_is_why_the_engine_stopped(tmp_path: Path) -> None:
-    loop = make_loop(canary=Canary("raise"))
-    cache = loop.scheduler.cache
-    assert cache is not None
-    spec = EngineSpec(Config(), str(tmp_path))
+Scenario = Callable[[ZmqEngine], Coroutine[Any, Any, None]]
+
+
+def talk_to(loop: Loop, socket_dir: Path, scenario: Scenario) -> int:
+    """Run the loop as an engine beside a server that follows the scenario; the exit status."""
+    spec = EngineSpec(Config(), str(socket_dir))
     statuses: list[int] = []
 
     def run() -> None:
@@ -40,6 +45,23 @@ def test_a_fault_found_by_a_raising_canary_is_why_the_engine_stopped(tmp_path: P
     async def work() -> None:
         engine = ZmqEngine(spec.inbox, spec.outbox)
         await engine.start()
+        await scenario(engine)
+        await engine.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    asyncio.run(asyncio.wait_for(work(), 20))
+    thread.join(timeout=20)
+    (status,) = statuses
+    return status
+
+
+def test_a_fault_found_by_a_raising_canary_is_why_the_engine_stopped(tmp_path: Path) -> None:
+    loop = make_loop(canary=Canary("raise"))
+    cache = loop.scheduler.cache
+    assert cache is not None
+
+    async def scenario(engine: ZmqEngine) -> None:
         prompt = list(range(80))
         assert (await ask(engine, "a", prompt)).finish == "length"
         node = next(iter(cache._tree.root.children.values()))
@@ -50,13 +72,49 @@ def test_a_fault_found_by_a_raising_canary_is_why_the_engine_stopped(tmp_path: P
         assert spoiled.error is not None
         assert spoiled.error.startswith("the engine stopped: cache entry over tokens [0, ")
         assert engine.reason == spoiled.error
-        await engine.close()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    asyncio.run(asyncio.wait_for(work(), 20))
-    thread.join(timeout=20)
-    assert statuses == [1]
+    assert talk_to(loop, tmp_path, scenario) == 1
+
+
+@pytest.mark.parametrize("question", ["status", "flush_cache"])
+def test_a_question_that_cannot_be_answered_harms_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, question: str
+) -> None:
+    loop = make_loop()
+    monkeypatch.setattr(loop, question, lambda: {}["nothing"])
+
+    async def scenario(engine: ZmqEngine) -> None:
+        running = asyncio.create_task(ask(engine, "a", list(range(80))))
+        with pytest.raises(PippinError, match=r"could not answer.*nothing") as info:
+            await getattr(engine, question)()
+        assert info.value.status == 500
+        assert (await running).finish == "length"
+        assert engine.healthy
+
+    assert talk_to(loop, tmp_path, scenario) == 0
+
+
+def test_an_engine_whose_device_is_gone_tells_its_requests_and_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop()
+    step = loop.step
+
+    def last_step() -> list[TokenDelta]:
+        deltas = step()
+        loop.failure = PippinError("the device failed 5 steps in a row")
+        return [*deltas, TokenDelta("a", finish="error", error="the device failed")]
+
+    monkeypatch.setattr(loop, "step", last_step)
+
+    async def scenario(engine: ZmqEngine) -> None:
+        assert (await ask(engine, "a", [1, 2, 3])).error == "the device failed"
+        later = await ask(engine, "b", [1, 2, 3])
+        assert later.error_status == 503
+        assert later.error == "the engine stopped: the device failed 5 steps in a row"
+        assert engine.reason == later.error
+
+    assert talk_to(loop, tmp_path, scenario) == 1
 
 
 def test_an_engine_with_a_canary_starts_with_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:

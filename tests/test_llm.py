@@ -12,7 +12,7 @@ import pytest
 from pippin import LLM, SamplingParams
 from pippin.backends.base import PendingStep, StepPlan
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.errors import ContextOverflow, EngineDead, OutOfMemory, RequestError
+from pippin.errors import ContextOverflow, EngineDead, OutOfMemory, PippinError, RequestError
 from pippin.messages import Submit
 
 TOY = ModelConfig(backend="fake")
@@ -260,6 +260,14 @@ def test_an_interrupt_is_heard_after_the_step_and_the_model_can_go_on() -> None:
         llm.loop.backend.launch = launch  # type: ignore[method-assign]
         assert llm.generate([5, 6, 7], GREEDY)[0].tokens == expected
         assert llm.loop.idle
+
+
+def test_a_device_that_is_gone_is_said_at_once() -> None:
+    with make_llm() as llm:
+        llm.loop.failure = PippinError("the device failed 5 steps in a row")
+        for ask in (lambda: llm.generate([5, 6], GREEDY), lambda: next(llm.stream_chat(FOX))):
+            with pytest.raises(PippinError, match="5 steps in a row"):
+                ask()
 
 
 def test_after_a_bug_in_a_step_nothing_pretends_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ class Channel:
 
 
 class Engine:
-    """Moves messages between the channel and the loop until it is told to stop."""
+    """Moves messages between the channel and the loop until it is told to stop, or cannot go on."""
 
     def __init__(self, loop: Loop, channel: Channel) -> None:
         self._loop = loop
@@ -113,6 +113,8 @@ class Engine:
             deltas = self._loop.step()
             if deltas:
                 self._channel.send(TokenBatch(deltas))
+            if self._loop.failure is not None:
+                raise self._loop.failure
 
     def _take_in(self, *, block: bool) -> bool:
         """Handle what has arrived; False once a Shutdown is among it."""
@@ -133,7 +135,13 @@ class Engine:
         return True
 
     def _reply(self, id: str, answer: Callable[[], dict[str, Any]]) -> None:
-        self._channel.send(Reply(id, answer()))
+        """A question that cannot be answered harms nobody's request: the others go on."""
+        try:
+            reply = Reply(id, answer())
+        except Exception as error:
+            traceback.print_exc()
+            reply = Reply(id, {}, error=f"the engine could not answer: {error!r}")
+        self._channel.send(reply)
 
 
 def leave_with_server(spec: EngineSpec, serving: threading.Event) -> None:

@@ -58,7 +58,7 @@ class Router:
 
     def settle(self) -> None:
         """If no request is open any more, step until the loop has put everything away."""
-        if self._inboxes or self._in_step:
+        if self._inboxes or self._in_step or self._loop.failure is not None:
             return
         while self._leaving or not self._loop.idle:
             self._step()
@@ -71,6 +71,8 @@ class Router:
     def _step(self) -> None:
         if self._in_step:
             raise EngineDead("the engine stopped in the middle of a step; load the model again")
+        if self._loop.failure is not None:
+            raise self._loop.failure
         with interrupts_held_back():
             self._in_step = True
             while self._leaving:

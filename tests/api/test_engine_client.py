@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from pippin.api.engine_client import ZmqEngine
-from pippin.errors import EngineDead, LoadError
+from pippin.errors import EngineDead, LoadError, PippinError
 from pippin.messages import (
     Abort,
     Failed,
@@ -141,6 +141,20 @@ def test_status_and_flush_are_answered() -> None:
             await other.send(Reply(flush.id, {"freed": 1}))
             await other.send(Reply(status.id, {"running": 2}))
             assert await asyncio.gather(*tasks) == [{"running": 2}, {"freed": 1}]
+
+    asyncio.run(scenario())
+
+
+def test_a_question_that_could_not_be_answered_is_an_error() -> None:
+    async def scenario() -> None:
+        async with connected() as (engine, other):
+            asking = asyncio.create_task(engine.status())
+            question = await other.receive()
+            assert isinstance(question, GetStatus)
+            await other.send(Reply(question.id, {}, error="the tree is broken"))
+            with pytest.raises(PippinError, match="the tree is broken"):
+                await asking
+            assert engine.healthy
 
     asyncio.run(scenario())
 
