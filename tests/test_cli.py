@@ -20,7 +20,7 @@ from processes import environment
 def served_with(monkeypatch: pytest.MonkeyPatch, *argv: str) -> Config:
     """The Config that `pippin serve ARGV` starts the server with."""
     seen: list[Config] = []
-    monkeypatch.setattr("pippin.launch.serve", seen.append)
+    monkeypatch.setattr("pippin.launch.run_server", seen.append)
     with pytest.raises(SystemExit) as exited:
         cli.main(["serve", *argv])
     assert exited.value.code == 0
@@ -97,7 +97,7 @@ def test_a_model_that_cannot_be_served_is_one_line(
     def fail(config: Config) -> None:
         raise LoadError("no such model")
 
-    monkeypatch.setattr("pippin.launch.serve", fail)
+    monkeypatch.setattr("pippin.launch.run_server", fail)
     assert error_of(capsys, "serve") == (1, "pippin: no such model")
 
 

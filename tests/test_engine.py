@@ -16,7 +16,7 @@ from pippin.api.engine_client import ZmqEngine
 from pippin.build import build_loop
 from pippin.cache.canary import CacheCorruption, Canary
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine import Channel, EngineSpec, serve
+from pippin.engine import Channel, EngineSpec, run_engine
 from pippin.errors import PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.scheduler.loop import Loop
@@ -39,7 +39,7 @@ def talk_to(loop: Loop, socket_dir: Path, scenario: Scenario) -> int:
 
     def run() -> None:
         channel = Channel(spec)
-        statuses.append(serve(loop, channel))
+        statuses.append(run_engine(loop, channel))
         channel.close()
 
     async def work() -> None:

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "bench": {"", "types", "config"},
     "bench.ceilings": {"bench", "backends.mlx.blas"},
     **dict.fromkeys(
-        ["", "__main__", "build", "chat", "checkpoint", "cli", "cli_bench", "client"],
+        ["", "__main__", "build", "checkpoint", "cli", "cli_bench", "client", "terminal_chat"],
         ANYTHING,
     ),
     **dict.fromkeys(["doctor", "engine", "launch", "llm", "options", "resolve"], ANYTHING),

@@ -28,6 +28,7 @@ from pippin.config import Config
 from pippin.errors import PippinError
 from pippin.messages import (
     Abort,
+    Answer,
     Failed,
     Finish,
     FlushCache,
@@ -35,7 +36,6 @@ from pippin.messages import (
     GetStatus,
     Loading,
     Ready,
-    Reply,
     Shutdown,
     Submit,
     ToEngine,
@@ -101,7 +101,7 @@ class Channel:
         self._context.destroy(linger=200)
 
 
-class Engine:
+class MessagePump:
     """Moves messages between the channel and the loop until it is told to stop, or cannot go on."""
 
     def __init__(self, loop: Loop, channel: Channel) -> None:
@@ -127,21 +127,21 @@ class Engine:
                 case Finish(id):
                     self._loop.finish(id)
                 case GetStatus(id):
-                    self._reply(id, self._loop.status)
+                    self._answer(id, self._loop.status)
                 case FlushCache(id):
-                    self._reply(id, self._loop.flush_cache)
+                    self._answer(id, self._loop.flush_cache)
                 case Shutdown():
                     return False
         return True
 
-    def _reply(self, id: str, answer: Callable[[], dict[str, Any]]) -> None:
-        """A question that cannot be answered harms nobody's request: the others go on."""
+    def _answer(self, id: str, find: Callable[[], dict[str, Any]]) -> None:
+        """A question that cannot be answered harms no request: they go on."""
         try:
-            reply = Reply(id, answer())
+            answer = Answer(id, find())
         except Exception as error:
             traceback.print_exc()
-            reply = Reply(id, {}, error=f"the engine could not answer: {error!r}")
-        self._channel.send(reply)
+            answer = Answer(id, {}, error=f"the engine could not answer: {error!r}")
+        self._channel.send(answer)
 
 
 def leave_with_server(spec: EngineSpec, serving: threading.Event) -> None:
@@ -157,10 +157,10 @@ def leave_with_server(spec: EngineSpec, serving: threading.Event) -> None:
     os._exit(1)
 
 
-def serve(loop: Loop, channel: Channel) -> int:
+def run_engine(loop: Loop, channel: Channel) -> int:
     """Run until told to stop; tell the server what else ended it. Returns the exit status."""
     try:
-        Engine(loop, channel).run()
+        MessagePump(loop, channel).run()
     except Exception as error:  # nothing is known of the state it left: no request can go on
         traceback.print_exc()
         channel.send(Failed(f"the engine stopped: {str(error) or repr(error)}"))
@@ -196,9 +196,9 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     model = loop.backend.spec
-    channel.send(Ready(Path(spec.config.model.model).name, model.vocab_size, model.max_len))
+    channel.send(Ready(model.vocab_size, model.max_len))
     serving.set()
-    status = serve(loop, channel)
+    status = run_engine(loop, channel)
     channel.close()
     spec.remove_sockets()
     return status

@@ -43,7 +43,7 @@ STOP_GRACE_SECONDS = 5.0
 WATCH_SECONDS = 0.1
 
 
-def serve(config: Config) -> None:
+def run_server(config: Config) -> None:
     """Load a model and serve it until SIGINT or SIGTERM."""
     config = resolve(config)
     with _listen(config.server) as listener:

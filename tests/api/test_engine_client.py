@@ -16,6 +16,7 @@ from pippin.api.engine_client import ZmqEngine
 from pippin.errors import EngineDead, LoadError, PippinError
 from pippin.messages import (
     Abort,
+    Answer,
     Failed,
     Finish,
     FlushCache,
@@ -23,7 +24,6 @@ from pippin.messages import (
     GetStatus,
     Loading,
     Ready,
-    Reply,
     Shutdown,
     Submit,
     ToEngine,
@@ -138,8 +138,8 @@ def test_status_and_flush_are_answered() -> None:
             status, flush = await other.receive(), await other.receive()
             assert isinstance(status, GetStatus)
             assert isinstance(flush, FlushCache)
-            await other.send(Reply(flush.id, {"freed": 1}))
-            await other.send(Reply(status.id, {"running": 2}))
+            await other.send(Answer(flush.id, {"freed": 1}))
+            await other.send(Answer(status.id, {"running": 2}))
             assert await asyncio.gather(*tasks) == [{"running": 2}, {"freed": 1}]
 
     asyncio.run(scenario())
@@ -151,7 +151,7 @@ def test_a_question_that_could_not_be_answered_is_an_error() -> None:
             asking = asyncio.create_task(engine.status())
             question = await other.receive()
             assert isinstance(question, GetStatus)
-            await other.send(Reply(question.id, {}, error="the tree is broken"))
+            await other.send(Answer(question.id, {}, error="the tree is broken"))
             with pytest.raises(PippinError, match="the tree is broken"):
                 await asking
             assert engine.healthy
@@ -197,7 +197,7 @@ def test_loading_is_reported_and_ready_describes_the_model() -> None:
         other = OtherEnd()
         engine, stages = ZmqEngine(*other.addresses), list[Any]()
         await engine.start(on_loading=stages.append)
-        ready = Ready("stories", 8192, 4096)
+        ready = Ready(8192, 4096)
         await other.send(Loading("weights"))
         await other.send(ready)
         assert await engine.ready() == ready

@@ -15,6 +15,7 @@ import zmq.asyncio
 from pippin.errors import EngineDead, LoadError, PippinError
 from pippin.messages import (
     Abort,
+    Answer,
     Failed,
     Finish,
     FlushCache,
@@ -22,7 +23,6 @@ from pippin.messages import (
     GetStatus,
     Loading,
     Ready,
-    Reply,
     Shutdown,
     Submit,
     ToEngine,
@@ -192,7 +192,7 @@ class ZmqEngine:
                 for delta in deltas:
                     if (queue := self._deltas.get(delta.id)) is not None:  # else: over, for us
                         queue.put_nowait(delta)
-            case Reply(id=id, data=data, error=error):
+            case Answer(id=id, data=data, error=error):
                 self._answer(id, data, error)
             case Loading(stage=stage):
                 if self._on_loading is not None:

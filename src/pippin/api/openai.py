@@ -28,7 +28,7 @@ from pippin.api.parameters import (
 )
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import SamplingDefaults
-from pippin.text.chat import RESERVED_VARIABLES
+from pippin.text.chat_template import RESERVED_VARIABLES
 from pippin.types import SamplingParams
 
 

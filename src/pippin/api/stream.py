@@ -27,7 +27,7 @@ DONE = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; nginx's number, for the log
 
 
-class Reply(Response):
+class JobResponse(Response):
     """Runs a job when called. Before the first token an error is a status, later an event."""
 
     def __init__(self, job: Job, shape: Shape, engine: Engine) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pippin.errors import RequestError
 from pippin.text.bundle import TextBundle
-from pippin.text.chat import Message
+from pippin.text.chat_template import Message
 from pippin.text.detokenizer import Detokenizer, TokenSpan
 
 
