@@ -79,6 +79,7 @@ def test_every_config_field_is_an_option_with_its_help(capsys: pytest.CaptureFix
         (["serve", "--backend", "cuda"], 'Choose from: "auto", "mlx", "fake"'),
         (["serve", "--max-running", "0"], "max_running must be at least 1, got 0"),
         (["serve", "--max-queue-tokens", "0"], "max_queue_tokens must be at least 1, got 0"),
+        (["serve", "--engine-timeout", "0"], "engine_timeout must be at least 1, got 0"),
         (["serve", "--port", "70000"], "port must be between 0 and 65535, got 70000"),
         (["serve", "--memory", "lots"], 'memory must be like "6GB" or a fraction'),
     ],

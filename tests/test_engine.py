@@ -16,9 +16,17 @@ from pippin.api.engine_client import ZmqEngine
 from pippin.build import build_loop
 from pippin.cache.canary import CacheCorruption, Canary
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine import Channel, EngineSpec, run_engine
+from pippin.engine import Channel, EngineSpec, MessagePump, run_engine
 from pippin.errors import PippinError
-from pippin.messages import Submit, TokenDelta
+from pippin.messages import (
+    Alive,
+    FromEngine,
+    Shutdown,
+    Submit,
+    ToEngine,
+    TokenBatch,
+    TokenDelta,
+)
 from pippin.scheduler.loop import Loop
 from pippin.types import SamplingParams
 
@@ -115,6 +123,49 @@ def test_an_engine_whose_device_is_gone_tells_its_requests_and_stops(
         assert engine.reason == later.error
 
     assert talk_to(loop, tmp_path, scenario) == 1
+
+
+class ScriptedChannel:
+    """Brings what it is told to, then a Shutdown; keeps what is sent."""
+
+    def __init__(self, *rounds: list[ToEngine]) -> None:
+        self._rounds = [*rounds, [Shutdown()]]
+        self.sent: list[FromEngine] = []
+        self.waits: list[bool] = []
+
+    def receive(self, wait_seconds: float) -> list[ToEngine]:
+        self.waits.append(wait_seconds > 0)
+        return self._rounds.pop(0)
+
+    def send(self, message: FromEngine) -> None:
+        self.sent.append(message)
+
+
+def test_an_engine_gives_signs_of_life_idle_and_before_it_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pippin.engine.BEAT_SECONDS", 1e-9)
+    submit = Submit("a", [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0))
+    channel = ScriptedChannel([], [submit], [], [], [], [])
+    loop = make_loop(cache=False)
+    MessagePump(loop, channel).run()  # type: ignore[arg-type]
+    idle, busy = Alive(stepping=False), Alive(stepping=True)
+    assert channel.sent[:2] == [idle, busy]
+    assert channel.sent[-1] == idle
+    assert sum(isinstance(message, TokenBatch) for message in channel.sent) == 1
+    assert channel.waits[:3] == [True, True, False]
+    assert channel.waits[-1]
+
+
+def test_signs_of_life_are_rare_unless_they_say_something_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pippin.engine.BEAT_SECONDS", float("inf"))
+    submit = Submit("a", [1, 2, 3], SamplingParams(max_tokens=500, temperature=0.0))
+    channel = ScriptedChannel([], [], [submit], *([] for _ in range(50)))
+    MessagePump(make_loop(cache=False), channel).run()  # type: ignore[arg-type]
+    signs = [message for message in channel.sent if isinstance(message, Alive)]
+    assert signs == [Alive(stepping=False), Alive(stepping=True)]
 
 
 def test_an_engine_with_a_canary_starts_with_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:

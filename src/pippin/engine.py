@@ -28,6 +28,7 @@ from pippin.config import Config
 from pippin.errors import PippinError
 from pippin.messages import (
     Abort,
+    Alive,
     Answer,
     Failed,
     Finish,
@@ -44,6 +45,7 @@ from pippin.messages import (
 from pippin.scheduler.loop import Loop
 
 STDIN = 0
+BEAT_SECONDS = 0.5  # between signs of life
 EXIT_GRACE_SECONDS = 3.0  # from the server's end to leaving by force
 
 
@@ -88,10 +90,9 @@ class Channel:
     def send(self, message: FromEngine) -> None:
         self._outbox.send(self._encoder.encode(message))
 
-    def receive(self, *, block: bool) -> list[ToEngine]:
-        """Everything that has arrived; with `block`, at least one message."""
-        if block:
-            self._inbox.poll()
+    def receive(self, wait_seconds: float) -> list[ToEngine]:
+        """Everything that has arrived; the first of it may take `wait_seconds`."""
+        self._inbox.poll(int(wait_seconds * 1000))
         messages: list[ToEngine] = []
         while self._inbox.poll(0):
             messages.append(self._decoder.decode(self._inbox.recv()))
@@ -107,18 +108,23 @@ class MessagePump:
     def __init__(self, loop: Loop, channel: Channel) -> None:
         self._loop = loop
         self._channel = channel
+        self._last_sign = Alive(stepping=False)
+        self._last_sign_at = float("-inf")
 
     def run(self) -> None:
-        while self._take_in(block=self._loop.idle):
+        while self._take_in(BEAT_SECONDS if self._loop.idle else 0.0):
+            self._give_sign_of_life()
+            if self._loop.idle:
+                continue
             deltas = self._loop.step()
             if deltas:
                 self._channel.send(TokenBatch(deltas))
             if self._loop.failure is not None:
                 raise self._loop.failure
 
-    def _take_in(self, *, block: bool) -> bool:
+    def _take_in(self, wait_seconds: float) -> bool:
         """Handle what has arrived; False once a Shutdown is among it."""
-        for message in self._channel.receive(block=block):
+        for message in self._channel.receive(wait_seconds):
             match message:
                 case Submit():
                     self._loop.submit(message)
@@ -133,6 +139,13 @@ class MessagePump:
                 case Shutdown():
                     return False
         return True
+
+    def _give_sign_of_life(self) -> None:
+        """From the loop itself: a thread would go on while the loop hangs."""
+        sign, now = Alive(stepping=not self._loop.idle), time.monotonic()
+        if sign != self._last_sign or now - self._last_sign_at >= BEAT_SECONDS:
+            self._channel.send(sign)
+            self._last_sign, self._last_sign_at = sign, now
 
     def _answer(self, id: str, find: Callable[[], dict[str, Any]]) -> None:
         """A question that cannot be answered harms no request: they go on."""

@@ -67,6 +67,12 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     max_len: int
 
 
+class Alive(msgspec.Struct, tag="alive", frozen=True):
+    """A sign of life; after one with `stepping` the next may take as long as a step does."""
+
+    stepping: bool
+
+
 class Loading(msgspec.Struct, tag="loading", frozen=True):
     """Progress while the model loads, for the terminal."""
 
@@ -88,4 +94,4 @@ class Answer(msgspec.Struct, tag="answer", frozen=True):
 
 
 ToEngine = Submit | Abort | Finish | FlushCache | GetStatus | Shutdown
-FromEngine = TokenBatch | Ready | Loading | Failed | Answer
+FromEngine = TokenBatch | Alive | Ready | Loading | Failed | Answer

@@ -12,10 +12,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from pippin.api import engine_client, pulse
 from pippin.api.engine_client import ZmqEngine
 from pippin.errors import EngineDead, LoadError, PippinError
 from pippin.messages import (
     Abort,
+    Alive,
     Answer,
     Failed,
     Finish,
@@ -177,6 +179,43 @@ def test_when_the_engine_dies_everything_ends_with_its_reason() -> None:
                     await call
 
     asyncio.run(scenario())
+
+
+def test_an_engine_that_hangs_fails_its_requests_and_is_healthy_once_it_is_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_client, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(pulse, "IDLE_LIMIT_SECONDS", 0.05)
+
+    async def scenario() -> None:
+        async with connected() as (engine, other):
+            running = asyncio.create_task(collect(engine, "a"))
+            asking = asyncio.create_task(engine.status())
+            assert [type(await other.receive()) for _ in range(2)] == [Submit, GetStatus]
+            await other.send(Alive(stepping=False))
+            [delta] = await running
+            assert (delta.finish, delta.error_code, delta.error_status) == (
+                "error",
+                "engine_dead",
+                503,
+            )
+            assert delta.error is not None
+            assert "no sign of life" in delta.error
+            with pytest.raises(EngineDead, match="no sign of life"):
+                await asking
+            assert not engine.healthy
+            assert await other.receive() == Abort("a")
+            [refused] = await collect(engine, "b")
+            assert refused.error_status == 503
+            await other.send(Alive(stepping=True))  # a step may take longer than this test
+            while not engine.healthy:
+                await asyncio.sleep(0.01)
+            again = asyncio.create_task(collect(engine, "c"))
+            assert await other.receive() == submit("c")
+            await other.send(TokenBatch([TokenDelta("c", [1], finish="stop")]))
+            assert await again == [TokenDelta("c", [1], finish="stop")]
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_a_message_that_makes_no_sense_is_the_end() -> None:
