@@ -270,6 +270,32 @@ def test_a_device_that_is_gone_is_said_at_once() -> None:
                 ask()
 
 
+def test_a_second_interrupt_is_heard_in_the_middle_of_a_step() -> None:
+    with make_llm() as llm:
+
+        def never_ends(plan: StepPlan) -> PendingStep:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+            raise AssertionError("the second one was held back")
+
+        llm.loop.backend.launch = never_ends  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([5, 6, 7], GREEDY)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_closed_model_says_so() -> None:
+    with make_llm() as llm:
+        open_stream, other = llm.stream_chat(FOX, GREEDY), llm.stream_chat(CROW, GREEDY)
+        assert next(open_stream)
+        assert next(other)
+    open_stream.close()  # type: ignore[attr-defined]
+    with pytest.raises(EngineDead, match="closed"):
+        list(other)
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate([5, 6, 7], GREEDY)
+
+
 def test_after_a_bug_in_a_step_nothing_pretends_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with make_llm() as llm:
         with monkeypatch.context() as patch:

@@ -154,6 +154,7 @@ class LLM:
         return self.loop.scheduler.metrics
 
     def close(self) -> None:
+        self._router.close()
         self.loop.close()
 
     def __enter__(self) -> LLM:

@@ -33,6 +33,7 @@ class Router:
         self._leaving: list[tuple[Callable[[str], None], str]] = []  # for the loop to hear
         # Still set after a step that raised: nothing is known of the state it left.
         self._in_step = False
+        self._closed = False
 
     def submit(self, submit: Submit, inbox: Inbox) -> None:
         """Any number of these; each inbox gets the deltas of its own requests."""
@@ -58,10 +59,14 @@ class Router:
 
     def settle(self) -> None:
         """If no request is open any more, step until the loop has put everything away."""
-        if self._inboxes or self._in_step or self._loop.failure is not None:
+        if self._inboxes or self._in_step or self._closed or self._loop.failure is not None:
             return
         while self._leaving or not self._loop.idle:
             self._step()
+
+    def close(self) -> None:
+        """The loop is about to be closed: whoever still waits for something hears so."""
+        self._closed = True
 
     def _leave(self, request_id: str, tell: Callable[[str], None]) -> None:
         # Told before the next step: an iterator may be closed by the garbage collector amid one.
@@ -69,6 +74,8 @@ class Router:
             self._leaving.append((tell, request_id))
 
     def _step(self) -> None:
+        if self._closed:
+            raise EngineDead("the model has been closed")
         if self._in_step:
             raise EngineDead("the engine stopped in the middle of a step; load the model again")
         if self._loop.failure is not None:
@@ -103,16 +110,25 @@ class Router:
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Ctrl-C is heard at the end: a step cut in two would leave an engine that cannot go on."""
+    """Ctrl-C is heard at the end: a step cut in two would leave an engine that cannot go on.
+
+    The second one is heard at once, for a step that never ends.
+    """
     heard = signal.getsignal(signal.SIGINT)
     if not callable(heard) or threading.current_thread() is not threading.main_thread():
         yield
         return
     held: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+
+    def hold(number: int, frame: Any) -> None:
+        held.append((number, frame))
+        if len(held) > 1:
+            heard(number, frame)
+
+    signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, heard)
-        if held:
-            heard(*held[0])
+    if held:
+        heard(*held[0])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pippin.errors import ContextOverflow, error_of
+from pippin.errors import ContextOverflow, PippinError, error_of
 from pippin.messages import Submit, TokenDelta
 from pippin.text.detokenizer import Detokenizer, TokenSpan
 from pippin.text.prompt import Prompt
@@ -34,9 +34,7 @@ class SequencePiece:
 
     index: int
     text: str  # that may now be shown
-    shown: list[
-        ShownToken
-    ]  # those whose text is now shown in full; empty unless logprobs are asked
+    shown: list[ShownToken]  # those whose text is now complete; empty unless logprobs are wanted
     tokens: list[int]  # as they were generated: a stop token, which is not shown, is among them
     logprobs: list[TokenLogprobs]  # of `tokens`, if they were asked for
     finish: Literal["stop", "length"] | None = None
@@ -177,7 +175,7 @@ class GeneratedSequence:
         return echo.text, [ShownToken(id, offset, known) for id, offset, known in rows]
 
 
-def _error_of(delta: TokenDelta) -> Exception:
+def _error_of(delta: TokenDelta) -> PippinError:
     if delta.finish == "abort":
         return error_of(delta.error or "the engine aborted the request", "aborted", 503)
     return error_of(delta.error or "the request failed", delta.error_code, delta.error_status)
