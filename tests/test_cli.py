@@ -20,7 +20,7 @@ from processes import environment
 def served_with(monkeypatch: pytest.MonkeyPatch, *argv: str) -> Config:
     """The Config that `pippin serve ARGV` starts the server with."""
     seen: list[Config] = []
-    monkeypatch.setattr("pippin.launch.serve", seen.append)
+    monkeypatch.setattr("pippin.launch.run_server", seen.append)
     with pytest.raises(SystemExit) as exited:
         cli.main(["serve", *argv])
     assert exited.value.code == 0
@@ -78,6 +78,8 @@ def test_every_config_field_is_an_option_with_its_help(capsys: pytest.CaptureFix
         (["serve", "--port", "x"], "--port"),
         (["serve", "--backend", "cuda"], 'Choose from: "auto", "mlx", "fake"'),
         (["serve", "--max-running", "0"], "max_running must be at least 1, got 0"),
+        (["serve", "--max-queue-tokens", "0"], "max_queue_tokens must be at least 1, got 0"),
+        (["serve", "--engine-timeout", "0"], "engine_timeout must be at least 1, got 0"),
         (["serve", "--port", "70000"], "port must be between 0 and 65535, got 70000"),
         (["serve", "--memory", "lots"], 'memory must be like "6GB" or a fraction'),
     ],
@@ -96,7 +98,7 @@ def test_a_model_that_cannot_be_served_is_one_line(
     def fail(config: Config) -> None:
         raise LoadError("no such model")
 
-    monkeypatch.setattr("pippin.launch.serve", fail)
+    monkeypatch.setattr("pippin.launch.run_server", fail)
     assert error_of(capsys, "serve") == (1, "pippin: no such model")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,18 @@ from pippin.api.engine_client import ZmqEngine
 from pippin.build import build_loop
 from pippin.cache.canary import CacheCorruption, Canary
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine import Channel, EngineSpec, serve
-from pippin.messages import Submit, TokenDelta
+from pippin.engine import Channel, EngineSpec, MessagePump, run_engine
+from pippin.errors import PippinError
+from pippin.messages import (
+    Alive,
+    FromEngine,
+    Shutdown,
+    Submit,
+    ToEngine,
+    TokenBatch,
+    TokenDelta,
+)
+from pippin.scheduler.loop import Loop
 from pippin.types import SamplingParams
 
 
@@ -25,21 +37,39 @@ async def ask(engine: ZmqEngine, id: str, prompt: list[int]) -> TokenDelta:
     return [delta async for delta in engine.generate(submit)][-1]
 
 
-def test_a_fault_found_by_a_raising_canary_is_why_the_engine_stopped(tmp_path: Path) -> None:
-    loop = make_loop(canary=Canary("raise"))
-    cache = loop.scheduler.cache
-    assert cache is not None
-    spec = EngineSpec(Config(), str(tmp_path))
+Scenario = Callable[[ZmqEngine], Coroutine[Any, Any, None]]
+
+
+def talk_to(loop: Loop, socket_dir: Path, scenario: Scenario) -> int:
+    """Run the loop as an engine beside a server that follows the scenario; the exit status."""
+    spec = EngineSpec(Config(), str(socket_dir))
     statuses: list[int] = []
 
     def run() -> None:
         channel = Channel(spec)
-        statuses.append(serve(loop, channel))
+        statuses.append(run_engine(loop, channel))
         channel.close()
 
     async def work() -> None:
         engine = ZmqEngine(spec.inbox, spec.outbox)
         await engine.start()
+        await scenario(engine)
+        await engine.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    asyncio.run(asyncio.wait_for(work(), 20))
+    thread.join(timeout=20)
+    (status,) = statuses
+    return status
+
+
+def test_a_fault_found_by_a_raising_canary_is_why_the_engine_stopped(tmp_path: Path) -> None:
+    loop = make_loop(canary=Canary("raise"))
+    cache = loop.scheduler.cache
+    assert cache is not None
+
+    async def scenario(engine: ZmqEngine) -> None:
         prompt = list(range(80))
         assert (await ask(engine, "a", prompt)).finish == "length"
         node = next(iter(cache._tree.root.children.values()))
@@ -50,13 +80,92 @@ def test_a_fault_found_by_a_raising_canary_is_why_the_engine_stopped(tmp_path: P
         assert spoiled.error is not None
         assert spoiled.error.startswith("the engine stopped: cache entry over tokens [0, ")
         assert engine.reason == spoiled.error
-        await engine.close()
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    asyncio.run(asyncio.wait_for(work(), 20))
-    thread.join(timeout=20)
-    assert statuses == [1]
+    assert talk_to(loop, tmp_path, scenario) == 1
+
+
+@pytest.mark.parametrize("question", ["status", "flush_cache"])
+def test_a_question_that_cannot_be_answered_harms_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, question: str
+) -> None:
+    loop = make_loop()
+    monkeypatch.setattr(loop, question, lambda: {}["nothing"])
+
+    async def scenario(engine: ZmqEngine) -> None:
+        running = asyncio.create_task(ask(engine, "a", list(range(80))))
+        with pytest.raises(PippinError, match=r"could not answer.*nothing") as info:
+            await getattr(engine, question)()
+        assert info.value.status == 500
+        assert (await running).finish == "length"
+        assert engine.healthy
+
+    assert talk_to(loop, tmp_path, scenario) == 0
+
+
+def test_an_engine_whose_device_is_gone_tells_its_requests_and_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop()
+    step = loop.step
+
+    def last_step() -> list[TokenDelta]:
+        deltas = step()
+        loop.failure = PippinError("the device failed 5 steps in a row")
+        return [*deltas, TokenDelta("a", finish="error", error="the device failed")]
+
+    monkeypatch.setattr(loop, "step", last_step)
+
+    async def scenario(engine: ZmqEngine) -> None:
+        assert (await ask(engine, "a", [1, 2, 3])).error == "the device failed"
+        later = await ask(engine, "b", [1, 2, 3])
+        assert later.error_status == 503
+        assert later.error == "the engine stopped: the device failed 5 steps in a row"
+        assert engine.reason == later.error
+
+    assert talk_to(loop, tmp_path, scenario) == 1
+
+
+class ScriptedChannel:
+    """Brings what it is told to, then a Shutdown; keeps what is sent."""
+
+    def __init__(self, *rounds: list[ToEngine]) -> None:
+        self._rounds = [*rounds, [Shutdown()]]
+        self.sent: list[FromEngine] = []
+        self.waits: list[bool] = []
+
+    def receive(self, wait_seconds: float) -> list[ToEngine]:
+        self.waits.append(wait_seconds > 0)
+        return self._rounds.pop(0)
+
+    def send(self, message: FromEngine) -> None:
+        self.sent.append(message)
+
+
+def test_an_engine_gives_signs_of_life_idle_and_before_it_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pippin.engine.BEAT_SECONDS", 1e-9)
+    submit = Submit("a", [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0))
+    channel = ScriptedChannel([], [submit], [], [], [], [])
+    loop = make_loop(cache=False)
+    MessagePump(loop, channel).run()  # type: ignore[arg-type]
+    idle, busy = Alive(stepping=False), Alive(stepping=True)
+    assert channel.sent[:2] == [idle, busy]
+    assert channel.sent[-1] == idle
+    assert sum(isinstance(message, TokenBatch) for message in channel.sent) == 1
+    assert channel.waits[:3] == [True, True, False]
+    assert channel.waits[-1]
+
+
+def test_signs_of_life_are_rare_unless_they_say_something_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pippin.engine.BEAT_SECONDS", float("inf"))
+    submit = Submit("a", [1, 2, 3], SamplingParams(max_tokens=500, temperature=0.0))
+    channel = ScriptedChannel([], [], [submit], *([] for _ in range(50)))
+    MessagePump(make_loop(cache=False), channel).run()  # type: ignore[arg-type]
+    signs = [message for message in channel.sent if isinstance(message, Alive)]
+    assert signs == [Alive(stepping=False), Alive(stepping=True)]
 
 
 def test_an_engine_with_a_canary_starts_with_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:

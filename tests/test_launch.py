@@ -36,8 +36,8 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 30))
 
 
-async def connect(process: EngineProcess) -> ZmqEngine:
-    engine = ZmqEngine(process.spec.inbox, process.spec.outbox)
+async def connect(process: EngineProcess, timeout_seconds: float = 60.0) -> ZmqEngine:
+    engine = ZmqEngine(process.spec.inbox, process.spec.outbox, timeout_seconds=timeout_seconds)
     await engine.start()
     await engine.ready()
     return engine
@@ -113,6 +113,24 @@ def test_a_killed_engine_ends_its_requests_with_an_error() -> None:
             assert delta.error == "the engine process was killed by SIGKILL"
             assert not engine.healthy
             await watcher
+            await engine.close()
+
+    run(work())
+
+
+def test_a_frozen_engine_is_not_healthy_until_it_goes_on() -> None:
+    async def work() -> None:
+        with EngineProcess(resolve(FAKE)) as process:
+            engine = await connect(process, timeout_seconds=3.0)
+            assert engine.healthy
+            os.kill(process.process.pid, signal.SIGSTOP)
+            (delta,) = await collect(engine, "a")
+            assert (delta.finish, delta.error_status) == ("error", 503)
+            assert not engine.healthy
+            os.kill(process.process.pid, signal.SIGCONT)
+            while not engine.healthy:
+                await asyncio.sleep(0.05)
+            assert (await collect(engine, "b"))[-1].finish == "length"
             await engine.close()
 
     run(work())

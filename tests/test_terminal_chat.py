@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from pippin.chat import HELP, Conversation, ServerSpeaker
-from pippin.client import Client, ServerError
+from pippin.client import ServerClient, ServerError
+from pippin.terminal_chat import HELP, Conversation, ServerSpeaker
 
 
 class Echo:
@@ -99,7 +99,7 @@ def event(text: str) -> str:
 
 def test_a_server_streams_its_reply() -> None:
     events = [event("Hel"), event("lo"), "data: [DONE]\n\n"]
-    with http_server(events) as (url, bodies), Client(url + "/v1") as client:
+    with http_server(events) as (url, bodies), ServerClient(url + "/v1") as client:
         speaker = ServerSpeaker(client, {"max_tokens": 5})
         assert list(speaker.reply([{"role": "user", "content": "hi"}])) == ["Hel", "lo"]
     sent = json.loads(bodies[0])
@@ -110,7 +110,7 @@ def test_a_servers_error_is_its_message() -> None:
     body = json.dumps({"error": {"message": "prompt is too long"}})
     with (
         http_server([body], status=400) as (url, _),
-        Client(url) as client,
+        ServerClient(url) as client,
         pytest.raises(ServerError, match="prompt is too long"),
     ):
         list(client.stream_chat({}))
@@ -118,7 +118,7 @@ def test_a_servers_error_is_its_message() -> None:
 
 def test_an_error_in_the_stream_is_raised_after_what_came_before() -> None:
     broken = 'data: {"error": {"message": "engine died"}}\n\n'
-    with http_server([event("Hel"), broken]) as (url, _), Client(url) as client:
+    with http_server([event("Hel"), broken]) as (url, _), ServerClient(url) as client:
         reply = client.stream_chat({})
         assert next(reply) == "Hel"
         with pytest.raises(ServerError, match="engine died"):
@@ -127,7 +127,7 @@ def test_an_error_in_the_stream_is_raised_after_what_came_before() -> None:
 
 def test_a_server_out_of_reach_is_named() -> None:
     with (
-        Client("http://127.0.0.1:9") as client,
+        ServerClient("http://127.0.0.1:9") as client,
         pytest.raises(ServerError, match=r"127\.0\.0\.1:9"),
     ):
         client.get("/status")

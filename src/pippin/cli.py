@@ -35,9 +35,9 @@ app.command(
 @takes_config("model", "engine", "server")
 def serve(config: Config) -> None:
     """Serve a model with the OpenAI API until Ctrl-C."""
-    from pippin.launch import serve
+    from pippin.launch import run_server
 
-    serve(config)
+    run_server(config)
 
 
 @app.command
@@ -63,7 +63,7 @@ def chat(
     max_tokens
         Longest reply.
     """
-    from pippin.chat import run_chat
+    from pippin.terminal_chat import run_chat
 
     run_chat(config, url=url, system=system, temperature=temperature, max_tokens=max_tokens)
 

@@ -71,8 +71,8 @@ def one_batch(
     report.publish(outputs)
 
 
-@bench.command
-def serve(
+@bench.command(name="serve")
+def bench_serve(
     *,
     url: str = "http://127.0.0.1:8000",
     model: str | None = None,
@@ -111,13 +111,13 @@ def serve(
     long_input
         Words of those long prompts.
     """
-    from pippin.bench.serve import Load, serve
+    from pippin.bench.serving import Load, measure_server
 
     if concurrency is None and rate is None:
         concurrency = [1, 4, 16]
     loads = [Load("concurrency", n, requests, input, output) for n in concurrency or ()]
     loads += [Load("rate", r, requests, input, output) for r in rate or ()]
-    report = serve(
+    report = measure_server(
         url,
         loads,
         model=model,

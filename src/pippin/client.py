@@ -20,13 +20,13 @@ class ServerError(PippinError):
     """The server is out of reach, or answered with an error."""
 
 
-class Client:
+class ServerClient:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url.rstrip("/").removesuffix("/v1")
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT)
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> ServerClient:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -85,7 +85,7 @@ def show_cache(url: str, *, flush: bool) -> None:
     """Print a server's state; with `flush`, empty its prefix cache first."""
     console = Console()
     table = Table(box=None, show_header=False)
-    with Client(url, os.environ.get("PIPPIN_API_KEY")) as client:
+    with ServerClient(url, os.environ.get("PIPPIN_API_KEY")) as client:
         if flush:
             freed = client.post("/flush_cache")
             console.print(f"freed {freed['freed_bytes']:,} bytes, kept {freed['kept_bytes']:,}")

@@ -64,7 +64,7 @@ class EngineConfig:
     """Requests that may wait; more are refused with 503."""
 
     max_queue_tokens: int = 4_000_000
-    """Prompt tokens that may wait, all requests together; more are refused with 503."""
+    """Prompt tokens that may wait, of all requests together; more are refused with 503."""
 
     prefill_tokens: int | None = None
     """Prompt tokens computed in one step when nothing else is running. Default: 512 on CPUs, 2,048
@@ -107,7 +107,11 @@ class ServerConfig:
     api_key: str | None = None
     """If set, requests must carry it as a bearer token."""
 
+    engine_timeout: int = 300
+    """Seconds that one step may take before the engine counts as hung, and its requests fail."""
+
     def __post_init__(self) -> None:
+        _check_at_least(self, engine_timeout=1)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
 

@@ -28,6 +28,8 @@ from pippin.config import Config
 from pippin.errors import PippinError
 from pippin.messages import (
     Abort,
+    Alive,
+    Answer,
     Failed,
     Finish,
     FlushCache,
@@ -35,7 +37,6 @@ from pippin.messages import (
     GetStatus,
     Loading,
     Ready,
-    Reply,
     Shutdown,
     Submit,
     ToEngine,
@@ -44,6 +45,7 @@ from pippin.messages import (
 from pippin.scheduler.loop import Loop
 
 STDIN = 0
+BEAT_SECONDS = 0.5  # between signs of life
 EXIT_GRACE_SECONDS = 3.0  # from the server's end to leaving by force
 
 
@@ -88,10 +90,9 @@ class Channel:
     def send(self, message: FromEngine) -> None:
         self._outbox.send(self._encoder.encode(message))
 
-    def receive(self, *, block: bool) -> list[ToEngine]:
-        """Everything that has arrived; with `block`, at least one message."""
-        if block:
-            self._inbox.poll()
+    def receive(self, wait_seconds: float) -> list[ToEngine]:
+        """Everything that has arrived; the first of it may take `wait_seconds`."""
+        self._inbox.poll(int(wait_seconds * 1000))
         messages: list[ToEngine] = []
         while self._inbox.poll(0):
             messages.append(self._decoder.decode(self._inbox.recv()))
@@ -101,22 +102,29 @@ class Channel:
         self._context.destroy(linger=200)
 
 
-class Engine:
-    """Moves messages between the channel and the loop until it is told to stop."""
+class MessagePump:
+    """Moves messages between the channel and the loop until it is told to stop, or cannot go on."""
 
     def __init__(self, loop: Loop, channel: Channel) -> None:
         self._loop = loop
         self._channel = channel
+        self._last_sign = Alive(stepping=False)
+        self._last_sign_at = float("-inf")
 
     def run(self) -> None:
-        while self._take_in(block=self._loop.idle):
+        while self._take_in(BEAT_SECONDS if self._loop.idle else 0.0):
+            self._give_sign_of_life()
+            if self._loop.idle:
+                continue
             deltas = self._loop.step()
             if deltas:
                 self._channel.send(TokenBatch(deltas))
+            if self._loop.failure is not None:
+                raise self._loop.failure
 
-    def _take_in(self, *, block: bool) -> bool:
+    def _take_in(self, wait_seconds: float) -> bool:
         """Handle what has arrived; False once a Shutdown is among it."""
-        for message in self._channel.receive(block=block):
+        for message in self._channel.receive(wait_seconds):
             match message:
                 case Submit():
                     self._loop.submit(message)
@@ -125,15 +133,28 @@ class Engine:
                 case Finish(id):
                     self._loop.finish(id)
                 case GetStatus(id):
-                    self._reply(id, self._loop.status)
+                    self._answer(id, self._loop.status)
                 case FlushCache(id):
-                    self._reply(id, self._loop.flush_cache)
+                    self._answer(id, self._loop.flush_cache)
                 case Shutdown():
                     return False
         return True
 
-    def _reply(self, id: str, answer: Callable[[], dict[str, Any]]) -> None:
-        self._channel.send(Reply(id, answer()))
+    def _give_sign_of_life(self) -> None:
+        """From the loop itself: a thread would go on while the loop hangs."""
+        sign, now = Alive(stepping=not self._loop.idle), time.monotonic()
+        if sign != self._last_sign or now - self._last_sign_at >= BEAT_SECONDS:
+            self._channel.send(sign)
+            self._last_sign, self._last_sign_at = sign, now
+
+    def _answer(self, id: str, find: Callable[[], dict[str, Any]]) -> None:
+        """A question that cannot be answered harms no request: they go on."""
+        try:
+            answer = Answer(id, find())
+        except Exception as error:
+            traceback.print_exc()
+            answer = Answer(id, {}, error=f"the engine could not answer: {error!r}")
+        self._channel.send(answer)
 
 
 def leave_with_server(spec: EngineSpec, serving: threading.Event) -> None:
@@ -149,10 +170,10 @@ def leave_with_server(spec: EngineSpec, serving: threading.Event) -> None:
     os._exit(1)
 
 
-def serve(loop: Loop, channel: Channel) -> int:
+def run_engine(loop: Loop, channel: Channel) -> int:
     """Run until told to stop; tell the server what else ended it. Returns the exit status."""
     try:
-        Engine(loop, channel).run()
+        MessagePump(loop, channel).run()
     except Exception as error:  # nothing is known of the state it left: no request can go on
         traceback.print_exc()
         channel.send(Failed(f"the engine stopped: {str(error) or repr(error)}"))
@@ -188,9 +209,9 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     model = loop.backend.spec
-    channel.send(Ready(Path(spec.config.model.model).name, model.vocab_size, model.max_len))
+    channel.send(Ready(model.vocab_size, model.max_len))
     serving.set()
-    status = serve(loop, channel)
+    status = run_engine(loop, channel)
     channel.close()
     spec.remove_sockets()
     return status

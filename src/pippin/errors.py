@@ -71,3 +71,15 @@ class LoadError(PippinError):
 
 class UnsupportedLayout(LoadError):
     code = "unsupported_layout"
+
+
+def error_of(message: str, code: str | None, status: int) -> PippinError:
+    """What was sent from another process as words, a code and a status, as the error it was."""
+    kinds: list[type[PippinError]] = [PippinError]
+    for kind in kinds:
+        if kind.code == code:
+            return kind(message)
+        kinds += kind.__subclasses__()
+    error = PippinError(message)
+    error.code, error.status = code or PippinError.code, status
+    return error

@@ -5,7 +5,8 @@
                       ◀── FromEngine ──────
       stdin pipe      ── end of file ─────▶     leaves
 
-The engine dies first: its requests end with an error, /health says so and the server stays up.
+The engine dies first, or hangs: its requests end with an error, /health says so and the server
+stays up.
 The server dies first, even by SIGKILL: the pipe closes and the engine leaves.
 """
 
@@ -43,7 +44,7 @@ STOP_GRACE_SECONDS = 5.0
 WATCH_SECONDS = 0.1
 
 
-def serve(config: Config) -> None:
+def run_server(config: Config) -> None:
     """Load a model and serve it until SIGINT or SIGTERM."""
     config = resolve(config)
     with _listen(config.server) as listener:
@@ -111,7 +112,11 @@ async def _serve(config: Config, listener: socket.socket) -> None:
     stop = _stop_signal()
     console = Console()
     with EngineProcess(config) as process:
-        engine = ZmqEngine(process.spec.inbox, process.spec.outbox)
+        engine = ZmqEngine(
+            process.spec.inbox,
+            process.spec.outbox,
+            timeout_seconds=config.server.engine_timeout,
+        )
         with console.status(f"loading {config.server.served_name}") as status:
             await engine.start(on_loading=status.update)
             watcher = asyncio.create_task(process.watch(engine))

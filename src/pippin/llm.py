@@ -9,23 +9,33 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import operator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from pippin.api.parameters import (
+    are_token_ids,
+    check_priority,
+    check_sampling,
+    token_ids_in_words,
+)
 from pippin.build import build_loop
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.errors import ContextOverflow, EngineDead, PippinError, RequestError
-from pippin.messages import Submit, TokenDelta
+from pippin.errors import RequestError
 from pippin.metrics import EngineMetrics
 from pippin.resolve import resolve
+from pippin.router import Inbox, Router
+from pippin.sequences import GeneratedSequence, SequencePiece, open_sequences, room_for_reply
 from pippin.text.bundle import TextBundle
-from pippin.text.detokenizer import Detokenizer
+from pippin.text.prompt import Prompt, chat_prompt, completion_prompt
 from pippin.types import FinishReason, SamplingParams, TokenLogprobs
 
-Prompt = str | Sequence[int]
+T = TypeVar("T")
+PromptInput = str | Sequence[int]
 Message = dict[str, Any]
 
 
@@ -41,25 +51,38 @@ class Completion:
     prompt_logprobs: list[TokenLogprobs] | None = None
     cached_tokens: int = 0
 
+    def add(self, piece: SequencePiece) -> None:
+        self.tokens += piece.tokens
+        self.text += piece.text
+        self.finish_reason = piece.finish
+        if piece.logprobs:
+            self.logprobs = self.logprobs or []
+            self.logprobs += piece.logprobs
+
 
 class LLM:
     """A loaded model. Use it from the thread that made it; close it, or use it in a `with`."""
 
     def __init__(
         self,
-        model: str = ModelConfig.model,
+        model: str | None = None,
         *,
         dtype: str = "auto",
         engine: EngineConfig | None = None,
         config: Config | None = None,
     ) -> None:
         if config is None:
-            section = ModelConfig(model=model, dtype=dtype)  # type: ignore[arg-type]
+            section = ModelConfig(model=model or ModelConfig.model, dtype=dtype)  # type: ignore[arg-type]
             config = Config(model=section, engine=engine or EngineConfig())
+        elif model is not None or dtype != "auto" or engine is not None:
+            raise ValueError(
+                "config says which model, dtype and engine: give these or it, not both"
+            )
         self.config = resolve(config)
         self.text = TextBundle.load(Path(self.config.model.model))
         self.loop = build_loop(self.config, progress=lambda _: None)
-        self._ids = itertools.count()
+        self._router = Router(self.loop)
+        self._request_ids = itertools.count()
 
     def beside(self, *, prefix_cache: bool = True, overlap: bool = True) -> LLM:
         """Another engine over the same loaded model, with its own requests, cache and metrics.
@@ -70,52 +93,51 @@ class LLM:
         engine = replace(self.config.engine, prefix_cache=prefix_cache, overlap=overlap)
         other.config = replace(self.config, engine=engine)
         other.loop = build_loop(other.config, lambda _: None, backend=self.loop.backend)
-        other._ids = itertools.count()
+        other._router = Router(other.loop)
         return other
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptInput | Sequence[PromptInput],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[Completion]:
-        """Complete every prompt, all at once; `n` completions for each, next to each other."""
-        many = _as_prompts(prompts)
-        tokens = [self._encode(prompt) for prompt in many]
-        return self._run([(ids, ()) for ids in tokens], self._spread(params, len(many)))
+        """Complete every prompt, any number at once; `n` completions each, next to each other.
+
+        Prompts of a higher priority start first. If one fails, its error is raised after the
+        others have been stopped.
+        """
+        encoded = [self._completion_prompt(prompt) for prompt in _as_prompts(prompts)]
+        return self._complete(self._open(encoded, params, priority))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[Completion]:
         """Answer one conversation, or several at once."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [self._render(conversation) for conversation in conversations]
-        return self._run(prompts, self._spread(params, len(prompts)))
+        prompts = [chat_prompt(chat, self.text) for chat in _as_conversations(messages)]
+        return self._complete(self._open(prompts, params, priority))
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> Iterator[str]:
-        """The answer's text as it comes. Closing the iterator stops the reply."""
-        tokens, boundaries = self._render(messages)
-        chosen = self._spread(params, 1)[0]
-        submit = self._submit(tokens, boundaries, chosen)
-        detokenizer = self._detokenizer(chosen)
-        self.loop.submit(submit)
-        finished = False
-        try:
-            while not finished:
-                for delta in self._own(self.loop.step(), submit.id):
-                    text = detokenizer.feed(delta.tokens).text
-                    finished = delta.finish is not None or detokenizer.stopped
-                    if finished:
-                        text += detokenizer.close().text
-                    if text:
-                        yield text
-        finally:
-            if not finished or detokenizer.stopped:
-                self.loop.abort(submit.id)
-            self._drain()
+        """The answer's text as it comes. Closing the iterator stops the reply.
+
+        Several may be open at once, and other calls may be made meanwhile.
+        """
+        sequences = self._open([chat_prompt(messages, self.text)], params, priority)
+        if len(sequences) > 1:
+            raise RequestError(f"n is {len(sequences)}; a stream is one reply", param="n")
+        with closing(self._run(sequences)) as pieces:
+            yield from (piece.text for piece in pieces if piece.text)
 
     @property
     def max_len(self) -> int:
@@ -132,6 +154,7 @@ class LLM:
         return self.loop.scheduler.metrics
 
     def close(self) -> None:
+        self._router.close()
         self.loop.close()
 
     def __enter__(self) -> LLM:
@@ -145,115 +168,98 @@ class LLM:
     ) -> None:
         self.close()
 
+    @property
+    def _vocab_size(self) -> int:
+        return self.loop.backend.spec.vocab_size
+
     # ---- inside ----------------------------------------------------------------------------
 
-    def _run(
-        self, prompts: Sequence[tuple[list[int], Sequence[int]]], params: list[SamplingParams]
-    ) -> list[Completion]:
-        completions: dict[str, Completion] = {}
-        detokenizers: dict[str, Detokenizer] = {}
-        for (tokens, boundaries), chosen in zip(prompts, params, strict=True):
-            for number in range(chosen.n):
-                seed = None if chosen.seed is None else chosen.seed + number
-                one = replace(chosen, n=1, seed=seed)
-                submit = self._submit(tokens, boundaries, one)
-                completions[submit.id] = Completion(prompt_tokens=list(tokens))
-                detokenizers[submit.id] = self._detokenizer(one)
-                self.loop.submit(submit)
-        while not self.loop.idle:
-            for delta in self.loop.step():
-                self._take(delta, completions[delta.id], detokenizers[delta.id])
-        return list(completions.values())
+    def _complete(self, sequences: Sequence[GeneratedSequence]) -> list[Completion]:
+        completions = [Completion(list(sequence.prompt.tokens)) for sequence in sequences]
+        with closing(self._run(sequences)) as pieces:
+            for piece in pieces:
+                completions[piece.index].add(piece)
+        for completion, sequence in zip(completions, sequences, strict=True):
+            completion.cached_tokens = sequence.cached_tokens
+            completion.prompt_logprobs = sequence.prompt_logprobs
+        return completions
 
-    def _take(self, delta: TokenDelta, completion: Completion, detokenizer: Detokenizer) -> None:
-        if delta.error is not None:
-            self._drain()
-            raise _as_error(delta)
-        if completion.finish_reason is not None:
-            return  # tokens behind a stop string
-        if delta.cached_tokens is not None:
-            completion.cached_tokens = delta.cached_tokens
-        if delta.prompt_logprobs is not None:
-            completion.prompt_logprobs = delta.prompt_logprobs
-        completion.tokens += delta.tokens
-        if delta.logprobs is not None:
-            completion.logprobs = (completion.logprobs or []) + delta.logprobs
-        completion.text += detokenizer.feed(delta.tokens).text
-        if detokenizer.stopped:
-            completion.finish_reason = "stop"
-            self.loop.finish(delta.id)
-        elif delta.finish is not None:
-            completion.text += detokenizer.close().text
-            completion.finish_reason = delta.finish
-
-    def _drain(self) -> None:
-        for request in list(self.loop.scheduler.requests.values()):
-            self.loop.abort(request.id)
-        while not self.loop.idle:
-            self.loop.step()
-
-    def _own(self, deltas: list[TokenDelta], id: str) -> Iterator[TokenDelta]:
-        for delta in deltas:
-            if delta.id != id:
-                continue
-            if delta.error is not None:
-                raise _as_error(delta)
-            yield delta
-
-    def _submit(
-        self, tokens: list[int], boundaries: Sequence[int], params: SamplingParams
-    ) -> Submit:
-        room = self.max_len - len(tokens)
-        if room < 1:
-            raise ContextOverflow(
-                f"prompt is {len(tokens):,} tokens, the model holds {self.max_len:,}"
+    def _open(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+    ) -> list[GeneratedSequence]:
+        count = len(prompts)
+        all_params: Sequence[SamplingParams] = _for_each(self._checked(params), count, "params")
+        priorities: Sequence[int] = _for_each(priority, count, "priority")
+        request_id = str(next(self._request_ids))
+        sequences: list[GeneratedSequence] = []
+        for prompt, chosen, level in zip(prompts, all_params, priorities, strict=True):
+            room = room_for_reply(prompt, self.max_len, param="prompt")
+            sequences += open_sequences(
+                request_id,
+                prompt,
+                replace(chosen, max_tokens=min(chosen.max_tokens, room)),
+                self.text.tokenizer,
+                first_index=len(sequences),
+                priority=check_priority(level),
             )
-        eos = () if params.ignore_eos else self.text.tokenizer.eos_ids
-        return Submit(
-            id=str(next(self._ids)),
-            tokens=tokens,
-            params=replace(params, max_tokens=min(params.max_tokens, room)),
-            stop_ids=sorted({*eos, *params.stop_token_ids}),
-            boundaries=list(boundaries),
-        )
+        return sequences
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        tokens = self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not tokens:
-            raise RequestError("the prompt has no tokens", param="prompt")
-        return tokens
+    def _run(self, sequences: Sequence[GeneratedSequence]) -> Generator[SequencePiece, None, None]:
+        """Pieces of all sequences as they come. Closing it aborts whatever still runs."""
+        running = {sequence.submit.id: sequence for sequence in sequences}
+        inbox = Inbox()
+        try:
+            for sequence in sequences:
+                self._router.submit(sequence.submit, inbox)
+            while running:
+                for delta in self._router.wait(inbox):
+                    if delta.id not in running:  # said before the engine heard of the stop string
+                        continue
+                    piece = running[delta.id].take(delta)
+                    if piece.finish is not None:
+                        del running[delta.id]
+                        self._router.finish(delta.id)
+                    yield piece
+        finally:
+            for id in running:
+                self._router.abort(id)
+            self._router.settle()
 
-    def _render(self, messages: Any) -> tuple[list[int], list[int]]:
-        if self.text.chat is None:
-            raise RequestError("this model has no chat template", param="messages")
-        rendered = self.text.chat.encode(self.text.tokenizer, messages)
-        return rendered.tokens, rendered.boundaries
-
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer:
-        return Detokenizer(self.text.tokenizer, params.stop, min_tokens=params.min_tokens)
-
-    def _spread(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
-        if params is None:
-            defaults = self.text.defaults
-            params = SamplingParams(
-                temperature=defaults.temperature,
-                top_p=defaults.top_p,
-                top_k=defaults.top_k,
-                min_p=defaults.min_p,
-                repetition_penalty=defaults.repetition_penalty,
-            )
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if len(params) != count:
+    def _completion_prompt(self, given: PromptInput) -> Prompt:
+        if isinstance(given, str):
+            return completion_prompt(given, self.text)
+        tokens = [operator.index(token) for token in given]  # numpy's integers too
+        if not are_token_ids(tokens, self._vocab_size):
             raise RequestError(
-                f"{len(params)} sampling parameters for {count} prompts", param="params"
+                f"prompt is a list of {len(tokens):,} integers; "
+                f"it must be {token_ids_in_words(self._vocab_size)}",
+                param="prompt",
             )
-        return list(params)
+        return completion_prompt(tokens, self.text)
+
+    def _checked(
+        self, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> SamplingParams | list[SamplingParams]:
+        if params is None:
+            return SamplingParams(**asdict(self.text.defaults))
+        if isinstance(params, SamplingParams):
+            return check_sampling(params, self._vocab_size)
+        return [check_sampling(each, self._vocab_size) for each in params]
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _for_each(values: T | Sequence[T], count: int, name: str) -> Sequence[T]:
+    """One value for every prompt, or as many as there are prompts."""
+    if not isinstance(values, Sequence):
+        return [values] * count
+    if len(values) != count:
+        raise RequestError(f"{name} has {len(values)} values for {count} prompts", param=name)
+    return values
+
+
+def _as_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
     if isinstance(prompts, str):
         return [prompts]
     if prompts and isinstance(prompts[0], int):
@@ -261,7 +267,9 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _as_error(delta: TokenDelta) -> PippinError:
-    if delta.error_status == 503:
-        return EngineDead(delta.error or "the engine failed")
-    return RequestError(delta.error or "the request failed")
+def _as_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[Sequence[Message]]:
+    if messages and isinstance(messages[0], dict):
+        return [messages]  # type: ignore[list-item]
+    return list(messages)  # type: ignore[arg-type]

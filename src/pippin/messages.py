@@ -63,10 +63,14 @@ class TokenBatch(msgspec.Struct, tag="tokens", frozen=True):
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The engine has loaded its model and listens."""
 
-    model: str
     vocab_size: int
     max_len: int
-    info: dict[str, Any] = {}
+
+
+class Alive(msgspec.Struct, tag="alive", frozen=True):
+    """A sign of life; after one with `stepping` the next may take as long as a step does."""
+
+    stepping: bool
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):
@@ -81,7 +85,7 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     message: str
 
 
-class Reply(msgspec.Struct, tag="reply", frozen=True):
+class Answer(msgspec.Struct, tag="answer", frozen=True):
     """The answer to FlushCache or GetStatus."""
 
     id: str
@@ -90,4 +94,4 @@ class Reply(msgspec.Struct, tag="reply", frozen=True):
 
 
 ToEngine = Submit | Abort | Finish | FlushCache | GetStatus | Shutdown
-FromEngine = TokenBatch | Ready | Loading | Failed | Reply
+FromEngine = TokenBatch | Alive | Ready | Loading | Failed | Answer

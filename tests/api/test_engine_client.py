@@ -12,10 +12,13 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from pippin.api import engine_client, pulse
 from pippin.api.engine_client import ZmqEngine
-from pippin.errors import EngineDead, LoadError
+from pippin.errors import EngineDead, LoadError, PippinError
 from pippin.messages import (
     Abort,
+    Alive,
+    Answer,
     Failed,
     Finish,
     FlushCache,
@@ -23,7 +26,6 @@ from pippin.messages import (
     GetStatus,
     Loading,
     Ready,
-    Reply,
     Shutdown,
     Submit,
     ToEngine,
@@ -138,9 +140,23 @@ def test_status_and_flush_are_answered() -> None:
             status, flush = await other.receive(), await other.receive()
             assert isinstance(status, GetStatus)
             assert isinstance(flush, FlushCache)
-            await other.send(Reply(flush.id, {"freed": 1}))
-            await other.send(Reply(status.id, {"running": 2}))
+            await other.send(Answer(flush.id, {"freed": 1}))
+            await other.send(Answer(status.id, {"running": 2}))
             assert await asyncio.gather(*tasks) == [{"running": 2}, {"freed": 1}]
+
+    asyncio.run(scenario())
+
+
+def test_a_question_that_could_not_be_answered_is_an_error() -> None:
+    async def scenario() -> None:
+        async with connected() as (engine, other):
+            asking = asyncio.create_task(engine.status())
+            question = await other.receive()
+            assert isinstance(question, GetStatus)
+            await other.send(Answer(question.id, {}, error="the tree is broken"))
+            with pytest.raises(PippinError, match="the tree is broken"):
+                await asking
+            assert engine.healthy
 
     asyncio.run(scenario())
 
@@ -165,6 +181,43 @@ def test_when_the_engine_dies_everything_ends_with_its_reason() -> None:
     asyncio.run(scenario())
 
 
+def test_an_engine_that_hangs_fails_its_requests_and_is_healthy_once_it_is_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_client, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(pulse, "IDLE_LIMIT_SECONDS", 0.05)
+
+    async def scenario() -> None:
+        async with connected() as (engine, other):
+            running = asyncio.create_task(collect(engine, "a"))
+            asking = asyncio.create_task(engine.status())
+            assert [type(await other.receive()) for _ in range(2)] == [Submit, GetStatus]
+            await other.send(Alive(stepping=False))
+            [delta] = await running
+            assert (delta.finish, delta.error_code, delta.error_status) == (
+                "error",
+                "engine_dead",
+                503,
+            )
+            assert delta.error is not None
+            assert "no sign of life" in delta.error
+            with pytest.raises(EngineDead, match="no sign of life"):
+                await asking
+            assert not engine.healthy
+            assert await other.receive() == Abort("a")
+            [refused] = await collect(engine, "b")
+            assert refused.error_status == 503
+            await other.send(Alive(stepping=True))  # a step may take longer than this test
+            while not engine.healthy:
+                await asyncio.sleep(0.01)
+            again = asyncio.create_task(collect(engine, "c"))
+            assert await other.receive() == submit("c")
+            await other.send(TokenBatch([TokenDelta("c", [1], finish="stop")]))
+            assert await again == [TokenDelta("c", [1], finish="stop")]
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_a_message_that_makes_no_sense_is_the_end() -> None:
     async def scenario() -> None:
         async with connected() as (engine, other):
@@ -183,7 +236,7 @@ def test_loading_is_reported_and_ready_describes_the_model() -> None:
         other = OtherEnd()
         engine, stages = ZmqEngine(*other.addresses), list[Any]()
         await engine.start(on_loading=stages.append)
-        ready = Ready("stories", 8192, 4096)
+        ready = Ready(8192, 4096)
         await other.send(Loading("weights"))
         await other.send(ready)
         assert await engine.ready() == ready

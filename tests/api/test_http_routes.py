@@ -9,6 +9,8 @@ import httpx
 import pytest
 from scripted_engine import ScriptedEngine, hang, say, serving, wait_until
 
+from pippin.errors import EngineDead, PippinError
+
 CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]}
 
 
@@ -66,6 +68,29 @@ def test_health_follows_the_engine() -> None:
 def test_status_and_flush_ask_the_engine() -> None:
     assert fetch("GET", "/status").json() == {"running": 0}
     assert fetch("POST", "/flush_cache").json() == {"freed_bytes": 0}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(PippinError("no answer"), 500), (EngineDead("no answer"), 503)]
+)
+@pytest.mark.parametrize(
+    ("method", "path", "call"),
+    [("GET", "/status", "status"), ("POST", "/flush_cache", "flush_cache")],
+)
+def test_an_engine_that_does_not_answer_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    path: str,
+    call: str,
+    error: PippinError,
+    status: int,
+) -> None:
+    async def fail() -> None:
+        raise error
+
+    engine = ScriptedEngine()
+    monkeypatch.setattr(engine, call, fail)
+    assert_openai_error(fetch(method, path, engine), status, "no answer")
 
 
 def test_a_key_is_needed_everywhere_but_for_health() -> None:

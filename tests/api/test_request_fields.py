@@ -36,8 +36,8 @@ def complete(**fields: Any) -> Job:
 
 
 def prompt_of(*messages: dict[str, Any], **fields: Any) -> str:
-    [choice] = chat(messages=list(messages), **fields).choices
-    return "".join(TEXT.tokenizer.token_text(token) for token in choice.submit.tokens)
+    [sequence] = chat(messages=list(messages), **fields).sequences
+    return "".join(TEXT.tokenizer.token_text(token) for token in sequence.submit.tokens)
 
 
 def refuse(job: Any, error: type[PippinError], param: str, match: str, **fields: Any) -> None:
@@ -78,8 +78,8 @@ NEUTRAL_NULLS = sorted(CHAT_HONOURED - {"model", "messages"})
 
 
 def test_null_counts_as_left_out() -> None:
-    assert chat(**dict.fromkeys(NEUTRAL_NULLS)).choices[0].submit.params == (
-        chat().choices[0].submit.params
+    assert chat(**dict.fromkeys(NEUTRAL_NULLS)).sequences[0].submit.params == (
+        chat().sequences[0].submit.params
     )
 
 
@@ -100,6 +100,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_one(field: str, near
         ("top_k", -2, "at least -1"),
         ("min_p", 1.5, "from 0 to 1"),
         ("repetition_penalty", 0, "above 0"),
+        ("repetition_penalty", 10**400, "above 0"),
         ("presence_penalty", -3, "from -2 to 2"),
         ("frequency_penalty", 3, "from -2 to 2"),
         ("n", 0, "from 1 to 128"),
@@ -114,6 +115,9 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_one(field: str, near
         ("stream", 1, "true or false"),
         ("user", 7, "a string"),
         ("logprobs", 3.5, "it must be"),
+        ("priority", 1001, "an integer from -1,000 to 1,000"),
+        ("priority", -1001, "an integer from -1,000 to 1,000"),
+        ("priority", "high", "an integer"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_value_and_the_range(
@@ -123,6 +127,12 @@ def test_a_value_out_of_range_is_refused_with_the_value_and_the_range(
         refuse(job, RequestError, field, rf"{field} is .*{allowed}", **{field: value})
 
 
+def test_every_sequence_has_the_priority_of_its_request() -> None:
+    for job in (chat, complete):
+        assert [s.submit.priority for s in job(n=2, priority=-7).sequences] == [-7, -7]
+        assert [s.submit.priority for s in job().sequences] == [0]
+
+
 def test_fields_that_belong_together_are_checked_together() -> None:
     refuse(chat, RequestError, "top_logprobs", "needs logprobs", top_logprobs=3)
     refuse(chat, RequestError, "top_logprobs", "to 20", logprobs=True, top_logprobs=21)
@@ -130,7 +140,7 @@ def test_fields_that_belong_together_are_checked_together() -> None:
     refuse(chat, RequestError, "max_tokens", "same", max_tokens=1, max_completion_tokens=1)
     refuse(chat, RequestError, "min_tokens", "from 0 to 3", max_tokens=3, min_tokens=4)
     refuse(complete, UnsupportedField, "best_of", "best_of is 3 and n is 2", best_of=3, n=2)
-    assert len(complete(best_of=2, n=2).choices) == 2
+    assert len(complete(best_of=2, n=2).sequences) == 2
     obfuscation = {"include_obfuscation": True}
     name = "stream_options.include_obfuscation"
     refuse(chat, UnsupportedField, name, name, stream=True, stream_options=obfuscation)
@@ -141,6 +151,7 @@ def test_fields_that_belong_together_are_checked_together() -> None:
 def test_logit_bias_keys_are_tokens_of_the_model() -> None:
     refuse(chat, RequestError, "logit_bias", '"dog"', logit_bias={"dog": 1})
     refuse(chat, RequestError, "logit_bias", "8,191", logit_bias={"8192": 1})
+    refuse(chat, RequestError, "logit_bias", "8,191", logit_bias={"1" * 5000: 1})
     refuse(chat, RequestError, "logit_bias.5", "from -100 to 100", logit_bias={"5": 101})
 
 
@@ -156,7 +167,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers() -> None:
     refuse(complete, ContextOverflow, "prompt", "8,192", prompt=long[:8192])
     match = "prompt is 8,000 tokens and max_tokens 500: together 8,500, the model holds 8,192"
     refuse(complete, ContextOverflow, "max_tokens", match, prompt=long[:8000], max_tokens=500)
-    assert complete(prompt=long[:8000]).choices[0].submit.params.max_tokens == 192
+    assert complete(prompt=long[:8000]).sequences[0].submit.params.max_tokens == 192
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], "", {}, 5, ["a", 5], [9000], [[9000]], [[1], "a"]])
@@ -175,6 +186,11 @@ def test_messages_render_with_text_parts_and_tool_history() -> None:
     assert text.startswith("<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nab<|im_end|>")
     assert '{"name": "f", "arguments": {"é": 1}}' in text
     assert text.endswith("\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_arguments_nested_too_deeply_to_be_read_stay_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 5_000}}
+    assert "[" * 5_000 in prompt_of(USER, {"role": "assistant", "tool_calls": [call]})
 
 
 def test_the_generation_prompt_can_be_left_out() -> None:

@@ -54,7 +54,7 @@ def test_an_option_that_one_batch_would_ignore_is_refused(
 
 def test_rates_and_concurrencies_become_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["serve", "--url", "http://x", "--rate", "0.5,2", "--requests", "7", "--streams", "4"]
-    url, loads, options = called_with(monkeypatch, "pippin.bench.serve.serve", *argv)
+    url, loads, options = called_with(monkeypatch, "pippin.bench.serving.measure_server", *argv)
     assert url == "http://x"
     assert [(load.kind, load.level, load.num_requests) for load in loads] == [
         ("rate", 0.5, 7),

@@ -17,7 +17,7 @@ from pippin.bench.ceilings import Ceilings, Products, read_products
 from pippin.bench.cost import cache_cost
 from pippin.bench.growth import Curve, growth
 from pippin.bench.one_batch import Timing, one_batch, summarize
-from pippin.bench.overlap import Account, Outcome, overlap
+from pippin.bench.overlap import Account, OverlapOutcome, overlap
 from pippin.bench.overlap import summarize as overlap_summary
 from pippin.bench.pairs import WARM_UPS, Pairs, in_turn
 from pippin.bench.plot import draw
@@ -119,7 +119,9 @@ def _both(pairs: dict[str, list[float]]) -> tuple[list[float], list[float]]:
 
 def test_the_overlap_table_says_whether_targets_are_met() -> None:
     rates, steps = Pairs([110.0, 99.0, 120.0], [100.0] * 3), Pairs([0.9], [1.0])
-    outcome = Outcome(8, 128, rates, steps, Account(0.04, 0.09, 0.3), Account(0.2, 0.25, 0.4))
+    outcome = OverlapOutcome(
+        8, 128, rates, steps, Account(0.04, 0.09, 0.3), Account(0.2, 0.25, 0.4)
+    )
     (table,) = overlap_summary(outcome, []).tables
     throughput, step, idle, whole, host, hidden = table.rows
     assert throughput[1:] == ("110", "100", "1.100x", "1.045-1.150", "at least 1.00x: met")

@@ -18,8 +18,8 @@ from pippin.bench.pairs import Pairs
 from pippin.bench.plot import draw
 from pippin.bench.prefix import Pair, prefix, summarize
 from pippin.bench.prompts import Prompts
-from pippin.bench.serve import Load, find_target, serve
-from pippin.bench.wire import BenchError, Client, Target
+from pippin.bench.serving import Load, find_target, measure_server
+from pippin.bench.wire import BenchError, LoadClient, Target
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
 
@@ -37,7 +37,7 @@ def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(scenarios, "IDLE_SECONDS", 0.1)
     monkeypatch.setattr(scenarios, "RUNNING_TOKENS", 8000)
     with servers.pippin_server(str(BUNDLED), TOY) as target:
-        client = Client(target)
+        client = LoadClient(target)
         asyncio.run(scenarios.warm_up(client, Prompts("warm-up")))
         for scenario in scenarios.SCENARIOS:
             numbers = asyncio.run(scenario.run(client, Prompts(scenario.name)))
@@ -54,9 +54,9 @@ def test_loads_and_interference_of_a_running_server(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(scenarios, "IDLE_SECONDS", 0.1)
     loads = [Load("concurrency", 2, 4, 40, 6), Load("rate", 100.0, 4, 40, 6)]
     with servers.pippin_server(str(BUNDLED), TOY) as target:
-        report = serve(target.url + "/v1/", loads, num_streams=2, long_prompt_tokens=200)
+        report = measure_server(target.url + "/v1/", loads, num_streams=2, long_prompt_tokens=200)
         with pytest.raises(BenchError, match="404 Not Found"):
-            serve(target.url, loads, model="another")
+            measure_server(target.url, loads, model="another")
     at_once, at_rate = report.data["loads"]
     assert at_once["generated_tokens"] == at_rate["generated_tokens"] == 24
     assert at_once["ttft"]["count"] == 4
@@ -116,7 +116,7 @@ def test_nobody_listening_is_one_clear_error() -> None:
     with pytest.raises(BenchError, match="names no model"):
         find_target(url, None, None)
     with pytest.raises(BenchError, match=url):
-        asyncio.run(Client(Target(url, "m")).complete("hello", 1))
+        asyncio.run(LoadClient(Target(url, "m")).complete("hello", 1))
 
 
 def test_a_server_that_cannot_start_says_why() -> None:

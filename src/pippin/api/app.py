@@ -28,7 +28,7 @@ from pippin.api.http_errors import (
 from pippin.api.openai import ModelInfo, parse_chat, parse_completion
 from pippin.api.prepare import prepare_chat, prepare_completion
 from pippin.api.shapes import ChatShape, CompletionShape
-from pippin.api.stream import Reply
+from pippin.api.stream import JobResponse
 from pippin.config import ServerConfig
 from pippin.errors import EngineDead, PippinError, RequestError
 from pippin.text.bundle import TextBundle
@@ -72,14 +72,14 @@ class _Api:
         job = await asyncio.to_thread(prepare_chat, chat, self._text, self._model)
         with_logprobs = chat.options.params.logprobs is not None
         shape = ChatShape(self._text.tokenizer, with_logprobs=with_logprobs)
-        return Reply(job, shape, self._engine, self._text.tokenizer)
+        return JobResponse(job, shape, self._engine)
 
     async def completions(self, request: Request) -> Response:
         completion = parse_completion(await _read_json(request), self._model, self._text.defaults)
         job = await asyncio.to_thread(prepare_completion, completion, self._text, self._model)
         with_logprobs = completion.options.params.logprobs is not None
         shape = CompletionShape(self._text.tokenizer, with_logprobs=with_logprobs)
-        return Reply(job, shape, self._engine, self._text.tokenizer)
+        return JobResponse(job, shape, self._engine)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._describe_model()]})

@@ -6,7 +6,7 @@ As in OpenAI's API, a field that is null counts as left out.
 from __future__ import annotations
 
 import difflib
-import math
+import sys
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -64,16 +64,17 @@ class Body:
                 raise RequestError(f"{name} is not a field of this request{hint}", param=name)
 
     def number(
-        self, field: str, low: float, high: float, default: T, *, above_low: bool = False
+        self, field: str, low: float, high: float | None, default: T, *, above_low: bool = False
     ) -> float | T:
         """A number in [low, high]; in (low, high] if it must be `above_low`."""
         if not self.has(field):
             return default
         value = self.get(field)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high or (above_low and value == low):
+        most = sys.float_info.max if high is None else high
+        if not is_number or not low <= value <= most or (above_low and value == low):
             bound = f"above {low:g}" if above_low else f"from {low:g}"
-            limit = "" if math.isinf(high) else f" {'and at most' if above_low else 'to'} {high:g}"
+            limit = "" if high is None else f" {'and at most' if above_low else 'to'} {high:g}"
             raise self.wrong(field, f"a number {bound}{limit}")
         return float(value)
 
@@ -109,7 +110,7 @@ class Body:
             return ()
         found = [value] if isinstance(value, str) else value
         if (
-            not isinstance(found, list)
+            not isinstance(found, list | tuple)
             or len(found) > most
             or not all(isinstance(item, str) and item for item in found)
         ):

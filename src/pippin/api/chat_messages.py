@@ -99,6 +99,6 @@ def _unpack(arguments: str) -> Any:
     """Templates want the object, the API carries it as text; what is no object stays text."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

@@ -12,9 +12,13 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from pippin.api.pulse import Pulse
+from pippin.config import ServerConfig
 from pippin.errors import EngineDead, LoadError, PippinError
 from pippin.messages import (
     Abort,
+    Alive,
+    Answer,
     Failed,
     Finish,
     FlushCache,
@@ -22,13 +26,14 @@ from pippin.messages import (
     GetStatus,
     Loading,
     Ready,
-    Reply,
     Shutdown,
     Submit,
     ToEngine,
     TokenBatch,
     TokenDelta,
 )
+
+TICK_SECONDS = 0.25
 
 
 class Engine(Protocol):
@@ -65,16 +70,23 @@ class Engine(Protocol):
 class ZmqEngine:
     """An engine in another process, which binds both sockets; this side connects."""
 
-    def __init__(self, to_engine_addr: str, from_engine_addr: str) -> None:
+    def __init__(
+        self,
+        to_engine_addr: str,
+        from_engine_addr: str,
+        *,
+        timeout_seconds: float = ServerConfig.engine_timeout,
+    ) -> None:
         self._to_engine_addr = to_engine_addr
         self._from_engine_addr = from_engine_addr
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._deltas: dict[str, asyncio.Queue[TokenDelta]] = {}
-        self._replies: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._call_ids = (f"call-{n}" for n in itertools.count())
-        self._reason: str | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._reason: str | None = None  # why it is gone for good
+        self._pulse = Pulse(timeout_seconds)
+        self._tasks: list[asyncio.Task[None]] = []
         self._ready: asyncio.Future[Ready] | None = None
         self._on_loading: Callable[[str], None] | None = None
 
@@ -90,7 +102,7 @@ class ZmqEngine:
             socket.linger = 200  # ms
         self._push.connect(self._to_engine_addr)
         self._pull.connect(self._from_engine_addr)
-        self._reader = asyncio.create_task(self._read(), name="engine-reader")
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     async def ready(self) -> Ready:
         """What the engine says of its model, once loaded; LoadError if it cannot be."""
@@ -99,40 +111,37 @@ class ZmqEngine:
 
     async def close(self) -> None:
         """Ask the engine to shut down, and hang up."""
-        assert self._reader is not None, "start first"
+        assert self._tasks, "start first"
         self._send(Shutdown())
         self.engine_died("the server is shutting down")
-        self._reader.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._reader
+        for task in self._tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
         self._push.close()
         self._pull.close()
 
     @property
     def healthy(self) -> bool:
-        return self._reason is None
+        return self.reason is None
 
     @property
     def reason(self) -> str | None:
-        return self._reason
+        return self._reason or self._pulse.complaint
 
     def engine_died(self, reason: str) -> None:
         """End everything that waits for the engine; refuse everything from now on."""
         if self._reason is not None:
             return
         self._reason = reason
-        for id, queue in self._deltas.items():
-            queue.put_nowait(_dead(id, reason))
-        for future in self._replies.values():
-            if not future.done():
-                future.set_exception(EngineDead(reason))
+        self._end_all(reason)
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(LoadError(reason))
             self._ready.exception()  # whoever waits hears it; nobody need wait
 
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
-        if self._reason is not None:
-            yield _dead(submit.id, self._reason)
+        if (reason := self.reason) is not None:
+            yield _dead(submit.id, reason)
             return
         assert submit.id not in self._deltas, f"request id {submit.id} is in use"
         queue = self._deltas[submit.id] = asyncio.Queue()
@@ -163,15 +172,34 @@ class ZmqEngine:
         return await self._call(FlushCache(next(self._call_ids)))
 
     async def _call(self, message: GetStatus | FlushCache) -> dict[str, Any]:
-        if self._reason is not None:
-            raise EngineDead(self._reason)
+        if (reason := self.reason) is not None:
+            raise EngineDead(reason)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._replies[message.id] = future
+        self._answers[message.id] = future
         self._send(message)
         try:
             return await future
         finally:
-            del self._replies[message.id]
+            del self._answers[message.id]
+
+    def _end_all(self, reason: str) -> None:
+        """Tell everybody who waits for the engine that nothing will come."""
+        for id, queue in self._deltas.items():
+            queue.put_nowait(_dead(id, reason))
+        self._deltas.clear()
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(EngineDead(reason))
+
+    async def _watch(self) -> None:
+        """While the engine hangs, nobody waits for it. If it is heard of again, it is healthy."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._pulse.pass_time(TICK_SECONDS)  # of this loop's time, however long it took
+            if (complaint := self._pulse.complaint) is not None:
+                for id in self._deltas:
+                    self._send(Abort(id))  # once it goes on, it need not do what nobody wants
+                self._end_all(complaint)
 
     def _send(self, message: ToEngine) -> None:
         self._push.send(self._encoder.encode(message), zmq.NOBLOCK)
@@ -192,7 +220,9 @@ class ZmqEngine:
                 for delta in deltas:
                     if (queue := self._deltas.get(delta.id)) is not None:  # else: over, for us
                         queue.put_nowait(delta)
-            case Reply(id=id, data=data, error=error):
+            case Alive(stepping=stepping):
+                self._pulse.heard(stepping=stepping)
+            case Answer(id=id, data=data, error=error):
                 self._answer(id, data, error)
             case Loading(stage=stage):
                 if self._on_loading is not None:
@@ -201,11 +231,12 @@ class ZmqEngine:
                 self.engine_died(text)
             case Ready() as ready:
                 assert self._ready is not None
+                self._pulse.heard(stepping=False)
                 if not self._ready.done():
                     self._ready.set_result(ready)
 
     def _answer(self, id: str, data: dict[str, Any], error: str | None) -> None:
-        future = self._replies.get(id)
+        future = self._answers.get(id)
         if future is None or future.done():  # the client has gone meanwhile
             return
         if error is None:

@@ -43,6 +43,7 @@ _SHARED = _SAMPLING | {
     "stream",
     "stream_options",
     "user",
+    "priority",  # not OpenAI's
 }
 
 CHAT_HONOURED = frozenset(

@@ -24,15 +24,6 @@ class Unauthorized(PippinError):
     code = "invalid_api_key"
 
 
-class EngineFailure(PippinError):
-    """What the engine said when it ended a request with an error."""
-
-    def __init__(self, message: str, *, code: str, status: int) -> None:
-        super().__init__(message)
-        self.code = code
-        self.status = status
-
-
 class JSONResponse(Response):
     media_type = "application/json"
 

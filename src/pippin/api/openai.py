@@ -5,11 +5,10 @@ Every documented field is honoured or refused by name (see `fields.py`).
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pippin.api.body import Body, is_integer, shown
+from pippin.api.body import Body, shown
 from pippin.api.chat_messages import parse_messages
 from pippin.api.fields import (
     CHAT_HONOURED,
@@ -19,15 +18,18 @@ from pippin.api.fields import (
     check_fields,
 )
 from pippin.api.http_errors import ModelNotFound
+from pippin.api.parameters import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    are_token_ids,
+    read_priority,
+    read_sampling,
+    token_ids_in_words,
+)
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import SamplingDefaults
-from pippin.text.chat import RESERVED_VARIABLES
+from pippin.text.chat_template import RESERVED_VARIABLES
 from pippin.types import SamplingParams
-
-MAX_CHOICES = 128
-MAX_STOPS = 16
-MAX_LOGPROBS = 20
-MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Options:
     params: SamplingParams
     max_tokens: int | None  # None: as many as fit
     max_tokens_field: str
+    priority: int
     stream: bool
     include_usage: bool
 
@@ -140,41 +143,16 @@ def _options(
     max_tokens = body.integer(max_tokens_field, min_reply, None, None)
     stream = body.boolean("stream", False)
     return Options(
-        params=_sampling(body, model, defaults, num_logprobs, prompt_logprobs, max_tokens),
+        params=replace(
+            read_sampling(body, model.vocab_size, defaults, max_tokens=max_tokens),
+            logprobs=num_logprobs,
+            prompt_logprobs=prompt_logprobs,
+        ),
         max_tokens=max_tokens,
         max_tokens_field=max_tokens_field,
+        priority=read_priority(body),
         stream=stream,
         include_usage=_include_usage(body, stream),
-    )
-
-
-def _sampling(
-    body: Body,
-    model: ModelInfo,
-    defaults: SamplingDefaults,
-    num_logprobs: int | None,
-    prompt_logprobs: int | None,
-    max_tokens: int | None,
-) -> SamplingParams:
-    return SamplingParams(
-        min_tokens=body.integer("min_tokens", 0, max_tokens, 0),
-        temperature=body.number("temperature", 0, 2, defaults.temperature),
-        top_k=max(0, body.integer("top_k", -1, None, defaults.top_k)),  # -1 is "all" elsewhere
-        top_p=body.number("top_p", 0, 1, defaults.top_p, above_low=True),
-        min_p=body.number("min_p", 0, 1, defaults.min_p),
-        repetition_penalty=body.number(
-            "repetition_penalty", 0, math.inf, defaults.repetition_penalty, above_low=True
-        ),
-        presence_penalty=body.number("presence_penalty", -2, 2, 0.0),
-        frequency_penalty=body.number("frequency_penalty", -2, 2, 0.0),
-        logit_bias=_logit_bias(body, model),
-        seed=body.integer("seed", -MAX_SEED - 1, MAX_SEED - MAX_CHOICES, None),
-        stop=body.strings("stop", MAX_STOPS),
-        stop_token_ids=_stop_token_ids(body, model),
-        ignore_eos=body.boolean("ignore_eos", False),
-        n=body.integer("n", 1, MAX_CHOICES, 1),
-        logprobs=num_logprobs,
-        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -199,39 +177,6 @@ def _include_usage(body: Body, stream: bool) -> bool:
     return options.boolean("include_usage", False)
 
 
-def _logit_bias(body: Body, model: ModelInfo) -> dict[int, float]:
-    if not body.has("logit_bias"):
-        return {}
-    biases = Body(body.get("logit_bias"), "logit_bias")
-    for key in biases.fields():
-        if not key.isdecimal() or int(key) >= model.vocab_size:
-            raise RequestError(
-                f"logit_bias has the key {shown(key)}; keys must be token ids "
-                f"from 0 to {model.vocab_size - 1:,}",
-                param="logit_bias",
-            )
-    return {int(key): biases.number(key, -100, 100, 0.0) for key in biases.fields()}
-
-
-def _stop_token_ids(body: Body, model: ModelInfo) -> tuple[int, ...]:
-    ids = body.get("stop_token_ids")
-    if ids is None:
-        return ()
-    if not _are_token_ids(ids, model):
-        raise body.wrong("stop_token_ids", f"a list of {_token_ids(model)}")
-    return tuple(ids)
-
-
-def _are_token_ids(value: Any, model: ModelInfo) -> bool:
-    return isinstance(value, list) and all(
-        is_integer(item) and 0 <= item < model.vocab_size for item in value
-    )
-
-
-def _token_ids(model: ModelInfo) -> str:
-    return f"token ids from 0 to {model.vocab_size - 1:,}"
-
-
 def _parse_prompts(body: Body, model: ModelInfo) -> list[str] | list[list[int]]:
     prompt = body.require("prompt")
     if isinstance(prompt, str):
@@ -239,13 +184,14 @@ def _parse_prompts(body: Body, model: ModelInfo) -> list[str] | list[list[int]]:
     if isinstance(prompt, list) and prompt:
         if all(isinstance(item, str) for item in prompt):
             return list(prompt)
-        if _are_token_ids(prompt, model):
+        if are_token_ids(prompt, model.vocab_size):
             return [prompt]
-        if all(_are_token_ids(item, model) for item in prompt):
+        if all(are_token_ids(item, model.vocab_size) for item in prompt):
             return list(prompt)
     raise body.wrong(
         "prompt",
-        f"a string, a list of strings, a list of {_token_ids(model)}, or a list of such lists",
+        f"a string, a list of strings, a list of {token_ids_in_words(model.vocab_size)}, "
+        "or a list of such lists",
     )
 
 

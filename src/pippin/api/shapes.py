@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from pippin.api.replies import FoldedChoice, ReplyPiece, ShownToken
+from pippin.api.replies import FoldedChoice
+from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import TokenLogprobs
 
@@ -21,7 +22,7 @@ class Shape(Protocol):
         """What a stream says about a choice before its first text."""
         ...
 
-    def part(self, piece: ReplyPiece) -> dict[str, Any]: ...
+    def part(self, piece: SequencePiece) -> dict[str, Any]: ...
 
     def whole(self, choice: FoldedChoice) -> dict[str, Any]: ...
 
@@ -42,11 +43,11 @@ class ChatShape:
             "finish_reason": None,
         }
 
-    def part(self, piece: ReplyPiece) -> dict[str, Any]:
+    def part(self, piece: SequencePiece) -> dict[str, Any]:
         return {
             "index": piece.index,
             "delta": {"content": piece.text} if piece.text else {},
-            "logprobs": self._logprobs(piece.tokens) if piece.tokens else None,
+            "logprobs": self._logprobs(piece.shown) if piece.shown else None,
             "finish_reason": piece.finish,
         }
 
@@ -54,7 +55,7 @@ class ChatShape:
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._logprobs(choice.tokens) if self._with_logprobs else None,
+            "logprobs": self._logprobs(choice.shown) if self._with_logprobs else None,
             "finish_reason": choice.finish,
         }
 
@@ -88,11 +89,11 @@ class CompletionShape:
     def opening(self, index: int) -> None:
         return None
 
-    def part(self, piece: ReplyPiece) -> dict[str, Any]:
-        return self._choice(piece.index, piece.text, piece.tokens, piece.finish)
+    def part(self, piece: SequencePiece) -> dict[str, Any]:
+        return self._choice(piece.index, piece.text, piece.shown, piece.finish)
 
     def whole(self, choice: FoldedChoice) -> dict[str, Any]:
-        return self._choice(choice.index, choice.text, choice.tokens, choice.finish)
+        return self._choice(choice.index, choice.text, choice.shown, choice.finish)
 
     def _choice(
         self, index: int, text: str, tokens: list[ShownToken], finish: str | None

@@ -7,7 +7,7 @@ aborts what the engine still runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -18,25 +18,23 @@ from starlette.types import Receive, Scope, Send
 from pippin.api.engine_client import Engine
 from pippin.api.http_errors import JSONResponse, error_body, error_response
 from pippin.api.prepare import Job
-from pippin.api.replies import Choice, FoldedChoice, run_choices
+from pippin.api.replies import FoldedChoice, run_sequences
 from pippin.api.shapes import Shape
 from pippin.errors import PippinError
-from pippin.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; nginx's number, for the log
 
 
-class Reply(Response):
+class JobResponse(Response):
     """Runs a job when called. Before the first token an error is a status, later an event."""
 
-    def __init__(self, job: Job, shape: Shape, engine: Engine, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: Job, shape: Shape, engine: Engine) -> None:
         super().__init__()
         self._job = job
         self._shape = shape
         self._engine = engine
-        self._choices = [Choice(spec, tokenizer) for spec in job.choices]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._job.stream:
@@ -46,9 +44,9 @@ class Reply(Response):
         await (response or Response(status_code=CLIENT_CLOSED_REQUEST))(scope, receive, send)
 
     async def _whole(self) -> Response:
-        folded = [FoldedChoice(choice.index) for choice in self._choices]
+        folded = [FoldedChoice(sequence.index) for sequence in self._job.sequences]
         try:
-            async with aclosing(run_choices(self._engine, self._choices)) as pieces:
+            async with aclosing(run_sequences(self._engine, self._job.sequences)) as pieces:
                 async for piece in pieces:
                     folded[piece.index].add(piece)
         except PippinError as error:
@@ -76,11 +74,11 @@ class Reply(Response):
 
     async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
         usage = {"usage": None} if self._job.include_usage else {}
-        async with aclosing(run_choices(self._engine, self._choices)) as pieces:
+        async with aclosing(run_sequences(self._engine, self._job.sequences)) as pieces:
             async for piece in pieces:
                 if piece.is_first and (opening := self._shape.opening(piece.index)) is not None:
                     yield self._envelope(self._shape.chunk_object, [opening]) | usage
-                if piece.text or piece.tokens or piece.finish:
+                if piece.text or piece.shown or piece.finish:
                     part = self._shape.part(piece)
                     yield self._envelope(self._shape.chunk_object, [part]) | usage
         if self._job.include_usage:
@@ -97,20 +95,20 @@ class Reply(Response):
 
     def _usage(self) -> dict[str, Any]:
         prompt_tokens = sum(len(prompt.tokens) for prompt in self._job.prompts)
-        completion_tokens = sum(choice.num_tokens for choice in self._choices)
+        completion_tokens = sum(sequence.num_tokens for sequence in self._job.sequences)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": _cached_tokens(self._job, self._choices)},
+            "prompt_tokens_details": {"cached_tokens": _cached_tokens(self._job)},
         }
 
 
-def _cached_tokens(job: Job, choices: Sequence[Choice]) -> int:
-    """Prompt tokens that no choice had to compute."""
-    num_per_prompt = len(choices) // len(job.prompts)
-    groups = (choices[i : i + num_per_prompt] for i in range(0, len(choices), num_per_prompt))
-    return sum(min(choice.cached_tokens for choice in group) for group in groups)
+def _cached_tokens(job: Job) -> int:
+    """Prompt tokens that no sequence had to compute."""
+    cached = [sequence.cached_tokens for sequence in job.sequences]
+    num_each = len(cached) // len(job.prompts)
+    return sum(min(cached[i : i + num_each]) for i in range(0, len(cached), num_each))
 
 
 _EVENT_STREAM_START = {

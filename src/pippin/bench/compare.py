@@ -22,7 +22,7 @@ from pippin.bench.report import Report, Table, busy_note, number, say
 from pippin.bench.samples import median
 from pippin.bench.scenarios import SCENARIOS, Measure, Numbers, Scenario, warm_up
 from pippin.bench.servers import mlx_lm_server, pippin_server
-from pippin.bench.wire import BenchError, Client
+from pippin.bench.wire import BenchError, LoadClient
 
 OURS, THEIRS = "pippin", "mlx-lm"
 Rounds = dict[str, dict[str, list[Numbers]]]  # scenario -> server -> one for each round
@@ -59,8 +59,8 @@ def compare(
         build_kernels(str(copy), "auto")
         say("starting both servers")
         clients = {
-            THEIRS: Client(stack.enter_context(mlx_lm_server(copy, mlx_lm_options))),
-            OURS: Client(stack.enter_context(pippin_server(str(copy), pippin_options))),
+            THEIRS: LoadClient(stack.enter_context(mlx_lm_server(copy, mlx_lm_options))),
+            OURS: LoadClient(stack.enter_context(pippin_server(str(copy), pippin_options))),
         }
         for name, client in clients.items():
             say(f"warming up {name}")
@@ -75,7 +75,7 @@ def compare(
     return summarize(scenarios, results, notes)
 
 
-def measure(scenario: Scenario, client: Client, prompts: Prompts) -> Numbers:
+def measure(scenario: Scenario, client: LoadClient, prompts: Prompts) -> Numbers:
     gc.collect()
     gc.disable()  # a collection in the client would look like a pause of the server
     try:

@@ -23,7 +23,7 @@ REPLY_TOKENS = 8  # so that a decode step follows the prompt in both engines
 
 
 @dataclass(frozen=True)
-class Turn:
+class RequestTimes:
     ttft: float  # seconds to the first token
     total: float  # ... and until the request is gone and what it leaves is in the cache
 
@@ -69,11 +69,11 @@ def cache_cost(config: Config, *, prompt_tokens: int, num_pairs: int) -> Cost:
     with LLM(config=dataclasses.replace(config, engine=engine)) as cached:
         uncached = cached.beside(prefix_cache=False, overlap=engine.overlap)
 
-        def turn(llm: LLM, name: str) -> Turn:
+        def turn(llm: LLM, name: str) -> RequestTimes:
             text = prompts_for(llm, f"cost {name}").text(prompt_tokens)
             begun = last_step(llm)
             total = generate(llm, [text], max_tokens=REPLY_TOKENS)
-            return Turn(first_token_seconds(llm, since_step=begun + 1), total)
+            return RequestTimes(first_token_seconds(llm, since_step=begun + 1), total)
 
         say(f"measuring: cost, {num_pairs} pairs")
         tried, base = in_turn(

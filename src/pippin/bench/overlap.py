@@ -30,7 +30,7 @@ LOWEST_RATIO = 1.0  # overlap must never make streams slower
 
 
 @dataclass(frozen=True)
-class Turn:
+class StreamTimes:
     """All streams from their prompts to their last tokens."""
 
     tokens_per_second: float
@@ -53,7 +53,7 @@ class Account:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class OverlapOutcome:
     num_streams: int
     num_tokens: int  # of each stream
     rates: Pairs  # tokens a second, with overlap over without
@@ -78,17 +78,17 @@ def overlap(config: Config, *, num_streams: int, num_tokens: int, num_pairs: int
         on = llm.beside(prefix_cache=cache, overlap=True)
         off = llm.beside(prefix_cache=cache, overlap=False)
 
-        def turn(engine: LLM, name: str) -> Turn:
+        def turn(engine: LLM, name: str) -> StreamTimes:
             say(f"{num_streams} streams, {name}, overlap {_on_off(engine)}")
             prompts = prompts_for(llm, f"overlap {name}")
             texts = [prompts.text(PROMPT_TOKENS) for _ in range(num_streams)]
             begun = last_step(engine)
             seconds = generate(engine, texts, max_tokens=num_tokens)
             step = decode_step_seconds(engine, num_streams, since_step=begun + 1)
-            return Turn(num_streams * num_tokens / seconds, step)
+            return StreamTimes(num_streams * num_tokens / seconds, step)
 
         tried, base = in_turn(num_pairs, lambda name: turn(on, name), lambda name: turn(off, name))
-        outcome = Outcome(
+        outcome = OverlapOutcome(
             num_streams,
             num_tokens,
             Pairs([t.tokens_per_second for t in tried], [t.tokens_per_second for t in base]),
@@ -99,7 +99,7 @@ def overlap(config: Config, *, num_streams: int, num_tokens: int, num_pairs: int
     return summarize(outcome, notes)
 
 
-def summarize(outcome: Outcome, notes: list[str]) -> Report:
+def summarize(outcome: OverlapOutcome, notes: list[str]) -> Report:
     rates, steps = outcome.rates, outcome.steps
     on, off = outcome.with_overlap, outcome.without
     met = "met" if rates.ratio >= LOWEST_RATIO else "missed"

@@ -20,8 +20,8 @@ from pippin.bench.report import Report, Table, busy_note, number, say
 from pippin.bench.samples import median
 from pippin.bench.scenarios import PROMPT_TOKENS, REPLY_TOKENS, TURNS, fan_out, warm_up
 from pippin.bench.servers import as_options, pippin_server
-from pippin.bench.sse import Reply, parse
-from pippin.bench.wire import BenchError, Client, Target
+from pippin.bench.sse import TimedReply, parse
+from pippin.bench.wire import BenchError, LoadClient, Target
 from pippin.config import Config
 
 SERVED_PARTS = ("repeat", "chat", "fan-out")
@@ -47,7 +47,9 @@ class Pair:
 class PrefixBench:
     """The parts of the benchmark, over a server with a cache and one without."""
 
-    def __init__(self, cached: Client, uncached: Client, count: CountTokens, rounds: int) -> None:
+    def __init__(
+        self, cached: LoadClient, uncached: LoadClient, count: CountTokens, rounds: int
+    ) -> None:
         self._cached = cached
         self._uncached = uncached
         self._count = count
@@ -73,7 +75,7 @@ class PrefixBench:
             for turn in range(1, TURNS)
         ]
 
-    def _conversation(self, number: int) -> list[tuple[Reply, Reply]]:
+    def _conversation(self, number: int) -> list[tuple[TimedReply, TimedReply]]:
         """Every turn's cold and warm reply."""
         prompts = self._prompts("chat", number)
         messages = [{"role": "system", "content": prompts.text(PROMPT_TOKENS - 100)}]
@@ -101,10 +103,10 @@ class PrefixBench:
     def _prompts(self, part: str, turn: int) -> Prompts:
         return Prompts(f"prefix {part} {turn}", self._count)
 
-    async def _first_token(self, client: Client, prompt: str) -> Reply:
+    async def _first_token(self, client: LoadClient, prompt: str) -> TimedReply:
         return parse(await client.complete(prompt, max_tokens=1))
 
-    async def _answer(self, client: Client, messages: list[dict[str, str]]) -> Reply:
+    async def _answer(self, client: LoadClient, messages: list[dict[str, str]]) -> TimedReply:
         return parse(await client.chat(messages, max_tokens=REPLY_TOKENS))
 
 
@@ -139,7 +141,7 @@ def _measure_served(
             build_kernels(str(model_dir), config.model.dtype)
         say("starting two servers")
         cached, uncached = (
-            Client(stack.enter_context(_server(config, model_dir, prefix_cache=wanted)))
+            LoadClient(stack.enter_context(_server(config, model_dir, prefix_cache=wanted)))
             for wanted in (True, False)
         )
         count = count_with(model_dir)
@@ -214,7 +216,7 @@ def _chart(pairs: list[Pair]) -> Bars:
     )
 
 
-def _pair(name: str, cold: Sequence[Reply], warm: Sequence[Reply]) -> Pair:
+def _pair(name: str, cold: Sequence[TimedReply], warm: Sequence[TimedReply]) -> Pair:
     return Pair(
         name=name,
         prompt_tokens=warm[0].prompt_tokens or 0,

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from pippin.bench.prompts import Prompts
 from pippin.bench.samples import median, percentile, ratio
-from pippin.bench.sse import Reply, parse
-from pippin.bench.wire import Client, Exchange
+from pippin.bench.sse import TimedReply, parse
+from pippin.bench.wire import Exchange, LoadClient
 
 PROMPT_TOKENS = 2000
 SHORT_TOKENS = 24
@@ -32,7 +32,7 @@ SYSTEM_TOKENS = 600
 REPLY_TOKENS = 32
 
 Numbers = dict[str, float]
-Run = Callable[[Client, Prompts], Coroutine[Any, Any, Numbers]]
+Run = Callable[[LoadClient, Prompts], Coroutine[Any, Any, Numbers]]
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class Scenario:
     run: Run
 
 
-async def cold_prompt(client: Client, prompts: Prompts) -> Numbers:
+async def cold_prompt(client: LoadClient, prompts: Prompts) -> Numbers:
     prompt = prompts.text(PROMPT_TOKENS)
     reply = parse(await client.complete(prompt, max_tokens=1))
     num_tokens = reply.prompt_tokens or PROMPT_TOKENS
     return {"prefill": num_tokens / reply.ttft, "TTFT": reply.ttft}
 
 
-async def streams(client: Client, prompts: Prompts, num_streams: int) -> Numbers:
+async def streams(client: LoadClient, prompts: Prompts, num_streams: int) -> Numbers:
     """Tokens a second over all streams, from the first token that arrives to the last."""
     texts = [prompts.text(SHORT_TOKENS) for _ in range(num_streams)]
     recordings = await asyncio.gather(
@@ -115,7 +115,7 @@ class Interference:
 
 
 async def interfere(
-    client: Client,
+    client: LoadClient,
     prompts: Prompts,
     *,
     num_streams: int = RUNNING_STREAMS,
@@ -143,7 +143,7 @@ async def interfere(
     )
 
 
-def _busy_gaps(reply: Reply, since: float, until: float) -> list[float]:
+def _busy_gaps(reply: TimedReply, since: float, until: float) -> list[float]:
     """The gaps in a period; one that is still open at its end counts as long as it has lasted."""
     before = [time for time in reply.arrivals if time <= until]
     return [*reply.gaps(since, until), until - before[-1]]
@@ -157,24 +157,24 @@ async def hang_up(running: list[Exchange]) -> None:
     await asyncio.sleep(0.5)
 
 
-async def interference(client: Client, prompts: Prompts) -> Numbers:
+async def interference(client: LoadClient, prompts: Prompts) -> Numbers:
     return (await interfere(client, prompts)).numbers()
 
 
-async def fan_out(client: Client, shared: str, prompts: Prompts) -> list[Reply]:
+async def fan_out(client: LoadClient, shared: str, prompts: Prompts) -> list[TimedReply]:
     """Branches of one prompt, all at once."""
     branches = [shared + prompts.text(SHORT_TOKENS) for _ in range(BRANCHES)]
     recordings = await asyncio.gather(*(client.complete(b, REPLY_TOKENS) for b in branches))
     return [parse(recording) for recording in recordings]
 
 
-async def branches(client: Client, prompts: Prompts) -> Numbers:
+async def branches(client: LoadClient, prompts: Prompts) -> Numbers:
     replies = await fan_out(client, prompts.text(PROMPT_TOKENS), prompts)
     total = max(reply.last for reply in replies) - min(reply.sent for reply in replies)
     return {"TTFT p50": median([reply.ttft for reply in replies]), "total": total}
 
 
-async def converse(client: Client, system: str, questions: list[str]) -> list[Reply]:
+async def converse(client: LoadClient, system: str, questions: list[str]) -> list[TimedReply]:
     """One conversation; each turn carries the replies that came before it."""
     messages = [{"role": "system", "content": system}]
     replies = []
@@ -186,7 +186,7 @@ async def converse(client: Client, system: str, questions: list[str]) -> list[Re
     return replies
 
 
-async def conversations(client: Client, prompts: Prompts) -> Numbers:
+async def conversations(client: LoadClient, prompts: Prompts) -> Numbers:
     system = prompts.text(SYSTEM_TOKENS)
     questions = [[prompts.question() for _ in range(TURNS)] for _ in range(CONVERSATIONS)]
     began = perf_counter()
@@ -196,7 +196,7 @@ async def conversations(client: Client, prompts: Prompts) -> Numbers:
     return {"TTFT p50": median([reply.ttft for reply in replies]), "total": total}
 
 
-async def warm_up(client: Client, prompts: Prompts) -> None:
+async def warm_up(client: LoadClient, prompts: Prompts) -> None:
     """Touch every path once, so that nobody pays for a first time inside a measurement."""
     texts = [prompts.text(600), *(prompts.text(SHORT_TOKENS) for _ in range(3))]
     for recording in await asyncio.gather(*(client.complete(t, max_tokens=8) for t in texts)):

@@ -18,7 +18,7 @@ Timed = tuple[float, bytes]
 
 
 @dataclass(frozen=True)
-class Reply:
+class TimedReply:
     """One streamed reply. Times are seconds on the recording's clock."""
 
     sent: float
@@ -51,7 +51,7 @@ class Reply:
         return [after - before for before, after in pairs if since <= after <= until]
 
 
-def parse(recording: Recording) -> Reply:
+def parse(recording: Recording) -> TimedReply:
     """The reply in a recording; raises BenchError for anything that is not one."""
     arrivals: list[float] = []
     texts: list[str] = []
@@ -65,7 +65,7 @@ def parse(recording: Recording) -> Reply:
     if not arrivals:
         raise BenchError("the server's reply has no tokens")
     details = usage.get("prompt_tokens_details") or {}
-    return Reply(
+    return TimedReply(
         sent=recording.sent,
         arrivals=tuple(arrivals),
         text="".join(texts),

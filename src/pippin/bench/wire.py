@@ -72,7 +72,7 @@ class Exchange(asyncio.Protocol):
         self._transport.abort()
 
 
-class Client:
+class LoadClient:
     """Streams completions and chats from one server."""
 
     def __init__(self, target: Target) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pippin.backends.base import Backend, PendingStep, StepPlan
 from pippin.decode.grammar import Grammar
-from pippin.errors import DeviceFailed, PippinError
+from pippin.errors import DeviceFailed, Overloaded, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import StepRecord
 from pippin.scheduler.scheduler import Scheduler
@@ -41,6 +41,7 @@ class Loop:
         self.scheduler = scheduler
         self.backend = backend
         self.overlap = overlap
+        self.failure: PippinError | None = None  # why no step can be run any more
         self._in_flight: _Launched | None = None
         self._last_resumed = 0.0
         self._paused = True
@@ -53,6 +54,14 @@ class Loop:
         if self.failure is not None:
             return True
         return self._in_flight is None and not self.scheduler.has_work
+
+    def has_room(self, submit: Submit) -> bool:
+        """Whether the queue would take it now; what can never run is taken, and answered so."""
+        try:
+            self.scheduler.admission.check(submit)
+        except PippinError as error:
+            return not isinstance(error, Overloaded)
+        return True
 
     def submit(self, submit: Submit, grammar: Grammar | None = None) -> None:
         if self.failure is not None:

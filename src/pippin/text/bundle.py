@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin.errors import LoadError
-from pippin.text.chat import ChatTemplate
+from pippin.text.chat_template import ChatTemplate
 from pippin.text.tokenizer import Tokenizer, read_json
 
 

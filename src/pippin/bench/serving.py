@@ -20,8 +20,8 @@ from pippin.bench.report import Report, Table, busy_note, number, say
 from pippin.bench.samples import Spread
 from pippin.bench.scenarios import Interference, Numbers, interfere, warm_up
 from pippin.bench.servers import first_model
-from pippin.bench.sse import Reply, parse
-from pippin.bench.wire import Client, Recording, Target
+from pippin.bench.sse import TimedReply, parse
+from pippin.bench.wire import LoadClient, Recording, Target
 
 SHARES = ("device_idle_share", "host_hidden_share")
 
@@ -41,7 +41,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LoadOutcome:
     """What clients saw under one load. Times in seconds."""
 
     load: Load
@@ -57,7 +57,7 @@ class Outcome:
         return self.generated_tokens / self.seconds
 
 
-async def run_load(client: Client, load: Load, prompts: Prompts) -> list[Reply]:
+async def run_load(client: LoadClient, load: Load, prompts: Prompts) -> list[TimedReply]:
     """Send every request when it is due; parse nothing until all are done."""
     texts = [prompts.text(load.prompt_tokens) for _ in range(load.num_requests)]
     if load.kind == "rate":
@@ -67,7 +67,7 @@ async def run_load(client: Client, load: Load, prompts: Prompts) -> list[Reply]:
     return [parse(recording) for recording in recordings]
 
 
-async def _at_concurrency(client: Client, load: Load, texts: list[str]) -> list[Recording]:
+async def _at_concurrency(client: LoadClient, load: Load, texts: list[str]) -> list[Recording]:
     room = asyncio.Semaphore(int(load.level))
 
     async def one(text: str) -> Recording:
@@ -77,7 +77,7 @@ async def _at_concurrency(client: Client, load: Load, texts: list[str]) -> list[
     return list(await asyncio.gather(*(one(text) for text in texts)))
 
 
-async def _at_rate(client: Client, load: Load, texts: list[str]) -> list[Recording]:
+async def _at_rate(client: LoadClient, load: Load, texts: list[str]) -> list[Recording]:
     clock = random.Random(f"arrivals {load.level}")
     sent: list[asyncio.Task[Recording]] = []
     for text in texts:
@@ -86,8 +86,10 @@ async def _at_rate(client: Client, load: Load, texts: list[str]) -> list[Recordi
     return list(await asyncio.gather(*sent))
 
 
-def summarize_load(load: Load, replies: Sequence[Reply], shares: dict[str, float]) -> Outcome:
-    return Outcome(
+def summarize_load(
+    load: Load, replies: Sequence[TimedReply], shares: dict[str, float]
+) -> LoadOutcome:
+    return LoadOutcome(
         load=load,
         seconds=max(reply.last for reply in replies) - min(reply.sent for reply in replies),
         generated_tokens=sum(reply.num_tokens for reply in replies),
@@ -118,7 +120,7 @@ def read_shares(url: str, api_key: str | None) -> dict[str, float]:
         return {}
 
 
-def serve(
+def measure_server(
     url: str,
     loads: Sequence[Load],
     *,
@@ -130,7 +132,7 @@ def serve(
     """Every load in turn; with `num_streams`, also streams while long prompts arrive."""
     notes = busy_note()
     target, is_pippin = find_target(url, model, api_key)
-    client = Client(target)
+    client = LoadClient(target)
     asyncio.run(warm_up(client, Prompts("warm-up")))
     outcomes = []
     for load in loads:
@@ -154,7 +156,7 @@ def serve(
 
 
 def summarize(
-    target: Target, outcomes: list[Outcome], met: Interference | None, notes: list[str]
+    target: Target, outcomes: list[LoadOutcome], met: Interference | None, notes: list[str]
 ) -> Report:
     tables = [_load_table(outcomes)] if outcomes else []
     charts = _charts(outcomes)
@@ -173,7 +175,7 @@ def summarize(
     return Report("serve", tables, charts, data, notes)
 
 
-def _load_table(outcomes: list[Outcome]) -> Table:
+def _load_table(outcomes: list[LoadOutcome]) -> Table:
     with_shares = any(outcome.shares for outcome in outcomes)
     header = ("load", "requests", "tok/s", "TTFT p50, ms", "p99", "gap p50, ms", "p99")
     rows: list[tuple[str, ...]] = []
@@ -187,7 +189,7 @@ def _load_table(outcomes: list[Outcome]) -> Table:
     return Table(title, (*header, "device idle", "host hidden") if with_shares else header, rows)
 
 
-def _charts(outcomes: list[Outcome]) -> list[Chart]:
+def _charts(outcomes: list[LoadOutcome]) -> list[Chart]:
     charts: list[Chart] = []
     for kind, label in (("concurrency", "requests at a time"), ("rate", "requests a second")):
         chosen = [o for o in outcomes if o.load.kind == kind]

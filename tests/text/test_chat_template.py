@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pippin.errors import LoadError, RequestError
 from pippin.text.bundle import TextBundle
-from pippin.text.chat import ChatTemplate
+from pippin.text.chat_template import ChatTemplate
 
 TESTS = Path(__file__).parents[1]
 BUNDLED = TESTS.parent / "src/pippin/models/stories-hybrid-20m"

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 
 from pippin import LLM, SamplingParams
-from pippin.client import Client
+from pippin.client import ServerClient
 from pippin.config import Config
 from pippin.errors import PippinError
 
@@ -35,7 +35,7 @@ class Speaker(Protocol):
 class ServerSpeaker:
     """A running server's model."""
 
-    def __init__(self, client: Client, options: dict[str, Any]) -> None:
+    def __init__(self, client: ServerClient, options: dict[str, Any]) -> None:
         self._client = client
         self._options = options
         self.model = str(client.get("/v1/models")["data"][0]["id"])
@@ -131,7 +131,7 @@ def run_chat(
     with contextlib.ExitStack() as stack:
         speaker: Speaker
         if url is not None:
-            client = Client(url, os.environ.get("PIPPIN_API_KEY"))
+            client = ServerClient(url, os.environ.get("PIPPIN_API_KEY"))
             speaker = ServerSpeaker(stack.enter_context(client), options)
         else:
             with Console(stderr=True).status(f"loading {config.model.model}"):

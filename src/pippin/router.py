@@ -1,0 +1,134 @@
+"""Steps a loop for several callers at once and brings each of them its own deltas.
+
+callers' submits  ──▶  backlog: what the loop's queue has no room for yet  ──▶  loop
+callers' inboxes  ◀──  deltas, by request id                               ◀──
+
+The loop runs only while somebody waits for a delta, in that caller's thread. Knows no text.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pippin.errors import EngineDead
+from pippin.messages import Submit, TokenDelta
+from pippin.scheduler.loop import Loop
+
+Inbox = deque[TokenDelta]
+
+
+class Router:
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._backlog: list[tuple[int, int, Submit]] = []  # a heap: by priority, then arrival
+        self._arrivals = itertools.count()
+        self._inboxes: dict[str, Inbox] = {}  # by request id, until its last delta
+        self._leaving: list[tuple[Callable[[str], None], str]] = []  # for the loop to hear
+        # Still set after a step that raised: nothing is known of the state it left.
+        self._in_step = False
+        self._closed = False
+
+    def submit(self, submit: Submit, inbox: Inbox) -> None:
+        """Any number of these; each inbox gets the deltas of its own requests."""
+        self._inboxes[submit.id] = inbox
+        heapq.heappush(self._backlog, (-submit.priority, next(self._arrivals), submit))
+
+    def wait(self, inbox: Inbox) -> list[TokenDelta]:
+        """Step until something is in the inbox, and empty it. One of its requests must be open."""
+        while not inbox:
+            assert self._backlog or not self._loop.idle, "nothing will ever come"
+            self._step()
+        deltas = list(inbox)
+        inbox.clear()
+        return deltas
+
+    def finish(self, request_id: str) -> None:
+        """The reply is complete (a stop string). Ended requests are ignored."""
+        self._leave(request_id, self._loop.finish)
+
+    def abort(self, request_id: str) -> None:
+        """Nobody wants the rest. Ended requests are ignored."""
+        self._leave(request_id, self._loop.abort)
+
+    def settle(self) -> None:
+        """If no request is open any more, step until the loop has put everything away."""
+        if self._inboxes or self._in_step or self._closed or self._loop.failure is not None:
+            return
+        while self._leaving or not self._loop.idle:
+            self._step()
+
+    def close(self) -> None:
+        """The loop is about to be closed: whoever still waits for something hears so."""
+        self._closed = True
+
+    def _leave(self, request_id: str, tell: Callable[[str], None]) -> None:
+        # Told before the next step: an iterator may be closed by the garbage collector amid one.
+        if self._inboxes.pop(request_id, None) is not None:
+            self._leaving.append((tell, request_id))
+
+    def _step(self) -> None:
+        if self._closed:
+            raise EngineDead("the model has been closed")
+        if self._in_step:
+            raise EngineDead("the engine stopped in the middle of a step; load the model again")
+        if self._loop.failure is not None:
+            raise self._loop.failure
+        with interrupts_held_back():
+            self._in_step = True
+            while self._leaving:
+                tell, request_id = self._leaving.pop()
+                tell(request_id)
+            self._feed()
+            for delta in self._loop.step():
+                self._deliver(delta)
+            self._in_step = False
+
+    def _feed(self) -> None:
+        while self._backlog:
+            submit = self._backlog[0][-1]
+            if submit.id in self._inboxes:  # else its caller has left
+                if not self._loop.has_room(submit):
+                    return
+                self._loop.submit(submit)
+            heapq.heappop(self._backlog)
+
+    def _deliver(self, delta: TokenDelta) -> None:
+        inbox = self._inboxes.get(delta.id)
+        if inbox is None:  # its caller has left
+            return
+        inbox.append(delta)
+        if delta.finish is not None:
+            self._inboxes.pop(delta.id, None)
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C is heard at the end: a step cut in two would leave an engine that cannot go on.
+
+    The second one is heard at once, for a step that never ends.
+    """
+    heard = signal.getsignal(signal.SIGINT)
+    if not callable(heard) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[tuple[int, Any]] = []
+
+    def hold(number: int, frame: Any) -> None:
+        held.append((number, frame))
+        if len(held) > 1:
+            heard(number, frame)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, heard)
+    if held:
+        heard(*held[0])

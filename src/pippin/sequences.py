@@ -1,0 +1,181 @@
+"""One request's sequences, from parameters to pieces: shared by the server and `LLM`.
+
+prompt, parameters  ──▶  Submit, one for each sequence  ──▶  an engine
+pieces of replies   ◀──  TokenDelta                     ◀──
+
+Parameters have been checked by whoever calls. Knows no HTTP, no JSON and no engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pippin.errors import ContextOverflow, PippinError, error_of
+from pippin.messages import Submit, TokenDelta
+from pippin.text.detokenizer import Detokenizer, TokenSpan
+from pippin.text.prompt import Prompt
+from pippin.text.tokenizer import Tokenizer
+from pippin.types import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class ShownToken:
+    """A token of the reply (or of the echoed prompt), for logprobs."""
+
+    id: int
+    offset: int  # characters before it in the sequence's text
+    logprobs: TokenLogprobs | None  # None: nothing predicted it, it is the very first
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePiece:
+    """The next part of one sequence. The last one says how it finished."""
+
+    index: int
+    text: str  # that may now be shown
+    shown: list[ShownToken]  # those whose text is now complete; empty unless logprobs are wanted
+    tokens: list[int]  # as they were generated: a stop token, which is not shown, is among them
+    logprobs: list[TokenLogprobs]  # of `tokens`, if they were asked for
+    finish: Literal["stop", "length"] | None = None
+    is_first: bool = False
+
+
+def room_for_reply(prompt: Prompt, max_len: int, *, param: str) -> int:
+    """Tokens that a model of `max_len` positions can add to the prompt: one at least."""
+    prompt_len = len(prompt.tokens)
+    if prompt_len < max_len:
+        return max_len - prompt_len
+    with_reply = " with the reply" if prompt_len == max_len else ""
+    raise ContextOverflow(
+        f"prompt is {prompt_len:,} tokens, the model holds {max_len:,}{with_reply}", param=param
+    )
+
+
+def open_sequences(
+    request_id: str,
+    prompt: Prompt,
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    *,
+    first_index: int = 0,
+    priority: int = 0,
+) -> list[GeneratedSequence]:
+    """`params.n` sequences of one prompt, numbered from `first_index`; their replies must fit.
+
+    With `max_tokens` 0 the prompt alone is wanted: a token is generated, but it is not shown.
+    """
+    eos_ids = () if params.ignore_eos else tokenizer.eos_ids
+    stop_ids = list(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+    sequences = []
+    for number in range(params.n):
+        index = first_index + number
+        submit = Submit(
+            id=f"{request_id}-{index}",
+            tokens=prompt.tokens,
+            params=_params_of(number, params),
+            stop_ids=stop_ids,
+            boundaries=prompt.boundaries,
+            priority=priority,
+        )
+        hides_reply = params.max_tokens == 0
+        sequences.append(GeneratedSequence(index, prompt, submit, tokenizer, hides_reply))
+    return sequences
+
+
+def _params_of(number: int, params: SamplingParams) -> SamplingParams:
+    """Sequences of one prompt must differ, and repeat when the request is repeated."""
+    seed = None if params.seed is None else params.seed + number
+    return replace(params, n=1, seed=seed, max_tokens=max(1, params.max_tokens))
+
+
+class GeneratedSequence:
+    """One sequence as it grows: deltas in, pieces out."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        submit: Submit,
+        tokenizer: Tokenizer,
+        hides_reply: bool = False,
+    ) -> None:
+        params = submit.params
+        self.index = index
+        self.prompt = prompt
+        self.submit = submit
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self._hides_reply = hides_reply
+        self._wants_logprobs = params.logprobs is not None
+        self._stop_ids = frozenset(submit.stop_ids)
+        self._detokenizer = Detokenizer(tokenizer, params.stop, min_tokens=params.min_tokens)
+        self._logprobs: dict[int, TokenLogprobs] = {}  # by token index, until shown
+        self._num_arrived = 0
+        self._num_unseen = 0  # stop tokens: generated, not shown
+        self._began = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the reply that were asked for and generated."""
+        return 0 if self._hides_reply else self._detokenizer.num_tokens + self._num_unseen
+
+    def take(self, delta: TokenDelta) -> SequencePiece:
+        """The delta's part of the reply; raises if the engine gave up on it."""
+        if delta.finish == "error" or delta.finish == "abort":
+            raise _error_of(delta)
+        is_first, self._began = not self._began, True
+        if is_first:
+            self.cached_tokens = delta.cached_tokens or 0
+            self.prompt_logprobs = delta.prompt_logprobs
+        text, shown = self._echo() if is_first else ("", [])
+        if self._hides_reply:
+            finish: Literal["length"] | None = "length" if delta.finish else None
+            return SequencePiece(self.index, text, shown, [], [], finish, is_first)
+        num_before = self.num_tokens
+        reply, spans = self._decode(delta)
+        num_new = self.num_tokens - num_before  # less than came, if a stop string cut them off
+        if self._wants_logprobs:
+            shown += [self._shown(span) for span in spans]
+        return SequencePiece(
+            self.index,
+            text + reply,
+            shown,
+            delta.tokens[:num_new],
+            (delta.logprobs or [])[:num_new],
+            "stop" if self._detokenizer.stopped else delta.finish,
+            is_first,
+        )
+
+    def _decode(self, delta: TokenDelta) -> tuple[str, list[TokenSpan]]:
+        tokens = delta.tokens
+        for i, logprobs in enumerate(delta.logprobs or ()):
+            self._logprobs[self._num_arrived + i] = logprobs
+        self._num_arrived += len(tokens)
+        hides_last = delta.finish == "stop" and bool(tokens) and tokens[-1] in self._stop_ids
+        piece = self._detokenizer.feed(tokens[:-1] if hides_last else tokens)
+        if delta.finish is None or self._detokenizer.stopped:
+            return piece.text, piece.spans
+        self._num_unseen = int(hides_last)
+        rest = self._detokenizer.close()
+        return piece.text + rest.text, piece.spans + rest.spans
+
+    def _shown(self, span: TokenSpan) -> ShownToken:
+        base = len(self.prompt.echo.text) if self.prompt.echo else 0
+        return ShownToken(span.id, base + span.start, self._logprobs.pop(span.index, None))
+
+    def _echo(self) -> tuple[str, list[ShownToken]]:
+        echo = self.prompt.echo
+        if echo is None:
+            return "", []
+        if not self._wants_logprobs:
+            return echo.text, []
+        logprobs = [None, *(self.prompt_logprobs or ())]
+        rows = zip(self.prompt.tokens, echo.offsets, logprobs, strict=True)
+        return echo.text, [ShownToken(id, offset, known) for id, offset, known in rows]
+
+
+def _error_of(delta: TokenDelta) -> PippinError:
+    if delta.finish == "abort":
+        return error_of(delta.error or "the engine aborted the request", "aborted", 503)
+    return error_of(delta.error or "the request failed", delta.error_code, delta.error_status)

@@ -1,0 +1,80 @@
+"""A text, token ids or a conversation as what a model continues. Knows no sampling, no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pippin.errors import RequestError
+from pippin.text.bundle import TextBundle
+from pippin.text.chat_template import Message
+from pippin.text.detokenizer import Detokenizer, TokenSpan
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt as the reply repeats it: its text, and where each token's text begins."""
+
+    text: str
+    offsets: list[int]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    tokens: list[int]
+    boundaries: list[int] = field(default_factory=list)  # token positions where messages end
+    echo: Echo | None = None
+
+
+def chat_prompt(
+    messages: Sequence[Message],
+    text: TextBundle,
+    *,
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """A conversation in the words of the model's own template."""
+    if text.chat is None:
+        raise RequestError(
+            "this model has no chat template; complete a text instead "
+            "(/v1/completions, or LLM.generate)",
+            param="messages",
+        )
+    if "developer" not in text.chat.source:  # the newer name for the same thing
+        messages = [_as_system(message) for message in messages]
+    rendered = text.chat.encode(
+        text.tokenizer,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        variables=variables,
+    )
+    return Prompt(rendered.tokens, rendered.boundaries)
+
+
+def completion_prompt(given: str | list[int], text: TextBundle, *, echo: bool = False) -> Prompt:
+    """A text or its tokens; nothing at all is the model's start token, if it has one."""
+    tokens = text.tokenizer.encode(given) if isinstance(given, str) else given
+    if not tokens and text.tokenizer.bos_id is not None:
+        tokens = [text.tokenizer.bos_id]
+    if not tokens:
+        raise RequestError("prompt is empty: there is nothing to continue", param="prompt")
+    return Prompt(tokens, echo=_echo(given, tokens, text) if echo else None)
+
+
+def _as_system(message: Message) -> Message:
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _echo(given: str | list[int], tokens: list[int], text: TextBundle) -> Echo:
+    spans, decoded = _spell_out(tokens, text)
+    shown = given if isinstance(given, str) else decoded
+    # Tokens may spell a little more than was given: a start mark, or a space before the first word.
+    surplus = len(decoded) - len(shown)
+    return Echo(shown, [max(0, span.start - surplus) for span in spans])
+
+
+def _spell_out(tokens: list[int], text: TextBundle) -> tuple[list[TokenSpan], str]:
+    detokenizer = Detokenizer(text.tokenizer, show_special=True)
+    pieces = (detokenizer.feed(tokens), detokenizer.close())
+    return [span for p in pieces for span in p.spans], "".join(p.text for p in pieces)
