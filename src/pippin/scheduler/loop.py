@@ -41,7 +41,6 @@ class Loop:
         self.scheduler = scheduler
         self.backend = backend
         self.overlap = overlap
-        self.failure: PippinError | None = None  # why no step can be run any more
         self._in_flight: _Launched | None = None
         self._last_resumed = 0.0
         self._paused = True
