@@ -12,6 +12,7 @@ from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.components import STATE
 from pippin.errors import DeviceFailed
 from pippin.scheduler.loop import MAX_FAILED_STEPS
+from pippin.scheduler.replies import ReplyPlanner
 from pippin.types import GRID, Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
@@ -209,6 +210,56 @@ def test_whoever_has_the_least_to_run_again_is_retracted_first() -> None:
     while not any(request.num_retractions for request in requests.values()):
         client.step()
     assert [r.id for r in requests.values() if r.num_retractions] == ["short"]
+    client.run()
+    check_idle(client)
+
+
+def outgrown() -> Client:
+    """Two long replies, of which one has been retracted."""
+    capacity = 2 * FakeBackend(components=(A,)).row_bytes(10 + 256)
+    client = make_client(components=(A,), cache=False, num_slots=4, capacity_bytes=capacity)
+    for number in range(2):
+        client.submit(make_prompt(10, number), max_tokens=500, id=f"long{number}")
+    while not client.loop.scheduler.metrics.retractions:
+        client.step()
+    return client
+
+
+def test_a_retracted_request_resumes_before_anybody_new_starts() -> None:
+    client = outgrown()
+    for number in range(3):
+        client.submit(make_prompt(250, 9 + number), max_tokens=5, id=f"new{number}")
+    requests = client.loop.scheduler.requests
+    while not requests["long1"].running:
+        client.step()
+        assert not any(requests[f"new{number}"].running for number in range(3))
+    client.run()
+    check_idle(client)
+
+
+def test_nobody_new_starts_while_a_reply_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small requests come all the time, and would fit beside what a long reply lacks."""
+    starving: list[bool] = []
+    real = ReplyPlanner.plan
+
+    def noted(self: ReplyPlanner, *args: Any) -> Any:
+        rows, starved = real(self, *args)
+        starving.append(bool(starved))
+        return rows, starved
+
+    monkeypatch.setattr(ReplyPlanner, "plan", noted)
+    capacity = 3 * FakeBackend(components=(A,)).row_bytes(10 + 256)
+    backend = FakeBackend(components=(A,), num_slots=8)
+    client = Client(make_loop(backend=backend, cache=False, num_slots=8, capacity_bytes=capacity))
+    for number in range(3):
+        client.submit(make_prompt(10, number), max_tokens=500)
+    for number in range(600):
+        client.submit(make_prompt(1, 9 + number), max_tokens=1)
+        client.step()
+        launched = client.loop._in_flight
+        if starving[-1] and launched is not None:
+            assert not launched.plan.admit
+    assert any(starving)
     client.run()
     check_idle(client)
 

@@ -1,0 +1,26 @@
+"""Simulated worlds: 200,000 steps of clients, faults and short bytes. `make simulate` runs more."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from simulator import simulate
+
+STEPS_PER_WORLD = 400
+WORLDS_PER_BATCH = 10
+NUM_BATCHES = 20
+LEAST_STEPS = 10_000  # of a batch: with those in which all is left to end, 200,000 together
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", range(NUM_BATCHES))
+def test_worlds_go_as_they_should(batch: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)  # failed steps are what this is about
+    first = batch * WORLDS_PER_BATCH
+    steps = sum(simulate(seed, STEPS_PER_WORLD) for seed in range(first, first + WORLDS_PER_BATCH))
+    seed = first + WORLDS_PER_BATCH
+    while steps < LEAST_STEPS:
+        steps += simulate(100_000 + seed, STEPS_PER_WORLD)
+        seed += 1
