@@ -21,8 +21,9 @@ the request's seed, of the token's index in the reply, from 0, and of the vocabu
 5.  g[i] = -log(E).
 
 E stands for -log(1 - v) with v = 1 - coarse + fine, all 32 bits. A token of probability p is drawn
-when its E is about p or less, and a float32 near 1 has steps of 2^-24: without `fine` no token
-below 6e-8 would ever be drawn, and a large vocabulary can have a percent of its mass there.
+when its E is about p or less. -log(u) of a float32 u near 1 has steps of 2^-24, which would draw a
+token of 2e-8 a quarter as often as it should and one of 5e-9 never; a vocabulary of 250,000 may
+well have half a percent of its mass in such tokens.
 
 Logarithms may differ by a few units in the last place between backends, nothing else may.
 """
