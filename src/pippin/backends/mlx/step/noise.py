@@ -1,7 +1,7 @@
 """The noise of `backends/sampling_noise.py` in MLX operations. Knows no seeds and no slots.
 
-Every operation is a pass over the vocabulary for each row, and on a GPU a launch: two numbers are
-made of their bits instead of converted and scaled, which saves a third of the passes.
+Every operation is a pass over the vocabulary for each row, and on a GPU a launch. Numbers are made
+of their bits where that is one operation less than to convert, scale and shift them.
 """
 
 from __future__ import annotations
