@@ -12,7 +12,8 @@ from mlx_lm import sample_utils
 from pippin.backends.base import Admit
 from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
 from pippin.backends.mlx.step.sampler import Sampler, SampleRow, dropped_tokens
-from pippin.backends.mlx.step.sampling_state import RowSubset, SlotSampling, build_batch
+from pippin.backends.mlx.step.sampling_state import RowSubset, build_batch
+from pippin.backends.sampling import SlotSampling
 from pippin.types import SamplingParams
 
 VOCAB = 300

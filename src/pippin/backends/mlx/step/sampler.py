@@ -1,17 +1,8 @@
 """Chooses tokens: logits in, one token a row out, in one on-device call. Knows no model, no text.
 
-A row passes these stages, in vLLM's and transformers' order, each only if it asks for it:
-
-    logit_bias, min_tokens → penalties → grammar mask → temperature → top_k → top_p → min_p → draw
-
-Log probabilities are those of the model itself, log_softmax of the raw logits before any stage,
-as OpenAI and vLLM report them by default.
-
-*What a row draws depends on that row alone.* Rows are grouped by how they choose, and every group
-is computed row by row, so a batchmate changes nothing. The draw is Gumbel-max,
-argmax(logits / T + noise), with noise keyed by (seed, index of the token in the reply). Filters
-are thresholds: tokens that tie with the last one kept are kept too, so no sort order matters.
-Nothing here blocks: the host never learns the token, and penalties count it on the device.
+The stages, their order and their arithmetic are those of `backends/sampling.py`. Rows are grouped
+by how they choose, and every group is computed row by row, so a batchmate changes nothing. Nothing
+here blocks: the host never learns the token, and penalties count it on the device.
 """
 
 from __future__ import annotations
@@ -25,20 +16,18 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Admit
+from pippin.backends.mlx.step.noise import add_gumbel_noise
 from pippin.backends.mlx.step.sampling_state import (
-    FAR,
-    PADDING,
-    SHORT,
     BiasEdits,
-    Draw,
     DrawGroup,
     PenaltyGroup,
     RowSubset,
     SampleBatch,
-    SlotSampling,
     TokenHistory,
     build_batch,
 )
+from pippin.backends.sampling import FAR, PADDING, SHORT, Draw, SlotSampling
+from pippin.backends.sampling_noise import noise_keys
 
 MAX_TOP_LOGPROBS = 20
 _CACHED_BATCHES = 16  # the sets of slots that a few steps alternate between
@@ -86,8 +75,6 @@ class Sampler:
         self._slots = [PADDING] * (num_slots + 1)
         self._history = TokenHistory(vocab_size)
         self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], SampleBatch] = {}
-        # u > 0 keeps the noise finite: a row with one legal token must be able to draw it.
-        self._uniform = mx.vmap(lambda key: mx.random.uniform(2.0**-24, 1.0, [vocab_size], key=key))
 
     def admit(self, admit: Admit) -> None:
         self._forget_batches(admit.slot)
@@ -173,7 +160,7 @@ class Sampler:
             part = group.subset.take(x)
             if group.draw is not Draw.GREEDY:
                 scaled = part.astype(mx.float32) * group.inverse_temperature
-                part = scaled + self._gumbel(rows, batch, group.subset)
+                part = add_gumbel_noise(scaled, _row_keys(rows, batch, group.subset))
                 dropped = dropped_tokens(scaled, group)
                 if dropped is not None:
                     # Not mx.where: its branches mispredict, five times as slow on CPU.
@@ -184,12 +171,11 @@ class Sampler:
             tokens = tokens[batch.places]
         return tokens.astype(mx.int32)
 
-    def _gumbel(self, rows: Sequence[SampleRow], batch: SampleBatch, subset: RowSubset) -> mx.array:
-        """float32 [len(subset.rows), vocab_size], a function of (seed, index of the token)."""
-        index = np.array([rows[row].num_generated for row in subset.rows], dtype=np.uint64)
-        keys = batch.streams[list(subset.rows)] + index  # wraps: the keys are uint64
-        noise: mx.array = self._uniform(mx.array(keys.view(np.uint32).reshape(-1, 2)))
-        return -mx.log(-mx.log(noise))
+
+def _row_keys(rows: Sequence[SampleRow], batch: SampleBatch, subset: RowSubset) -> mx.array:
+    """uint32 [len(subset.rows), 2], a function of (seed, index of the token)."""
+    indices = [rows[row].num_generated for row in subset.rows]
+    return mx.array(noise_keys(batch.streams[list(subset.rows)], indices))
 
 
 def apply_edits(x: mx.array, edits: BiasEdits) -> mx.array:

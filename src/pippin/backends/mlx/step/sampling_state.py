@@ -1,67 +1,18 @@
-"""What sampling remembers of each slot, and the arrays for a batch of slots. Draws no tokens.
+"""The arrays of sampling: parameters of a batch of slots, tokens of a slot. Draws no tokens.
 
-SlotSampling   one admitted request's parameters, as the sampler wants them
 SampleBatch    the parameter arrays of one tuple of slots; built once, used for many steps
 TokenHistory   which tokens a penalised slot has read and written, on the device
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.base import Admit
-from pippin.types import SamplingParams
-
-SHORT = 128  # a top_k up to this needs only a partition; fixed, so that no batchmate changes it
-GREEDY_BELOW = 1e-5  # a lower temperature overflows logits / temperature, and is greedy anyway
-FAR = 1e30  # farther below any logit than noise or bias can reach, and still finite
-
-_MASK64 = (1 << 64) - 1
-
-
-class Draw(enum.Enum):
-    """How a row chooses its token; a row's own parameters decide, never its batchmates'."""
-
-    GREEDY = "greedy"
-    PLAIN = "plain"  # temperature, perhaps min_p: needs at most the maximum
-    SHORT_TOP_K = "short_top_k"  # perhaps with top_p and min_p: needs the SHORT largest
-    LONG_TOP_K = "long_top_k"  # the same for a large k: needs a full sort
-    TOP_P = "top_p"  # without top_k, perhaps min_p: needs a full sort
-
-
-@dataclass(frozen=True)
-class SlotSampling:
-    params: SamplingParams
-    stop_ids: tuple[int, ...] = ()
-    stream: int = 0  # uint64: the slot's random stream; token i uses the key `stream + i`
-
-    @classmethod
-    def of(cls, admit: Admit) -> SlotSampling:
-        return cls(admit.params, admit.stop_ids, _mix64(admit.seed))
-
-    def draw(self, vocab_size: int) -> Draw:
-        params = self.params
-        if params.temperature < GREEDY_BELOW:
-            return Draw.GREEDY
-        if 0 < params.top_k < vocab_size:
-            return Draw.SHORT_TOP_K if params.top_k <= SHORT else Draw.LONG_TOP_K
-        return Draw.TOP_P if params.top_p < 1.0 else Draw.PLAIN
-
-
-PADDING = SlotSampling(SamplingParams(temperature=0.0))
-
-
-def _mix64(seed: int) -> int:
-    """splitmix64's finaliser: neighbouring seeds must not share `stream + i` keys."""
-    z = (seed + 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)
+from pippin.backends.sampling import FAR, GREEDY_BELOW, Draw, SlotSampling
 
 
 @dataclass(frozen=True)
