@@ -23,9 +23,10 @@ import numpy as np
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows.arrays import RowArrays
-from pippin.backends.mlx.rows.cohorts import Cohort, regroup
+from pippin.backends.mlx.rows.cohorts import Cohort
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.grouping import Group, group_rows
+from pippin.backends.mlx.rows.regrouping import regroup
 from pippin.backends.mlx.rows.views import StepShape, Tree
 from pippin.backends.mlx.tree.packing import KV
 
@@ -85,11 +86,11 @@ class DecodeRows:
         self._steps_unchanged = 0
         self._widen(width_for(len(self.rows) + len(joining)))
         taken = {row.index for row in self.rows.values()}
-        free = [index for index in range(self.width) if index not in taken]
-        for (slot, prompt), index in zip(joining, free, strict=False):
+        free = [index for index in range(self.width) if index not in taken][: len(joining)]
+        self._per_row.clear(free)
+        for (slot, prompt), index in zip(joining, free, strict=True):
             tokens = prompts.get(slot) if prompts and self.layout.splits else None
             self.rows[slot] = Row(slot, index, prompt.length, tokens)
-            self._per_row.written[index] = False
             self._per_row.put_states(index, prompt.states)
             if prompt.kv:
                 stored = {leaf: pair[0].shape[2] for leaf, pair in prompt.kv.items()}
