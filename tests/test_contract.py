@@ -49,6 +49,7 @@ def make_mlx() -> Backend:
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "fake": lambda: FakeBackend(num_slots=NUM_SLOTS),
+    "fake, by reference": lambda: FakeBackend(num_slots=NUM_SLOTS, restores_by_reference=True),
     "mlx": make_mlx,
 }
 every_backend = pytest.mark.parametrize("make_backend", BACKENDS.values(), ids=BACKENDS.keys())

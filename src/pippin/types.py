@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -47,9 +46,6 @@ class Payload(Protocol):
     def fingerprint(self) -> int:
         """A hash of the bytes, for the canary's deep check. May block; debug only."""
         ...
-
-
-Payloads = Mapping[Component, Payload]
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,7 @@ class Admission:
                 break
             earlier.passed_over += earlier not in waits
         self.remove(request)
-        request.start(holding)
+        request.start(holding.slot, holding.start_len)
 
     # ---- what the tree has -----------------------------------------------------------------
 

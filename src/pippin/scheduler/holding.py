@@ -49,7 +49,7 @@ class Holding:
     @property
     def runs(self) -> bool:
         """Whether its request is running, and in this slot."""
-        return self.request.running and self.request.holding is self
+        return self.request.running and self.request.slot == self.slot
 
     @property
     def num_left(self) -> int:
@@ -76,7 +76,21 @@ class Holding:
     def checkpoint_bytes(self) -> int:
         return sum(state.nbytes for state in self.checkpoints.values())
 
-    def advance(self, step: int, end: int) -> None:
+    # ---- transitions -----------------------------------------------------------------------
+
+    def plan_chunk(self, step: int, end: int) -> None:
+        """The next step runs what is known up to `end`, and samples if that is all of it."""
+        self._advance(step, end)
+        if end == self.prefill_len:
+            self.request.plan_sample()
+
+    def plan_token(self, step: int, *, samples: bool) -> None:
+        """The next step runs the last token, known or not, and samples another one or not."""
+        self._advance(step, self.held + 1)
+        if samples:
+            self.request.plan_sample()
+
+    def _advance(self, step: int, end: int) -> None:
         assert end > self.held
         assert not self.retracting
         self.held = end

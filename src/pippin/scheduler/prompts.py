@@ -110,7 +110,7 @@ class PromptPlanner:
     ) -> PrefillRow:
         chunk = self.chunker.next_chunk(holding, num_tokens)
         request = holding.request
-        request.plan_chunk(step, chunk.end)
+        holding.plan_chunk(step, chunk.end)
         row = PrefillRow(
             slot=holding.slot,
             start=chunk.start,

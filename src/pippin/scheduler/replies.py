@@ -39,7 +39,7 @@ class ReplyPlanner:
                 else:
                     holding.keeps_last = False
                 continue
-            request.plan_token(step, samples=samples)
+            holding.plan_token(step, samples=samples)
             checkpoint = end % GRID == 0 and self._keeps_checkpoint(step, holding, end)
             masked = request.grammar is not None
             rows.append(DecodeRow(holding.slot, end - 1, samples, checkpoint, masked))

@@ -6,16 +6,13 @@ Knows no arrays, no queue and no bytes: what it holds while it runs is its `Hold
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from pippin.decode.grammar import Grammar
 from pippin.messages import Submit
 from pippin.types import FinishReason, SamplingParams
-
-if TYPE_CHECKING:
-    from pippin.scheduler.holding import Holding
 
 KEY_TOKENS = 16  # prompts that share less than this are strangers
 
@@ -47,7 +44,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     num_sampled: int = 0  # planned samples, known or in flight
     finish: FinishReason | None = None
-    holding: Holding | None = None  # while it has a slot
+    slot: int = 0  # while it runs; what comes with it is a `Holding`
     cached_len: int = 0  # prompt tokens that were not computed, when it first started
     num_retractions: int = 0
     passed_over: int = 0  # times a later request was started first
@@ -124,26 +121,17 @@ class Request:
 
     # ---- transitions -----------------------------------------------------------------------
 
-    def start(self, holding: Holding) -> None:
+    def start(self, slot: int, cached_len: int) -> None:
         assert self.phase == "waiting"
         self.phase = "prefill"
-        self.holding = holding
+        self.slot = slot
         if not self.num_retractions:
-            self.cached_len = holding.start_len
+            self.cached_len = cached_len
 
-    def plan_chunk(self, step: int, end: int) -> None:
-        """The next step runs what is known up to `end`; at its end it samples."""
-        assert self.holding is not None
-        self.holding.advance(step, end)
-        if end == self.holding.prefill_len:
-            self.phase = "decode"
-            self.num_sampled += 1
-
-    def plan_token(self, step: int, *, samples: bool) -> None:
-        """The next step runs the last token, known or not, and samples another one or not."""
-        assert self.holding is not None
-        self.holding.advance(step, self.holding.held + 1)
-        self.num_sampled += samples
+    def plan_sample(self) -> None:
+        """All that is known has been planned, and with its last token the next sample."""
+        self.phase = "decode"
+        self.num_sampled += 1
 
     def append(self, token: int) -> FinishReason | None:
         """Take in a sampled token; returns why it ends the reply, None if it does not."""
@@ -158,7 +146,7 @@ class Request:
         assert self.running
         assert self.num_sampled == len(self.output), "a sample is in flight"
         self.phase = "waiting"
-        self.holding = None
+        self.slot = 0
         self.num_retractions += 1
 
     def end(self, reason: FinishReason) -> None:

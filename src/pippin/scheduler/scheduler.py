@@ -364,8 +364,8 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.phase == "waiting":
             self.admission.remove(request)
-        elif request.holding is not None and not request.holding.retracting:
-            self._leaving.append(request.holding)
+        elif not (holding := self.holdings[request.slot]).retracting:
+            self._leaving.append(holding)
         request.end(reason)
         del self.requests[request.id]
 

@@ -25,7 +25,3 @@ class SlotPool:
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def num_taken(self) -> int:
-        return len(self._taken)
