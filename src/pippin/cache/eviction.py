@@ -24,7 +24,7 @@ from pippin.cache.heap import LAST, NodeHeap, Rank
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.radix import Node
 
-MAX_CANDIDATES = 32
+MAX_CANDIDATES = 16
 NEVER = 1 << 62  # a tick that no use will have
 USELESS = -1.0  # a rank below every level: no match can reach it
 
@@ -114,13 +114,22 @@ class States(UnitHeap):
 class EvictionQueue:
     def __init__(self, rules: Rules, policy: CheckpointPolicy) -> None:
         self.level = 0.0
-        # Of equal ranks the first goes first: states before windows before leaves.
-        self._heaps = (States(rules, policy), Windows(rules, policy), Leaves(rules, policy))
+        heaps: list[UnitHeap] = []  # of equal ranks the first goes first
+        if rules.has_state:
+            heaps.append(States(rules, policy))
+        if rules.has_window:
+            heaps.append(Windows(rules, policy))
+        self._heaps = (*heaps, Leaves(rules, policy))
 
     def update(self, node: Node) -> None:
         """Call whenever something of `node` may have become evictable, or worth less, or gone."""
         for heap in self._heaps:
             heap.update(node)
+
+    def clear(self) -> None:
+        """Forget every node; those that stay in the tree are updated afterwards."""
+        for heap in self._heaps:
+            heap.clear()
 
     def evict(self, nbytes: int, take: Callable[[Node, Unit], int], *, spare_since: int) -> int:
         """Let `take` drop things, least rank first, until it has freed `nbytes`; returns the sum.
@@ -145,6 +154,9 @@ class EvictionQueue:
         """Whether all that may go of `node` stands in its heap."""
         return all(node in heap for heap in self._heaps if heap.evictable(node))
 
+    def num_entries(self, node: Node) -> int:
+        return sum(node in heap for heap in self._heaps)
+
     def __len__(self) -> int:
         return sum(map(len, self._heaps))
 
@@ -168,7 +180,8 @@ class EvictionQueue:
             else:
                 num_candidates += 1
                 rank = heap.rank(node)
-                heap.put(node, rank)
+                if rank != heap.least:
+                    heap.put(node, rank)
                 if rank < least:
                     least, found = rank, (rank, node, heap)
         return found
