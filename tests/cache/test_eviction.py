@@ -156,12 +156,11 @@ def test_a_window_goes_right_after_the_last_state_that_looks_back_on_it() -> Non
 
 
 def test_a_small_state_goes_before_the_leaf_if_it_keeps_a_large_window() -> None:
-    checked = CheckedCache([W, S], window=64)
-    prompt = list(range(256))
-    checked.insert(prompt, 0, states=[64, 128, 192, 256])
-    checked.evict(64 * NBYTES[W])
-    assert checked.match(prompt).length == 256
-    assert checked.cache.stats.evictions[W] == 1
+    checked = CheckedCache([W, S], window=256)
+    prompt = list(range(1024))
+    checked.insert(prompt, 0, states=[256, 512, 768, 1024])
+    assert checked.evict(NBYTES[S] + 1) == NBYTES[S] + 256 * NBYTES[W]
+    assert checked.match(prompt).length == 1024
 
 
 def test_a_split_frees_the_window_that_ends_below_do_not_look_back_on() -> None:

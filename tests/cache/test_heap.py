@@ -28,7 +28,7 @@ def test_the_first_is_always_one_of_least_rank(operations: list[tuple[int, Rank 
         assert heap.least == min(expected.values(), default=LAST)
         if expected:
             assert expected[heap.first] == heap.least
-        assert [node in heap for node in nodes] == [node in expected for node in nodes]
+        assert [heap.rank_of(node) for node in nodes] == [expected.get(node) for node in nodes]
     while expected:
         assert expected.pop(heap.first) == heap.least
         heap.discard(heap.first)

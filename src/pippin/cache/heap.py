@@ -1,7 +1,7 @@
 """A binary heap of nodes by rank that can also find, move and remove any of them.
 
-`heapq` cannot, and entries that are only marked as gone come to its head all at once: in a tree of
-100,000 nodes that was one eviction of 50 ms. Knows nodes only by identity.
+`heapq` cannot. What is gone would stay in it until it comes to the front, and then thousands of
+such entries come at once, in the middle of one eviction. Knows nodes only by identity.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ class NodeHeap:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, node: Node) -> bool:
-        return node in self._places
+    def rank_of(self, node: Node) -> Rank | None:
+        """The rank under which a node was put; None if it is not there."""
+        place = self._places.get(node)
+        return None if place is None else self._entries[place][0]
 
     @property
     def least(self) -> Rank:

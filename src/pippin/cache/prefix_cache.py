@@ -167,6 +167,7 @@ class PrefixCache:
         Fills what the tree lacks and releases the rest. Attention KV must connect: if tokens before
         `start` are missing, all is released. States may lie before `start`, if their path is there.
         `placements` says why each state was taken; it only steers eviction and the counters.
+        If that passes the ceiling, others are evicted, then the least of what came in.
         """
         ids = as_tokens(tokens)
         self._check_arguments(len(ids), start, kv, states)
