@@ -1,7 +1,7 @@
 # make serve     install what is needed and serve the bundled model
 # make test      install what is needed, then lint, type check and test
 # make simulate  run simulated worlds: clients, faults and short bytes, millions of steps
-# make mutants   break one rule of the overlap loop at a time; a test must notice each
+# make mutants   break one rule of the scheduler or the cache at a time; a test must notice each
 # make clean     remove the virtual environment and every cache
 #
 # Needs Python 3.11+ and pip; `make serve PYTHON=/path/to/python3` names one. Another model or

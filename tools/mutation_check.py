@@ -1,6 +1,6 @@
-"""Breaks one rule of the overlap loop at a time and checks that a test notices.
+"""Breaks one rule at a time and checks that a test notices. The rules are tables in `mutants/`.
 
-    python tools/mutation_check.py [NAME ...]
+    python tools/mutation_check.py [NAME or TABLE ...]
 
 Works on a copy in a temporary directory. Exits 1 if a mutant survives, 2 if its text is gone from
 the source (then the mutant must be written anew) or the tests fail without one.
@@ -12,29 +12,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEDULER = "src/pippin/scheduler/scheduler.py"
-HARVEST = "src/pippin/scheduler/harvest.py"
-ADMISSION = "src/pippin/scheduler/admission.py"
-LOOP = "src/pippin/scheduler/loop.py"
-FAKE = "src/pippin/backends/fake.py"
-MLX_FUTURE_MAP = "src/pippin/backends/mlx/step/future_map.py"
-
-SIMULATION = "tests/scheduler/test_simulation.py"
-REPLIES = "tests/scheduler/test_replies.py"
-PREFILL = "tests/scheduler/test_prefill_plans.py"
-QUEUE = "tests/scheduler/test_admission.py"
-GRAMMAR = "tests/scheduler/test_grammar_gate.py"
-FUTURE_MAPS = "tests/scheduler/test_future_maps.py"
-RANDOM = "tests/scheduler/test_random_schedules.py"
+TABLES = ROOT / "tools" / "mutants"
 
 
 @dataclass(frozen=True)
 class Mutant:
+    table: str
     name: str
     file: str
     old: str
@@ -42,117 +31,26 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-MUTANTS = (
-    Mutant(
-        "no fence",
-        SCHEDULER,
-        "fenced = request.last_step > self._committed",
-        "fenced = False",
-        (SIMULATION, REPLIES),
-    ),
-    Mutant(
-        "no ghost rule",
-        SCHEDULER,
-        '            if request.phase == "done":\n                ghosts += 1',
-        "            if False:\n                ghosts += 1",
-        (SIMULATION, REPLIES),
-    ),
-    Mutant(
-        "tokens by batch order, not by slot",
-        FAKE,
-        "            self._tokens[slots] = ",
-        "            self._tokens[np.arange(len(slots)) + 1] = ",
-        (REPLIES,),
-    ),
-    Mutant(
-        "tokens by batch order, not by slot, on mlx",
-        MLX_FUTURE_MAP,
-        "self._tokens[mx.array(slots.astype(np.int32))] = flat",
-        "self._tokens[: len(slots)] = flat",
-        (FUTURE_MAPS,),
-    ),
-    Mutant(
-        "a cell may be read twice",
-        FAKE,
-        "        self._tokens[slot] = self.POISON\n        return token",
-        "        return token",
-        (FUTURE_MAPS,),
-    ),
-    Mutant(
-        "a retired slot's capture goes to its next owner",
-        HARVEST,
-        "(retired if capture.retired else owners)[capture.slot]",
-        "(owners | retired if capture.slot not in owners else owners)[capture.slot]",
-        (SIMULATION, RANDOM),
-    ),
-    Mutant(
-        "a reply's last token is not absorbed",
-        SCHEDULER,
-        " or not request.absorbs or ",
-        " or True or ",
-        (REPLIES, RANDOM),
-    ),
-    Mutant(
-        "a reply's checkpoint replaces the retired state",
-        HARVEST,
-        "if at <= capture.end and at not in capture.states]",
-        "if at <= capture.end]",
-        (RANDOM,),
-    ),
-    Mutant(
-        "nobody waits for a prefix that is being computed",
-        ADMISSION,
-        "if shared >= needed and shared > other.in_tree:",
-        "if False:",
-        (PREFILL,),
-    ),
-    Mutant(
-        "no ageing in the queue",
-        ADMISSION,
-        "pair[0].passed_over >= MAX_PASSED_OVER",
-        "False",
-        (QUEUE,),
-    ),
-    Mutant(
-        "masks are made before the last step is committed",
-        LOOP,
-        "        launched = self._launch(deltas)\n",
-        "        launched = self._launch(deltas)\n"
-        "        if launched is not None and not self._sampled(launched, deltas):\n"
-        "            launched = None\n",
-        (GRAMMAR,),
-    ),
-    Mutant(
-        "one step in flight only",
-        LOOP,
-        "            if self.overlap:\n",
-        "            if False:\n",
-        (SIMULATION, GRAMMAR),
-    ),
-    Mutant(
-        "a failed step keeps its finished replies for the tree",
-        SCHEDULER,
-        "            request.spoiled = True\n",
-        "",
-        (SIMULATION,),
-    ),
-    Mutant(
-        "slots whose retiring failed are forgotten",
-        SCHEDULER,
-        "        self._lost_retires += tuple(Retire(slot) for slot in lost)\n",
-        "",
-        (SIMULATION,),
-    ),
-)
+def read_mutants() -> tuple[Mutant, ...]:
+    return tuple(
+        Mutant(table.stem, **entry | {"tests": tuple(entry["tests"])})
+        for table in sorted(TABLES.glob("*.toml"))
+        for entry in tomllib.loads(table.read_text(encoding="utf-8"))["mutant"]
+    )
+
+
+MUTANTS = read_mutants()
 
 
 def copy_project(target: Path) -> None:
-    """The package without its bundled weights, and the tests of the scheduler."""
+    """The package without its bundled weights, and the tests that know no model."""
     shutil.copytree(
         ROOT / "src", target / "src", ignore=shutil.ignore_patterns("__pycache__", "models")
     )
-    shutil.copytree(ROOT / "tests" / "scheduler", target / "tests" / "scheduler")
-    shutil.copy(ROOT / "tests" / "builders.py", target / "tests")
+    for tests in ("cache", "scheduler"):
+        shutil.copytree(ROOT / "tests" / tests, target / "tests" / tests)
+    for helper in ("builders.py", "conftest.py", "simulator.py"):
+        shutil.copy(ROOT / "tests" / helper, target / "tests")
     shutil.copy(ROOT / "pyproject.toml", target)
 
 
@@ -188,7 +86,8 @@ def main(names: list[str]) -> int:
     if stale := stale_mutants():
         print(f"the source has changed under: {', '.join(stale)}")
         return 2
-    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    wanted = set(names)
+    chosen = [m for m in MUTANTS if not wanted or wanted & {m.name, m.table}]
     survivors = 0
     with tempfile.TemporaryDirectory() as directory:
         project = Path(directory) / "pippin"

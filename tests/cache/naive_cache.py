@@ -6,6 +6,7 @@ so what a match must return follows from the rules alone, by trying every length
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -50,7 +51,8 @@ class Piece:
         self.component = component
         self.prefixes = prefixes
         self.contents = hash(tuple(prefixes))
-        ledger.live[id(self)] = self
+        self.number = ledger.num_made
+        ledger.live[self.number] = self
         ledger.num_made += 1
 
     @property
@@ -61,6 +63,10 @@ class Piece:
     def num_tokens(self) -> int:
         return len(self.prefixes)
 
+    @property
+    def alive(self) -> bool:
+        return self.number in self.ledger.live
+
     def split(self, at: int) -> tuple[Piece, Piece]:
         assert self.component is not S, "a state was split"
         assert 0 < at < len(self.prefixes), f"split {len(self.prefixes)} tokens at {at}"
@@ -69,11 +75,11 @@ class Piece:
         return Piece(self.ledger, self.component, head), Piece(self.ledger, self.component, tail)
 
     def release(self) -> None:
-        assert id(self) in self.ledger.live, f"{self.component} released twice, or after its split"
-        del self.ledger.live[id(self)]
+        assert self.alive, f"{self.component} released twice, or after its split"
+        del self.ledger.live[self.number]
 
     def fingerprint(self) -> int:
-        assert id(self) in self.ledger.live, "fingerprint of a payload that is gone"
+        assert self.alive, "fingerprint of a payload that is gone"
         return self.contents
 
 
@@ -94,6 +100,8 @@ class CheckedCache:
         self.cache = PrefixCache(components, window=window, capacity_bytes=capacity, canary=canary)
         self.locks: list[tuple[Lock, Prefix]] = []
         self.growing: list[tuple[Lock, Prefix]] = []  # where an insert ended, restorable or not
+        self.probed: dict[Prefix, int] = {}  # what the last few prompts would match
+        self.probed_version = 0
 
     def match(self, tokens: Sequence[int], limit: int | None = None) -> Match:
         probed = self.cache.probe(np.array(tokens), limit=limit)
@@ -101,6 +109,8 @@ class CheckedCache:
         reach = len(tokens) if limit is None else min(limit, len(tokens))
         expected = next(n for n in range(reach, -1, -1) if self.valid(tokens, n))
         assert match.length == probed == expected
+        if limit is None:
+            self.probed = {**dict(list(self.probed.items())[-7:]), tuple(tokens): probed}
         assert match.length <= match.branch <= len(tokens)
         if A in self.components:
             assert match.branch == self.reach(tokens)
@@ -152,15 +162,18 @@ class CheckedCache:
         return result
 
     def evict(self, nbytes: int) -> int:
-        before = self.ledger.nbytes
+        before, evictable = self.ledger.nbytes, self.cache.evictable_bytes
         freed = self.cache.evict(nbytes)
         assert freed == before - self.ledger.nbytes
+        assert freed >= min(nbytes, evictable)
         if freed < nbytes:
+            assert freed == evictable
             self.check_only_locked_left()
         return freed
 
     def flush(self) -> None:
         self.cache.flush()
+        assert self.cache.evictable_bytes == 0
         self.check_only_locked_left()
 
     def set_capacity(self, capacity: int) -> None:
@@ -200,10 +213,37 @@ class CheckedCache:
     def check(self) -> None:
         self.cache.check_integrity()
         assert self.cache.nbytes == self.ledger.nbytes, "a payload leaked or was forgotten"
+        assert self.cache.evictable_bytes == self.ledger.nbytes - self.locked_bytes()
+        self.check_version()
         for lock, tokens in self.locks:
             self.check_payloads(tokens, len(tokens), self.cache.payloads(lock))
         for _, tokens in self.growing:
             assert A not in self.components or self.reach(tokens) == len(tokens)
+
+    def locked_bytes(self) -> int:
+        """Of every payload over a token that a lock holds: windows from the lock's floor on."""
+        held: set[tuple[Component, Prefix]] = set()
+        for lock, tokens in [*self.locks, *self.growing]:
+            for component, low in ((A, 0), (W, lock.floor), (S, len(tokens) - 1)):
+                held |= {(component, p) for p in self.prefixes(tokens, max(0, low), len(tokens))}
+        pieces = self.ledger.live.values()
+        return sum(
+            NBYTES[x.component] for x in pieces for p in x.prefixes if (x.component, p) in held
+        )
+
+    def check_by_evicting_a_copy(self) -> None:
+        """What could be evicted is what goes when a copy of the cache drops all it can."""
+        copied = copy.deepcopy(self.cache)
+        assert copied.evict(1 << 60) == self.cache.evictable_bytes
+        assert copied.evictable_bytes == 0
+        copied.check_integrity()
+
+    def check_version(self) -> None:
+        """As long as the version stays the same, so does every probe."""
+        probed = {tokens: self.cache.probe(np.array(tokens)) for tokens in self.probed}
+        if self.cache.version == self.probed_version:
+            assert probed == self.probed
+        self.probed, self.probed_version = probed, self.cache.version
 
     def check_payloads(
         self,
@@ -218,7 +258,7 @@ class CheckedCache:
         assert set(payloads) == set(self.components)
         for component, pieces in payloads.items():
             for piece in pieces:
-                assert id(piece) in self.ledger.live
+                assert piece.alive
             covered = [prefix for piece in pieces for prefix in piece.prefixes]
             first = {A: 0, W: length - len(covered), S: length - 1}[component]
             assert covered == [tuple(tokens[: i + 1]) for i in range(first, length)]

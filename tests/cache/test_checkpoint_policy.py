@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,13 +38,6 @@ def test_boundaries_and_branches_are_rounded_down_to_the_grid() -> None:
     found = DEAR.placements(0, 512, prompt_len=1000, boundaries=[70, 200], branch=330)
     assert found[64] is found[192] is Placement.BOUNDARY
     assert found[320] is Placement.BRANCH
-
-
-def test_exact_positions_are_kept_when_asked_for() -> None:
-    policy = CheckpointPolicy(exact_positions=True)
-    found = policy.placements(0, 512, prompt_len=1000, boundaries=[70], branch=330)
-    assert found[70] is Placement.BOUNDARY
-    assert found[330] is Placement.BRANCH
 
 
 def test_a_budget_widens_the_stride() -> None:
@@ -92,3 +87,44 @@ def test_worth_grows_with_use_and_tokens_and_shrinks_with_bytes(
     better: tuple[Placement, int, int, int], worse: tuple[Placement, int, int, int]
 ) -> None:
     assert CHEAP.state_value(*better) > CHEAP.state_value(*worse)
+
+
+def grown_and_thinned(num_positions: int, num_kept: int) -> list[int]:
+    """Distances from the end of what is left of a reply that was thinned as it grew."""
+    held: tuple[int, ...] = ()
+    for position in range(1, num_positions + 1):
+        held = DEAR.thinned([*held, position], num_kept)
+    return [held[-1] - position for position in held]
+
+
+def test_a_thinned_reply_keeps_its_last_checkpoints_and_fewer_the_further_back() -> None:
+    assert DEAR.thinned(range(64, 64 * 9, 64), 4) == (256, 384, 448, 512)
+    assert grown_and_thinned(100, 8) == [36, 20, 12, 8, 4, 2, 1, 0]
+
+
+@pytest.mark.parametrize("num_kept", [8, 16, 32])
+def test_who_leaves_a_thinned_reply_computes_little_that_lies_far_back(num_kept: int) -> None:
+    """At most twice as much as lies between there and the end, wherever that is."""
+    distances = [100, *grown_and_thinned(100, num_kept)]  # the prompt ends at the first
+    assert all(further - nearer <= 2 * (nearer + 1) for further, nearer in pairwise(distances))
+
+
+@given(
+    positions=st.sets(st.integers(1, 500), max_size=40),
+    num_kept=st.integers(0, 40),
+    start=st.integers(0, 500),
+)
+def test_thinning_keeps_as_many_as_asked_for_and_always_the_last(
+    positions: set[int], num_kept: int, start: int
+) -> None:
+    positions = {start + position for position in positions}
+    kept = DEAR.thinned(positions, num_kept, start=start)
+    assert len(kept) == min(num_kept, len(positions))
+    assert set(kept) <= positions
+    assert list(kept) == sorted(kept)
+    assert not kept or kept[-1] == max(positions)
+
+
+def test_the_checkpoint_at_the_prompts_end_stands_in_for_one_near_it() -> None:
+    assert DEAR.thinned([1_100, 1_200, 1_600], 2, start=1_000) == (1_200, 1_600)
+    assert DEAR.thinned([1_100, 1_200, 1_600], 2) == (1_100, 1_600)

@@ -1,12 +1,16 @@
-"""What goes first, what locks hold, and what goes with what."""
+"""What goes first, and what goes with what."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 from naive_cache import NBYTES, A, CheckedCache, S, W
 
-from pippin.cache.eviction import Unit
+from pippin.cache.eviction import MAX_CANDIDATES, NEVER, Unit
 from pippin.cache.policy import Placement
+from pippin.cache.radix import Node
+from pippin.types import Component
 
 
 def test_leaves_go_least_recent_first() -> None:
@@ -133,86 +137,58 @@ def test_interior_windows_go_before_leaves_but_not_those_a_leaf_looks_back_on() 
     assert checked.cache.stats.evictions[A] == 1
 
 
-def test_a_window_takes_the_states_that_need_it() -> None:
+def test_a_window_goes_right_after_the_last_state_that_looks_back_on_it() -> None:
     checked = CheckedCache([A, W, S], window=6)
-    prompt = list(range(20))
-    checked.insert(prompt[:4], 0)
-    checked.insert(prompt, 4, states=[9, 10, 20])
-    # The window of [0, 4) serves the state at 9, but not the one at 10.
-    checked.evict(NBYTES[S])  # the state at 10 saves one token only
-    checked.insert(prompt[:10], 10, states=[10])
-    node = next(node for node in checked.cache._tree.nodes() if node.end == 4)
-    checked.cache._store.take(node, Unit.WINDOW)
-    assert {len(prefix) for prefix in checked.ledger.held(S)} == {10, 20}
+    prompt = list(range(30))
+    checked.insert(prompt, 0, states=[4, 9, 10, 30])
+    node = {node.end: node for node in checked.cache._tree.nodes()}
+    # The states at 4 and 9 look back on the window of [0, 4); the one at 10 does not.
+    checked.cache._store.take(node[9], Unit.STATE)
     checked.check()
+    assert checked.match(prompt, limit=9).length == 4
+    checked.cache._store.take(node[4], Unit.STATE)
+    checked.match([99])
+    assert checked.evict(1) == 4 * NBYTES[W]
+    assert checked.match(prompt, limit=29).length == 10
+    checked.cache._store.take(node[10], Unit.STATE)
+    assert checked.evict(6 * NBYTES[W]) == 6 * NBYTES[W]
+    assert checked.match(prompt).length == 30
 
 
-def test_locked_paths_windows_and_states_stay() -> None:
-    checked = CheckedCache([A, W, S], window=4)
-    prompt = list(range(12))
-    for end in (4, 8, 12):
-        checked.insert(prompt[:end], end - 4, states=[end])
-    checked.lock(prompt)
-    checked.evict(1 << 30)
-    checked.check()
-    assert checked.match(prompt).length == 12
-    assert checked.ledger.held(S) == {tuple(prompt)}
-    checked.unlock(0)
-    checked.evict(1 << 30)
-    assert checked.cache.num_tokens == 0
+def test_a_small_state_goes_before_the_leaf_if_it_keeps_a_large_window() -> None:
+    checked = CheckedCache([W, S], window=256)
+    prompt = list(range(1024))
+    checked.insert(prompt, 0, states=[256, 512, 768, 1024])
+    assert checked.evict(NBYTES[S] + 1) == NBYTES[S] + 256 * NBYTES[W]
+    assert checked.match(prompt).length == 1024
 
 
-def test_two_locks_need_two_unlocks() -> None:
-    checked = CheckedCache([A])
-    checked.insert([1] * 4, 0)
-    checked.lock([1] * 4)
-    checked.lock([1] * 4)
-    checked.unlock(0)
-    assert checked.evict(1) == 0
-    checked.unlock(0)
-    assert checked.evict(1) == 4 * NBYTES[A]
-
-
-def test_a_split_above_the_lock_keeps_its_window_held_and_frees_all_of_it() -> None:
+def test_a_split_frees_the_window_that_ends_below_do_not_look_back_on() -> None:
     checked = CheckedCache([A, W], window=3)
-    prompt = list(range(8))
-    checked.insert(prompt, 0)
-    checked.lock(prompt)
-    checked.insert([0, 1, 9], 0)  # splits the locked node far above its last three tokens
+    prompt = list(range(10))
+    checked.insert(prompt[:8], 0)
+    checked.insert(prompt, 8)
+    checked.match(prompt[:4])  # splits [0, 8), of which the end at 10 needs only the last token
     checked.check()
-    checked.unlock(0)
+    assert checked.evict(1) == 4 * NBYTES[W]
+    assert checked.match(prompt).length == 10
+
+
+def test_ends_far_below_a_split_keep_its_window_until_they_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pippin.cache.lookback.MAX_VISITS", 0)
+    checked = CheckedCache([A, W], window=3)
+    prompt = list(range(10))
+    checked.insert(prompt[:8], 0)
+    checked.insert(prompt, 8)
+    checked.match(prompt[:4])  # splits [0, 8) as before, but nobody looks further down
+    checked.check()
+    assert checked.evict(1) == 2 * (NBYTES[A] + NBYTES[W])  # the end itself
+    checked.lock(prompt[:8])
     checked.check()
     checked.evict(1 << 30)
-    assert checked.cache.num_tokens == 0
-
-
-def test_unlocking_twice_is_loud() -> None:
-    checked = CheckedCache([A])
-    checked.insert([1], 0)
-    lock = checked.cache.lock(checked.match([1]))
-    checked.cache.unlock(lock)
-    with pytest.raises(AssertionError, match="is not held"):
-        checked.cache.unlock(lock)
-
-
-def test_locking_what_was_evicted_is_loud() -> None:
-    checked = CheckedCache([A])
-    checked.insert([1], 0)
-    match = checked.match([1])
-    checked.evict(1)
-    with pytest.raises(AssertionError, match="stale"):
-        checked.cache.lock(match)
-
-
-def test_flush_keeps_what_is_locked() -> None:
-    checked = CheckedCache([A, S])
-    checked.insert([1] * 8, 0, states=[4, 8])
-    checked.insert([2] * 8, 0, states=[8])
-    checked.lock([1] * 6)
-    checked.flush()
-    checked.check()
-    assert checked.match([1] * 8).length == 4
-    assert checked.cache.num_tokens == 4
+    assert checked.match(prompt).length == 8
 
 
 def test_lowering_the_ceiling_evicts() -> None:
@@ -223,28 +199,55 @@ def test_lowering_the_ceiling_evicts() -> None:
     assert checked.cache.num_tokens == 8
 
 
+@pytest.mark.parametrize("layout", [[A], [A, S], [A, W], [A, W, S]])
+def test_what_goes_has_the_least_rank_of_all(
+    layout: list[Component], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared with the ranks of everything that could go, worked out anew each time."""
+    monkeypatch.setattr("pippin.cache.eviction.MAX_CANDIDATES", 1_000)
+    rng = random.Random(0)
+    conversations = [[7] * 10 + [rng.randrange(3) for _ in range(30)] for _ in range(6)]
+    checked = CheckedCache(layout, window=5 if W in layout else 0)
+    for turn in range(10, 41, 5):
+        for tokens in conversations:
+            checked.insert(tokens[:turn], 0, states=[turn - 2, turn])
+    store = checked.cache._store
+    heaps = {heap.unit: heap for heap in store.queue._heaps}
+
+    def take(node: Node, unit: Unit) -> int:
+        nodes = list(store.tree.nodes())
+        ranks = [h.rank(n) for h in heaps.values() for n in nodes if h.evictable(n)]
+        assert heaps[unit].rank(node) == min(ranks)
+        taken.add(unit)
+        return store.take(node, unit)
+
+    taken: set[Unit] = set()
+    while checked.cache.nbytes:
+        checked.lock(rng.choice(conversations), limit=rng.randrange(1, 41))
+        checked.unlock(0)
+        assert store.queue.evict(1, take, spare_since=NEVER) > 0
+    assert taken == set(heaps)
+
+
+def test_of_many_ranks_that_are_out_of_date_a_few_are_corrected_and_the_least_goes() -> None:
+    checked = CheckedCache([A, S])
+    prompts = [[token] * 128 for token in range(3 * MAX_CANDIDATES)]
+    for prompt in prompts:
+        checked.insert(prompt, 0, states=[64, 128])
+    for prompt in reversed(prompts):  # the last is the least recent now, but nobody knows yet
+        checked.match(prompt)
+    for _ in range(3):
+        assert checked.evict(1) == NBYTES[S]
+    gone = [p[0] for p in prompts if checked.cache.probe(p, limit=127) == 0]
+    assert gone == [MAX_CANDIDATES - 1, 2 * MAX_CANDIDATES - 1, 3 * MAX_CANDIDATES - 1]
+    checked.evict(1)  # every rank is known now
+    assert checked.cache.probe(prompts[-2], limit=127) == 0
+
+
 def test_the_eviction_queue_does_not_grow_with_what_is_gone() -> None:
     checked = CheckedCache([A, S])
-    for round_number in range(1_500):
-        checked.cache.insert([round_number, 1], 0, {A: checked.ledger.kv(A, [0, 1], 0)}, {})
-        checked.cache.flush()
-    assert checked.cache.num_tokens == 0
-    assert len(checked.cache._store.queue) < 1_100
-
-
-def test_report_tells_what_is_held_and_what_it_was_good_for() -> None:
-    checked = CheckedCache([A, S])
-    prompt = list(range(70))
-    checked.insert(prompt, 0, states=[64, 70])
-    checked.lock(prompt, limit=69)
-    report = checked.cache.report()
-    assert report["tokens"] == 70
-    assert report["component_bytes"] == {"attention": 70 * NBYTES[A], "state": 2 * NBYTES[S]}
-    assert report["hit_rate"] == 64 / 70
-    assert report["checkpoints"]["grid"] == {  # type: ignore[index]
-        "placed": 1,
-        "used": 1,
-        "tokens_saved": 64,
-        "evicted": 0,
-    }
-    assert report["recent_paths"][0]["last_tokens"] == prompt[64:]  # type: ignore[index]
+    for round_number in range(20):
+        checked.insert([round_number, 1], 0, states=[1, 2])
+        checked.insert([round_number, 1, 2], 2)
+        checked.evict(1 << 30) if round_number % 2 else checked.flush()
+        assert len(checked.cache._store.queue) == 0

@@ -35,8 +35,30 @@ def pin_window(checked: CheckedCache, node: Node) -> None:
     node.window_pins += 1
 
 
+def hold(checked: CheckedCache, node: Node) -> None:
+    node.holds += 1
+
+
+def lock_bytes(checked: CheckedCache, node: Node) -> None:
+    checked.cache._store.pins.nbytes += 1
+
+
+def look_back(checked: CheckedCache, node: Node) -> None:
+    node.window_users += 1
+
+
+def look_back_too_little(checked: CheckedCache, node: Node) -> None:
+    assert node.parent is not None
+    node.window_floor = node.start
+    node.parent.window_users -= 1
+
+
 def forget(checked: CheckedCache, node: Node) -> None:
-    node.queued[0] = None
+    checked.cache._store.queue.clear()
+
+
+def remember(checked: CheckedCache, node: Node) -> None:
+    checked.cache._store.queue._heaps[0].put(Node(b"", 0, None), (0.0, 0))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +70,12 @@ def forget(checked: CheckedCache, node: Node) -> None:
         (misfile, "filed wrongly"),
         (pin, "pins"),
         (pin_window, "window pins"),
+        (hold, "holds"),
+        (lock_bytes, "pinned bytes"),
+        (look_back, "window users"),
+        (look_back_too_little, "looks back further"),
         (forget, "can never go"),
+        (remember, "no longer in the tree"),
     ],
 )
 def test_damage_is_named(damage: Callable[[CheckedCache, Node], None], message: str) -> None:

@@ -21,7 +21,7 @@ LAYOUTS = {
     "window+state": ((W, S), 3),
     "all": ((A, W, S), 5),
 }
-NUM_OPERATIONS = 1_500  # for each layout and pressure
+NUM_OPERATIONS = 1_000  # for each layout and pressure
 
 
 def random_tokens(rng: random.Random) -> list[int]:
@@ -70,9 +70,11 @@ def test_thousands_of_random_operations_agree_with_the_naive_model(
     canary = Canary("raise") if capacity < 1 << 40 else None
     checked = CheckedCache(components, window=window, capacity=capacity, canary=canary)
     rng = random.Random(f"{layout} {capacity}")
-    for _ in range(NUM_OPERATIONS):
+    for number in range(NUM_OPERATIONS):
         operate(checked, rng)
         checked.check()
+        if number % 20 == 0:
+            checked.check_by_evicting_a_copy()
         checked.cache.sweep(4)
     while checked.locks or checked.growing:
         checked.unlock(0)
@@ -130,6 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         if hasattr(self, "checked"):
             self.checked.check()
+            self.checked.check_by_evicting_a_copy()
 
 
 TestCacheMachine = CacheMachine.TestCase

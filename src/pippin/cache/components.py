@@ -1,9 +1,9 @@
 """The rules of attention KV, window KV and recurrent states on tree nodes. Knows no eviction order.
 
-            valid for a match         lock              split                       evict
-attention   everywhere                path to the root  divides                     with its leaf
-window      its tokens reach back     window segment    divides                     tombstone
-state       only at a node's end      that node         stays with the lower part   tombstone
+            valid for a match      lock              split                      evict
+attention   everywhere             path to the root  divides                    with its leaf
+window      its tokens reach back  window segment    divides                    after what needs it
+state       only at a node's end   that node         stays with the lower part  on its own
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Rules:
         )
 
     def is_end(self, node: Node) -> bool:
-        """Whether matches end with this node as a whole, and so look back on its window."""
+        """Whether windows are kept so that a match can end with this node."""
         return node.payloads[STATE] is not None if self.has_state else not node.children
 
     def window_segment(self, node: Node) -> Iterator[Node]:
@@ -110,11 +110,12 @@ class Rules:
         if not self.has_state:
             return node.num_tokens
         above = node.parent
+        assert above is not None
         for _ in range(MAX_GAP_NODES):
-            if above is None or above.parent is None or above.payloads[STATE] is not None:
+            if above.parent is None or above.payloads[STATE] is not None:
                 break
             above = above.parent
-        return node.end - (0 if above is None else above.end)
+        return node.end - above.end
 
     def _has_state_within(self, node: Node, reach: int) -> bool:
         return node.end <= reach and node.payloads[STATE] is not None

@@ -6,16 +6,19 @@ the level rises to the rank of whatever was evicted last. Equal worth makes this
 least-recently-used; a cheap grid state goes long before a popular branch point. What no match can
 reach goes before everything.
 
-A use raises the ranks of a whole path. They are corrected only when a node comes first, and one
-eviction looks at no more than MAX_CANDIDATES and takes the least of those: so it costs the same in
-a tree whose every node was used since the last one, and is exact while few were.
+A use raises the ranks of a whole path. They are corrected only when a node comes first. An eviction
+looks at no more than MAX_CANDIDATES for the first thing that goes and MIN_LOOKS for each other, and
+takes the least that it knows: so it costs the same in a tree whose every node was used since the
+last one, and is exact while few were.
 """
 
 from __future__ import annotations
 
+import bisect
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar
 
@@ -24,7 +27,8 @@ from pippin.cache.heap import LAST, NodeHeap, Rank
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.radix import Node
 
-MAX_CANDIDATES = 32
+MAX_CANDIDATES = 16
+MIN_LOOKS = 4
 NEVER = 1 << 62  # a tick that no use will have
 USELESS = -1.0  # a rank below every level: no match can reach it
 
@@ -111,16 +115,75 @@ class States(UnitHeap):
         return level + worth, tick
 
 
+@dataclass(frozen=True)
+class Candidate:
+    rank: Rank
+    node: Node
+    heap: UnitHeap
+
+    @property
+    def is_current(self) -> bool:
+        return self.heap.rank_of(self.node) == self.rank and self.heap.evictable(self.node)
+
+
+class Search:
+    """Finds what to evict, one thing after another, for one call of `EvictionQueue.evict`."""
+
+    def __init__(self, heaps: Sequence[UnitHeap], spare_since: int) -> None:
+        self.spared: list[Node] = []  # passed over: these have left their heaps
+        self._heaps = heaps
+        self._spare_since = spare_since
+        self._candidates: list[Candidate] = []  # the least of those looked at, least first
+
+    def next(self) -> Candidate | None:
+        """What has the least rank, or nearly so; None if nothing may go."""
+        found = [candidate for candidate in self._candidates if candidate.is_current]
+        num_looks = max(MIN_LOOKS, MAX_CANDIDATES - len(found))
+        while num_looks > 0:
+            heap = min(self._heaps, key=attrgetter("least"))
+            if heap.least >= (found[0].rank if found else LAST):
+                break  # nothing that was not looked at can be less
+            candidate = self._look_at(heap)
+            if candidate is not None:
+                num_looks -= 1
+                bisect.insort(found, candidate, key=attrgetter("rank"))
+        self._candidates = found[:MAX_CANDIDATES]
+        return found[0] if found else None
+
+    def _look_at(self, heap: UnitHeap) -> Candidate | None:
+        """Correct the rank of a heap's first node, or remove it if it must stay."""
+        node = heap.first
+        if not heap.evictable(node):  # locked since; `unlock` updates it
+            heap.discard(node)
+            return None
+        if node.stamp[1] >= self._spare_since:
+            heap.discard(node)
+            self.spared.append(node)
+            return None
+        rank = heap.rank(node)
+        heap.put(node, rank)
+        return Candidate(rank, node, heap)
+
+
 class EvictionQueue:
     def __init__(self, rules: Rules, policy: CheckpointPolicy) -> None:
         self.level = 0.0
-        # Of equal ranks the first goes first: states before windows before leaves.
-        self._heaps = (States(rules, policy), Windows(rules, policy), Leaves(rules, policy))
+        heaps: list[UnitHeap] = []  # of equal ranks the first goes first
+        if rules.has_state:
+            heaps.append(States(rules, policy))
+        if rules.has_window:
+            heaps.append(Windows(rules, policy))
+        self._heaps = (*heaps, Leaves(rules, policy))
 
     def update(self, node: Node) -> None:
         """Call whenever something of `node` may have become evictable, or worth less, or gone."""
         for heap in self._heaps:
             heap.update(node)
+
+    def clear(self) -> None:
+        """Forget every node; those that stay in the tree are updated afterwards."""
+        for heap in self._heaps:
+            heap.clear()
 
     def evict(self, nbytes: int, take: Callable[[Node, Unit], int], *, spare_since: int) -> int:
         """Let `take` drop things, least rank first, until it has freed `nbytes`; returns the sum.
@@ -128,47 +191,25 @@ class EvictionQueue:
         Nodes used at tick `spare_since` or later are passed over.
         """
         freed = 0
-        spared: list[Node] = []
+        search = Search(self._heaps, spare_since)
         while freed < nbytes:
-            found = self._find_least(spare_since, spared)
-            if found is None:
+            least = search.next()
+            if least is None:
                 break
-            (level, _), node, heap = found
-            self.level = max(self.level, level)
-            heap.discard(node)
-            freed += take(node, heap.unit)
-        for node in spared:
+            self.level = max(self.level, least.rank[0])
+            least.heap.discard(least.node)
+            freed += take(least.node, least.heap.unit)
+        for node in search.spared:
             self.update(node)
         return freed
 
     def is_queued(self, node: Node) -> bool:
         """Whether all that may go of `node` stands in its heap."""
-        return all(node in heap for heap in self._heaps if heap.evictable(node))
+        may_go = [heap for heap in self._heaps if heap.evictable(node)]
+        return all(heap.rank_of(node) is not None for heap in may_go)
+
+    def num_entries(self, node: Node) -> int:
+        return sum(heap.rank_of(node) is not None for heap in self._heaps)
 
     def __len__(self) -> int:
         return sum(map(len, self._heaps))
-
-    def _find_least(
-        self, spare_since: int, spared: list[Node]
-    ) -> tuple[Rank, Node, UnitHeap] | None:
-        """What to evict next; nodes that are passed over leave their heap for `spared`."""
-        least = LAST
-        found = None
-        num_candidates = 0
-        while num_candidates < MAX_CANDIDATES:
-            heap = min(self._heaps, key=attrgetter("least"))
-            if heap.least >= least:
-                break
-            node = heap.first
-            if not heap.evictable(node):  # locked since; `unlock` updates it
-                heap.discard(node)
-            elif node.stamp[1] >= spare_since:
-                heap.discard(node)
-                spared.append(node)
-            else:
-                num_candidates += 1
-                rank = heap.rank(node)
-                heap.put(node, rank)
-                if rank < least:
-                    least, found = rank, (rank, node, heap)
-        return found

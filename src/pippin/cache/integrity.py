@@ -22,7 +22,7 @@ def check_integrity(store: Store, locks: Iterable[tuple[Node, int]]) -> None:
     for node in nodes:
         _check_links(node)
         _check_payloads(store, node)
-        _check_queued(store, node)
+    _check_queue(store, nodes)
     _check_pins(store, nodes, locks)
     _check_window_users(store, nodes)
     _check_totals(store, nodes)
@@ -52,8 +52,11 @@ def _check_payloads(store: Store, node: Node) -> None:
     assert node.children or node.pins or any_held(node), f"{_name(node)} is an empty leaf"
 
 
-def _check_queued(store: Store, node: Node) -> None:
-    assert store.queue.is_queued(node), f"{_name(node)}: something of it can never go"
+def _check_queue(store: Store, nodes: list[Node]) -> None:
+    for node in nodes:
+        assert store.queue.is_queued(node), f"{_name(node)}: something of it can never go"
+    num_entries = sum(map(store.queue.num_entries, nodes))
+    assert len(store.queue) == num_entries, "the queue holds nodes that are no longer in the tree"
 
 
 def _check_pins(store: Store, nodes: list[Node], locks: Iterable[tuple[Node, int]]) -> None:

@@ -66,9 +66,13 @@ class Pins:
         upper.holds = 1 if lower.holds else 0
         upper.window_pins = lower.window_pins
 
+    def holds(self, node: Node, index: int) -> bool:
+        """Whether the component of this index must stay on `node`."""
+        return (node.holds, node.window_pins, node.pins)[index] > 0
+
     def count(self, node: Node, index: int, change: int) -> None:
         """A payload of `node` came, went or changed its size."""
-        if (node.holds, node.window_pins, node.pins)[index]:
+        if self.holds(node, index):
             self.nbytes += change
 
     def _pin_window(self, node: Node) -> int:

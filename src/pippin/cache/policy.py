@@ -43,7 +43,6 @@ class CheckpointPolicy:
     state_bytes: int = 0
     kv_bytes_per_token: int = 0
     prompt_budget_bytes: int | None = None  # for the states of one sequence; None: no limit
-    exact_positions: bool = False  # True: capture boundaries and branches off the grid as well
 
     def stride(self, num_tokens: int) -> int:
         """Tokens between grid checkpoints of a sequence this long: 64, or 128 if states are dear.
@@ -70,9 +69,9 @@ class CheckpointPolicy:
     ) -> dict[int, Placement]:
         """Where a prefill chunk over [start, end) should capture states, ascending, and why.
 
-        Boundaries and branches are rounded down to the grid unless `exact_positions`. The prompt's
-        end is exact, for the next turn; the same prompt again must compute one token at least, so
-        the last grid point before the end is there for it.
+        Boundaries and branches are rounded down to the grid. The prompt's end is exact, for the
+        next turn; the same prompt again must compute one token at least, so the last grid point
+        before the end is there for it.
         """
         found: dict[int, Placement] = {}
         stride = self.stride(prompt_len)
@@ -80,9 +79,9 @@ class CheckpointPolicy:
             found[position] = Placement.GRID
         found[_grid_floor(prompt_len - 1)] = Placement.GRID
         for boundary in boundaries:
-            found[self._aligned(boundary)] = Placement.BOUNDARY
+            found[_grid_floor(boundary)] = Placement.BOUNDARY
         if 0 < branch < prompt_len:
-            found[self._aligned(branch)] = Placement.BRANCH
+            found[_grid_floor(branch)] = Placement.BRANCH
         found[prompt_len] = Placement.PROMPT_END
         return {position: found[position] for position in sorted(found) if start < position <= end}
 
@@ -104,8 +103,26 @@ class CheckpointPolicy:
         """Whether the state after `position` tokens is worth keeping while a reply grows."""
         return position % self.stride(position) == 0
 
-    def thinned(self, positions: list[int], num_kept: int) -> list[int]:
-        return sorted(positions)[len(positions) - num_kept :]
+    @staticmethod
+    def thinned(positions: Iterable[int], num_kept: int, *, start: int = 0) -> tuple[int, ...]:
+        """The `num_kept` checkpoints of a growing reply to keep when bytes are short, ascending.
+
+        The last one always: the next turn goes on there. Of the others goes first whose loss leaves
+        the smallest gap for its distance from the end, so that gaps widen with the distance; also
+        when a reply grows and is thinned again and again. `start` is where the checkpoint before
+        the first lies: the prompt's end.
+        """
+        kept = sorted(positions)
+        if num_kept < 1:
+            return ()
+        while len(kept) > num_kept:
+            around = [start, *kept]
+            gaps = [
+                (after - before) / (kept[-1] - position)
+                for before, position, after in zip(around, kept[:-1], kept[1:], strict=False)
+            ]
+            del kept[gaps.index(min(gaps))]
+        return tuple(kept)
 
     def leaf_value(self, num_uses: int, num_saved: int, nbytes: int) -> float:
         """The end of a path, with all its node carries; uses are those of its state, if any."""
@@ -120,9 +137,6 @@ class CheckpointPolicy:
     def window_value(self, num_uses: int, num_saved: int, nbytes: int) -> float:
         """An interior window: it helps only those who leave the path just behind it."""
         return (PRIOR[Placement.GRID] + min(num_uses, MAX_USES)) * num_saved / max(nbytes, 1)
-
-    def _aligned(self, position: int) -> int:
-        return position if self.exact_positions else _grid_floor(position)
 
 
 def _grid_floor(position: int) -> int:

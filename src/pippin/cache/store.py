@@ -134,6 +134,18 @@ class Store:
         self.stats.bytes_evicted += freed
         return freed
 
+    def flush(self) -> None:
+        """Drop everything that no lock holds."""
+        self.queue.clear()
+        for node in reversed(list(self.tree.nodes())):  # children before parents
+            for index in range(len(COMPONENTS)):
+                if not self.pins.holds(node, index):
+                    self._release(node, index)
+            if not node.holds:
+                self._cut_off(node)
+        for node in self.tree.nodes():
+            self.queue.update(node)
+
     def remove(self, leaf: Node) -> None:
         """A leaf goes whole; whatever it was the last reason for goes with it."""
         for index in range(len(COMPONENTS)):

@@ -1,0 +1,22 @@
+"""Every rule in `tools/mutants/` is broken once, and a test must notice each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "tools" / "mutation_check.py"
+TABLES = sorted(table.stem for table in (SCRIPT.parent / "mutants").glob("*.toml"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not SCRIPT.exists(), reason="tools/ is not beside the tests")
+@pytest.mark.parametrize("table", TABLES)
+def test_a_test_notices_every_broken_rule(table: str) -> None:
+    command = [sys.executable, SCRIPT, table]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
