@@ -12,7 +12,6 @@ from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.components import STATE
 from pippin.errors import DeviceFailed
 from pippin.scheduler.loop import MAX_FAILED_STEPS
-from pippin.scheduler.replies import ReplyPlanner
 from pippin.types import GRID, Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
@@ -57,8 +56,9 @@ def test_of_thinned_checkpoints_the_last_are_kept() -> None:
         client.step()
     (holding,) = client.loop.scheduler.holdings.values()
     stride = 2 * GRID
-    assert 1 <= len(holding.checkpoints) <= 6
-    assert max(holding.checkpoints) == holding.held // stride * stride
+    last = holding.held // stride * stride
+    assert 2 <= len(holding.checkpoints) <= 6
+    assert {last, last - stride} <= set(holding.checkpoints)
     client.run()
     check_idle(client)
 
@@ -233,33 +233,6 @@ def test_a_retracted_request_resumes_before_anybody_new_starts() -> None:
     while not requests["long1"].running:
         client.step()
         assert not any(requests[f"new{number}"].running for number in range(3))
-    client.run()
-    check_idle(client)
-
-
-def test_nobody_new_starts_while_a_reply_starves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small requests come all the time, and would fit beside what a long reply lacks."""
-    starving: list[bool] = []
-    real = ReplyPlanner.plan
-
-    def noted(self: ReplyPlanner, *args: Any) -> Any:
-        rows, starved = real(self, *args)
-        starving.append(bool(starved))
-        return rows, starved
-
-    monkeypatch.setattr(ReplyPlanner, "plan", noted)
-    capacity = 3 * FakeBackend(components=(A,)).row_bytes(10 + 256)
-    backend = FakeBackend(components=(A,), num_slots=8)
-    client = Client(make_loop(backend=backend, cache=False, num_slots=8, capacity_bytes=capacity))
-    for number in range(3):
-        client.submit(make_prompt(10, number), max_tokens=500)
-    for number in range(600):
-        client.submit(make_prompt(1, 9 + number), max_tokens=1)
-        client.step()
-        launched = client.loop._in_flight
-        if starving[-1] and launched is not None:
-            assert not launched.plan.admit
-    assert any(starving)
     client.run()
     check_idle(client)
 

@@ -34,7 +34,7 @@ class PromptPlanner:
     num_planned: int = 0  # tokens, since the start: how long a request has waited is told in these
 
     def plan(
-        self, step: int, holdings: Holdings, num_streams: int, *, may_start: bool
+        self, step: int, holdings: Holdings, num_streams: int
     ) -> tuple[tuple[Admit, ...], tuple[PrefillRow, ...]]:
         """Rows of the step, within its pace; those that start are added to `holdings`."""
         started = [
@@ -42,14 +42,14 @@ class PromptPlanner:
             for holding in holdings.values()
             if holding.request.phase == "prefill" and not holding.retracting
         ]
-        waiting = len(self.admission.queue) if may_start else 0
+        waiting = len(self.admission.queue)
         if not started and not waiting:
             return (), ()
         budget = self.pace.budget(num_streams, len(started) + waiting)
         turns = [Turn(h.num_left, self.num_planned - h.request.came_at) for h in started]
         shortest = self.admission.shortest() if waiting and self.slots.num_free else None
         for_new = budget - sum(share(turns, budget, shortest_waiting=shortest))
-        admit, rows = self._start(step, holdings, for_new if waiting else 0)
+        admit, rows = self._start(step, holdings, for_new)
         shares = share(turns, budget - _num_tokens(rows))
         rows = self._go_on(step, started, shares) + rows
         self.num_planned += _num_tokens(rows)

@@ -164,8 +164,7 @@ class Scheduler:
         step = self._next_step
         retire, retired = self._plan_retires(step)
         decode, starved = self._replies.plan(step, self.holdings.values())
-        # Bytes that are given back go to those that starve before anybody new starts.
-        admit, prefill = self._prompts.plan(step, self.holdings, len(decode), may_start=not starved)
+        admit, prefill = self._prompts.plan(step, self.holdings, len(decode))
         self._count_cached(admit)
         plan = StepPlan(step, retire, admit, prefill, decode)
         if starved:
