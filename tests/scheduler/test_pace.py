@@ -39,6 +39,7 @@ def run(pace: Pace, seconds: Device, *, streams: int, prompts: int, steps: int) 
     budgets = []
     for _ in range(steps):
         tokens = pace.budget(streams, prompts)
+        pace.spend(tokens)
         pace.observe(seconds=seconds(streams, tokens), prefill_tokens=tokens, decode_rows=streams)
         budgets.append(tokens)
     return [tokens for tokens in budgets if tokens]
@@ -112,7 +113,10 @@ def test_a_cold_burst_is_not_served_in_crumbs() -> None:
 
 def test_streams_rest_now_and_then() -> None:
     pace = measured(device(0.01, 0.0, 1e-4))
-    budgets = [pace.budget(4) for _ in range(3 * (STEPS_BETWEEN_RESTS + 1))]
+    budgets = []
+    for _ in range(3 * (STEPS_BETWEEN_RESTS + 1)):
+        budgets.append(pace.budget(4))
+        pace.spend(budgets[-1])
     rests = [i for i, tokens in enumerate(budgets) if tokens == 0]
     assert len(rests) == 3
     assert rests[2] - rests[1] == rests[1] - rests[0] == STEPS_BETWEEN_RESTS + 1
@@ -161,3 +165,26 @@ def test_the_scheduler_counts_streams_and_prompts_that_wait() -> None:
     client.loop.step()
     client.loop.step()
     assert Noted.asked == [(0, 1), (1, 3), (1, 3)]
+
+
+def test_where_forwards_dominate_prompts_come_in_large_chunks_with_rests_between() -> None:
+    """As measured on a large GPU: 40 ms a forward whatever its length, 4 ms a decode step."""
+    forward, decode, token = 0.040, 0.004, 1.7e-5
+
+    def seconds(rows: int, tokens: int) -> float:
+        return decode * (rows > 0) + (forward + token * tokens) * (tokens > 0)
+
+    pace = Pace(8192)
+    pace.observe(seconds=seconds(0, 4000), prefill_tokens=4000, decode_rows=0)
+    pace.observe(seconds=seconds(0, 500), prefill_tokens=500, decode_rows=0)
+    steps = []
+    for _ in range(400):
+        tokens = pace.budget(8, 1)
+        pace.spend(tokens)
+        pace.observe(seconds=seconds(8, tokens), prefill_tokens=tokens, decode_rows=8)
+        steps.append(tokens)
+    chunks = [tokens for tokens in steps[100:] if tokens]
+    assert min(chunks) > 0.8 * forward / token
+    prompts = sum(seconds(0, tokens) for tokens in chunks)
+    streams = decode * len(steps[100:])
+    assert prompts / (prompts + streams) < (STEP_STRETCH - 1.0) / STEP_STRETCH + 0.1

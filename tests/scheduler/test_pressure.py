@@ -88,10 +88,10 @@ def test_a_refused_claim_evicts_nothing(overlap: bool) -> None:
 
 @both_modes
 def test_whoever_does_not_fit_is_not_looked_up_again_and_again(overlap: bool) -> None:
-    rows = FakeBackend(components=(A,))
-    capacity = rows.row_bytes(2000 + 256) + rows.row_bytes(3000)
-    client = make_client(
-        overlap=overlap, components=(A,), num_slots=4, chunk=4096, capacity_bytes=capacity
+    backend = FakeBackend(components=(A,), num_slots=4, restores_by_reference=True)
+    capacity = backend.row_bytes(2000 + 256) + backend.row_bytes(3000)
+    client = Client(
+        make_loop(backend=backend, overlap=overlap, chunk=4096, capacity_bytes=capacity)
     )
     client.submit(make_prompt(2000, 1), max_tokens=200)
     client.step(4)
@@ -110,6 +110,23 @@ def test_whoever_does_not_fit_is_not_looked_up_again_and_again(overlap: bool) ->
     client.step(100)
     assert len(lookups) <= 4
     client.run()
+    check_idle(client)
+
+
+@both_modes
+def test_rows_that_read_the_trees_own_payloads_keep_them_in_the_tree(overlap: bool) -> None:
+    """Restored by reference, a prefix is counted once, and locked as long as its row runs."""
+    backend = FakeBackend(components=(A,), num_slots=4, restores_by_reference=True)
+    client = Client(make_loop(backend=backend, overlap=overlap))
+    client.ask(make_prompt(300), max_tokens=1)
+    reply = client.submit([*make_prompt(300), 5], max_tokens=20)
+    client.step(5)
+    (holding,) = client.loop.scheduler.holdings.values()
+    assert holding.nbytes == backend.row_bytes(holding.row_tokens, 300)
+    assert holding.nbytes < backend.row_bytes(holding.row_tokens)
+    client.loop.flush_cache()
+    client.run()
+    assert reply.tokens == oracle([*make_prompt(300), 5], components=(A,), max_tokens=20)[0]
     check_idle(client)
 
 
@@ -242,15 +259,16 @@ def test_a_retracted_request_resumes_before_anybody_new_starts() -> None:
 
 @pytest.mark.parametrize("with_large", [False, True])
 def test_a_later_larger_hit_does_not_hold_up_an_earlier_smaller_request(with_large: bool) -> None:
+    """It has hardly anything to compute, but its row does not fit beside what it would lock."""
     rows = FakeBackend(components=(A,))
-    capacity = rows.row_bytes(20 + 600) + rows.row_bytes(4000 + 256) + 64 * 600
+    capacity = rows.row_bytes(2000) + rows.row_bytes(600)
     client = make_client(components=(A,), num_slots=4, chunk=4096, capacity_bytes=capacity)
-    client.ask(make_prompt(400, 1), max_tokens=1)
-    client.submit(make_prompt(1500, 2), max_tokens=1500)
+    client.ask(make_prompt(1500, 1), max_tokens=1)
+    client.submit(make_prompt(400, 2), max_tokens=1500)
     client.step(3)
     small = client.submit(make_prompt(20, 3), max_tokens=1)
     if with_large:
-        client.submit([*make_prompt(400, 1), *make_prompt(3800, 4)], max_tokens=1)
+        client.submit([*make_prompt(1500, 1), 1, 2], max_tokens=1)
     client.step(4)
     assert small.finish == "length"
     client.run()

@@ -20,6 +20,7 @@ SMALLEST_CHUNK = GRID // 2
 REMEMBERED_STEPS = 64
 STEPS_BETWEEN_FITS = 4
 STEPS_BETWEEN_RESTS = 32  # a step without prompts now and then tells the two costs apart,
+MAX_SAVING_STEPS = 32  # without prompts, before a forward that streams cannot pay for runs anyway
 STEPS_BEFORE_REST = 4  # and so many after the number of streams has changed
 OUTLIER = 3.0  # a step that took this many times as long as steps like it met a pause,
 MAX_OUTLIERS = 8  # unless it goes on like that: then the device has changed its speed
@@ -77,6 +78,16 @@ class CostModel:
     def decode_seconds(self, rows: int) -> float:
         costs = self._fitted()
         return float(costs[0] + costs[1] * rows)
+
+    def prefill_seconds(self, tokens: int) -> float:
+        costs = self._fitted()
+        return float(costs[2] + costs[3] * tokens)
+
+    @property
+    def productive_tokens(self) -> int:
+        """A forward of so many takes as long for its tokens as for being a forward."""
+        costs = self._fitted()
+        return math.ceil(float(costs[2] / costs[3]))
 
     def prefill_tokens(self, seconds: float) -> int:
         """How many prompt tokens take `seconds`; 0 if the forward alone takes longer."""
@@ -141,17 +152,25 @@ def _least_squares(features: np.ndarray, seconds: np.ndarray, believed: np.ndarr
 class Pace:
     """Bounds what prompts take from running streams.
 
-    Without running streams a step takes `prefill_tokens`. With them, as many as fit in
-    `STEP_STRETCH` decode steps, more where many wait and few run, and half a block at least: a
-    forward of a few tokens holds streams up almost as long, and prompts far longer.
+    Without running streams a step takes `prefill_tokens`. With them prompts may take so much time
+    that a step becomes `STEP_STRETCH` times as long, more where many wait and few run. A forward
+    of a few tokens holds streams up almost as long as one of many: where that time does not pay
+    for a productive one, it is saved up over steps without prompts.
+
+        tokens dominate (CPUs):       |d pp|d pp|d pp|d pp|
+        forwards dominate (GPUs):     |d|d|d|d|d|d pppppppp|d|d|d|d|
     """
 
     prefill_tokens: int
     costs: CostModel = field(default_factory=CostModel)
     _num_mixed: int = STEPS_BETWEEN_RESTS  # steps since streams last had one to themselves
+    _credit: float = math.inf  # seconds that prompts may take
 
     def budget(self, num_streams: int, num_prompts: int = 1) -> int:
-        """Prompt tokens of the next step, where `num_prompts` wait for some: 0 for a rest."""
+        """Prompt tokens of the next step, where `num_prompts` wait for some: 0 for a rest.
+
+        What is used of them is told by `spend`.
+        """
         if num_streams == 0:
             return self.prefill_tokens
         self._num_mixed += 1
@@ -162,9 +181,22 @@ class Pace:
         if not self.costs.known:
             return min(GRID, self.prefill_tokens)
         stretch = min(STEP_STRETCH * (1.0 + (num_prompts - 1) / num_streams), LONGEST_STRETCH)
-        spare = (stretch - 1.0) * self.costs.decode_seconds(num_streams)
-        tokens = self.costs.prefill_tokens(spare)
-        return min(max(tokens, SMALLEST_CHUNK), self.prefill_tokens)
+        income = (stretch - 1.0) * self.costs.decode_seconds(num_streams)
+        least = min(max(self.costs.productive_tokens, SMALLEST_CHUNK), self.prefill_tokens)
+        price = self.costs.prefill_seconds(least)
+        self._credit = min(self._credit + income, max(income, price))
+        if self._credit < price and income < price and self._can_save(income, price):
+            return 0
+        return min(max(self.costs.prefill_tokens(self._credit), least), self.prefill_tokens)
+
+    def spend(self, tokens: int) -> None:
+        """A step with so many prompt tokens was planned."""
+        if tokens and self.costs.known:
+            self._credit = max(0.0, self._credit - self.costs.prefill_seconds(tokens))
+
+    @staticmethod
+    def _can_save(income: float, price: float) -> bool:
+        return price <= MAX_SAVING_STEPS * income
 
     def observe(self, *, seconds: float, prefill_tokens: int, decode_rows: int) -> None:
         if decode_rows and not prefill_tokens:

@@ -53,6 +53,7 @@ class PromptPlanner:
         shares = share(turns, budget - _num_tokens(rows))
         rows = self._go_on(step, started, shares) + rows
         self.num_planned += _num_tokens(rows)
+        self.pace.spend(_num_tokens(rows))
         return tuple(admit), tuple(rows)
 
     def _go_on(
