@@ -158,7 +158,9 @@ class CheckedCache:
                 assert self.ledger.held(component) == held | wanted[component]
             else:
                 assert self.ledger.held(component) <= held | wanted[component]
-        assert self.cache.nbytes <= max(self.cache.capacity_bytes, nbytes)
+        if self.cache.nbytes > self.cache.capacity_bytes:
+            assert self.cache.nbytes <= nbytes
+            assert self.cache.evictable_bytes == 0
         return result
 
     def evict(self, nbytes: int) -> int:

@@ -191,6 +191,22 @@ def test_ends_far_below_a_split_keep_its_window_until_they_go(
     assert checked.match(prompt).length == 8
 
 
+def test_an_end_that_was_too_far_below_one_split_is_taken_off_all_at_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked = CheckedCache([A, W], window=3)
+    prompt = list(range(10))
+    checked.insert(prompt[:8], 0)
+    checked.insert(prompt, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr("pippin.cache.lookback.MAX_VISITS", 0)
+        checked.match(prompt[:4])  # the end at 10 stays a user of [0, 4)
+    checked.match(prompt[:6])  # not of [4, 6), and no longer of [0, 4)
+    checked.check()
+    assert checked.evict(6 * NBYTES[W]) == 6 * NBYTES[W]
+    assert checked.match(prompt).length == 10
+
+
 def test_lowering_the_ceiling_evicts() -> None:
     checked = CheckedCache([A])
     for token in range(5):
@@ -225,7 +241,7 @@ def test_what_goes_has_the_least_rank_of_all(
     while checked.cache.nbytes:
         checked.lock(rng.choice(conversations), limit=rng.randrange(1, 41))
         checked.unlock(0)
-        assert store.queue.evict(1, take, spare_since=NEVER) > 0
+        assert store.queue.evict(rng.choice([1, 60]), take, spare_since=NEVER) > 0
     assert taken == set(heaps)
 
 

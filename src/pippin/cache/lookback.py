@@ -33,24 +33,30 @@ class Lookback:
 
     def uncount(self, end: Node) -> list[Node]:
         """No match can end there any more; returns the nodes that no end looks back on now."""
-        free = []
-        for above in end.back_to(end.window_floor):
-            above.window_users -= 1
-            if above.window_users == 0:
-                free.append(above)
-        return free
+        return self._uncount_from(end, end)
 
-    def divide(self, upper: Node, lower: Node) -> None:
-        """Share the users of a node that was split.
+    def divide(self, upper: Node, lower: Node) -> list[Node]:
+        """Share the users of a node that was split; returns what no end looks back on now.
 
         Ends that do not reach back to `upper` are taken off it if they are near. Those further
         down stay users of both until they go: too many keep a window longer, never too short.
         """
         upper.window_users = lower.window_users
+        free: list[Node] = []
         for end in self._ends_near(lower):
-            if end.end - self._rules.window >= upper.end and end.window_floor <= upper.start:
+            if end.end - self._rules.window >= upper.end:
+                free += self._uncount_from(end, upper)
                 end.window_floor = lower.start
-                upper.window_users -= 1
+        return free
+
+    def _uncount_from(self, end: Node, first: Node) -> list[Node]:
+        """Take `end` off the users of `first` and of those above it."""
+        free = []
+        for above in first.back_to(end.window_floor):
+            above.window_users -= 1
+            if above.window_users == 0:
+                free.append(above)
+        return free
 
     def _ends_near(self, node: Node) -> Iterator[Node]:
         """Ends within the window of this node, itself included, among the first few below it."""

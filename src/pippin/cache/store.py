@@ -234,13 +234,13 @@ class Store:
     def _split(self, node: Node, position: int) -> Node:
         upper = self.tree.split(node, position - node.start)
         self.pins.divide(upper, node)
-        self._lookback.divide(upper, node)
+        free = self._lookback.divide(upper, node)
         for index, growth in self.rules.divide(upper, node).items():
             self._count_bytes(node, index, growth)
         if self.canary is not None:
             self.canary.divide(upper, node)
-        self.queue.update(upper)
-        self.queue.update(node)
+        for changed in (upper, node, *free):
+            self.queue.update(changed)
         return upper
 
     def _attach(self, node: Node, index: int, payload: Payload) -> None:
