@@ -262,7 +262,7 @@ def test_a_retracted_request_resumes_before_anybody_new_starts() -> None:
 def test_a_later_larger_hit_does_not_hold_up_an_earlier_smaller_request(with_large: bool) -> None:
     """It has hardly anything to compute, but its row does not fit beside what it would lock."""
     rows = FakeBackend(components=(A,))
-    capacity = rows.row_bytes(3000)
+    capacity = rows.row_bytes(3100)
     client = make_client(components=(A,), num_slots=4, chunk=4096, capacity_bytes=capacity)
     client.ask(make_prompt(1500, 1), max_tokens=1)
     client.submit(make_prompt(400, 2), max_tokens=1500)
