@@ -20,6 +20,7 @@ SMALLEST_CHUNK = GRID // 2
 REMEMBERED_STEPS = 64
 STEPS_BETWEEN_FITS = 4
 STEPS_BETWEEN_RESTS = 32  # a step without prompts now and then tells the two costs apart,
+LARGEST_SAVED = 8 * GRID  # tokens to save up for: streams wait for all of them at once
 MAX_SAVING_STEPS = 32  # without prompts, before a forward that streams cannot pay for runs anyway
 STEPS_BEFORE_REST = 4  # and so many after the number of streams has changed
 OUTLIER = 3.0  # a step that took this many times as long as steps like it met a pause,
@@ -182,7 +183,8 @@ class Pace:
             return min(GRID, self.prefill_tokens)
         stretch = min(STEP_STRETCH * (1.0 + (num_prompts - 1) / num_streams), LONGEST_STRETCH)
         income = (stretch - 1.0) * self.costs.decode_seconds(num_streams)
-        least = min(max(self.costs.productive_tokens, SMALLEST_CHUNK), self.prefill_tokens)
+        productive = min(self.costs.productive_tokens, LARGEST_SAVED)
+        least = min(max(productive, SMALLEST_CHUNK), self.prefill_tokens)
         price = self.costs.prefill_seconds(least)
         self._credit = min(self._credit + income, max(income, price))
         if self._credit < price and income < price and self._can_save(income, price):
