@@ -9,14 +9,14 @@ import mlx.core as mx
 import pytest
 
 from builders import Client, Reply
+from near_ties import assert_same
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.types import Component
+from reference import BUNDLED
 from serving import (
-    BUNDLED,
     MODELS,
     ask_all,
-    assert_same,
     cache_of,
     check_idle,
     cold,

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import pytest
 
 from builders import Client
+from near_ties import assert_same
 from pippin.cache.components import ATTENTION, STATE, WINDOW
 from pippin.cache.eviction import Unit
 from serving import (
     MODELS,
     ask_all,
-    assert_same,
     bound,
     cache_of,
     check_idle,

@@ -13,7 +13,8 @@ import pytest
 from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.types import SamplingParams
-from serving import BUNDLED, make_prompt, served
+from reference import BUNDLED
+from serving import make_prompt, served
 
 KINDS = (BUNDLED, "qwen3_5", "mamba2", "falcon_h1", "gpt_oss", "gemma3", "llama")
 SMALL_BUFFERS = 1 << 16  # what sampling keeps, and the rounding of many small allocations
