@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -37,11 +36,7 @@ NUM_SLOTS = 16
 
 @functools.cache
 def served(name: str) -> LoadedModel:
-    """Built without `mx.compile`, which calls a C++ compiler on a Linux CPU."""
-    mx.disable_compile()
-    if name == BUNDLED:
-        return load_bundled()
-    return prepare(*build(name))
+    return load_bundled() if name == BUNDLED else prepare(*build(name))
 
 
 def make_client(

@@ -7,19 +7,12 @@ and tests/backends/rows/test_compiled_steps.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import mlx.core as mx
 import pytest
 
 COMPILED = {"test_activations", "test_blas", "test_compiled_steps"}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def without_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.module.__name__ in COMPILED:
-        yield
-        return
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+def compiler_only_where_it_is_tested(request: pytest.FixtureRequest) -> None:
+    if request.module.__name__ not in COMPILED:
+        request.getfixturevalue("without_compiler")

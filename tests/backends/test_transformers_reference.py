@@ -5,7 +5,6 @@ Transformers scores what was said, given what was said before it.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -23,8 +22,9 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Limits, Scheduler
 from pippin.text.tokenizer import Tokenizer
+from processes import is_installed
 
-if importlib.util.find_spec("torch") is None:
+if not is_installed("torch"):
     pytest.skip("torch is not installed: pip install 'pippin[reference]'", allow_module_level=True)
 
 MAX_TOKENS = 40

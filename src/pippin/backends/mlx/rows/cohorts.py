@@ -1,4 +1,4 @@
-"""Cohorts: decode rows whose mains were built together, and how they are built anew.
+"""Cohorts: decode rows whose mains were built together. Knows no steps, and not how they are built.
 
 A cohort's arrays are immutable. Rows in it may be shorter than its longest one; the columns past
 a row's own length are padding that its mask hides. Windowed layers store only the last window.
@@ -9,19 +9,21 @@ What all rows of a cohort begin with may be held once, for layers without a wind
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.layout import Layout
-from pippin.backends.mlx.rows.grouping import Group
-from pippin.backends.mlx.rows.vector_table import Place, VectorTable
 from pippin.backends.mlx.rows.views import CohortShape, Tree
 from pippin.backends.mlx.tree.packing import KV
 
 COLUMN_STEP = 64  # mains grow by so many columns, so that decode steps have few shapes
+
+
+def num_columns(num_tokens: int) -> int:
+    return -(-num_tokens // COLUMN_STEP) * COLUMN_STEP
 
 
 @dataclass
@@ -90,89 +92,11 @@ class Cohort:
             return own
         return mx.concatenate([self.shared[leaf][side], own], axis=2)
 
+    def give_up(self, leaf: int) -> tuple[KV, KV | None]:
+        """A leaf's arrays, own and shared; the cohort holds on to nothing of them."""
+        self._view = None
+        return self.kv.pop(leaf), self.shared.pop(leaf, None)
+
     def arrays(self) -> list[mx.array]:
         pairs = (*self.kv.values(), *self.shared.values())
         return [array for pair in pairs for array in pair]
-
-
-def num_columns(num_tokens: int) -> int:
-    return -(-num_tokens // COLUMN_STEP) * COLUMN_STEP
-
-
-@dataclass(frozen=True)
-class Held:
-    """What rows hold before they are regrouped."""
-
-    home: Mapping[int, tuple[Cohort, int]]  # by row: its cohort, and its line there
-    tails: Mapping[int, KV]
-    written: np.ndarray  # bool [width, TAIL]
-
-
-def regroup(
-    layout: Layout,
-    groups: Sequence[Group],
-    cohorts: Sequence[Cohort],
-    tails: Mapping[int, KV],
-    written: np.ndarray,
-) -> list[Cohort]:
-    """New cohorts, one per group, each holding what its rows had in main and tail.
-
-    A line that pads a group repeats the group's first row.
-    """
-    if not tails:
-        return []
-    home = {index: (c, line) for c in cohorts for line, index in enumerate(c.indices) if index >= 0}
-    return [_build(layout, group, Held(home, tails, written)) for group in groups]
-
-
-def _build(layout: Layout, group: Group, held: Held) -> Cohort:
-    first = next(index for index in group.indices if index >= 0)
-    rows = [first if index < 0 else index for index in group.indices]
-    homes = [held.home[index] for index in rows]
-    new = [int(held.written[index].sum()) for index in rows]
-    lengths = [c.lengths[line] + n for (c, line), n in zip(homes, new, strict=True)]
-    stored: list[dict[int, int]] = [{} for _ in rows]
-    kv, shared = {}, {}
-    for leaf in held.tails:
-        window = layout.leaves[leaf].window
-        num_shared = group.num_shared if window is None else 0
-        for own, (c, line), n in zip(stored, homes, new, strict=True):
-            tokens = c.num_shared(leaf) + c.stored[line][leaf] + n
-            own[leaf] = tokens - num_shared if window is None else min(tokens, window)
-        kv[leaf] = _gather(leaf, rows, held, num_shared, [own[leaf] for own in stored])
-        if num_shared:
-            shared[leaf] = _share(leaf, *homes[0], num_shared)
-    return Cohort(list(group.indices), lengths, stored, kv, shared)
-
-
-def _share(leaf: int, cohort: Cohort, line: int, num_shared: int) -> KV:
-    """The first tokens of one line; the very arrays where the cohort already shares so many."""
-    if cohort.num_shared(leaf) == num_shared:
-        return cohort.shared[leaf]
-    keys, values = cohort.main_of(cohort.indices[line], leaf)
-    return mx.contiguous(keys[:, :, :num_shared]), mx.contiguous(values[:, :, :num_shared])
-
-
-def _gather(
-    leaf: int, rows: Sequence[int], held: Held, num_shared: int, stored: Sequence[int]
-) -> KV:
-    """The lines' own columns: what each row holds of main and tail, without what is shared."""
-    table = VectorTable()
-    tails = table.add(held.tails[leaf])
-    mains: dict[int, Place] = {}
-    shared: dict[int, Place] = {}
-    picked = []
-    for index, num_stored in zip(rows, stored, strict=True):
-        cohort, line = held.home[index]
-        if id(cohort) not in mains:
-            mains[id(cohort)] = table.add(cohort.kv[leaf])
-            if leaf in cohort.shared:
-                shared[id(cohort)] = table.add(cohort.shared[leaf])
-        pieces = [
-            mains[id(cohort)].vectors(line, np.arange(cohort.stored[line][leaf])),
-            tails.vectors(index, np.flatnonzero(held.written[index])),
-        ]
-        if id(cohort) in shared:
-            pieces.insert(0, shared[id(cohort)].vectors(0, np.arange(cohort.num_shared(leaf))))
-        picked.append(np.concatenate(pieces, axis=1)[:, -num_stored:])
-    return table.take(picked, columns=num_columns(max(stored)))

@@ -23,9 +23,10 @@ import numpy as np
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows.arrays import RowArrays
-from pippin.backends.mlx.rows.cohorts import Cohort, regroup
+from pippin.backends.mlx.rows.cohorts import Cohort
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.grouping import Group, group_rows
+from pippin.backends.mlx.rows.regrouping import regroup
 from pippin.backends.mlx.rows.views import StepShape, Tree
 from pippin.backends.mlx.tree.packing import KV
 

@@ -1,0 +1,197 @@
+"""Builds new cohorts of what rows hold in old ones and in tails. Knows no steps and no slots.
+
+An old array is given up when its successor is on its way. mlx allocates an array when an operation
+is handed to the device, long before it runs, so where much is moved the device is waited for now
+and then: rows are not held twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.rows.cohorts import Cohort, num_columns
+from pippin.backends.mlx.rows.grouping import Group
+from pippin.backends.mlx.rows.pieces import (
+    TAIL_SOURCE,
+    Blueprint,
+    Piece,
+    Source,
+    Sources,
+    columns_of,
+)
+from pippin.backends.mlx.tree.packing import KV
+
+SMALL_MOVE_BYTES = 32 << 20  # up to this nothing is waited for
+AHEAD_DIVISOR = 8  # of what is moved, this part may be on its way at a time
+
+
+@dataclass(frozen=True)
+class Held:
+    """What rows hold before they are regrouped."""
+
+    cohorts: Sequence[Cohort]
+    tails: Mapping[int, KV]
+    written: np.ndarray  # bool [width, TAIL]
+
+    def home(self, row: int) -> tuple[int, int]:
+        """The number of the row's cohort, and its line there."""
+        return next((n, c.indices.index(row)) for n, c in enumerate(self.cohorts) if c.holds(row))
+
+    def length(self, row: int) -> int:
+        number, line = self.home(row)
+        return self.cohorts[number].lengths[line] + int(self.written[row].sum())
+
+    def pieces(self, row: int, leaf: int) -> list[Piece]:
+        """All that a row holds of a leaf, in token order."""
+        number, line = self.home(row)
+        cohort = self.cohorts[number]
+        found = [Piece(("main", number), line, 0, cohort.stored[line][leaf])]
+        if num_shared := cohort.num_shared(leaf):
+            found.insert(0, Piece(("shared", number), 0, 0, num_shared))
+        return found + [Piece(TAIL_SOURCE, row, *run) for run in _runs(self.written[row])]
+
+    def to_the_end(self, line: list[Piece], leaf: int, columns: int) -> list[Piece]:
+        """A line with the padding of the main that it begins with: lines then begin alike.
+
+        What comes after is pasted over it, and the rest of it are zeros.
+        """
+        if not line or line[0].source[0] != "main":
+            return line
+        first, *others = line
+        end = self.cohorts[first.source[1]].columns(leaf)
+        return [replace(first, stop=min(end, first.start + columns)), *others]
+
+    def give_up(self, leaf: int) -> Iterator[Sources]:
+        """A leaf's keys, then its values; whoever asks is the last to hold them."""
+        mains: dict[Source, KV] = {}
+        for number, cohort in enumerate(self.cohorts):
+            mains["main", number], shared = cohort.give_up(leaf)
+            if shared is not None:
+                mains["shared", number] = shared
+        sides = deque({source: pair[side] for source, pair in mains.items()} for side in (0, 1))
+        mains.clear()
+        for tail in self.tails[leaf]:
+            yield {**sides.popleft(), TAIL_SOURCE: tail}
+
+
+@dataclass
+class Move:
+    """One new cohort in the making."""
+
+    indices: list[int]
+    lengths: list[int]
+    own: dict[int | None, Blueprint]  # by window
+    shared: Blueprint | None  # of leaves without a window
+    sides: dict[int, list[mx.array]] = field(default_factory=dict)
+    shared_sides: dict[int, list[mx.array]] = field(default_factory=dict)
+
+    def build(self, index: int, leaf: Leaf, side: int, sources: Sources) -> list[mx.array]:
+        """One side of a leaf."""
+        made = [self.own[leaf.window].build(leaf, side, sources)]
+        self.sides.setdefault(index, []).append(made[0])
+        if self.shared is not None and leaf.window is None:
+            made.append(self.shared.build(leaf, side, sources))
+            self.shared_sides.setdefault(index, []).append(made[1])
+        return made
+
+    def nbytes(self, leaf: Leaf) -> int:
+        own = self.own[leaf.window]
+        return len(own.stored) * own.columns * leaf.nbytes
+
+    def cohort(self, layout: Layout) -> Cohort:
+        stored = [
+            {leaf: self.own[layout.leaves[leaf].window].stored[line] for leaf in self.sides}
+            for line in range(len(self.indices))
+        ]
+        kv, shared = _pairs(self.sides), _pairs(self.shared_sides)
+        return Cohort(self.indices, self.lengths, stored, kv, shared)
+
+
+class Escort:
+    """Hands what is built to the device, and waits so that only a part of it is on its way."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._waits = total_bytes > SMALL_MOVE_BYTES
+        self._most_bytes = total_bytes // AHEAD_DIVISOR
+        self._under_way: deque[list[mx.array]] = deque()
+
+    def launch(self, arrays: list[mx.array]) -> None:
+        if not self._waits:
+            return  # all goes with the step that regroups
+        mx.async_eval(*arrays)
+        self._under_way.append(arrays)
+        while sum(a.nbytes for part in self._under_way for a in part) > self._most_bytes:
+            mx.eval(*self._under_way.popleft())
+
+
+def regroup(
+    layout: Layout,
+    groups: Sequence[Group],
+    cohorts: Sequence[Cohort],
+    tails: Mapping[int, KV],
+    written: np.ndarray,
+) -> list[Cohort]:
+    """New cohorts, one per group, each holding what its rows had in main and tail.
+
+    The old ones are empty afterwards.
+    """
+    if not tails:
+        return []
+    held = Held(cohorts, tails, written)
+    moves = [_plan(layout, group, held) for group in groups]
+    leaves = {index: layout.leaves[index] for index in tails}
+    escort = Escort(sum(move.nbytes(leaf) for move in moves for leaf in leaves.values()))
+    for index, leaf in leaves.items():
+        for side, sources in enumerate(held.give_up(index)):
+            escort.launch([a for move in moves for a in move.build(index, leaf, side, sources)])
+    return [move.cohort(layout) for move in moves]
+
+
+def _plan(layout: Layout, group: Group, held: Held) -> Move:
+    """A line that pads the group is taken for as long as its first row, and holds zeros."""
+    first = next(row for row in group.indices if row >= 0)
+    lengths = [held.length(first if row < 0 else row) for row in group.indices]
+    own: dict[int | None, Blueprint] = {}
+    shared = None
+    for leaf in held.tails:
+        window = layout.leaves[leaf].window
+        if window not in own:
+            own[window] = _own_columns(group, held, leaf, window)
+        if window is None and group.num_shared and shared is None:
+            begin = columns_of(held.pieces(first, leaf), 0, group.num_shared)
+            shared = Blueprint.of([begin], [group.num_shared], group.num_shared)
+    return Move(list(group.indices), lengths, own, shared)
+
+
+def _own_columns(group: Group, held: Held, leaf: int, window: int | None) -> Blueprint:
+    """All that the lines hold, but for what is shared or has left the window."""
+    pieces = {row: held.pieces(row, leaf) for row in group.indices if row >= 0}
+    totals = {row: sum(p.num_columns for p in found) for row, found in pieces.items()}
+    dropped = {
+        row: group.num_shared if window is None else max(total - window, 0)
+        for row, total in totals.items()
+    }
+    first = next(iter(pieces))
+    stored = [totals[row] - dropped[row] for row in (r if r >= 0 else first for r in group.indices)]
+    columns = num_columns(max(stored))
+    lines = [
+        [] if row < 0 else held.to_the_end(columns_of(pieces[row], dropped[row]), leaf, columns)
+        for row in group.indices
+    ]
+    return Blueprint.of(lines, stored, columns)
+
+
+def _runs(written: np.ndarray) -> list[tuple[int, int]]:
+    """Where stretches of True begin and end."""
+    edges = np.flatnonzero(np.diff(np.pad(written.astype(np.int8), 1)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _pairs(sides: Mapping[int, list[mx.array]]) -> dict[int, KV]:
+    return {leaf: (keys, values) for leaf, (keys, values) in sides.items()}
