@@ -46,11 +46,12 @@ def make_client(
     cache_bytes: int = AMPLE_BYTES,
     capacity_bytes: int = AMPLE_BYTES,
     chunk: int = 128,
+    num_slots: int = NUM_SLOTS,
     overlap: bool = True,
     canary: Canary | None = None,
     model: LoadedModel | None = None,
 ) -> Client:
-    backend = MLXBackend(model or served(name), num_slots=NUM_SLOTS, debug=True)
+    backend = MLXBackend(model or served(name), num_slots=num_slots, debug=True)
     spec = backend.spec
     prefix_cache = PrefixCache(
         spec.components,
@@ -59,7 +60,7 @@ def make_client(
         canary=canary,
         policy=CheckpointPolicy(spec.state_bytes, spec.kv_bytes_per_token),
     )
-    limits = Limits(max_running=NUM_SLOTS, prefill_tokens=chunk, capacity_bytes=capacity_bytes)
+    limits = Limits(max_running=num_slots, prefill_tokens=chunk, capacity_bytes=capacity_bytes)
     scheduler = Scheduler(spec, limits, prefix_cache if cache else None)
     scheduler.pace = FixedPace(chunk)
     return Client(Loop(scheduler, backend, overlap=overlap))

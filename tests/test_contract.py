@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bundled import load_bundled
 from near_ties import count_same
 from pippin.backends.base import (
     Admit,
@@ -30,11 +29,14 @@ from pippin.backends.base import (
 from pippin.backends.fake import FakeBackend
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.types import Component, Payload, SamplingParams, TokenLogprobs
+from serving import served
+
+pytestmark = pytest.mark.usefixtures("without_compiler")
 
 NUM_SLOTS = 6
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "fake": lambda: FakeBackend(num_slots=NUM_SLOTS),
-    "mlx": lambda: MLXBackend(load_bundled(), num_slots=NUM_SLOTS, debug=True),
+    "mlx": lambda: MLXBackend(served("qwen3_5"), num_slots=NUM_SLOTS, debug=True),
 }
 every_backend = pytest.mark.parametrize("make_backend", BACKENDS.values(), ids=BACKENDS.keys())
 MakeBackend = Callable[[], Backend]
