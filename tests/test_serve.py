@@ -21,6 +21,8 @@ import pytest
 import pippin
 from processes import environment, is_running, wait_until_gone
 
+pytestmark = pytest.mark.slow
+
 CHAT = {
     "messages": [{"role": "user", "content": "hello"}],
     "model": "stories-hybrid-20m",

@@ -18,6 +18,8 @@ from openai.types.chat import ChatCompletionTokenLogprob
 from near_ties import ENOUGH, MARGIN
 from processes import environment, wait_until_gone
 
+pytestmark = pytest.mark.slow
+
 MODEL = "stories-hybrid-20m"
 ASK = [{"role": "user", "content": "Tell me a story about a fox."}]
 

@@ -24,6 +24,8 @@ from pippin.types import Component, SamplingParams
 from reference import assert_right, score
 from serving import served
 
+pytestmark = pytest.mark.slow
+
 CHUNK = 64
 
 

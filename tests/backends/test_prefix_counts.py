@@ -35,6 +35,8 @@ from serving import (
     served,
 )
 
+pytestmark = pytest.mark.slow
+
 UNALIKE = ("qwen3_5", "llama", "gpt_oss", "mamba2", "falcon_h1")  # ways to keep things
 
 

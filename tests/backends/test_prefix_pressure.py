@@ -27,6 +27,8 @@ from serving import (
     served,
 )
 
+pytestmark = pytest.mark.slow
+
 NUM_CLIENTS = 16
 REPLY_LEN = 3
 VIEW_BYTES = 1 << 15  # a copy may stay a view of what is hardly larger

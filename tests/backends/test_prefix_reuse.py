@@ -28,6 +28,8 @@ from serving import (
     nodes_of,
 )
 
+pytestmark = pytest.mark.slow
+
 # One for each way to keep and attend; the other models get fewer lengths and offsets.
 THOROUGH = ("qwen3_5", "llama", "gpt_oss", "mamba2", "falcon_h1")
 OFFSETS = (*range(60, 69), *range(124, 133))

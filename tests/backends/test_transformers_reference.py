@@ -24,6 +24,8 @@ from pippin.scheduler.scheduler import Limits, Scheduler
 from pippin.text.tokenizer import Tokenizer
 from processes import is_installed
 
+pytestmark = pytest.mark.slow
+
 if not is_installed("torch"):
     pytest.skip("torch is not installed: pip install 'pippin[reference]'", allow_module_level=True)
 

@@ -23,6 +23,8 @@ from pippin.bench.wire import BenchError, Client, Target
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
 
+pytestmark = pytest.mark.slow
+
 BUNDLED = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
 TOY = ("--backend", "fake")
 TOY_CONFIG = Config(ModelConfig(backend="fake"))

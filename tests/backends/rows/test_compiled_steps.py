@@ -20,9 +20,12 @@ from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows.decode_forward import MAX_COMPILED, DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 
-pytestmark = pytest.mark.skipif(
-    not compile_available().available, reason=f"no compiler: {compile_available().reason}"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not compile_available().available, reason=f"no compiler: {compile_available().reason}"
+    ),
+]
 
 
 def make_forward(*, compiled: bool) -> DecodeForward:

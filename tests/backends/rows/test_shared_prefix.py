@@ -23,6 +23,8 @@ from pippin.backends.mlx.rows.grouping import common_len, group_rows
 from reference import BUNDLED, assert_right, score
 from serving import diverge, make_client, make_prompt, served
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 8  # tokens of a tail and of all else in these tests: a regrouping every few steps
 START_LEN = 100
 MODELS = (BUNDLED, "llama", "gpt_oss", "gemma3")  # one without windows, two with; one with sinks

@@ -16,6 +16,8 @@ from pippin.types import SamplingParams
 from reference import BUNDLED
 from serving import make_prompt, served
 
+pytestmark = pytest.mark.slow
+
 KINDS = (BUNDLED, "qwen3_5", "mamba2", "falcon_h1", "gpt_oss", "gemma3", "llama")
 SMALL_BUFFERS = 1 << 16  # what sampling keeps, and the rounding of many small allocations
 
