@@ -31,6 +31,8 @@ from pippin.types import Component
 from reference import BUNDLED
 
 MODELS = (BUNDLED, *FAMILIES)
+# States and attention in turn, attention alone, windows, states alone, both in each layer.
+ONE_OF_EACH_KIND = ("qwen3_5", "llama", "gpt_oss", "mamba2", "falcon_h1")
 NUM_SLOTS = 16
 
 
@@ -98,7 +100,7 @@ def ask_all(client: Client, prompts: Sequence[Sequence[int]], **params: Any) -> 
     return replies
 
 
-def bound(name: str) -> int:
+def most_recomputed(name: str) -> int:
     """Tokens of a shared prefix that may be computed again."""
     has_state = any(leaf.component is Component.STATE for leaf in served(name).layout.leaves)
     return 127 if has_state else 1

@@ -16,6 +16,7 @@ from pippin.types import Component
 from reference import BUNDLED
 from serving import (
     MODELS,
+    ONE_OF_EACH_KIND,
     ask_all,
     cache_of,
     check_idle,
@@ -32,7 +33,6 @@ pytestmark = pytest.mark.slow
 NUM_CLIENTS = 16
 REPLY_LEN = 3
 VIEW_BYTES = 1 << 15  # a copy may stay a view of what is hardly larger
-UNALIKE = (BUNDLED, "qwen3_5", "llama", "gpt_oss", "mamba2", "falcon_h1")  # ways to keep things
 
 
 def run_within_budget(client: Client) -> None:
@@ -54,7 +54,7 @@ def evictions(cache: PrefixCache) -> dict[Component, int]:
     return {c: n for c, n in cache.stats.evictions.items() if c in cache.component_bytes}
 
 
-@pytest.mark.parametrize("name", UNALIKE)
+@pytest.mark.parametrize("name", [BUNDLED, *ONE_OF_EACH_KIND])
 def test_sixteen_clients_under_pressure(name: str) -> None:
     """Four shared beginnings, four clients each; room for some of it only."""
     client = make_client(name, capacity_bytes=tight_capacity(name, 110, 6))
@@ -119,7 +119,7 @@ def test_the_tree_holds_the_bytes_that_it_counts_and_gives_all_back(name: str) -
 
 
 @pytest.mark.usefixtures("exact_bytes")
-@pytest.mark.parametrize("name", UNALIKE[1:])
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_a_step_leaves_nothing_behind(name: str) -> None:
     client = make_client(name, cache=False)
     for seed in range(3):
