@@ -22,8 +22,9 @@ import numpy as np
 
 from pippin.types import TokenLogprobs
 
-# Of a log probability, between two orders of the same float32 sums.
-TOLERANCE = 1e-4
+# Of a log probability, between two orders of the same float32 sums. With any BLAS the small models
+# of the tests stay below 5e-5; with noise of 1e-6 in the output of each layer below 4e-4.
+TOLERANCE = 1e-3
 # Each of two tokens may be off by the tolerance: whichever leads by more leads in both orders.
 MARGIN = 2 * TOLERANCE
 # Of all tokens, how many must have been compared: one reply of two may part at its beginning.

@@ -12,7 +12,7 @@ import pytest
 
 from builders import Client
 from families import WINDOW
-from near_ties import assert_same
+from near_ties import TOLERANCE, assert_same
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.tree.packing import payload_arrays
 from pippin.backends.mlx.tree.payloads import Block, KVPayload, Span, StatePayload
@@ -139,7 +139,7 @@ def test_overlap_on_and_off_leave_the_same_in_the_cache(name: str) -> None:
     assert kept.keys() == expected.keys()
     for key, arrays in kept.items():
         for array, other in zip(arrays, expected[key], strict=True):
-            np.testing.assert_allclose(array, other, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(array, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", [BUNDLED, *ONE_OF_EACH_KIND])

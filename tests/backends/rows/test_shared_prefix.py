@@ -172,7 +172,7 @@ def test_a_row_that_shared_is_captured_as_one_that_did_not(name: str) -> None:
         for leaf in kv:
             for mine, theirs in zip(kv[leaf], expected[leaf], strict=True):
                 assert mine.shape == theirs.shape
-                np.testing.assert_allclose(np.array(mine), np.array(theirs), atol=1e-4)
+                np.testing.assert_allclose(mine, theirs, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.usefixtures("eager")
