@@ -319,12 +319,6 @@ def build_from(config: Config, *, seed: int = 0) -> nn.Module:
     return model
 
 
-def prompt(num_tokens: int, *, seed: int = 0) -> list[int]:
-    rng = np.random.default_rng([seed, num_tokens])
-    tokens: list[int] = rng.integers(0, VOCAB, num_tokens).tolist()
-    return tokens
-
-
 def _draw(path: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """Values by the parameter's role, which its name and shape tell."""
     name = path.split(".")[-1]

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
+from builders import Reply
 from near_ties import MARGIN, TOLERANCE, assert_best, assert_same, assert_top, count_same
 from pippin.types import TokenLogprobs
 
 LEVEL, CLEAR = 0.9 * MARGIN, 1.1 * MARGIN
-
-
-@dataclass(frozen=True)
-class Reply:
-    tokens: list[int]
-    logprobs: list[TokenLogprobs]
 
 
 def make_reply(tokens: Sequence[int], leads: Sequence[float], *, off_by: float = 0.0) -> Reply:
@@ -27,7 +21,7 @@ def make_reply(tokens: Sequence[int], leads: Sequence[float], *, off_by: float =
         TokenLogprobs(best, (t, t + 1), (best, best - lead))
         for t, lead in zip(tokens, leads, strict=True)
     ]
-    return Reply(list(tokens), scored)
+    return Reply("r0", tokens=list(tokens), logprobs=scored)
 
 
 def test_replies_may_part_only_between_tokens_that_are_level() -> None:

@@ -72,14 +72,14 @@ def play(forward: DecodeForward) -> list[np.ndarray]:
     return found + run(rows, forward, range(76, 86))
 
 
-def assert_close(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+def assert_same_steps(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=TOLERANCE, err_msg=f"step {step}")
 
 
 def test_compiled_steps_give_what_plain_ones_give() -> None:
     plain, compiled = make_forward(compiled=False), make_forward(compiled=True)
-    assert_close(play(compiled), play(plain))
+    assert_same_steps(play(compiled), play(plain))
     assert 2 <= len(compiled._compiled) <= MAX_COMPILED
     assert not plain._compiled
 
@@ -107,5 +107,5 @@ def test_compiled_steps_of_rows_that_share_give_what_plain_ones_apart_give(
         assert [cohort.num_shared(leaf) for cohort in rows.cohorts for leaf in cohort.kv] == [
             128 if shares else 0
         ] * 2
-    assert_close(*found)
+    assert_same_steps(*found)
     assert any(cohort.shared != (0,) for shape in compiled._compiled for cohort in shape.cohorts)
