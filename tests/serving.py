@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -120,6 +121,12 @@ def check_idle(client: Client) -> None:
     assert cache.nbytes <= cache.capacity_bytes
     cache.check_integrity()
     assert all(reply.finish == "length" for reply in client.replies.values())
+
+
+def active_bytes() -> int:
+    """What mlx holds once it has nothing left to do."""
+    mx.synchronize()
+    return int(mx.get_active_memory())
 
 
 def nodes_of(client: Client, tokens: Sequence[int]) -> list[Node]:

@@ -7,6 +7,10 @@ and tests/backends/rows/test_compiled_steps.py.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
+import mlx.core as mx
 import pytest
 
 COMPILED = {"test_activations", "test_blas", "test_compiled_steps"}
@@ -16,3 +20,17 @@ COMPILED = {"test_activations", "test_blas", "test_compiled_steps"}
 def compiler_only_where_it_is_tested(request: pytest.FixtureRequest) -> None:
     if request.module.__name__ not in COMPILED:
         request.getfixturevalue("without_compiler")
+
+
+@pytest.fixture
+def exact_bytes() -> Iterator[None]:
+    """Bytes add up: no freed buffers, which may be larger than asked for, are handed out again.
+
+    No cycle collector either: what is done with must go by itself, not sooner or later.
+    """
+    limit = mx.set_cache_limit(0)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    mx.set_cache_limit(limit)

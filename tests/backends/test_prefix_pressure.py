@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
-import mlx.core as mx
 import pytest
 
 from builders import Client, Reply
@@ -17,6 +13,7 @@ from reference import BUNDLED
 from serving import (
     MODELS,
     ONE_OF_EACH_KIND,
+    active_bytes,
     ask_all,
     cache_of,
     check_idle,
@@ -79,25 +76,6 @@ def test_sixteen_clients_under_pressure(name: str) -> None:
     assert counted.take() == sum(map(len, asked)) - cached
     assert cached > 0
     assert all(evictions(cache_of(client)).values()), "nothing was evicted: no pressure"
-
-
-@pytest.fixture
-def exact_bytes() -> Iterator[None]:
-    """Bytes add up: no freed buffers, which may be larger than asked for, are handed out again.
-
-    No cycle collector either: what is done with must go by itself, not sooner or later.
-    """
-    limit = mx.set_cache_limit(0)
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-    mx.set_cache_limit(limit)
-
-
-def active_bytes() -> int:
-    mx.synchronize()
-    return int(mx.get_active_memory())
 
 
 @pytest.mark.usefixtures("exact_bytes")
