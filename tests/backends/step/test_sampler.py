@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -261,6 +262,20 @@ def test_a_vanishing_temperature_is_greedy() -> None:
     logits = some_logits(1, VOCAB)
     sampler = admitted(SamplingParams(temperature=1e-30, top_p=0.5))
     assert tokens_of(sampler, logits, [1]) == [int(np.array(logits).argmax())]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("params", EVERY_KIND, ids=changed)
+def test_logits_that_are_no_numbers_change_nothing_for_other_rows(
+    params: SamplingParams, value: float
+) -> None:
+    logits = some_logits(3, VOCAB)
+    spoiled = mx.array(logits)
+    spoiled[1] = value
+    expected = tokens_of(admitted(params, params, params), logits, [1, 2, 3])
+    found = tokens_of(admitted(params, params, params), spoiled, [1, 2, 3])
+    assert (found[0], found[2]) == (expected[0], expected[2])
+    assert 0 <= found[1] < VOCAB
 
 
 def test_a_reply_that_is_resumed_counts_for_penalties() -> None:

@@ -27,6 +27,7 @@ class RowArrays:
     def __post_init__(self) -> None:
         # bool [width, TAIL]: the tail columns that hold a token of their row
         self.written = np.zeros((0, TAIL), dtype=bool)
+        self._blank = np.zeros(0, dtype=bool)  # [width]: lines whose tails are zeros
 
     @property
     def tail_len(self) -> int:
@@ -40,6 +41,7 @@ class RowArrays:
         """What a step made of them, in the layout's order."""
         self.tails = dict(zip(self.layout.kv_indices, tails, strict=True))
         self.states = dict(zip(self.layout.state_indices, states, strict=True))
+        self._blank[:] = False  # a step writes every line, whoever has it
 
     def tail_of(self, leaf: int, line: int) -> KV:
         at = mx.array(np.flatnonzero(self.written[line]).astype(np.int32))
@@ -53,6 +55,17 @@ class RowArrays:
             for leaf, entries in self.states.items()
         }
 
+    def clear(self, lines: Sequence[int]) -> None:
+        """For new rows. A column that is masked weighs nothing, but nothing times inf is not a
+        number: whatever the last row left in a tail must go."""
+        stale = [line for line in lines if not self._blank[line]]
+        self.written[stale] = False
+        for pair in self.tails.values():
+            for side in pair:
+                for line in stale:
+                    side[line : line + 1] = 0
+        self._blank[stale] = True
+
     def put_states(self, line: int, states: dict[int, list[mx.array]]) -> None:
         for leaf, entries in states.items():
             for number, entry in enumerate(entries):
@@ -65,6 +78,7 @@ class RowArrays:
         """New lines are zeros until somebody gets them."""
         extra = width - self.width
         self.written = np.pad(self.written, ((0, extra), (0, 0)))
+        self._blank = np.pad(self._blank, (0, extra), constant_values=True)
         for index, leaf in enumerate(self.layout.leaves):
             blanks = _blanks(leaf, extra)
             if leaf.is_state:
@@ -88,6 +102,7 @@ class RowArrays:
             for leaf, (k, v) in self.tails.items()
         }
         self.written = self.written[list(lines)]
+        self._blank = self._blank[list(lines)]
         self.width = len(lines)
 
 

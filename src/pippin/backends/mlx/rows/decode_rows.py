@@ -86,11 +86,11 @@ class DecodeRows:
         self._steps_unchanged = 0
         self._widen(width_for(len(self.rows) + len(joining)))
         taken = {row.index for row in self.rows.values()}
-        free = [index for index in range(self.width) if index not in taken]
-        for (slot, prompt), index in zip(joining, free, strict=False):
+        free = [index for index in range(self.width) if index not in taken][: len(joining)]
+        self._per_row.clear(free)
+        for (slot, prompt), index in zip(joining, free, strict=True):
             tokens = prompts.get(slot) if prompts and self.layout.splits else None
             self.rows[slot] = Row(slot, index, prompt.length, tokens)
-            self._per_row.written[index] = False
             self._per_row.put_states(index, prompt.states)
             if prompt.kv:
                 stored = {leaf: pair[0].shape[2] for leaf, pair in prompt.kv.items()}
