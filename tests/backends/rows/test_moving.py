@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +13,7 @@ from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows import arrays, cohorts, grouping, regrouping
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from pippin.backends.mlx.tree.packing import KV
 from pippin.types import Component
 
 HEADS = 2
@@ -82,13 +84,17 @@ class Rows:
 
     def check(self) -> None:
         for slot, tokens in self.tokens.items():
-            held = self.decode_rows.kv_of(slot)
-            for index, leaf in enumerate(self.layout.leaves):
-                for side, (_, dim) in enumerate(leaf.shapes):
-                    found = np.array(held[index][side])
-                    expected = np.array(vectors(tokens, dim))[:, :, -found.shape[2] :]
-                    np.testing.assert_array_equal(found, expected)
-                    assert found.shape[2] >= min(len(tokens), leaf.window or len(tokens))
+            for start in (0, len(tokens) // 2, len(tokens) - 1):
+                self._check_kv(self.decode_rows.kv_of(slot, start), tokens, len(tokens) - start)
+
+    def _check_kv(self, held: Mapping[int, KV], tokens: np.ndarray, wanted: int) -> None:
+        for index, leaf in enumerate(self.layout.leaves):
+            for side, (_, dim) in enumerate(leaf.shapes):
+                found = np.array(held[index][side])
+                num_found = found.shape[2]
+                expected = np.array(vectors(tokens, dim))[:, :, -num_found:]
+                np.testing.assert_array_equal(found, expected)
+                assert min(wanted, leaf.window or wanted) <= num_found <= wanted
 
     def check_padding(self) -> None:
         """Nothing of anybody's: weighed with nothing, it would still spoil a row if not finite."""

@@ -17,8 +17,7 @@ from serving import active_bytes, make_prompt, served
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_bytes")]
 
 KINDS = (BUNDLED, "qwen3_5", "mamba2", "falcon_h1", "gpt_oss", "gemma3", "llama")
-# What sampling keeps, and the convolutions' inputs that rows of one step hold in one buffer.
-SMALL_BUFFERS = 1 << 17
+SMALL_BUFFERS = 1 << 16  # what sampling keeps, and the rounding of many small allocations
 
 
 def admit(slot: int, prompt: np.ndarray) -> Admit:
@@ -80,7 +79,7 @@ def test_captures_take_no_more_than_was_told(name: str) -> None:
         captures += new
         told += allowed
     held = active_bytes() - before  # both slots are empty again: captures and no more
-    assert 0 < sum(capture.nbytes for capture in captures) <= held + SMALL_BUFFERS
+    assert 0 < sum(capture.nbytes for capture in captures) <= told
     assert held <= told + SMALL_BUFFERS
 
 

@@ -31,14 +31,16 @@ from pippin.backends.mlx.prefill.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.footprint import row_bytes
+from pippin.backends.mlx.rows.footprint import Footprint
 from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending, SampledRows
 from pippin.backends.mlx.step.sampler import Logprobs, Sampler, SampleRow
 from pippin.backends.mlx.tree.captures import Captures
 from pippin.types import ModelSpec
 
-ACTIVATION_SHARE = 0.1  # of what the weights leave: activations and copies on their way
+# Of what the weights leave:
+ACTIVATION_SHARE = 0.1  # activations, and copies on their way
+SPARE_SHARE = 1 / 16  # what decode rows hold for nobody: padding, and lines of those who left
 
 
 class MLXBackend:
@@ -58,6 +60,7 @@ class MLXBackend:
         self._loaded = loaded
         self._deterministic = deterministic
         self._captures = Captures(loaded.layout)
+        self._footprint = Footprint(loaded.layout)
         self._future_map = FutureMap(num_slots, debug=debug)
         self._sampler = Sampler(loaded.vocab_size, num_slots)
         self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
@@ -118,14 +121,16 @@ class MLXBackend:
 
     def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
         """A restored prefix is copied into its row: `num_borrowed` changes nothing."""
-        return row_bytes(self._loaded.layout, num_tokens)
+        return self._footprint.row_bytes(num_tokens)
 
     def transient_bytes(self, plan: StepPlan) -> int:
         return captured_bytes(self.spec, plan)
 
     def limit_memory(self, budget_bytes: int) -> int:
         limit_memory(budget_bytes)
-        return int((budget_bytes - self.memory_used()) * (1.0 - ACTIVATION_SHARE))
+        left = budget_bytes - self.memory_used()
+        self._shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
+        return int(left * (1.0 - ACTIVATION_SHARE - SPARE_SHARE))
 
     def memory_used(self) -> int:
         return int(mx.get_active_memory())
@@ -150,7 +155,7 @@ class MLXBackend:
     def _retire(self, step: MLXPending, retire: Retire) -> None:
         slot = retire.slot
         if retire.captures:
-            for capture in self._captures.of_slot(retire, self._held(slot)):
+            for capture in self._captures.of_slot(retire, self._held(slot, retire.start)):
                 step.keep(capture)
         if slot in self._rows:
             self._rows.pop(slot).leave(slot)
@@ -159,12 +164,12 @@ class MLXBackend:
         self._sampler.retire(slot)
         self._admitted.pop(slot, None)  # a slot whose launch failed may hold nothing
 
-    def _held(self, slot: int) -> PromptState:
-        """What the slot has computed, wherever it lies."""
+    def _held(self, slot: int, start: int) -> PromptState:
+        """What the slot has computed from `start` on, wherever it lies."""
         rows = self._rows.get(slot)
         if rows is None:
             return self._prompts[slot]
-        return PromptState(rows.rows[slot].length, rows.kv_of(slot), rows.states_of(slot))
+        return PromptState(rows.rows[slot].length, rows.kv_of(slot, start), rows.states_of(slot))
 
     # ---- prefill ---------------------------------------------------------------------------
 

@@ -169,7 +169,8 @@ class ChunkBatch:
         keep = leaf.window
         if keep is not None and pair[0].shape[2] > keep:
             pair = (pair[0][:, :, -keep:], pair[1][:, :, -keep:])
-        return pair
+        # In buffers of their own: a view would keep the whole batch alive, or the whole chunk.
+        return mx.contiguous(pair[0]), mx.contiguous(pair[1])
 
     def _view(self, index: int, leaf: Leaf) -> Any:
         if leaf.is_state:

@@ -58,8 +58,8 @@ class RowArrays:
     def clear(self, lines: Sequence[int]) -> None:
         """For new rows. A column that is masked weighs nothing, but nothing times inf is not a
         number: whatever the last row left in a tail must go."""
+        self.written[list(lines)] = False
         stale = [line for line in lines if not self._blank[line]]
-        self.written[stale] = False
         for pair in self.tails.values():
             for side in pair:
                 for line in stale:

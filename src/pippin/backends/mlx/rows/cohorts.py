@@ -81,16 +81,13 @@ class Cohort:
     def num_shared(self, leaf: int) -> int:
         return int(self.shared[leaf][0].shape[2]) if leaf in self.shared else 0
 
-    def main_of(self, index: int, leaf: int) -> KV:
-        """What a row held when the cohort was built: [1, heads, tokens, dim]."""
+    def pieces_of(self, index: int, leaf: int) -> list[KV]:
+        """What a row held when the cohort was built, in token order: [1, heads, tokens, dim]."""
         line = self.indices.index(index)
-        return self._side_of(line, leaf, 0), self._side_of(line, leaf, 1)
-
-    def _side_of(self, line: int, leaf: int, side: int) -> mx.array:
-        own = self.kv[leaf][side][line : line + 1, :, : self.stored[line][leaf]]
-        if leaf not in self.shared:
-            return own
-        return mx.concatenate([self.shared[leaf][side], own], axis=2)
+        keys, values = self.kv[leaf]
+        columns = self.stored[line][leaf]
+        own = keys[line : line + 1, :, :columns], values[line : line + 1, :, :columns]
+        return [self.shared[leaf], own] if leaf in self.shared else [own]
 
     def give_up(self, leaf: int) -> tuple[KV, KV | None]:
         """A leaf's arrays, own and shared; the cohort holds on to nothing of them."""

@@ -25,18 +25,13 @@ from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows.arrays import RowArrays
 from pippin.backends.mlx.rows.cohorts import Cohort
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
+from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.grouping import Group, group_rows
 from pippin.backends.mlx.rows.regrouping import regroup
 from pippin.backends.mlx.rows.views import StepShape, Tree
 from pippin.backends.mlx.tree.packing import KV
 
 SETTLED_STEPS = 8  # in which nobody came or went, before rows are regrouped
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-
-
-def width_for(num_rows: int) -> int:
-    """The narrowest bucket that holds `num_rows`; beyond the table, the next multiple of 64."""
-    return next((w for w in WIDTHS if w >= num_rows), -(-num_rows // 64) * 64)
 
 
 @dataclass
@@ -59,6 +54,7 @@ class DecodeRows:
 
     def __post_init__(self) -> None:
         self._per_row = RowArrays(self.layout)
+        self.spare = SpareLimit(Footprint(self.layout))
         self._steps_unchanged = 0
 
     def __contains__(self, slot: int) -> bool:
@@ -84,7 +80,7 @@ class DecodeRows:
         if not joining:
             return
         self._steps_unchanged = 0
-        self._widen(width_for(len(self.rows) + len(joining)))
+        self._widen(self.spare.width_for(len(self.rows) + len(joining)))
         taken = {row.index for row in self.rows.values()}
         free = [index for index in range(self.width) if index not in taken][: len(joining)]
         self._per_row.clear(free)
@@ -105,18 +101,19 @@ class DecodeRows:
         if not self.rows:
             self._reset()
 
-    def kv_of(self, slot: int) -> dict[int, KV]:
-        """Everything a row's attention layers hold, in token order: [1, heads, tokens, dim]."""
+    def kv_of(self, slot: int, start: int = 0) -> dict[int, KV]:
+        """What a row's attention layers hold of its tokens from `start` on, in token order.
+
+        [1, heads, tokens, dim]: one at least, and fewer where a window has passed them by.
+        """
         row = self.rows[slot]
         picked: dict[int, KV] = {}
         for leaf in self._per_row.tails:
-            pieces = [c.main_of(row.index, leaf) for c in self.cohorts if c.holds(row.index)]
+            homes = [cohort for cohort in self.cohorts if cohort.holds(row.index)]
+            pieces = [piece for home in homes for piece in home.pieces_of(row.index, leaf)]
             if self._per_row.written[row.index].any():
                 pieces.append(self._per_row.tail_of(leaf, row.index))
-            picked[leaf] = (
-                mx.concatenate([p[0] for p in pieces], axis=2),
-                mx.concatenate([p[1] for p in pieces], axis=2),
-            )
+            picked[leaf] = _last_columns(pieces, max(row.length - start, 1))
         return picked
 
     def states_of(self, slot: int) -> dict[int, list[mx.array]]:
@@ -135,7 +132,7 @@ class DecodeRows:
 
         `resolve` gives the input ids, int32 [rows], of the rows whose slots it is told.
         """
-        if self.cursor == self._per_row.tail_len or self._scattered():
+        if self.cursor == self._per_row.tail_len or self._scattered() or self._wasteful():
             self._flush()
         chosen = set(slots)
         slots_by_index = np.zeros(self.width, dtype=np.int32)
@@ -182,10 +179,17 @@ class DecodeRows:
         num_groups = len(self._groups())
         return num_groups == 1 or num_groups < len(self.cohorts)
 
+    def _wasteful(self) -> bool:
+        """Somebody came or went, and now too much is held for nobody."""
+        num_spare_lines = self.width - len(self.rows)
+        just_changed = self._steps_unchanged <= 1
+        return just_changed and self.spare.is_exceeded(self.cohorts, num_spare_lines)
+
     def _groups(self) -> list[Group]:
         rows = self.rows.values()
         prompts = {row.index: row.prompt for row in rows if row.prompt is not None}
-        return group_rows({row.index: row.length for row in rows}, prompts)
+        lengths = {row.index: row.length for row in rows}
+        return group_rows(lengths, prompts, self.spare.max_padding)
 
     def _aligned(self) -> bool:
         if len(self.cohorts) != 1 or len(self.cohorts[0].indices) != self.width:
@@ -218,11 +222,12 @@ class DecodeRows:
 
     def _flush(self) -> None:
         """Move the tails into new mains; regroup rows by length; narrow the rows if many left."""
-        wanted = width_for(len(self.rows))
+        wanted = self.spare.width_for(len(self.rows))
         if wanted < self.width:
             self._narrow(wanted)
         groups = self._groups()
-        if len(groups) == 1:  # a line for every row: the step gathers nothing
+        if len(groups) == 1 and self._padding_of_lines() <= self.spare.max_padding:
+            # A line for every row: the step gathers nothing.
             held = {row.index for row in self.rows.values()}
             lines = [index if index in held else -1 for index in range(self.width)]
             groups = [replace(groups[0], indices=lines)]
@@ -230,6 +235,11 @@ class DecodeRows:
         self.cohorts = regroup(self.layout, groups, self.cohorts, tails, written)
         written[:] = False
         self.cursor = 0
+
+    def _padding_of_lines(self) -> int:
+        """Tokens, if a cohort of all rows had a line for those that no row has."""
+        longest = max(row.length for row in self.rows.values())
+        return (self.width - len(self.rows)) * longest
 
     def _widen(self, width: int) -> None:
         if width > self.width:
@@ -251,3 +261,14 @@ class DecodeRows:
         self.cursor = 0
         self.cohorts = []
         self._per_row = RowArrays(self.layout)
+
+
+def _last_columns(pieces: Sequence[KV], num_columns: int) -> KV:
+    """Of pieces that lie side by side, without a copy of the others."""
+    wanted: list[KV] = []
+    for keys, values in reversed(pieces):
+        if num_columns > 0:
+            wanted.append((keys[:, :, -num_columns:], values[:, :, -num_columns:]))
+        num_columns -= keys.shape[2]
+    keys, values = (mx.concatenate(list(side)[::-1], axis=2) for side in zip(*wanted, strict=True))
+    return keys, values

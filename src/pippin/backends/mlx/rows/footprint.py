@@ -1,23 +1,82 @@
-"""What a running request occupies at most, told before it runs. Knows layers, not rows or steps."""
+"""What running requests occupy: told before they run, and counted while they do.
+
+Knows shapes, not what is in them, and no steps.
+"""
 
 from __future__ import annotations
 
-from pippin.backends.mlx.layout import Layout, Leaf
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.rows.arrays import TAIL
-from pippin.backends.mlx.rows.cohorts import num_columns
+from pippin.backends.mlx.rows.cohorts import Cohort, num_columns
 
 IN_FLIGHT = 2  # copies of what each step writes anew: one that is read, one that is written
-MOVING_SHARE = 0.3  # of a main: its part of the copies while tails move into new mains
+MOVING_SHARE = 0.3  # of a main: its part of the copies while rows are moved
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
-def row_bytes(layout: Layout, num_tokens: int) -> int:
-    """Its main, padded; its tail; its recurrent states."""
-    return sum(_leaf_bytes(leaf, num_tokens) for leaf in layout.leaves)
+class Footprint:
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        leaves = [layout.leaves[index] for index in layout.kv_indices]
+        self._token_bytes = {
+            window: sum(leaf.nbytes for leaf in leaves if leaf.window == window)
+            for window in layout.window_classes
+        }
+        states = sum(layout.leaves[index].nbytes for index in layout.state_indices)
+        self.line_bytes = IN_FLIGHT * (TAIL * self.token_bytes + states)
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(self._token_bytes.values())
+
+    def row_bytes(self, num_tokens: int) -> int:
+        """At most: its main, padded, and what moving it takes; a line of tails and of states."""
+        main = sum(
+            num_columns(num_tokens if window is None else min(num_tokens, window)) * nbytes
+            for window, nbytes in self._token_bytes.items()
+        )
+        return main + int(MOVING_SHARE * main) + self.line_bytes
+
+    def padding_bytes(self, cohort: Cohort) -> int:
+        """What a cohort holds for nobody: lines whose rows have left, columns that are padding."""
+        live = [line for line, index in enumerate(cohort.indices) if index >= 0]
+        total = 0
+        for window, nbytes in self._token_bytes.items():
+            leaf = next(i for i in cohort.kv if self._layout.leaves[i].window == window)
+            needed = sum(num_columns(cohort.stored[line][leaf]) for line in live)
+            columns = len(cohort.indices) * cohort.columns(leaf)
+            total += max(columns - needed, 0) * nbytes
+        return total
 
 
-def _leaf_bytes(leaf: Leaf, num_tokens: int) -> int:
-    if leaf.is_state:
-        return IN_FLIGHT * leaf.nbytes
-    kept = num_tokens if leaf.window is None else min(num_tokens, leaf.window)
-    main = num_columns(kept) * leaf.nbytes
-    return main + int(MOVING_SHARE * main) + IN_FLIGHT * TAIL * leaf.nbytes
+@dataclass
+class SpareLimit:
+    """How much may be held for nobody, so that steps are simple and have few shapes.
+
+    A quarter of it for padding and a quarter for lines without a row; the rest is for rows that
+    leave before the others are moved.
+    """
+
+    footprint: Footprint
+    max_bytes: float = math.inf
+
+    @property
+    def max_padding(self) -> float:
+        """Tokens."""
+        return self.max_bytes / 4 / max(self.footprint.token_bytes, 1)
+
+    def width_for(self, num_rows: int) -> int:
+        """The narrowest bucket that holds `num_rows`; just as many if the bucket is too wide."""
+        width = next((w for w in WIDTHS if w >= num_rows), -(-num_rows // 64) * 64)
+        spare = (width - num_rows) * self.footprint.line_bytes
+        return width if spare <= self.max_bytes / 4 else num_rows
+
+    def is_exceeded(self, cohorts: Iterable[Cohort], num_spare_lines: int) -> bool:
+        if self.max_bytes == math.inf:
+            return False
+        held = num_spare_lines * self.footprint.line_bytes
+        return held + sum(map(self.footprint.padding_bytes, cohorts)) > self.max_bytes

@@ -5,6 +5,7 @@ Knows lengths and prompts, not what rows hold. Costs are counted in tokens of KV
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ GROUP_COST_TOKENS = 256  # one more group costs a step about as much as this man
 SHARE_COST_TOKENS = 1024  # likewise a shared piece, which has products and a softmax of its own
 SPLIT_COST_TOKENS = 12 * 1024  # likewise the second group: a step of one group can be compiled
 SHARED_BLOCK = 64  # tokens: what is shared is shared in whole blocks
+DISCOUNTS = (1.0, 0.25, 1 / 16, 0.0)  # of these costs, where memory allows little padding
 MIN_SHARED_BLOCKS = 2  # one alone would need kernels of its own
 DEPTHS = (256, 1024)  # how many tokens rows must begin alike with to be set apart
 
@@ -26,27 +28,43 @@ class Group:
     num_shared: int = 0  # tokens that all of them begin with, to be held once
 
 
-def group_rows(lengths: Mapping[int, int], prompts: Mapping[int, np.ndarray]) -> list[Group]:
+def group_rows(
+    lengths: Mapping[int, int],
+    prompts: Mapping[int, np.ndarray],
+    max_padding: float = math.inf,  # tokens
+) -> list[Group]:
     """The cheapest of a few partitions: by length alone, or first by what rows begin with.
 
-    Rows without a prompt here share nothing.
+    Rows without a prompt here share nothing. The less padding there may be, the less it counts
+    that groups cost something.
     """
+    groups: list[Group] = []
+    for discount in DISCOUNTS:
+        groups = _cheapest(lengths, prompts, discount)
+        if sum(_padding(group, lengths) for group in groups) <= max_padding:
+            break
+    return groups
+
+
+def _cheapest(
+    lengths: Mapping[int, int], prompts: Mapping[int, np.ndarray], discount: float
+) -> list[Group]:
     best: list[Group] = []
-    least = float("inf")
+    least = math.inf
     for families in _partitions(lengths, prompts):
         groups = [
             Group(run, _num_shared(run, lengths, prompts))
             for family in families
-            for run in group_by_length({index: lengths[index] for index in family})
+            for run in group_by_length({i: lengths[i] for i in family}, discount)
         ]
-        cost = sum(_cost(group, lengths) for group in groups)
-        cost += SPLIT_COST_TOKENS if len(groups) > 1 else 0
+        cost = sum(_cost(group, lengths, discount) for group in groups)
+        cost += discount * SPLIT_COST_TOKENS if len(groups) > 1 else 0
         if cost < least:
             best, least = groups, cost
     return best
 
 
-def group_by_length(lengths: Mapping[int, int]) -> list[list[int]]:
+def group_by_length(lengths: Mapping[int, int], discount: float = 1.0) -> list[list[int]]:
     """Partition rows so that padding plus the cost of having groups is least.
 
     Rows are sorted by length, so groups are runs; the best partition of the first j rows ends in a
@@ -54,11 +72,10 @@ def group_by_length(lengths: Mapping[int, int]) -> list[list[int]]:
     """
     order = sorted(lengths, key=lambda index: lengths[index])
     sizes = [lengths[index] for index in order]
+    group_cost = discount * GROUP_COST_TOKENS
     best: list[tuple[float, int]] = [(0.0, 0)]
     for j in range(1, len(order) + 1):
-        best.append(
-            min((best[i][0] + (j - i) * sizes[j - 1] + GROUP_COST_TOKENS, i) for i in range(j))
-        )
+        best.append(min((best[i][0] + (j - i) * sizes[j - 1] + group_cost, i) for i in range(j)))
     groups: list[list[int]] = []
     j = len(order)
     while j > 0:
@@ -109,9 +126,14 @@ def _num_shared(
     return num_blocks * SHARED_BLOCK if pays else 0
 
 
-def _cost(group: Group, lengths: Mapping[int, int]) -> int:
+def _padding(group: Group, lengths: Mapping[int, int]) -> int:
+    longest = max(lengths[index] for index in group.indices)
+    return sum(longest - lengths[index] for index in group.indices)
+
+
+def _cost(group: Group, lengths: Mapping[int, int], discount: float) -> float:
     rows = group.indices
-    cost = len(rows) * max(lengths[index] for index in rows) + GROUP_COST_TOKENS
+    cost = len(rows) * max(lengths[index] for index in rows) + discount * GROUP_COST_TOKENS
     if group.num_shared:
         cost += SHARE_COST_TOKENS - (len(rows) - 1) * group.num_shared
     return cost

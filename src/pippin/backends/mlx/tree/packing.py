@@ -15,6 +15,9 @@ from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.tree.payloads import Block, KVPayload, Span, StatePayload
 from pippin.types import GRID, Component, Payload
 
+LONG_PREFIX_BYTES = 32 << 20
+RESTORED_PARTS = 8  # that a long prefix is taken in
+
 KV = tuple[mx.array, mx.array]  # keys, values: [rows, heads, tokens, dim]
 
 
@@ -43,15 +46,24 @@ class Packer:
         return KVPayload(tuple(spans))
 
     def kv_arrays(self, component: Component, payloads: Sequence[Payload]) -> dict[int, KV]:
-        """Per-leaf [1, heads, tokens, dim] arrays of consecutive payloads: one copy of each."""
+        """Per-leaf [1, heads, tokens, dim] arrays of consecutive payloads: one copy of each.
+
+        Leaves that are stacked share a buffer, which lives until the last of them has been used.
+        Of a long prefix they are therefore taken a few at a time.
+        """
         spans = [span for payload in payloads for span in _kv(payload).spans]
         columns = list(zip(*(span.arrays() for span in spans), strict=True))
-        joined = [mx.concatenate(list(column), axis=2) for column in columns]
+        is_long = sum(payload.nbytes for payload in payloads) > LONG_PREFIX_BYTES
         kv: dict[int, KV] = {}
         for number, group in enumerate(self._groups[component]):
-            keys, values = joined[2 * number], joined[2 * number + 1]
-            for place, leaf in enumerate(group):
-                kv[leaf] = (keys[place][None], values[place][None])
+            step = -(-len(group) // RESTORED_PARTS) if is_long else len(group)
+            for first in range(0, len(group), step):
+                part = group[first : first + step]
+                keys, values = (
+                    _joined(columns[2 * number + side], first, first + len(part)) for side in (0, 1)
+                )
+                for place, leaf in enumerate(part):
+                    kv[leaf] = (keys[place][None], values[place][None])
         return kv
 
     def state_payload(
@@ -87,6 +99,13 @@ class Packer:
             leaf: [mx.contiguous(next(arrays)) for _ in self._layout.leaves[leaf].shapes]
             for leaf in self._layout.state_indices
         }
+
+
+def _joined(blocks: Sequence[mx.array], first: int, last: int) -> mx.array:
+    """Some layers of consecutive blocks: [layers, heads, tokens, dim]."""
+    whole = last - first == blocks[0].shape[0]
+    layers = list(blocks) if whole else [block[first:last] for block in blocks]
+    return mx.concatenate(layers, axis=2)
 
 
 def payload_arrays(payload: Payload) -> tuple[mx.array, ...]:
