@@ -1,5 +1,6 @@
 # make serve     install what is needed and serve the bundled model
 # make test      install what is needed, then lint, type check and test
+# make quick     the same without the tests marked slow: a minute or so, for every change
 # make simulate  run simulated worlds: clients, faults and short bytes, millions of steps
 # make mutants   break one rule of the scheduler or the cache at a time; a test must notice each
 # make clean     remove the virtual environment and every cache
@@ -25,7 +26,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # empty: mlx brings Metal by itself.
 EXTRA := $(shell nvidia-smi 2>/dev/null | grep -q 'CUDA.*Version: *1[3-9]' && echo cuda13 || echo cpu)
 
-.PHONY: serve test lint types simulate mutants install install-dev clean
+.PHONY: serve test quick lint types simulate mutants install install-dev clean
 .DELETE_ON_ERROR:
 
 serve: install
@@ -33,6 +34,9 @@ serve: install
 
 test: lint types
 	@$(RUN) pytest -n 2 --dist loadfile
+
+quick: lint types
+	@$(RUN) pytest -n 2 --dist loadfile -m "not slow"
 
 lint: install-dev
 	@$(RUN) ruff check .

@@ -87,6 +87,8 @@ class Reply:
     """What one client received."""
 
     id: str
+    prompt: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int | None = None
@@ -98,6 +100,7 @@ class Reply:
         assert self.finish is None, f"{delta} came after the terminal message"
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs or []
+        self.prompt_logprobs += delta.prompt_logprobs or []
         if delta.cached_tokens is not None:
             assert self.cached_tokens is None, "cached_tokens is announced once"
             self.cached_tokens = delta.cached_tokens
@@ -129,11 +132,11 @@ class Client:
         **params: Any,
     ) -> Reply:
         params = {"temperature": 0.0, "max_tokens": 4} | params
-        reply = Reply(id or f"r{len(self.replies)}")
+        reply = Reply(id or f"r{len(self.replies)}", list(prompt))
         self.replies[reply.id] = reply
         submit = Submit(
             reply.id,
-            list(prompt),
+            reply.prompt,
             SamplingParams(**params),
             list(stop_ids),
             list(boundaries),

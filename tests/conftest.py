@@ -13,17 +13,24 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from pippin.engine import keep_torch_out
+
 settings.register_profile("repeat", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("repeat")
+
+keep_torch_out()  # comparisons with it run it in a process of its own
+# The models here are small, and several processes that each use every core stand in each other's
+# way.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# GPUs may round float32 products to ten bits: no tolerance here allows for that.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
     # mlx builds kernels in the temporary directory and would load one that is half written.
     directory = Path(tempfile.gettempdir(), f"pippin-tests-{worker}")
     directory.mkdir(exist_ok=True)
     tempfile.tempdir = os.environ["TMPDIR"] = str(directory)
-    # Workers that each use every core stand in each other's way.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -39,3 +46,13 @@ def same_numbers() -> None:
     import mlx.core as mx  # reads the environment set above
 
     mx.random.seed(0)
+
+
+@pytest.fixture(scope="module")
+def without_compiler() -> Iterator[None]:
+    """On Linux CPUs mlx calls a C++ compiler: seconds for each kernel of each small model."""
+    import mlx.core as mx
+
+    mx.disable_compile()
+    yield
+    mx.enable_compile()

@@ -2,7 +2,9 @@
 
 Weights depend only on the seed and the parameter's name, so two builds are two equal, independent
 models: one to serve, one to stay plain mlx-lm. Their scales are chosen so that what a model says
-next depends on all it has read, and greedy choices are clear.
+next depends on all it has read, and greedy choices are clear. Where there are experts, every token
+goes to all of them, each with its weight: to choose some would be a choice that rounding can tip,
+inside the model, where no test sees it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 
 VOCAB = 256
+NUM_EXPERTS = 4
 WINDOW = 32  # of the families with sliding windows: shorter than a chunk and than a tail
 
 Config = dict[str, Any]
@@ -45,8 +48,8 @@ _LINEAR: Config = {
     "num_hidden_layers": 3,
 }
 _EXPERTS: Config = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
+    "num_experts": NUM_EXPERTS,
+    "num_experts_per_tok": NUM_EXPERTS,
     "decoder_sparse_step": 1,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
@@ -88,8 +91,8 @@ CONFIGS: dict[str, Config] = {
     | {
         "model_type": "gpt_oss",
         "head_dim": 16,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+        "num_local_experts": NUM_EXPERTS,
+        "num_experts_per_tok": NUM_EXPERTS,
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_scaling": {
@@ -167,9 +170,9 @@ CONFIGS: dict[str, Config] = {
         "moe_shared_expert_intermediate_size": 32,
         "n_group": 1,
         "topk_group": 1,
-        "n_routed_experts": 4,
+        "n_routed_experts": NUM_EXPERTS,
         "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": NUM_EXPERTS,
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
     },
@@ -197,8 +200,8 @@ CONFIGS: dict[str, Config] = {
         "attention_multiplier": 0.25,
         "logits_scaling": 0.5,
         "residual_multiplier": 0.8,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+        "num_local_experts": NUM_EXPERTS,
+        "num_experts_per_tok": NUM_EXPERTS,
         "shared_intermediate_size": 32,
         "mamba_n_heads": 8,
         "mamba_d_head": 16,
@@ -215,10 +218,8 @@ CONFIGS: dict[str, Config] = {
         "num_key_value_heads": 4,
         "moe_intermediate_size": 32,
         "n_shared_experts": 1,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
+        "n_routed_experts": NUM_EXPERTS,
+        "num_experts_per_tok": NUM_EXPERTS,
         "first_k_dense_replace": 1,
         "kv_lora_rank": 32,
         "q_lora_rank": 32,
@@ -248,8 +249,8 @@ CONFIGS: dict[str, Config] = {
             "short_conv_kernel_size": 4,
         },
         "model_max_length": 2048,
-        "num_experts": 4,
-        "num_experts_per_token": 2,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_token": NUM_EXPERTS,
         "num_shared_experts": 1,
         "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
@@ -316,12 +317,6 @@ def build_from(config: Config, *, seed: int = 0) -> nn.Module:
     model.eval()
     mx.eval(model.parameters())
     return model
-
-
-def prompt(num_tokens: int, *, seed: int = 0) -> list[int]:
-    rng = np.random.default_rng([seed, num_tokens])
-    tokens: list[int] = rng.integers(0, VOCAB, num_tokens).tolist()
-    return tokens
 
 
 def _draw(path: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:

@@ -6,7 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from importlib.machinery import PathFinder
 from pathlib import Path
+
+
+def is_installed(package: str) -> bool:
+    """Whether other processes can import it, even if this one keeps it out."""
+    return PathFinder.find_spec(package) is not None
 
 
 def environment() -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Serves small real models with a prefix cache, cold and warm, and counts what they compute.
 
-Prompts are random tokens; replies are greedy. A cold reply comes from an engine without a cache,
-and must be clear: its best tokens are ahead of the second best by more than rounding.
+Prompts are random tokens; replies are greedy. A cold reply comes from an engine without a cache.
 """
 
 from __future__ import annotations
@@ -10,19 +9,18 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-import pippin
 from builders import AMPLE_BYTES, Client, FixedPace, Reply
+from bundled import load_bundled
 from families import FAMILIES, build
 from pippin.backends.mlx import backend as backend_module
 from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.load import LoadedModel, load, prepare
+from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.prefill.batch import ChunkBatch
 from pippin.cache.canary import Canary
 from pippin.cache.policy import CheckpointPolicy
@@ -31,21 +29,17 @@ from pippin.cache.radix import Node, as_tokens
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Limits, Scheduler
 from pippin.types import Component
+from reference import BUNDLED
 
-BUNDLED = "bundled"
 MODELS = (BUNDLED, *FAMILIES)
-CLEAR = 1e-4  # a greedy choice ahead by this much cannot fall to rounding
-TOLERANCE = 1e-4  # of log probabilities, between two orders of the same float32 sums
+# States and attention in turn, attention alone, windows, states alone, both in each layer.
+ONE_OF_EACH_KIND = ("qwen3_5", "llama", "gpt_oss", "mamba2", "falcon_h1")
 NUM_SLOTS = 16
 
 
 @functools.cache
 def served(name: str) -> LoadedModel:
-    """Built without `mx.compile`, which calls a C++ compiler on a Linux CPU."""
-    mx.disable_compile()
-    if name == BUNDLED:
-        return load(Path(pippin.__file__).parent / "models" / "stories-hybrid-20m")
-    return prepare(*build(name))
+    return load_bundled() if name == BUNDLED else prepare(*build(name))
 
 
 def make_client(
@@ -55,11 +49,12 @@ def make_client(
     cache_bytes: int = AMPLE_BYTES,
     capacity_bytes: int = AMPLE_BYTES,
     chunk: int = 128,
+    num_slots: int = NUM_SLOTS,
     overlap: bool = True,
     canary: Canary | None = None,
     model: LoadedModel | None = None,
 ) -> Client:
-    backend = MLXBackend(model or served(name), num_slots=NUM_SLOTS, debug=True)
+    backend = MLXBackend(model or served(name), num_slots=num_slots, debug=True)
     spec = backend.spec
     prefix_cache = PrefixCache(
         spec.components,
@@ -68,7 +63,7 @@ def make_client(
         canary=canary,
         policy=CheckpointPolicy(spec.state_bytes, spec.kv_bytes_per_token),
     )
-    limits = Limits(max_running=NUM_SLOTS, prefill_tokens=chunk, capacity_bytes=capacity_bytes)
+    limits = Limits(max_running=num_slots, prefill_tokens=chunk, capacity_bytes=capacity_bytes)
     scheduler = Scheduler(backend, limits, prefix_cache if cache else None)
     scheduler.pace = FixedPace(chunk)
     return Client(Loop(scheduler, backend, overlap=overlap))
@@ -95,34 +90,18 @@ def diverge(name: str, prompt: Sequence[int], at: int, num_tokens: int, seed: in
 
 
 def cold(name: str, prompts: Sequence[Sequence[int]], *, max_tokens: int = 4) -> list[Reply]:
-    """What the model says without any cache; fails if a choice hangs on rounding."""
-    client = make_client(name, cache=False, chunk=1024)
-    replies = ask_all(client, prompts, max_tokens=max_tokens)
-    for reply in replies:
-        for scored in reply.logprobs:
-            best, second = sorted(scored.top_logprobs)[-1:-3:-1]
-            assert best - second > CLEAR, f"{name}: {reply.id} is not clear, choose other seeds"
-    return replies
+    """What the model says without any cache."""
+    return ask_all(make_client(name, cache=False, chunk=1024), prompts, max_tokens=max_tokens)
 
 
-def ask_all(
-    client: Client, prompts: Sequence[Sequence[int]], *, max_tokens: int = 4
-) -> list[Reply]:
+def ask_all(client: Client, prompts: Sequence[Sequence[int]], **params: Any) -> list[Reply]:
     """All at once, each scored."""
-    replies = [client.submit(p, max_tokens=max_tokens, logprobs=2) for p in prompts]
+    replies = [client.submit(p, logprobs=2, **params) for p in prompts]
     client.run()
     return replies
 
 
-def assert_same(warm: Sequence[Reply], expected: Sequence[Reply]) -> None:
-    """The same tokens, and the same log probabilities but for the order of float32 sums."""
-    assert [reply.tokens for reply in warm] == [reply.tokens for reply in expected]
-    for mine, theirs in zip(warm, expected, strict=True):
-        a, b = ([scored.logprob for scored in reply.logprobs] for reply in (mine, theirs))
-        np.testing.assert_allclose(a, b, atol=TOLERANCE)
-
-
-def bound(name: str) -> int:
+def most_recomputed(name: str) -> int:
     """Tokens of a shared prefix that may be computed again."""
     has_state = any(leaf.component is Component.STATE for leaf in served(name).layout.leaves)
     return 127 if has_state else 1
@@ -142,6 +121,12 @@ def check_idle(client: Client) -> None:
     assert cache.nbytes <= cache.capacity_bytes
     cache.check_integrity()
     assert all(reply.finish == "length" for reply in client.replies.values())
+
+
+def active_bytes() -> int:
+    """What mlx holds once it has nothing left to do."""
+    mx.synchronize()
+    return int(mx.get_active_memory())
 
 
 def nodes_of(client: Client, tokens: Sequence[int]) -> list[Node]:

@@ -10,6 +10,8 @@ from pippin.config import EngineConfig
 from pippin.llm import LLM, Completion
 from pippin.types import GRID, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(max_tokens=70, temperature=0.0, logprobs=5, ignore_eos=True)
 WORDS = "Once there was a small dog who liked to dig holes in the garden and sleep in the sun. "
 

@@ -22,6 +22,8 @@ from pippin.resolve import resolve
 from pippin.types import SamplingParams
 from processes import environment, wait_until_gone
 
+pytestmark = pytest.mark.slow
+
 FAKE = Config(
     model=ModelConfig(backend="fake"), engine=EngineConfig(max_running=4, prefix_cache=False)
 )

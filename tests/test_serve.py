@@ -18,8 +18,10 @@ from threading import Thread
 import httpx
 import pytest
 
-import pippin
+from bundled import BUNDLED_PATH
 from processes import environment, is_running, wait_until_gone
+
+pytestmark = pytest.mark.slow
 
 CHAT = {
     "messages": [{"role": "user", "content": "hello"}],
@@ -192,8 +194,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named_and_nothing_stays_behind(
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
     (tmp_path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # no tensors
-    bundled = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
-    shutil.copy(bundled / "tokenizer.json", tmp_path)
+    shutil.copy(BUNDLED_PATH / "tokenizer.json", tmp_path)
     status, err = serve_and_fail(str(tmp_path), "--port", "0", TMPDIR=str(tmp_path))
     assert status == 1
     assert "no_such_type" in err.splitlines()[-1]

@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionTokenLogprob
 
+from near_ties import ENOUGH, MARGIN
 from processes import environment, wait_until_gone
+
+pytestmark = pytest.mark.slow
 
 MODEL = "stories-hybrid-20m"
 ASK = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -40,24 +44,32 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
+def num_clear(scored: Sequence[ChatCompletionTokenLogprob]) -> int:
+    """How many tokens come before the first whose two best are as good as each other."""
+    for place, token in enumerate(scored):
+        best, second = (top.logprob for top in token.top_logprobs)
+        if best - second <= MARGIN:
+            return place
+    return len(scored)
+
+
 def test_a_streamed_reply_is_the_whole_reply_in_pieces(url: str) -> None:
+    """As far as both must say the same: the second finds its prompt in the cache."""
     chat = client(url).chat.completions
-    whole = chat.create(model=MODEL, messages=ASK, temperature=0, max_tokens=40)
-    stream = chat.create(
-        model=MODEL,
-        messages=ASK,
-        temperature=0,
-        max_tokens=40,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = list(stream)
-    pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]
-    assert whole.choices[0].message.content == "".join(pieces)
+    ask = {"model": MODEL, "messages": ASK, "temperature": 0, "max_tokens": 40}
+    whole = chat.create(**ask, logprobs=True, top_logprobs=2).choices[0]
+    *chunks, last = chat.create(**ask, stream=True, stream_options={"include_usage": True})
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    streamed = "".join(pieces)
+    tokens = [scored.token for scored in whole.logprobs.content]
+    assert "".join(tokens) == whole.message.content
+    clear = num_clear(whole.logprobs.content)
+    assert streamed.startswith("".join(tokens[:clear]))
+    assert clear < len(tokens) or streamed == whole.message.content
+    assert clear >= ENOUGH * len(tokens)
     assert len([piece for piece in pieces if piece]) > 10
-    assert whole.choices[0].finish_reason == "length"
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 40
+    assert whole.finish_reason == "length"
+    assert last.usage.completion_tokens == 40
 
 
 def test_the_next_turn_says_what_it_did_not_compute(url: str) -> None:

@@ -16,12 +16,15 @@ import pytest
 
 from builders import Client, Reply
 from families import build
+from near_ties import assert_same
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.rows import arrays, cohorts, grouping, split_attention
 from pippin.types import SamplingParams
 from serving import make_client, make_prompt, served
+
+pytestmark = pytest.mark.slow
 
 POISON = 255  # a token whose embedding is not finite
 HARMLESS = 254
@@ -75,11 +78,8 @@ def test_a_request_that_is_not_a_number_changes_nothing_for_others(
     model = poisonous(name, value)
     spoiled = replies_to(make_client(name, model=model), name, POISON)
     clean = replies_to(make_client(name, model=model), name, HARMLESS)
-    assert [reply.tokens for reply in spoiled] == [reply.tokens for reply in clean]
-    for mine, theirs in zip(spoiled, clean, strict=True):
-        a, b = ([scored.logprob for scored in reply.logprobs] for reply in (mine, theirs))
-        assert np.isfinite(a).all()
-        np.testing.assert_allclose(a, b, atol=1e-4)
+    assert np.isfinite([scored.logprob for reply in spoiled for scored in reply.logprobs]).all()
+    assert_same(spoiled, clean)
 
 
 def admit(slot: int, tokens: Sequence[int], **params: float) -> Admit:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
-import mlx.core as mx
 import pytest
 
 from builders import Client, Reply
+from near_ties import assert_same
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.types import Component
+from reference import BUNDLED
 from serving import (
-    BUNDLED,
     MODELS,
+    ONE_OF_EACH_KIND,
+    active_bytes,
     ask_all,
-    assert_same,
     cache_of,
     check_idle,
     cold,
@@ -27,10 +25,11 @@ from serving import (
     served,
 )
 
+pytestmark = pytest.mark.slow
+
 NUM_CLIENTS = 16
 REPLY_LEN = 3
 VIEW_BYTES = 1 << 15  # a copy may stay a view of what is hardly larger
-UNALIKE = (BUNDLED, "qwen3_5", "llama", "gpt_oss", "mamba2", "falcon_h1")  # ways to keep things
 
 
 def run_within_budget(client: Client) -> None:
@@ -52,7 +51,7 @@ def evictions(cache: PrefixCache) -> dict[Component, int]:
     return {c: n for c, n in cache.stats.evictions.items() if c in cache.component_bytes}
 
 
-@pytest.mark.parametrize("name", UNALIKE)
+@pytest.mark.parametrize("name", [BUNDLED, *ONE_OF_EACH_KIND])
 def test_sixteen_clients_under_pressure(name: str) -> None:
     """Four shared beginnings, four clients each; room for some of it only."""
     client = make_client(name, capacity_bytes=tight_capacity(name, 110, 6))
@@ -79,25 +78,6 @@ def test_sixteen_clients_under_pressure(name: str) -> None:
     assert all(evictions(cache_of(client)).values()), "nothing was evicted: no pressure"
 
 
-@pytest.fixture
-def exact_bytes() -> Iterator[None]:
-    """Bytes add up: no freed buffers, which may be larger than asked for, are handed out again.
-
-    No cycle collector either: what is done with must go by itself, not sooner or later.
-    """
-    limit = mx.set_cache_limit(0)
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-    mx.set_cache_limit(limit)
-
-
-def active_bytes() -> int:
-    mx.synchronize()
-    return int(mx.get_active_memory())
-
-
 @pytest.mark.usefixtures("exact_bytes")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tree_holds_the_bytes_that_it_counts_and_gives_all_back(name: str) -> None:
@@ -117,7 +97,7 @@ def test_the_tree_holds_the_bytes_that_it_counts_and_gives_all_back(name: str) -
 
 
 @pytest.mark.usefixtures("exact_bytes")
-@pytest.mark.parametrize("name", UNALIKE[1:])
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_a_step_leaves_nothing_behind(name: str) -> None:
     client = make_client(name, cache=False)
     for seed in range(3):

@@ -26,7 +26,10 @@ from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.grouping import group_rows
 from pippin.backends.mlx.tree import packing
 from pippin.types import Component, SamplingParams
-from serving import BUNDLED, make_prompt, served
+from reference import BUNDLED
+from serving import make_prompt, served
+
+pytestmark = pytest.mark.slow
 
 MODELS = (BUNDLED, "gpt_oss", "llama")  # a hybrid, one with windows, one with neither
 NUM_SLOTS = 12

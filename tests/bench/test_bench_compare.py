@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from transformers import AutoTokenizer
 
-import pippin
+from bundled import BUNDLED_PATH
 from pippin.bench.compare import OURS, THEIRS, choose, compare, summarize
 from pippin.bench.float32 import write_float32_copy
 from pippin.bench.plot import draw
@@ -17,8 +17,6 @@ from pippin.bench.scenarios import SCENARIOS, Measure, Scenario
 from pippin.bench.wire import BenchError
 from pippin.text.tokenizer import Tokenizer
 from processes import environment
-
-BUNDLED = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
 
 
 def test_better_is_always_above_one() -> None:
@@ -63,8 +61,8 @@ def test_the_table_shows_medians_and_ratios() -> None:
 
 
 def test_the_copy_holds_the_same_numbers_in_float32(tmp_path: Path) -> None:
-    write_float32_copy(BUNDLED, tmp_path)
-    before = mx.load(str(BUNDLED / "model.safetensors"))
+    write_float32_copy(BUNDLED_PATH, tmp_path)
+    before = mx.load(str(BUNDLED_PATH / "model.safetensors"))
     after = mx.load(str(tmp_path / "model.safetensors"))
     assert isinstance(before, dict)
     assert isinstance(after, dict)
@@ -74,16 +72,16 @@ def test_the_copy_holds_the_same_numbers_in_float32(tmp_path: Path) -> None:
 
 
 def test_nothing_in_the_copy_ends_a_reply(tmp_path: Path) -> None:
-    write_float32_copy(BUNDLED, tmp_path)
-    assert Tokenizer.load(BUNDLED).eos_ids
+    write_float32_copy(BUNDLED_PATH, tmp_path)
+    assert Tokenizer.load(BUNDLED_PATH).eos_ids
     assert Tokenizer.load(tmp_path).eos_ids == ()
 
 
 def test_every_token_of_the_copy_has_text(tmp_path: Path) -> None:
     """One without comes as no event, and two gaps between tokens would count as one."""
-    write_float32_copy(BUNDLED, tmp_path)
-    (end,) = Tokenizer.load(BUNDLED).encode("<|im_end|>")
-    assert Tokenizer.load(BUNDLED).decode([end]) == ""
+    write_float32_copy(BUNDLED_PATH, tmp_path)
+    (end,) = Tokenizer.load(BUNDLED_PATH).encode("<|im_end|>")
+    assert Tokenizer.load(BUNDLED_PATH).decode([end]) == ""
     assert Tokenizer.load(tmp_path).special_ids == frozenset()
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.encode("<|im_end|>") == [end]
@@ -119,7 +117,7 @@ def test_both_servers_answer_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setattr("pippin.bench.scenarios.PROMPT_TOKENS", 50)
     monkeypatch.setattr("pippin.bench.compare.build_kernels", lambda *_: None)  # half a minute
-    report = compare(BUNDLED, only=["prefill", "decode-1"], rounds=1)
+    report = compare(BUNDLED_PATH, only=["prefill", "decode-1"], rounds=1)
     for scenario, measure in (("prefill", "prefill"), ("decode-1", "decode")):
         rounds = report.data["scenarios"][scenario]["rounds"]
         assert all(rounds[name][0][measure] > 0 for name in (OURS, THEIRS))

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import pippin
+from bundled import BUNDLED_PATH
 from pippin import LLM, SamplingParams
 from pippin.bench import growth as growth_module
 from pippin.bench import kernels
@@ -26,7 +26,6 @@ from pippin.bench.report import Report
 from pippin.bench.wire import BenchError
 from pippin.config import Config, EngineConfig, ModelConfig
 
-BUNDLED = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
 TOY = Config(model=ModelConfig(backend="fake"))
 
 
@@ -206,10 +205,10 @@ def test_growth_names_an_unknown_part() -> None:
 
 
 def test_products_are_the_bundled_models_matrices() -> None:
-    products = read_products(BUNDLED)
+    products = read_products(BUNDLED_PATH)
     assert products is not None
     assert products.head == (8192, 384)  # tied: the embedding
-    weights = mx.load(str(BUNDLED / "model.safetensors"))
+    weights = mx.load(str(BUNDLED_PATH / "model.safetensors"))
     assert isinstance(weights, dict)
     used = {name: w for name, w in weights.items() if not name.startswith("mtp")}
     matrices = [w.size for w in used.values() if w.ndim == 2]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-import pippin
+from bundled import BUNDLED_PATH
 from pippin.bench.prompts import Prompts, count_with
 from pippin.text.tokenizer import Tokenizer
-
-BUNDLED = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
 
 
 @pytest.mark.parametrize("num_tokens", [1, 24, 64, 600, 2000])
 def test_a_prompt_has_exactly_the_tokens_that_the_server_will_count(num_tokens: int) -> None:
-    prompts = Prompts("exact", count_with(BUNDLED))
-    tokenizer = Tokenizer.load(BUNDLED)
+    prompts = Prompts("exact", count_with(BUNDLED_PATH))
+    tokenizer = Tokenizer.load(BUNDLED_PATH)
     for _ in range(3):
         assert len(tokenizer.encode(prompts.text(num_tokens))) == num_tokens
 
@@ -34,8 +30,8 @@ def test_without_a_tokenizer_words_and_full_stops_count() -> None:
 
 
 def test_prompts_part_within_the_first_grid_block() -> None:
-    prompts = Prompts("distinct", count_with(BUNDLED))
-    tokenizer = Tokenizer.load(BUNDLED)
+    prompts = Prompts("distinct", count_with(BUNDLED_PATH))
+    tokenizer = Tokenizer.load(BUNDLED_PATH)
     starts = {tuple(tokenizer.encode(prompts.text(64))) for _ in range(50)}
     assert len(starts) == 50
 

@@ -6,12 +6,11 @@ import asyncio
 import math
 import signal
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
 
-import pippin
+from bundled import BUNDLED_PATH
 from pippin.bench import scenarios, servers
 from pippin.bench.cost import Cost
 from pippin.bench.pairs import Pairs
@@ -23,7 +22,8 @@ from pippin.bench.wire import BenchError, LoadClient, Target
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
 
-BUNDLED = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
+pytestmark = pytest.mark.slow
+
 TOY = ("--backend", "fake")
 TOY_CONFIG = Config(ModelConfig(backend="fake"))
 
@@ -36,7 +36,7 @@ def _children_import_what_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenarios, "IDLE_SECONDS", 0.1)
     monkeypatch.setattr(scenarios, "RUNNING_TOKENS", 8000)
-    with servers.pippin_server(str(BUNDLED), TOY) as target:
+    with servers.pippin_server(str(BUNDLED_PATH), TOY) as target:
         client = LoadClient(target)
         asyncio.run(scenarios.warm_up(client, Prompts("warm-up")))
         for scenario in scenarios.SCENARIOS:
@@ -53,7 +53,7 @@ def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) 
 def test_loads_and_interference_of_a_running_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenarios, "IDLE_SECONDS", 0.1)
     loads = [Load("concurrency", 2, 4, 40, 6), Load("rate", 100.0, 4, 40, 6)]
-    with servers.pippin_server(str(BUNDLED), TOY) as target:
+    with servers.pippin_server(str(BUNDLED_PATH), TOY) as target:
         report = measure_server(target.url + "/v1/", loads, num_streams=2, long_prompt_tokens=200)
         with pytest.raises(BenchError, match="404 Not Found"):
             measure_server(target.url, loads, model="another")
@@ -70,7 +70,7 @@ def test_loads_and_interference_of_a_running_server(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_prefix_benchmark_sees_the_cache_work() -> None:
-    report = prefix(TOY_CONFIG, BUNDLED, only=["repeat", "chat"], rounds=1)
+    report = prefix(TOY_CONFIG, BUNDLED_PATH, only=["repeat", "chat"], rounds=1)
     again, *turns = report.data["pairs"]
     assert again["prompt_tokens"] - again["cached_tokens"] <= 64
     assert len(turns) == scenarios.TURNS - 1
@@ -108,7 +108,7 @@ def test_a_config_survives_as_options() -> None:
 
 def test_unknown_parts_are_named() -> None:
     with pytest.raises(BenchError, match="no part 'chats'; there are repeat, chat"):
-        prefix(TOY_CONFIG, BUNDLED, only=["chats"])
+        prefix(TOY_CONFIG, BUNDLED_PATH, only=["chats"])
 
 
 def test_nobody_listening_is_one_clear_error() -> None:
@@ -122,7 +122,7 @@ def test_nobody_listening_is_one_clear_error() -> None:
 def test_a_server_that_cannot_start_says_why() -> None:
     with (
         pytest.raises(BenchError, match=r"pippin left with status 2:[\s\S]*prot"),
-        servers.pippin_server(str(BUNDLED), ["--prot", "1"]),
+        servers.pippin_server(str(BUNDLED_PATH), ["--prot", "1"]),
     ):
         pass
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from bundled import BUNDLED_PATH
 from pippin.errors import LoadError, RequestError
 from pippin.text.bundle import TextBundle
 from pippin.text.chat_template import ChatTemplate
 
 TESTS = Path(__file__).parents[1]
-BUNDLED = TESTS.parent / "src/pippin/models/stories-hybrid-20m"
 QWEN = TESTS / "fixtures/qwen3.5"
 
 SYSTEM = {"role": "system", "content": "You tell stories. <b>&amp;</b>"}
@@ -41,7 +41,7 @@ CHATS = [
 @pytest.fixture(scope="module", params=["bundled", "qwen3.5"])
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "bundled":
-        return BUNDLED
+        return BUNDLED_PATH
     path = tmp_path_factory.mktemp("qwen")
     (path / "tokenizer.json").write_bytes(
         lzma.decompress((QWEN / "tokenizer.json.xz").read_bytes())

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
+from bundled import BUNDLED_PATH
 from pippin.text.detokenizer import Detokenizer, Piece
 from pippin.text.tokenizer import Tokenizer
 
-BUNDLED = Path(__file__).parents[2] / "src/pippin/models/stories-hybrid-20m"
-TOKENIZER = Tokenizer.load(BUNDLED)
+TOKENIZER = Tokenizer.load(BUNDLED_PATH)
 TEXTS = st.text(
     st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab 😀👩‍👩‍👧é漢")), max_size=40
 )

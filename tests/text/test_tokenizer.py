@@ -9,25 +9,25 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from bundled import BUNDLED_PATH
 from pippin.errors import LoadError
 from pippin.text.bundle import SamplingDefaults, TextBundle
 from pippin.text.spelling import spell_byte_level
 from pippin.text.tokenizer import Tokenizer
 
-BUNDLED = Path(__file__).parents[2] / "src/pippin/models/stories-hybrid-20m"
 TEXT = "Once upon a time, 😀 naïve 漢字\n\n  <|im_start|>x<|im_end|> <think>"
 
 
 def test_encoding_and_decoding_equal_transformers() -> None:
-    ours = Tokenizer.load(BUNDLED)
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(BUNDLED / "tokenizer.json"))
+    ours = Tokenizer.load(BUNDLED_PATH)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(BUNDLED_PATH / "tokenizer.json"))
     ids = theirs.encode(TEXT)
     assert ours.encode(TEXT) == ids
     assert ours.decode(ids) == TEXT.replace("<|im_start|>", "").replace("<|im_end|>", "")
 
 
 def test_the_bundled_models_files_are_read() -> None:
-    text = TextBundle.load(BUNDLED)
+    text = TextBundle.load(BUNDLED_PATH)
     assert text.tokenizer.eos_ids == (2, 0)
     assert text.tokenizer.special_ids == {0, 1, 2, 7}
     assert text.tokenizer.vocab_size == 8192
@@ -37,8 +37,8 @@ def test_the_bundled_models_files_are_read() -> None:
 
 
 def test_every_token_is_spelled_as_the_library_spells_it() -> None:
-    tokenizer = Tokenizer.load(BUNDLED)
-    backend = Backend.from_file(str(BUNDLED / "tokenizer.json"))
+    tokenizer = Tokenizer.load(BUNDLED_PATH)
+    backend = Backend.from_file(str(BUNDLED_PATH / "tokenizer.json"))
     for token in range(backend.get_vocab_size()):
         expected = backend.decode([token], skip_special_tokens=False)
         assert tokenizer.token_text(token) == expected
@@ -49,7 +49,7 @@ def test_an_added_token_outside_the_byte_alphabet_is_plain_text() -> None:
 
 
 def test_ids_past_the_vocabulary_have_no_text() -> None:
-    tokenizer = Tokenizer.load(BUNDLED)
+    tokenizer = Tokenizer.load(BUNDLED_PATH)
     assert tokenizer.token_bytes(9000) == b""
 
 
@@ -74,7 +74,7 @@ def test_ids_past_the_vocabulary_have_no_text() -> None:
 def test_end_tokens_come_from_the_first_config_and_the_tokenizer(
     tmp_path: Path, files: dict[str, object], expected: tuple[int, ...]
 ) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((BUNDLED / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes((BUNDLED_PATH / "tokenizer.json").read_bytes())
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     assert Tokenizer.load(tmp_path).eos_ids == expected
@@ -97,7 +97,7 @@ def test_a_directory_without_a_tokenizer_is_an_error_at_load(tmp_path: Path) -> 
 
 
 def test_truncation_and_padding_left_in_the_file_do_not_touch_prompts(tmp_path: Path) -> None:
-    backend = Backend.from_file(str(BUNDLED / "tokenizer.json"))
+    backend = Backend.from_file(str(BUNDLED_PATH / "tokenizer.json"))
     backend.enable_truncation(3)
     backend.enable_padding(length=8)
     backend.save(str(tmp_path / "tokenizer.json"))

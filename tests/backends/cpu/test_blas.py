@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 from pathlib import Path
 
 import pytest
 
 from pippin.backends.mlx.cpu import blas
-from processes import run_python
+from processes import is_installed, run_python
 
 linux_only = pytest.mark.skipif(
-    platform.system() != "Linux" or importlib.util.find_spec("scipy_openblas32") is None,
+    platform.system() != "Linux" or not is_installed("scipy_openblas32"),
     reason="redirects BLAS only on Linux with the `cpu` extra",
 )
 
@@ -84,7 +83,7 @@ def test_thread_count_follows_the_environment_and_else_the_physical_cores() -> N
 
 
 @linux_only
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+@pytest.mark.skipif(not is_installed("torch"), reason="torch is not installed")
 def test_torch_can_be_imported_and_multiplies_after_the_redirect() -> None:
     code = """
 from pippin.backends.mlx.cpu.blas import load_fast_blas

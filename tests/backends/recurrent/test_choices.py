@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-import pippin
+from bundled import BUNDLED_PATH
 from families import build
 from pippin.backends.mlx import load
 from pippin.backends.mlx.backend import MLXBackend
@@ -291,6 +291,5 @@ def test_a_backend_tells_the_load_that_it_is_deterministic(
         return ()
 
     monkeypatch.setattr(load, "choose_recurrences", note)
-    bundled = Path(pippin.__file__).parent / "models" / "stories-hybrid-20m"
-    MLXBackend.load(bundled, num_slots=1, deterministic=deterministic).close()
+    MLXBackend.load(BUNDLED_PATH, num_slots=1, deterministic=deterministic).close()
     assert told == [deterministic]

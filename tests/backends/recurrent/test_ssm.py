@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import ssm as mlx_lm_ssm
@@ -91,13 +92,6 @@ def float64_recurrence(layer: Layer) -> tuple[np.ndarray, np.ndarray]:
         state = np.where(layer.real[:, t, None, None, None], new, state)
         states.append(state)
     return np.stack(ys, axis=1), np.stack(states, axis=1)
-
-
-def assert_close(got: mx.array, want: np.ndarray, tolerance: float = 1e-5) -> None:
-    got64 = np.array(got.astype(mx.float32)).astype(np.float64)
-    assert got64.shape == want.shape
-    assert np.isfinite(got64).all()
-    assert np.abs(got64 - want).max() <= tolerance * max(1.0, np.abs(want).max())
 
 
 def assert_matches_recurrence(layer: Layer) -> None:

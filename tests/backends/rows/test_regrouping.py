@@ -9,11 +9,11 @@ from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import SETTLED_STEPS, DecodeRows
 from serving import served
 
-LOADED = "llama"
+MODEL = "llama"
 
 
 def advance(rows: DecodeRows, num_steps: int) -> None:
-    loaded = served(LOADED)
+    loaded = served(MODEL)
     forward = DecodeForward(loaded.layout, loaded.forward)
     for _ in range(num_steps):
         rows.advance(list(rows.rows), lambda slots: mx.zeros(len(slots), mx.int32), forward)
@@ -21,8 +21,8 @@ def advance(rows: DecodeRows, num_steps: int) -> None:
 
 
 def rows_of(num_rows: int) -> DecodeRows:
-    rows = DecodeRows(served(LOADED).layout)
-    rows.join([(slot, prompt_of(served(LOADED), 10)) for slot in range(1, num_rows + 1)])
+    rows = DecodeRows(served(MODEL).layout)
+    rows.join([(slot, prompt_of(served(MODEL), 10)) for slot in range(1, num_rows + 1)])
     return rows
 
 
@@ -37,7 +37,7 @@ def test_joined_rows_become_one_cohort_when_they_have_settled() -> None:
 def test_a_row_that_came_and_went_leaves_the_others_as_they_were_when_they_have_settled() -> None:
     rows = rows_of(4)
     advance(rows, SETTLED_STEPS + 3)
-    rows.join([(5, prompt_of(served(LOADED), 10))])
+    rows.join([(5, prompt_of(served(MODEL), 10))])
     advance(rows, 2)
     rows.leave(5)
     advance(rows, SETTLED_STEPS - 1)

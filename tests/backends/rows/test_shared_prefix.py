@@ -1,28 +1,29 @@
-"""Rows that begin alike hold that beginning once, and nobody can tell from what they say."""
+"""Rows that begin alike hold that beginning once, and nobody can tell from what they say.
+
+Rows are given the same tokens whatever they would have said, so that their logits can be compared
+to the end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_map
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_model
 
-import pippin
-from families import build
+from near_ties import TOLERANCE, log_softmax
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows import arrays, cohorts, grouping, split_attention
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.grouping import common_len, group_rows
-from serving import BUNDLED, CLEAR, diverge, make_client, make_prompt, served
+from reference import BUNDLED, assert_right, score
+from serving import diverge, make_client, make_prompt, served
+
+pytestmark = pytest.mark.slow
 
 BLOCK = 8  # tokens of a tail and of all else in these tests: a regrouping every few steps
 START_LEN = 100
@@ -54,36 +55,9 @@ def prompts_of(name: str) -> dict[int, list[int]]:
 
 
 @cache
-def plain_model(name: str) -> nn.Module:
-    if name != BUNDLED:
-        return build(name)[0]
-    model, _ = load_model(Path(pippin.__file__).parent / "models" / "stories-hybrid-20m")
-    model.update(tree_map(lambda weight: weight.astype(mx.float32), model.parameters()))
-    return model
-
-
-@cache
-def said_alone(name: str, slot: int, num_tokens: int) -> list[int]:
-    """Plain mlx-lm with its own caches, a token at a time; ends where a choice is not clear."""
-    model = plain_model(name)
-    caches = make_prompt_cache(model)
-    inputs, said = mx.array([prompts_of(name)[slot]]), []
-    for _ in range(num_tokens):
-        logits = np.array(model(inputs, cache=caches)[0, -1])
-        second, best = np.sort(logits)[-2:]
-        if best - second <= CLEAR:
-            break
-        said.append(int(logits.argmax()))
-        inputs = mx.array([said[-1:]])
-    return said
-
-
-def check_said(name: str, said: Mapping[int, list[int]]) -> None:
-    """Everybody said what they say alone, as far as that is clear; and most of it is."""
-    alone = {slot: said_alone(name, slot, len(tokens)) for slot, tokens in said.items()}
-    for slot, expected in alone.items():
-        assert said[slot][: len(expected)] == expected, f"slot {slot}"
-    assert sum(map(len, alone.values())) > sum(map(len, said.values())) / 2
+def given_to(name: str, slot: int) -> list[int]:
+    """What a row is given after its prompt, a token a step."""
+    return make_prompt(name, 100, seed=50 + slot)
 
 
 @dataclass
@@ -92,7 +66,7 @@ class Stage:
 
     name: str
     shares: bool
-    said: dict[int, list[int]] = field(default_factory=dict)
+    logits: dict[int, list[np.ndarray]] = field(default_factory=dict)  # by slot, of each step
     seen: list[tuple[int, ...]] = field(default_factory=list)  # tokens shared, by cohort and step
 
     def __post_init__(self) -> None:
@@ -111,12 +85,11 @@ class Stage:
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            at, logits = self.rows.advance(list(self.rows.rows), self._last_said, self._forward)
-            drawn = np.asarray(mx.argmax(logits, axis=-1))
-            mx.eval(self.rows.arrays())
-            for slot, token in zip(at.tolist(), drawn.tolist(), strict=True):
+            at, logits = self.rows.advance(list(self.rows.rows), self._next_tokens, self._forward)
+            mx.eval(logits, self.rows.arrays())
+            for slot, row in zip(at.tolist(), np.array(logits), strict=True):
                 if slot:
-                    self.said[slot].append(token)
+                    self.logits[slot].append(row)
             self.seen.append(tuple(sorted(num_shared(self.rows))))
 
     def _known(self, prompts: Mapping[int, np.ndarray]) -> Mapping[int, np.ndarray] | None:
@@ -128,11 +101,21 @@ class Stage:
         logits = self.model.forward(batch.tokens, batch.caches)
         batch.advance()
         mx.eval(state.arrays())
-        self.said[slot] = [int(mx.argmax(logits[0, -1]))]
+        self.logits[slot] = [np.array(logits[0, -1])]
         return state
 
-    def _last_said(self, slots: np.ndarray) -> mx.array:
-        return mx.array([self.said[s][-1] if s else 0 for s in slots.tolist()], dtype=mx.int32)
+    def _next_tokens(self, slots: np.ndarray) -> mx.array:
+        tokens = [given_to(self.name, s)[len(self.logits[s]) - 1] if s else 0 for s in slots]
+        return mx.array(tokens, dtype=mx.int32)
+
+
+def check_with_plain_model(stage: Stage) -> None:
+    """Each row computed what plain mlx-lm computes of the same tokens."""
+    for slot, logits in stage.logits.items():
+        prompt, given = prompts_of(stage.name)[slot], given_to(stage.name, slot)
+        expected = score(stage.name, (*prompt, *given[: len(logits) - 1]))[len(prompt) - 1 :]
+        found = log_softmax(np.stack(logits))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE, err_msg=f"slot {slot}")
 
 
 def num_shared(rows: DecodeRows) -> list[int]:
@@ -168,7 +151,7 @@ def play(name: str, *, shares: bool) -> Stage:
 @pytest.mark.usefixtures("eager")
 def test_rows_that_share_say_what_each_says_alone(name: str) -> None:
     stage = play(name, shares=True)
-    check_said(name, stage.said)
+    check_with_plain_model(stage)
     whole = START_LEN - START_LEN % BLOCK
     half = START_LEN // 2 - START_LEN // 2 % BLOCK
     assert {(), (whole,), (half,)} <= set(stage.seen), "it came, shrank, and went"
@@ -180,14 +163,16 @@ def test_rows_that_share_say_what_each_says_alone(name: str) -> None:
 def test_a_row_that_shared_is_captured_as_one_that_did_not(name: str) -> None:
     sharing, apart = play(name, shares=True), play(name, shares=False)
     assert set(apart.seen) == {()}
-    assert sharing.said == apart.said
+    for slot, logits in sharing.logits.items():
+        pair = (log_softmax(np.stack(rows)) for rows in (logits, apart.logits[slot]))
+        np.testing.assert_allclose(*pair, rtol=0, atol=TOLERANCE)
     for slot in sharing.rows.rows:
         kv, expected = sharing.rows.kv_of(slot), apart.rows.kv_of(slot)
         assert kv.keys() == expected.keys()
         for leaf in kv:
             for mine, theirs in zip(kv[leaf], expected[leaf], strict=True):
                 assert mine.shape == theirs.shape
-                np.testing.assert_allclose(np.array(mine), np.array(theirs), atol=1e-4)
+                np.testing.assert_allclose(mine, theirs, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.usefixtures("eager")
@@ -242,7 +227,7 @@ def test_a_model_that_attends_in_its_own_way_shares_nothing() -> None:
     stage.join(1, 2)
     stage.run(2 * BLOCK)
     assert set(stage.seen) == {()}
-    check_said("deepseek_v3", stage.said)
+    check_with_plain_model(stage)
 
 
 @pytest.mark.usefixtures("eager")
@@ -257,10 +242,11 @@ def test_the_engine_tells_rows_what_they_begin_with(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(DecodeRows, "advance", watched)
     client = make_client("llama")
-    replies = {s: client.submit(prompts_of("llama")[s], max_tokens=30) for s in (1, 2, 3)}
+    replies = [client.submit(prompts_of("llama")[s], max_tokens=30) for s in (1, 2, 3)]
     client.run()
     assert shared == {START_LEN - START_LEN % BLOCK}
-    check_said("llama", {slot: reply.tokens for slot, reply in replies.items()})
+    for reply in replies:
+        assert_right("llama", reply.prompt, reply.tokens)
 
 
 # ---- which rows share ------------------------------------------------------------------------

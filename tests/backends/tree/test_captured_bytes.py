@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.types import SamplingParams
-from serving import BUNDLED, make_prompt, served
+from reference import BUNDLED
+from serving import active_bytes, make_prompt, served
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_bytes")]
 
 KINDS = (BUNDLED, "qwen3_5", "mamba2", "falcon_h1", "gpt_oss", "gemma3", "llama")
 SMALL_BUFFERS = 1 << 16  # what sampling keeps, and the rounding of many small allocations
@@ -65,8 +66,7 @@ def cut_at_checkpoints(fields: dict[str, Any]) -> dict[str, Any]:
 def test_captures_take_no_more_than_was_told(name: str) -> None:
     backend = MLXBackend(served(name), num_slots=2)
     prompts = [np.array(make_prompt(name, n, seed=n), np.int32) for n in (330, 190)]
-    gc.collect()
-    before = mx.get_active_memory()
+    before = active_bytes()
     captures: list[Capture] = []
     told = 0
     for number, fields in enumerate(plans(prompts)):
@@ -78,9 +78,7 @@ def test_captures_take_no_more_than_was_told(name: str) -> None:
         assert sum(capture.nbytes for capture in new) <= allowed
         captures += new
         told += allowed
-    mx.synchronize()
-    gc.collect()
-    held = mx.get_active_memory() - before  # both slots are empty again: captures and no more
+    held = active_bytes() - before  # both slots are empty again: captures and no more
     assert 0 < sum(capture.nbytes for capture in captures) <= told
     assert held <= told + SMALL_BUFFERS
 
@@ -89,11 +87,9 @@ def test_captures_take_no_more_than_was_told(name: str) -> None:
 def test_a_discarded_step_gives_back_what_it_captured(name: str) -> None:
     backend = MLXBackend(served(name), num_slots=2)
     prompt = np.array(make_prompt(name, 128, seed=1), np.int32)
-    gc.collect()
-    before = mx.get_active_memory()
+    before = active_bytes()
     chunk = PrefillRow(1, 0, prompt, checkpoints=(128,), captures=True)
     step = backend.launch(StepPlan(0, admit=(admit(1, prompt),), prefill=(chunk,)))
     step.discard()
     backend.launch(StepPlan(1, retire=(Retire(1),))).wait()
-    mx.synchronize()
-    assert mx.get_active_memory() - before <= SMALL_BUFFERS
+    assert active_bytes() - before <= SMALL_BUFFERS
