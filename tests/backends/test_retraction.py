@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from builders import Reply
+from near_ties import count_same
 from pippin.scheduler import admission, claims
 from serving import BUNDLED, make_client, make_prompt
 
@@ -12,7 +13,6 @@ NUM_REQUESTS = 40
 NUM_ROWS = 12  # that the budget holds
 REPLY_LEN = 30
 GROWTH = 4  # tokens that a row claims ahead; few, so that short replies outgrow it
-CLEAR = 1e-3  # log probabilities apart: below this the order of float32 sums may decide
 
 CHECKPOINTS = (BUNDLED, "gpt_oss", "llama")  # hybrid, windowed, plain
 
@@ -32,15 +32,13 @@ def params_of(number: int) -> dict[str, object]:
     return params
 
 
-def num_clear(reply: Reply) -> int:
-    """Tokens before the first whose choice hangs on rounding."""
-    for index, scored in enumerate(reply.logprobs):
-        best, second = sorted(scored.top_logprobs)[-1:-3:-1]
-        if best - second < CLEAR:
-            return index
-    return len(reply.tokens)
+def num_drawn_alike(reply: Reply, expected: Reply) -> int:
+    """Tokens before two draws part: a rare one may hang on the last digit of a log probability."""
+    pairs = zip(reply.tokens, expected.tokens, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), len(reply.tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_retracted_replies_are_what_each_is_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -61,11 +59,10 @@ def test_retracted_replies_are_what_each_is_alone(
         client.run()
         assert client.loop.scheduler.metrics.retractions > 0
         compared = 0
-        for reply, reference in zip(replies, expected, strict=True):
-            clear = num_clear(reference)
-            assert reply.tokens[:clear] == reference.tokens[:clear]
+        for number, (reply, alike) in enumerate(zip(replies, expected, strict=True)):
+            drawn = "seed" in params_of(number)
+            compared += num_drawn_alike(reply, alike) if drawn else count_same(reply.tokens, alike)
             assert len(reply.logprobs) == len(reply.tokens)
-            compared += clear
-        assert compared > 0.8 * sum(len(reply.tokens) for reply in expected)
+        assert compared > 0.9 * sum(len(reply.tokens) for reply in expected)
         assert all(reply.finish in ("length", "stop") for reply in replies)
         assert client.loop.scheduler.budget.claimed == 0
