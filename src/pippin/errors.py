@@ -7,6 +7,7 @@ PippinError
 ├── NotFound                404
 ├── Overloaded              503  the queue is full
 ├── OutOfMemory             503  one request does not fit the byte budget
+├── NotANumber              500  the model's values overflowed on this request
 ├── EngineDead              503  the engine process is gone
 │   └── DeviceFailed        503  several steps in a row failed: the engine stops
 └── LoadError                    a checkpoint cannot be served; raised before the server starts
@@ -54,6 +55,10 @@ class Overloaded(PippinError):
 class OutOfMemory(PippinError):
     status = 503
     code = "out_of_memory"
+
+
+class NotANumber(PippinError):
+    code = "not_a_number"
 
 
 class EngineDead(PippinError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -378,6 +379,31 @@ def test_what_a_failed_step_left_never_reaches_the_tree() -> None:
     assert client.ask(prompt).finish == "error"
     again = client.ask(prompt)
     assert again.tokens == oracle(prompt, components=(A, S))[0]
+    check_idle(client)
+
+
+@both_modes
+def test_what_overflowed_ends_its_own_request_and_never_reaches_the_tree(overlap: bool) -> None:
+    class Overflowing(FakeBackend):
+        """Slot 1 computes no numbers in its second chunk."""
+
+        def launch(self, plan: StepPlan) -> FakePending:
+            pending = super().launch(plan)
+            if any(row.slot == 1 and row.start == 64 for row in plan.prefill):
+                finish = pending.wait
+                pending.wait = lambda: replace(finish(), overflowed=frozenset({1}))  # type: ignore[method-assign]
+            return pending
+
+    client = Client(make_loop(backend=Overflowing(num_slots=4), chunk=64, overlap=overlap))
+    bad = client.submit(make_prompt(300), max_tokens=5)
+    client.step()
+    other = client.submit(make_prompt(30, 1), max_tokens=5)
+    client.run()
+    assert (bad.finish, bad.tokens, bad.error) == ("error", [], "the model's values overflowed")
+    assert (other.tokens, other.finish) == oracle(make_prompt(30, 1), max_tokens=5)
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    assert cache.num_held(make_prompt(300)) == 64
     check_idle(client)
 
 

@@ -172,6 +172,9 @@ class StepResult:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by slot, if asked for
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     captures: tuple[Capture, ...] = ()
+    # Slots whose numbers are none any more (NaN). Whatever a step computed for one of these,
+    # before that position too, is not to be used: a masked weight of 0 times NaN is NaN.
+    overflowed: frozenset[int] = frozenset()
     dispatched: float = 0.0  # time.perf_counter() when the device was handed the step
     device: DeviceReading | None = None  # where a device keeps account of its work
 

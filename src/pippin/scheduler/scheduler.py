@@ -19,7 +19,7 @@ import numpy as np
 from pippin.backends.base import Admit, Costs, Retire, StepPlan, StepResult
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.decode.grammar import Grammar
-from pippin.errors import OutOfMemory, PippinError
+from pippin.errors import NotANumber, OutOfMemory, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import EngineMetrics
 from pippin.scheduler import retraction
@@ -263,6 +263,8 @@ class Scheduler:
     def commit(self, step: int, result: StepResult) -> list[TokenDelta]:
         """Take in a finished step: tokens, finishes, captures. Returns what clients are owed."""
         flight = self._settle(step)
+        for slot in result.overflowed:
+            self._taint(flight.owners[slot], NotANumber("the model's values overflowed"))
         if self.cache is not None:
             take_captures(result.captures, flight.owners, flight.retired, self.cache, self.budget)
         for holding in flight.retired.values():
@@ -279,10 +281,7 @@ class Scheduler:
         """
         flight = self._settle(step)
         for row in flight.plan.rows:
-            holding = flight.owners[row.slot]
-            holding.tainted = True
-            if holding.runs:
-                self._fail(holding.request, error)
+            self._taint(flight.owners[row.slot], error)
         for holding in flight.retired.values():
             holding.tainted = True
             self._leaving.append(holding)
@@ -354,6 +353,12 @@ class Scheduler:
             self.metrics.requests_aborted += 1
         else:
             self.metrics.requests_finished += 1
+
+    def _taint(self, holding: Holding, error: Exception) -> None:
+        """Nothing that its row holds, or will hold, is to be used: its request fails."""
+        holding.tainted = True
+        if holding.runs:
+            self._fail(holding.request, error)
 
     def _fail(self, request: Request, error: Exception) -> None:
         self._outbox.error(request.id, error)

@@ -194,6 +194,7 @@ class MLXBackend:
             logits = logits[:, -1:]
         elif logits.shape[1] != 1:  # a head that could not be told to choose
             logits = mx.take_along_axis(logits, mx.array(batch.last_positions)[:, None, None], 1)
+        step.check(np.array([chunk.slot for chunk in chunks]), logits[:, -1])
         batch.advance()
         new_kv = batch.new_kv()
         for row, (chunk, prompt) in enumerate(zip(chunks, states, strict=True)):
@@ -252,6 +253,7 @@ class MLXBackend:
             [d.slot for d in decodes], self._future_map.resolve, self._decode_forward
         )
         step.written += rows.arrays()
+        step.check(slots, logits)
         by_slot = {d.slot: d for d in decodes}
         sample_rows, masked = [], {}
         for index, slot in enumerate(slots.tolist()):

@@ -85,6 +85,7 @@ class MLXPending:
     sampled: list[SampledRows] = field(default_factory=list)
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
     to_sample: ToSample = field(default_factory=ToSample)
+    checks: list[tuple[np.ndarray, mx.array]] = field(default_factory=list)  # slots, bool each
     written: list[mx.array] = field(default_factory=list)
     fence: mx.array | None = None  # one number, ready when a step that samples nothing is
     dispatched: float = 0.0
@@ -93,6 +94,12 @@ class MLXPending:
         self.captures.append(capture)
         for payload in (*capture.kv.values(), *capture.states.values()):
             self.written += payload_arrays(payload)
+
+    def check(self, slots: np.ndarray, logits: mx.array) -> None:
+        """Note rows of logits [rows, vocab] that are not numbers: then none of a row's is one."""
+        overflowed = mx.isnan(logits[:, 0])
+        self.checks.append((slots, overflowed))
+        self.written.append(overflowed)
 
     def launch(self) -> None:
         """Everything written since the last call: what is left out would keep its graph alive."""
@@ -128,9 +135,14 @@ class MLXPending:
             logprobs,
             prompt_logprobs,
             tuple(self.captures),
+            self._overflowed(),
             dispatched=self.dispatched,
             device=None if self.clock is None else self.clock.read(),
         )
+
+    def _overflowed(self) -> frozenset[int]:
+        found = (slots[np.asarray(overflowed)].tolist() for slots, overflowed in self.checks)
+        return frozenset(slot for part in found for slot in part if slot)
 
     def discard(self) -> None:
         for capture in self.captures:
