@@ -23,6 +23,7 @@ from pippin.backends.base import (
     captured_bytes,
 )
 from pippin.backends.mlx.cpu.kernels import Kernels
+from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
 from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
 from pippin.backends.mlx.device import device_info, limit_memory, on_cpu
 from pippin.backends.mlx.load import LoadedModel, load
@@ -72,6 +73,7 @@ class MLXBackend:
             compiled=(lambda: False) if deterministic else self._kernels.ready,
         )
         self._clock = find_stream_clock()
+        self._resident: ResidentLimit | None = None
         self._prompts: dict[int, PromptState] = {}  # slots that have not decoded yet
         self._admitted: dict[int, Admit] = {}
         self._prompt_logprobs: dict[int, list[Logprobs]] = {}
@@ -104,6 +106,8 @@ class MLXBackend:
         return backend
 
     def launch(self, plan: StepPlan) -> MLXPending:
+        if self._resident is not None:
+            self._resident.keep()
         step = MLXPending(plan, self._sample_rows, self._num_top_logprobs, self._clock)
         for retire in plan.retire:
             self._retire(step, retire)
@@ -127,8 +131,10 @@ class MLXBackend:
         return captured_bytes(self.spec, plan)
 
     def limit_memory(self, budget_bytes: int) -> int:
-        limit_memory(budget_bytes)
-        left = budget_bytes - self.memory_used()
+        used = self.memory_used()
+        left = limit_memory(budget_bytes) - used
+        if on_cpu() and has_glibc():
+            self._resident = ResidentLimit(max(budget_bytes - used, 0))
         self._shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
         return int(left * (1.0 - ACTIVATION_SHARE - SPARE_SHARE))
 

@@ -9,7 +9,9 @@ import mlx.core as mx
 
 from pippin.backends.base import DeviceInfo
 
-SPARE_BUFFERS_DIVISOR = 16  # of the budget, mlx may keep this part as buffers to use again
+# Of the budget, mlx may keep this part as buffers to use again. GPUs' give way to what is needed.
+CPU_SPARE_DIVISOR, GPU_SPARE_DIVISOR = 16, 4
+CPU_SPARE_BYTES = 128 << 20  # at most
 
 
 def on_cpu() -> bool:
@@ -28,13 +30,21 @@ def device_info() -> DeviceInfo:
     return DeviceInfo("cuda", name, int(memory), 0.85, prefill_tokens=8192)
 
 
-def limit_memory(budget_bytes: int) -> None:
-    """Tell mlx the budget: it then waits for running work, and drops spare buffers, to keep it.
+def limit_memory(budget_bytes: int) -> int:
+    """Tell mlx the budget: it then waits for running work to keep it. What arrays may take of it.
 
-    No memory is wired: wired buffers that come and go as fast as a server's panic macOS.
+    On GPUs mlx drops spare buffers before it exceeds its limit; on CPUs it keeps them beside it, so
+    they are taken off. No memory is wired: wired buffers that come and go as fast as a server's
+    panic macOS.
     """
-    mx.set_memory_limit(budget_bytes)
-    mx.set_cache_limit(budget_bytes // SPARE_BUFFERS_DIVISOR)
+    if on_cpu():
+        spare = min(budget_bytes // CPU_SPARE_DIVISOR, CPU_SPARE_BYTES)
+        usable = budget_bytes - spare
+    else:
+        spare, usable = budget_bytes // GPU_SPARE_DIVISOR, budget_bytes
+    mx.set_cache_limit(spare)
+    mx.set_memory_limit(usable)
+    return usable
 
 
 def host_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
