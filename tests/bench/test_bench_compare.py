@@ -113,6 +113,7 @@ def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_both_servers_answer_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setattr("pippin.bench.scenarios.PROMPT_TOKENS", 50)

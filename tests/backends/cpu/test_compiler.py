@@ -15,6 +15,11 @@ linux_only = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def compile_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLX_DISABLE_COMPILE", raising=False)
+
+
 @linux_only
 def test_without_a_compiler_mlx_runs_functions_uncompiled() -> None:
     code = """
