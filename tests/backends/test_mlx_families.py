@@ -63,7 +63,7 @@ CROWD = (
 def make_loop(family: str, num_slots: int = 16) -> Loop:
     backend = MLXBackend(served(family), num_slots=num_slots, debug=True)
     limits = Limits(max_running=num_slots, prefill_tokens=CHUNK)
-    return Loop(Scheduler(backend.spec, limits), backend)
+    return Loop(Scheduler(backend, limits), backend)
 
 
 def serve(family: str, cases: Sequence[Case]) -> dict[Case, Reply]:

@@ -73,7 +73,7 @@ def reply_alone(number: int) -> Reply:
 
 def ask(*prompts: list[int]) -> list[Reply]:
     backend = MLXBackend(load_bundled(), num_slots=len(PROMPTS))
-    client = Client(Loop(Scheduler(backend.spec, Limits(max_running=len(PROMPTS))), backend))
+    client = Client(Loop(Scheduler(backend, Limits(max_running=len(PROMPTS))), backend))
     replies = [client.submit(p, max_tokens=MAX_TOKENS, logprobs=20) for p in prompts]
     client.run()
     return replies
