@@ -15,6 +15,8 @@ from hypothesis import settings
 
 from pippin.engine import keep_torch_out
 
+LONGEST_FILES = ("test_mutants", "test_worlds")
+
 settings.register_profile("repeat", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("repeat")
@@ -56,3 +58,8 @@ def without_compiler() -> Iterator[None]:
     mx.disable_compile()
     yield
     mx.enable_compile()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest go first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST_FILES)
