@@ -208,5 +208,6 @@ def test_the_budget_is_for_weights_rows_tree_and_all_else() -> None:
     backend = MLXBackend(served("llama"), num_slots=2)
     used = backend.memory_used()
     capacity = backend.limit_memory(used + (100 << 20))
-    assert 0.75 * (100 << 20) < capacity < 0.9 * (100 << 20)
+    # mlx's spare buffers are a part of the whole budget, whatever else this process holds.
+    assert 0.5 * (100 << 20) < capacity < 0.9 * (100 << 20)
     assert backend.limit_memory(used // 2) < 0
