@@ -146,7 +146,7 @@ def test_rows_that_leave_take_with_them_what_they_held(name: str) -> None:
     crowd = Crowd(name, seed=2)
     crowd.come(*range(900, 908))
     crowd.say(12)
-    assert len(crowd.backend._shared_rows.cohorts) == 1
+    assert len(crowd.backend._shared_rows.mains.cohorts) == 1
     held_by_all = crowd.settle()
     spare = held_by_all // 16
     crowd.limit(spare)

@@ -10,7 +10,7 @@ graph, so that the graph can be compiled once; nothing here reads a value back.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -43,12 +43,36 @@ class CohortShape:
 
 
 @dataclass(frozen=True)
+class CohortsShape:
+    cohorts: tuple[CohortShape, ...]
+    aligned: bool  # one cohort whose lines are the rows, in order: nothing needs to be gathered
+
+    @property
+    def compiles(self) -> bool:
+        """Others come and go too often."""
+        return self.aligned
+
+    def row_view(self, step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
+        return RowKV(step, leaf, place)
+
+
+class MainsShape(Protocol):
+    @property
+    def compiles(self) -> bool:
+        """Whether a step of this shape is worth being compiled."""
+        ...
+
+    def row_view(self, step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
+        """The cache view of a layer; `place`: of its leaf among the KV leaves."""
+        ...
+
+
+@dataclass(frozen=True)
 class StepShape:
     """What the host knows of a step and its graph depends on."""
 
     width: int
-    cohorts: tuple[CohortShape, ...]
-    aligned: bool  # one cohort whose lines are the rows, in order: nothing needs to be gathered
+    mains: MainsShape
 
 
 class DecodeStep:
@@ -58,18 +82,28 @@ class DecodeStep:
     offset   int32 [width]        where each row's token stands
     cursor   int32 [1]            the tail column that is written
     written  bool  [width, TAIL]  tail columns that hold a token of their row
-    order    int32 [width]        each row's line among all cohorts' lines; a blank one comes last
     tails    [keys, values] by KV leaf: [width, heads, TAIL, dim]
     states   entries by state leaf: [width, ...]
+
+    With cohorts:
+    order    int32 [width]        each row's line among all cohorts' lines; a blank one comes last
     cohorts  kv by KV leaf: [lines, heads, columns, dim]; shared likewise: [1, heads, tokens, dim],
              or empty; lines: the row of each line; lengths: its tokens;
              stored: by window class, how many of them are in the columns
+
+    Packed:
+    mains    [keys, values] by KV leaf: [heads, columns of all rows, dim]
+    places   int32 [width, 2] by window class: where a row's columns begin, and how many it sees
+    visible  bool [width, TAIL] by window class
     """
 
     def __init__(self, layout: Layout, shape: StepShape, tree: Tree) -> None:
         self.layout = layout
         self.shape = shape
         self.tree = tree
+        mains = shape.mains
+        self.cohorts = mains.cohorts if isinstance(mains, CohortsShape) else ()
+        self.aligned = isinstance(mains, CohortsShape) and mains.aligned
         self._tail_masks: dict[int | None, mx.array] = {}
         self._main_masks: dict[object, mx.array | None] = {}
 
@@ -106,7 +140,7 @@ class DecodeStep:
 
     def _build_main_mask(self, number: int, leaf: Leaf, window: int | None) -> mx.array | None:
         place = self.layout.window_classes.index(leaf.window)
-        shape, cohort = self.shape.cohorts[number], self.tree["cohorts"][number]
+        shape, cohort = self.cohorts[number], self.tree["cohorts"][number]
         if window is None and shape.full[place]:
             return None
         column = mx.arange(shape.columns[place])[None]
@@ -127,8 +161,9 @@ class RowKV:
         self.step = step
         self.offset = step.tree["offset"]
         self.tail: list[mx.array] = list(step.tree["tails"][place])
-        self._mains = [cohort["kv"][place] for cohort in step.tree["cohorts"]]
-        self._shared = [cohort["shared"][place] for cohort in step.tree["cohorts"]]
+        cohorts = step.tree.get("cohorts", ())
+        self._mains = [cohort["kv"][place] for cohort in cohorts]
+        self._shared = [cohort["shared"][place] for cohort in cohorts]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         at = self.step.tree["cursor"]
@@ -164,7 +199,7 @@ class RowKV:
         sink = None if sinks is None else sinks.astype(q.dtype).reshape(1, kv_heads, repeats, 1)
         if not self._mains:
             out = softmax([tail_scores], sink) @ self.tail[1]
-        elif step.shape.aligned:
+        elif step.aligned:
             out, weights = self._attend_cohort(0, q, tail_scores, sink, window, blocked)
             out = out + weights @ self.tail[1]
         else:
@@ -242,7 +277,8 @@ class StepViews:
 
     def __init__(self, step: DecodeStep) -> None:
         leaves, kv_indices = step.layout.leaves, step.layout.kv_indices
-        self.kv = [RowKV(step, leaves[index], place) for place, index in enumerate(kv_indices)]
+        row_view = step.shape.mains.row_view
+        self.kv = [row_view(step, leaves[index], place) for place, index in enumerate(kv_indices)]
         self.states: list[Any] = []
         for entries in step.tree["states"]:
             view: Any = ArraysCache(size=len(entries))
