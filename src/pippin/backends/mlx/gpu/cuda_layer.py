@@ -19,8 +19,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
 from pippin.backends.mlx.gpu.cuda_prefill import gated_norm, prepare
-from pippin.backends.mlx.gpu.cuda_scan import gated_delta_scan as scan
-from pippin.backends.mlx.gpu.cuda_scan import takes as scan_takes
+from pippin.backends.mlx.gpu.cuda_scan import fits, gated_delta_scan
 from pippin.backends.mlx.gpu.siblings import Siblings
 from pippin.backends.mlx.recurrent.taps import conv_inputs_are_tapped, record_conv_input
 
@@ -215,7 +214,7 @@ class FusedGatedDeltaNet(GatedDeltaNet):
             k_heads=k_heads,
             v_heads=v_heads,
         )
-        read, cache[1] = scan(q, k, v, g, beta, state, dtype=mx.float32)
+        read, cache[1] = gated_delta_scan(q, k, v, g, beta, state, dtype=mx.float32)
         cache.advance(num_tokens)
         out = gated_norm(
             read, projected, self.norm.weight, self._eps, k_heads=k_heads, v_heads=v_heads
@@ -232,7 +231,7 @@ def fuse_layers(model: Module) -> None:
     for _, part in model.named_modules():
         if type(part) is not GatedDeltaNet or part.head_k_dim % WARP:
             continue
-        if not scan_takes(part.head_k_dim, part.head_v_dim):
+        if not fits(part.head_k_dim, part.head_v_dim):
             continue
         siblings = Siblings.of(part.in_proj_qkv)
         wanted = [part.in_proj_qkv, part.in_proj_z, part.in_proj_b, part.in_proj_a]

@@ -156,11 +156,16 @@ def _kernel() -> Callable[..., list[mx.array]]:
     return kernel
 
 
+def fits(k_dim: int, v_dim: int) -> bool:
+    """Whether lanes, lines and tiles come out even."""
+    whole_tiles = TILE * k_dim % (4 * THREADS) == 0
+    return k_dim % (4 * LANES) == 0 and v_dim % LINES == 0 and whole_tiles
+
+
 def takes(k_dim: int, v_dim: int) -> bool:
     """Whether the kernel is for this device and these shapes."""
     on_cuda = mx.cuda.is_available() and mx.default_device() == mx.Device(mx.gpu)
-    whole_tiles = TILE * k_dim % (4 * THREADS) == 0
-    return bool(on_cuda) and k_dim % (4 * LANES) == 0 and v_dim % LINES == 0 and whole_tiles
+    return bool(on_cuda) and fits(k_dim, v_dim)
 
 
 def gated_delta_scan(
