@@ -38,7 +38,7 @@ from pippin.backends.mlx.recurrent.calls import Kind, is_among, record_call
 from pippin.backends.mlx.recurrent.conv import is_depthwise, use_shift_conv1d
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update
 from pippin.backends.mlx.recurrent.ssm import ssm_update
-from pippin.backends.mlx.rows.views import RowKV, RowMask
+from pippin.backends.mlx.rows.views import WITHOUT_ITS_MASK, RowKV, RowMask
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": base.scaled_dot_product_attention,
@@ -70,11 +70,6 @@ def active(mlx_lm_kinds: frozenset[Kind] = frozenset()) -> Iterator[None]:
         _active, _mlx_lm_kinds = before
 
 
-def _needs_row_mask(rows: RowKV, mask: Any) -> bool:
-    """Whether attending without `rows`' own mask would see too little, or padding."""
-    return rows.leaf.splits or mask is None
-
-
 def attention(
     queries: mx.array,
     keys: mx.array,
@@ -85,12 +80,13 @@ def attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's attention function, and split attention where the cache is one of our rows."""
-    if isinstance(cache, RowKV) and isinstance(mask, RowMask):
-        return cache.attend(queries, scale, mask.window, sinks)
-    if isinstance(mask, RowMask) or (isinstance(cache, RowKV) and _needs_row_mask(cache, mask)):
-        raise TypeError("attention was not given both a cache and the mask of that cache")
+    rows = mask.lender(keys, values) if isinstance(mask, RowMask) and cache is None else cache
+    if isinstance(rows, RowKV) and rows.leaf.splits:
+        return rows.attend_masked(queries, scale, mask, sinks)
+    if isinstance(mask, RowMask) or (isinstance(rows, RowKV) and mask is None):
+        raise TypeError(WITHOUT_ITS_MASK)
     if isinstance(cache, ProbeKV):
-        cache.seen_by_attention(keys, values, mask)
+        mask = cache.seen_by_attention(keys, values, mask)
     if isinstance(cache, ChunkKV) and cache.on_cpu and sinks is None:
         return attend(queries, keys, values, scale, mask)
     original = _ORIGINALS["scaled_dot_product_attention"]
