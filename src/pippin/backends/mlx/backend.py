@@ -27,6 +27,7 @@ from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
 from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
 from pippin.backends.mlx.device import device_info, limit_memory, max_buffers, on_cpu, wire
 from pippin.backends.mlx.load import LoadedModel, load
+from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.prefill.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.recurrent.state_taps import StateTaps
@@ -150,6 +151,7 @@ class MLXBackend:
         if on_cpu() and has_glibc():
             self._resident = ResidentLimit(max(budget_bytes - used, 0))
         self._shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
+        query_blocks.LIMIT.fit(max(left, 0) * ACTIVATION_SHARE)
         left = int(left * (1.0 - ACTIVATION_SHARE - SPARE_SHARE))
         buffers = max_buffers()
         return left if buffers is None else min(left, buffers * self._captures.least_buffer_bytes)
