@@ -156,6 +156,10 @@ class MLXBackend:
         buffers = max_buffers()
         return left if buffers is None else min(left, buffers * self._captures.least_buffer_bytes)
 
+    @property
+    def loaded(self) -> LoadedModel:
+        return self._loaded
+
     def memory_used(self) -> int:
         return int(mx.get_active_memory())
 

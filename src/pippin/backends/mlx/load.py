@@ -40,6 +40,7 @@ class LoadedModel:
     head: Head
     layout: Layout
     vocab_size: int
+    dtype: mx.Dtype  # of logits, and so of the arithmetic before them
     max_len: int
     name: str
     state_taps: bool = False
@@ -114,6 +115,7 @@ def prepare(
         head=head,
         layout=layout,
         vocab_size=logits.shape[-1],
+        dtype=logits.dtype,
         max_len=int(text.get("max_position_embeddings") or config.get("seq_length") or 4096),
         name=name,
         state_taps=can_tap(layout, forward),
