@@ -293,23 +293,6 @@ LLAMA_DYNAMIC: Config = _SIZES | {
     "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
 }
 
-LLAMA4: Config = _text(
-    _SIZES
-    | {
-        "model_type": "llama4",
-        "num_hidden_layers": 4,
-        "attention_bias": False,
-        "attention_chunk_size": 64,
-        "head_dim": 16,
-        "interleave_moe_layer_step": 2,
-        "intermediate_size_mlp": 96,
-        "num_experts_per_tok": 1,
-        "num_local_experts": 2,
-        "rope_scaling": None,
-        "use_qk_norm": True,
-    }
-)
-
 
 def build(family: str, *, seed: int = 0) -> tuple[nn.Module, Config]:
     """A new model of a family and its config.json; the same weights every time."""

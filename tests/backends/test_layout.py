@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 from typing import Any
 
@@ -9,11 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models import qwen3
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from families import FAMILIES, LLAMA4, LLAMA_DYNAMIC, WINDOW, build, build_from
+from families import FAMILIES, LLAMA_DYNAMIC, WINDOW, build, build_from
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.load import prepare
+from pippin.backends.mlx.refusals import REASONS
 from pippin.errors import UnsupportedLayout
 from pippin.types import Component
 
@@ -103,11 +105,6 @@ def test_layers_that_take_padding_for_tokens_are_found_out(family: str) -> None:
     assert layout_of(family).pads == (family != "olmo_hybrid")
 
 
-def test_rows_that_cannot_share_a_forward_are_refused_at_load() -> None:
-    with pytest.raises(UnsupportedLayout, match="cannot run rows of different lengths"):
-        prepare(build_from(LLAMA_DYNAMIC), LLAMA_DYNAMIC)
-
-
 def test_a_model_that_drops_its_mask_is_refused_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one token in a plain cache it needs none; in a batch it would see padding."""
     monkeypatch.setattr(qwen3, "create_attention_mask", lambda *_, **__: None)
@@ -115,9 +112,21 @@ def test_a_model_that_drops_its_mask_is_refused_at_load(monkeypatch: pytest.Monk
         prepare(*build("qwen3"))
 
 
+@pytest.mark.parametrize("model_type", REASONS)
+def test_families_that_are_not_served_say_why_before_anything_is_read(model_type: str) -> None:
+    importlib.import_module(f"mlx_lm.models.{model_type}")  # there is such a family
+    with pytest.raises(UnsupportedLayout, match=f"^{model_type} models are not served: [a-z]"):
+        prepare(nn.Module(), {"model_type": model_type})
+
+
+def test_a_family_that_cannot_be_served_is_named() -> None:
+    with pytest.raises(UnsupportedLayout, match=r"llama models .* different lengths"):
+        prepare(build_from(LLAMA_DYNAMIC), LLAMA_DYNAMIC)
+
+
 def test_a_chunked_cache_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedLayout, match="layer 0 keeps a ChunkedKVCache"):
-        prepare(build_from(LLAMA4), LLAMA4)
+    with pytest.raises(UnsupportedLayout, match="layer 1 keeps a ChunkedKVCache"):
+        prepare(WithCaches(KVCache(), ChunkedKVCache(64)), {})
 
 
 class WithCaches(nn.Module):
