@@ -125,12 +125,12 @@ def check_with_plain_model(stage: Stage) -> None:
 
 def num_shared(rows: DecodeRows) -> list[int]:
     """Of each cohort that shares."""
-    sizes = [{int(keys.shape[2]) for keys, _ in c.shared.values()} for c in rows.cohorts]
+    sizes = [{int(keys.shape[2]) for keys, _ in c.shared.values()} for c in rows.mains.cohorts]
     return [size for (size,) in filter(None, sizes)]
 
 
 def main_nbytes(rows: DecodeRows) -> int:
-    return sum(array.nbytes for cohort in rows.cohorts for array in cohort.arrays())
+    return sum(array.nbytes for cohort in rows.mains.cohorts for array in cohort.arrays())
 
 
 @cache
@@ -198,10 +198,10 @@ def test_the_shared_arrays_stay_where_they_are_when_tails_are_flushed() -> None:
     stage = Stage("llama", shares=True)
     stage.join(1, 2, 3)
     stage.run(BLOCK + 1)
-    (before,) = stage.rows.cohorts
+    (before,) = stage.rows.mains.cohorts
     shared = dict(before.shared)
     stage.run(BLOCK)
-    (after,) = stage.rows.cohorts
+    (after,) = stage.rows.mains.cohorts
     assert after is not before
     assert shared.keys() == after.shared.keys() != set()
     assert all(after.shared[leaf][0] is keys for leaf, (keys, _) in shared.items())
@@ -212,7 +212,7 @@ def test_rows_that_begin_differently_share_nothing() -> None:
     stage = Stage("llama", shares=True)
     stage.join(1, 6)
     stage.run(2 * BLOCK)
-    assert len(stage.rows.cohorts) == 1
+    assert len(stage.rows.mains.cohorts) == 1
     assert set(stage.seen) == {()}
 
 
@@ -220,7 +220,7 @@ def test_rows_that_begin_differently_share_nothing() -> None:
 def test_windowed_layers_share_nothing() -> None:
     stage = play("gpt_oss", shares=True)
     leaves = served("gpt_oss").layout.leaves
-    (cohort,) = stage.rows.cohorts
+    (cohort,) = stage.rows.mains.cohorts
     assert {leaves[leaf].window for leaf in cohort.shared} == {None}
     assert {leaves[leaf].window for leaf in cohort.kv} > {None}
 

@@ -28,12 +28,13 @@ from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
 from pippin.backends.mlx.device import device_info, limit_memory, max_buffers, on_cpu, wire
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.prefill import query_blocks
-from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
 from pippin.backends.mlx.prefill.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.footprint import Footprint
+from pippin.backends.mlx.shapes import Ladder
 from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending, SampledRows
 from pippin.backends.mlx.step.sampler import Logprobs, Sampler, SampleRow
@@ -68,13 +69,15 @@ class MLXBackend:
         self._future_map = FutureMap(num_slots, debug=debug)
         self._sampler = Sampler(loaded.vocab_size, num_slots)
         self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
-        self._shared_rows = DecodeRows(loaded.layout)
+        self._shared_rows = self._make_rows()
         self._kernels = Kernels.of(loaded)
         self._decode_forward = DecodeForward(
             loaded.layout,
             loaded.forward,
             compiled=(lambda: False) if deterministic else self._kernels.ready,
         )
+        padded = loaded.layout.pads and not on_cpu() and not deterministic
+        self._prefill_shapes = Ladder() if padded else EXACT
         self._clock = find_stream_clock()
         self._resident: ResidentLimit | None = None
         self._prompts: dict[int, PromptState] = {}  # slots that have not decoded yet
@@ -169,7 +172,7 @@ class MLXBackend:
             self._clock.close()
             self._clock = None
         self._rows.clear()
-        self._shared_rows = DecodeRows(self._loaded.layout)
+        self._shared_rows = self._make_rows()
         self._prompts.clear()
         mx.clear_cache()
 
@@ -209,8 +212,13 @@ class MLXBackend:
 
     def _prefill(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
         states = [self._restored(chunk) for chunk in chunks]
-        batch = ChunkBatch(self._loaded.layout, [chunk.tokens for chunk in chunks], states)
         whole = self._wants_prompt_logprobs(chunks[0])
+        batch = ChunkBatch(
+            self._loaded.layout,
+            [chunk.tokens for chunk in chunks],
+            states,
+            EXACT if whole else self._prefill_shapes,
+        )
         head = self._loaded.head
         head.positions = None if whole else mx.array(batch.last_positions[:, None])
         taps = any(at != chunk.end for chunk in chunks for at in chunk.checkpoints)
@@ -222,7 +230,7 @@ class MLXBackend:
             logits = logits[:, -1:]
         elif logits.shape[1] != 1:  # a head that could not be told to choose
             logits = mx.take_along_axis(logits, mx.array(batch.last_positions)[:, None, None], 1)
-        step.check(np.array([chunk.slot for chunk in chunks]), logits[:, -1])
+        step.check(np.array([chunk.slot for chunk in chunks]), logits[: len(chunks), -1])
         batch.advance()
         new_kv = batch.new_kv()
         for row, (chunk, prompt) in enumerate(zip(chunks, states, strict=True)):
@@ -267,8 +275,10 @@ class MLXBackend:
         """All rows in one forward; or each in its own, so that no row's width or place matters."""
         if not self._deterministic:
             return [(self._shared_rows, decodes)] if decodes else []
-        layout = self._loaded.layout
-        return [(self._rows.get(d.slot) or DecodeRows(layout), [d]) for d in decodes]
+        return [(self._rows.get(d.slot) or self._make_rows(), [d]) for d in decodes]
+
+    def _make_rows(self) -> DecodeRows:
+        return DecodeRows(self._loaded.layout, self._loaded.attend_packed)
 
     def _decode(self, step: MLXPending, rows: DecodeRows, decodes: Sequence[DecodeRow]) -> None:
         joining = [d.slot for d in decodes if d.slot not in self._rows]

@@ -28,7 +28,8 @@ from pippin.backends.mlx.layout import Layout, discover
 from pippin.backends.mlx.recurrent.calls import Kind, record_calls
 from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
-from pippin.backends.mlx.rehearsal import rehearsed
+from pippin.backends.mlx.rehearsal import packed_kernel, rehearsed
+from pippin.backends.mlx.rows.packed_views import AttendPacked
 from pippin.errors import LoadError, UnsupportedLayout
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -46,6 +47,7 @@ class LoadedModel:
     state_taps: bool = False
     recurrences: tuple[Choice, ...] = ()
     blocked_rows: Mapping[Shape, frozenset[int]] = field(default_factory=dict)  # see linear.py
+    attend_packed: AttendPacked | None = None  # the kernel for packed rows, where there is one
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""
@@ -126,6 +128,7 @@ def prepare(
         state_taps=can_tap(layout, forward),
         recurrences=recurrences,
         blocked_rows=blocked_rows,
+        attend_packed=packed_kernel(layout, forward),
     )
 
 

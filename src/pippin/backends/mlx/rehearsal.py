@@ -6,6 +6,7 @@ at the same position. A graph that cannot be built says so now, not in a user's 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,11 +14,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.gpu import packed_attention
 from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from pippin.backends.mlx.rows.packed_views import AttendPacked
 from pippin.errors import UnsupportedLayout
+
+logger = logging.getLogger(__name__)
 
 Forward = Callable[[mx.array, list[Any]], mx.array]
 
@@ -43,11 +48,38 @@ def _rehearse(layout: Layout, forward: Forward) -> None:
     prompts = [PromptState(), PromptState(), PromptState()]
     for lens in ((2, 3, 1), (3, 1, 2)):  # ragged, and then with prefixes of several lengths
         _prefill(layout, forward, lens, prompts)
-    rows = DecodeRows(layout)
+    _advance(DecodeRows(layout), prompts, DecodeForward(layout, forward))
+
+
+def packed_kernel(layout: Layout, forward: Forward) -> AttendPacked | None:
+    """The kernel for packed rows, where there is one for this device and it runs this model."""
+    attend = packed_attention.for_layout(layout)
+    if attend is None:
+        return None
+    found = []
+    for kernel in (attend, None):
+        prompts = [PromptState(), PromptState(), PromptState()]
+        _prefill(layout, forward, (2, 3, 1), prompts)
+        try:
+            found.append(
+                _advance(DecodeRows(layout, kernel), prompts, DecodeForward(layout, forward))
+            )
+            mx.eval(found)
+        except Exception as error:  # whatever a kernel can do on a machine that we have never seen
+            logger.warning("rows are not packed: %s", error, exc_info=error)
+            return None
+    packed, plain = found
+    if mx.abs(packed - plain).max() > ROUNDING * mx.abs(plain).max():
+        logger.warning("rows are not packed: the kernel computes something else here")
+        return None
+    return attend
+
+
+def _advance(rows: DecodeRows, prompts: Sequence[PromptState], forward: DecodeForward) -> mx.array:
+    """Logits of one step of all rows."""
     rows.join(list(enumerate(prompts, start=1)))
-    rows.advance(
-        [1, 2, 3], lambda slots: mx.zeros(len(slots), mx.int32), DecodeForward(layout, forward)
-    )
+    slots = [slot for slot, _ in enumerate(prompts, start=1)]
+    return rows.advance(slots, lambda at: mx.zeros(len(at), mx.int32), forward)[1]
 
 
 def _passes_over_padding(layout: Layout, forward: Forward) -> bool:

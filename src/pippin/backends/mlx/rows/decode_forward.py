@@ -38,7 +38,7 @@ class DecodeForward:
     def __call__(self, shape: StepShape, tree: Tree) -> StepResult:
         step = self._compiled.get(shape)
         if step is None:
-            if not (shape.aligned and self._compiles()):
+            if not (shape.mains.compiles and self._compiles()):
                 return self._run(shape, tree)
             step = mx.compile(lambda tree: self._run(shape, tree))
             self._compiled[shape] = step

@@ -31,4 +31,6 @@ class StepViews:
 
 
 def _view(step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
-    return (LatentKV if leaf.reads is Reads.LATENT else RowKV)(step, leaf, place)
+    if leaf.reads is Reads.LATENT:
+        return LatentKV(step, leaf, place)
+    return step.shape.mains.row_view(step, leaf, place)

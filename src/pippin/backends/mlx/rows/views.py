@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
@@ -53,12 +53,36 @@ class CohortShape:
 
 
 @dataclass(frozen=True)
+class CohortsShape:
+    cohorts: tuple[CohortShape, ...]
+    aligned: bool  # one cohort whose lines are the rows, in order: nothing needs to be gathered
+
+    @property
+    def compiles(self) -> bool:
+        """Others come and go too often."""
+        return self.aligned
+
+    def row_view(self, step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
+        return RowKV(step, leaf, place)
+
+
+class MainsShape(Protocol):
+    @property
+    def compiles(self) -> bool:
+        """Whether a step of this shape is worth being compiled."""
+        ...
+
+    def row_view(self, step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
+        """The cache view of a layer; `place`: of its leaf among the KV leaves."""
+        ...
+
+
+@dataclass(frozen=True)
 class StepShape:
     """What the host knows of a step and its graph depends on."""
 
     width: int
-    cohorts: tuple[CohortShape, ...]
-    aligned: bool  # one cohort whose lines are the rows, in order: nothing needs to be gathered
+    mains: MainsShape
 
 
 class DecodeStep:
@@ -68,18 +92,28 @@ class DecodeStep:
     offset   int32 [width]        where each row's token stands
     cursor   int32 [1]            the tail column that is written
     written  bool  [width, TAIL]  tail columns that hold a token of their row
-    order    int32 [width]        each row's line among all cohorts' lines; a blank one comes last
     tails    [keys, values] by KV leaf: [width, heads, TAIL, dim]
     states   entries by state leaf: [width, ...]
+
+    With cohorts:
+    order    int32 [width]        each row's line among all cohorts' lines; a blank one comes last
     cohorts  kv by KV leaf: [lines, heads, columns, dim]; shared likewise: [1, heads, tokens, dim],
              or empty; lines: the row of each line; lengths: its tokens;
              stored: by window class, how many of them are in the columns
+
+    Packed:
+    mains    [keys, values] by KV leaf: [heads, columns of all rows, dim]
+    places   int32 [width, 2] by window class: where a row's columns begin, and how many it sees
+    visible  bool [width, TAIL] by window class
     """
 
     def __init__(self, layout: Layout, shape: StepShape, tree: Tree) -> None:
         self.layout = layout
         self.shape = shape
         self.tree = tree
+        mains = shape.mains
+        self.cohorts = mains.cohorts if isinstance(mains, CohortsShape) else ()
+        self.aligned = isinstance(mains, CohortsShape) and mains.aligned
         self.lenders: WeakValueDictionary[int, RowKV] = WeakValueDictionary()  # by id of keys
         self._tail_masks: dict[int | None, mx.array] = {}
         self._main_masks: dict[object, mx.array | None] = {}
@@ -130,7 +164,7 @@ class DecodeStep:
 
     def _build_main_mask(self, number: int, leaf: Leaf, window: int | None) -> mx.array | None:
         place = self.layout.window_classes.index(leaf.window)
-        shape, cohort = self.shape.cohorts[number], self.tree["cohorts"][number]
+        shape, cohort = self.cohorts[number], self.tree["cohorts"][number]
         if window is None and shape.full[place]:
             return None
         column = mx.arange(shape.columns[place])[None]
@@ -151,9 +185,10 @@ class RowKV:
         self.step = step
         self.offset = step.tree["offset"]
         self.tail: list[mx.array] = list(step.tree["tails"][place])
-        self._mains = [cohort["kv"][place] for cohort in step.tree["cohorts"]]
-        self._shared = [cohort["shared"][place] for cohort in step.tree["cohorts"]]
-        self._new: KV | None = None  # the step's token, while others may borrow from here
+        self._new: KV | None = None  # the step's token, also for those who borrow from here
+        cohorts = step.tree.get("cohorts", ())
+        self._mains = [cohort["kv"][place] for cohort in cohorts]
+        self._shared = [cohort["shared"][place] for cohort in cohorts]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         at = self.step.tree["cursor"]
@@ -163,9 +198,13 @@ class RowKV:
         ]
         if not self.leaf.splits:
             return self._concatenated(0), self._concatenated(1)
+        return self._handed_out(keys, values)
+
+    def _handed_out(self, keys: mx.array, values: mx.array) -> KV:
+        """Not looked at: attention reads the view itself, which is found by these if lent."""
         self._new = keys, values
         self.step.lenders[id(keys)] = self
-        return keys, values  # not looked at: attention reads the view itself
+        return keys, values
 
     def lends(self, keys: mx.array, values: mx.array) -> bool:
         return self._new is not None and keys is self._new[0] and values is self._new[1]
@@ -205,7 +244,7 @@ class RowKV:
         sink = None if sinks is None else sinks.astype(q.dtype).reshape(1, kv_heads, repeats, 1)
         if not self._mains:
             out = softmax([tail_scores], sink) @ self._values(self.tail)
-        elif step.shape.aligned:
+        elif step.aligned:
             out, weights = self._attend_cohort(0, q, tail_scores, sink, window, blocked)
             out = out + weights @ self._values(self.tail)
         else:
@@ -264,24 +303,25 @@ class RowKV:
         return mx.take(mx.concatenate([*lines, blank], axis=0), self.step.tree["order"], axis=0)
 
     def _concatenated(self, side: int) -> mx.array:
-        if not self._mains:
-            return self.tail[side]
-        longest = max(main[side].shape[2] for main in self._mains)
-        main = self._in_row_order([_pad(main[side], longest) for main in self._mains])
-        return mx.concatenate([main, self.tail[side]], axis=2)
+        return self._joined([main[side] for main in self._mains], self.tail[side])
 
     def _concatenated_mask(self, window: int | None) -> mx.array:
-        tail = self.step.tail_mask(window)
-        if not self._mains:
-            return tail
-        longest = max(main[0].shape[2] for main in self._mains)
-        lines = []
+        masks = []
         for number, (keys, _) in enumerate(self._mains):
             mask = self.step.main_mask(number, self.leaf, window)
             if mask is None:
                 mask = mx.ones((keys.shape[0], 1, 1, keys.shape[2]), mx.bool_)
-            lines.append(_pad(mask.swapaxes(-1, -2), longest).swapaxes(-1, -2))
-        return mx.concatenate([self._in_row_order(lines), tail], axis=-1)
+            masks.append(mask.swapaxes(-1, -2))
+        tail = self.step.tail_mask(window).swapaxes(-1, -2)
+        return self._joined(masks, tail).swapaxes(-1, -2)
+
+    def _joined(self, mains: list[mx.array], tail: mx.array) -> mx.array:
+        """[width, heads, columns of the longest main and of the tail, dim]"""
+        if not mains:
+            return tail
+        longest = max(main.shape[2] for main in mains)
+        in_order = self._in_row_order([_pad(main, longest) for main in mains])
+        return mx.concatenate([in_order, tail], axis=2)
 
 
 def _masked(scores: mx.array, visible: mx.array | None, blocked: mx.array) -> mx.array:
