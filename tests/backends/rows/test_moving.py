@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows import arrays, cohorts, grouping, regrouping
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
@@ -29,7 +29,7 @@ def kv_layout(windows: list[int | None], dim: int) -> Layout:
             window,
             ((HEADS, dim), (HEADS, dim + 1)),  # keys and values need not be as long
             (mx.float32, mx.float32),
-            splits=True,
+            reads=Reads.PIECES,
         )
         for layer, window in enumerate(windows)
     ]

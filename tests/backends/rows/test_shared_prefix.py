@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from near_ties import TOLERANCE, log_softmax
+from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows import arrays, cohorts, grouping, split_attention
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
@@ -27,7 +28,8 @@ pytestmark = pytest.mark.slow
 
 BLOCK = 8  # tokens of a tail and of all else in these tests: a regrouping every few steps
 START_LEN = 100
-MODELS = (BUNDLED, "llama", "gpt_oss", "gemma3")  # one without windows, two with; one with sinks
+# Without windows, with them, with sinks, with latent KV, with layers that borrow others' KV.
+MODELS = (BUNDLED, "llama", "gemma3", "gpt_oss", "deepseek_v3", "gemma4")
 
 
 @pytest.fixture
@@ -71,8 +73,11 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.model = served(self.name)
-        self.rows = DecodeRows(self.model.layout)
-        self._forward = DecodeForward(self.model.layout, self.model.forward)
+        self.attend_through(self.model.layout)
+
+    def attend_through(self, layout: Layout) -> None:
+        self.rows = DecodeRows(layout)
+        self._forward = DecodeForward(layout, self.model.forward)
 
     def join(self, *slots: int) -> None:
         prompts = {slot: np.array(prompts_of(self.name)[slot], np.int32) for slot in slots}
@@ -222,8 +227,8 @@ def test_windowed_layers_share_nothing() -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_a_model_that_attends_in_its_own_way_shares_nothing() -> None:
-    stage = Stage("deepseek_v3", shares=True)
-    assert not stage.model.layout.splits
+    stage = Stage("llama", shares=True)
+    stage.attend_through(stage.model.layout.reading(Reads.JOINED, instead_of=set(Reads)))
     stage.join(1, 2)
     stage.run(2 * BLOCK)
     assert set(stage.seen) == {()}

@@ -25,8 +25,9 @@ from pippin.backends.base import (
 from pippin.backends.mlx.cpu.kernels import Kernels
 from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
 from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
-from pippin.backends.mlx.device import device_info, limit_memory, on_cpu
+from pippin.backends.mlx.device import device_info, limit_memory, max_buffers, on_cpu, wire
 from pippin.backends.mlx.load import LoadedModel, load
+from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
 from pippin.backends.mlx.prefill.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.recurrent.state_taps import StateTaps
@@ -57,9 +58,11 @@ class MLXBackend:
         num_slots: int,
         max_len: int | None = None,
         deterministic: bool = False,
+        wired: bool = False,
         debug: bool = False,
     ) -> None:
         self._loaded = loaded
+        self._wired = wired
         self._deterministic = deterministic
         self._captures = Captures(loaded.layout)
         self._footprint = Footprint(loaded.layout)
@@ -99,11 +102,21 @@ class MLXBackend:
         max_len: int | None = None,
         deterministic: bool = False,
         builds_kernels: bool = False,
+        wired: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> MLXBackend:
-        """`builds_kernels`: compile decode steps in the background, for a process that stays."""
+        """`builds_kernels`: compile decode steps in the background, for a process that stays.
+
+        `wired`: the weights' memory, on Metal.
+        """
         loaded = load(path, dtype=dtype, deterministic=deterministic, progress=progress)
-        backend = cls(loaded, num_slots=num_slots, max_len=max_len, deterministic=deterministic)
+        backend = cls(
+            loaded,
+            num_slots=num_slots,
+            max_len=max_len,
+            deterministic=deterministic,
+            wired=wired,
+        )
         if builds_kernels and not deterministic:
             backend._kernels.build_in_background(path, dtype)
         return backend
@@ -135,11 +148,20 @@ class MLXBackend:
 
     def limit_memory(self, budget_bytes: int) -> int:
         used = self.memory_used()
-        left = limit_memory(budget_bytes) - used
+        left = limit_memory(budget_bytes, used) - used
+        if self._wired:
+            wire(used)
         if on_cpu() and has_glibc():
             self._resident = ResidentLimit(max(budget_bytes - used, 0))
         self._shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
-        return int(left * (1.0 - ACTIVATION_SHARE - SPARE_SHARE))
+        query_blocks.LIMIT.fit(max(left, 0) * ACTIVATION_SHARE)
+        left = int(left * (1.0 - ACTIVATION_SHARE - SPARE_SHARE))
+        buffers = max_buffers()
+        return left if buffers is None else min(left, buffers * self._captures.least_buffer_bytes)
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self._loaded
 
     def memory_used(self) -> int:
         return int(mx.get_active_memory())

@@ -16,7 +16,7 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from pippin.backends.mlx import substitutions
+from pippin.backends.mlx import refusals, substitutions
 from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
 from pippin.backends.mlx.cpu.linear import Shape, choose_rows
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
@@ -30,7 +30,7 @@ from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
 from pippin.backends.mlx.rehearsal import packed_kernel, rehearsed
 from pippin.backends.mlx.rows.packed_views import AttendPacked
-from pippin.errors import LoadError
+from pippin.errors import LoadError, UnsupportedLayout
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -41,6 +41,7 @@ class LoadedModel:
     head: Head
     layout: Layout
     vocab_size: int
+    dtype: mx.Dtype  # of logits, and so of the arithmetic before them
     max_len: int
     name: str
     state_taps: bool = False
@@ -93,6 +94,8 @@ def prepare(
     progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
     """Make an mlx-lm model ready to serve; `config` is its config.json."""
+    model_type = str(config.get("model_type", "such"))
+    refusals.check(model_type)
     _cast(model, dtype)
     progress("loading weights")
     mx.eval(model.parameters())
@@ -104,11 +107,14 @@ def prepare(
         _merge_siblings(model)
     if mx.cuda.is_available():
         fuse_layers(model)
-    with record_calls() as calls:
-        discovered = discover(model, partial(_forward, model, frozenset()))
-    recurrences = choose_recurrences(calls.values(), deterministic=deterministic)
-    forward = partial(_forward, model, _mlx_lm_kinds(recurrences))
-    layout = rehearsed(discovered, forward)
+    try:
+        with record_calls() as calls:
+            discovered = discover(model, partial(_forward, model, frozenset()))
+        recurrences = choose_recurrences(calls.values(), deterministic=deterministic)
+        forward = partial(_forward, model, _mlx_lm_kinds(recurrences))
+        layout = rehearsed(discovered, forward)
+    except UnsupportedLayout as error:
+        raise refusals.refusal(model_type, error.message) from error
     logits = forward(mx.zeros((1, 1), mx.int32), make_prompt_cache(model))
     text = config.get("text_config") or config
     return LoadedModel(
@@ -116,6 +122,7 @@ def prepare(
         head=head,
         layout=layout,
         vocab_size=logits.shape[-1],
+        dtype=logits.dtype,
         max_len=int(text.get("max_position_embeddings") or config.get("seq_length") or 4096),
         name=name,
         state_taps=can_tap(layout, forward),

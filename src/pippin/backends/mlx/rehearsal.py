@@ -16,7 +16,7 @@ import numpy as np
 
 from pippin.backends.mlx.gpu import packed_attention
 from pippin.backends.mlx.gpu.packed_attention import attend_packed_plainly
-from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
@@ -26,14 +26,13 @@ from pippin.errors import UnsupportedLayout
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[mx.array, list[Any]], mx.array]
-ROUNDING = 0.02  # of bfloat16 through many layers; a token taken in by mistake is far more
 
 
 def rehearsed(layout: Layout, forward: Forward) -> Layout:
-    """The layout as this model can run it: main and tail apart, else joined, else refused."""
-    joined = replace(layout, leaves=tuple(replace(leaf, splits=False) for leaf in layout.leaves))
+    """The layout as this model can run it: as discovered, else with all KV joined, else refused."""
+    joined = layout.reading(Reads.JOINED, instead_of=set(Reads))
     failure: Exception | None = None
-    for candidate in (layout, joined) if layout.splits else (joined,):
+    for candidate in dict.fromkeys((layout, joined)):
         try:
             _rehearse(candidate, forward)
         except Exception as error:  # whatever the model's own code raises, reported below

@@ -20,7 +20,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.rows.packed_views import AttendPacked
 
 Dialect = Literal["cuda", "metal"]
@@ -317,7 +317,7 @@ def _dialect() -> Dialect | None:
 def _takes(leaf: Leaf) -> bool:
     dims = [dim for _, dim in leaf.shapes]
     whole = all(dim % 32 == 0 for dim in dims) and max(dims) % min(dims) == 0
-    return leaf.splits and whole and len(set(leaf.dtypes)) == 1
+    return leaf.reads is Reads.PIECES and whole and len(set(leaf.dtypes)) == 1
 
 
 @cache
