@@ -12,18 +12,19 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Component(enum.Enum):
-    """What a layer keeps, and so what a tree node can carry."""
+    """What a model keeps of the tokens it has read, and so what a tree node can carry."""
 
     ATTENTION = "attention"  # KV of every token
     WINDOW = "window"  # KV of the last `window` tokens
     STATE = "state"  # recurrent state after the last token
+    HIDDEN = "hidden"  # what the head reads after the last token of a prompt: enough to sample
 
 
 class Payload(Protocol):
     """A piece of one component's cache, opaque to whoever holds it.
 
-    `tokens` it covers: KV payloads divide anywhere inside; a state belongs to the end of its node
-    and is never split.
+    `tokens` it covers: KV payloads divide anywhere inside; a state or a hidden vector belongs to
+    the end of its node and is never split.
     """
 
     @property
@@ -119,6 +120,7 @@ class ModelSpec:
     max_len: int  # positions: prompt and reply together
     layers: tuple[LayerSpec, ...]
     state_taps: bool = False  # states can be captured every GRID tokens inside a prefill chunk
+    hidden_bytes: int = 0  # of a hidden vector; 0: the head is not known, so none can be captured
 
     def _total(self, component: Component) -> int:
         return sum(layer.nbytes for layer in self.layers if layer.component is component)
@@ -143,4 +145,6 @@ class ModelSpec:
     @property
     def components(self) -> tuple[Component, ...]:
         present = {layer.component for layer in self.layers}
+        if self.hidden_bytes:
+            present.add(Component.HIDDEN)
         return tuple(c for c in Component if c in present)

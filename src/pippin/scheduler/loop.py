@@ -4,7 +4,8 @@
         step N+1           |■■■■ device ■■■■|
             host   plan N+1, launch | wait N, commit N | plan N+2, launch | ...
 
-Without overlap the same code commits a step before it plans the next: one step in flight.
+Without overlap the same code commits a step before it plans the next: one step in flight. So does
+the overlap loop after a step without a forward: it has nothing to hide, and first tokens to tell.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Loop:
             return []
         deltas = self.scheduler.take_outbox()
         previous = self._in_flight
-        launched = self._launch(deltas)
+        launched = None if _samples_at_once(previous) else self._launch(deltas)
         if previous is not None and self._in_flight is previous:
             self._in_flight = None
             deltas += self._commit(previous)
@@ -216,3 +217,7 @@ class Loop:
             )
         )
         return deltas
+
+
+def _samples_at_once(launched: _Launched | None) -> bool:
+    return launched is not None and launched.plan.samples_at_once

@@ -90,6 +90,7 @@ class MLXBackend:
             max_len=min(loaded.max_len, max_len or loaded.max_len),
             layers=loaded.layout.layer_specs,
             state_taps=loaded.state_taps,
+            hidden_bytes=loaded.hidden_bytes,
         )
 
     @classmethod
@@ -133,7 +134,9 @@ class MLXBackend:
             self._decode(step, rows, decodes)
         if plan.decode:  # the device has these to do while the prompts' graph is being built
             self._launch(step)
-        for group in self._prefill_groups(plan.prefill):
+        for restored in self._restored_groups([row for row in plan.prefill if not len(row.tokens)]):
+            self._sample_restored(step, restored)
+        for group in self._prefill_groups([row for row in plan.prefill if len(row.tokens)]):
             self._prefill(step, group)
         if plan.prefill or not plan.decode:
             self._launch(step)
@@ -225,6 +228,7 @@ class MLXBackend:
         with StateTaps(self._loaded.layout) if taps else nullcontext() as tapped:
             logits = self._loaded.forward(batch.tokens, batch.caches)
         head.positions = None
+        hidden = self._loaded.take_hidden()
         if whole:
             self._note_prompt_logprobs(step, chunks[0], logits[0])
             logits = logits[:, -1:]
@@ -235,12 +239,34 @@ class MLXBackend:
         new_kv = batch.new_kv()
         for row, (chunk, prompt) in enumerate(zip(chunks, states, strict=True)):
             if chunk.captures:
-                step.keep(self._captures.of_chunk(chunk, row, new_kv, prompt, tapped))
+                step.keep(self._captures.of_chunk(chunk, row, new_kv, prompt, tapped, hidden))
             if chunk.samples:
-                num_generated = len(self._admitted[chunk.slot].reply)
-                sample = SampleRow(chunk.slot, num_generated)
-                step.to_sample.add(sample, logits[row], chunk.masked)
+                self._sample_prompt(step, chunk, logits[row])
             step.written += prompt.arrays()
+
+    def _restored_groups(self, rows: Sequence[PrefillRow]) -> list[Sequence[PrefillRow]]:
+        if self._deterministic:  # a head's product of several rows may round otherwise
+            return [[row] for row in rows]
+        return [rows] if rows else []
+
+    def _sample_restored(self, step: MLXPending, rows: Sequence[PrefillRow]) -> None:
+        """Prompts that are restored whole: the head is all that is computed of them.
+
+        Their tokens are launched first: nobody who waits for them needs the rows.
+        """
+        hidden = mx.concatenate([self._captures.hidden_of(row) for row in rows], axis=0)
+        logits = self._loaded.logits_after(hidden)
+        step.check(np.array([row.slot for row in rows]), logits[:, -1])
+        for number, row in enumerate(rows):
+            self._sample_prompt(step, row, logits[number])
+        self._launch(step)
+        for row in rows:
+            step.written += self._restored(row).arrays()
+
+    def _sample_prompt(self, step: MLXPending, row: PrefillRow, logits: mx.array) -> None:
+        """The token after a prompt, or after what is known of a reply that goes on."""
+        sample = SampleRow(row.slot, len(self._admitted[row.slot].reply))
+        step.to_sample.add(sample, logits, row.masked)
 
     def _restored(self, chunk: PrefillRow) -> PromptState:
         prompt = self._prompts[chunk.slot]

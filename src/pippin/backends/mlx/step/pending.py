@@ -92,7 +92,7 @@ class MLXPending:
 
     def keep(self, capture: Capture) -> None:
         self.captures.append(capture)
-        for payload in (*capture.kv.values(), *capture.states.values()):
+        for payload in capture.payloads:
             self.written += payload_arrays(payload)
 
     def check(self, slots: np.ndarray, logits: mx.array) -> None:
