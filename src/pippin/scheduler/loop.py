@@ -212,6 +212,7 @@ class Loop:
                 decode_rows=len(plan.decode),
                 ghosts=self.scheduler.last_ghosts,
                 device=result.device,
+                forwards=result.forwards,
                 after_pause=launched.after_pause,
             )
         )

@@ -35,6 +35,7 @@ from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.footprint import Footprint
 from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending, SampledRows
+from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import Logprobs, Sampler, SampleRow
 from pippin.backends.mlx.tree.captures import Captures
 from pippin.types import ModelSpec
@@ -72,6 +73,7 @@ class MLXBackend:
             loaded.forward,
             compiled=(lambda: False) if deterministic else self._kernels.ready,
         )
+        self._shapes = RecentShapes()
         self._clock = find_stream_clock()
         self._resident: ResidentLimit | None = None
         self._prompts: dict[int, PromptState] = {}  # slots that have not decoded yet
@@ -188,6 +190,7 @@ class MLXBackend:
     def _prefill(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
         states = [self._restored(chunk) for chunk in chunks]
         batch = ChunkBatch(self._loaded.layout, [chunk.tokens for chunk in chunks], states)
+        step.note_prefill(is_new=self._shapes.add(batch.shape))
         whole = self._wants_prompt_logprobs(chunks[0])
         head = self._loaded.head
         head.positions = None if whole else mx.array(batch.last_positions[:, None])
@@ -258,6 +261,9 @@ class MLXBackend:
         slots, logits = rows.advance(
             [d.slot for d in decodes], self._future_map.resolve, self._decode_forward
         )
+        ran = self._decode_forward.last
+        is_new = self._shapes.add(ran.shape)
+        step.note_decode(len(rows.cohorts), is_new=is_new, compiled=ran.compiled)
         step.written += rows.arrays()
         step.check(slots, logits)
         by_slot = {d.slot: d for d in decodes}
