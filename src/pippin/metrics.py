@@ -13,6 +13,7 @@ from pippin.errors import LoadError
 from pippin.types import DeviceReading, StepForwards
 
 WINDOW_STEPS = 512  # steps that rates and shares are computed over
+NOTICEABLE_SECONDS = 1e-4  # of waiting: less is the cost of asking
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class StepRecord:
     device: DeviceReading | None = None  # when `wait` returned; where a device keeps account
     after_pause: bool = False  # the engine had nothing to do before this step
     forwards: StepForwards = field(default_factory=StepForwards)
+
+    @property
+    def host_waited(self) -> bool:
+        """Whether the host had to wait for this step; if not, the device may have waited for it."""
+        return self.waited > NOTICEABLE_SECONDS
 
     @property
     def plan_seconds(self) -> float:
