@@ -138,6 +138,15 @@ def test_time_without_requests_is_nobody_s_fault() -> None:
     check(parts, work=0.02, no_requests=2.98)
 
 
+def test_a_chunk_that_nothing_waits_for_counts_with_the_next_step() -> None:
+    ran = StepForwards(prefill=1, cohorts=1)
+    middle = step(0, 0.0, 0.05, tokens=100, forwards=ran)  # its streams' tokens came first
+    last = step(1, 0.05, 0.2, tokens=100, forwards=ran)
+    parts = break_down([middle, last], RATES, 0.0, 0.25)
+    check(parts, work=0.22, small_chunks=0.03)  # no more than both took beyond their work
+    assert break_down([middle], RATES, 0.0, 0.05).wall == pytest.approx(0.05)
+
+
 def test_faster_than_one_batch_shows_as_a_rest_below_zero() -> None:
     check(explain(step(0, 0.0, 0.015, rows=3)), work=0.02, rest=-0.005)
 

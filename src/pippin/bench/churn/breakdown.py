@@ -61,8 +61,12 @@ def break_down(
     """The period from `began` to `ended`, on the records' own clock."""
     spans = list(_spans([r for r in records if r.planned >= began and r.resumed <= ended]))
     stepping = sum(span.seconds for span in spans)
-    parts = (_explain(span, rates) for span in spans)
-    return sum(parts, Breakdown(no_requests=ended - began - stepping))
+    total = Breakdown(no_requests=ended - began - stepping)
+    ahead = 0.0
+    for span in spans:
+        part, ahead = _explain(span, rates, ahead)
+        total += part
+    return total + Breakdown(rest=ahead)
 
 
 def _spans(records: Sequence[StepRecord]) -> Iterator[Span]:
@@ -86,11 +90,16 @@ def _overlap(start: float, end: float, since: float, until: float) -> float:
     return max(0.0, min(end, until) - max(start, since))
 
 
-def _explain(span: Span, rates: Rates) -> Breakdown:
+def _explain(span: Span, rates: Rates, ahead: float) -> tuple[Breakdown, float]:
+    """The causes of a step's excess, and what it was ahead of its work.
+
+    Tokens of running streams are there before the step's prompts are computed, and nothing waits
+    for a chunk in the middle of a prompt: then its time falls into the next step's span.
+    """
     record, ran = span.record, span.record.forwards
     tokens = record.prefill_tokens
     work = rates.decode_seconds(record.decode_rows) + rates.prefill_seconds(tokens)
-    left = Remainder(span.seconds - work)
+    left = Remainder(span.seconds - work + ahead)
     new_shapes = left.take(ran.new_prefill * rates.new_prefill + ran.new_decode * rates.new_decode)
     # Where no account is kept: a host that had to wait for the device kept it busy, and one that
     # did not is what the device waited for.
@@ -99,16 +108,19 @@ def _explain(span: Span, rates: Rates) -> Breakdown:
     launching = min(idle, span.launching)
     chunks = rates.chunk_seconds(tokens, ran.prefill) - rates.prefill_seconds(tokens)
     small_chunks = left.take(chunks if ran.prefill else 0.0)
-    scattered = left.seconds if ran.cohorts > 1 else 0.0
-    return Breakdown(
+    ahead = min(0.0, left.seconds) if tokens else 0.0
+    unexplained = left.seconds - ahead
+    scattered = unexplained if ran.cohorts > 1 else 0.0
+    part = Breakdown(
         work=work,
         new_shapes=new_shapes,
         launching=launching,
         idle_device=idle - launching,
         small_chunks=small_chunks,
         scattered_cohorts=scattered,
-        rest=left.seconds - scattered,
+        rest=unexplained - scattered,
     )
+    return part, ahead
 
 
 @dataclass

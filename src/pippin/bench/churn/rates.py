@@ -19,6 +19,7 @@ from pippin.bench.report import say
 from pippin.bench.samples import median
 from pippin.bench.steps import (
     first_token_seconds,
+    forward_seconds,
     generate,
     last_step,
     make_ready,
@@ -40,7 +41,7 @@ class Rates:
     """Seconds. Between measured points they are interpolated."""
 
     decode_steps: Points  # rows -> a step of a settled batch
-    chunks: Points  # tokens -> a prompt's forward by itself, its shape not new
+    chunks: Points  # tokens -> a forward over one prompt, its shape not new
     prefill_tokens_per_second: float  # of the best batch
     new_prefill: float = 0.0  # what a forward over prompts takes longer the first time
     new_decode: float = 0.0  # what a step over rows does
@@ -71,6 +72,15 @@ class Rates:
         )
 
 
+@dataclass(frozen=True)
+class LonePrompt:
+    """A prompt in a forward by itself."""
+
+    num_tokens: int
+    seconds: float  # from its dispatch to its token, when its length is not new any more
+    extra: float  # seconds that the first of its length took longer, building the graph included
+
+
 def widths_to_measure(decode_rows: Iterable[int]) -> list[int]:
     """A few widths that cover all those that steps had: 1, 2, 4, ... and the widest."""
     widest = max(decode_rows, default=1) or 1
@@ -94,22 +104,22 @@ def measure_rates(config: Config, widths: Sequence[int]) -> Rates:
     decode_steps = {timing.batch: timing.decode_seconds for timing in timings}
     return Rates(
         decode_steps=tuple(decode_steps.items()),
-        chunks=tuple((length, again) for length, (_, again) in zip(CHUNKS, lone, strict=True)),
+        chunks=tuple((prompt.num_tokens, prompt.seconds) for prompt in lone),
         prefill_tokens_per_second=max(timing.prefill_tokens_per_second for timing in timings),
-        new_prefill=max(0.0, median([first - again for first, again in lone])),
+        new_prefill=max(0.0, median([prompt.extra for prompt in lone])),
         new_decode=max(0.0, median(_extra_of_new_steps(records, decode_steps))),
     )
 
 
-def _lone_prompt(llm: LLM, num_tokens: int) -> tuple[float, float]:
-    """Seconds that prompts of one length take: the first of that length, and later ones."""
-    times = []
+def _lone_prompt(llm: LLM, num_tokens: int) -> LonePrompt:
+    whole, forward = [], []
     for turn in range(1 + REPEATS):
         begun = last_step(llm)
         text = prompts_for(llm, f"lone {num_tokens} {turn}").text(num_tokens)
         generate(llm, [text], max_tokens=1)
-        times.append(first_token_seconds(llm, since_step=begun + 1))
-    return times[0], median(times[1:])
+        whole.append(first_token_seconds(llm, since_step=begun + 1))
+        forward.append(forward_seconds(llm, since_step=begun + 1))
+    return LonePrompt(num_tokens, median(forward[1:]), whole[0] - median(whole[1:]))
 
 
 def _extra_of_new_steps(records: Iterable[StepRecord], settled: Mapping[int, float]) -> list[float]:

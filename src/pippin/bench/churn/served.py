@@ -106,8 +106,8 @@ def _load_table(model: str, load: ChurnLoad, outcome: ChurnOutcome) -> Table:
         ("gap p50, ms", number(outcome.gap.p50 * 1e3)),
         ("gap p99, ms", number(outcome.gap.p99 * 1e3)),
     ]
-    title = f"{model}: requests of all lengths that come and go, {outcome.seconds:.0f} s"
-    return Table(title, ("measure", str(load)), rows)
+    title = f"{model}, {outcome.seconds:.0f} s"
+    return Table(title, ("requests of all lengths that come and go", str(load)), rows)
 
 
 def _breakdown_table(own: OwnServer) -> Table:
