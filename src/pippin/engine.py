@@ -42,6 +42,7 @@ from pippin.messages import (
     ToEngine,
     TokenBatch,
 )
+from pippin.metrics import StepLog
 from pippin.scheduler.loop import Loop
 
 STDIN = 0
@@ -63,6 +64,10 @@ class EngineSpec:
     @property
     def outbox(self) -> str:
         return f"ipc://{self.socket_dir}/out"
+
+    def open_step_log(self) -> StepLog | None:
+        path = self.config.server.step_log
+        return None if path is None else StepLog(Path(path))
 
     def remove_sockets(self) -> None:
         """What a server that was killed could not clean up itself."""
@@ -195,7 +200,9 @@ def main() -> int:
     channel = Channel(spec)  # first: whoever leaves removes the sockets, and none may come after
     threading.Thread(target=leave_with_server, args=(spec, serving), daemon=True).start()
     try:
+        log = spec.open_step_log()
         loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)), stays=True)
+        loop.scheduler.metrics.log = log
     except PippinError as error:
         channel.send(Failed(error.message))
         channel.close()
@@ -212,6 +219,8 @@ def main() -> int:
     channel.send(Ready(model.vocab_size, model.max_len))
     serving.set()
     status = run_engine(loop, channel)
+    if log is not None:
+        log.close()
     channel.close()
     spec.remove_sockets()
     return status

@@ -28,6 +28,7 @@ from pippin.types import (
     ModelSpec,
     Payload,
     SamplingParams,
+    StepForwards,
     TokenLogprobs,
 )
 
@@ -194,6 +195,7 @@ class StepResult:
     overflowed: frozenset[int] = frozenset()
     dispatched: float = 0.0  # time.perf_counter() when the device was handed the step
     device: DeviceReading | None = None  # where a device keeps account of its work
+    forwards: StepForwards = field(default_factory=StepForwards)
 
 
 class PendingStep(Protocol):

@@ -65,7 +65,7 @@ def one_batch(
         timings = []
         for batch in batches:
             say(f"batch of {batch}")
-            timings.append(_time_batch(llm, batch, input_len, output_len, repeats))
+            timings.append(time_batch(llm, batch, input_len, output_len, repeats))
         chunks = [min(llm.prefill_tokens, batch * input_len) for batch in batches]
         ceilings = _find_ceilings(llm.config)
     memory = 0.0
@@ -83,7 +83,7 @@ def one_batch(
     return summarize(timings, settings, notes)
 
 
-def _time_batch(llm: LLM, batch: int, input_len: int, output_len: int, repeats: int) -> Timing:
+def time_batch(llm: LLM, batch: int, input_len: int, output_len: int, repeats: int) -> Timing:
     prefills, steps = [], []
     for turn in range(repeats + 1):  # the first warms up
         prompts = prompts_for(llm, f"one-batch {batch} {turn}")

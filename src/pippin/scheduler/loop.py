@@ -19,10 +19,9 @@ from pippin.backends.base import Backend, PendingStep, StepPlan
 from pippin.decode.grammar import Grammar
 from pippin.errors import DeviceFailed, Overloaded, PippinError
 from pippin.messages import Submit, TokenDelta
-from pippin.metrics import StepRecord
+from pippin.metrics import NOTICEABLE_SECONDS, StepRecord
 from pippin.scheduler.scheduler import Scheduler
 
-NOTICEABLE_SECONDS = 1e-4  # of waiting: less is the cost of asking
 MAX_FAILED_STEPS = 3  # in a row: then the device is taken for dead
 
 logger = logging.getLogger(__name__)
@@ -213,6 +212,7 @@ class Loop:
                 decode_rows=len(plan.decode),
                 ghosts=self.scheduler.last_ghosts,
                 device=result.device,
+                forwards=result.forwards,
                 after_pause=launched.after_pause,
             )
         )

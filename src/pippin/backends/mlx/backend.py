@@ -37,6 +37,7 @@ from pippin.backends.mlx.rows.footprint import Footprint
 from pippin.backends.mlx.shapes import Ladder
 from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending, SampledRows
+from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import Logprobs, Sampler, SampleRow
 from pippin.backends.mlx.tree.captures import Captures
 from pippin.types import ModelSpec
@@ -78,6 +79,7 @@ class MLXBackend:
         )
         padded = loaded.layout.pads and not on_cpu() and not deterministic
         self._prefill_shapes = Ladder() if padded else EXACT
+        self._shapes = RecentShapes()
         self._clock = find_stream_clock()
         self._resident: ResidentLimit | None = None
         self._prompts: dict[int, PromptState] = {}  # slots that have not decoded yet
@@ -222,6 +224,7 @@ class MLXBackend:
             states,
             EXACT if whole else self._prefill_shapes,
         )
+        step.note_prefill(is_new=self._shapes.add(batch.shape))
         head = self._loaded.head
         head.positions = None if whole else mx.array(batch.last_positions[:, None])
         taps = any(at != chunk.end for chunk in chunks for at in chunk.checkpoints)
@@ -316,6 +319,9 @@ class MLXBackend:
         slots, logits = rows.advance(
             [d.slot for d in decodes], self._future_map.resolve, self._decode_forward
         )
+        ran = self._decode_forward.last
+        is_new = self._shapes.add(ran.shape)
+        step.note_decode(rows.mains.num_groups, is_new=is_new, compiled=ran.compiled)
         step.written += rows.arrays()
         step.check(slots, logits)
         by_slot = {d.slot: d for d in decodes}
