@@ -246,9 +246,24 @@ class Costs(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class WarmUpShape:
+    """What a step's cost depends on where a device has to see a shape first (warm_up.py)."""
+
+    num_rows: int
+    num_tokens: int  # of a chunk
+    num_before: int = 0  # tokens before it
+    num_steps: int = 0  # tokens of the reply
+
+
 class Backend(Costs, Protocol):
     @property
     def device(self) -> DeviceInfo: ...
+
+    @property
+    def shapes_to_warm_up(self) -> Sequence[WarmUpShape]:
+        """The most likely ones first; none where nothing has to be warmed up."""
+        ...
 
     def limit_memory(self, budget_bytes: int) -> int:
         """Keep within a budget that includes the weights; returns what is left for rows, tree and

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from pippin.backends.base import Backend, PendingStep, StepPlan
+from pippin.backends.warm_up import WarmUp
 from pippin.decode.grammar import Grammar
 from pippin.errors import DeviceFailed, Overloaded, PippinError
 from pippin.messages import Submit, TokenDelta
@@ -47,6 +48,7 @@ class Loop:
         self._num_failed = 0  # steps, since one succeeded
         self._last_error: Exception | None = None
         self.failure: PippinError | None = None  # why no step will be run any more
+        self.warm_up = WarmUp(backend, lambda nbytes: nbytes <= scheduler.budget.free)
 
     @property
     def idle(self) -> bool:

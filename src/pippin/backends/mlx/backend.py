@@ -34,7 +34,7 @@ from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.footprint import Footprint
-from pippin.backends.mlx.shapes import Ladder
+from pippin.backends.mlx.shapes import Ladder, to_warm_up
 from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending, SampledRows
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
@@ -44,6 +44,7 @@ from pippin.types import ModelSpec
 
 # Of what the weights leave:
 ACTIVATION_SHARE = 0.1  # activations, and copies on their way
+MOST_WARMED_TOKENS = 2048  # of a chunk; larger ones are rare, and take their time anyway
 SPARE_SHARE = 1 / 16  # what decode rows hold for nobody: padding, and lines of those who left
 
 
@@ -86,6 +87,9 @@ class MLXBackend:
         self._admitted: dict[int, Admit] = {}
         self._prompt_logprobs: dict[int, list[Logprobs]] = {}
         self.device = device_info()
+        self.shapes_to_warm_up = (
+            to_warm_up(MOST_WARMED_TOKENS, num_slots) if padded and not debug else []
+        )
         self.spec = ModelSpec(
             name=loaded.name,
             vocab_size=loaded.vocab_size,
