@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from cyclopts import App, CoercionError, Group, Parameter, Token
@@ -139,6 +140,7 @@ def churn(
     rate: float | None = None,
     seconds: float = 60.0,
     seed: int = 0,
+    step_log: Path | None = None,
     outputs: Files = PRINT_ONLY,
 ) -> None:
     """Requests of all lengths that come and go, over HTTP, as a share of what one batch allows.
@@ -162,6 +164,8 @@ def churn(
         How long new requests come; what runs then is waited for.
     seed
         Of all requests: equal seeds send the same ones.
+    step_log
+        Keep what the server started here wrote of each step in this file, a line of JSON each.
     """
     from pippin.bench.churn.load import ChurnLoad
     from pippin.bench.churn.served import churn, churn_at
@@ -171,10 +175,11 @@ def churn(
         raise BenchError("requests come from --clients or at a --rate, not both")
     load = ChurnLoad(seconds, num_clients=clients or 12, rate=rate)
     if url is None:
-        churn(config, find_checkpoint(config.model), load, seed=seed).publish(outputs)
+        model_dir = find_checkpoint(config.model)
+        churn(config, model_dir, load, seed=seed, step_log=step_log).publish(outputs)
         return
     name = config.model.model
-    if config != Config(ModelConfig(model=name)):
+    if step_log is not None or config != Config(ModelConfig(model=name)):
         raise BenchError("--url is a server that runs already: leave the engine's options away")
     model = None if name == BUNDLED else name
     churn_at(url, load, seed=seed, model=model, api_key=api_key).publish(outputs)

@@ -88,10 +88,10 @@ def test_churn_comes_from_clients_or_at_a_rate(monkeypatch: pytest.MonkeyPatch) 
     where = "pippin.bench.churn.served.churn"
     config, model_dir, load, options = called_with(monkeypatch, where, "churn", "--memory", "0.5")
     assert (config.engine.memory, model_dir.name) == ("0.5", "stories-hybrid-20m")
-    assert (load, options) == (ChurnLoad(60.0, num_clients=12), {"seed": 0})
-    argv = ["churn", "--rate", "2", "--seconds", "9", "--seed", "4"]
+    assert (load, options) == (ChurnLoad(60.0, num_clients=12), {"seed": 0, "step_log": None})
+    argv = ["churn", "--rate", "2", "--seconds", "9", "--seed", "4", "--step-log", "s"]
     _, _, load, options = called_with(monkeypatch, where, *argv)
-    assert (load, options) == (ChurnLoad(9.0, rate=2.0), {"seed": 4})
+    assert (load, options) == (ChurnLoad(9.0, rate=2.0), {"seed": 4, "step_log": Path("s")})
 
 
 def test_churn_at_a_url_asks_for_the_model_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,12 +83,6 @@ def first_token_seconds(llm: LLM, since_step: int) -> float:
     return prefills[-1].committed - prefills[0].planned
 
 
-def forward_seconds(llm: LLM, since_step: int) -> float:
-    """From a lone prompt's dispatch, until its last chunk's token was known."""
-    prefills = [r for r in llm.metrics.records if r.step >= since_step and r.prefill_tokens]
-    return prefills[-1].resumed - prefills[0].dispatched
-
-
 def admission_seconds(llm: LLM, since_step: int) -> float:
     """Planning the step that let a lone prompt in: match, lock, and what it has to compute."""
     first = next(r for r in llm.metrics.records if r.step >= since_step and r.prefill_tokens)

@@ -1,8 +1,9 @@
 """Where a served load's time went, from step records and the rates of one batch.
 
 Pure arithmetic: knows no server and no clock. A step's span is from the end of the one before it to
-its own; what it took beyond its work at one-batch rates is put down to causes, in the order of
-`Breakdown`'s fields, each at most as much as is left. So all of it adds up to the wall time.
+its own. Which of two steps that follow each other a second belongs to is blurred: nothing waits for
+a chunk in the middle of a prompt, and a launch that is held up by a busy device delays the end of
+the step before it. So every cause has a price, and only sums are told.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 
 from pippin.bench.churn.rates import Rates
+from pippin.bench.samples import ratio
 from pippin.metrics import StepRecord
 
 
@@ -53,6 +55,7 @@ class Span:
     seconds: float
     idle: float | None  # of these the device had nothing to do; None where nobody knows
     launching: float  # the host was planning a step or handing it over
+    decodes_only: bool  # and so do the steps before and after it
 
 
 def break_down(
@@ -61,12 +64,10 @@ def break_down(
     """The period from `began` to `ended`, on the records' own clock."""
     spans = list(_spans([r for r in records if r.planned >= began and r.resumed <= ended]))
     stepping = sum(span.seconds for span in spans)
-    total = Breakdown(no_requests=ended - began - stepping)
-    ahead = 0.0
-    for span in spans:
-        part, ahead = _explain(span, rates, ahead)
-        total += part
-    return total + Breakdown(rest=ahead)
+    parts = [_explain(span, rates) for span in spans]
+    found = sum(parts, Breakdown(no_requests=ended - began - stepping))
+    found += Breakdown(scattered_cohorts=_scattered(spans, parts, rates))
+    return found + Breakdown(rest=ended - began - found.wall)
 
 
 def _spans(records: Sequence[StepRecord]) -> Iterator[Span]:
@@ -82,7 +83,9 @@ def _spans(records: Sequence[StepRecord]) -> Iterator[Span]:
             owed -= idle
         launches = records[index : index + 2]  # this one's, and under overlap the next one's
         launching = sum(_overlap(r.planned, r.launched, begins, record.resumed) for r in launches)
-        yield Span(record, seconds, idle, launching)
+        neighbours = records[max(0, index - 1) : index + 2]
+        decodes_only = not any(r.prefill_tokens for r in neighbours)
+        yield Span(record, seconds, idle, launching, decodes_only)
         before = record
 
 
@@ -90,46 +93,35 @@ def _overlap(start: float, end: float, since: float, until: float) -> float:
     return max(0.0, min(end, until) - max(start, since))
 
 
-def _explain(span: Span, rates: Rates, ahead: float) -> tuple[Breakdown, float]:
-    """The causes of a step's excess, and what it was ahead of its work.
-
-    Tokens of running streams are there before the step's prompts are computed, and nothing waits
-    for a chunk in the middle of a prompt: then its time falls into the next step's span.
-    """
+def _explain(span: Span, rates: Rates) -> Breakdown:
     record, ran = span.record, span.record.forwards
-    tokens = record.prefill_tokens
-    work = rates.decode_seconds(record.decode_rows) + rates.prefill_seconds(tokens)
-    left = Remainder(span.seconds - work + ahead)
-    new_shapes = left.take(ran.new_prefill * rates.new_prefill + ran.new_decode * rates.new_decode)
-    # Where no account is kept: a host that had to wait for the device kept it busy, and one that
-    # did not is what the device waited for.
-    unknown = 0.0 if record.host_waited else left.seconds
-    idle = left.take(unknown if span.idle is None else span.idle)
+    prefill = rates.prefill_seconds(record.prefill_tokens)
+    work = rates.decode_seconds(record.decode_rows) + prefill
+    new_shapes = ran.new_prefill * rates.new_prefill + ran.new_decode * rates.new_decode
+    idle = span.idle
+    if idle is None:  # a device that the host waited for was busy; else it waited for the host
+        idle = 0.0 if record.host_waited else span.seconds - work
+    idle = max(0.0, idle - new_shapes)  # the device is idle, too, while a shape is new
     launching = min(idle, span.launching)
-    chunks = rates.chunk_seconds(tokens, ran.prefill) - rates.prefill_seconds(tokens)
-    small_chunks = left.take(chunks if ran.prefill else 0.0)
-    ahead = min(0.0, left.seconds) if tokens else 0.0
-    unexplained = left.seconds - ahead
-    scattered = unexplained if ran.cohorts > 1 else 0.0
-    part = Breakdown(
+    chunks = rates.chunk_seconds(record.prefill_tokens, ran.prefill)
+    return Breakdown(
         work=work,
         new_shapes=new_shapes,
         launching=launching,
         idle_device=idle - launching,
-        small_chunks=small_chunks,
-        scattered_cohorts=scattered,
-        rest=unexplained - scattered,
+        small_chunks=max(0.0, chunks - prefill),
     )
-    return part, ahead
 
 
-@dataclass
-class Remainder:
-    """Seconds that nothing has been found for yet. Below zero: faster than one batch."""
-
-    seconds: float
-
-    def take(self, wanted: float) -> float:
-        taken = max(0.0, min(wanted, self.seconds))
-        self.seconds -= taken
-        return taken
+def _scattered(spans: Sequence[Span], parts: Sequence[Breakdown], rates: Rates) -> float:
+    """Steps over several cohorts, at what those far from prompts take longer than settled ones."""
+    scattered = [
+        (span, part)
+        for span, part in zip(spans, parts, strict=True)
+        if span.record.forwards.cohorts > 1
+    ]
+    undisturbed = [(span, part) for span, part in scattered if span.decodes_only]
+    excess = sum(span.seconds - part.wall for span, part in undisturbed)
+    price = ratio(excess, sum(part.work for _, part in undisturbed)) if undisturbed else 0.0
+    decoding = sum(rates.decode_seconds(span.record.decode_rows) for span, _ in scattered)
+    return max(0.0, price) * decoding

@@ -1,6 +1,7 @@
 """What work costs when nothing is in its way: the rates of one batch. Knows only the offline API.
 
-A served load is judged by these, measured in the same run on the same model.
+A served load is judged by these, measured in the same run on the same model. Of repeated
+measurements the fastest counts: others met something that was in the way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from pippin.bench.report import say
 from pippin.bench.samples import median
 from pippin.bench.steps import (
     first_token_seconds,
-    forward_seconds,
     generate,
     last_step,
     make_ready,
@@ -30,7 +30,8 @@ from pippin.metrics import StepLog, StepRecord, read_step_log
 
 CONTEXT = 512  # tokens of each row: about what requests under churn hold
 DECODE_TOKENS = 64
-CHUNKS = (24, 56, 120, 248, 504)  # tokens: lengths that no batch here has
+CHUNKS = (24, 56, 120, 248, 504)  # tokens
+NEW_LENGTHS = (19, 23, 27, 31, 35, 39, 43, 47, 51)  # tokens: few, so that times are precise
 REPEATS = 2
 
 Points = tuple[tuple[int, float], ...]  # of a curve, by ascending x
@@ -41,7 +42,7 @@ class Rates:
     """Seconds. Between measured points they are interpolated."""
 
     decode_steps: Points  # rows -> a step of a settled batch
-    chunks: Points  # tokens -> a forward over one prompt, its shape not new
+    chunks: Points  # tokens -> the device's time for a forward over one prompt
     prefill_tokens_per_second: float  # of the best batch
     new_prefill: float = 0.0  # what a forward over prompts takes longer the first time
     new_decode: float = 0.0  # what a step over rows does
@@ -72,15 +73,6 @@ class Rates:
         )
 
 
-@dataclass(frozen=True)
-class LonePrompt:
-    """A prompt in a forward by itself."""
-
-    num_tokens: int
-    seconds: float  # from its dispatch to its token, when its length is not new any more
-    extra: float  # seconds that the first of its length took longer, building the graph included
-
-
 def widths_to_measure(decode_rows: Iterable[int]) -> list[int]:
     """A few widths that cover all those that steps had: 1, 2, 4, ... and the widest."""
     widest = max(decode_rows, default=1) or 1
@@ -96,30 +88,48 @@ def measure_rates(config: Config, widths: Sequence[int]) -> Rates:
         timings = []
         for width in widths:
             say(f"one batch of {width}")
-            timings.append(time_batch(llm, width, CONTEXT, DECODE_TOKENS, REPEATS))
+            timings.append(time_batch(llm, width, CONTEXT, DECODE_TOKENS, REPEATS, choose=min))
         say("prompts by themselves")
-        lone = [_lone_prompt(llm, length) for length in CHUNKS]
+        new_lengths = [_extra_of_new_length(llm, length) for length in NEW_LENGTHS]
+        chunks = [(length, _forward_seconds(llm, length)) for length in CHUNKS]
         log.close()
         records = read_step_log(Path(folder) / "steps")
     decode_steps = {timing.batch: timing.decode_seconds for timing in timings}
     return Rates(
         decode_steps=tuple(decode_steps.items()),
-        chunks=tuple((prompt.num_tokens, prompt.seconds) for prompt in lone),
+        chunks=tuple(chunks),
         prefill_tokens_per_second=max(timing.prefill_tokens_per_second for timing in timings),
-        new_prefill=max(0.0, median([prompt.extra for prompt in lone])),
+        new_prefill=max(0.0, median(new_lengths)),
         new_decode=max(0.0, median(_extra_of_new_steps(records, decode_steps))),
     )
 
 
-def _lone_prompt(llm: LLM, num_tokens: int) -> LonePrompt:
-    whole, forward = [], []
+def _forward_seconds(llm: LLM, num_tokens: int) -> float:
+    """The device's time for a prompt by itself, of a length that is not new any more."""
+    times = []
     for turn in range(1 + REPEATS):
-        begun = last_step(llm)
-        text = prompts_for(llm, f"lone {num_tokens} {turn}").text(num_tokens)
-        generate(llm, [text], max_tokens=1)
-        whole.append(first_token_seconds(llm, since_step=begun + 1))
-        forward.append(forward_seconds(llm, since_step=begun + 1))
-    return LonePrompt(num_tokens, median(forward[1:]), whole[0] - median(whole[1:]))
+        before = llm.metrics.records[-1]
+        _ask(llm, num_tokens, turn)
+        last = [record for record in llm.metrics.records if record.prefill_tokens][-1]
+        if before.device is not None and last.device is not None:
+            times.append(last.device.busy - before.device.busy)
+        else:  # what launching does not hide
+            times.append(last.resumed - last.launched)
+    return min(times[1:])
+
+
+def _extra_of_new_length(llm: LLM, num_tokens: int) -> float:
+    """What the first prompt of a length takes longer than the next ones."""
+    first, *later = (_ask(llm, num_tokens, turn) for turn in range(1 + REPEATS))
+    return first - median(later)
+
+
+def _ask(llm: LLM, num_tokens: int, turn: int) -> float:
+    """Seconds from a lone prompt's plan to its token."""
+    begun = last_step(llm)
+    text = prompts_for(llm, f"lone {num_tokens} {turn}").text(num_tokens)
+    generate(llm, [text], max_tokens=1)
+    return first_token_seconds(llm, since_step=begun + 1)
 
 
 def _extra_of_new_steps(records: Iterable[StepRecord], settled: Mapping[int, float]) -> list[float]:

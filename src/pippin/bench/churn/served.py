@@ -49,11 +49,16 @@ def churn_at(
     return summarize(target.model, load, outcome, None, notes)
 
 
-def churn(config: Config, model_dir: Path, load: ChurnLoad, *, seed: int) -> Report:
-    """The load against a server of our own, then the rates of one batch on the same model."""
+def churn(
+    config: Config, model_dir: Path, load: ChurnLoad, *, seed: int, step_log: Path | None = None
+) -> Report:
+    """The load against a server of our own, then the rates of one batch on the same model.
+
+    `step_log`: where to keep the server's.
+    """
     notes = busy_note()
     with TemporaryDirectory(prefix="pippin-bench-") as folder:
-        copy, log = Path(folder) / model_dir.name, Path(folder) / "steps"
+        copy, log = Path(folder) / model_dir.name, step_log or Path(folder) / "steps"
         copy.mkdir()
         write_endless_copy(model_dir, copy, float32=False)
         config = replace(config, model=replace(config.model, model=str(copy)))
