@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from pippin.backends.mlx.cpu.warm import prompt_of
-from pippin.backends.mlx.rows.cohort_mains import SETTLED_STEPS
+from pippin.backends.mlx.rows.cohort_mains import SCATTERED_STEPS
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from serving import served
@@ -29,7 +29,7 @@ def rows_of(num_rows: int) -> DecodeRows:
 
 def test_joined_rows_become_one_cohort_when_they_have_settled() -> None:
     rows = rows_of(4)
-    advance(rows, SETTLED_STEPS - 1)
+    advance(rows, SCATTERED_STEPS - 1)
     assert len(rows.mains.cohorts) == 4
     advance(rows, 1)
     assert (len(rows.mains.cohorts), rows.mains.cohorts[0].indices) == (1, [0, 1, 2, 3])
@@ -37,11 +37,11 @@ def test_joined_rows_become_one_cohort_when_they_have_settled() -> None:
 
 def test_a_row_that_came_and_went_leaves_the_others_as_they_were_when_they_have_settled() -> None:
     rows = rows_of(4)
-    advance(rows, SETTLED_STEPS + 3)
+    advance(rows, SCATTERED_STEPS + 3)
     rows.join([(5, prompt_of(served(MODEL), 10))])
     advance(rows, 2)
     rows.leave(5)
-    advance(rows, SETTLED_STEPS - 1)
+    advance(rows, SCATTERED_STEPS - 1)
     assert rows.width == 6  # wider than its one cohort: such steps are not compiled
     advance(rows, 1)
     assert (rows.width, rows.mains.cohorts[0].indices) == (4, [0, 1, 2, 3])

@@ -23,7 +23,7 @@ from pippin.backends.mlx.load import LoadedModel
 def marker_path(loaded: LoadedModel) -> Path:
     """Exists once every kernel of this model's decode step, as this code has it, is built."""
     digest = hashlib.sha256(repr((type(loaded.model).__module__, loaded.layout)).encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(source.read_bytes())
     return kernel_dir() / f"pippin-{digest.hexdigest()[:16]}"
 

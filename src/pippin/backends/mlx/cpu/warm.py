@@ -16,16 +16,16 @@ import numpy as np
 from pippin.backends.mlx.cpu.kernels import marker_path
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
-from pippin.backends.mlx.rows.cohort_mains import SETTLED_STEPS
+from pippin.backends.mlx.rows.cohort_mains import SCATTERED_STEPS
 from pippin.backends.mlx.rows.cohorts import COLUMN_STEP
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.grouping import SHARED_BLOCK
 
-SHARED_LEN = 18 * SHARED_BLOCK - SETTLED_STEPS + 1  # whole blocks when settled rows regroup
+SHARED_LEN = 18 * SHARED_BLOCK - SCATTERED_STEPS + 1  # whole blocks when settled rows regroup
 FULL, PADDED = COLUMN_STEP, COLUMN_STEP - 3  # tokens of a main
 FORMS = ([FULL], [PADDED], [FULL, PADDED], [FULL, FULL])
-NUM_STEPS = 2 * SETTLED_STEPS
+NUM_STEPS = 4 * SCATTERED_STEPS
 SHARED_FORMS = ([SHARED_LEN, SHARED_LEN], [SHARED_LEN, SHARED_LEN - 3])
 
 

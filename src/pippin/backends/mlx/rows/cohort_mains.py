@@ -23,7 +23,9 @@ from pippin.backends.mlx.rows.regrouping import regroup
 from pippin.backends.mlx.rows.views import CohortsShape, Tree
 from pippin.backends.mlx.tree.packing import KV
 
-SETTLED_STEPS = 8  # in which nobody came or went, before rows are regrouped
+# After somebody came or went, before rows are regrouped: about as many as cost what regrouping costs.
+# Whoever comes or goes meanwhile is regrouped along.
+SCATTERED_STEPS = 3
 
 
 class CohortMains:
@@ -31,6 +33,7 @@ class CohortMains:
         self._layout = layout
         self._spare = spare
         self.cohorts: list[Cohort] = []
+        self._steps_left: int | None = None  # until rows are regrouped
 
     @property
     def num_groups(self) -> int:
@@ -41,11 +44,13 @@ class CohortMains:
             if kv:
                 stored = {leaf: pair[0].shape[2] for leaf, pair in kv.items()}
                 self.cohorts.append(Cohort.of_one(row.index, row.length, stored, dict(kv)))
+        self._count_down()
 
     def leave(self, row: Row) -> None:
         for cohort in self.cohorts:
             cohort.drop(row.index)
         self.cohorts = [cohort for cohort in self.cohorts if cohort.num_live]
+        self._count_down()
 
     def pieces_of(self, row: Row, leaf: int) -> list[KV]:
         homes = [cohort for cohort in self.cohorts if cohort.holds(row.index)]
@@ -60,7 +65,13 @@ class CohortMains:
     def want_moving(self, rows: Sequence[Row], width: int, steps_unchanged: int) -> bool:
         if steps_unchanged <= 1 and self._wasteful(width - len(rows)):
             return True
-        return steps_unchanged == SETTLED_STEPS and self._scattered(rows, width)
+        if self._steps_left is None:
+            return False
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return False
+        self._steps_left = None
+        return self._scattered(rows, width)
 
     def take_in(self, rows: Sequence[Row], tails: Tails) -> None:
         groups = self._groups(rows)
@@ -70,6 +81,7 @@ class CohortMains:
             lines = [index if index in held else -1 for index in range(tails.width)]
             groups = [replace(groups[0], indices=lines)]
         self.cohorts = regroup(self._layout, groups, self.cohorts, tails.kv, tails.written)
+        self._steps_left = None
 
     def renumber(self, new: Mapping[int, int]) -> None:
         for cohort in self.cohorts:
@@ -79,6 +91,10 @@ class CohortMains:
         return [array for cohort in self.cohorts for array in cohort.arrays()]
 
     # ---- inside ----------------------------------------------------------------------------
+
+    def _count_down(self) -> None:
+        if self._steps_left is None:
+            self._steps_left = SCATTERED_STEPS
 
     def _scattered(self, rows: Sequence[Row], width: int) -> bool:
         """Fewer cohorts would do, or one whose lines are the rows: such steps are compiled."""
