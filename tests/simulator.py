@@ -63,6 +63,7 @@ class Setting:
     components: tuple[Component, ...]
     state_tokens: int
     state_taps: bool
+    knows_head: bool
     by_reference: bool
     num_slots: int
     prefill_tokens: int
@@ -85,6 +86,7 @@ class Setting:
             components=components,
             state_tokens=state_tokens,
             state_taps=rng.random() < 0.7,
+            knows_head=rng.random() < 0.9,
             by_reference=rng.random() < 0.4,
             num_slots=rng.choice((1, 2, 4, 8, 12)),
             prefill_tokens=rng.choice((32, 100, 256, 512)),
@@ -148,6 +150,7 @@ class SimulatedBackend(FakeBackend):
             num_slots=setting.num_slots,
             state_taps=setting.state_taps,
             state_tokens=setting.state_tokens,
+            knows_head=setting.knows_head,
             restores_by_reference=setting.by_reference,
         )
         self._rng = rng
@@ -341,6 +344,8 @@ class World:
         rng = self.rng
         own = make_prompt(_log_uniform(rng, 1, 400), 1000 + len(self.asks))
         kind = rng.random()
+        if kind > 0.9 and self.asks:  # the same again
+            return rng.choice(self.asks[-20:]).prompt
         if kind < 0.3 and self.asks:  # the next turn of a conversation
             before = rng.choice(self.asks[-20:])
             prompt = [*before.prompt, *before.reply.tokens, *own[:60]]

@@ -34,6 +34,7 @@ from serving import served
 pytestmark = pytest.mark.usefixtures("without_compiler")
 
 NUM_SLOTS = 6
+KV = (Component.ATTENTION, Component.WINDOW)
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "fake": lambda: FakeBackend(num_slots=NUM_SLOTS),
     "fake, by reference": lambda: FakeBackend(num_slots=NUM_SLOTS, restores_by_reference=True),
@@ -117,6 +118,8 @@ def restore(captures: Iterable[Capture], length: int) -> Restore:
             payloads[component] = (*payloads.get(component, ()), payload)
         if length in capture.states:
             payloads[Component.STATE] = (capture.states[length],)
+        if capture.hidden is not None and capture.end == length:
+            payloads[Component.HIDDEN] = (capture.hidden,)
     return Restore(length, payloads)
 
 
@@ -238,7 +241,7 @@ def test_captures_say_what_they_cover(make_backend: MakeBackend) -> None:
     row = prefill(1, prompt, 0, 64, captures=True, checkpoints=(64,))
     (capture,) = steps.run(admit=(admit(1, prompt),), prefill=(row,)).captures
     assert (capture.slot, capture.start, capture.end, capture.retired) == (1, 0, 64, False)
-    kv_components = [c for c in backend.spec.components if c is not Component.STATE]
+    kv_components = [c for c in backend.spec.components if c in KV]
     assert set(capture.kv) == set(kv_components)
     assert all(payload.num_tokens == 64 for payload in capture.kv.values())
     assert set(capture.states) == {64}
@@ -259,6 +262,61 @@ def test_a_split_prefix_restores_as_the_whole_does(make_backend: MakeBackend) ->
         admit=(admit(2, prompt),), prefill=(prefill(2, prompt, 64, 70, restore=divided),)
     )
     assert_says([result.tokens[2]], alone(make_backend, prompt, 1))
+
+
+def restored_whole(slot: int, prompt: np.ndarray, captures: Iterable[Capture], **kw: Any) -> Any:
+    return prefill(
+        slot, prompt, len(prompt), len(prompt), restore=restore(captures, len(prompt)), **kw
+    )
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 1.0, "seed": 5}, {"repetition_penalty": 0.8}]
+)
+def test_a_prompt_that_is_restored_whole_is_sampled_without_its_tokens(
+    make_backend: MakeBackend, params: dict[str, Any]
+) -> None:
+    prompt, other = make_tokens(70), make_tokens(40, 3)
+    backend = make_backend()
+    steps = Steps(backend)
+    rows = [
+        prefill(slot, tokens, 0, len(tokens), captures=True, checkpoints=(len(tokens),))
+        for slot, tokens in ((1, prompt), (2, other))
+    ]
+    captures = steps.run(admit=(admit(1, prompt), admit(2, other)), prefill=tuple(rows)).captures
+    assert [c.hidden is not None and c.hidden.nbytes for c in captures] == [
+        backend.spec.hidden_bytes
+    ] * 2
+    mine, others = ([c for c in captures if c.slot == slot] for slot in (1, 2))
+    result = steps.run(
+        admit=(admit(3, prompt, logprobs=2, **params), admit(4, other)),
+        prefill=(restored_whole(3, prompt, mine), restored_whole(4, other, others)),
+        decode=(DecodeRow(1, 70),),
+    )
+    tokens = [result.tokens[3]]
+    assert len(result.logprobs[3].top_ids) == 2
+    tokens.append(steps.run(decode=(DecodeRow(4, 40), DecodeRow(3, 70))).tokens[3])
+    assert_says(tokens, alone(make_backend, prompt, 2, **params))
+    assert_says([result.tokens[4]], alone(make_backend, other, 1))
+
+
+@every_backend
+def test_a_prompt_that_is_restored_whole_waits_for_its_mask(make_backend: MakeBackend) -> None:
+    prompt = make_tokens(9)
+    steps = Steps(make_backend())
+    row = prefill(1, prompt, 0, 9, captures=True, checkpoints=(9,))
+    captures = steps.run(admit=(admit(1, prompt),), prefill=(row,)).captures
+    pending = steps.launch(
+        admit=(admit(2, prompt),), prefill=(restored_whole(2, prompt, captures, masked=True),)
+    )
+    only = np.zeros(steps.backend.spec.vocab_size, dtype=bool)
+    only[11] = True
+    pending.sample({2: only})
+    assert pending.wait().tokens == {2: 11}
+    after = steps.run(decode=(DecodeRow(2, 9),))
+    forced = np.append(prompt, np.int32(11))
+    assert_says([after.tokens[2]], alone(make_backend, forced, 1))
 
 
 @every_backend
@@ -290,7 +348,7 @@ def test_a_checkpoint_of_a_reply_serves_as_a_state(make_backend: MakeBackend) ->
     captures = steps.run(retire=(Retire(1, 0, 23, captures=True),)).captures
     lent: dict[Component, tuple[Payload, ...]] = {Component.STATE: (checkpoint.states[22],)}
     for component, payloads in restore(captures, 23).payloads.items():
-        if component is not Component.STATE:
+        if component in KV:
             lent[component] = payloads[-1].split(22)[:1]
     turn = np.concatenate([prompt, np.array(reply, dtype=np.int32), make_tokens(3, 9)])
     result = steps.run(

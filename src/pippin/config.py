@@ -120,6 +120,9 @@ class ServerConfig:
     engine_timeout: int = 300
     """Seconds that one step may take before the engine counts as hung, and its requests fail."""
 
+    step_log: str | None = None
+    """Write what each step did, and when, to this file: a line of JSON each."""
+
     def __post_init__(self) -> None:
         _check_at_least(self, engine_timeout=1)
         if not 0 <= self.port <= 65535:

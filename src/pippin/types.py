@@ -12,18 +12,19 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Component(enum.Enum):
-    """What a layer keeps, and so what a tree node can carry."""
+    """What a model keeps of the tokens it has read, and so what a tree node can carry."""
 
     ATTENTION = "attention"  # KV of every token
     WINDOW = "window"  # KV of the last `window` tokens
     STATE = "state"  # recurrent state after the last token
+    HIDDEN = "hidden"  # what the head reads after the last token of a prompt: enough to sample
 
 
 class Payload(Protocol):
     """A piece of one component's cache, opaque to whoever holds it.
 
-    `tokens` it covers: KV payloads divide anywhere inside; a state belongs to the end of its node
-    and is never split.
+    `tokens` it covers: KV payloads divide anywhere inside; a state or a hidden vector belongs to
+    the end of its node and is never split.
     """
 
     @property
@@ -101,6 +102,17 @@ class DeviceReading:
 
 
 @dataclass(frozen=True)
+class StepForwards:
+    """How a backend ran a plan, for whoever asks where a step's time went."""
+
+    prefill: int = 0  # forwards over chunks of prompts
+    new_prefill: int = 0  # of these, of a shape that had not been run lately
+    new_decode: int = 0  # forwards over decode rows, likewise
+    cohorts: int = 0  # in which the decode rows lay; a settled batch is one
+    compiled: bool = False  # the decode rows ran as one compiled function
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What one layer keeps, as discovered from the model's own cache object."""
 
@@ -119,6 +131,7 @@ class ModelSpec:
     max_len: int  # positions: prompt and reply together
     layers: tuple[LayerSpec, ...]
     state_taps: bool = False  # states can be captured every GRID tokens inside a prefill chunk
+    hidden_bytes: int = 0  # of a hidden vector; 0: the head is not known, so none can be captured
 
     def _total(self, component: Component) -> int:
         return sum(layer.nbytes for layer in self.layers if layer.component is component)
@@ -143,4 +156,6 @@ class ModelSpec:
     @property
     def components(self) -> tuple[Component, ...]:
         present = {layer.component for layer in self.layers}
+        if self.hidden_bytes:
+            present.add(Component.HIDDEN)
         return tuple(c for c in Component if c in present)

@@ -17,8 +17,8 @@ from pippin.cache.prefix_cache import InsertResult, Lock, Match, PrefixCache
 from pippin.types import Component, Payload
 
 Prefix = tuple[int, ...]
-A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
-NBYTES = {A: 3, W: 2, S: 40}  # per token, per token, per state
+A, W, S, H = Component.ATTENTION, Component.WINDOW, Component.STATE, Component.HIDDEN
+NBYTES = {A: 3, W: 2, S: 40, H: 5}  # per token, per token, per state, per hidden vector
 
 
 @dataclass
@@ -33,6 +33,9 @@ class Ledger:
 
     def state(self, tokens: Sequence[int], position: int) -> Piece:
         return Piece(self, S, [tuple(tokens[:position])])
+
+    def hidden(self, tokens: Sequence[int]) -> Piece:
+        return Piece(self, H, [tuple(tokens)])
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +71,7 @@ class Piece:
         return self.number in self.ledger.live
 
     def split(self, at: int) -> tuple[Piece, Piece]:
-        assert self.component is not S, "a state was split"
+        assert self.component in (A, W), f"a {self.component} was split"
         assert 0 < at < len(self.prefixes), f"split {len(self.prefixes)} tokens at {at}"
         self.release()
         head, tail = self.prefixes[:at], self.prefixes[at:]
@@ -117,8 +120,23 @@ class CheckedCache:
         self.check_payloads(tokens, expected, match.payloads)
         return match
 
+    def match_prompt(self, tokens: Sequence[int]) -> Match:
+        """All of it only with its hidden vector; else the longest that leaves a token."""
+        probed = self.cache.probe_prompt(np.array(tokens))
+        match = self.cache.match_prompt(np.array(tokens))
+        reach = len(tokens) - (tuple(tokens) not in self.ledger.held(H))
+        expected = next(n for n in range(reach, -1, -1) if self.valid(tokens, n))
+        assert match.length == probed == expected
+        self.check_payloads(tokens, expected, match.payloads)
+        return match
+
     def lock(self, tokens: Sequence[int], limit: int | None = None) -> None:
-        match = self.match(tokens, limit)
+        self._lock(tokens, self.match(tokens, limit))
+
+    def lock_prompt(self, tokens: Sequence[int]) -> None:
+        self._lock(tokens, self.match_prompt(tokens))
+
+    def _lock(self, tokens: Sequence[int], match: Match) -> None:
         self.locks.append((self.cache.lock(match), tuple(tokens[: match.length])))
 
     def lock_inserted(self, tokens: Sequence[int], result: InsertResult) -> None:
@@ -136,18 +154,23 @@ class CheckedCache:
         start: int,
         states: Iterable[int] = (),
         kv: Iterable[Component] | None = None,
+        *,
+        hidden: bool = False,
     ) -> InsertResult:
-        kv = [c for c in self.components if c is not S and (kv is None or c in kv)]
+        kv = [c for c in self.components if c in (A, W) and (kv is None or c in kv)]
         kv = kv if start < len(tokens) else []
         before, nbytes = {c: self.ledger.held(c) for c in self.components}, self.cache.nbytes
         reach, num_evicted = self.reach(tokens), self.num_evicted
         payloads = {c: self.ledger.kv(c, tokens, start) for c in kv}
         captured = {p: self.ledger.state(tokens, p) for p in states if S in self.components}
         wanted: dict[Component, set[Prefix]] = {c: set() for c in self.components}
+        last = self.ledger.hidden(tokens) if hidden and H in self.components else None
         for payload in [*payloads.values(), *captured.values()]:
             wanted[payload.component] = wanted[payload.component] | set(payload.prefixes)
 
-        result = self.cache.insert(np.array(tokens), start, payloads, captured)
+        result = self.cache.insert(np.array(tokens), start, payloads, captured, last)
+        if last is not None and result.length == len(tokens) and self.keeps_hidden(tokens):
+            wanted[H] = {tuple(tokens)}
         fits = self.num_evicted == num_evicted
         if A in self.components:
             assert result.gap == max(0, start - reach)
@@ -199,6 +222,10 @@ class CheckedCache:
             return False
         return S not in self.components or tuple(tokens[:length]) in self.ledger.held(S)
 
+    def keeps_hidden(self, tokens: Sequence[int]) -> bool:
+        """Where there are states, only beside one: else nobody could be restored there."""
+        return S not in self.components or tuple(tokens) in self.ledger.held(S)
+
     def reach(self, tokens: Sequence[int]) -> int:
         held = self.ledger.held(A)
         count = 0
@@ -226,7 +253,9 @@ class CheckedCache:
         """Of every payload over a token that a lock holds: windows from the lock's floor on."""
         held: set[tuple[Component, Prefix]] = set()
         for lock, tokens in [*self.locks, *self.growing]:
-            for component, low in ((A, 0), (W, lock.floor), (S, len(tokens) - 1)):
+            hidden_from = len(tokens) - 1 if S in self.components else 0
+            lows = ((A, 0), (W, lock.floor), (S, len(tokens) - 1), (H, hidden_from))
+            for component, low in lows:
                 held |= {(component, p) for p in self.prefixes(tokens, max(0, low), len(tokens))}
         pieces = self.ledger.live.values()
         return sum(
@@ -262,6 +291,9 @@ class CheckedCache:
             for piece in pieces:
                 assert piece.alive
             covered = [prefix for piece in pieces for prefix in piece.prefixes]
+            if component is H:
+                assert covered == [p for p in [tuple(tokens[:length])] if p in self.ledger.held(H)]
+                continue
             first = {A: 0, W: length - len(covered), S: length - 1}[component]
             assert covered == [tuple(tokens[: i + 1]) for i in range(first, length)]
             assert component is not W or len(covered) >= min(self.window, length)

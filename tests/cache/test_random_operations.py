@@ -8,18 +8,19 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from naive_cache import A, CheckedCache, S, W
+from naive_cache import A, CheckedCache, H, S, W
 
 from pippin.cache.canary import Canary
 
 LAYOUTS = {
-    "attention": ((A,), 0),
-    "attention+window": ((A, W), 3),
-    "attention+state": ((A, S), 0),
-    "state": ((S,), 0),
-    "window": ((W,), 4),
-    "window+state": ((W, S), 3),
-    "all": ((A, W, S), 5),
+    "attention": ((A, H), 0),
+    "attention+window": ((A, W, H), 3),
+    "attention+state": ((A, S, H), 0),
+    "state": ((S, H), 0),
+    "window": ((W, H), 4),
+    "window+state": ((W, S, H), 3),
+    "all": ((A, W, S, H), 5),
+    "no hidden vectors": ((A, S), 0),
 }
 NUM_OPERATIONS = 1_000  # for each layout and pressure
 
@@ -35,17 +36,21 @@ def random_tokens(rng: random.Random) -> list[int]:
 def operate(checked: CheckedCache, rng: random.Random) -> None:
     """One operation as a scheduler would do it, or as badly as one could."""
     kind, tokens = rng.random(), random_tokens(rng)
-    if kind < 0.30:
+    if kind < 0.20:
         checked.match(tokens, rng.choice([None, len(tokens) - 1]))
+    elif kind < 0.30:
+        checked.match_prompt(tokens)
     elif kind < 0.40 and len(checked.locks) < 4:
         checked.lock(tokens, rng.choice([None, len(tokens) - 1]))
+    elif kind < 0.43 and len(checked.locks) < 4:
+        checked.lock_prompt(tokens)
     elif kind < 0.50 and (checked.locks or checked.growing):
         checked.unlock(rng.randrange(8))
     elif kind < 0.90:
         start = rng.choice([0, checked.match(tokens).length, rng.randrange(len(tokens) + 1)])
         states = rng.sample(range(1, len(tokens) + 1), rng.randrange(min(3, len(tokens)) + 1))
         kv = rng.choice([None, None, None, [A], [W], []])
-        result = checked.insert(tokens, start, states, kv)
+        result = checked.insert(tokens, start, states, kv, hidden=rng.random() < 0.5)
         if kind < 0.53 and len(checked.growing) < 3:
             checked.lock_inserted(tokens, result)
     elif kind < 0.98:
@@ -99,6 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(tokens=TOKENS, short=st.booleans())
     def match(self, tokens: list[int], short: bool) -> None:
         self.checked.match(tokens, len(tokens) - 1 if short else None)
+        self.checked.match_prompt(tokens)
 
     @rule(tokens=TOKENS)
     def lock(self, tokens: list[int]) -> None:
@@ -114,7 +120,8 @@ class CacheMachine(RuleBasedStateMachine):
         start = data.draw(st.sampled_from([0, self.checked.match(tokens).length, len(tokens) // 2]))
         states = data.draw(st.sets(st.integers(1, len(tokens)), max_size=3))
         kv = data.draw(st.sampled_from([None, [A], [W], []]))
-        result = self.checked.insert(tokens, start, states, kv)
+        hidden = data.draw(st.booleans())
+        result = self.checked.insert(tokens, start, states, kv, hidden=hidden)
         if data.draw(st.booleans()):
             self.checked.lock_inserted(tokens, result)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from builders import ALL, Client, check_idle, make_client, make_prompt, oracle
+from pippin.backends.fake import FakeBackend
 from pippin.scheduler.admission import REPLY_TOKENS
 from pippin.scheduler.pace import SMALLEST_CHUNK
 from pippin.types import Component
@@ -35,10 +36,10 @@ def test_every_prompt_length_in_every_chunk_size(
 @pytest.mark.parametrize(
     ("components", "cached"), [((A,), 199), ((A, W), 199), ((S,), 192), ((A, S), 192), (ALL, 192)]
 )
-def test_the_same_prompt_again_recomputes_only_what_gives_logits(
+def test_without_a_known_head_the_same_prompt_again_recomputes_only_what_gives_logits(
     components: tuple[Component, ...], cached: int
 ) -> None:
-    client = make_client(components=components)
+    client = make_client(backend=FakeBackend(components=components, knows_head=False))
     client.ask(make_prompt(200))
     assert client.ask(make_prompt(200)).cached_tokens == cached
 

@@ -5,7 +5,8 @@ A plan carries every device-side effect of a step, and a backend executes it in 
     retire   read what rows hold after the previous launch (captures), then free their slots
     admit    sampling parameters of slots that start
     decode   run one token of each row (from the FutureMap), sample, stash the token by slot
-    prefill  restore a matched prefix, then run chunks of prompts; sample where one ends
+    prefill  restore a matched prefix, then run chunks of prompts; sample where one ends, or at
+             once where all of a prompt was restored with its hidden vector
 
 The last two concern different slots: either may come first, but streams are waiting for theirs.
 Only `Backend.launch` touches the device, so no schedule-versus-forward race can be written.
@@ -27,6 +28,7 @@ from pippin.types import (
     ModelSpec,
     Payload,
     SamplingParams,
+    StepForwards,
     TokenLogprobs,
 )
 
@@ -47,9 +49,10 @@ class Restore:
     """A prefix matched in the tree: `length` tokens that need not be computed.
 
     KV payloads are in token order and end at `length`; window payloads cover at least the last
-    window. The payloads are borrowed, and a lock keeps them in the tree: until the step that
-    restores them has been committed where a backend copies them into the row, and as long as the
-    row lives where it restores by reference (`Backend.restores_by_reference`).
+    window; a state, and a hidden vector where one is kept, are those after `length`. The payloads
+    are borrowed, and a lock keeps them in the tree: until the step that restores them has been
+    committed where a backend copies them into the row, and as long as the row lives where it
+    restores by reference (`Backend.restores_by_reference`).
     """
 
     length: int
@@ -72,7 +75,10 @@ class Admit:
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """One chunk of one prompt: tokens at positions [start, start + len(tokens))."""
+    """One chunk of one prompt: tokens at positions [start, start + len(tokens)).
+
+    Without tokens, all of the prompt is restored with its hidden vector, and the row samples.
+    """
 
     slot: int
     start: int
@@ -80,7 +86,9 @@ class PrefillRow:
     samples: bool = False  # the chunk ends what is known of the request: sample its next token
     restore: Restore | None = None  # only on the first chunk
     checkpoints: tuple[int, ...] = ()  # ascending positions in (start, end]: capture states there
-    captures: bool = False  # hand this chunk's KV (and states at checkpoints) to the tree
+    # Hand this chunk's KV, states at checkpoints and, where it samples, its last hidden vector to
+    # the tree.
+    captures: bool = False
     masked: bool = False  # its first token is sampled by `PendingStep.sample`
 
     @property
@@ -133,6 +141,13 @@ class StepPlan:
         return tuple([row.slot for row in self.rows if row.masked and row.samples])
 
     @property
+    def samples_at_once(self) -> bool:
+        """Its tokens take no forward: every prompt in it is restored whole, and nobody decodes."""
+        return (
+            bool(self.prefill) and not self.decode and not any(len(r.tokens) for r in self.prefill)
+        )
+
+    @property
     def empty(self) -> bool:
         return not (self.retire or self.admit or self.prefill or self.decode)
 
@@ -142,7 +157,8 @@ class Capture:
     """What a plan asked to keep of one slot: tokens [start, end).
 
     `kv` holds the divisible components for exactly that range (absent for a state-only capture of
-    a decode row); `states` maps a position in (start, end] to the recurrent state after it.
+    a decode row); `states` maps a position in (start, end] to the recurrent state after it;
+    `hidden` is what the head read after `end`, if that ends a prompt.
     """
 
     slot: int
@@ -151,6 +167,7 @@ class Capture:
     retired: bool = False  # from a Retire: the slot may already belong to another request
     kv: Mapping[Component, Payload] = field(default_factory=dict)
     states: Mapping[int, Payload] = field(default_factory=dict)
+    hidden: Payload | None = None
 
     @property
     def nbytes(self) -> int:
@@ -158,7 +175,8 @@ class Capture:
 
     @property
     def payloads(self) -> Sequence[Payload]:
-        return [*self.kv.values(), *self.states.values()]
+        hidden = () if self.hidden is None else (self.hidden,)
+        return [*self.kv.values(), *self.states.values(), *hidden]
 
     def release(self) -> None:
         """Give up all of it."""
@@ -177,6 +195,7 @@ class StepResult:
     overflowed: frozenset[int] = frozenset()
     dispatched: float = 0.0  # time.perf_counter() when the device was handed the step
     device: DeviceReading | None = None  # where a device keeps account of its work
+    forwards: StepForwards = field(default_factory=StepForwards)
 
 
 class PendingStep(Protocol):
@@ -236,9 +255,24 @@ class Costs(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class WarmUpShape:
+    """What a step's cost depends on where a device has to see a shape first (warm_up.py)."""
+
+    num_rows: int
+    num_tokens: int  # of a chunk
+    num_before: int = 0  # tokens before it
+    num_steps: int = 0  # tokens of the reply
+
+
 class Backend(Costs, Protocol):
     @property
     def device(self) -> DeviceInfo: ...
+
+    @property
+    def shapes_to_warm_up(self) -> Sequence[WarmUpShape]:
+        """The most likely ones first; none where nothing has to be warmed up."""
+        ...
 
     def limit_memory(self, budget_bytes: int) -> int:
         """Keep within a budget that includes the weights; returns what is left for rows, tree and
@@ -266,6 +300,7 @@ def captured_bytes(spec: ModelSpec, plan: StepPlan) -> int:
     for chunk in plan.prefill:
         if chunk.captures:
             total += len(chunk.tokens) * per_token + len(chunk.checkpoints) * spec.state_bytes
+            total += spec.hidden_bytes * chunk.samples
     for row in plan.decode:
         if row.checkpoint:
             total += spec.state_bytes

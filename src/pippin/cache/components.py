@@ -1,9 +1,10 @@
-"""The rules of attention KV, window KV and recurrent states on tree nodes. Knows no eviction order.
+"""The rules of what a model keeps, on tree nodes. Knows no eviction order.
 
             valid for a match      lock              split                      evict
 attention   everywhere             path to the root  divides                    with its leaf
 window      its tokens reach back  window segment    divides                    after what needs it
 state       only at a node's end   that node         stays with the lower part  on its own
+hidden      all of a prompt        that node         stays with the lower part  with state or leaf
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pippin.cache.radix import Node
 from pippin.types import Component, Payload
 
-COMPONENTS = (Component.ATTENTION, Component.WINDOW, Component.STATE)
-ATTENTION, WINDOW, STATE = range(3)  # indices into Node.payloads
+COMPONENTS = (Component.ATTENTION, Component.WINDOW, Component.STATE, Component.HIDDEN)
+ATTENTION, WINDOW, STATE, HIDDEN = range(4)  # indices into Node.payloads
 INDEX = {component: index for index, component in enumerate(COMPONENTS)}
 
 MAX_GAP_NODES = 64  # how far up to look for the next state when weighing one
@@ -24,8 +25,8 @@ class Rules:
     """What the components of one model ask of a tree."""
 
     def __init__(self, components: Sequence[Component], window: int) -> None:
-        if not components:
-            raise ValueError("components: a model keeps at least one, got none")
+        if not set(components) - {Component.HIDDEN}:
+            raise ValueError("components: a model keeps at least one of its tokens, got none")
         if (Component.WINDOW in components) != (window > 0):
             raise ValueError(f"window: {window} does not go with components {list(components)}")
         self.components = tuple(c for c in COMPONENTS if c in components)
@@ -33,6 +34,7 @@ class Rules:
         self.has_attention = Component.ATTENTION in components
         self.has_window = Component.WINDOW in components
         self.has_state = Component.STATE in components
+        self.has_hidden = Component.HIDDEN in components
         self.window = window
 
     def deepest_valid(self, path: Sequence[Node], reach: int) -> tuple[Node | None, int]:
@@ -54,6 +56,20 @@ class Rules:
                 return best, length
         return None, 0
 
+    def deepest_for_prompt(
+        self, path: Sequence[Node], reach: int, prompt_len: int
+    ) -> tuple[Node | None, int]:
+        """The same for a prompt of `prompt_len` tokens, after which a token is to be sampled.
+
+        All of it need not be computed only where a hidden vector is kept of its last token.
+        """
+        node, length = self.deepest_valid(path, reach)
+        if node is None or length < prompt_len:
+            return node, length
+        if node.end == length and node.payloads[HIDDEN] is not None:
+            return node, length
+        return self.deepest_valid(path, prompt_len - 1)
+
     def gather(self, node: Node) -> dict[Component, tuple[Payload, ...]]:
         """What restoring the sequence that ends with `node` needs, in token order."""
         found: dict[Component, tuple[Payload, ...]] = {}
@@ -65,6 +81,8 @@ class Rules:
             found[Component.WINDOW] = _held(node.back_to(node.end - self.window), WINDOW)
         if self.has_state:
             found[Component.STATE] = _held([node], STATE)
+        if self.has_hidden:
+            found[Component.HIDDEN] = _held([node], HIDDEN)
         return found
 
     def count_use(self, node: Node) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from pippin.cache.components import ATTENTION, COMPONENTS, STATE
+from pippin.cache.components import ATTENTION, COMPONENTS, HIDDEN, STATE, WINDOW
 from pippin.cache.radix import Node
 from pippin.cache.store import Store, any_held
 
@@ -43,12 +43,14 @@ def _check_payloads(store: Store, node: Node) -> None:
         if payload is None:
             continue
         assert index in store.rules.indices, f"{_name(node)} carries a stray {component.value}"
-        if index != STATE:
+        if index in (ATTENTION, WINDOW):
             assert payload.num_tokens == node.num_tokens, (
                 f"{_name(node)}: its {component.value} covers {payload.num_tokens} tokens"
             )
     if store.rules.has_attention:
         assert node.payloads[ATTENTION] is not None, f"{_name(node)} lacks attention KV"
+    if store.rules.has_state and node.payloads[HIDDEN] is not None:
+        assert node.payloads[STATE] is not None, f"{_name(node)} keeps a hidden vector alone"
     assert node.children or node.pins or any_held(node), f"{_name(node)} is an empty leaf"
 
 
@@ -77,7 +79,9 @@ def _check_pins(store: Store, nodes: list[Node], locks: Iterable[tuple[Node, int
         )
         holds = pins[node] + sum(child in held for child in node.children.values())
         assert node.holds == holds, f"{_name(node)}: {node.holds} holds, {holds} locks and children"
-        for kept, payload in zip((holds, node.window_pins, node.pins), node.payloads, strict=True):
+        hidden = node.pins if store.rules.has_state else holds
+        kept_by = (holds, node.window_pins, node.pins, hidden)
+        for kept, payload in zip(kept_by, node.payloads, strict=True):
             pinned_bytes += payload.nbytes if kept and payload is not None else 0
     assert store.pins.nbytes == pinned_bytes, (
         f"{store.pins.nbytes} pinned bytes, saw {pinned_bytes}"

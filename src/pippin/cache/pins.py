@@ -6,13 +6,14 @@ restore there needs, and the state at that node:
     attention   node.holds > 0        locks that end here, and children that are held
     window      node.window_pins > 0  locks whose window segment includes the node
     state       node.pins > 0         locks that end here
+    hidden      like the state that it goes with, or like its node where there are no states
 
 Everything else can be evicted, sooner or later.
 """
 
 from __future__ import annotations
 
-from pippin.cache.components import ATTENTION, STATE, WINDOW, Rules
+from pippin.cache.components import ATTENTION, HIDDEN, STATE, WINDOW, Rules
 from pippin.cache.radix import Node
 
 
@@ -20,6 +21,9 @@ class Pins:
     def __init__(self, rules: Rules) -> None:
         self.nbytes = 0  # of every payload that a lock holds
         self._rules = rules
+        # What locks that end at a node hold there, and what those hold that end there or below.
+        self._at_end = (STATE, HIDDEN) if rules.has_state else (STATE,)
+        self._on_path = (ATTENTION,) if rules.has_state else (ATTENTION, HIDDEN)
 
     def pin(self, node: Node) -> int:
         """Hold what `Rules.gather` returns; the result is the window segment's start, for `unpin`.
@@ -31,13 +35,13 @@ class Pins:
             return node.end
         node.pins += 1
         if node.pins == 1:
-            self.nbytes += _nbytes(node, STATE)
+            self.nbytes += _nbytes(node, self._at_end)
         above: Node | None = node
         while above is not None:
             above.holds += 1
             if above.holds > 1:
                 break
-            self.nbytes += _nbytes(above, ATTENTION)
+            self.nbytes += _nbytes(above, self._on_path)
             above = above.parent
         return self._pin_window(node)
 
@@ -51,13 +55,13 @@ class Pins:
         assert node.pins > 0, f"unlocked a node at {node.end} that nobody holds"
         node.pins -= 1
         if node.pins == 0:
-            self.nbytes -= _nbytes(node, STATE)
+            self.nbytes -= _nbytes(node, self._at_end)
         above: Node | None = node
         while above is not None:
             above.holds -= 1
             if above.holds > 0:
                 break
-            self.nbytes -= _nbytes(above, ATTENTION)
+            self.nbytes -= _nbytes(above, self._on_path)
             above = above.parent
         return [node, *self._unpin_window(node, floor)]
 
@@ -68,7 +72,9 @@ class Pins:
 
     def holds(self, node: Node, index: int) -> bool:
         """Whether the component of this index must stay on `node`."""
-        return (node.holds, node.window_pins, node.pins)[index] > 0
+        if index == WINDOW:
+            return node.window_pins > 0
+        return (node.pins if index in self._at_end else node.holds) > 0
 
     def count(self, node: Node, index: int, change: int) -> None:
         """A payload of `node` came, went or changed its size."""
@@ -80,7 +86,7 @@ class Pins:
         for above in self._rules.window_segment(node):
             above.window_pins += 1
             if above.window_pins == 1:
-                self.nbytes += _nbytes(above, WINDOW)
+                self.nbytes += _nbytes(above, (WINDOW,))
             floor = above.start
         return floor
 
@@ -89,11 +95,11 @@ class Pins:
         for above in node.back_to(floor):
             above.window_pins -= 1
             if above.window_pins == 0:
-                self.nbytes -= _nbytes(above, WINDOW)
+                self.nbytes -= _nbytes(above, (WINDOW,))
                 free.append(above)
         return free
 
 
-def _nbytes(node: Node, index: int) -> int:
-    payload = node.payloads[index]
-    return 0 if payload is None else payload.nbytes
+def _nbytes(node: Node, indices: tuple[int, ...]) -> int:
+    payloads = (node.payloads[index] for index in indices)
+    return sum(payload.nbytes for payload in payloads if payload is not None)

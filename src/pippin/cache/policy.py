@@ -70,8 +70,8 @@ class CheckpointPolicy:
         """Where a prefill chunk over [start, end) should capture states, ascending, and why.
 
         Boundaries and branches are rounded down to the grid. The prompt's end is exact, for the
-        next turn; the same prompt again must compute one token at least, so the last grid point
-        before the end is there for it.
+        next turn and the same prompt again; where it is evicted or cannot be sampled from, the
+        last grid point before it is there for the latter.
         """
         found: dict[int, Placement] = {}
         stride = self.stride(prompt_len)

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import numpy.typing as npt
 
 from pippin.cache.canary import Canary
-from pippin.cache.components import STATE, WINDOW, Rules
+from pippin.cache.components import HIDDEN, STATE, WINDOW, Rules
 from pippin.cache.eviction import NEVER
 from pippin.cache.integrity import check_integrity
 from pippin.cache.policy import CheckpointPolicy, Placement
-from pippin.cache.radix import Node, as_tokens
+from pippin.cache.radix import Node, TokenArray, as_tokens
 from pippin.cache.report import report
 from pippin.cache.stats import CacheStats
 from pippin.cache.store import Filled, Store
@@ -122,17 +122,27 @@ class PrefixCache:
         """How many of these tokens lie in the tree at all, restorable or not."""
         return self._tree.walk(as_tokens(tokens))[1]
 
+    def probe_prompt(self, tokens: npt.ArrayLike) -> int:
+        """The length `match_prompt` would return. Touches nothing."""
+        ids = as_tokens(tokens)
+        path, reach = self._tree.walk(ids)
+        return self._rules.deepest_for_prompt(path, reach, len(ids))[1]
+
     def match(self, tokens: npt.ArrayLike, *, limit: int | None = None) -> Match:
         """The longest restorable prefix of at most `limit` tokens; counts as a use of it."""
         ids = as_tokens(tokens)
         path, branch = self._tree.walk(ids)
         reach = branch if limit is None else min(branch, limit)
-        node, length = self._rules.deepest_valid(path, reach)
-        end = self._tree.root if node is None else self._store.end_node(node, length)
-        if self._canary is not None and not self._canary.verify_restore(ids[:length], end):
-            end = self._tree.root
-        self._store.touch(end)
-        return Match(end.end, branch, len(ids), end, self._rules.gather(end))
+        return self._found(ids, branch, *self._rules.deepest_valid(path, reach))
+
+    def match_prompt(self, tokens: npt.ArrayLike) -> Match:
+        """The longest restorable prefix of a prompt, after which a token is to be sampled.
+
+        That is all of it where its hidden vector is kept; else its last token is not in it.
+        """
+        ids = as_tokens(tokens)
+        path, branch = self._tree.walk(ids)
+        return self._found(ids, branch, *self._rules.deepest_for_prompt(path, branch, len(ids)))
 
     def payloads(self, lock: Lock) -> dict[Component, tuple[Payload, ...]]:
         """What restores a locked match, as the tree holds it now: others may have split nodes."""
@@ -163,10 +173,12 @@ class PrefixCache:
         start: int,
         kv: Mapping[Component, Payload],
         states: Mapping[int, Payload],
+        hidden: Payload | None = None,
         *,
         placements: Mapping[int, Placement] | None = None,
     ) -> InsertResult:
-        """Take over the KV of tokens [start, len(tokens)) and states at positions along them.
+        """Take over the KV of tokens [start, len(tokens)), states at positions along them, and
+        the `hidden` vector after the last one.
 
         Fills what the tree lacks and releases the rest. Attention KV must connect: if tokens before
         `start` are missing, all is released. States may lie before `start`, if their path is there.
@@ -179,12 +191,16 @@ class PrefixCache:
         if self._rules.has_attention and reach < start:
             self.stats.gaps += 1
             self._store.refuse(*kv.values(), *states.values())
+            if hidden is not None:
+                self._store.refuse(hidden)
             return InsertResult(0, start - reach, self._tree.root)
 
         stop = self._stop(reach, len(ids), kv, states)
         tip = self._store.grow(path, reach, ids[:stop], cuts=states)
         tick = self._store.touch(tip)
         filled = self._store.fill(tip, start, kv, states, placements or {})
+        if hidden is not None:
+            filled += self._store.add_hidden(tip, len(ids), hidden)
         self._keep_within_capacity(tick, filled)
         if not tip.attached:
             path, _ = self._tree.walk(ids[:stop])
@@ -238,6 +254,13 @@ class PrefixCache:
 
     # --- inside -------------------------------------------------------------------------------
 
+    def _found(self, ids: TokenArray, branch: int, node: Node | None, length: int) -> Match:
+        end = self._tree.root if node is None else self._store.end_node(node, length)
+        if self._canary is not None and not self._canary.verify_restore(ids[:length], end):
+            end = self._tree.root
+        self._store.touch(end)
+        return Match(end.end, branch, len(ids), end, self._rules.gather(end))
+
     def _evict(self, nbytes: int, *, spare_since: int) -> int:
         return self._store.queue.evict(nbytes, self._store.take, spare_since=spare_since)
 
@@ -249,7 +272,7 @@ class PrefixCache:
             if self.nbytes <= self.capacity_bytes:
                 break
             # Only fills of nodes that somebody holds are left; nobody has seen these bytes yet.
-            if node.attached and index in (WINDOW, STATE):
+            if node.attached and index in (WINDOW, STATE, HIDDEN):
                 self._store.drop(node, index)
 
     def _count_lookup(self, match: Match) -> None:
@@ -258,6 +281,7 @@ class PrefixCache:
         if not match.length:
             return
         self.stats.hits += 1
+        self.stats.whole_hits += match.length == match.prompt_len
         self.stats.tokens_matched += match.length
         self._rules.count_use(match.node)
         if self._rules.has_state:
@@ -271,7 +295,7 @@ class PrefixCache:
         keeps = self._rules.components
         for component, payload in kv.items():
             assert component in keeps, f"{component} for a model that keeps {keeps}"
-            assert component is not Component.STATE, "states are handed over by position"
+            assert component in (Component.ATTENTION, Component.WINDOW), f"{component} is no KV"
             assert payload.num_tokens == end - start, (
                 f"{component} covers {payload.num_tokens} tokens, [{start}, {end}) is {end - start}"
             )

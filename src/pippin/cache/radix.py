@@ -54,7 +54,7 @@ class Node:
         self.end = start + len(tokens) // TOKEN_BYTES
         self.parent = parent  # None: the root, or a node that was removed
         self.children: dict[int, Node] = {}
-        self.payloads: list[Payload | None] = [None, None, None]  # attention, window, state
+        self.payloads: list[Payload | None] = [None] * 4  # attention, window, state, hidden
         self.pins = 0  # locks that end here: they hold the state
         self.holds = 0  # locks that end here and children that are held: they hold attention KV
         self.window_pins = 0  # locks whose window reaches over this node
@@ -65,7 +65,7 @@ class Node:
         self.window_uses = 0
         self.placement = Placement.GRID  # why the state was placed here
         self.chain: npt.NDArray[np.uint64] | None = None  # the canary's hash beside each token
-        self.prints: list[int | None] = [None, None, None]  # and of each payload's bytes
+        self.prints: list[int | None] = [None] * 4  # and of each payload's bytes
 
     @property
     def num_tokens(self) -> int:

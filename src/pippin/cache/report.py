@@ -24,6 +24,7 @@ def report(store: Store, *, capacity_bytes: int, num_locks: int) -> dict[str, ob
         "component_bytes": {c.value: store.component_bytes[c] for c in store.rules.components},
         "lookups": stats.lookups,
         "hits": stats.hits,
+        "whole_hits": stats.whole_hits,
         "hit_rate": stats.hit_rate,
         "tokens_looked_up": stats.tokens_looked_up,
         "tokens_matched": stats.tokens_matched,

@@ -24,6 +24,7 @@ class CacheStats:
 
     lookups: int = 0
     hits: int = 0
+    whole_hits: int = 0  # nothing of the prompt was left to compute
     tokens_looked_up: int = 0
     tokens_matched: int = 0
     tokens_inserted: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pippin.cache.canary import Canary
-from pippin.cache.components import COMPONENTS, INDEX, STATE, WINDOW, Rules
+from pippin.cache.components import COMPONENTS, HIDDEN, INDEX, STATE, WINDOW, Rules
 from pippin.cache.eviction import EvictionQueue, Unit
 from pippin.cache.lookback import Lookback
 from pippin.cache.pins import Pins
@@ -111,6 +111,16 @@ class Store:
         self.settle(tip)
         return filled
 
+    def add_hidden(self, tip: Node, position: int, payload: Payload) -> Filled:
+        """Attach a hidden vector to `tip` if it ends there, and could be restored to sample."""
+        restorable = not self.rules.has_state or tip.payloads[STATE] is not None
+        if tip.end != position or not restorable or tip.payloads[HIDDEN] is not None:
+            self.refuse(payload)
+            return []
+        self._attach(tip, HIDDEN, payload)
+        self.queue.update(tip)
+        return [(tip, HIDDEN)]
+
     def refuse(self, *payloads: Payload) -> None:
         """Release what was handed in but is not wanted."""
         for payload in payloads:
@@ -155,6 +165,8 @@ class Store:
     def drop(self, node: Node, index: int) -> None:
         """Leave a tombstone: the node stays, one component is gone."""
         self._release(node, index)
+        if index == STATE:
+            self._release(node, HIDDEN)  # nobody can be restored there to sample from it
         self.settle(node)
 
     def _add_states(

@@ -256,14 +256,13 @@ class Admission:
     def _probe(self, request: Request) -> int:
         if self._cache is None or not self._uses_cache(request):
             return 0
-        length = request.num_tokens
-        return self._cache.probe(request.tokens(length), limit=length - 1)
+        return self._cache.probe_prompt(request.tokens(request.num_tokens))
 
     def _match(self, request: Request) -> Match | None:
         if self._cache is None or not self._uses_cache(request):
             return None
-        tokens, limit = request.tokens(request.num_tokens), request.num_tokens - 1
-        match = self._cache.match(tokens, limit=limit)
+        tokens = request.tokens(request.num_tokens)
+        match = self._cache.match_prompt(tokens)
         if self._deterministic and match.length % GRID:  # whole blocks alone are computed alike
             match = self._cache.match(tokens, limit=match.length - match.length % GRID)
         return match
@@ -271,20 +270,22 @@ class Admission:
     def _waits_for_prefix(self, offer: Offer, arriving: Arriving) -> bool:
         """Whether somebody is about to bring at least a block more than the tree has now.
 
-        Less is worth a wait if it is a whole reply: that comes with the next step or the one after
-        it, and its end is what the next turn of a conversation continues.
+        Less is worth a wait if it is a whole reply, which comes with the next step or the one after
+        it, and whose end is what the next turn of a conversation continues; or this very prompt.
         """
         request = offer.request
         others = arriving.get(request.key, ()) if self._uses_cache(request) else ()
+        knows_head = self._costs.spec.hidden_bytes > 0
         for other in others:
             num_arriving = other.num_arriving
             needed = offer.matched + GRID
-            if other.request.completed and not self._deterministic:
+            same_prompt = knows_head and other.prefill_len == request.num_tokens
+            if (other.request.completed or same_prompt) and not self._deterministic:
                 needed = min(needed, max(num_arriving, offer.matched + REPLY_TOKENS))
             if num_arriving <= other.in_tree or num_arriving < needed:
                 continue
-            usable = request.tokens(request.num_tokens - 1)
-            shared = common_prefix_len(usable, other.request.tokens(num_arriving))
+            tokens = request.tokens(request.num_tokens)
+            shared = common_prefix_len(tokens, other.request.tokens(num_arriving))
             if shared >= needed and shared > other.in_tree:
                 return True
         return False

@@ -50,7 +50,9 @@ def _insert(capture: Capture, holding: Holding, cache: PrefixCache, budget: Byte
         branch=holding.branch,
     )
     tokens = request.tokens(capture.end)
-    found = cache.insert(tokens, capture.start, capture.kv, states, placements=placements)
+    found = cache.insert(
+        tokens, capture.start, capture.kv, states, capture.hidden, placements=placements
+    )
     if not found.inserted:
         holding.lost_tree(capture.start - found.gap)
         return

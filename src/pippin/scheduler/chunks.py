@@ -31,10 +31,13 @@ class Chunker:
         return min(self.smallest, num_left)
 
     def next_chunk(self, holding: Holding, num_tokens: int) -> Chunk:
-        """At most `num_tokens` more of what is known; at least one, given `least` or more."""
+        """At most `num_tokens` more of what is known; at least one, given `least` or more.
+
+        Where all that is known was restored, an empty chunk: only the next token is wanted.
+        """
         start = holding.held
         end = self._end(holding, start, min(holding.prefill_len, start + num_tokens))
-        captures = self._captures(holding, end)
+        captures = start < end and self._captures(holding, end)
         return Chunk(start, end, self._checkpoints(holding, start, end), captures)
 
     def _end(self, holding: Holding, start: int, end: int) -> int:

@@ -80,6 +80,7 @@ class Holding:
 
     def plan_chunk(self, step: int, end: int) -> None:
         """The next step runs what is known up to `end`, and samples if that is all of it."""
+        assert end > self.held or end == self.prefill_len
         self._advance(step, end)
         if end == self.prefill_len:
             self.request.plan_sample()
@@ -91,7 +92,6 @@ class Holding:
             self.request.plan_sample()
 
     def _advance(self, step: int, end: int) -> None:
-        assert end > self.held
         assert not self.retracting
         self.held = end
         self.last_step = step

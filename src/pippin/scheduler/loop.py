@@ -6,7 +6,8 @@
 
 What prompts need in N+1 may be handed over after N's tokens have gone to their clients: to hand
 over much takes as long as most of it takes the device.
-Without overlap the same code commits a step before it plans the next: one step in flight.
+Without overlap the same code commits a step before it plans the next: one step in flight. So does
+the overlap loop after a step without a forward: it has nothing to hide, and first tokens to tell.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from time import perf_counter
 from typing import Any
 
 from pippin.backends.base import Backend, PendingStep, StepPlan
+from pippin.backends.warm_up import WarmUp
 from pippin.decode.grammar import Grammar
 from pippin.errors import DeviceFailed, Overloaded, PippinError
 from pippin.messages import Submit, TokenDelta
-from pippin.metrics import StepRecord
+from pippin.metrics import NOTICEABLE_SECONDS, StepRecord
 from pippin.scheduler.scheduler import Scheduler
 
-NOTICEABLE_SECONDS = 1e-4  # of waiting: less is the cost of asking
 MAX_FAILED_STEPS = 3  # in a row: then the device is taken for dead
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Loop:
         self._num_failed = 0  # steps, since one succeeded
         self._last_error: Exception | None = None
         self.failure: PippinError | None = None  # why no step will be run any more
+        self.warm_up = WarmUp(backend, lambda nbytes: nbytes <= scheduler.budget.free)
 
     @property
     def idle(self) -> bool:
@@ -86,7 +88,7 @@ class Loop:
         deltas = self.scheduler.take_outbox()
         self._dispatch(deltas)
         previous = self._in_flight
-        launched = self._launch(deltas)
+        launched = None if _samples_at_once(previous) else self._launch(deltas)
         if previous is not None and self._in_flight is previous:
             self._in_flight = None
             deltas += self._commit(previous)
@@ -225,7 +227,12 @@ class Loop:
                 decode_rows=len(plan.decode),
                 ghosts=self.scheduler.last_ghosts,
                 device=result.device,
+                forwards=result.forwards,
                 after_pause=launched.after_pause,
             )
         )
         return deltas
+
+
+def _samples_at_once(launched: _Launched | None) -> bool:
+    return launched is not None and launched.plan.samples_at_once

@@ -71,9 +71,9 @@ class PromptPlanner:
         """Whoever finds a slot, bytes and a part of the step."""
         admit: list[Admit] = []
         rows: list[PrefillRow] = []
-        arriving = _arriving(holdings) if self._may_start(left, holdings) else {}
-        while self._may_start(left, holdings):
-            whole = None if left >= self.chunker.smallest else left
+        arriving = _arriving(holdings) if self._may_start(holdings) else {}
+        while self._may_start(holdings):
+            whole = None if left >= self.chunker.smallest else max(left, 0)
             holding = self.admission.start_next(
                 arriving, nothing_runs=not holdings, max_to_compute=whole
             )
@@ -88,13 +88,13 @@ class PromptPlanner:
             left -= len(rows[-1].tokens)
         return admit, rows
 
-    def _may_start(self, left: int, holdings: Holdings) -> bool:
-        """Whether somebody waits, and finds a slot and some of the step.
+    def _may_start(self, holdings: Holdings) -> bool:
+        """Whether somebody waits and finds a slot. One that was restored whole needs no more.
 
         A reply that may not be resumed (`deterministic`) must never need what others hold, so it
         starts with all that it can need, or has the engine to itself.
         """
-        if left <= 0 or not self.admission.queue or not self.slots.num_free:
+        if not self.admission.queue or not self.slots.num_free:
             return False
         if not self.chunker.on_grid:
             return True

@@ -12,7 +12,7 @@ from pippin.backends.mlx.gpu.packed_attention import (
     Form,
     attend_packed,
     attend_packed_plainly,
-    num_stretches,
+    cut,
 )
 
 TAIL, CURSOR = 64, 17
@@ -125,10 +125,14 @@ def test_a_form_leaves_no_channel_out() -> None:
                 assert form.queries * form.shares == heads[0] // heads[1]
                 assert dim % (form.lanes * form.vec) == 0
                 assert form.vec * size <= 16
+                assert form.most_threads // 32 * form.queries * dim <= max(
+                    8192, 4096 * form.queries
+                )
 
 
-def test_stretches_fill_a_gpu_and_are_not_too_short() -> None:
-    assert num_stretches(1, 8, 100) == 1
-    assert num_stretches(1, 8, 8000) == 66
-    assert num_stretches(32, 8, 8000) == 2
-    assert num_stretches(256, 8, 100_000) == 1
+def test_short_rows_are_one_stretch_and_long_ones_fill_a_gpu() -> None:
+    form = Form.of(16, 8, (128, 128), 2)
+    assert cut(8, 100, form) == cut(256, 1000, form) == (1, 512)
+    assert cut(8, 8000, form) == (66, 128)
+    assert cut(256, 8000, form) == (2, 128)
+    assert cut(2048, 100_000, form) == (1, 128)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -17,6 +17,7 @@ from pippin.backends.base import (
     Retire,
     StepPlan,
     StepResult,
+    WarmUpShape,
     captured_bytes,
 )
 from pippin.backends.fake.device import FakeDevice, FutureMap
@@ -25,8 +26,10 @@ from pippin.backends.fake.toy import ToyRow
 from pippin.types import Component, LayerSpec, ModelSpec, Payload, TokenLogprobs
 
 BYTES_PER_TOKEN = 64
+HIDDEN_BYTES = 40
 STATE_TOKENS = 1500  # a state takes as much as the KV of this many tokens, as real ones do
 MEMORY_BYTES = 1 << 30
+A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
 
 
 @dataclass
@@ -72,17 +75,19 @@ class FakeBackend:
     def __init__(
         self,
         *,
-        components: tuple[Component, ...] = tuple(Component),
+        components: tuple[Component, ...] = (A, W, S),
         window: int = 8,
         vocab_size: int = 97,
         max_len: int = 8192,
         num_slots: int = 64,
         state_taps: bool = True,
         state_tokens: int = STATE_TOKENS,
+        knows_head: bool = True,
         restores_by_reference: bool = False,
     ) -> None:
         self.window = window if Component.WINDOW in components else 0
         self.restores_by_reference = restores_by_reference
+        self.shapes_to_warm_up: Sequence[WarmUpShape] = ()
         self._state_bytes = state_tokens * BYTES_PER_TOKEN
         self.spec = ModelSpec(
             name="fake",
@@ -90,6 +95,7 @@ class FakeBackend:
             max_len=max_len,
             layers=tuple(self._layer(i, c) for i, c in enumerate(components)),
             state_taps=state_taps,
+            hidden_bytes=HIDDEN_BYTES if knows_head else 0,
         )
         self.device_queue = FakeDevice()
         self.future_map = FutureMap(num_slots)
@@ -174,6 +180,7 @@ class FakeBackend:
     def _prefill(self, pending: FakePending, chunk: PrefillRow) -> None:
         payloads = self._empty_payloads(chunk.start, chunk.end) if chunk.captures else {}
         states = {at: s for at in chunk.checkpoints if (s := self._empty_state()) is not None}
+        hidden = self._empty_hidden() if chunk.captures and chunk.samples else None
 
         def work() -> None:
             row = self._rows[chunk.slot]
@@ -187,23 +194,28 @@ class FakeBackend:
                     states[len(row.tokens)].content = [row.state]
             self.device_queue.tokens_run += len(chunk.tokens)
             self._fill(row, payloads, chunk.start, chunk.end)
+            if hidden is not None:
+                hidden.content = row.digests(self.spec.components)
             if chunk.samples:
                 self._score_prompt(pending, chunk.slot)
             if chunk.samples and not chunk.masked:
                 self._sample(pending, chunk.slot)
 
         self.device_queue.enqueue(pending.plan.step, work)
-        if chunk.captures and (payloads or states):
+        if chunk.captures and (payloads or states or hidden is not None):
             pending.captures.append(
-                Capture(chunk.slot, chunk.start, chunk.end, False, payloads, dict(states))
+                Capture(chunk.slot, chunk.start, chunk.end, False, payloads, dict(states), hidden)
             )
 
     def _restore(self, row: ToyRow, chunk: PrefillRow) -> None:
         assert chunk.restore is not None
         payloads = chunk.restore.payloads
         kept = {component: _contents(payloads.get(component, ())) for component in Component}
-        state = kept[Component.STATE][-1] if kept[Component.STATE] else 0
-        row.restore(chunk.restore.length, kept[Component.WINDOW], kept[Component.ATTENTION], state)
+        state = kept[S][-1] if kept[S] else 0
+        row.restore(chunk.restore.length, kept[W], kept[A], state)
+        if not len(chunk.tokens):
+            assert kept[Component.HIDDEN], "all of a prompt is restored, and nothing to sample from"
+            row.hidden = kept[Component.HIDDEN]
         if self.restores_by_reference:
             row.borrowed = _as_fake(payloads.get(Component.ATTENTION, ()))
 
@@ -275,7 +287,7 @@ class FakeBackend:
     def _empty_payloads(self, start: int, end: int) -> dict[Component, FakePayload]:
         if start == end:
             return {}
-        kinds = [c for c in self.spec.components if c is not Component.STATE]
+        kinds = [c for c in self.spec.components if c in (A, W)]
         nbytes = (end - start) * BYTES_PER_TOKEN
         return {c: FakePayload(end - start, nbytes, self.ledger) for c in kinds}
 
@@ -283,6 +295,11 @@ class FakeBackend:
         if Component.STATE not in self.spec.components:
             return None
         return FakePayload(1, self._state_bytes, self.ledger)
+
+    def _empty_hidden(self) -> FakePayload | None:
+        if not self.spec.hidden_bytes:
+            return None
+        return FakePayload(1, self.spec.hidden_bytes, self.ledger)
 
     def _fill(
         self, row: ToyRow, payloads: Mapping[Component, FakePayload], start: int, end: int

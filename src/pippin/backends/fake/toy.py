@@ -35,6 +35,7 @@ class ToyRow:
     state: int = 0
     attention: int = 0
     num_sampled: int = 0
+    hidden: list[int] = field(default_factory=list)  # restored, until a token is run
     borrowed: tuple[FakePayload, ...] = ()  # restored by reference: must not be given back
     destroyed: bool = False  # a failed step left nothing sensible
 
@@ -48,6 +49,7 @@ class ToyRow:
     def run(self, token: int) -> None:
         self.attention = self.attention + mix(len(self.tokens), token) & MASK
         self.tokens.append(token)
+        self.hidden = []
         self.state = mix(self.state, token)
 
     def restore(
@@ -70,9 +72,11 @@ class ToyRow:
         self.destroyed = True
         self.state ^= 1
         self.attention ^= 1
+        self.hidden = []
         self.tokens = [-2] * len(self.tokens)
 
-    def next_token(self, components: Sequence[Component], vocab_size: int) -> int:
+    def digests(self, components: Sequence[Component]) -> list[int]:
+        """What the next token depends on: the toy's hidden vector."""
         digests = [len(self.tokens)]
         if Component.STATE in components:
             digests.append(self.state)
@@ -82,6 +86,10 @@ class ToyRow:
             first = max(0, len(self.tokens) - self.window)
             recent = enumerate(self.tokens[first:], first)
             digests.append(sum(mix(i, t) for i, t in recent) & MASK)
+        return digests
+
+    def next_token(self, components: Sequence[Component], vocab_size: int) -> int:
+        digests = self.hidden or self.digests(components)
         if not self.admit.params.greedy:
             digests += [self.admit.seed, self.num_sampled]
         token = mix(*digests) % vocab_size

@@ -41,15 +41,17 @@ from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.footprint import Footprint
-from pippin.backends.mlx.shapes import Ladder
+from pippin.backends.mlx.shapes import Ladder, to_warm_up
 from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending, SampledRows
+from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import Logprobs, Sampler, SampleRow
 from pippin.backends.mlx.tree.captures import Captures
 from pippin.types import ModelSpec
 
 # Of what the weights leave:
 ACTIVATION_SHARE = 0.1  # activations, and copies on their way
+MOST_WARMED_TOKENS = 2048  # of a chunk; larger ones are rare, and take their time anyway
 SPARE_SHARE = 1 / 16  # what decode rows hold for nobody: padding, and lines of those who left
 
 
@@ -88,18 +90,23 @@ class MLXBackend:
         # Metal takes ten command buffers, some 500 operations, and holds the host up until it has
         # done the first of them: tokens that are there would wait for most of a prompt.
         self.holds_prompts_back = on_metal()
+        self._shapes = RecentShapes()
         self._clock = find_stream_clock()
         self._resident: ResidentLimit | None = None
         self._prompts: dict[int, PromptState] = {}  # slots that have not decoded yet
         self._admitted: dict[int, Admit] = {}
         self._prompt_logprobs: dict[int, list[Logprobs]] = {}
         self.device = device_info()
+        self.shapes_to_warm_up = (
+            to_warm_up(MOST_WARMED_TOKENS, num_slots) if padded and not debug else []
+        )
         self.spec = ModelSpec(
             name=loaded.name,
             vocab_size=loaded.vocab_size,
             max_len=min(loaded.max_len, max_len or loaded.max_len),
             layers=loaded.layout.layer_specs,
             state_taps=loaded.state_taps,
+            hidden_bytes=loaded.hidden_bytes,
         )
 
     @classmethod
@@ -143,7 +150,9 @@ class MLXBackend:
             self._decode(step, rows, decodes)
         if plan.decode:  # the device has these to do while the prompts' graph is being built
             self._launch(step)
-        for group in self._prefill_groups(plan.prefill):
+        for restored in self._restored_groups([row for row in plan.prefill if not len(row.tokens)]):
+            self._sample_restored(step, restored)
+        for group in self._prefill_groups([row for row in plan.prefill if len(row.tokens)]):
             self._prefill(step, group)
         if plan.prefill or not plan.decode:
             self._sample(step)
@@ -231,12 +240,14 @@ class MLXBackend:
             states,
             EXACT if whole else self._prefill_shapes,
         )
+        step.note_prefill(is_new=self._shapes.add(batch.shape))
         head = self._loaded.head
         head.positions = None if whole else mx.array(batch.last_positions[:, None])
         taps = any(at != chunk.end for chunk in chunks for at in chunk.checkpoints)
         with StateTaps(self._loaded.layout) if taps else nullcontext() as tapped:
             logits = self._loaded.forward(batch.tokens, batch.caches)
         head.positions = None
+        hidden = self._loaded.take_hidden()
         if whole:
             self._note_prompt_logprobs(step, chunks[0], logits[0])
             logits = logits[:, -1:]
@@ -247,12 +258,34 @@ class MLXBackend:
         new_kv = batch.new_kv()
         for row, (chunk, prompt) in enumerate(zip(chunks, states, strict=True)):
             if chunk.captures:
-                step.keep(self._captures.of_chunk(chunk, row, new_kv, prompt, tapped))
+                step.keep(self._captures.of_chunk(chunk, row, new_kv, prompt, tapped, hidden))
             if chunk.samples:
-                num_generated = len(self._admitted[chunk.slot].reply)
-                sample = SampleRow(chunk.slot, num_generated)
-                step.to_sample.add(sample, logits[row], chunk.masked)
+                self._sample_prompt(step, chunk, logits[row])
             step.written += prompt.arrays()
+
+    def _restored_groups(self, rows: Sequence[PrefillRow]) -> list[Sequence[PrefillRow]]:
+        if self._deterministic:  # a head's product of several rows may round otherwise
+            return [[row] for row in rows]
+        return [rows] if rows else []
+
+    def _sample_restored(self, step: MLXPending, rows: Sequence[PrefillRow]) -> None:
+        """Prompts that are restored whole: the head is all that is computed of them.
+
+        Their tokens are launched first: nobody who waits for them needs the rows.
+        """
+        hidden = mx.concatenate([self._captures.hidden_of(row) for row in rows], axis=0)
+        logits = self._loaded.logits_after(hidden)
+        step.check(np.array([row.slot for row in rows]), logits[:, -1])
+        for number, row in enumerate(rows):
+            self._sample_prompt(step, row, logits[number])
+        self._launch(step)
+        for row in rows:
+            step.written += self._restored(row).arrays()
+
+    def _sample_prompt(self, step: MLXPending, row: PrefillRow, logits: mx.array) -> None:
+        """The token after a prompt, or after what is known of a reply that goes on."""
+        sample = SampleRow(row.slot, len(self._admitted[row.slot].reply))
+        step.to_sample.add(sample, logits, row.masked)
 
     def _restored(self, chunk: PrefillRow) -> PromptState:
         prompt = self._prompts[chunk.slot]
@@ -302,6 +335,9 @@ class MLXBackend:
         slots, logits = rows.advance(
             [d.slot for d in decodes], self._future_map.resolve, self._decode_forward
         )
+        ran = self._decode_forward.last
+        is_new = self._shapes.add(ran.shape)
+        step.note_decode(rows.mains.num_groups, is_new=is_new, compiled=ran.compiled)
         step.written += rows.arrays()
         step.check(slots, logits)
         by_slot = {d.slot: d for d in decodes}

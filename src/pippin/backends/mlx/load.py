@@ -23,7 +23,7 @@ from pippin.backends.mlx.cpu.malloc import keep_large_buffers
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.gpu.cuda_layer import fuse_layers
 from pippin.backends.mlx.gpu.siblings import find_siblings, merge
-from pippin.backends.mlx.head import Head
+from pippin.backends.mlx.head import Head, measure_hidden
 from pippin.backends.mlx.layout import Layout, discover
 from pippin.backends.mlx.recurrent.calls import Kind, record_calls
 from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
@@ -45,6 +45,7 @@ class LoadedModel:
     max_len: int
     name: str
     state_taps: bool = False
+    hidden_bytes: int = 0  # of what the head reads of one token; 0: it can not be told apart
     recurrences: tuple[Choice, ...] = ()
     blocked_rows: Mapping[Shape, frozenset[int]] = field(default_factory=dict)  # see linear.py
     attend_packed: AttendPacked | None = None  # the kernel for packed rows, where there is one
@@ -52,6 +53,17 @@ class LoadedModel:
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""
         return _forward(self.model, self._mlx_lm_kinds, tokens, caches)
+
+    def take_hidden(self) -> mx.array | None:
+        """What the head read of the last forward's positions, if `logits_after` can use it."""
+        hidden = self.head.take_selected()
+        return hidden if self.hidden_bytes else None
+
+    def logits_after(self, hidden: mx.array) -> mx.array:
+        """Logits [rows, 1, vocab] of hidden vectors [rows, 1, n]. No layer is computed."""
+        tokens = mx.zeros((hidden.shape[0], 1), mx.int32)  # of which the layers' graph is built
+        with self.head.replaying(hidden):
+            return _forward(self.model, self._mlx_lm_kinds, tokens, make_prompt_cache(self.model))
 
     @cached_property
     def _mlx_lm_kinds(self) -> frozenset[Kind]:
@@ -115,7 +127,8 @@ def prepare(
         layout = rehearsed(discovered, forward)
     except UnsupportedLayout as error:
         raise refusals.refusal(model_type, error.message) from error
-    logits = forward(mx.zeros((1, 1), mx.int32), make_prompt_cache(model))
+    one_token = partial(forward, mx.zeros((1, 1), mx.int32))
+    logits = one_token(make_prompt_cache(model))
     text = config.get("text_config") or config
     return LoadedModel(
         model=model,
@@ -126,6 +139,7 @@ def prepare(
         max_len=int(text.get("max_position_embeddings") or config.get("seq_length") or 4096),
         name=name,
         state_taps=can_tap(layout, forward),
+        hidden_bytes=measure_hidden(head, lambda: one_token(make_prompt_cache(model))),
         recurrences=recurrences,
         blocked_rows=blocked_rows,
         attend_packed=packed_kernel(layout, forward),

@@ -7,6 +7,8 @@ is computed or held for nothing, and the more there is to warm up.
 
 from __future__ import annotations
 
+from pippin.backends.base import WarmUpShape
+
 
 def at_least(length: int, *, rungs: int = 4) -> int:
     """The lowest rung that holds `length`: `rungs` of them from one power of two to the next."""
@@ -47,3 +49,23 @@ class Ladder(Exact):
 
     def prefix(self, num_tokens: int) -> int:
         return max(at_least(num_tokens, rungs=1), self.SHORTEST_PREFIX) if num_tokens else 0
+
+
+def to_warm_up(most_tokens: int, most_rows: int) -> list[WarmUpShape]:
+    """The rungs that requests meet, the most likely first: short prompts, then rows side by side,
+    then prompts that go on where others ended, then all the rest."""
+    rungs = [n for k in range(4, 20) for n in (1 << k, 3 << (k - 1)) if n <= most_tokens]
+    likely = [n for n in (64, 256, 128, 512, 32, 1024) if n <= most_tokens]
+    widths = [n for n in (2, 4, 8, 3, 6, 12, 16, 24, 32, 48, 64) if n <= most_rows]
+    shapes = [WarmUpShape(1, n, num_steps=3) for n in likely]
+    shapes += [WarmUpShape(n, 48, num_steps=3) for n in widths]
+    shapes += [WarmUpShape(1, n, num_before=before) for n in likely for before in (512, 2048)]
+    shapes += [WarmUpShape(1, n) for n in rungs if n not in likely]
+    shapes += [WarmUpShape(2, n) for n in likely]
+    shapes += [
+        WarmUpShape(1, n, num_before=before)
+        for before in (64, 128, 256, 1024, 4096)
+        for n in rungs
+        if before + n <= 2 * most_tokens
+    ]
+    return shapes

@@ -25,10 +25,12 @@ from pippin.backends.mlx.rows.packed_views import AttendPacked
 
 Dialect = Literal["cuda", "metal"]
 
-THREADS = 128
+FEWEST_THREADS, MOST_THREADS = 128, 512
+MOST_SHARED = 8192  # numbers of a block of threads, where its warps add up
 MOST_REGISTERS = 64  # of a lane, for its share of the queries and as many for its sums
 WANTED_BLOCKS = 528  # about: four for each multiprocessor of a large GPU
 SHORTEST_STRETCH = 64  # columns
+ROUNDS_OF_ONE_STRETCH = 16  # of a block over a row's columns, before these are cut
 AHEAD = 2  # columns that a lane fetches before it looks at the first
 
 _DIALECTS: dict[Dialect, str] = {
@@ -280,17 +282,21 @@ class Form:
     shares: int  # blocks that share a key head
     lanes: int  # that share a column
     vec: int  # channels that are read at a time
+    most_threads: int  # of a block
 
     @classmethod
     def of(cls, num_query_heads: int, num_heads: int, dims: tuple[int, int], size: int) -> Form:
         """`dims`: channels of a key and of a value; `size`: bytes of a number."""
         repeats = num_query_heads // num_heads
-        queries = next(n for n in (8, 4, 2, 1) if repeats % n == 0)
+        few = max(MOST_SHARED // (FEWEST_THREADS // 32) // dims[1], 1)
+        queries = next(n for n in (8, 4, 2, 1) if repeats % n == 0 and n <= few)
         smallest, largest = sorted(dims)
         fits = (n for n in (8, 16, 32) if queries * largest // n <= MOST_REGISTERS)
         lanes = next(fits, 32)
         vec = next(n for n in (8, 4, 2, 1) if n * size <= 16 and smallest // lanes % n == 0)
-        return cls(queries, repeats // queries, lanes, vec)
+        warps = MOST_SHARED // (queries * dims[1])
+        threads = 32 << (warps.bit_length() - 1)
+        return cls(queries, repeats // queries, lanes, vec, min(threads, MOST_THREADS))
 
 
 def for_layout(layout: Layout) -> AttendPacked | None:
@@ -343,13 +349,16 @@ def _number(value: float) -> mx.array:
     return mx.array([value], dtype=mx.float32)
 
 
-def num_stretches(num_rows: int, num_heads: int, num_columns: int) -> int:
-    """Into how many a row's columns are cut: enough to fill a GPU, none too short to be worth it.
+def cut(num_blocks: int, num_columns: int, form: Form) -> tuple[int, int]:
+    """Into how many stretches a row's columns are cut, and how many threads take one.
 
-    `num_columns`: of the longest row.
+    `num_blocks`: one for each row and key head; `num_columns`: of the longest row. A short row is
+    one stretch, for as many threads as it can use: adding stretches up costs another launch.
     """
-    most = max(1, num_columns // SHORTEST_STRETCH)
-    return max(1, min(most, WANTED_BLOCKS // (num_rows * num_heads)))
+    if num_columns <= ROUNDS_OF_ONE_STRETCH * form.most_threads // form.lanes:
+        return 1, form.most_threads
+    most = num_columns // SHORTEST_STRETCH
+    return max(1, min(most, WANTED_BLOCKS // num_blocks)), FEWEST_THREADS
 
 
 def attend_packed(
@@ -370,10 +379,10 @@ def attend_packed(
     num_rows, num_query_heads, _, dim = q.shape
     num_heads, v_dim = v.shape[1], v.shape[3]
     form = Form.of(num_query_heads, num_heads, (dim, v_dim), q.dtype.size)
-    num_splits = num_stretches(num_rows, num_heads * form.shares, num_columns)
+    num_splits, threads = cut(num_rows * num_heads * form.shares, num_columns, form)
     whole = num_splits == 1
     attend, add_up = _kernels(dialect)
-    sizes = [("Dv", v_dim), ("Threads", THREADS), ("Sinks", sinks is not None)]
+    sizes = [("Dv", v_dim), ("Sinks", sinks is not None)]
     some_sinks = _number(0.0) if sinks is None else sinks
     parts = (num_rows, num_query_heads, num_splits)
     out, weights, tail_k, tail_v = attend(
@@ -383,6 +392,7 @@ def attend_packed(
             ("O", q.dtype if whole else mx.float32),
             ("D", dim),
             *sizes,
+            ("Threads", threads),
             ("Tail", visible_tail.shape[1]),
             ("Queries", form.queries),
             ("Shares", form.shares),
@@ -391,8 +401,8 @@ def attend_packed(
             ("Ahead", AHEAD),
             ("Whole", whole),
         ],
-        grid=(THREADS * num_splits, num_heads * form.shares, num_rows),
-        threadgroup=(THREADS, 1, 1),
+        grid=(threads * num_splits, num_heads * form.shares, num_rows),
+        threadgroup=(threads, 1, 1),
         output_shapes=[
             (num_rows, num_query_heads, 1, v_dim) if whole else (*parts, v_dim),
             (1,) if whole else (*parts, 2),
@@ -404,9 +414,9 @@ def attend_packed(
     if not whole:
         (out,) = add_up(
             inputs=[out, weights, some_sinks],
-            template=[("T", q.dtype), *sizes],
-            grid=(THREADS * num_query_heads, num_rows, 1),
-            threadgroup=(THREADS, 1, 1),
+            template=[("T", q.dtype), *sizes, ("Threads", FEWEST_THREADS)],
+            grid=(FEWEST_THREADS * num_query_heads, num_rows, 1),
+            threadgroup=(FEWEST_THREADS, 1, 1),
             output_shapes=[(num_rows, num_query_heads, 1, v_dim)],
             output_dtypes=[q.dtype],
         )

@@ -154,6 +154,11 @@ class ChunkBatch:
         self.caches = layout.nest(self._views)
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """What arrays' shapes in the forward depend on: rows, new tokens, tokens before them."""
+        return len(self.lens), self.width, self._masks.prefix_shape(int(self._starts.max()))
+
+    @property
     def last_positions(self) -> np.ndarray:
         return self.lens - 1
 

@@ -32,6 +32,10 @@ class CohortMains:
         self._spare = spare
         self.cohorts: list[Cohort] = []
 
+    @property
+    def num_groups(self) -> int:
+        return len(self.cohorts)
+
     def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
         for row, kv in joining:
             if kv:

@@ -44,6 +44,11 @@ class Tails:
 
 
 class Mains(Protocol):
+    @property
+    def num_groups(self) -> int:
+        """How many arrays of rows a step reads, for each layer."""
+        ...
+
     def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
         """Rows whose prompts are done, and what they hold by leaf: [1, heads, tokens, dim]."""
         ...

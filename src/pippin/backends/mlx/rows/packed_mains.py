@@ -76,6 +76,10 @@ class PackedMains:
         self._classes = [WindowClass(window) for window in layout.window_classes]
         self._kv: dict[int, list[mx.array]] = {}  # by leaf: [heads, capacity, dim], both sides
 
+    @property
+    def num_groups(self) -> int:
+        return 1
+
     def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
         for own in self._classes:
             leaves = self._leaves(own.window)

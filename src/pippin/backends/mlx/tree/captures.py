@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import mlx.core as mx
+
 from pippin.backends.base import Capture, DecodeRow, PrefillRow, Restore, Retire
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.tree.packing import KV, Packer
+from pippin.backends.mlx.tree.payloads import StatePayload
 from pippin.types import Component, Payload
 
 KV_COMPONENTS = (Component.ATTENTION, Component.WINDOW)
@@ -35,8 +38,15 @@ class Captures:
         for component, payloads in restore.payloads.items():
             if component is Component.STATE:
                 prompt.states = self._packer.state_arrays(payloads[-1])
-            elif payloads:
+            elif payloads and component in KV_COMPONENTS:
                 prompt.kv |= self._packer.kv_arrays(component, payloads)
+
+    def hidden_of(self, row: PrefillRow) -> mx.array:
+        """What the head read after a prompt that is restored whole: [1, 1, hidden]."""
+        assert row.restore is not None
+        (payload,) = row.restore.payloads[Component.HIDDEN]
+        assert isinstance(payload, StatePayload)
+        return payload.arrays[0]
 
     def of_chunk(
         self,
@@ -45,8 +55,9 @@ class Captures:
         new_kv: Mapping[int, KV],  # of all rows of the forward
         prompt: PromptState,  # after the chunk
         tapped: StateTaps | None,
+        hidden: mx.array | None,  # [rows, 1, hidden]: what the head read after each row's chunk
     ) -> Capture:
-        """The chunk's KV, and states where checkpoints are wanted."""
+        """The chunk's KV, states where checkpoints are wanted, and what it samples from."""
         kv: dict[Component, Payload] = {
             component: self._packer.kv_payload(component, new_kv, row, 0, len(chunk.tokens))
             for component in self._kv_components
@@ -60,7 +71,10 @@ class Captures:
             held = tapped.states_after(at - chunk.start)
             column_major = tapped.column_major
             states[at] = self._packer.state_payload(held, row, column_major=column_major)
-        return Capture(chunk.slot, chunk.start, chunk.end, False, kv, states)
+        last = None
+        if hidden is not None and chunk.samples:
+            last = StatePayload((mx.contiguous(hidden[row : row + 1]),))
+        return Capture(chunk.slot, chunk.start, chunk.end, False, kv, states, last)
 
     def of_decode(self, decode: DecodeRow, rows: DecodeRows) -> Capture:
         """The state after a reply's token."""

@@ -76,7 +76,8 @@ class KVPayload:
 
 
 class StatePayload:
-    """What every recurrent layer holds after one token: its entries, layer by layer, [1, ...]."""
+    """What belongs to one position: of every recurrent layer its entries, layer by layer, [1, ...];
+    or what the head read there, [1, 1, hidden]."""
 
     num_tokens = 1
 
@@ -85,7 +86,7 @@ class StatePayload:
         self.nbytes = sum(array.nbytes for array in arrays)
 
     def split(self, at: int) -> tuple[Payload, Payload]:
-        raise TypeError("a recurrent state belongs to one position and cannot be divided")
+        raise TypeError("what belongs to one position cannot be divided")
 
     def release(self) -> None:
         self.arrays = ()
