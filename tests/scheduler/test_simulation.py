@@ -163,7 +163,7 @@ def test_two_steps_are_in_flight_through_joins_and_ends_or_one_without_overlap(
 
 
 class FailingBackend(HookedBackend):
-    """Its launch, its sampling or its result fails at one step, before or after the work."""
+    """Its launch, its handing over or its result fails at one step, before or after the work."""
 
     def __init__(self, fails: str, step: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -179,6 +179,8 @@ class FailingBackend(HookedBackend):
             raise RuntimeError("the device is out of memory")
         if failing and self._fails == "wait":
             pending.wait = self._raise  # type: ignore[method-assign]
+        if failing and self._fails == "dispatch":
+            pending.dispatch = self._raise  # type: ignore[method-assign]
         return pending
 
     def _raise(self) -> Any:
@@ -186,7 +188,7 @@ class FailingBackend(HookedBackend):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("fails", ["launch, nothing done", "launch, all done", "wait"])
+@pytest.mark.parametrize("fails", ["launch, nothing done", "launch, all done", "dispatch", "wait"])
 @pytest.mark.parametrize("step", range(8))
 def test_a_failed_step_fails_its_own_requests_and_nobody_else(
     overlap: bool, fails: str, step: int

@@ -199,6 +199,15 @@ class StepResult:
 
 
 class PendingStep(Protocol):
+    def dispatch(self) -> None:
+        """Hand the device what `launch` may have held back, if it has not been done.
+
+        A backend whose device holds the host up may build what prompts need and hand over only what
+        running streams need: the tokens of the step before then reach their clients first. Called
+        before the next plan is made; `wait` does it too.
+        """
+        ...
+
     def sample(self, masks: Mapping[int, np.ndarray]) -> None:
         """Launch sampling of the plan's masked rows; bool [vocab] by slot, True where allowed.
 

@@ -4,6 +4,8 @@
         step N+1           |■■■■ device ■■■■|
             host   plan N+1, launch | wait N, commit N | plan N+2, launch | ...
 
+What prompts need in N+1 may be handed over after N's tokens have gone to their clients: to hand
+over much takes as long as most of it takes the device.
 Without overlap the same code commits a step before it plans the next: one step in flight. So does
 the overlap loop after a step without a forward: it has nothing to hide, and first tokens to tell.
 """
@@ -84,6 +86,7 @@ class Loop:
         if self.failure is not None:
             return []
         deltas = self.scheduler.take_outbox()
+        self._dispatch(deltas)
         previous = self._in_flight
         launched = None if _samples_at_once(previous) else self._launch(deltas)
         if previous is not None and self._in_flight is previous:
@@ -131,6 +134,16 @@ class Loop:
             self._in_flight.pending.discard()
             self._in_flight = None
         self.backend.close()
+
+    def _dispatch(self, deltas: list[TokenDelta]) -> None:
+        launched = self._in_flight
+        if launched is None:
+            return
+        try:
+            launched.pending.dispatch()
+        except Exception as error:
+            self._in_flight = None
+            deltas += self._fail(launched.plan, error, launched.pending)
 
     def _launch(self, deltas: list[TokenDelta]) -> _Launched | None:
         planned_at = perf_counter()

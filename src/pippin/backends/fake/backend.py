@@ -42,6 +42,9 @@ class FakePending:
     masks: Mapping[int, np.ndarray] | None = None
     dispatched: float = field(default_factory=perf_counter)
 
+    def dispatch(self) -> None:
+        """Its launches hold nothing back."""
+
     def sample(self, masks: Mapping[int, np.ndarray]) -> None:
         assert self.masks is None, "masked rows are sampled once"
         self.masks = masks

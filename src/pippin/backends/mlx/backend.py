@@ -25,7 +25,14 @@ from pippin.backends.base import (
 from pippin.backends.mlx.cpu.kernels import Kernels
 from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
 from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
-from pippin.backends.mlx.device import device_info, limit_memory, max_buffers, on_cpu, wire
+from pippin.backends.mlx.device import (
+    device_info,
+    limit_memory,
+    max_buffers,
+    on_cpu,
+    on_metal,
+    wire,
+)
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
@@ -80,6 +87,9 @@ class MLXBackend:
         )
         padded = loaded.layout.pads and not on_cpu() and not deterministic
         self._prefill_shapes = Ladder() if padded else EXACT
+        # Metal takes ten command buffers, some 500 operations, and holds the host up until it has
+        # done the first of them: tokens that are there would wait for most of a prompt.
+        self.holds_prompts_back = on_metal()
         self._shapes = RecentShapes()
         self._clock = find_stream_clock()
         self._resident: ResidentLimit | None = None
@@ -145,7 +155,9 @@ class MLXBackend:
         for group in self._prefill_groups([row for row in plan.prefill if len(row.tokens)]):
             self._prefill(step, group)
         if plan.prefill or not plan.decode:
-            self._launch(step)
+            self._sample(step)
+            if not (plan.decode and self.holds_prompts_back):  # else `dispatch` hands them over
+                step.launch()
         return step
 
     def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
@@ -351,10 +363,13 @@ class MLXBackend:
 
     def _launch(self, step: MLXPending) -> None:
         """Sample what needs no mask, and hand the device all that is written and not yet there."""
+        self._sample(step)
+        step.launch()
+
+    def _sample(self, step: MLXPending) -> None:
         rows, logits = step.to_sample.take_unmasked()
         if logits is not None:
             self._sample_rows(step, rows, logits, None)
-        step.launch()
 
     def _sample_rows(
         self,

@@ -16,8 +16,8 @@ CPU_SPARE_BYTES = 128 << 20  # at most
 # To give a buffer back and get another is slow on Metal. What comes and goes: activations, a tenth;
 # a regrouping of rows, 30% of them; tails and states, one step's for the next one's.
 METAL_SPARE_DIVISOR = 2
-# Of the buffers that Metal allows, what prompts and the tree may hold. The rest is for weights,
-# for running steps and for buffers that wait to be used again.
+# Of the buffers that Metal allows, what prompts and the tree may hold. The rest is for weights, for
+# running steps, for buffers that wait to be used again, and for prompts' last hidden vectors.
 LIVE_BUFFERS_DIVISOR = 2
 
 

@@ -161,6 +161,12 @@ class Layout:
         """Every attention layer reads main and tail apart."""
         return all(leaf.splits for leaf in self.leaves if not leaf.is_state)
 
+    @property
+    def packs(self) -> bool:
+        """Every attention layer can read its mains where those of all rows lie packed."""
+        reads = {leaf.reads for leaf in self.leaves if not leaf.is_state}
+        return reads == {Reads.PIECES}
+
     def reading(self, how: Reads, *, instead_of: Collection[Reads]) -> Layout:
         """The same layers, but those that read their KV in certain ways do it as `how` says."""
         leaves = tuple(

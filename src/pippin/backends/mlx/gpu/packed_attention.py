@@ -20,7 +20,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from pippin.backends.mlx.layout import Layout, Leaf, Reads
+from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.rows.packed_views import AttendPacked
 
 Dialect = Literal["cuda", "metal"]
@@ -303,7 +303,7 @@ def for_layout(layout: Layout) -> AttendPacked | None:
     """The kernel for this device and these layers; None where there is none."""
     leaves = [layout.leaves[index] for index in layout.kv_indices]
     dialect = _dialect()
-    if dialect is None or not leaves or not all(map(_takes, leaves)):
+    if dialect is None or not layout.packs or not all(map(_takes, leaves)):
         return None
     return partial(attend_packed, dialect=dialect)
 
@@ -317,7 +317,7 @@ def _dialect() -> Dialect | None:
 def _takes(leaf: Leaf) -> bool:
     dims = [dim for _, dim in leaf.shapes]
     whole = all(dim % 32 == 0 for dim in dims) and max(dims) % min(dims) == 0
-    return leaf.reads is Reads.PIECES and whole and len(set(leaf.dtypes)) == 1
+    return whole and len(set(leaf.dtypes)) == 1
 
 
 @cache

@@ -8,7 +8,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.layout import Leaf, Reads
 from pippin.backends.mlx.rows.latent_view import LatentKV
-from pippin.backends.mlx.rows.views import DecodeStep, RowKV
+from pippin.backends.mlx.rows.views import CohortsShape, DecodeStep, RowKV
 
 
 class StepViews:
@@ -32,5 +32,6 @@ class StepViews:
 
 def _view(step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
     if leaf.reads is Reads.LATENT:
+        assert isinstance(step.shape.mains, CohortsShape), "rows with latents are never packed"
         return LatentKV(step, leaf, place)
     return step.shape.mains.row_view(step, leaf, place)

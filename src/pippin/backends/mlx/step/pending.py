@@ -125,6 +125,11 @@ class MLXPending:
         mx.async_eval(*self.written)
         self.written.clear()
 
+    def dispatch(self) -> None:
+        """mlx holds whoever hands it much up until the device has done most of it."""
+        if self.written:
+            self.launch()
+
     def sample(self, masks: Mapping[int, np.ndarray]) -> None:
         rows, logits = self.to_sample.masked()
         assert logits is not None, "this plan has no masked rows"
@@ -133,6 +138,7 @@ class MLXPending:
         self.launch()
 
     def wait(self) -> StepResult:
+        self.dispatch()
         if self.fence is not None:
             mx.eval(self.fence)
         tokens: dict[int, int] = {}
