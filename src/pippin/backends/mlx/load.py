@@ -29,7 +29,6 @@ from pippin.backends.mlx.recurrent.calls import Kind, record_calls
 from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
 from pippin.backends.mlx.rehearsal import packed_kernel, rehearsed
-from pippin.backends.mlx.rows import compiled_layers
 from pippin.backends.mlx.rows.packed_views import AttendPacked
 from pippin.errors import LoadError, UnsupportedLayout
 
@@ -128,7 +127,6 @@ def prepare(
         layout = rehearsed(discovered, forward)
     except UnsupportedLayout as error:
         raise refusals.refusal(model_type, error.message) from error
-    compiled_layers.install(model, layout)
     one_token = partial(forward, mx.zeros((1, 1), mx.int32))
     logits = one_token(make_prompt_cache(model))
     text = config.get("text_config") or config

@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 
 from pippin.backends.mlx.layout import Layout
-from pippin.backends.mlx.rows.compiled_layers import compiling
 from pippin.backends.mlx.rows.step_views import StepViews
 from pippin.backends.mlx.rows.views import DecodeStep, StepShape, Tree
 from pippin.backends.mlx.tree.packing import KV
@@ -49,10 +48,7 @@ class DecodeForward:
     def __call__(self, shape: StepShape, tree: Tree) -> StepResult:
         compiles = shape in self._compiled or (shape.mains.compiles and self._compiles())
         self.last = RanStep(shape, compiles)
-        if compiles:
-            return self._step_of(shape)(tree)
-        with compiling(self._compiles()):
-            return self._run(shape, tree)
+        return self._step_of(shape)(tree) if compiles else self._run(shape, tree)
 
     def _step_of(self, shape: StepShape) -> Callable[[Tree], StepResult]:
         step = self._compiled.get(shape)
