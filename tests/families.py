@@ -236,6 +236,22 @@ CONFIGS: dict[str, Config] = {
             "beta_slow": 1,
         },
     },
+    "glm4_moe_lite": _SIZES
+    | {
+        "model_type": "glm4_moe_lite",
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "n_routed_experts": NUM_EXPERTS,
+        "num_experts_per_tok": NUM_EXPERTS,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "partial_rotary_factor": 1.0,
+    },
     "kimi_linear": _SIZES
     | {
         "model_type": "kimi_linear",
@@ -276,23 +292,6 @@ LLAMA_DYNAMIC: Config = _SIZES | {
     "model_type": "llama",
     "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
 }
-
-LLAMA4: Config = _text(
-    _SIZES
-    | {
-        "model_type": "llama4",
-        "num_hidden_layers": 4,
-        "attention_bias": False,
-        "attention_chunk_size": 64,
-        "head_dim": 16,
-        "interleave_moe_layer_step": 2,
-        "intermediate_size_mlp": 96,
-        "num_experts_per_tok": 1,
-        "num_local_experts": 2,
-        "rope_scaling": None,
-        "use_qk_norm": True,
-    }
-)
 
 
 def build(family: str, *, seed: int = 0) -> tuple[nn.Module, Config]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 
-from pippin import doctor
+from pippin import LLM, SamplingParams, doctor
+from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.device import host_memory_bytes
-from pippin.config import Config, ModelConfig
+from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.doctor import Finding
+from pippin.errors import LoadError
+from pippin.llm import Completion
+from pippin.types import TokenLogprobs
 
 
 def examine(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
@@ -39,9 +45,51 @@ def test_a_recurrence_that_drifts_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert finding.ok is False
 
 
+def findings_of(config: Config) -> dict[str, Finding]:
+    return {finding.name: finding for finding in doctor._model(config)}
+
+
 def test_a_batch_equals_single_requests_on_the_fake_backend() -> None:
-    (finding,) = doctor._batch_equals_solo(Config(model=ModelConfig(backend="fake")))
-    assert finding.ok, finding.value
+    findings = findings_of(Config(model=ModelConfig(backend="fake")))
+    assert set(findings) == {"budget", "batched = alone"}
+    assert findings["batched = alone"].ok, findings["batched = alone"].value
+
+
+def completion(*tokens: int, second_best: int = 9, behind: float = 0.0) -> Completion:
+    logprobs = [
+        TokenLogprobs(-1.0, (token, second_best), (-1.0, -1.0 - behind)) for token in tokens
+    ]
+    return Completion([1], tokens=list(tokens), logprobs=logprobs)
+
+
+class Replies:
+    """Stands in for an LLM: what it says of all prompts together, and of each alone."""
+
+    def __init__(self, together: Completion, alone: Completion) -> None:
+        self._said = {len(doctor.PROMPTS): together, 1: alone}
+
+    def generate(self, prompts: str | Sequence[str], _: SamplingParams) -> list[Completion]:
+        num_prompts = 1 if isinstance(prompts, str) else len(prompts)
+        return [self._said[num_prompts]] * num_prompts
+
+
+@pytest.mark.parametrize(
+    ("num_same", "other", "behind", "ok"),
+    [
+        (24, 9, 5.0, True),
+        (20, 9, 0.001, True),  # level: may fall either way
+        (20, 9, 0.01, False),
+        (20, 8, 0.0, False),  # not among the likeliest
+        (10, 9, 0.0, False),  # too little was compared
+    ],
+)
+def test_replies_may_part_only_between_tokens_that_are_level(
+    num_same: int, other: int, behind: float, ok: bool
+) -> None:
+    together = completion(*[1] * 24, behind=behind)
+    alone = completion(*[1] * num_same, *[other] * (24 - num_same))
+    replies = cast(LLM, Replies(together, alone))
+    assert doctor._batch_equals_solo(replies, 2e-3).ok is ok
 
 
 def test_the_status_is_1_only_if_a_check_fails(
@@ -73,8 +121,28 @@ def test_a_container_s_limit_bounds_the_memory(
     assert host_memory_bytes(path) == (expected or unlimited)
 
 
-def test_the_model_s_findings_are_said_and_fail_nothing() -> None:
-    findings = {finding.name: finding for finding in doctor._model(Config())}
-    assert {"attention", "prefill recurrence", "decode recurrence"} <= set(findings)
-    assert all(finding.ok is None for finding in findings.values())
-    assert not list(doctor._model(Config(model=ModelConfig(backend="fake"))))
+def test_the_model_is_loaded_once_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[str] = []
+    load = MLXBackend.load
+
+    def counted(path: Path, **options: Any) -> MLXBackend:
+        loads.append(options["dtype"])
+        return load(path, **options)
+
+    monkeypatch.setattr(MLXBackend, "load", counted)
+    findings = findings_of(Config())
+    assert loads == ["auto"]
+    assert {"budget", "attention", "prefill recurrence", "decode recurrence"} <= set(findings)
+    assert [name for name, found in findings.items() if found.ok is not None] == ["batched = alone"]
+    assert findings["batched = alone"].ok, findings["batched = alone"].value
+    tiny = Config(engine=EngineConfig(memory="1MB"))
+    with pytest.raises(LoadError, match="of a budget of 1,000,000"):
+        findings_of(tiny)
+
+
+def test_checks_run_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_ENABLE_TF32", "1")
+    monkeypatch.delenv("MLX_ENABLE_TF32")
+    examine(monkeypatch, Finding("said", "x"))
+    doctor.run_doctor(Config(), as_json=True)
+    assert os.environ["MLX_ENABLE_TF32"] == "0"

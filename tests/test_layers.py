@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "scheduler": {"types", "cache", "decode", "backends.base", "messages", "metrics"},
     "api": {"types", "text", "messages", "sequences", "config"},
-    "bench": {"", "types", "config"},
+    "bench": {"", "types", "config", "metrics"},
     "bench.ceilings": {"bench", "backends.mlx.cpu.blas"},
     **dict.fromkeys(
         ["", "__main__", "build", "checkpoint", "cli", "cli_bench", "client", "terminal_chat"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -245,6 +246,15 @@ def test_a_model_is_named_once() -> None:
             LLM(config=config, **given)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def hears_interrupts() -> Iterator[None]:
+    """As in a terminal: a job in the background of a shell is started to ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_interrupts")
 def test_an_interrupt_is_heard_after_the_step_and_the_model_can_go_on() -> None:
     with make_llm() as llm:
         expected = llm.generate([5, 6, 7], GREEDY)[0].tokens
@@ -270,6 +280,7 @@ def test_a_device_that_is_gone_is_said_at_once() -> None:
                 ask()
 
 
+@pytest.mark.usefixtures("hears_interrupts")
 def test_a_second_interrupt_is_heard_in_the_middle_of_a_step() -> None:
     with make_llm() as llm:
 

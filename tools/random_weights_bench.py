@@ -1,9 +1,10 @@
 """Prefill and decode of a model's shape with random weights: Pippin and mlx-lm in one run.
 
-    python tools/random_weights_bench.py [--prefill 8192] [--rows 1 8 32] [--context 512]
+    python tools/random_weights_bench.py [--shape qwen3-0.6b] [--rows 1 8 32] [--context 512]
 
-The shape is Qwen3.5-0.8B's, in bfloat16 on GPUs. Needs no checkpoint, so that it runs where there
-is nothing to download from. Times are medians of steps in a pipeline that is two steps deep.
+The shape is Qwen3.5-0.8B's or Qwen3-0.6B's, in bfloat16 on GPUs. Needs no checkpoint, so that it
+runs where there is nothing to download from. Times are medians of steps in a pipeline that is two
+steps deep.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pippin.backends.mlx  # noqa: F401  (the fast BLAS, before mlx)
 
 # isort: split
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models import qwen3_5
+from mlx_lm.models import qwen3, qwen3_5
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, make_prompt_cache
 
-from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 
-SHAPE = {
+HYBRID: dict[str, Any] = {
     "model_type": "qwen3_5",
     "text_config": {
         "model_type": "qwen3_5_text",
@@ -52,9 +55,29 @@ SHAPE = {
 }
 
 
-def random_model(dtype: mx.Dtype) -> qwen3_5.Model:
+PLAIN: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "vocab_size": 151_936,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_scaling": None,
+}
+
+SHAPES = {"qwen3.5-0.8b": HYBRID, "qwen3-0.6b": PLAIN}
+
+
+def random_model(dtype: mx.Dtype, shape: dict[str, Any] = HYBRID) -> Module:
     mx.random.seed(0)
-    model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(SHAPE))
+    module = {"qwen3_5": qwen3_5, "qwen3": qwen3}[shape["model_type"]]
+    model = module.Model(module.ModelArgs.from_dict(shape))
     weights = [
         (name, (mx.random.normal(w.shape) * 0.02).astype(dtype) if w.ndim > 1 else w.astype(dtype))
         for name, w in tree_flatten(model.parameters())
@@ -90,7 +113,7 @@ def pippin_prompt(loaded: LoadedModel, ids: np.ndarray, chunk: int) -> PromptSta
 class PippinDecode:
     def __init__(self, loaded: LoadedModel, rows: int, context: int, *, plain: bool) -> None:
         self._forward = DecodeForward(loaded.layout, loaded.forward, compiled=lambda: not plain)
-        self._rows = DecodeRows(loaded.layout)
+        self._rows = DecodeRows(loaded.layout, loaded.attend_packed)
         prompts = [pippin_prompt(loaded, ids, 2048) for ids in tokens(rows, context)]
         self._rows.join(list(enumerate(prompts, start=1)))
         self._slots = list(range(1, rows + 1))
@@ -104,7 +127,7 @@ class PippinDecode:
 
 
 class MlxLmDecode:
-    def __init__(self, model: qwen3_5.Model, rows: int, context: int) -> None:
+    def __init__(self, model: Module, rows: int, context: int) -> None:
         self._model = model
         cache = make_prompt_cache(model)
         if rows > 1:
@@ -137,6 +160,7 @@ def step_ms(decode: PippinDecode | MlxLmDecode, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Pippin and mlx-lm on random weights")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-0.8b")
     parser.add_argument("--prefill", type=int, default=8192)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=512)
@@ -146,8 +170,10 @@ def main() -> None:
     print("device", mx.default_device(), mx.device_info(mx.default_device()), flush=True)
     cpu = mx.default_device() == mx.Device(mx.cpu)
     dtype = mx.float32 if cpu else mx.bfloat16
-    loaded = prepare(random_model(dtype), SHAPE)
-    print("pippin: main and tail apart:", loaded.layout.splits, "taps:", loaded.state_taps)
+    shape = SHAPES[args.shape]
+    loaded = prepare(random_model(dtype, shape), shape)
+    packed = loaded.attend_packed is not None
+    print("pippin: packed rows:", packed, "taps:", loaded.state_taps)
     ids = tokens(1, args.prefill)[0]
     for chunk in (512, 2048, args.prefill):
         pippin_prompt(loaded, ids, chunk)
@@ -162,10 +188,12 @@ def main() -> None:
             print(f"pippin decode, {rows} rows, {name}: {ms:.2f} ms, {peak:.2f} GiB", flush=True)
     if args.skip_mlx_lm:
         return
-    stock = random_model(dtype)
+    stock = random_model(dtype, shape)
+    hybrid = shape is HYBRID  # a prompt of many tokens would take minutes without a Metal kernel
     for rows in args.rows:
         mx.reset_peak_memory()
-        ms = step_ms(MlxLmDecode(stock, rows, min(args.context, 64)), args.steps)
+        context = min(args.context, 64) if hybrid else args.context
+        ms = step_ms(MlxLmDecode(stock, rows, context), args.steps)
         peak = mx.get_peak_memory() / 2**30
         print(f"mlx-lm decode, {rows} rows: {ms:.2f} ms, {peak:.2f} GiB", flush=True)
     cut = mx.array(ids[None, : max(256, args.prefill // 8)])

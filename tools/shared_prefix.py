@@ -85,7 +85,7 @@ def compare(num_rows: int, num_shared: int) -> None:
         for rows, times in zip(pair, taken, strict=True):
             times += step_ms(rows, forward, BLOCK_STEPS)
     apart, shared = median(taken[0]), median(taken[1])
-    mib = [sum(a.nbytes for c in rows.cohorts for a in c.arrays()) / 2**20 for rows in pair]
+    mib = [sum(a.nbytes for c in rows.mains.cohorts for a in c.arrays()) / 2**20 for rows in pair]
     print(
         f"| {num_rows} | {num_shared:,} | {apart:.1f} | {shared:.1f} | {apart / shared:.2f}x "
         f"| {mib[0]:.1f} | {mib[1]:.1f} |",

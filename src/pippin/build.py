@@ -69,7 +69,14 @@ def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> 
 
         max_len = config.model.max_len or FAKE_MAX_LEN
         return FakeBackend(num_slots=config.engine.max_running, max_len=max_len)
-    from pippin.backends.mlx.backend import MLXBackend
+    from pippin.backends.mlx import environment
+
+    if config.engine.deterministic:
+        environment.use_exact_products()
+    if config.engine.buffer_limit is not None:
+        environment.limit_buffers(config.engine.buffer_limit)
+
+    from pippin.backends.mlx.backend import MLXBackend  # imports mlx, which reads what was set
 
     return MLXBackend.load(
         Path(config.model.model),
@@ -78,6 +85,7 @@ def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> 
         max_len=config.model.max_len,
         deterministic=config.engine.deterministic,
         builds_kernels=stays,
+        wired=config.engine.wired,
         progress=progress,
     )
 

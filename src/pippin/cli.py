@@ -27,7 +27,7 @@ CLIENT = Group("Client", sort_key=-1)
 app.command(
     "pippin.cli_bench:bench",
     name="bench",
-    help="Measure speed: a batch, a server, cache, overlap, growth; us and mlx-lm.",
+    help="Measure speed: a batch, a server, churn, cache, overlap, growth; us and mlx-lm.",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from cyclopts import App, CoercionError, Group, Parameter, Token
@@ -130,6 +131,62 @@ def bench_serve(
 
 @bench.command
 @takes_config("model", "engine")
+def churn(
+    config: Config,
+    *,
+    url: str | None = None,
+    api_key: Annotated[str | None, Parameter(env_var="PIPPIN_API_KEY")] = None,
+    clients: int | None = None,
+    rate: float | None = None,
+    seconds: float = 60.0,
+    seed: int = 0,
+    step_log: Path | None = None,
+    outputs: Files = PRINT_ONLY,
+) -> None:
+    """Requests of all lengths that come and go, over HTTP, as a share of what one batch allows.
+
+    Prompts have 5 to 2,500 tokens, every order of magnitude as likely as another, and 60% begin
+    with up to 1,000 more that others begin with too. Replies have 4 to 300; a tenth of the clients
+    leave early.
+
+    Parameters
+    ----------
+    url
+        Any OpenAI endpoint; MODEL is then the name to ask for, by default the first that it lists.
+        Without it a server is started here, and its step log tells where the time went.
+    api_key
+        Sent to --url as a bearer token.
+    clients
+        How many send one request after the other. Default: 12, without --rate.
+    rate
+        Requests a second that arrive as a Poisson process.
+    seconds
+        How long new requests come; what runs then is waited for.
+    seed
+        Of all requests: equal seeds send the same ones.
+    step_log
+        Keep what the server started here wrote of each step in this file, a line of JSON each.
+    """
+    from pippin.bench.churn.load import ChurnLoad
+    from pippin.bench.churn.served import churn, churn_at
+    from pippin.bench.wire import BenchError
+
+    if clients is not None and rate is not None:
+        raise BenchError("requests come from --clients or at a --rate, not both")
+    load = ChurnLoad(seconds, num_clients=clients or 12, rate=rate)
+    if url is None:
+        model_dir = find_checkpoint(config.model)
+        churn(config, model_dir, load, seed=seed, step_log=step_log).publish(outputs)
+        return
+    name = config.model.model
+    if step_log is not None or config != Config(ModelConfig(model=name)):
+        raise BenchError("--url is a server that runs already: leave the engine's options away")
+    model = None if name == BUNDLED else name
+    churn_at(url, load, seed=seed, model=model, api_key=api_key).publish(outputs)
+
+
+@bench.command
+@takes_config("model", "engine")
 def growth(config: Config, *, only: Names = None, outputs: Files = PRINT_ONLY) -> None:
     """How a step grows with batch, context, skewed lengths, the cache's tree and requests.
 
@@ -146,25 +203,28 @@ def growth(config: Config, *, only: Names = None, outputs: Files = PRINT_ONLY) -
 @bench.command
 def compare(
     model: str = BUNDLED,
-    /,
     *,
     only: Names = None,
     rounds: int = 3,
+    float32: bool | None = None,
     pippin_options: OptionString = "",
     mlx_lm_options: OptionString = "",
     outputs: Files = PRINT_ONLY,
 ) -> None:
-    """Run mlx-lm's server and ours on the same float32 weights and BLAS, in turn; print ratios.
+    """Run mlx-lm's server and ours on the same weights and BLAS, in turn; print ratios.
 
     Parameters
     ----------
     model
         The bundled model's name, a local directory, or a Hugging Face id.
     only
-        Scenarios to run: prefill, decode-1, decode-4, decode-16, interference, branches, chats.
-        `decode` takes all three. Default: everything.
+        Scenarios to run: prefill, decode-1, decode-4, decode-8, decode-16, repeat, beside,
+        interference, branches, chats-8, chats-4, churn. `decode` takes all four. Default:
+        everything.
     rounds
         How often each scenario runs on each server; the table shows medians.
+    float32
+        Both compute in float32. Default: on CPUs; elsewhere in the checkpoint's own type.
     pippin_options
         More options for `pippin serve`, as one string.
     mlx_lm_options
@@ -174,6 +234,8 @@ def compare(
 
     report = compare(
         find_checkpoint(ModelConfig(model=model)),
+        bundled=model == BUNDLED,
+        float32=float32,
         only=only or (),
         rounds=rounds,
         pippin_options=shlex.split(pippin_options),

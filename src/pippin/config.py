@@ -85,7 +85,16 @@ class EngineConfig:
     """Byte budget for weights, KV, states and work space: bytes ("6GB") or a fraction ("0.7")."""
 
     deterministic: bool = False
-    """Fixed shapes: cold equals warm and solo equals batched, bit for bit. Slower."""
+    """Fixed shapes: cold equals warm and solo equals batched, bit for bit; float32 products without
+    TF32. Slower."""
+
+    wired: bool = False
+    """Keep the weights wired on Metal, so that macOS never swaps them out. Off: servers that wire
+    memory have panicked it."""
+
+    buffer_limit: int | None = None
+    """Operations, and megabytes, that mlx hands a GPU at a time. Default: its own choice for the
+    device."""
 
     canary: Literal["off", "log", "raise"] = "off"
     """Verify cached entries when used and when idle. `raise` stops the engine at a fault; slow."""
@@ -94,6 +103,7 @@ class EngineConfig:
         _check_at_least(self, max_running=1, max_queue=1, max_queue_tokens=1, prefill_tokens=1)
         if not self.max_gap > 0.0:
             raise ValueError(f"max_gap must be more than 0 seconds, got {self.max_gap}")
+        _check_at_least(self, buffer_limit=1)
         if self.memory != "auto":
             parse_memory(self.memory)
         if self.canary != "off" and not self.prefix_cache:
@@ -116,6 +126,9 @@ class ServerConfig:
 
     engine_timeout: int = 300
     """Seconds that one step may take before the engine counts as hung, and its requests fail."""
+
+    step_log: str | None = None
+    """Write what each step did, and when, to this file: a line of JSON each."""
 
     def __post_init__(self) -> None:
         _check_at_least(self, engine_timeout=1)

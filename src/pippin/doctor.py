@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -20,14 +20,16 @@ from rich.console import Console
 from rich.table import Table
 
 from pippin import LLM, SamplingParams, __version__
+from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.blas import load_fast_blas
 from pippin.backends.mlx.cpu.compiler import compile_available
 from pippin.backends.mlx.describe import describe
-from pippin.backends.mlx.device import device_info
-from pippin.backends.mlx.load import load
+from pippin.backends.mlx.device import device_info, max_buffers, on_cpu
+from pippin.backends.mlx.environment import products_are_exact, use_exact_products
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_chunked
-from pippin.config import Config, EngineConfig
-from pippin.resolve import resolve
+from pippin.config import Config
+from pippin.llm import Completion
+from pippin.types import TokenLogprobs
 
 LIBRARIES = ("mlx", "mlx-lm", "numpy", "transformers", "tokenizers", "torch")
 PRODUCT_SIZE = 1024
@@ -39,6 +41,9 @@ PROMPTS = (
     "Tom had a big dog. The dog liked to run and play in the park with " * 4,
 )
 REPLY_TOKENS = 24
+ALTERNATIVES = 4
+# How far apart, in log probability, two tokens may be whose order depends on the shape of a batch.
+MARGINS = {mx.float32: 2e-3, mx.float16: 0.1, mx.bfloat16: 0.5}
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Finding:
 
 def run_doctor(config: Config, *, as_json: bool) -> int:
     """Print the findings as they come; the exit status."""
+    use_exact_products()
     findings: list[Finding] = []
     console = Console(stderr=as_json)
     with console.status("") as status:
@@ -74,8 +80,7 @@ def _examinations(config: Config) -> Iterator[tuple[str, Callable[[], Iterator[F
     yield "looking at the device", _device
     yield "measuring a matrix product", _product
     yield "comparing the fast recurrence with the plain one", _recurrence
-    yield "looking at the model", lambda: _model(config)
-    yield "comparing a batch with single requests", lambda: _batch_equals_solo(config)
+    yield "loading the model, comparing a batch with single requests", lambda: _model(config)
 
 
 def _table(findings: list[Finding]) -> Table:
@@ -105,6 +110,12 @@ def _device() -> Iterator[Finding]:
         "memory",
         f"{device.memory_bytes / 2**30:.1f} GiB, of which {device.share:.0%} used by default",
     )
+    buffers = max_buffers()
+    if buffers is not None:
+        yield Finding("live buffers", f"{buffers:,} at most for prompts and their cache")
+    if not on_cpu():
+        exact = products_are_exact()
+        yield Finding("TF32", "off, for these checks" if exact else "on: the environment says so")
     blas = load_fast_blas()
     threads = f", {blas.threads} threads" if blas.threads else ""
     yield Finding("BLAS", f"{blas.name}{threads}" + (f" ({blas.reason})" if blas.reason else ""))
@@ -152,25 +163,50 @@ def _relative_error(actual: mx.array, expected: mx.array) -> float:
 
 
 def _model(config: Config) -> Iterator[Finding]:
-    """In the model's own type: the check that follows uses float32."""
-    model = resolve(config).model
-    if model.backend == "mlx":
-        for name, value in describe(load(Path(model.model), dtype=model.dtype)):
-            yield Finding(name, value)
+    """One load, as a server would: in the model's own type, within the budget."""
+    config = replace(config, engine=replace(config.engine, prefix_cache=False))
+    with LLM(config=config) as llm:
+        backend = llm.loop.backend
+        room = llm.loop.scheduler.budget.capacity
+        yield Finding("budget", f"{_size(backend.memory_used())} held, {_size(room)} for requests")
+        margin = 0.0
+        if isinstance(backend, MLXBackend):
+            margin = MARGINS[backend.loaded.dtype]
+            for name, value in describe(backend.loaded):
+                yield Finding(name, value)
+        yield _batch_equals_solo(llm, margin)
 
 
-def _batch_equals_solo(config: Config) -> Iterator[Finding]:
-    """In float32: in 16 bits a near tie may fall either way with the shape of a batch."""
-    params = SamplingParams(max_tokens=REPLY_TOKENS, temperature=0.0, ignore_eos=True)
-    exact = Config(
-        model=replace(config.model, dtype="float32"), engine=EngineConfig(prefix_cache=False)
+def _batch_equals_solo(llm: LLM, margin: float) -> Finding:
+    """Greedy replies are the same until two tokens are level, which may fall either way."""
+    params = SamplingParams(
+        max_tokens=REPLY_TOKENS, temperature=0.0, ignore_eos=True, logprobs=ALTERNATIVES
     )
-    with LLM(config=exact) as llm:
-        batch = [reply.tokens for reply in llm.generate(PROMPTS, params)]
-        solo = [llm.generate(prompt, params)[0].tokens for prompt in PROMPTS]
-    agree = sum(a == b for a, b in zip(batch, solo, strict=True))
-    yield Finding(
-        "batched = alone",
-        f"{agree} of {len(PROMPTS)} greedy replies of {REPLY_TOKENS} tokens",
-        ok=agree == len(PROMPTS),
-    )
+    batch = llm.generate(PROMPTS, params)
+    solo = [llm.generate(prompt, params)[0] for prompt in PROMPTS]
+    same = [_num_same(a, b) for a, b in zip(batch, solo, strict=True)]
+    leads = [
+        _lead(a.logprobs[n], a.tokens[n], b.tokens[n])
+        for a, b, n in zip(batch, solo, same, strict=True)
+        if n < len(a.tokens) and a.logprobs
+    ]
+    said = f"{sum(same)} of {len(PROMPTS) * REPLY_TOKENS} greedy tokens"
+    if leads:
+        said += f"; {len(leads)} replies part, between tokens {max(leads):.2g} apart at most"
+    enough = 2 * sum(same) >= len(PROMPTS) * REPLY_TOKENS
+    return Finding("batched = alone", said, ok=enough and max(leads, default=0.0) <= margin)
+
+
+def _num_same(a: Completion, b: Completion) -> int:
+    pairs = zip(a.tokens, b.tokens, strict=True)
+    return next((n for n, (mine, theirs) in enumerate(pairs) if mine != theirs), len(a.tokens))
+
+
+def _lead(scored: TokenLogprobs, first: int, second: int) -> float:
+    """How far apart two tokens are; infinitely if one is not among the likeliest."""
+    known = dict(zip(scored.top_ids, scored.top_logprobs, strict=True))
+    return abs(known.get(first, math.inf) - known.get(second, -math.inf))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from pippin.backends.warm_up import LOAD_SECONDS
 from pippin.build import build_loop
 from pippin.config import Config
 from pippin.errors import PippinError
@@ -42,6 +43,7 @@ from pippin.messages import (
     ToEngine,
     TokenBatch,
 )
+from pippin.metrics import StepLog
 from pippin.scheduler.loop import Loop
 
 STDIN = 0
@@ -63,6 +65,10 @@ class EngineSpec:
     @property
     def outbox(self) -> str:
         return f"ipc://{self.socket_dir}/out"
+
+    def open_step_log(self) -> StepLog | None:
+        path = self.config.server.step_log
+        return None if path is None else StepLog(Path(path))
 
     def remove_sockets(self) -> None:
         """What a server that was killed could not clean up itself."""
@@ -112,15 +118,21 @@ class MessagePump:
         self._last_sign_at = float("-inf")
 
     def run(self) -> None:
-        while self._take_in(BEAT_SECONDS if self._loop.idle else 0.0):
+        while self._take_in(BEAT_SECONDS if self._nothing_to_do else 0.0):
             self._give_sign_of_life()
             if self._loop.idle:
+                if not self._loop.warm_up.done:
+                    self._loop.warm_up.run_next()
                 continue
             deltas = self._loop.step()
             if deltas:
                 self._channel.send(TokenBatch(deltas))
             if self._loop.failure is not None:
                 raise self._loop.failure
+
+    @property
+    def _nothing_to_do(self) -> bool:
+        return self._loop.idle and self._loop.warm_up.done
 
     def _take_in(self, wait_seconds: float) -> bool:
         """Handle what has arrived; False once a Shutdown is among it."""
@@ -195,7 +207,9 @@ def main() -> int:
     channel = Channel(spec)  # first: whoever leaves removes the sockets, and none may come after
     threading.Thread(target=leave_with_server, args=(spec, serving), daemon=True).start()
     try:
+        log = spec.open_step_log()
         loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)), stays=True)
+        loop.scheduler.metrics.log = log
     except PippinError as error:
         channel.send(Failed(error.message))
         channel.close()
@@ -205,6 +219,7 @@ def main() -> int:
         channel.send(Failed(f"could not load {spec.config.model.model}: {error}"))
         channel.close()
         return 1
+    loop.warm_up.run_for(LOAD_SECONDS, lambda stage: channel.send(Loading(stage)))
     # A full collection over all that loading made takes a tenth of a second: every stream stops.
     gc.collect()
     gc.freeze()
@@ -212,6 +227,8 @@ def main() -> int:
     channel.send(Ready(model.vocab_size, model.max_len))
     serving.set()
     status = run_engine(loop, channel)
+    if log is not None:
+        log.close()
     channel.close()
     spec.remove_sockets()
     return status

@@ -11,7 +11,7 @@ PippinError
 ├── EngineDead              503  the engine process is gone
 │   └── DeviceFailed        503  several steps in a row failed: the engine stops
 └── LoadError                    a checkpoint cannot be served; raised before the server starts
-    └── UnsupportedLayout        a cache kind that Pippin does not know
+    └── UnsupportedLayout        layers that Pippin cannot serve
 """
 
 from __future__ import annotations

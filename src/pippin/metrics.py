@@ -5,10 +5,15 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from pippin.types import DeviceReading
+import msgspec
+
+from pippin.errors import LoadError
+from pippin.types import DeviceReading, StepForwards
 
 WINDOW_STEPS = 512  # steps that rates and shares are computed over
+NOTICEABLE_SECONDS = 1e-4  # of waiting: less is the cost of asking
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,12 @@ class StepRecord:
     ghosts: int
     device: DeviceReading | None = None  # when `wait` returned; where a device keeps account
     after_pause: bool = False  # the engine had nothing to do before this step
+    forwards: StepForwards = field(default_factory=StepForwards)
+
+    @property
+    def host_waited(self) -> bool:
+        """Whether the host had to wait for this step; if not, the device may have waited for it."""
+        return self.waited > NOTICEABLE_SECONDS
 
     @property
     def plan_seconds(self) -> float:
@@ -58,6 +69,26 @@ class StepRecord:
         return idle, idle + busy
 
 
+class StepLog:
+    """Writes every record to a file as a line of JSON, at once: a reader needs no engine."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("wb", buffering=0)
+        except OSError as error:
+            raise LoadError(f"cannot write a step log: {error}") from error
+
+    def write(self, record: StepRecord) -> None:
+        self._file.write(msgspec.json.encode(record) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_step_log(path: Path) -> list[StepRecord]:
+    return msgspec.json.Decoder(StepRecord).decode_lines(path.read_bytes())
+
+
 @dataclass
 class EngineMetrics:
     """Counters since start, and shares over the last `WINDOW_STEPS` steps."""
@@ -73,12 +104,15 @@ class EngineMetrics:
     requests_failed: int = 0
     retractions: int = 0  # running requests that were taken back, to be resumed
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    log: StepLog | None = None  # gets all of them
 
     def add(self, record: StepRecord) -> None:
         self.steps += 1
         self.computed_tokens += record.prefill_tokens
         self.ghost_rows += record.ghosts
         self.records.append(record)
+        if self.log is not None:
+            self.log.write(record)
 
     @property
     def device_idle_share(self) -> float:

@@ -101,7 +101,9 @@ def _section_options(name: str) -> list[inspect.Parameter]:
         options.append(
             inspect.Parameter(
                 field.name,
-                inspect.Parameter.POSITIONAL_ONLY if positional else inspect.Parameter.KEYWORD_ONLY,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD
+                if positional
+                else inspect.Parameter.KEYWORD_ONLY,
                 default=field.default,
                 annotation=Annotated[hints[field.name], parameter],
             )

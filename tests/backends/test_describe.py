@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from families import build
 from pippin.backends.mlx.describe import attention, describe, linear_layers, recurrences
 from pippin.backends.mlx.device import on_cpu
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.load import prepare
 from pippin.backends.mlx.recurrent import choices
 from pippin.backends.mlx.recurrent.calls import Kind
@@ -17,8 +18,8 @@ from pippin.backends.mlx.recurrent.choice_file import Times
 from pippin.backends.mlx.recurrent.choices import Choice
 from pippin.types import Component
 
-PLAIN = Leaf(0, Component.ATTENTION, splits=True)
-OWN_WAY = Leaf(1, Component.ATTENTION, splits=False)
+PLAIN = Leaf(0, Component.ATTENTION, reads=Reads.PIECES)
+OWN_WAY = Leaf(1, Component.ATTENTION)
 STATE = Leaf(2, Component.STATE)
 
 
@@ -31,7 +32,10 @@ def test_a_model_that_attends_in_its_own_way_is_said_to_be_slower() -> None:
         "1 layer through mlx-lm's function: KV is not copied"
     )
     assert attention(layout(PLAIN, OWN_WAY, STATE)) == (
-        "1 of 2 layers attend in their own way: one concatenated KV per step, slower"
+        "1 of 2 layers attend in their own way: concatenated KV each step, slower"
+    )
+    assert attention(layout(replace(PLAIN, reads=Reads.LATENT))) == (
+        "1 layer over latents through mlx-lm's function: KV is not copied"
     )
     assert attention(layout(STATE)) == "none: every layer is recurrent"
 

@@ -1,13 +1,22 @@
-"""The byte budget reaches mlx."""
+"""The byte budget reaches mlx, on devices that are here and on those that are not."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from pippin.backends.mlx import backend as backend_module
+from pippin.backends.mlx import device, environment
+from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.device import limit_memory, on_cpu
+from pippin.build import load_backend
+from pippin.config import Config, EngineConfig, ModelConfig
+from serving import served
 
 
 @pytest.fixture
@@ -42,3 +51,109 @@ def test_spare_buffers_are_beside_the_limit_on_cpus() -> None:
     other = mx.zeros(36 << 18)
     mx.eval(other)
     assert mx.get_cache_memory() >= kept >= 32 << 20
+
+
+GIB = 1 << 30
+MAC = {
+    "device_name": "Apple M4",
+    "max_recommended_working_set_size": 24 * GIB,
+    "resource_limit": 499_000,
+}
+
+
+@pytest.fixture
+def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """A Metal device that is told things and computes nothing: what it was told."""
+    told: dict[str, int] = {}
+    monkeypatch.setattr(device, "on_cpu", lambda: False)
+    monkeypatch.setattr(device, "on_metal", lambda: True)
+    monkeypatch.setattr(backend_module, "on_cpu", lambda: False)
+    monkeypatch.setattr(mx, "device_info", lambda *_: MAC)
+    for name in ("set_cache_limit", "set_memory_limit", "set_wired_limit"):
+        monkeypatch.setattr(mx, name, lambda value, name=name: told.update({name: value}))
+    return told
+
+
+def test_half_of_what_the_weights_leave_may_be_spare_buffers_on_metal(
+    on_a_mac: dict[str, int],
+) -> None:
+    assert limit_memory(20 * GIB, 8 * GIB) == 20 * GIB
+    assert on_a_mac == {"set_cache_limit": 6 * GIB, "set_memory_limit": 20 * GIB}
+    limit_memory(4 * GIB, 8 * GIB)  # too little: an error elsewhere, no negative limit here
+    assert on_a_mac["set_cache_limit"] == 0
+
+
+@pytest.mark.parametrize("wired", [False, True])
+def test_nothing_but_the_weights_is_wired_and_only_if_asked(
+    on_a_mac: dict[str, int], monkeypatch: pytest.MonkeyPatch, wired: bool
+) -> None:
+    backend = MLXBackend(served("llama"), num_slots=1, wired=wired)
+    monkeypatch.setattr(backend, "memory_used", lambda: 5 * GIB)
+    backend.limit_memory(20 * GIB)
+    assert on_a_mac.get("set_wired_limit") == (5 * GIB if wired else None)
+
+
+def test_no_more_is_wired_than_metal_recommends(on_a_mac: dict[str, int]) -> None:
+    device.wire(30 * GIB)
+    assert on_a_mac == {"set_wired_limit": 24 * GIB}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5", "deepseek_v3"])
+@pytest.mark.usefixtures("on_a_mac")
+def test_a_tree_of_the_smallest_entries_leaves_half_of_metals_buffers(family: str) -> None:
+    """A block of one token, and a state, are the least bytes that a buffer can stand for."""
+    backend = MLXBackend(served(family), num_slots=1)
+    capacity = backend.limit_memory(20 * GIB)
+    spec = backend.spec
+    leaves = served(family).layout.leaves
+    shapes = {(leaf.component, leaf.shapes) for leaf in leaves if not leaf.is_state}
+    for component in {component for component, _ in shapes}:
+        per_token = sum(leaf.nbytes for leaf in leaves if leaf.component is component)
+        num_buffers = 2 * sum(1 for kind, _ in shapes if kind is component)
+        assert capacity // per_token * num_buffers <= 499_000 / 2
+    if spec.state_bytes:
+        num_buffers = sum(len(leaf.shapes) for leaf in leaves if leaf.is_state)
+        assert capacity // spec.state_bytes * num_buffers <= 499_000 / 2
+
+
+def environment_at_load(monkeypatch: pytest.MonkeyPatch, **engine: Any) -> dict[str, str]:
+    """What mlx would read, when the model is loaded."""
+    names = (environment.TF32, *environment.BUFFER_LIMITS)
+    seen: dict[str, str] = {}
+
+    def load(path: Path, **_: object) -> None:
+        seen.update({name: os.environ[name] for name in names if name in os.environ})
+
+    monkeypatch.setattr(MLXBackend, "load", load)
+    load_backend(Config(ModelConfig(backend="mlx"), EngineConfig(**engine)), lambda _: None)
+    return seen
+
+
+@pytest.fixture
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (environment.TF32, *environment.BUFFER_LIMITS):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("nothing_set")
+def test_mlx_keeps_its_own_settings_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment_at_load(monkeypatch) == {}
+
+
+@pytest.mark.usefixtures("nothing_set")
+def test_deterministic_products_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment_at_load(monkeypatch, deterministic=True) == {"MLX_ENABLE_TF32": "0"}
+    assert environment.products_are_exact()
+
+
+@pytest.mark.usefixtures("nothing_set")
+def test_one_option_limits_buffers_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = {"MLX_MAX_OPS_PER_BUFFER": "200", "MLX_MAX_MB_PER_BUFFER": "200"}
+    assert environment_at_load(monkeypatch, buffer_limit=200) == expected
+
+
+@pytest.mark.usefixtures("nothing_set")
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_ENABLE_TF32", "1")
+    assert environment_at_load(monkeypatch, deterministic=True) == {"MLX_ENABLE_TF32": "1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 from typing import Any
 
@@ -9,11 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models import qwen3
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from families import FAMILIES, LLAMA4, LLAMA_DYNAMIC, WINDOW, build, build_from
-from pippin.backends.mlx.layout import Layout
+from families import FAMILIES, LLAMA_DYNAMIC, WINDOW, build, build_from
+from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.load import prepare
+from pippin.backends.mlx.refusals import REASONS
 from pippin.errors import UnsupportedLayout
 from pippin.types import Component
 
@@ -36,6 +38,7 @@ KINDS = {
     "lfm2": [STATE, ATTENTION, STATE, ATTENTION],
     "granitemoehybrid": HYBRID,
     "deepseek_v3": [ATTENTION, ATTENTION],
+    "glm4_moe_lite": [ATTENTION, ATTENTION],
     "kimi_linear": HYBRID,
     "olmo_hybrid": HYBRID,
 }
@@ -87,20 +90,19 @@ def test_shapes_agree_with_what_mlx_lm_fills_its_caches_with(family: str) -> Non
         assert list(zip(leaf.shapes, leaf.dtypes, strict=True)) == held
 
 
+LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_linear")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_but_latent_and_lent_attention_reads_main_and_tail_apart(family: str) -> None:
-    assert layout_of(family).splits == (family not in ("deepseek_v3", "kimi_linear", "gemma4"))
+def test_no_family_has_its_main_and_tail_joined(family: str) -> None:
+    reads = {leaf.reads for leaf in layout_of(family).leaves if not leaf.is_state}
+    assert reads <= {Reads.LATENT if family in LATENT else Reads.PIECES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_that_take_padding_for_tokens_are_found_out(family: str) -> None:
     """olmo_hybrid's convolutions keep the end of the padded row, whatever its length."""
     assert layout_of(family).pads == (family != "olmo_hybrid")
-
-
-def test_rows_that_cannot_share_a_forward_are_refused_at_load() -> None:
-    with pytest.raises(UnsupportedLayout, match="cannot run rows of different lengths"):
-        prepare(build_from(LLAMA_DYNAMIC), LLAMA_DYNAMIC)
 
 
 def test_a_model_that_drops_its_mask_is_refused_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +112,21 @@ def test_a_model_that_drops_its_mask_is_refused_at_load(monkeypatch: pytest.Monk
         prepare(*build("qwen3"))
 
 
+@pytest.mark.parametrize("model_type", REASONS)
+def test_families_that_are_not_served_say_why_before_anything_is_read(model_type: str) -> None:
+    importlib.import_module(f"mlx_lm.models.{model_type}")  # there is such a family
+    with pytest.raises(UnsupportedLayout, match=f"^{model_type} models are not served: [a-z]"):
+        prepare(nn.Module(), {"model_type": model_type})
+
+
+def test_a_family_that_cannot_be_served_is_named() -> None:
+    with pytest.raises(UnsupportedLayout, match=r"llama models .* different lengths"):
+        prepare(build_from(LLAMA_DYNAMIC), LLAMA_DYNAMIC)
+
+
 def test_a_chunked_cache_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedLayout, match="layer 0 keeps a ChunkedKVCache"):
-        prepare(build_from(LLAMA4), LLAMA4)
+    with pytest.raises(UnsupportedLayout, match="layer 1 keeps a ChunkedKVCache"):
+        prepare(WithCaches(KVCache(), ChunkedKVCache(64)), {})
 
 
 class WithCaches(nn.Module):

@@ -6,7 +6,7 @@ The reference is a second, untouched instance of the model with mlx-lm's own cac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -17,7 +17,10 @@ from families import FAMILIES, VOCAB
 from near_ties import TOLERANCE
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
 from pippin.backends.mlx.backend import MLXBackend
+from pippin.backends.mlx.gpu.packed_attention import attend_packed_plainly
+from pippin.backends.mlx.layout import Reads
 from pippin.backends.mlx.rows import arrays, cohorts, grouping
+from pippin.backends.mlx.shapes import Ladder
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Limits, Scheduler
 from pippin.types import Component, SamplingParams
@@ -60,14 +63,20 @@ CROWD = (
 )
 
 
-def make_loop(family: str, num_slots: int = 16) -> Loop:
-    backend = MLXBackend(served(family), num_slots=num_slots, debug=True)
+def make_loop(family: str, num_slots: int = 16, *, like_a_gpu: bool = False) -> Loop:
+    """`like_a_gpu`: rows are packed and lengths padded, with plain operations for the kernel."""
+    loaded = served(family)
+    if like_a_gpu:
+        loaded = replace(loaded, attend_packed=attend_packed_plainly)
+    backend = MLXBackend(loaded, num_slots=num_slots, debug=True)
+    if like_a_gpu and loaded.layout.pads:
+        backend._prefill_shapes = Ladder()
     limits = Limits(max_running=num_slots, prefill_tokens=CHUNK)
     return Loop(Scheduler(backend, limits), backend)
 
 
-def serve(family: str, cases: Sequence[Case]) -> dict[Case, Reply]:
-    client = Client(make_loop(family))
+def serve(family: str, cases: Sequence[Case], *, like_a_gpu: bool = False) -> dict[Case, Reply]:
+    client = Client(make_loop(family, like_a_gpu=like_a_gpu))
     replies: dict[Case, Reply] = {}
     waiting = sorted(cases, key=lambda case: case.joins_at)
     step = 0
@@ -115,6 +124,14 @@ def test_alone_it_says_what_mlx_lm_says(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_a_ragged_crowd_everyone_says_what_mlx_lm_says(family: str) -> None:
     check(family, served_crowd(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_and_padded_as_on_a_gpu_everyone_says_what_mlx_lm_says(family: str) -> None:
+    leaves = [leaf for leaf in served(family).layout.leaves if not leaf.is_state]
+    if any(leaf.reads is not Reads.PIECES for leaf in leaves):
+        pytest.skip("attends in its own way: its rows are never packed")
+    check(family, serve(family, CROWD, like_a_gpu=True))
 
 
 SHAPES = ("qwen3_5", "gpt_oss", "falcon_h1", "deepseek_v3")  # one for each way to keep and attend

@@ -102,7 +102,7 @@ def poison(backend: MLXBackend, slot: int, value: float) -> None:
     for array in flat:
         for line in lines:
             array[line] = value
-    for cohort in rows.cohorts:
+    for cohort in rows.mains.cohorts:
         for line, index in enumerate(cohort.indices):
             if index not in live:
                 for pair in cohort.kv.values():

@@ -20,7 +20,7 @@ from pippin.backends.base import (
     StepPlan,
 )
 from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.load import prepare
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.grouping import group_rows
@@ -146,7 +146,7 @@ def test_rows_that_leave_take_with_them_what_they_held(name: str) -> None:
     crowd = Crowd(name, seed=2)
     crowd.come(*range(900, 908))
     crowd.say(12)
-    assert len(crowd.backend._shared_rows.cohorts) == 1
+    assert len(crowd.backend._shared_rows.mains.cohorts) == 1
     held_by_all = crowd.settle()
     spare = held_by_all // 16
     crowd.limit(spare)
@@ -181,7 +181,7 @@ def test_a_restored_prefix_is_within_what_its_row_was_told(monkeypatch: pytest.M
 def kv_layout(num_layers: int, dim: int) -> Layout:
     shapes = ((2, dim), (2, dim))
     leaves = [
-        Leaf(layer, Component.ATTENTION, None, shapes, (mx.float32, mx.float32), splits=True)
+        Leaf(layer, Component.ATTENTION, None, shapes, (mx.float32, mx.float32), Reads.PIECES)
         for layer in range(num_layers)
     ]
     return Layout(tuple(leaves), (0,) * num_layers)

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pippin import cli
+from pippin.bench.churn.load import ChurnLoad
 from pippin.bench.report import Report
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
@@ -69,6 +70,34 @@ def test_server_options_pass_through_as_one_string(monkeypatch: pytest.MonkeyPat
     assert model_dir.name == "stories-hybrid-20m"
     assert options["only"] == ["decode"]
     assert options["mlx_lm_options"] == ["--prompt-cache-size", "64"]
+    assert options["bundled"]
+
+
+def test_another_model_is_compared_without_the_bundled_one_s_targets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    argv = ["compare", "--model", str(tmp_path), "--no-float32"]
+    model_dir, options = called_with(monkeypatch, "pippin.bench.compare.compare", *argv)
+    assert model_dir == tmp_path
+    assert (options["bundled"], options["float32"]) == (False, False)
+
+
+def test_churn_comes_from_clients_or_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = "pippin.bench.churn.served.churn"
+    config, model_dir, load, options = called_with(monkeypatch, where, "churn", "--memory", "0.5")
+    assert (config.engine.memory, model_dir.name) == ("0.5", "stories-hybrid-20m")
+    assert (load, options) == (ChurnLoad(60.0, num_clients=12), {"seed": 0, "step_log": None})
+    argv = ["churn", "--rate", "2", "--seconds", "9", "--seed", "4", "--step-log", "s"]
+    _, _, load, options = called_with(monkeypatch, where, *argv)
+    assert (load, options) == (ChurnLoad(9.0, rate=2.0), {"seed": 4, "step_log": Path("s")})
+
+
+def test_churn_at_a_url_asks_for_the_model_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["churn", "--url", "http://x", "--model", "theirs", "--clients", "3"]
+    url, load, options = called_with(monkeypatch, "pippin.bench.churn.served.churn_at", *argv)
+    assert (url, load.num_clients, options["model"]) == ("http://x", 3, "theirs")
 
 
 def test_prefix_and_overlap_take_pairs_and_the_engine_s_options(
@@ -126,6 +155,8 @@ def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["overlap", "--no-overlap"], "leave --no-overlap away"),
         (["prefix", "--no-prefix-cache"], "leave --no-prefix-cache away"),
         (["overlap", "--backend", "fake", "--pairs", "0"], "pairs must be at least 1, got 0"),
+        (["churn", "--clients", "3", "--rate", "1"], "not both"),
+        (["churn", "--url", "http://x", "--memory", "0.5"], "leave the engine's options away"),
     ]:
         with pytest.raises(SystemExit) as exited:
             cli.main(["bench", *argv])

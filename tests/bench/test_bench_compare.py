@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from bundled import BUNDLED_PATH
-from pippin.bench.compare import OURS, THEIRS, choose, compare, summarize
-from pippin.bench.float32 import write_float32_copy
+from pippin.bench.compare import OURS, THEIRS, compare, describe_model, summarize
+from pippin.bench.endless_copy import write_endless_copy
 from pippin.bench.plot import draw
-from pippin.bench.scenarios import SCENARIOS, Measure, Scenario
+from pippin.bench.suite import Measure, Scenario, all_scenarios, choose
 from pippin.bench.wire import BenchError
 from pippin.text.tokenizer import Tokenizer
 from processes import environment
@@ -35,9 +35,21 @@ def test_a_target_is_of_the_advantage_or_of_our_own_number() -> None:
 
 
 def test_a_family_name_takes_all_its_members() -> None:
-    assert [s.name for s in choose(["decode"])] == ["decode-1", "decode-4", "decode-16"]
-    assert [s.name for s in choose(["decode-4", "chats"])] == ["decode-4", "chats"]
-    assert choose([]) == list(SCENARIOS)
+    assert [s.name for s in choose(["chats"])] == ["chats-8", "chats-4"]
+    assert [s.name for s in choose(["churn", "decode-4"])] == ["decode-4", "churn"]
+    assert len(choose([])) == len(all_scenarios())
+
+
+def test_what_is_wanted_of_the_bundled_model_is_not_wanted_of_every_other() -> None:
+    targets = {
+        bundled: [
+            m.times_better
+            for s in choose(["prefill", "decode-1"], bundled=bundled)
+            for m in s.measures
+        ]
+        for bundled in (True, False)
+    }
+    assert targets == {True: [2.5, None, 1.6, 1.0], False: [None, None, 1.3, 1.0]}
 
 
 def test_an_unknown_scenario_is_named() -> None:
@@ -49,7 +61,8 @@ def test_the_table_shows_medians_and_ratios() -> None:
     scenario: Scenario = choose(["prefill"])[0]
     ours = [{"prefill": rate, "TTFT": 2000 / rate} for rate in (1000.0, 2000.0, 900.0)]
     theirs = [{"prefill": rate, "TTFT": 2000 / rate} for rate in (500.0, 400.0, 250.0)]
-    report = summarize([scenario], {"prefill": {OURS: ours, THEIRS: theirs}}, [])
+    report = summarize("a model", [scenario], {"prefill": {OURS: ours, THEIRS: theirs}}, [])
+    assert report.tables[0].title.startswith("a model: Pippin and mlx-lm")
     assert report.tables[0].rows == [
         (scenario.title, "prefill, tok/s", "1,000", "400", "2.50x", "at least 2.5x: met"),
         ("", "TTFT, s", "2.00", "5.00", "2.50x", ""),
@@ -61,7 +74,7 @@ def test_the_table_shows_medians_and_ratios() -> None:
 
 
 def test_the_copy_holds_the_same_numbers_in_float32(tmp_path: Path) -> None:
-    write_float32_copy(BUNDLED_PATH, tmp_path)
+    write_endless_copy(BUNDLED_PATH, tmp_path, float32=True)
     before = mx.load(str(BUNDLED_PATH / "model.safetensors"))
     after = mx.load(str(tmp_path / "model.safetensors"))
     assert isinstance(before, dict)
@@ -72,14 +85,14 @@ def test_the_copy_holds_the_same_numbers_in_float32(tmp_path: Path) -> None:
 
 
 def test_nothing_in_the_copy_ends_a_reply(tmp_path: Path) -> None:
-    write_float32_copy(BUNDLED_PATH, tmp_path)
+    write_endless_copy(BUNDLED_PATH, tmp_path, float32=True)
     assert Tokenizer.load(BUNDLED_PATH).eos_ids
     assert Tokenizer.load(tmp_path).eos_ids == ()
 
 
 def test_every_token_of_the_copy_has_text(tmp_path: Path) -> None:
     """One without comes as no event, and two gaps between tokens would count as one."""
-    write_float32_copy(BUNDLED_PATH, tmp_path)
+    write_endless_copy(BUNDLED_PATH, tmp_path, float32=True)
     (end,) = Tokenizer.load(BUNDLED_PATH).encode("<|im_end|>")
     assert Tokenizer.load(BUNDLED_PATH).decode([end]) == ""
     assert Tokenizer.load(tmp_path).special_ids == frozenset()
@@ -95,7 +108,7 @@ def test_bfloat16_is_widened_and_metadata_kept(tmp_path: Path) -> None:
     weights = {"a": mx.array([1.5, -2.25, 3e38]).astype(mx.bfloat16), "b": mx.ones((2, 3))}
     mx.save_safetensors(str(source / "model.safetensors"), weights, {"format": "mlx"})
     (source / "config.json").write_text(json.dumps({"eos_token_id": 1, "hidden_size": 3}))
-    write_float32_copy(source, target)
+    write_endless_copy(source, target, float32=True)
     loaded, metadata = mx.load(str(target / "model.safetensors"), return_metadata=True)
     assert metadata == {"format": "mlx"}
     assert loaded["a"].dtype == mx.float32
@@ -109,7 +122,15 @@ def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     with pytest.raises(BenchError, match=r"m\.safetensors: w is U32"):
-        write_float32_copy(tmp_path, target)
+        write_endless_copy(tmp_path, target, float32=True)
+
+
+def test_without_a_cast_the_weights_are_linked_to(tmp_path: Path) -> None:
+    write_endless_copy(BUNDLED_PATH, tmp_path, float32=False)
+    weights = tmp_path / "model.safetensors"
+    assert weights.resolve() == (BUNDLED_PATH / "model.safetensors").resolve()
+    assert Tokenizer.load(tmp_path).eos_ids == ()
+    assert describe_model("stories", tmp_path) == "stories (qwen3_5, 40 MB of F16)"
 
 
 @pytest.mark.slow
@@ -118,7 +139,7 @@ def test_both_servers_answer_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setattr("pippin.bench.scenarios.PROMPT_TOKENS", 50)
     monkeypatch.setattr("pippin.bench.compare.build_kernels", lambda *_: None)  # half a minute
-    report = compare(BUNDLED_PATH, only=["prefill", "decode-1"], rounds=1)
+    report = compare(BUNDLED_PATH, bundled=True, only=["prefill", "decode-1"], rounds=1)
     for scenario, measure in (("prefill", "prefill"), ("decode-1", "decode")):
         rounds = report.data["scenarios"][scenario]["rounds"]
         assert all(rounds[name][0][measure] > 0 for name in (OURS, THEIRS))

@@ -14,6 +14,7 @@ from pippin import LLM, SamplingParams
 from pippin.bench import growth as growth_module
 from pippin.bench import kernels
 from pippin.bench.ceilings import Ceilings, Products, read_products
+from pippin.bench.churn.rates import measure_rates
 from pippin.bench.cost import cache_cost
 from pippin.bench.growth import Curve, growth
 from pippin.bench.one_batch import Timing, one_batch, summarize
@@ -58,6 +59,16 @@ def test_the_plot_of_one_batch_shows_what_was_measured_and_the_ceilings() -> Non
     assert all(f">{value}<" in svg for value in ("801", "203", "1,605", "407", "809"))
     bare = Timing(4, 0.5, 801.0, 0.02, 203.0)
     assert "bare products" not in draw(summarize([bare], {"input": 1, "output": 8}, []).charts)
+
+
+def test_rates_of_one_batch_are_measured_at_each_width() -> None:
+    rates = measure_rates(TOY, [1, 3])
+    assert [rows for rows, _ in rates.decode_steps] == [1, 3]
+    assert all(seconds > 0 for _, seconds in (*rates.decode_steps, *rates.chunks))
+    assert rates.prefill_tokens_per_second > 0
+    assert rates.new_prefill >= 0.0
+    assert rates.new_decode == 0.0  # the toy has no shapes
+    assert "tok/s; decode steps of" in str(rates)
 
 
 def test_growth_covers_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:

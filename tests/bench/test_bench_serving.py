@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from bundled import BUNDLED_PATH
-from pippin.bench import scenarios, servers
+from pippin.bench import scenarios, servers, suite
 from pippin.bench.cost import Cost
 from pippin.bench.pairs import Pairs
 from pippin.bench.plot import draw
@@ -36,10 +36,11 @@ def _children_import_what_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenarios, "IDLE_SECONDS", 0.1)
     monkeypatch.setattr(scenarios, "RUNNING_TOKENS", 8000)
+    monkeypatch.setattr(suite, "CHURN_SECONDS", 0.5)
     with servers.pippin_server(str(BUNDLED_PATH), TOY) as target:
         client = LoadClient(target)
         asyncio.run(scenarios.warm_up(client, Prompts("warm-up")))
-        for scenario in scenarios.SCENARIOS:
+        for scenario in suite.all_scenarios():
             numbers = asyncio.run(scenario.run(client, Prompts(scenario.name)))
             assert set(numbers) >= {measure.name for measure in scenario.measures}
             lead = numbers[scenario.measures[0].name]  # not a number: all came in one piece

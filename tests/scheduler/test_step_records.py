@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 
 from builders import make_client, make_prompt, oracle
-from pippin.metrics import EngineMetrics, StepRecord
-from pippin.types import DeviceReading
+from pippin.errors import LoadError
+from pippin.metrics import EngineMetrics, StepLog, StepRecord, read_step_log
+from pippin.types import DeviceReading, StepForwards
 
 both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 
@@ -29,6 +31,23 @@ def test_every_step_leaves_a_record_in_order(overlap: bool) -> None:
         assert record.waited >= 0.0
     assert sum(record.prefill_tokens for record in records) == 3 * 70
     assert sum(record.decode_rows for record in records) == 3 * 4
+
+
+def test_a_log_holds_every_record_as_it_was(tmp_path: Path) -> None:
+    metrics = EngineMetrics(log=StepLog(tmp_path / "steps"))
+    records = [record_of(step, device=DeviceReading(step + 0.9, 0.7 * step)) for step in range(3)]
+    records.append(dataclasses.replace(record_of(3), forwards=StepForwards(prefill=2, cohorts=5)))
+    for record in records:
+        metrics.add(record)
+        assert read_step_log(tmp_path / "steps")[-1] == record  # at once, not when it is closed
+    assert metrics.log is not None
+    metrics.log.close()
+    assert read_step_log(tmp_path / "steps") == records
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"cannot write a step log: .*nowhere"):
+        StepLog(tmp_path / "nowhere" / "steps")
 
 
 def test_under_overlap_a_step_is_launched_before_the_last_one_is_committed() -> None:

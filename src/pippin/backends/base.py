@@ -28,6 +28,7 @@ from pippin.types import (
     ModelSpec,
     Payload,
     SamplingParams,
+    StepForwards,
     TokenLogprobs,
 )
 
@@ -196,6 +197,7 @@ class StepResult:
     overflowed: frozenset[int] = frozenset()
     dispatched: float = 0.0  # time.perf_counter() when the device was handed the step
     device: DeviceReading | None = None  # where a device keeps account of its work
+    forwards: StepForwards = field(default_factory=StepForwards)
 
 
 class PendingStep(Protocol):
@@ -246,9 +248,24 @@ class Costs(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class WarmUpShape:
+    """What a step's cost depends on where a device has to see a shape first (warm_up.py)."""
+
+    num_rows: int
+    num_tokens: int  # of a chunk
+    num_before: int = 0  # tokens before it
+    num_steps: int = 0  # tokens of the reply
+
+
 class Backend(Costs, Protocol):
     @property
     def device(self) -> DeviceInfo: ...
+
+    @property
+    def shapes_to_warm_up(self) -> Sequence[WarmUpShape]:
+        """The most likely ones first; none where nothing has to be warmed up."""
+        ...
 
     def limit_memory(self, budget_bytes: int) -> int:
         """Keep within a budget that includes the weights; returns what is left for rows, tree and

@@ -12,12 +12,15 @@ passes these, in vLLM's and transformers' order, each only if it asks for it:
     mask         -inf where a grammar forbids: below FAR, so one that allows only a stop wins
     temperature  x * (1 / temperature); below GREEDY_BELOW the row takes the largest x instead
     top_k        keeps what is no less than the k-th largest x
-    top_p        keeps, of those k or of all, the smallest set of the largest with top_p of the mass
+    top_p        keeps, of those k or of all, the smallest set of the largest with top_p of the
+                 mass, counted in whole units of 1 / MASS_UNITS of the likeliest token's
     min_p        keeps what has at least min_p of the likeliest token's mass
     draw         the largest x[i] + g[i] of what every filter keeps, g as in `sampling_noise`
 
 Filters are thresholds: tokens that tie with the last one kept are kept too, so no sort order
-matters. Of equal sums the first token is taken. What a row draws depends on that row alone.
+matters; and sums of whole units are the same in any order, so no way of adding up does. Of tokens
+that tie for the k-th place, as many count for the mass as belong to the k. Of equal sums the first
+token is taken. What a row draws depends on that row alone.
 
 Log probabilities are those of the model itself, as OpenAI and vLLM report them by default:
 x - logsumexp(x) of the raw logits in float32, before any stage. Alternatives are the likeliest
@@ -33,6 +36,7 @@ from pippin.backends.base import Admit
 from pippin.backends.sampling_noise import stream_of
 from pippin.types import SamplingParams
 
+MASS_UNITS = 2.0**40  # of which a million tokens have less than 2^63
 SHORT = 128  # a top_k up to this needs only a partition; fixed, so that no batchmate changes it
 GREEDY_BELOW = 1e-5  # a lower temperature overflows logits / temperature, and is greedy anyway
 FAR = 1e30  # farther below any logit than noise or bias can reach, and still finite
@@ -44,8 +48,8 @@ class Draw(enum.Enum):
     GREEDY = "greedy"
     PLAIN = "plain"  # temperature, perhaps min_p: needs at most the maximum
     SHORT_TOP_K = "short_top_k"  # perhaps with top_p and min_p: needs the SHORT largest
-    LONG_TOP_K = "long_top_k"  # the same for a large k: needs a full sort
-    TOP_P = "top_p"  # without top_k, perhaps min_p: needs a full sort
+    LONG_TOP_K = "long_top_k"  # the same for a large k: needs the order of all
+    TOP_P = "top_p"  # without top_k, perhaps min_p: needs the order of all
 
 
 @dataclass(frozen=True)

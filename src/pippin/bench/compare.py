@@ -1,4 +1,4 @@
-"""`pippin bench compare`: Pippin and mlx-lm's server, same weights, same BLAS, in turn.
+"""`pippin bench compare`: Pippin and mlx-lm's server, same weights, same BLAS, in turn. Any model.
 
 Both servers run from start to end, but only one has work at a time; each round swaps who goes
 first. Both get the same prompts, which nobody has seen before.
@@ -7,54 +7,49 @@ first. Both get the same prompts, which nobody has seen before.
 from __future__ import annotations
 
 import asyncio
-import gc
+import json
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pippin.bench.float32 import write_float32_copy
-from pippin.bench.kernels import build_kernels
+from pippin.bench.endless_copy import read_header, write_endless_copy
+from pippin.bench.kernels import build_kernels, computes_on_cpu
 from pippin.bench.plot import Bar, Bars
 from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.report import Report, Table, busy_note, number, say
 from pippin.bench.samples import median
-from pippin.bench.scenarios import SCENARIOS, Measure, Numbers, Scenario, warm_up
+from pippin.bench.scenarios import Numbers, warm_up
 from pippin.bench.servers import mlx_lm_server, pippin_server
-from pippin.bench.wire import BenchError, LoadClient
+from pippin.bench.suite import Measure, Scenario, choose
+from pippin.bench.wire import LoadClient, without_collections
 
 OURS, THEIRS = "pippin", "mlx-lm"
 Rounds = dict[str, dict[str, list[Numbers]]]  # scenario -> server -> one for each round
 
 
-def choose(names: Sequence[str]) -> list[Scenario]:
-    """The scenarios of these names; a name without a number takes all that start so."""
-    if not names:
-        return list(SCENARIOS)
-    chosen = [s for s in SCENARIOS if s.name in names or s.name.split("-")[0] in names]
-    known = {s.name for s in SCENARIOS} | {s.name.split("-")[0] for s in SCENARIOS}
-    if unknown := [name for name in names if name not in known]:
-        raise BenchError(
-            f"no scenario {unknown[0]!r}; there are {', '.join(s.name for s in SCENARIOS)}"
-        )
-    return chosen
-
-
 def compare(
     model_dir: Path,
     *,
+    bundled: bool,
+    float32: bool | None = None,
     only: Sequence[str] = (),
     rounds: int = 3,
     pippin_options: Sequence[str] = (),
     mlx_lm_options: Sequence[str] = (),
 ) -> Report:
-    scenarios = choose(only)
+    """`bundled`: the targets are those for the bundled model. `float32`: by default on CPUs."""
+    scenarios = choose(only, bundled=bundled)
     notes = busy_note()
     with ExitStack() as stack:
-        say("writing a float32 copy of the checkpoint")
+        say("copying the checkpoint")
         copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pippin-bench-")))
-        write_float32_copy(model_dir, copy)
+        write_endless_copy(
+            model_dir, copy, float32=computes_on_cpu() if float32 is None else float32
+        )
+        model = describe_model(model_dir.name, copy)
         count = count_with(copy)
         build_kernels(str(copy), "auto")
         say("starting both servers")
@@ -72,19 +67,31 @@ def compare(
                     say(f"{scenario.title}: {name}, round {turn + 1} of {rounds}")
                     prompts = Prompts(f"{scenario.name} {turn}", count)
                     results[scenario.name][name].append(measure(scenario, clients[name], prompts))
-    return summarize(scenarios, results, notes)
+    return summarize(model, scenarios, results, notes)
+
+
+def describe_model(name: str, model_dir: Path) -> str:
+    """A checkpoint in words: "name (llama, 540 MB of F32)", whatever most of its weights are."""
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    nbytes: Counter[str] = Counter()
+    for path in model_dir.glob("*.safetensors"):
+        header, _ = read_header(path)
+        header.pop("__metadata__", None)
+        for entry in header.values():
+            begin, end = entry["data_offsets"]
+            nbytes[entry["dtype"]] += end - begin
+    ((dtype, _),) = nbytes.most_common(1)
+    return f"{name} ({config['model_type']}, {nbytes.total() / 1e6:,.0f} MB of {dtype})"
 
 
 def measure(scenario: Scenario, client: LoadClient, prompts: Prompts) -> Numbers:
-    gc.collect()
-    gc.disable()  # a collection in the client would look like a pause of the server
-    try:
+    with without_collections():
         return asyncio.run(scenario.run(client, prompts))
-    finally:
-        gc.enable()
 
 
-def summarize(scenarios: Sequence[Scenario], results: Rounds, notes: list[str]) -> Report:
+def summarize(
+    model: str, scenarios: Sequence[Scenario], results: Rounds, notes: list[str]
+) -> Report:
     rows: list[tuple[str, ...]] = []
     bars: list[Bar] = []
     data: dict[str, Any] = {}
@@ -106,10 +113,10 @@ def summarize(scenarios: Sequence[Scenario], results: Rounds, notes: list[str]) 
     header = ("scenario", "measure", OURS, THEIRS, "times better", "target")
     return Report(
         name="compare",
-        tables=[Table("Pippin and mlx-lm's server, medians over rounds", header, rows)],
+        tables=[Table(f"{model}: Pippin and mlx-lm's server, medians over rounds", header, rows)],
         charts=[
             Bars(
-                "Pippin against mlx-lm's server",
+                f"{model}: Pippin against mlx-lm's server",
                 "times better (below 1: worse)",
                 ("times better (pippin against mlx-lm)",),
                 bars,
@@ -117,7 +124,7 @@ def summarize(scenarios: Sequence[Scenario], results: Rounds, notes: list[str]) 
                 log_x=True,
             )
         ],
-        data={"scenarios": data},
+        data={"model": model, "scenarios": data},
         notes=notes,
     )
 

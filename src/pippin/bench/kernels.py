@@ -28,6 +28,14 @@ def missing(path, dtype):
 sys.exit(warm.main() if on_cpu() and missing(*sys.argv[1:]) else 0)
 """
 
+ON_CPU = "from pippin.backends.mlx.device import on_cpu; print(on_cpu())"
+
+
+def computes_on_cpu() -> bool:
+    """Whether mlx does: asked in a process of its own, since this one should not import it."""
+    answer = subprocess.check_output([sys.executable, "-c", ON_CPU], text=True)
+    return answer.split()[-1] == "True"
+
 
 def build_kernels(model_dir: str, dtype: str) -> None:
     """Returns when decode steps of this checkpoint can be compiled, or never will be."""

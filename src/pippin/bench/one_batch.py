@@ -6,7 +6,7 @@ The same code for every backend: it sees only the offline API. No cache, so ever
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def one_batch(
         timings = []
         for batch in batches:
             say(f"batch of {batch}")
-            timings.append(_time_batch(llm, batch, input_len, output_len, repeats))
+            timings.append(time_batch(llm, batch, input_len, output_len, repeats))
         chunks = [min(llm.prefill_tokens, batch * input_len) for batch in batches]
         ceilings = _find_ceilings(llm.config)
     memory = 0.0
@@ -83,7 +83,14 @@ def one_batch(
     return summarize(timings, settings, notes)
 
 
-def _time_batch(llm: LLM, batch: int, input_len: int, output_len: int, repeats: int) -> Timing:
+def time_batch(
+    llm: LLM,
+    batch: int,
+    input_len: int,
+    output_len: int,
+    repeats: int,
+    choose: Callable[[list[float]], float] = median,
+) -> Timing:
     prefills, steps = [], []
     for turn in range(repeats + 1):  # the first warms up
         prompts = prompts_for(llm, f"one-batch {batch} {turn}")
@@ -95,7 +102,7 @@ def _time_batch(llm: LLM, batch: int, input_len: int, output_len: int, repeats: 
         if turn > 0:
             prefills.append(seconds)
             steps.append(decode_step_seconds(llm, batch, since_step=begun + 1))
-    prefill, step = median(prefills), median(steps)
+    prefill, step = choose(prefills), choose(steps)
     return Timing(batch, prefill, batch * input_len / prefill, step, batch / step)
 
 

@@ -36,8 +36,13 @@ class Prompts:
     """
 
     def __init__(self, seed: str, count_tokens: CountTokens | None = None) -> None:
+        self.seed = seed
         self._random = random.Random(seed)
         self._count = count_tokens
+
+    def beside(self, name: str) -> Prompts:
+        """Another source of the same kind, which draws from a seed of its own."""
+        return Prompts(f"{self.seed}, {name}", self._count)
 
     def text(self, num_tokens: int) -> str:
         words: list[str] = []

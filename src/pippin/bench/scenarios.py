@@ -7,12 +7,10 @@ unless it shares a prefix on purpose.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
-from typing import Any, ClassVar
 
+from pippin.bench.churn.load import ChurnLoad, send_churn, summarize_churn
 from pippin.bench.prompts import Prompts
 from pippin.bench.samples import median, percentile, ratio
 from pippin.bench.sse import TimedReply, parse
@@ -30,41 +28,12 @@ CONVERSATIONS = 8
 TURNS = 6
 SYSTEM_TOKENS = 600
 REPLY_TOKENS = 32
+REPEATED_TOKENS = 1000
+LONG_TOKENS = 4500
+TINY_TOKENS = 20
+HEAD_START_SECONDS = 0.05  # of a long prompt before the short one beside it
 
 Numbers = dict[str, float]
-Run = Callable[[LoadClient, Prompts], Coroutine[Any, Any, Numbers]]
-
-
-@dataclass(frozen=True)
-class Measure:
-    """One number of a scenario."""
-
-    name: str
-    unit: str
-    higher_is_better: bool = False
-    times_better: float | None = None  # what we want to be at least
-    at_most: float | None = None  # ... of our own number
-
-    def verdict(self, ours: float, theirs: float) -> str:
-        """What was wanted and whether it was reached; empty if nothing was."""
-        if self.times_better is not None:
-            reached = self.advantage(ours, theirs) >= self.times_better
-            return f"at least {self.times_better:g}x: {'met' if reached else 'missed'}"
-        if self.at_most is not None:
-            return f"ours at most {self.at_most:g}: {'met' if ours <= self.at_most else 'missed'}"
-        return ""
-
-    def advantage(self, ours: float, theirs: float) -> float:
-        """How many times better ours is."""
-        return ratio(ours, theirs) if self.higher_is_better else ratio(theirs, ours)
-
-
-@dataclass(frozen=True)
-class Scenario:
-    name: str
-    title: str
-    measures: tuple[Measure, ...]
-    run: Run
 
 
 async def cold_prompt(client: LoadClient, prompts: Prompts) -> Numbers:
@@ -90,14 +59,6 @@ async def streams(client: LoadClient, prompts: Prompts, num_streams: int) -> Num
 @dataclass(frozen=True)
 class Interference:
     """What running streams and arriving prompts do to each other. All in seconds."""
-
-    measures: ClassVar = (
-        Measure("busy gap p99", "ms"),
-        Measure("idle gap p50", "ms"),
-        Measure("busy / idle", "x", at_most=5.0),
-        Measure("longest stop", "ms"),
-        Measure("prompt TTFT", "s", times_better=1.0),
-    )
 
     idle_gaps: list[float]
     busy_gaps: list[float]
@@ -174,26 +135,70 @@ async def branches(client: LoadClient, prompts: Prompts) -> Numbers:
     return {"TTFT p50": median([reply.ttft for reply in replies]), "total": total}
 
 
-async def converse(client: LoadClient, system: str, questions: list[str]) -> list[TimedReply]:
+async def converse(
+    client: LoadClient, system: str, questions: list[str], reply_tokens: int
+) -> list[TimedReply]:
     """One conversation; each turn carries the replies that came before it."""
     messages = [{"role": "system", "content": system}]
     replies = []
     for question in questions:
         messages.append({"role": "user", "content": question})
-        reply = parse(await client.chat(messages, max_tokens=REPLY_TOKENS))
+        reply = parse(await client.chat(messages, max_tokens=reply_tokens))
         messages.append({"role": "assistant", "content": reply.text})
         replies.append(reply)
     return replies
 
 
-async def conversations(client: LoadClient, prompts: Prompts) -> Numbers:
+async def conversations(
+    client: LoadClient, prompts: Prompts, *, at_once: int, reply_tokens: int
+) -> Numbers:
     system = prompts.text(SYSTEM_TOKENS)
     questions = [[prompts.question() for _ in range(TURNS)] for _ in range(CONVERSATIONS)]
+    room = asyncio.Semaphore(at_once)
+
+    async def one(asked: list[str]) -> list[TimedReply]:
+        async with room:
+            return await converse(client, system, asked, reply_tokens)
+
     began = perf_counter()
-    chats = await asyncio.gather(*(converse(client, system, asked) for asked in questions))
+    chats = await asyncio.gather(*(one(asked) for asked in questions))
     replies = [reply for chat in chats for reply in chat]
     total = max(reply.last for reply in replies) - began
     return {"TTFT p50": median([reply.ttft for reply in replies]), "total": total}
+
+
+async def repeated_prompt(client: LoadClient, prompts: Prompts) -> Numbers:
+    """A prompt that nobody has seen, then the same one again."""
+    prompt = prompts.text(REPEATED_TOKENS)
+    cold, again = [parse(await client.complete(prompt, max_tokens=2)).ttft for _ in range(2)]
+    return {"TTFT again": again * 1e3, "of its cold TTFT": ratio(again, cold) * 100}
+
+
+async def short_beside_long(client: LoadClient, prompts: Prompts) -> Numbers:
+    """A long prompt by itself; then another one, and a short one that comes just after it."""
+    alone = parse(await client.complete(prompts.text(LONG_TOKENS), max_tokens=2))
+    long = await client.start_completion(prompts.text(LONG_TOKENS), max_tokens=2)
+    await asyncio.sleep(HEAD_START_SECONDS)
+    short = parse(await client.complete(prompts.text(TINY_TOKENS), max_tokens=2))
+    held_up = parse(await long.done)
+    return {
+        "short TTFT": short.ttft * 1e3,
+        "of the long one's": ratio(short.ttft, held_up.ttft) * 100,
+        "long / alone": ratio(held_up.ttft, alone.ttft),
+    }
+
+
+async def churn(client: LoadClient, prompts: Prompts, *, seconds: float) -> Numbers:
+    outcome = summarize_churn(await send_churn(client, ChurnLoad(seconds), prompts))
+    return {
+        "generated": outcome.generated_per_second,
+        "prompts": outcome.prompt_per_second,
+        "TTFT p50": outcome.ttft.p50,
+        "TTFT p99": outcome.ttft.p99,
+        "gap p50": outcome.gap.p50 * 1e3,
+        "gap p99": outcome.gap.p99 * 1e3,
+        "errors": outcome.num_errors,
+    }
 
 
 async def warm_up(client: LoadClient, prompts: Prompts) -> None:
@@ -201,50 +206,3 @@ async def warm_up(client: LoadClient, prompts: Prompts) -> None:
     texts = [prompts.text(600), *(prompts.text(SHORT_TOKENS) for _ in range(3))]
     for recording in await asyncio.gather(*(client.complete(t, max_tokens=8) for t in texts)):
         parse(recording)
-
-
-def _decode(num_streams: int, times_better: float) -> Scenario:
-    return Scenario(
-        name=f"decode-{num_streams}",
-        title=f"{num_streams} stream{'s' if num_streams > 1 else ''}",
-        measures=(
-            Measure("decode", "tok/s", higher_is_better=True, times_better=times_better),
-            Measure("gap p99", "ms"),
-        ),
-        run=partial(streams, num_streams=num_streams),
-    )
-
-
-SCENARIOS = (
-    Scenario(
-        "prefill",
-        f"cold prompt of {PROMPT_TOKENS:,} tokens",
-        (
-            Measure("prefill", "tok/s", higher_is_better=True, times_better=2.5),
-            Measure("TTFT", "s"),
-        ),
-        cold_prompt,
-    ),
-    *(_decode(num_streams, better) for num_streams, better in ((1, 1.5), (4, 1.8), (16, 1.8))),
-    Scenario(
-        "interference",
-        f"{RUNNING_STREAMS} streams while {PROMPT_TOKENS:,}-token prompts arrive",
-        Interference.measures,
-        interference,
-    ),
-    Scenario(
-        "branches",
-        f"{BRANCHES} branches of one {PROMPT_TOKENS:,}-token prompt at once",
-        (Measure("TTFT p50", "s", times_better=8.0), Measure("total", "s")),
-        branches,
-    ),
-    Scenario(
-        "chats",
-        f"{CONVERSATIONS} conversations x {TURNS} turns, a shared {SYSTEM_TOKENS}-token start",
-        (
-            Measure("total", "s", times_better=2.5),
-            Measure("TTFT p50", "s", times_better=5.0),
-        ),
-        conversations,
-    ),
-)

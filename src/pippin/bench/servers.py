@@ -113,7 +113,12 @@ def first_model(url: str, api_key: str | None = None) -> str:
 def _child(name: str, command: Sequence[str], url: str) -> Iterator[None]:
     with tempfile.TemporaryFile() as log, ended_by_sigterm():
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={k: v for k, v in os.environ.items() if k != "PIPPIN_API_KEY"},  # we send none
         )
         try:
             _wait_until_healthy(name, process, url, log)

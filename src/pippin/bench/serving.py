@@ -21,6 +21,7 @@ from pippin.bench.samples import Spread
 from pippin.bench.scenarios import Interference, Numbers, interfere, warm_up
 from pippin.bench.servers import first_model
 from pippin.bench.sse import TimedReply, parse
+from pippin.bench.suite import INTERFERENCE
 from pippin.bench.wire import LoadClient, Recording, Target
 
 SHARES = ("device_idle_share", "host_hidden_share")
@@ -167,7 +168,7 @@ def summarize(
     if met is not None:
         numbers = met.numbers()
         rows: list[tuple[str, ...]] = [
-            (f"{m.name}, {m.unit}", number(numbers[m.name])) for m in met.measures
+            (f"{m.name}, {m.unit}", number(numbers[m.name])) for m in INTERFERENCE
         ]
         tables.append(Table("Streams while long prompts arrive", ("measure", "value"), rows))
         charts.append(_interference_chart(numbers))

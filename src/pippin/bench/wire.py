@@ -7,7 +7,10 @@ next to nothing: one callback appends one tuple. `sse.py` makes sense of the rec
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -28,6 +31,11 @@ class Recording:
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
     cut: bool = False  # we hung up before the end
 
+    @property
+    def refused(self) -> bool:
+        """Whether the server answered with an error, or not at all."""
+        return not self.pieces or b" 200 " not in self.pieces[0][1][:16]
+
 
 @dataclass(frozen=True)
 class Target:
@@ -42,9 +50,10 @@ class Target:
 class Exchange(asyncio.Protocol):
     """One request on its own connection. `started`: the first event came; `done`: all of it."""
 
-    def __init__(self, request: bytes) -> None:
+    def __init__(self, request: bytes, leave_after: int | None = None) -> None:
         loop = asyncio.get_running_loop()
         self._request = request
+        self._leave_after = leave_after  # reads, each about one event
         self._transport: asyncio.Transport | None = None
         self.recording = Recording(sent=perf_counter())
         self.started: asyncio.Future[None] = loop.create_future()
@@ -59,6 +68,8 @@ class Exchange(asyncio.Protocol):
         self.recording.pieces.append((perf_counter(), data))
         if not self.started.done() and b"data:" in data:
             self.started.set_result(None)
+        if len(self.recording.pieces) == self._leave_after:
+            self.hang_up()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.started.done():  # an error reply, perhaps: the parser will tell
@@ -70,6 +81,17 @@ class Exchange(asyncio.Protocol):
         assert self._transport is not None
         self.recording.cut = True
         self._transport.abort()
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """A garbage collection in the client would look like a pause of the server."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class LoadClient:
@@ -90,10 +112,16 @@ class LoadClient:
         fields = {"messages": messages, "max_tokens": max_tokens}
         return await (await self._start("/v1/chat/completions", fields)).done
 
-    async def start_completion(self, prompt: str, max_tokens: int) -> Exchange:
-        return await self._start("/v1/completions", {"prompt": prompt, "max_tokens": max_tokens})
+    async def start_completion(
+        self, prompt: str, max_tokens: int, *, leave_after: int | None = None, **sampling: Any
+    ) -> Exchange:
+        """`leave_after`: hang up when so many pieces have come; `sampling`: more fields."""
+        fields = {"prompt": prompt, "max_tokens": max_tokens, **sampling}
+        return await self._start("/v1/completions", fields, leave_after)
 
-    async def _start(self, path: str, fields: dict[str, Any]) -> Exchange:
+    async def _start(
+        self, path: str, fields: dict[str, Any], leave_after: int | None = None
+    ) -> Exchange:
         body = {
             "model": self.target.model,
             "temperature": 0.0,
@@ -104,9 +132,10 @@ class LoadClient:
         }
         request = self._request(self._path + path, json.dumps(body).encode())
         loop = asyncio.get_running_loop()
+        tls = self._tls or None
         try:
             _, exchange = await loop.create_connection(
-                lambda: Exchange(request), self._host, self._port, ssl=self._tls or None
+                lambda: Exchange(request, leave_after), self._host, self._port, ssl=tls
             )
         except OSError as error:
             raise BenchError(f"{self.target.url}: {error}") from error

@@ -27,6 +27,11 @@ class ByteBudget:
         left = self.capacity - self.claimed
         return left if self.cache is None else left - self.cache.nbytes + self.cache.evictable_bytes
 
+    @property
+    def free(self) -> int:
+        """What nobody holds, the tree included."""
+        return self.capacity - self.claimed - (0 if self.cache is None else self.cache.nbytes)
+
     def claim(self, nbytes: int) -> bool:
         """Take `nbytes`, evicting from the tree if need be; or refuse, without any effect."""
         if nbytes > self.available:

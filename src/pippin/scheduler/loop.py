@@ -17,12 +17,13 @@ from time import perf_counter
 from typing import Any
 
 from pippin.backends.base import Backend, PendingStep, StepPlan
+from pippin.backends.warm_up import WarmUp
 from pippin.decode.grammar import Grammar
 from pippin.errors import DeviceFailed, Overloaded, PippinError
 from pippin.messages import Submit, TokenDelta
-from pippin.metrics import StepRecord
+from pippin.metrics import NOTICEABLE_SECONDS, StepRecord
 from pippin.scheduler.scheduler import Scheduler
-from pippin.scheduler.step_times import NOTICEABLE_SECONDS, StepTimes
+from pippin.scheduler.step_times import StepTimes
 
 LONG_STEP_SECONDS = 0.05  # a step of prompts alone that is longer than this,
 LONG_STEP_FACTOR = 30  # and than so many times what the host does in between, hides little of it
@@ -51,6 +52,7 @@ class Loop:
         self._num_failed = 0  # steps, since one succeeded
         self._last_error: Exception | None = None
         self.failure: PippinError | None = None  # why no step will be run any more
+        self.warm_up = WarmUp(backend, lambda nbytes: nbytes <= scheduler.budget.free)
 
     @property
     def idle(self) -> bool:
@@ -230,6 +232,7 @@ class Loop:
                 decode_rows=len(plan.decode),
                 ghosts=self.scheduler.last_ghosts,
                 device=result.device,
+                forwards=result.forwards,
                 after_pause=launched.after_pause,
             )
         )

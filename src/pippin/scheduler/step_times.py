@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pippin.metrics import NOTICEABLE_SECONDS
 from pippin.scheduler.costs import Timed
 
-NOTICEABLE_SECONDS = 1e-4  # of waiting: less is the cost of asking
 # Of the time since the last end that is known:
 NOTICEABLE_SHARE = 0.05  # of waiting, likewise
 HELD_UP_SHARE = 0.5  # of a launch: it was held up by its step

@@ -105,8 +105,10 @@ def test_compiled_steps_of_rows_that_share_give_what_plain_ones_apart_give(
         states = [(slot, prefilled(ids)) for slot, ids in prompts.items()]
         rows.join(states, prompts if shares else None)
         found.append(run(rows, forward, range(12)))
-        assert [cohort.num_shared(leaf) for cohort in rows.cohorts for leaf in cohort.kv] == [
+        assert [cohort.num_shared(leaf) for cohort in rows.mains.cohorts for leaf in cohort.kv] == [
             128 if shares else 0
         ] * 2
     assert_same_steps(*found)
-    assert any(cohort.shared != (0,) for shape in compiled._compiled for cohort in shape.cohorts)
+    assert any(
+        cohort.shared != (0,) for shape in compiled._compiled for cohort in shape.mains.cohorts
+    )

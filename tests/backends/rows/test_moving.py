@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows import arrays, cohorts, grouping, regrouping
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
@@ -29,7 +29,7 @@ def kv_layout(windows: list[int | None], dim: int) -> Layout:
             window,
             ((HEADS, dim), (HEADS, dim + 1)),  # keys and values need not be as long
             (mx.float32, mx.float32),
-            splits=True,
+            reads=Reads.PIECES,
         )
         for layer, window in enumerate(windows)
     ]
@@ -98,7 +98,7 @@ class Rows:
 
     def check_padding(self) -> None:
         """Nothing of anybody's: weighed with nothing, it would still spoil a row if not finite."""
-        for cohort in self.decode_rows.cohorts:
+        for cohort in self.decode_rows.mains.cohorts:
             live = [line for line, index in enumerate(cohort.indices) if index >= 0]
             for line in live:
                 for leaf, columns in cohort.stored[line].items():
@@ -140,7 +140,7 @@ def test_rows_that_come_pause_and_go_keep_what_they_hold(
         elif rows.tokens:
             awake = [slot for slot in rows.tokens if rng.random() < 0.9]
             rows.say(awake, rng)
-        shared |= any(cohort.shared for cohort in rows.decode_rows.cohorts)
+        shared |= any(cohort.shared for cohort in rows.decode_rows.mains.cohorts)
         if rng.random() < 0.1:
             rows.check()
             rows.check_padding()
@@ -167,7 +167,7 @@ def peak_of_flush(num_layers: int, num_rows: int, num_tokens: int) -> tuple[int,
     mx.eval(rows.decode_rows.arrays())
     mx.synchronize()
     peak = mx.get_peak_memory() - before
-    assert len(rows.decode_rows.cohorts) == 1
+    assert len(rows.decode_rows.mains.cohorts) == 1
     return mx.get_active_memory() - before, peak
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 
 from pippin.backends.mlx.cpu.warm import prompt_of
+from pippin.backends.mlx.rows.cohort_mains import SETTLED_STEPS
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
-from pippin.backends.mlx.rows.decode_rows import SETTLED_STEPS, DecodeRows
+from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from serving import served
 
 MODEL = "llama"
@@ -29,9 +30,9 @@ def rows_of(num_rows: int) -> DecodeRows:
 def test_joined_rows_become_one_cohort_when_they_have_settled() -> None:
     rows = rows_of(4)
     advance(rows, SETTLED_STEPS - 1)
-    assert len(rows.cohorts) == 4
+    assert len(rows.mains.cohorts) == 4
     advance(rows, 1)
-    assert (len(rows.cohorts), rows.cohorts[0].indices) == (1, [0, 1, 2, 3])
+    assert (len(rows.mains.cohorts), rows.mains.cohorts[0].indices) == (1, [0, 1, 2, 3])
 
 
 def test_a_row_that_came_and_went_leaves_the_others_as_they_were_when_they_have_settled() -> None:
@@ -43,4 +44,4 @@ def test_a_row_that_came_and_went_leaves_the_others_as_they_were_when_they_have_
     advance(rows, SETTLED_STEPS - 1)
     assert rows.width == 6  # wider than its one cohort: such steps are not compiled
     advance(rows, 1)
-    assert (rows.width, rows.cohorts[0].indices) == (4, [0, 1, 2, 3])
+    assert (rows.width, rows.mains.cohorts[0].indices) == (4, [0, 1, 2, 3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -17,6 +17,7 @@ from pippin.backends.base import (
     Retire,
     StepPlan,
     StepResult,
+    WarmUpShape,
     captured_bytes,
 )
 from pippin.backends.fake.device import FakeDevice, FutureMap
@@ -83,6 +84,7 @@ class FakeBackend:
     ) -> None:
         self.window = window if Component.WINDOW in components else 0
         self.restores_by_reference = restores_by_reference
+        self.shapes_to_warm_up: Sequence[WarmUpShape] = ()
         self._state_bytes = state_tokens * BYTES_PER_TOKEN
         self.spec = ModelSpec(
             name="fake",

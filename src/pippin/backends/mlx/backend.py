@@ -25,22 +25,26 @@ from pippin.backends.base import (
 from pippin.backends.mlx.cpu.kernels import Kernels
 from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
 from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
-from pippin.backends.mlx.device import device_info, limit_memory, on_cpu
+from pippin.backends.mlx.device import device_info, limit_memory, max_buffers, on_cpu, wire
 from pippin.backends.mlx.load import LoadedModel, load
-from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.prefill import query_blocks
+from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
 from pippin.backends.mlx.prefill.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.footprint import Footprint
+from pippin.backends.mlx.shapes import Ladder, to_warm_up
 from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending, SampledRows
+from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import Logprobs, Sampler, SampleRow
 from pippin.backends.mlx.tree.captures import Captures
 from pippin.types import ModelSpec
 
 # Of what the weights leave:
 ACTIVATION_SHARE = 0.1  # activations, and copies on their way
+MOST_WARMED_TOKENS = 2048  # of a chunk; larger ones are rare, and take their time anyway
 SPARE_SHARE = 1 / 16  # what decode rows hold for nobody: padding, and lines of those who left
 
 
@@ -56,28 +60,36 @@ class MLXBackend:
         num_slots: int,
         max_len: int | None = None,
         deterministic: bool = False,
+        wired: bool = False,
         debug: bool = False,
     ) -> None:
         self._loaded = loaded
+        self._wired = wired
         self._deterministic = deterministic
         self._captures = Captures(loaded.layout)
         self._footprint = Footprint(loaded.layout)
         self._future_map = FutureMap(num_slots, debug=debug)
         self._sampler = Sampler(loaded.vocab_size, num_slots)
         self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
-        self._shared_rows = DecodeRows(loaded.layout)
+        self._shared_rows = self._make_rows()
         self._kernels = Kernels.of(loaded)
         self._decode_forward = DecodeForward(
             loaded.layout,
             loaded.forward,
             compiled=(lambda: False) if deterministic else self._kernels.ready,
         )
+        padded = loaded.layout.pads and not on_cpu() and not deterministic
+        self._prefill_shapes = Ladder() if padded else EXACT
+        self._shapes = RecentShapes()
         self._clock = find_stream_clock()
         self._resident: ResidentLimit | None = None
         self._prompts: dict[int, PromptState] = {}  # slots that have not decoded yet
         self._admitted: dict[int, Admit] = {}
         self._prompt_logprobs: dict[int, list[Logprobs]] = {}
         self.device = device_info()
+        self.shapes_to_warm_up = (
+            to_warm_up(MOST_WARMED_TOKENS, num_slots) if padded and not debug else []
+        )
         self.spec = ModelSpec(
             name=loaded.name,
             vocab_size=loaded.vocab_size,
@@ -97,11 +109,21 @@ class MLXBackend:
         max_len: int | None = None,
         deterministic: bool = False,
         builds_kernels: bool = False,
+        wired: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> MLXBackend:
-        """`builds_kernels`: compile decode steps in the background, for a process that stays."""
+        """`builds_kernels`: compile decode steps in the background, for a process that stays.
+
+        `wired`: the weights' memory, on Metal.
+        """
         loaded = load(path, dtype=dtype, deterministic=deterministic, progress=progress)
-        backend = cls(loaded, num_slots=num_slots, max_len=max_len, deterministic=deterministic)
+        backend = cls(
+            loaded,
+            num_slots=num_slots,
+            max_len=max_len,
+            deterministic=deterministic,
+            wired=wired,
+        )
         if builds_kernels and not deterministic:
             backend._kernels.build_in_background(path, dtype)
         return backend
@@ -135,11 +157,20 @@ class MLXBackend:
 
     def limit_memory(self, budget_bytes: int) -> int:
         used = self.memory_used()
-        left = limit_memory(budget_bytes) - used
+        left = limit_memory(budget_bytes, used) - used
+        if self._wired:
+            wire(used)
         if on_cpu() and has_glibc():
             self._resident = ResidentLimit(max(budget_bytes - used, 0))
         self._shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
-        return int(left * (1.0 - ACTIVATION_SHARE - SPARE_SHARE))
+        query_blocks.LIMIT.fit(max(left, 0) * ACTIVATION_SHARE)
+        left = int(left * (1.0 - ACTIVATION_SHARE - SPARE_SHARE))
+        buffers = max_buffers()
+        return left if buffers is None else min(left, buffers * self._captures.least_buffer_bytes)
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self._loaded
 
     def memory_used(self) -> int:
         return int(mx.get_active_memory())
@@ -150,7 +181,7 @@ class MLXBackend:
             self._clock.close()
             self._clock = None
         self._rows.clear()
-        self._shared_rows = DecodeRows(self._loaded.layout)
+        self._shared_rows = self._make_rows()
         self._prompts.clear()
         mx.clear_cache()
 
@@ -190,8 +221,14 @@ class MLXBackend:
 
     def _prefill(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
         states = [self._restored(chunk) for chunk in chunks]
-        batch = ChunkBatch(self._loaded.layout, [chunk.tokens for chunk in chunks], states)
         whole = self._wants_prompt_logprobs(chunks[0])
+        batch = ChunkBatch(
+            self._loaded.layout,
+            [chunk.tokens for chunk in chunks],
+            states,
+            EXACT if whole else self._prefill_shapes,
+        )
+        step.note_prefill(is_new=self._shapes.add(batch.shape))
         head = self._loaded.head
         head.positions = None if whole else mx.array(batch.last_positions[:, None])
         taps = any(at != chunk.end for chunk in chunks for at in chunk.checkpoints)
@@ -204,7 +241,7 @@ class MLXBackend:
             logits = logits[:, -1:]
         elif logits.shape[1] != 1:  # a head that could not be told to choose
             logits = mx.take_along_axis(logits, mx.array(batch.last_positions)[:, None, None], 1)
-        step.check(np.array([chunk.slot for chunk in chunks]), logits[:, -1])
+        step.check(np.array([chunk.slot for chunk in chunks]), logits[: len(chunks), -1])
         batch.advance()
         new_kv = batch.new_kv()
         for row, (chunk, prompt) in enumerate(zip(chunks, states, strict=True)):
@@ -271,8 +308,10 @@ class MLXBackend:
         """All rows in one forward; or each in its own, so that no row's width or place matters."""
         if not self._deterministic:
             return [(self._shared_rows, decodes)] if decodes else []
-        layout = self._loaded.layout
-        return [(self._rows.get(d.slot) or DecodeRows(layout), [d]) for d in decodes]
+        return [(self._rows.get(d.slot) or self._make_rows(), [d]) for d in decodes]
+
+    def _make_rows(self) -> DecodeRows:
+        return DecodeRows(self._loaded.layout, self._loaded.attend_packed)
 
     def _decode(self, step: MLXPending, rows: DecodeRows, decodes: Sequence[DecodeRow]) -> None:
         joining = [d.slot for d in decodes if d.slot not in self._rows]
@@ -284,6 +323,9 @@ class MLXBackend:
         slots, logits = rows.advance(
             [d.slot for d in decodes], self._future_map.resolve, self._decode_forward
         )
+        ran = self._decode_forward.last
+        is_new = self._shapes.add(ran.shape)
+        step.note_decode(rows.mains.num_groups, is_new=is_new, compiled=ran.compiled)
         step.written += rows.arrays()
         step.check(slots, logits)
         by_slot = {d.slot: d for d in decodes}

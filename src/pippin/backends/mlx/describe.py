@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from pippin.backends.mlx.cpu.linear import TIMED_ROWS, Shape
-from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.recurrent.choice_file import default_path
 from pippin.backends.mlx.recurrent.choices import Choice
@@ -25,11 +25,11 @@ def attention(layout: Layout) -> str:
     if not leaves:
         return "none: every layer is recurrent"
     if own == 0:
-        return f"{_count(len(leaves), 'layer')} through mlx-lm's function: KV is not copied"
-    return (
-        f"{own} of {len(leaves)} layers attend in their own way: "
-        "one concatenated KV per step, slower"
-    )
+        latent = any(leaf.reads is Reads.LATENT for leaf in leaves)
+        layers = f"{_count(len(leaves), 'layer')}{' over latents' if latent else ''}"
+        return f"{layers} through mlx-lm's function: KV is not copied"
+    attend = "layer attends in its" if len(leaves) == 1 else "layers attend in their"
+    return f"{own} of {len(leaves)} {attend} own way: concatenated KV each step, slower"
 
 
 def recurrences(choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:

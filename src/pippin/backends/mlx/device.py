@@ -9,13 +9,24 @@ import mlx.core as mx
 
 from pippin.backends.base import DeviceInfo
 
-# Of the budget, mlx may keep this part as buffers to use again. GPUs' give way to what is needed.
-CPU_SPARE_DIVISOR, GPU_SPARE_DIVISOR = 16, 4
+# What mlx may keep as buffers to use again: on CPUs a part of the budget; on GPUs, where they give
+# way to what is needed, a part of what the weights leave of it.
+CPU_SPARE_DIVISOR, CUDA_SPARE_DIVISOR = 16, 4
 CPU_SPARE_BYTES = 128 << 20  # at most
+# To give a buffer back and get another is slow on Metal. What comes and goes: activations, a tenth;
+# a regrouping of rows, 30% of them; tails and states, one step's for the next one's.
+METAL_SPARE_DIVISOR = 2
+# Of the buffers that Metal allows, what prompts and the tree may hold. The rest is for weights,
+# for running steps and for buffers that wait to be used again.
+LIVE_BUFFERS_DIVISOR = 2
 
 
 def on_cpu() -> bool:
     return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
+def on_metal() -> bool:
+    return bool(mx.metal.is_available()) and not on_cpu()
 
 
 def device_info() -> DeviceInfo:
@@ -23,28 +34,48 @@ def device_info() -> DeviceInfo:
     name = str(info.get("device_name", "unknown"))
     if on_cpu():
         return DeviceInfo("cpu", name, host_memory_bytes(), 0.5, prefill_tokens=512)
-    if mx.metal.is_available():
+    if on_metal():
         most = int(info["max_recommended_working_set_size"])
         return DeviceInfo("metal", name, most, 0.9, prefill_tokens=2048)
     memory = info.get("total_memory") or info.get("memory_size") or host_memory_bytes()
     return DeviceInfo("cuda", name, int(memory), 0.85, prefill_tokens=8192)
 
 
-def limit_memory(budget_bytes: int) -> int:
+def limit_memory(budget_bytes: int, used_bytes: int = 0) -> int:
     """Tell mlx the budget: it then waits for running work to keep it. What arrays may take of it.
 
-    On GPUs mlx drops spare buffers before it exceeds its limit; on CPUs it keeps them beside it, so
-    they are taken off. No memory is wired: wired buffers that come and go as fast as a server's
-    panic macOS.
+    `used_bytes`: what is there for good, the weights. On GPUs mlx drops spare buffers before it
+    exceeds its limit; on CPUs it keeps them beside it, so they are taken off.
     """
+    usable = budget_bytes
     if on_cpu():
         spare = min(budget_bytes // CPU_SPARE_DIVISOR, CPU_SPARE_BYTES)
-        usable = budget_bytes - spare
+        usable -= spare
     else:
-        spare, usable = budget_bytes // GPU_SPARE_DIVISOR, budget_bytes
+        divisor = METAL_SPARE_DIVISOR if on_metal() else CUDA_SPARE_DIVISOR
+        spare = max(budget_bytes - used_bytes, 0) // divisor
     mx.set_cache_limit(spare)
     mx.set_memory_limit(usable)
     return usable
+
+
+def wire(num_bytes: int) -> None:
+    """Keep the buffers there are from being swapped out. Only Metal knows such a thing.
+
+    No more than these: mlx wires what fits its limit, and wired buffers that come and go as fast as
+    a server's panic macOS.
+    """
+    if on_metal():
+        most = int(mx.device_info(mx.default_device())["max_recommended_working_set_size"])
+        mx.set_wired_limit(min(num_bytes, most))
+
+
+def max_buffers() -> int | None:
+    """How many buffers prompts and the tree may hold; None where nobody counts them."""
+    if not on_metal():
+        return None
+    limit = mx.device_info(mx.default_device()).get("resource_limit")
+    return None if limit is None else int(limit) // LIVE_BUFFERS_DIVISOR
 
 
 def host_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:

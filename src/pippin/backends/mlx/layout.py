@@ -6,8 +6,9 @@ layer is not special, and a kind that is not known here is an error at load, nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import enum
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +24,16 @@ from mlx_lm.models.cache import (
 from pippin.errors import UnsupportedLayout
 from pippin.types import Component, LayerSpec
 
+ROUNDING = 0.02  # of bfloat16 through many layers; what is of another kind is off by far more
+
+
+class Reads(enum.Enum):
+    """How a layer reads its KV in a decode step."""
+
+    PIECES = "pieces"  # through mlx-lm's function: main and tail stay apart
+    LATENT = "latent"  # so too, with a latent for keys and values and positions beside it (MLA)
+    JOINED = "joined"  # in its own way: main and tail are concatenated for it
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -34,7 +45,7 @@ class Leaf:
     # KV: the shapes of one token's keys and values, (heads, dim). State: of each entry, per row.
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[mx.Dtype, ...] = ()
-    splits: bool = False  # attends through mlx-lm's function: main and tail can stay apart
+    reads: Reads = Reads.JOINED
 
     @property
     def nbytes(self) -> int:
@@ -51,15 +62,21 @@ class Leaf:
     def is_state(self) -> bool:
         return self.component is Component.STATE
 
+    @property
+    def splits(self) -> bool:
+        """Main and tail stay apart."""
+        return self.reads is not Reads.JOINED
+
 
 class ProbeKV:
-    """Stands in for a KV cache in one forward of one token that is built but never evaluated."""
+    """Stands in for a KV cache in one forward of one token, built to see how a model attends."""
 
     def __init__(self) -> None:
         self.offset = 0
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
-        self.splits = False
+        self.added: mx.array | None = None  # to the scores, by a layer with latent attention
+        self.reads = Reads.JOINED
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.keys, self.values = keys, values
@@ -69,9 +86,36 @@ class ProbeKV:
     def make_mask(self, *_: Any, **__: Any) -> None:
         return None
 
+    def seen_by_attention(self, keys: Any, values: Any, mask: Any) -> Any:
+        """Called by the substituted attention function; returns the mask to go on with."""
+        if keys is self.keys and values is self.values and mask is None:
+            self.reads = Reads.PIECES
+        elif keys is self.keys and values is self.keys and isinstance(mask, mx.array):
+            self.reads, self.added = Reads.LATENT, mask
+        return mask
+
+
+class LatentProbeKV(ProbeKV):
+    """Hands out an identity for the positions of keys: what is added are then the queries' own."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        super().update_and_fetch(keys, values)
+        return keys, mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
+
     def seen_by_attention(self, keys: Any, values: Any, mask: Any) -> None:
-        """Called by the substituted attention function: does the model attend in the plain way?"""
-        self.splits = keys is self.keys and values is self.values and mask is None
+        """No mask to go on with: whatever is added to the score of an only key changes nothing."""
+        super().seen_by_attention(keys, values, mask)
+
+    def agrees_with(self, plain: ProbeKV) -> bool:
+        """Whether the queries found here make of the keys what the model itself added."""
+        if self.added is None or plain.added is None or plain.values is None:
+            return False
+        if self.added.shape != (*plain.added.shape[:3], plain.values.shape[-1]):
+            return False
+        positions = plain.values.swapaxes(-1, -2)
+        size = mx.abs(self.added) @ mx.abs(positions)
+        error = mx.abs(self.added @ positions - plain.added)
+        return bool((error <= ROUNDING * size).all())
 
 
 @dataclass(frozen=True)
@@ -114,20 +158,36 @@ class Layout:
 
     @property
     def splits(self) -> bool:
-        """Every attention layer can read main and tail apart."""
+        """Every attention layer reads main and tail apart."""
         return all(leaf.splits for leaf in self.leaves if not leaf.is_state)
+
+    def reading(self, how: Reads, *, instead_of: Collection[Reads]) -> Layout:
+        """The same layers, but those that read their KV in certain ways do it as `how` says."""
+        leaves = tuple(
+            replace(leaf, reads=how) if leaf.reads in instead_of else leaf for leaf in self.leaves
+        )
+        return replace(self, leaves=leaves)
 
 
 def discover(model: Any, forward: Callable[[mx.array, list[Any]], mx.array]) -> Layout:
     """Read the kinds from the model's caches, and the shapes from one unevaluated forward."""
     kinds, nesting = _kinds(make_prompt_cache(model))
-    views: list[Any] = [
-        ArraysCache(size=size) if leaf.is_state else ProbeKV() for leaf, size in kinds
-    ]
     shell = Layout(tuple(leaf for leaf, _ in kinds), nesting)
-    forward(mx.zeros((1, 1), dtype=mx.int32), shell.nest(views))
+
+    def probe(kv: type[ProbeKV]) -> list[Any]:
+        views = [ArraysCache(size=size) if leaf.is_state else kv() for leaf, size in kinds]
+        forward(mx.zeros((1, 1), dtype=mx.int32), shell.nest(views))
+        return views
+
+    views = probe(ProbeKV)
     leaves = tuple(_with_shapes(leaf, view) for leaf, view in zip(shell.leaves, views, strict=True))
-    return Layout(leaves, nesting)
+    layout = Layout(leaves, nesting)
+    if all(leaf.reads is Reads.LATENT for leaf in leaves if not leaf.is_state):
+        found = zip(probe(LatentProbeKV), views, strict=True)
+        if all(a.agrees_with(b) for a, b in found if isinstance(a, LatentProbeKV)):
+            return layout
+    # Others beside it would get no mask: a latent layer wants none.
+    return layout.reading(Reads.JOINED, instead_of={Reads.LATENT})
 
 
 def _kinds(caches: Sequence[Any]) -> tuple[list[tuple[Leaf, int]], tuple[int, ...]]:
@@ -169,4 +229,4 @@ def _with_shapes(leaf: Leaf, view: Any) -> Leaf:
         raise UnsupportedLayout(f"layer {leaf.layer} does not use the KV cache it declares")
     shapes = tuple((array.shape[1], array.shape[3]) for array in (view.keys, view.values))
     dtypes = (view.keys.dtype, view.values.dtype)
-    return Leaf(leaf.layer, leaf.component, leaf.window, shapes, dtypes, view.splits)
+    return Leaf(leaf.layer, leaf.component, leaf.window, shapes, dtypes, view.reads)

@@ -16,7 +16,7 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from pippin.backends.mlx import substitutions
+from pippin.backends.mlx import refusals, substitutions
 from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
 from pippin.backends.mlx.cpu.linear import Shape, choose_rows
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
@@ -28,8 +28,9 @@ from pippin.backends.mlx.layout import Layout, discover
 from pippin.backends.mlx.recurrent.calls import Kind, record_calls
 from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
-from pippin.backends.mlx.rehearsal import rehearsed
-from pippin.errors import LoadError
+from pippin.backends.mlx.rehearsal import packed_kernel, rehearsed
+from pippin.backends.mlx.rows.packed_views import AttendPacked
+from pippin.errors import LoadError, UnsupportedLayout
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -40,12 +41,14 @@ class LoadedModel:
     head: Head
     layout: Layout
     vocab_size: int
+    dtype: mx.Dtype  # of logits, and so of the arithmetic before them
     max_len: int
     name: str
     state_taps: bool = False
     hidden_bytes: int = 0  # of what the head reads of one token; 0: it can not be told apart
     recurrences: tuple[Choice, ...] = ()
     blocked_rows: Mapping[Shape, frozenset[int]] = field(default_factory=dict)  # see linear.py
+    attend_packed: AttendPacked | None = None  # the kernel for packed rows, where there is one
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""
@@ -103,6 +106,8 @@ def prepare(
     progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
     """Make an mlx-lm model ready to serve; `config` is its config.json."""
+    model_type = str(config.get("model_type", "such"))
+    refusals.check(model_type)
     _cast(model, dtype)
     progress("loading weights")
     mx.eval(model.parameters())
@@ -114,11 +119,14 @@ def prepare(
         _merge_siblings(model)
     if mx.cuda.is_available():
         fuse_layers(model)
-    with record_calls() as calls:
-        discovered = discover(model, partial(_forward, model, frozenset()))
-    recurrences = choose_recurrences(calls.values(), deterministic=deterministic)
-    forward = partial(_forward, model, _mlx_lm_kinds(recurrences))
-    layout = rehearsed(discovered, forward)
+    try:
+        with record_calls() as calls:
+            discovered = discover(model, partial(_forward, model, frozenset()))
+        recurrences = choose_recurrences(calls.values(), deterministic=deterministic)
+        forward = partial(_forward, model, _mlx_lm_kinds(recurrences))
+        layout = rehearsed(discovered, forward)
+    except UnsupportedLayout as error:
+        raise refusals.refusal(model_type, error.message) from error
     one_token = partial(forward, mx.zeros((1, 1), mx.int32))
     logits = one_token(make_prompt_cache(model))
     text = config.get("text_config") or config
@@ -127,12 +135,14 @@ def prepare(
         head=head,
         layout=layout,
         vocab_size=logits.shape[-1],
+        dtype=logits.dtype,
         max_len=int(text.get("max_position_embeddings") or config.get("seq_length") or 4096),
         name=name,
         state_taps=can_tap(layout, forward),
         hidden_bytes=measure_hidden(head, lambda: one_token(make_prompt_cache(model))),
         recurrences=recurrences,
         blocked_rows=blocked_rows,
+        attend_packed=packed_kernel(layout, forward),
     )
 
 

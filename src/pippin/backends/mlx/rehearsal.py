@@ -6,6 +6,7 @@ at the same position. A graph that cannot be built says so now, not in a user's 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,21 +14,27 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.gpu import packed_attention
+from pippin.backends.mlx.gpu.packed_attention import attend_packed_plainly
+from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from pippin.backends.mlx.rows.packed_views import AttendPacked
 from pippin.errors import UnsupportedLayout
 
+OTHER_TOKENS = 0.25  # of a state, if padding were taken for tokens; rounding changes less
+
+logger = logging.getLogger(__name__)
+
 Forward = Callable[[mx.array, list[Any]], mx.array]
-ROUNDING = 0.02  # of bfloat16 through many layers; a token taken in by mistake is far more
 
 
 def rehearsed(layout: Layout, forward: Forward) -> Layout:
-    """The layout as this model can run it: main and tail apart, else joined, else refused."""
-    joined = replace(layout, leaves=tuple(replace(leaf, splits=False) for leaf in layout.leaves))
+    """The layout as this model can run it: as discovered, else with all KV joined, else refused."""
+    joined = layout.reading(Reads.JOINED, instead_of=set(Reads))
     failure: Exception | None = None
-    for candidate in (layout, joined) if layout.splits else (joined,):
+    for candidate in dict.fromkeys((layout, joined)):
         try:
             _rehearse(candidate, forward)
         except Exception as error:  # whatever the model's own code raises, reported below
@@ -44,11 +51,45 @@ def _rehearse(layout: Layout, forward: Forward) -> None:
     prompts = [PromptState(), PromptState(), PromptState()]
     for lens in ((2, 3, 1), (3, 1, 2)):  # ragged, and then with prefixes of several lengths
         _prefill(layout, forward, lens, prompts)
-    rows = DecodeRows(layout)
+    _advance(DecodeRows(layout), prompts, DecodeForward(layout, forward))
+
+
+def packed_kernel(layout: Layout, forward: Forward) -> AttendPacked | None:
+    """The kernel for packed rows, where there is one for this device and it runs this model.
+
+    Every layer's attention is held against plain operations on the very same numbers.
+    """
+    attend = packed_attention.for_layout(layout)
+    if attend is None:
+        return None
+    errors: list[mx.array] = []
+
+    def checked(*args: Any) -> tuple[mx.array, mx.array, mx.array]:
+        found = attend(*args)
+        for ours, plain in zip(found, attend_packed_plainly(*args), strict=True):
+            difference = mx.abs(ours.astype(mx.float32) - plain.astype(mx.float32)).max()
+            errors.append(difference / mx.maximum(mx.abs(plain).max(), 1e-6))
+        return found
+
+    prompts = [PromptState(), PromptState(), PromptState()]
+    try:
+        _prefill(layout, forward, (2, 3, 1), prompts)
+        _advance(DecodeRows(layout, checked), prompts, DecodeForward(layout, forward))
+        largest = float(mx.stack(errors).max())
+    except Exception as error:  # whatever a kernel can do on a machine that we have never seen
+        logger.warning("rows are not packed: %s", error, exc_info=error)
+        return None
+    if not largest <= ROUNDING:
+        logger.warning("rows are not packed: the kernel is off by %.1g here", largest)
+        return None
+    return attend
+
+
+def _advance(rows: DecodeRows, prompts: Sequence[PromptState], forward: DecodeForward) -> mx.array:
+    """Logits of one step of all rows."""
     rows.join(list(enumerate(prompts, start=1)))
-    rows.advance(
-        [1, 2, 3], lambda slots: mx.zeros(len(slots), mx.int32), DecodeForward(layout, forward)
-    )
+    slots = [slot for slot, _ in enumerate(prompts, start=1)]
+    return rows.advance(slots, lambda at: mx.zeros(len(at), mx.int32), forward)[1]
 
 
 def _passes_over_padding(layout: Layout, forward: Forward) -> bool:
@@ -60,7 +101,7 @@ def _passes_over_padding(layout: Layout, forward: Forward) -> bool:
     _prefill(layout, forward, (1,), [alone])
     _prefill(layout, forward, (1, 3), [padded, PromptState()])
     return all(
-        bool(mx.abs(a - b).max() <= ROUNDING * mx.abs(b).max())
+        bool(mx.linalg.norm(a - b) <= OTHER_TOKENS * mx.linalg.norm(b))
         for leaf in alone.states
         for a, b in zip(padded.states[leaf], alone.states[leaf], strict=True)
     )

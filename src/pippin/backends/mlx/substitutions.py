@@ -1,6 +1,7 @@
 """The short list of things that change in an mlx-lm model, made at load, all in this file.
 
-    scaled_dot_product_attention   over our row views: main and tail apart, per cohort
+    scaled_dot_product_attention   over our row views: main and tail apart, per cohort; in prefill
+                                   by blocks of queries where scores are many (query_blocks.py)
     gated_delta_update             the chunked recurrence, unless mlx-lm's is faster (choices.py)
     ssm_update                     likewise, for Mamba-2 layers
     Conv1d (depthwise)             shifted multiply-adds, on GPUs for one token; can be tapped
@@ -19,6 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -33,12 +35,13 @@ from pippin.backends.mlx.cpu.attention import attend
 from pippin.backends.mlx.cpu.linear import use_few_rows
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
+from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import ChunkKV
 from pippin.backends.mlx.recurrent.calls import Kind, is_among, record_call
 from pippin.backends.mlx.recurrent.conv import is_depthwise, use_shift_conv1d
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update
 from pippin.backends.mlx.recurrent.ssm import ssm_update
-from pippin.backends.mlx.rows.views import RowKV, RowMask
+from pippin.backends.mlx.rows.views import WITHOUT_ITS_MASK, RowKV, RowMask
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": base.scaled_dot_product_attention,
@@ -70,11 +73,6 @@ def active(mlx_lm_kinds: frozenset[Kind] = frozenset()) -> Iterator[None]:
         _active, _mlx_lm_kinds = before
 
 
-def _needs_row_mask(rows: RowKV, mask: Any) -> bool:
-    """Whether attending without `rows`' own mask would see too little, or padding."""
-    return rows.leaf.splits or mask is None
-
-
 def attention(
     queries: mx.array,
     keys: mx.array,
@@ -85,17 +83,18 @@ def attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's attention function, and split attention where the cache is one of our rows."""
-    if isinstance(cache, RowKV) and isinstance(mask, RowMask):
-        return cache.attend(queries, scale, mask.window, sinks)
-    if isinstance(mask, RowMask) or (isinstance(cache, RowKV) and _needs_row_mask(cache, mask)):
-        raise TypeError("attention was not given both a cache and the mask of that cache")
+    rows = mask.lender(keys, values) if isinstance(mask, RowMask) and cache is None else cache
+    if isinstance(rows, RowKV) and rows.leaf.splits:
+        return rows.attend_masked(queries, scale, mask, sinks)
+    if isinstance(mask, RowMask) or (isinstance(rows, RowKV) and mask is None):
+        raise TypeError(WITHOUT_ITS_MASK)
     if isinstance(cache, ProbeKV):
-        cache.seen_by_attention(keys, values, mask)
+        mask = cache.seen_by_attention(keys, values, mask)
     if isinstance(cache, ChunkKV) and cache.on_cpu and sinks is None:
         return attend(queries, keys, values, scale, mask)
-    original = _ORIGINALS["scaled_dot_product_attention"]
-    result: mx.array = original(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
-    return result
+    # What mlx-lm's own function comes to: no cache of ours is quantized.
+    whole = partial(mx.fast.scaled_dot_product_attention, scale=scale, sinks=sinks)
+    return query_blocks.attend(whole, queries, keys, values, mask)
 
 
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {

@@ -16,9 +16,10 @@ import numpy as np
 from pippin.backends.mlx.cpu.kernels import marker_path
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.rows.cohort_mains import SETTLED_STEPS
 from pippin.backends.mlx.rows.cohorts import COLUMN_STEP
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
-from pippin.backends.mlx.rows.decode_rows import SETTLED_STEPS, DecodeRows
+from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.grouping import SHARED_BLOCK
 
 SHARED_LEN = 18 * SHARED_BLOCK - SETTLED_STEPS + 1  # whole blocks when settled rows regroup

@@ -3,8 +3,9 @@
     in_proj -> [ conv, silu, norms of q and k, gates, recurrence, gated norm ] -> out_proj
 
 A decode step on a GPU costs what its launches cost, and the part in brackets is a dozen of them.
-One block of threads takes one value head of one row, which is all that it has to know. The same
-arithmetic as mlx-lm's layer, in float32 throughout; any other call goes to mlx-lm's own.
+One block of threads takes one value head of one row, which is all that it has to know. Many tokens
+take three kernels (cuda_prefill.py). The same arithmetic as mlx-lm's layer, in float32 throughout;
+any other call goes to mlx-lm's own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
+from pippin.backends.mlx.gpu.cuda_prefill import gated_norm, prepare
+from pippin.backends.mlx.gpu.cuda_scan import fits, gated_delta_scan
 from pippin.backends.mlx.gpu.siblings import Siblings
+from pippin.backends.mlx.recurrent.taps import conv_inputs_are_tapped, record_conv_input
 
 WARP = 32
 THREADS = 256
@@ -142,11 +146,18 @@ class FusedGatedDeltaNet(GatedDeltaNet):
     def __call__(
         self, inputs: mx.array, mask: mx.array | None = None, cache: Any = None
     ) -> mx.array:
-        one_token = inputs.shape[1] == 1 and mask is None and self.sharding_group is None
         y: mx.array
-        if not one_token or cache is None or cache[1] is None or cache.lengths is not None:
+        if cache is None or self.sharding_group is not None:
             y = super().__call__(inputs, mask, cache)
-            return y
+        elif inputs.shape[1] > 1:
+            y = self._many_tokens(inputs, cache)
+        elif mask is None and cache[1] is not None and cache.lengths is None:
+            y = self._one_token(inputs, cache)
+        else:
+            y = super().__call__(inputs, mask, cache)
+        return y
+
+    def _one_token(self, inputs: mx.array, cache: Any) -> mx.array:
         batch, state = inputs.shape[0], cache[1]
         out, cache[0], cache[1] = _kernel()(
             inputs=[
@@ -173,7 +184,42 @@ class FusedGatedDeltaNet(GatedDeltaNet):
             output_dtypes=[inputs.dtype, cache[0].dtype, mx.float32],
         )
         cache.advance(1)
-        y = self.out_proj(out)
+        y: mx.array = self.out_proj(out)
+        return y
+
+    def _many_tokens(self, inputs: mx.array, cache: Any) -> mx.array:
+        """Rows are masked by their lengths, which the cache has; all are whole if it has none."""
+        batch, num_tokens, _ = inputs.shape
+        k_heads = self.num_k_heads, self.head_k_dim
+        v_heads = self.num_v_heads, self.head_v_dim
+        projected = self._in_proj.whole(inputs)
+        conv_state, state = cache[0], cache[1]
+        if conv_state is None:
+            kept = self.conv_kernel_size - 1
+            conv_state = mx.zeros((batch, kept, self.conv_dim), inputs.dtype)
+        if state is None:
+            state = mx.zeros((batch, *v_heads, self.head_k_dim), mx.float32)
+        lengths = cache.lengths
+        if lengths is None:
+            lengths = mx.full((batch,), num_tokens, mx.int32)
+        if conv_inputs_are_tapped():
+            record_conv_input(mx.concatenate([conv_state, projected[..., : self.conv_dim]], axis=1))
+        q, k, v, g, beta, cache[0] = prepare(
+            projected,
+            conv_state,
+            self.conv1d._taps,
+            self.A_log,
+            self.dt_bias,
+            lengths,
+            k_heads=k_heads,
+            v_heads=v_heads,
+        )
+        read, cache[1] = gated_delta_scan(q, k, v, g, beta, state, dtype=mx.float32)
+        cache.advance(num_tokens)
+        out = gated_norm(
+            read, projected, self.norm.weight, self._eps, k_heads=k_heads, v_heads=v_heads
+        )
+        y: mx.array = self.out_proj(out)
         return y
 
 
@@ -184,6 +230,8 @@ def fuse_layers(model: Module) -> None:
     """
     for _, part in model.named_modules():
         if type(part) is not GatedDeltaNet or part.head_k_dim % WARP:
+            continue
+        if not fits(part.head_k_dim, part.head_v_dim):
             continue
         siblings = Siblings.of(part.in_proj_qkv)
         wanted = [part.in_proj_qkv, part.in_proj_z, part.in_proj_b, part.in_proj_a]

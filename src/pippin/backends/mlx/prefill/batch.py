@@ -2,11 +2,14 @@
 
 keys of one row:   [ prefix, padded to the longest | this chunk, padded to the longest ]
                      restored or computed before     causal, so padding is never looked at
+
+On GPUs the longest are rounded up, and rows of one token are added, so that forwards have few
+shapes (shapes.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +19,10 @@ from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.shapes import Exact
 from pippin.backends.mlx.tree.packing import KV
+
+EXACT = Exact()
 
 
 @dataclass
@@ -61,6 +67,10 @@ class ChunkKV:
         self.keys, self.values = keys, values
         return keys, values
 
+    def num_before(self, row: int) -> int:
+        """Tokens of the row's prefix that this layer has."""
+        return int(self._prefix_lens[row])
+
     def make_mask(
         self,
         N: int,  # noqa: N803 (mlx-lm's name)
@@ -78,8 +88,9 @@ class ChunkMasks:
     and values until Python's cycle collector comes by.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, prefix_shape: Callable[[int], int]) -> None:
         self.width = width
+        self.prefix_shape = prefix_shape  # how many columns a prefix of some length gets
         self.on_cpu = on_cpu()
         self._masks: dict[object, mx.array | str | None] = {}
 
@@ -95,7 +106,7 @@ class ChunkMasks:
     def _build_mask(
         self, prefix_lens: np.ndarray, window: int | None, return_array: bool
     ) -> mx.array | str | None:
-        longest, width = int(prefix_lens.max()), self.width
+        longest, width = self.prefix_shape(int(prefix_lens.max())), self.width
         windowed = window is not None and longest + width > window
         even = bool((prefix_lens == longest).all())
         if even and not windowed and not return_array:
@@ -117,23 +128,35 @@ class ChunkBatch:
     """One forward's worth of chunks: their states before it, and after it."""
 
     def __init__(
-        self, layout: Layout, chunks: Sequence[np.ndarray], states: Sequence[PromptState]
+        self,
+        layout: Layout,
+        chunks: Sequence[np.ndarray],
+        states: Sequence[PromptState],
+        shapes: Exact = EXACT,
     ) -> None:
         self._layout = layout
         self._states = states
+        num_blank = shapes.rows(len(chunks)) - len(chunks)
+        chunks = [*chunks, *[np.zeros(1, dtype=np.int32)] * num_blank]
+        self._all_states = [*states, *(PromptState() for _ in range(num_blank))]
         self.lens = np.array([len(chunk) for chunk in chunks], dtype=np.int32)
-        self.width = int(self.lens.max())
+        self.width = shapes.chunk(int(self.lens.max()))
         self.ragged = bool((self.lens != self.width).any())
-        self._starts = np.array([state.length for state in states], dtype=np.int32)
-        solo = len(states) == 1
+        self._starts = np.array([state.length for state in self._all_states], dtype=np.int32)
+        solo = len(chunks) == 1
         self.offset: int | mx.array = int(self._starts[0]) if solo else mx.array(self._starts)
         tokens = np.zeros((len(chunks), self.width), dtype=np.int32)
         for row, chunk in enumerate(chunks):
             tokens[row, : len(chunk)] = chunk
         self.tokens = mx.array(tokens)
-        self._masks = ChunkMasks(self.width)
+        self._masks = ChunkMasks(self.width, shapes.prefix)
         self._views: list[Any] = [self._view(i, leaf) for i, leaf in enumerate(layout.leaves)]
         self.caches = layout.nest(self._views)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """What arrays' shapes in the forward depend on: rows, new tokens, tokens before them."""
+        return len(self.lens), self.width, self._masks.prefix_shape(int(self._starts.max()))
 
     @property
     def last_positions(self) -> np.ndarray:
@@ -161,7 +184,7 @@ class ChunkBatch:
         assert view.new is not None
         assert view.keys is not None
         assert view.values is not None
-        if len(self._states) == 1:
+        if len(self._all_states) == 1 and view.keys.shape[2] == view.num_before(row) + n:
             pair = (view.keys, view.values)  # prefix and chunk, already joined for attention
         else:
             new = (view.new[0][row : row + 1, :, :n], view.new[1][row : row + 1, :, :n])
@@ -179,13 +202,13 @@ class ChunkBatch:
             if self.ragged:
                 view.lengths = mx.array(self.lens)
             return view
-        pairs = [state.kv.get(index) for state in self._states]
+        pairs = [state.kv.get(index) for state in self._all_states]
         prefix_lens = np.array([0 if p is None else p[0].shape[2] for p in pairs], dtype=np.int32)
         prefix = self._prefix(leaf, pairs, prefix_lens)
         return ChunkKV(leaf, self.offset, self._masks, prefix, prefix_lens)
 
     def _state_entries(self, index: int, leaf: Leaf) -> list[mx.array | None]:
-        rows = [state.states.get(index) for state in self._states]
+        rows = [state.states.get(index) for state in self._all_states]
         if all(row is None for row in rows):
             return [None] * len(leaf.shapes)
         if len(rows) == 1:
@@ -195,10 +218,10 @@ class ChunkBatch:
         return [mx.concatenate(list(column), axis=0) for column in zip(*filled, strict=True)]
 
     def _prefix(self, leaf: Leaf, pairs: list[KV | None], prefix_lens: np.ndarray) -> KV | None:
-        longest = int(prefix_lens.max())
+        longest = self._masks.prefix_shape(int(prefix_lens.max()))
         if longest == 0:
             return None
-        if len(pairs) == 1:
+        if len(pairs) == 1 and int(prefix_lens[0]) == longest:
             return pairs[0]
         sides = []
         for side, (heads, dim) in enumerate(leaf.shapes):

@@ -26,7 +26,7 @@ import numpy as np
 from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
 
 from pippin.backends.mlx.device import on_cpu
-from pippin.backends.mlx.gpu import cuda_step
+from pippin.backends.mlx.gpu import cuda_scan, cuda_step
 from pippin.backends.mlx.recurrent.blocks import decay_matrix, drop_faint, join_blocks, split_blocks
 from pippin.backends.mlx.recurrent.taps import ColumnMajor, record_block_states
 from pippin.backends.mlx.recurrent.triangular import stack_lower, unit_lower_inverse
@@ -71,6 +71,11 @@ def gated_delta_update(
         y, state = gated_delta_step(q, k, v, g, beta, state, mask)
         record_block_states([state])
         return y, state
+    if g.ndim == 3 and cuda_scan.takes(q.shape[-1], v.shape[-1]):
+        if mask is not None:
+            g, beta = _close_masked(g, beta, mask)
+        inputs = [x.astype(mx.float32) for x in (q, k, v, g, beta, state)]
+        return cuda_scan.gated_delta_scan(*inputs, dtype=q.dtype)
     y, state, block_states = gated_delta_chunked(q, k, v, g, beta, state, mask)
     record_block_states(ColumnMajor(block_states))
     return y, state

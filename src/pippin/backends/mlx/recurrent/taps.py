@@ -48,6 +48,10 @@ def record_block_states(states: list[mx.array]) -> None:
         layers.append(states)
 
 
+def block_states_are_tapped() -> bool:
+    return _active.get() is not None
+
+
 @contextmanager
 def tap_conv_inputs() -> Iterator[list[mx.array]]:
     """Collect what each depthwise convolution reads, its kept tokens first: [B, K - 1 + T, C].
@@ -60,6 +64,10 @@ def tap_conv_inputs() -> Iterator[list[mx.array]]:
         yield inputs
     finally:
         _convs.reset(token)
+
+
+def conv_inputs_are_tapped() -> bool:
+    return _convs.get() is not None
 
 
 def record_conv_input(x: mx.array) -> None:

@@ -8,17 +8,27 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from pippin.backends.mlx.layout import Layout
-from pippin.backends.mlx.rows.views import DecodeStep, StepShape, StepViews, Tree
+from pippin.backends.mlx.rows.step_views import StepViews
+from pippin.backends.mlx.rows.views import DecodeStep, StepShape, Tree
 from pippin.backends.mlx.tree.packing import KV
 
 MAX_COMPILED = 64  # shapes; one costs the host about a megabyte
 
 StepResult = tuple[mx.array, list[KV], list[list[mx.array]]]  # logits, tails, states
+
+
+@dataclass(frozen=True)
+class RanStep:
+    """The last step, for step records."""
+
+    shape: StepShape | None = None
+    compiled: bool = False
 
 
 class DecodeForward:
@@ -33,18 +43,22 @@ class DecodeForward:
         self._forward = forward
         self._compiles = compiled  # asked now and then: kernels may be in the making
         self._compiled: OrderedDict[StepShape, Callable[[Tree], StepResult]] = OrderedDict()
+        self.last = RanStep()
 
     def __call__(self, shape: StepShape, tree: Tree) -> StepResult:
+        compiles = shape in self._compiled or (shape.mains.compiles and self._compiles())
+        self.last = RanStep(shape, compiles)
+        return self._step_of(shape)(tree) if compiles else self._run(shape, tree)
+
+    def _step_of(self, shape: StepShape) -> Callable[[Tree], StepResult]:
         step = self._compiled.get(shape)
         if step is None:
-            if not (shape.aligned and self._compiles()):
-                return self._run(shape, tree)
             step = mx.compile(lambda tree: self._run(shape, tree))
             self._compiled[shape] = step
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(shape)
-        return step(tree)
+        return step
 
     def _run(self, shape: StepShape, tree: Tree) -> StepResult:
         views = StepViews(DecodeStep(self._layout, shape, tree))

@@ -6,7 +6,6 @@ Knows shapes, not what is in them, and no steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pippin.backends.mlx.layout import Layout
@@ -22,7 +21,8 @@ class Footprint:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         leaves = [layout.leaves[index] for index in layout.kv_indices]
-        self._token_bytes = {
+        # Of a token, in the leaves of each window.
+        self.bytes_by_window = {
             window: sum(leaf.nbytes for leaf in leaves if leaf.window == window)
             for window in layout.window_classes
         }
@@ -31,13 +31,13 @@ class Footprint:
 
     @property
     def token_bytes(self) -> int:
-        return sum(self._token_bytes.values())
+        return sum(self.bytes_by_window.values())
 
     def row_bytes(self, num_tokens: int) -> int:
         """At most: its main, padded, and what moving it takes; a line of tails and of states."""
         main = sum(
             num_columns(num_tokens if window is None else min(num_tokens, window)) * nbytes
-            for window, nbytes in self._token_bytes.items()
+            for window, nbytes in self.bytes_by_window.items()
         )
         return main + int(MOVING_SHARE * main) + self.line_bytes
 
@@ -45,7 +45,7 @@ class Footprint:
         """What a cohort holds for nobody: lines whose rows have left, columns that are padding."""
         live = [line for line, index in enumerate(cohort.indices) if index >= 0]
         total = 0
-        for window, nbytes in self._token_bytes.items():
+        for window, nbytes in self.bytes_by_window.items():
             leaf = next(i for i in cohort.kv if self._layout.leaves[i].window == window)
             needed = sum(num_columns(cohort.stored[line][leaf]) for line in live)
             columns = len(cohort.indices) * cohort.columns(leaf)
@@ -75,8 +75,5 @@ class SpareLimit:
         spare = (width - num_rows) * self.footprint.line_bytes
         return width if spare <= self.max_bytes / 4 else num_rows
 
-    def is_exceeded(self, cohorts: Iterable[Cohort], num_spare_lines: int) -> bool:
-        if self.max_bytes == math.inf:
-            return False
-        held = num_spare_lines * self.footprint.line_bytes
-        return held + sum(map(self.footprint.padding_bytes, cohorts)) > self.max_bytes
+    def is_exceeded(self, padding_bytes: int, num_spare_lines: int) -> bool:
+        return padding_bytes + num_spare_lines * self.footprint.line_bytes > self.max_bytes

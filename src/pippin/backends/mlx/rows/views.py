@@ -1,7 +1,7 @@
 """What a model sees of the decode rows in one step: cache views and masks.
 
-Attention reads main and tail where they lie (split_attention.py). A model that attends in its own
-way gets one concatenated KV instead: right, but slower.
+Attention reads main and tail where they lie (split_attention.py). A layer that attends in its own
+way gets one concatenated KV instead: right, but slower; the others go on as they are.
 
 A step is a tree of arrays and a few host facts (`StepShape`). Steps of equal shape build the same
 graph, so that the graph can be compiled once; nothing here reads a value back.
@@ -9,11 +9,12 @@ graph, so that the graph can be compiled once; nothing here reads a value back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.rows.split_attention import (
@@ -23,8 +24,11 @@ from pippin.backends.mlx.rows.split_attention import (
     shared_scores,
     softmax,
 )
+from pippin.backends.mlx.tree.packing import KV
 
 Tree = dict[str, Any]
+
+WITHOUT_ITS_MASK = "attention was not given both a cache and the mask of that cache"
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,12 @@ class RowMask:
     """Passed by the model, untouched, from `make_mask` to the substituted attention function."""
 
     window: int | None
+    step: DecodeStep
+
+    def lender(self, keys: mx.array, values: mx.array) -> RowKV | None:
+        """The view whose KV these are, where a layer without a cache borrows another one's."""
+        rows = self.step.lenders.get(id(keys))
+        return rows if rows is not None and rows.lends(keys, values) else None
 
 
 @dataclass(frozen=True)
@@ -43,12 +53,36 @@ class CohortShape:
 
 
 @dataclass(frozen=True)
+class CohortsShape:
+    cohorts: tuple[CohortShape, ...]
+    aligned: bool  # one cohort whose lines are the rows, in order: nothing needs to be gathered
+
+    @property
+    def compiles(self) -> bool:
+        """Others come and go too often."""
+        return self.aligned
+
+    def row_view(self, step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
+        return RowKV(step, leaf, place)
+
+
+class MainsShape(Protocol):
+    @property
+    def compiles(self) -> bool:
+        """Whether a step of this shape is worth being compiled."""
+        ...
+
+    def row_view(self, step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
+        """The cache view of a layer; `place`: of its leaf among the KV leaves."""
+        ...
+
+
+@dataclass(frozen=True)
 class StepShape:
     """What the host knows of a step and its graph depends on."""
 
     width: int
-    cohorts: tuple[CohortShape, ...]
-    aligned: bool  # one cohort whose lines are the rows, in order: nothing needs to be gathered
+    mains: MainsShape
 
 
 class DecodeStep:
@@ -58,20 +92,32 @@ class DecodeStep:
     offset   int32 [width]        where each row's token stands
     cursor   int32 [1]            the tail column that is written
     written  bool  [width, TAIL]  tail columns that hold a token of their row
-    order    int32 [width]        each row's line among all cohorts' lines; a blank one comes last
     tails    [keys, values] by KV leaf: [width, heads, TAIL, dim]
     states   entries by state leaf: [width, ...]
+
+    With cohorts:
+    order    int32 [width]        each row's line among all cohorts' lines; a blank one comes last
     cohorts  kv by KV leaf: [lines, heads, columns, dim]; shared likewise: [1, heads, tokens, dim],
              or empty; lines: the row of each line; lengths: its tokens;
              stored: by window class, how many of them are in the columns
+
+    Packed:
+    mains    [keys, values] by KV leaf: [heads, columns of all rows, dim]
+    places   int32 [width, 2] by window class: where a row's columns begin, and how many it sees
+    visible  bool [width, TAIL] by window class
     """
 
     def __init__(self, layout: Layout, shape: StepShape, tree: Tree) -> None:
         self.layout = layout
         self.shape = shape
         self.tree = tree
+        mains = shape.mains
+        self.cohorts = mains.cohorts if isinstance(mains, CohortsShape) else ()
+        self.aligned = isinstance(mains, CohortsShape) and mains.aligned
+        self.lenders: WeakValueDictionary[int, RowKV] = WeakValueDictionary()  # by id of keys
         self._tail_masks: dict[int | None, mx.array] = {}
         self._main_masks: dict[object, mx.array | None] = {}
+        self._windows: dict[int, tuple[mx.array, int | None]] = {}  # by id of a concatenated mask
 
     def tail_mask(self, window: int | None) -> mx.array:
         """bool [width, 1, 1, TAIL]"""
@@ -104,9 +150,21 @@ class DecodeStep:
             self._main_masks[key] = shared_mask(visible)
         return self._main_masks[key]
 
+    def note_window(self, mask: mx.array, window: int | None) -> None:
+        """A mask that layers of both ways may be given: who reads pieces asks for its window."""
+        self._windows[id(mask)] = mask, window
+
+    def window_of(self, mask: Any) -> int | None:
+        """The window of a mask that `make_mask` has made in this step."""
+        if isinstance(mask, RowMask):
+            return mask.window
+        if id(mask) not in self._windows:
+            raise TypeError(WITHOUT_ITS_MASK)
+        return self._windows[id(mask)][1]
+
     def _build_main_mask(self, number: int, leaf: Leaf, window: int | None) -> mx.array | None:
         place = self.layout.window_classes.index(leaf.window)
-        shape, cohort = self.shape.cohorts[number], self.tree["cohorts"][number]
+        shape, cohort = self.cohorts[number], self.tree["cohorts"][number]
         if window is None and shape.full[place]:
             return None
         column = mx.arange(shape.columns[place])[None]
@@ -127,8 +185,10 @@ class RowKV:
         self.step = step
         self.offset = step.tree["offset"]
         self.tail: list[mx.array] = list(step.tree["tails"][place])
-        self._mains = [cohort["kv"][place] for cohort in step.tree["cohorts"]]
-        self._shared = [cohort["shared"][place] for cohort in step.tree["cohorts"]]
+        self._new: KV | None = None  # the step's token, also for those who borrow from here
+        cohorts = step.tree.get("cohorts", ())
+        self._mains = [cohort["kv"][place] for cohort in cohorts]
+        self._shared = [cohort["shared"][place] for cohort in cohorts]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         at = self.step.tree["cursor"]
@@ -136,9 +196,18 @@ class RowKV:
             mx.slice_update(self.tail[0], keys, at, (2,)),
             mx.slice_update(self.tail[1], values, at, (2,)),
         ]
-        if self.leaf.splits:
-            return keys, values  # not looked at: attention reads the view itself
-        return self._concatenated(0), self._concatenated(1)
+        if not self.leaf.splits:
+            return self._concatenated(0), self._concatenated(1)
+        return self._handed_out(keys, values)
+
+    def _handed_out(self, keys: mx.array, values: mx.array) -> KV:
+        """Not looked at: attention reads the view itself, which is found by these if lent."""
+        self._new = keys, values
+        self.step.lenders[id(keys)] = self
+        return keys, values
+
+    def lends(self, keys: mx.array, values: mx.array) -> bool:
+        return self._new is not None and keys is self._new[0] and values is self._new[1]
 
     def make_mask(
         self,
@@ -147,7 +216,18 @@ class RowKV:
         window_size: int | None = None,
     ) -> Any:
         window = window_size or self.leaf.window
-        return RowMask(window) if self.leaf.splits else self._concatenated_mask(window)
+        if self.step.layout.splits:
+            return RowMask(window, self.step)
+        # Layers that attend in their own way may be given it too, whoever is asked for it.
+        mask = self._concatenated_mask(window)
+        self.step.note_window(mask, window)
+        return mask
+
+    def attend_masked(
+        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array:
+        """With a mask of this step: `make_mask` of some layer's view has made it."""
+        return self.attend(queries, scale, self.step.window_of(mask), sinks)
 
     def attend(
         self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
@@ -159,14 +239,14 @@ class RowKV:
         repeats = q_heads // kv_heads
         q = (queries * scale).reshape(width, kv_heads, repeats, dim)
         blocked = mx.array(mx.finfo(q.dtype).min, q.dtype)
-        tail_scores = q @ self.tail[0].swapaxes(-1, -2)
+        tail_scores = self._scores(q, self.tail)
         tail_scores = mx.where(step.tail_mask(window), tail_scores, blocked)
         sink = None if sinks is None else sinks.astype(q.dtype).reshape(1, kv_heads, repeats, 1)
         if not self._mains:
-            out = softmax([tail_scores], sink) @ self.tail[1]
-        elif step.shape.aligned:
+            out = softmax([tail_scores], sink) @ self._values(self.tail)
+        elif step.aligned:
             out, weights = self._attend_cohort(0, q, tail_scores, sink, window, blocked)
-            out = out + weights @ self.tail[1]
+            out = out + weights @ self._values(self.tail)
         else:
             out = self._attend_cohorts(q, tail_scores, sink, window, blocked)
         return out.reshape(width, q_heads, 1, out.shape[-1])
@@ -187,7 +267,7 @@ class RowKV:
             outs.append(out)
             tail_weights.append(weights)
         out = self._in_row_order(outs)
-        return out + self._in_row_order(tail_weights) @ self.tail[1]
+        return out + self._in_row_order(tail_weights) @ self._values(self.tail)
 
     def _attend_cohort(
         self,
@@ -199,57 +279,49 @@ class RowKV:
         blocked: mx.array,
     ) -> tuple[mx.array, mx.array]:
         """What the cohort's lines get from all but the tail, and how they weigh the tail."""
-        (keys, values), shared = self._mains[number], self._shared[number]
+        main, shared = self._mains[number], self._shared[number]
         mask = self.step.main_mask(number, self.leaf, window)
-        scores = _masked(q @ keys.swapaxes(-1, -2), mask, blocked)
+        scores = _masked(self._scores(q, main), mask, blocked)
         if not shared:
-            return attend(scores, tail_scores, values, sink)
+            return attend(scores, tail_scores, self._values(main), sink)
         mask = self.step.shared_mask(number, shared[0].shape[2], window)
-        together = _masked(shared_scores(q, shared[0]), mask, blocked)
-        return attend_shared(together, scores, tail_scores, shared[1], values, sink)
+        together = _masked(self._shared_scores(q, shared), mask, blocked)
+        values, shared_values = self._values(main), self._values(shared)
+        return attend_shared(together, scores, tail_scores, shared_values, values, sink)
+
+    def _scores(self, q: mx.array, piece: Sequence[mx.array]) -> mx.array:
+        return q @ piece[0].swapaxes(-1, -2)
+
+    def _shared_scores(self, q: mx.array, piece: Sequence[mx.array]) -> mx.array:
+        return shared_scores(q, piece[0])
+
+    def _values(self, piece: Sequence[mx.array]) -> mx.array:
+        return piece[1]
 
     def _in_row_order(self, lines: list[mx.array]) -> mx.array:
         blank = mx.zeros_like(lines[0][:1])  # for rows that nobody holds
         return mx.take(mx.concatenate([*lines, blank], axis=0), self.step.tree["order"], axis=0)
 
     def _concatenated(self, side: int) -> mx.array:
-        if not self._mains:
-            return self.tail[side]
-        longest = max(main[side].shape[2] for main in self._mains)
-        main = self._in_row_order([_pad(main[side], longest) for main in self._mains])
-        return mx.concatenate([main, self.tail[side]], axis=2)
+        return self._joined([main[side] for main in self._mains], self.tail[side])
 
     def _concatenated_mask(self, window: int | None) -> mx.array:
-        tail = self.step.tail_mask(window)
-        if not self._mains:
-            return tail
-        longest = max(main[0].shape[2] for main in self._mains)
-        lines = []
+        masks = []
         for number, (keys, _) in enumerate(self._mains):
             mask = self.step.main_mask(number, self.leaf, window)
             if mask is None:
                 mask = mx.ones((keys.shape[0], 1, 1, keys.shape[2]), mx.bool_)
-            lines.append(_pad(mask.swapaxes(-1, -2), longest).swapaxes(-1, -2))
-        return mx.concatenate([self._in_row_order(lines), tail], axis=-1)
+            masks.append(mask.swapaxes(-1, -2))
+        tail = self.step.tail_mask(window).swapaxes(-1, -2)
+        return self._joined(masks, tail).swapaxes(-1, -2)
 
-
-class StepViews:
-    """Every layer's view of a step, and all of them as the model is called with.
-
-    Not part of the step, which the views hold: a cycle would keep tails, states and mains of past
-    steps until Python's cycle collector comes by.
-    """
-
-    def __init__(self, step: DecodeStep) -> None:
-        leaves, kv_indices = step.layout.leaves, step.layout.kv_indices
-        self.kv = [RowKV(step, leaves[index], place) for place, index in enumerate(kv_indices)]
-        self.states: list[Any] = []
-        for entries in step.tree["states"]:
-            view: Any = ArraysCache(size=len(entries))
-            view.cache = list(entries)
-            self.states.append(view)
-        kv, states = iter(self.kv), iter(self.states)
-        self.caches = step.layout.nest([next(states if leaf.is_state else kv) for leaf in leaves])
+    def _joined(self, mains: list[mx.array], tail: mx.array) -> mx.array:
+        """[width, heads, columns of the longest main and of the tail, dim]"""
+        if not mains:
+            return tail
+        longest = max(main.shape[2] for main in mains)
+        in_order = self._in_row_order([_pad(main, longest) for main in mains])
+        return mx.concatenate([in_order, tail], axis=2)
 
 
 def _masked(scores: mx.array, visible: mx.array | None, blocked: mx.array) -> mx.array:

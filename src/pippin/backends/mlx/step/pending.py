@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ from pippin.backends.base import Capture, StepPlan, StepResult
 from pippin.backends.mlx.cpu.stream_clock import StreamClock
 from pippin.backends.mlx.step.sampler import Logprobs, Sampled, SampleRow
 from pippin.backends.mlx.tree.packing import payload_arrays
-from pippin.types import TokenLogprobs
+from pippin.types import StepForwards, TokenLogprobs
 
 
 @dataclass
@@ -89,11 +89,25 @@ class MLXPending:
     written: list[mx.array] = field(default_factory=list)
     fence: mx.array | None = None  # one number, ready when a step that samples nothing is
     dispatched: float = 0.0
+    forwards: StepForwards = field(default_factory=StepForwards)
 
     def keep(self, capture: Capture) -> None:
         self.captures.append(capture)
         for payload in capture.payloads:
             self.written += payload_arrays(payload)
+
+    def note_prefill(self, *, is_new: bool) -> None:
+        ran = self.forwards
+        self.forwards = replace(ran, prefill=ran.prefill + 1, new_prefill=ran.new_prefill + is_new)
+
+    def note_decode(self, num_cohorts: int, *, is_new: bool, compiled: bool) -> None:
+        ran = self.forwards
+        self.forwards = replace(
+            ran,
+            cohorts=ran.cohorts + num_cohorts,
+            new_decode=ran.new_decode + is_new,
+            compiled=compiled,
+        )
 
     def check(self, slots: np.ndarray, logits: mx.array) -> None:
         """Note rows of logits [rows, vocab] that are not numbers: then none of a row's is one."""
@@ -138,6 +152,7 @@ class MLXPending:
             self._overflowed(),
             dispatched=self.dispatched,
             device=None if self.clock is None else self.clock.read(),
+            forwards=self.forwards,
         )
 
     def _overflowed(self) -> frozenset[int]:

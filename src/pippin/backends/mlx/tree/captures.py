@@ -27,6 +27,11 @@ class Captures:
         self._packer = Packer(layout)
         self._kv_components = tuple(c for c in KV_COMPONENTS if layout.indices(c))
 
+    @property
+    def least_buffer_bytes(self) -> int:
+        """No capture has more buffers than its bytes make of this size each."""
+        return self._packer.least_buffer_bytes
+
     def restore(self, prompt: PromptState, restore: Restore) -> None:
         """Let `prompt` begin with what the tree holds."""
         prompt.length = restore.length

@@ -30,6 +30,20 @@ class Packer:
             if layout.indices(component)
         }
 
+    @property
+    def least_buffer_bytes(self) -> int:
+        """Of a payload's buffers, on average: a KV block has one token at least."""
+        leaves = self._layout.leaves
+        averages = []
+        for groups in self._groups.values():
+            token_bytes = sum(leaves[leaf].nbytes for group in groups for leaf in group)
+            averages.append(token_bytes // (2 * len(groups)))
+        states = [leaves[leaf] for leaf in self._layout.state_indices]
+        if states:
+            num_arrays = sum(len(leaf.shapes) for leaf in states)
+            averages.append(sum(leaf.nbytes for leaf in states) // num_arrays)
+        return min(averages)
+
     def kv_payload(
         self, component: Component, kv: Mapping[int, KV], row: int, start: int, stop: int
     ) -> KVPayload:

@@ -1,0 +1,32 @@
+"""What mlx reads from its environment, set before it looks. Imports no mlx, knows no models.
+
+mlx asks once in a process: for TF32 at its first product, for the limits of command buffers when it
+first uses the device. What the user has set stays as it is.
+
+    MLX_ENABLE_TF32          GPUs may round the factors of float32 products to ten bits, which turns
+                             an error of 1e-6 in a chunked recurrence into 1e-3. Off for whoever
+                             compares; serving leaves it to mlx
+    MLX_MAX_OPS_PER_BUFFER   operations, and megabytes that they touch, which are handed to a GPU at
+    MLX_MAX_MB_PER_BUFFER    a time: mlx chooses by the device, and a few have done better with more
+"""
+
+from __future__ import annotations
+
+import os
+
+TF32 = "MLX_ENABLE_TF32"
+BUFFER_LIMITS = ("MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER")
+
+
+def use_exact_products() -> None:
+    os.environ.setdefault(TF32, "0")
+
+
+def limit_buffers(limit: int) -> None:
+    for name in BUFFER_LIMITS:
+        os.environ.setdefault(name, str(limit))
+
+
+def products_are_exact() -> bool:
+    """Whether float32 products were asked for as they are; CPUs know no others."""
+    return os.environ.get(TF32) == "0"

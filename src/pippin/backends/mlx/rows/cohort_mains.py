@@ -1,0 +1,115 @@
+"""Mains as cohorts: rows of like length side by side, so that plain operations attend to them.
+
+A request joins as a cohort of its own, without a copy of anybody's KV, and leaves by being
+forgotten. When the tails are moved, every 64 steps, rows are regrouped by length, so that a step
+costs what the rows' real lengths cost, not rows x longest. Rows whose prompts begin alike may then
+hold that beginning once (cohorts.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.rows.cohorts import Cohort
+from pippin.backends.mlx.rows.footprint import SpareLimit
+from pippin.backends.mlx.rows.grouping import Group, group_rows
+from pippin.backends.mlx.rows.mains import Row, Tails
+from pippin.backends.mlx.rows.regrouping import regroup
+from pippin.backends.mlx.rows.views import CohortsShape, Tree
+from pippin.backends.mlx.tree.packing import KV
+
+SETTLED_STEPS = 8  # in which nobody came or went, before rows are regrouped
+
+
+class CohortMains:
+    def __init__(self, layout: Layout, spare: SpareLimit) -> None:
+        self._layout = layout
+        self._spare = spare
+        self.cohorts: list[Cohort] = []
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.cohorts)
+
+    def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
+        for row, kv in joining:
+            if kv:
+                stored = {leaf: pair[0].shape[2] for leaf, pair in kv.items()}
+                self.cohorts.append(Cohort.of_one(row.index, row.length, stored, dict(kv)))
+
+    def leave(self, row: Row) -> None:
+        for cohort in self.cohorts:
+            cohort.drop(row.index)
+        self.cohorts = [cohort for cohort in self.cohorts if cohort.num_live]
+
+    def pieces_of(self, row: Row, leaf: int) -> list[KV]:
+        homes = [cohort for cohort in self.cohorts if cohort.holds(row.index)]
+        return [piece for home in homes for piece in home.pieces_of(row.index, leaf)]
+
+    def view(self, positions: np.ndarray, visible: np.ndarray) -> tuple[CohortsShape, Tree]:
+        views = [cohort.view(self._layout) for cohort in self.cohorts]
+        width = len(positions)
+        shape = CohortsShape(tuple(view[0] for view in views), self._aligned(width))
+        return shape, {"order": self._order(width), "cohorts": [view[1] for view in views]}
+
+    def want_moving(self, rows: Sequence[Row], width: int, steps_unchanged: int) -> bool:
+        if steps_unchanged <= 1 and self._wasteful(width - len(rows)):
+            return True
+        return steps_unchanged == SETTLED_STEPS and self._scattered(rows, width)
+
+    def take_in(self, rows: Sequence[Row], tails: Tails) -> None:
+        groups = self._groups(rows)
+        if len(groups) == 1 and _padding_of_lines(rows, tails.width) <= self._spare.max_padding:
+            # A line for every row: the step gathers nothing.
+            held = {row.index for row in rows}
+            lines = [index if index in held else -1 for index in range(tails.width)]
+            groups = [replace(groups[0], indices=lines)]
+        self.cohorts = regroup(self._layout, groups, self.cohorts, tails.kv, tails.written)
+
+    def renumber(self, new: Mapping[int, int]) -> None:
+        for cohort in self.cohorts:
+            cohort.renumber(new)
+
+    def arrays(self) -> list[mx.array]:
+        return [array for cohort in self.cohorts for array in cohort.arrays()]
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _scattered(self, rows: Sequence[Row], width: int) -> bool:
+        """Fewer cohorts would do, or one whose lines are the rows: such steps are compiled."""
+        if self._aligned(width):
+            return False
+        num_groups = len(self._groups(rows))
+        return num_groups == 1 or num_groups < len(self.cohorts)
+
+    def _wasteful(self, num_spare_lines: int) -> bool:
+        padding = sum(map(self._spare.footprint.padding_bytes, self.cohorts))
+        return self._spare.is_exceeded(padding, num_spare_lines)
+
+    def _groups(self, rows: Sequence[Row]) -> list[Group]:
+        prompts = {row.index: row.prompt for row in rows if row.prompt is not None}
+        lengths = {row.index: row.length for row in rows}
+        return group_rows(lengths, prompts, self._spare.max_padding)
+
+    def _aligned(self, width: int) -> bool:
+        if len(self.cohorts) != 1 or len(self.cohorts[0].indices) != width:
+            return False
+        return all(index in (line, -1) for line, index in enumerate(self.cohorts[0].indices))
+
+    def _order(self, width: int) -> mx.array:
+        indices = [index for cohort in self.cohorts for index in cohort.indices]
+        order = np.full(width, len(indices), dtype=np.int32)
+        for line, index in enumerate(indices):
+            if index >= 0:
+                order[index] = line
+        return mx.array(order)
+
+
+def _padding_of_lines(rows: Sequence[Row], width: int) -> int:
+    """Tokens, if a cohort of all rows had a line for those that no row has."""
+    return (width - len(rows)) * max(row.length for row in rows)

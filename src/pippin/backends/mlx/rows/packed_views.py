@@ -1,0 +1,61 @@
+"""What a model sees of packed mains in one step: the cache view of one attention layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from pippin.backends.mlx.layout import Leaf
+from pippin.backends.mlx.rows.views import DecodeStep, RowKV
+
+# gpu/packed_attention.py says what goes in and what comes out.
+AttendPacked = Callable[..., tuple[mx.array, mx.array, mx.array]]
+
+
+@dataclass(frozen=True)
+class PackedShape:
+    columns: tuple[int, ...]  # by window class of the layout
+    longest: int  # no row has more columns
+    attend: AttendPacked
+
+    @property
+    def compiles(self) -> bool:
+        return True
+
+    def row_view(self, step: DecodeStep, leaf: Leaf, place: int) -> PackedRowKV:
+        return PackedRowKV(step, leaf, place)
+
+
+class PackedRowKV(RowKV):
+    """Keys and values of the step go into the tail where attention is computed."""
+
+    def __init__(self, step: DecodeStep, leaf: Leaf, place: int) -> None:
+        super().__init__(step, leaf, place)
+        self._main = step.tree["mains"][place]
+        self._class = step.layout.window_classes.index(leaf.window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return self._handed_out(keys, values)
+
+    def attend(
+        self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array:
+        assert self._new is not None
+        assert window == self.leaf.window, "packed rows see what their layer keeps"
+        shape, tree = self.step.shape.mains, self.step.tree
+        assert isinstance(shape, PackedShape)
+        out, *self.tail = shape.attend(
+            queries,
+            *self._new,
+            (self.tail[0], self.tail[1]),
+            self._main,
+            tree["places"][self._class],
+            tree["visible"][self._class],
+            tree["cursor"],
+            scale,
+            sinks,
+            shape.longest,
+        )
+        return out

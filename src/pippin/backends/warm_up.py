@@ -1,0 +1,101 @@
+"""Runs what is new to a device before somebody waits for it. Knows plans, no model and no arrays.
+
+On GPUs a shape that was never seen costs far more than a known one: kernels are built, chosen and
+loaded. A backend says which shapes it has, most likely first; made-up requests then go through the
+same plans as real ones. A few while the model loads, the others while nothing else runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import count
+from time import monotonic
+
+import numpy as np
+
+from pippin.backends.base import (
+    Admit,
+    Backend,
+    DecodeRow,
+    PrefillRow,
+    Retire,
+    StepPlan,
+    WarmUpShape,
+)
+from pippin.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+LOAD_SECONDS = 8.0  # of warming up, before the first request is taken
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.0, top_k=20, top_p=0.95)
+
+
+class WarmUp:
+    """Only while no slot is held. `can_hold(n)`: whether so many bytes are free."""
+
+    def __init__(self, backend: Backend, can_hold: Callable[[int], bool]) -> None:
+        self._backend = backend
+        self._can_hold = can_hold
+        self._shapes = deque(backend.shapes_to_warm_up)
+        self._num_shapes = len(self._shapes)
+        self._steps = count(-(1 << 40))  # before those of any request
+
+    @property
+    def done(self) -> bool:
+        return not self._shapes
+
+    def run_for(self, seconds: float, progress: Callable[[str], None]) -> None:
+        began = monotonic()
+        while not self.done and monotonic() - began < seconds:
+            progress(f"warming up {self._num_shapes - len(self._shapes) + 1} of {self._num_shapes}")
+            self.run_next()
+
+    def run_next(self) -> None:
+        """The next shape; one that does not fit is passed over."""
+        shape = self._shapes.popleft()
+        tokens = shape.num_before + shape.num_tokens + shape.num_steps
+        if not self._can_hold(shape.num_rows * self._backend.row_bytes(tokens)):
+            return
+        *steps, end = plans(shape, self._steps)
+        try:
+            for plan in steps:
+                self._run(plan)
+        except Exception as error:  # nobody asked for it, so nobody is told but the log
+            logger.warning("no more warming up: %s", error, exc_info=error)
+            self._shapes.clear()
+        self._run(end)
+
+    def _run(self, plan: StepPlan) -> None:
+        for capture in self._backend.launch(plan).wait().captures:
+            capture.release()
+
+
+def plans(shape: WarmUpShape, steps: Iterator[int]) -> list[StepPlan]:
+    """Prompts, a few tokens of their replies, and an end, with these numbers."""
+    slots = range(1, shape.num_rows + 1)
+    length = shape.num_before + shape.num_tokens
+    prompt = np.zeros(length, dtype=np.int32)
+    params = SAMPLED if shape.num_rows > 1 else GREEDY
+    before = [PrefillRow(slot, 0, prompt[: shape.num_before], captures=True) for slot in slots]
+    chunks = [
+        PrefillRow(
+            slot,
+            shape.num_before,
+            prompt[shape.num_before :],
+            samples=True,
+            captures=True,
+            checkpoints=(length,),
+        )
+        for slot in slots
+    ]
+    admit = tuple(Admit(slot, params, (), prompt, seed=slot) for slot in slots)
+    found = [StepPlan(next(steps), admit=admit, prefill=tuple(before if shape.num_before else ()))]
+    found.append(StepPlan(next(steps), prefill=tuple(chunks)))
+    found += [
+        StepPlan(next(steps), decode=tuple(DecodeRow(slot, position) for slot in slots))
+        for position in range(length, length + shape.num_steps)
+    ]
+    return [*found, StepPlan(next(steps), retire=tuple(Retire(slot) for slot in slots))]

@@ -1,0 +1,138 @@
+"""Attention over packed rows: the kernel and its plain form against numpy, in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pippin.backends.mlx.gpu.packed_attention import (
+    Form,
+    attend_packed,
+    attend_packed_plainly,
+    cut,
+)
+
+TAIL, CURSOR = 64, 17
+KERNEL = pytest.param(
+    partial(attend_packed, dialect="cuda"),
+    marks=pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    id="kernel",
+)
+PLAIN = pytest.param(attend_packed_plainly, id="plain")
+
+
+class Rows:
+    def __init__(self, lengths: list[int], heads: tuple[int, int], dim: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        width, (q_heads, kv_heads) = len(lengths), heads
+
+        def normal(*shape: int) -> np.ndarray:
+            return rng.normal(size=shape).astype(np.float32)
+
+        self.q = normal(width, q_heads, 1, dim)
+        self.new = normal(2, width, kv_heads, 1, dim)
+        self.tails = normal(2, width, kv_heads, TAIL, dim)
+        self.mains = normal(2, kv_heads, sum(lengths) + 37, dim)
+        self.visible = rng.random((width, TAIL)) < 0.4
+        self.visible[:, CURSOR] = True
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        self.places = np.stack([starts, lengths], axis=1).astype(np.int32)
+        self.sinks = normal(q_heads)
+        self.longest = max(lengths)
+
+    def expected(self, *, sinks: bool) -> np.ndarray:
+        width, q_heads, _, dim = self.q.shape
+        repeats = q_heads // self.mains.shape[1]
+        tails = self.tails.astype(np.float64)
+        tails[:, :, :, CURSOR] = self.new[:, :, :, 0]
+        out = np.zeros(self.q.shape)
+        for row, head in np.ndindex(width, q_heads):
+            start, n = self.places[row]
+            keys, values = (
+                np.concatenate([main[start : start + n], tail[self.visible[row]]])
+                for main, tail in zip(
+                    self.mains[:, head // repeats].astype(np.float64),
+                    tails[:, row, head // repeats],
+                    strict=True,
+                )
+            )
+            scores = keys @ self.q[row, head, 0] * dim**-0.5
+            weights = np.exp(scores)
+            total = weights.sum() + (np.exp(self.sinks[head]) if sinks else 0.0)
+            out[row, head, 0] = weights @ values / total
+        return out
+
+    def attend(self, function: object, *, sinks: bool) -> list[np.ndarray]:
+        out = function(  # type: ignore[operator]
+            mx.array(self.q),
+            *map(mx.array, self.new),
+            tuple(map(mx.array, self.tails)),
+            tuple(map(mx.array, self.mains)),
+            mx.array(self.places),
+            mx.array(self.visible),
+            mx.array([CURSOR], dtype=mx.int32),
+            self.q.shape[-1] ** -0.5,
+            mx.array(self.sinks) if sinks else None,
+            self.longest,
+        )
+        return [np.array(array) for array in out]
+
+
+@pytest.mark.parametrize("function", [KERNEL, PLAIN])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "heads", "dim"),
+    [
+        ([5], (16, 8), 128),
+        ([300, 0, 77], (8, 2), 256),
+        ([2000, 1], (32, 4), 64),
+        ([100, 3, 64, 65, 99], (9, 3), 64),
+        ([130, 700], (32, 1), 96),
+    ],
+)
+def test_rows_of_all_lengths(
+    function: object, sinks: bool, lengths: list[int], heads: tuple[int, int], dim: int
+) -> None:
+    rows = Rows(lengths, heads, dim, seed=len(lengths))
+    out, keys, values = rows.attend(function, sinks=sinks)
+    np.testing.assert_allclose(out, rows.expected(sinks=sinks), atol=2e-6)
+    for tail, old, new in zip((keys, values), rows.tails, rows.new, strict=True):
+        np.testing.assert_array_equal(tail[:, :, CURSOR], new[:, :, 0])
+        others = np.arange(TAIL) != CURSOR
+        np.testing.assert_array_equal(tail[:, :, others], old[:, :, others])
+
+
+@pytest.mark.parametrize("function", [KERNEL])
+def test_what_no_row_sees_may_be_anything(function: object) -> None:
+    rows = Rows([40, 9], (8, 2), 128, seed=0)
+    expected = rows.expected(sinks=False)
+    rows.mains[:, :, 49:] = np.nan
+    hidden = ~rows.visible
+    for row in range(2):
+        rows.tails[:, row][:, :, hidden[row]] = np.inf
+    out, *_ = rows.attend(function, sinks=False)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_a_form_leaves_no_channel_out() -> None:
+    for heads in ((8, 2), (16, 8), (32, 1), (9, 3), (7, 7)):
+        for dim in (32, 64, 96, 128, 256, 512):
+            for size in (2, 4):
+                form = Form.of(*heads, (dim, dim), size)
+                assert form.queries * form.shares == heads[0] // heads[1]
+                assert dim % (form.lanes * form.vec) == 0
+                assert form.vec * size <= 16
+                assert form.most_threads // 32 * form.queries * dim <= max(
+                    8192, 4096 * form.queries
+                )
+
+
+def test_short_rows_are_one_stretch_and_long_ones_fill_a_gpu() -> None:
+    form = Form.of(16, 8, (128, 128), 2)
+    assert cut(8, 100, form) == cut(256, 1000, form) == (1, 512)
+    assert cut(8, 8000, form) == (66, 128)
+    assert cut(256, 8000, form) == (2, 128)
+    assert cut(2048, 100_000, form) == (1, 128)

@@ -1,0 +1,171 @@
+"""Where the time went: each second under one cause, all of them the wall time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pippin.bench.churn.breakdown import Breakdown, break_down
+from pippin.bench.churn.rates import Rates, widths_to_measure
+from pippin.metrics import StepRecord
+from pippin.types import DeviceReading, StepForwards
+
+RATES = Rates(
+    decode_steps=((1, 0.01), (3, 0.02)),
+    chunks=((100, 0.15), (500, 0.5)),
+    prefill_tokens_per_second=1000.0,
+    new_prefill=0.3,
+    new_decode=0.1,
+)
+SETTLED = StepForwards(cohorts=1)
+
+
+def step(
+    number: int,
+    start: float,
+    seconds: float,
+    *,
+    rows: int = 1,
+    tokens: int = 0,
+    forwards: StepForwards = SETTLED,
+    launch: float = 0.001,
+    waited: float = 0.005,
+    busy: float | None = None,
+) -> StepRecord:
+    """A step in flight by itself, from its plan to its tokens; `busy`: the device's account."""
+    end = start + seconds
+    return StepRecord(
+        step=number,
+        planned=start,
+        dispatched=start,
+        launched=start + launch,
+        device_done=end,
+        resumed=end,
+        committed=end,
+        waited=waited,
+        prefill_tokens=tokens,
+        decode_rows=rows,
+        ghosts=0,
+        device=None if busy is None else DeviceReading(end, busy),
+        forwards=forwards,
+    )
+
+
+def explain(last: StepRecord, *before: StepRecord) -> Breakdown:
+    return break_down([*before, last], RATES, 0.0, last.resumed)
+
+
+def check(parts: Breakdown, **expected: float) -> None:
+    assert {name: value for name, value in vars(parts).items() if abs(value) > 1e-9} == (
+        pytest.approx(expected)
+    )
+
+
+def test_work_is_what_one_batch_takes_for_the_same_rows_and_tokens() -> None:
+    parts = explain(step(0, 0.0, 0.3, rows=2, tokens=200))
+    check(parts, work=0.215, rest=0.085)
+    assert parts.efficiency == pytest.approx(0.215 / 0.3)
+
+
+def test_a_new_shape_costs_what_it_was_measured_to_cost() -> None:
+    ran = StepForwards(new_prefill=1, new_decode=1, cohorts=1)
+    check(explain(step(0, 0.0, 0.5, forwards=ran)), work=0.01, new_shapes=0.4, rest=0.09)
+
+
+def test_small_chunks_cost_more_than_their_tokens_in_a_batch() -> None:
+    ran = StepForwards(prefill=2, cohorts=1)
+    parts = explain(step(0, 0.0, 0.41, tokens=200, forwards=ran))
+    check(parts, work=0.21, small_chunks=0.1, rest=0.1)
+
+
+def test_a_chunk_that_costs_no_more_than_in_a_batch_is_not_small() -> None:
+    ran = StepForwards(prefill=1, cohorts=1)
+    fast = replace(RATES, chunks=((100, 0.01), (500, 0.02)))
+    parts = break_down([step(0, 0.0, 0.41, tokens=400, forwards=ran)], fast, 0.0, 0.41)
+    check(parts, work=0.41)
+
+
+def test_scattered_rows_cost_everywhere_what_they_cost_far_from_prompts() -> None:
+    """10 ms of work took 30, so the same rows beside a prompt wasted 20 ms, whatever that took."""
+    scattered = StepForwards(cohorts=4)
+    steps = [
+        step(0, 0.0, 0.03, forwards=scattered),
+        step(1, 0.03, 0.03, forwards=scattered),
+        step(2, 0.06, 0.09, forwards=scattered),  # a launch beside it: not to be learnt from
+        step(3, 0.15, 0.24, tokens=200, forwards=replace(scattered, prefill=1)),
+    ]
+    parts = break_down(steps, replace(RATES, chunks=((1, 0.0),)), 0.0, 0.39)
+    check(parts, work=0.24, scattered_cohorts=0.08, rest=0.07)
+
+
+def test_scattered_rows_that_are_no_slower_cost_nothing() -> None:
+    check(explain(step(0, 0.0, 0.008, forwards=StepForwards(cohorts=4))), work=0.01, rest=-0.002)
+
+
+def test_a_device_that_keeps_account_tells_when_it_was_idle() -> None:
+    before = step(0, 0.0, 0.01, busy=5.0)
+    parts = explain(step(1, 0.01, 0.05, busy=5.02, launch=0.02), before)
+    check(parts, work=0.02, launching=0.02, idle_device=0.01, rest=0.01)
+
+
+def test_a_device_that_is_idle_over_a_new_shape_counts_once() -> None:
+    before = step(0, 0.0, 0.01, busy=5.0)
+    new = replace(SETTLED, new_decode=1)
+    parts = explain(step(1, 0.01, 0.13, busy=5.01, launch=0.12, forwards=new), before)
+    check(parts, work=0.02, new_shapes=0.1, launching=0.02)
+
+
+def test_an_account_that_lags_by_a_tick_is_right_in_sum() -> None:
+    steps = [step(0, 0.0, 0.01, busy=0.01)]
+    for number, busy in enumerate((0.004, 0.016) * 10, start=1):  # each step takes 10 ms
+        last = steps[-1]
+        assert last.device is not None
+        steps.append(step(number, last.resumed, 0.01, busy=last.device.busy + busy))
+    parts = break_down(steps, RATES, 0.0, steps[-1].resumed)
+    assert parts.idle_device + parts.launching == pytest.approx(0.006)  # not ten times that
+
+
+def test_without_an_account_a_device_is_busy_while_the_host_waits_for_it() -> None:
+    check(explain(step(0, 0.0, 0.05, waited=0.02)), work=0.01, rest=0.04)
+    host_bound = explain(step(0, 0.0, 0.05, waited=0.0, launch=0.03))
+    check(host_bound, work=0.01, launching=0.03, idle_device=0.01)
+
+
+def test_under_overlap_the_next_step_is_launched_within_this_one_s_span() -> None:
+    first = step(0, 0.0, 0.01)
+    second = replace(step(1, 0.01, 0.05, waited=0.0, launch=0.0), planned=0.005, launched=0.008)
+    third = replace(step(2, 0.06, 0.01), planned=0.02, launched=0.045)
+    parts = break_down([first, second, third], RATES, 0.0, 0.07)
+    check(parts, work=0.03, launching=0.025, idle_device=0.015)
+
+
+def test_time_without_requests_is_nobody_s_fault() -> None:
+    first = step(0, 1.0, 0.01)
+    second = replace(step(1, 3.0, 0.01), after_pause=True)
+    parts = break_down([first, second], RATES, 0.5, 3.5)
+    check(parts, work=0.02, no_requests=2.98)
+
+
+def test_faster_than_one_batch_shows_as_a_rest_below_zero() -> None:
+    check(explain(step(0, 0.0, 0.015, rows=3)), work=0.02, rest=-0.005)
+
+
+def test_steps_outside_the_period_do_not_count() -> None:
+    steps = [step(0, 0.0, 0.01), step(1, 1.0, 0.01), step(2, 2.0, 0.01)]
+    parts = break_down(steps, RATES, 0.5, 1.5)
+    check(parts, work=0.01, no_requests=0.99)
+
+
+def test_a_few_widths_cover_all_that_ran() -> None:
+    assert widths_to_measure([3, 12, 7]) == [1, 2, 4, 8, 12]
+    assert widths_to_measure([8]) == [1, 2, 4, 8]
+    assert widths_to_measure([0]) == widths_to_measure([]) == [1]
+
+
+def test_rates_are_interpolated_between_what_was_measured() -> None:
+    assert RATES.decode_seconds(2) == pytest.approx(0.015)
+    assert RATES.decode_seconds(0) == 0.0
+    assert RATES.chunk_seconds(600, 2) == pytest.approx(2 * 0.325)
+    assert RATES.chunk_seconds(1000, 1) == pytest.approx(0.5 + 0.5)
+    assert RATES.chunk_seconds(0, 0) == 0.0

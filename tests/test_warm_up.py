@@ -1,0 +1,73 @@
+"""Warming up: made-up requests through real plans, and not a trace of them afterwards."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from pippin.backends.base import StepPlan, WarmUpShape
+from pippin.backends.fake import FakeBackend
+from pippin.backends.mlx.shapes import Ladder, at_least, to_warm_up
+from pippin.backends.warm_up import WarmUp
+
+SHAPES = [WarmUpShape(1, 64, num_steps=3), WarmUpShape(3, 16, num_before=32)]
+
+
+def make(shapes: list[WarmUpShape], can_hold: bool = True) -> tuple[WarmUp, FakeBackend]:
+    backend = FakeBackend(num_slots=4)
+    backend.shapes_to_warm_up = shapes
+    return WarmUp(backend, lambda _: can_hold), backend
+
+
+def test_every_shape_runs_once_and_leaves_nothing() -> None:
+    warm_up, backend = make(SHAPES)
+    told: list[str] = []
+    warm_up.run_for(60.0, told.append)
+    assert warm_up.done
+    assert told == ["warming up 1 of 2", "warming up 2 of 2"]
+    assert backend.ledger.nbytes == 0
+    assert backend.memory_used() == FakeBackend(num_slots=4).memory_used()
+
+
+def test_what_does_not_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up, backend = make(SHAPES, can_hold=False)
+    monkeypatch.setattr(backend, "launch", lambda _: pytest.fail("nothing was to be run"))
+    warm_up.run_for(60.0, lambda _: None)
+    assert warm_up.done
+
+
+def test_after_a_failure_it_is_left_at_that(caplog: pytest.LogCaptureFixture) -> None:
+    warm_up, backend = make(SHAPES)
+    launch, plans = backend.launch, []
+
+    def fails(plan: StepPlan) -> object:
+        plans.append(plan)
+        if plan.decode:
+            raise RuntimeError("out of kernels")
+        return launch(plan)
+
+    backend.launch = fails  # type: ignore[assignment]
+    with caplog.at_level(logging.WARNING):
+        warm_up.run_next()
+    assert warm_up.done
+    assert plans[-1].retire
+    assert "out of kernels" in caplog.text
+    assert backend.ledger.nbytes == 0
+
+
+def test_lengths_are_rounded_up_by_little() -> None:
+    for length in range(1, 5000):
+        assert length <= at_least(length) <= max(length * 1.25, length + 1)
+        assert length <= at_least(length, rungs=2) <= max(length * 1.5, length + 1)
+    ladder = Ladder()
+    assert len({ladder.chunk(n) for n in range(1, 8193)}) < 20
+    assert len({ladder.prefix(n) for n in range(8193)}) < 10
+    assert ladder.prefix(0) == 0
+
+
+def test_every_rung_of_a_chunk_is_warmed_up() -> None:
+    shapes = to_warm_up(2048, 64)
+    rungs = {Ladder().chunk(n) for n in range(1, 2049)}
+    assert rungs <= {Ladder().chunk(shape.num_tokens) for shape in shapes if shape.num_rows == 1}
+    assert shapes[0] == WarmUpShape(1, 64, num_steps=3)
