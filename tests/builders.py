@@ -18,7 +18,7 @@ from pippin.messages import Submit, TokenDelta
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.pace import Pace
 from pippin.scheduler.scheduler import Limits, Scheduler
-from pippin.types import Component, FinishReason, SamplingParams, TokenLogprobs
+from pippin.types import GRID, Component, FinishReason, SamplingParams, TokenLogprobs
 
 ALL = (Component.ATTENTION, Component.WINDOW, Component.STATE)
 AMPLE_BYTES = 1 << 30
@@ -31,6 +31,10 @@ class FixedPace(Pace):
 
     def budget(self, num_streams: int, num_prompts: int = 1) -> int:
         return self.prefill_tokens
+
+    @property
+    def productive_tokens(self) -> int:
+        return GRID
 
 
 def make_scheduler(

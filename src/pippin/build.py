@@ -36,6 +36,7 @@ def build_loop(
         max_queue=config.engine.max_queue,
         max_queue_tokens=config.engine.max_queue_tokens,
         prefill_tokens=config.engine.prefill_tokens or backend.device.prefill_tokens,
+        max_gap=config.engine.max_gap,
         deterministic=config.engine.deterministic,
         capacity_bytes=capacity_bytes,
     )

@@ -70,6 +70,11 @@ class EngineConfig:
     """Prompt tokens computed in one step when nothing else is running. Default: 512 on CPUs, 2,048
     on Metal, 8,192 on CUDA."""
 
+    max_gap: float = 0.2
+    """Seconds that running streams wait for their next token, at most, while prompts are computed
+    beside them. It bounds what steps are planned to take, except for the smallest piece of a
+    prompt. Less is smoother; prompts take longer."""
+
     overlap: bool = True
     """Plan and launch the next step before the last one's tokens are known."""
 
@@ -96,6 +101,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_at_least(self, max_running=1, max_queue=1, max_queue_tokens=1, prefill_tokens=1)
+        if not self.max_gap > 0.0:
+            raise ValueError(f"max_gap must be more than 0 seconds, got {self.max_gap}")
         _check_at_least(self, buffer_limit=1)
         if self.memory != "auto":
             parse_memory(self.memory)

@@ -9,8 +9,9 @@ from typing import ClassVar
 import pytest
 
 from builders import FixedPace, make_client
+from pippin.scheduler.costs import Timed
 from pippin.scheduler.pace import (
-    LARGEST_SAVED,
+    LONGEST_SAVED,
     LONGEST_STRETCH,
     SMALLEST_CHUNK,
     STEP_STRETCH,
@@ -41,15 +42,19 @@ def run(pace: Pace, seconds: Device, *, streams: int, prompts: int, steps: int) 
     for _ in range(steps):
         tokens = pace.budget(streams, prompts)
         pace.spend(tokens)
-        pace.observe(seconds=seconds(streams, tokens), prefill_tokens=tokens, decode_rows=streams)
+        pace.observe(Timed.step(seconds(streams, tokens), streams, tokens))
         budgets.append(tokens)
     return [tokens for tokens in budgets if tokens]
 
 
-def measured(seconds: Device, prefill_tokens: int = 8192, streams: int = 4) -> Pace:
+def stretch(streams: int, prompts: int = 1) -> float:
+    return min(STEP_STRETCH * (1.0 + prompts / streams), LONGEST_STRETCH)
+
+
+def measured(seconds: Device, prefill_tokens: int = 8192, steps: int = 100) -> Pace:
     """A pace that has seen its fill of such a device."""
     pace = Pace(prefill_tokens)
-    run(pace, seconds, streams=streams, prompts=1, steps=100)
+    run(pace, seconds, streams=4, prompts=1, steps=steps)
     return pace
 
 
@@ -71,9 +76,9 @@ def test_at_first_streams_have_a_step_to_themselves_then_a_block_beside_them() -
 @pytest.mark.parametrize("token", [1e-5, 5e-5, 1e-4])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_a_step_with_prefill_stays_near_its_stretch(token: float, noise: float) -> None:
-    pace = measured(device(0.01, 0.0002, token, noise))
+    pace = measured(device(0.01, 0.0002, token, noise), steps=200)
     decode = 0.01 + 0.0002 * 4
-    ideal = (STEP_STRETCH - 1.0) * decode / token - FORWARD_TOKENS
+    ideal = (stretch(4) - 1.0) * decode / token - FORWARD_TOKENS
     assert settled(pace, 4) == pytest.approx(ideal, rel=0.05 + 3 * noise)
 
 
@@ -85,7 +90,7 @@ def test_the_more_prompts_wait_the_longer_a_step_may_take_up_to_a_limit() -> Non
 
 
 def test_prompts_are_never_starved_nor_given_more_than_the_limit() -> None:
-    assert settled(measured(device(0.001, 0.0, 1.0)), 8) == SMALLEST_CHUNK
+    assert SMALLEST_CHUNK <= settled(measured(device(0.001, 0.0, 1.0)), 8) < GRID
     assert settled(measured(device(0.001, 0.0, 1.0), prefill_tokens=4), 8) == 4
     assert settled(measured(device(10.0, 0.0, 1e-6), prefill_tokens=512), 8) == 512
 
@@ -95,10 +100,9 @@ def test_it_learns_what_streams_cost_while_prompts_never_stop() -> None:
     seconds = device(0.008, 0.0006, 5e-5, noise=0.05)
     pace = Pace(2048)
     for _ in range(60):
-        pace.observe(seconds=seconds(1, 0), prefill_tokens=0, decode_rows=1)
+        pace.observe(Timed.step(seconds(1, 0), 1, 0))
     budgets = run(pace, seconds, streams=40, prompts=20, steps=30)
-    stretch = STEP_STRETCH * (1 + 19 / 40)
-    ideal = (stretch - 1.0) * (0.008 + 0.0006 * 40) / 5e-5 - FORWARD_TOKENS
+    ideal = (stretch(40, 20) - 1.0) * (0.008 + 0.0006 * 40) / 5e-5 - FORWARD_TOKENS
     assert budgets[-1] > 0.8 * ideal
 
 
@@ -106,7 +110,7 @@ def test_a_cold_burst_is_not_served_in_crumbs() -> None:
     """Nothing was measured, and no step without prompts comes by itself."""
     seconds = device(0.008, 0.0006, 5e-5, noise=0.05)
     pace = Pace(8192)
-    pace.observe(seconds=seconds(0, 8000), prefill_tokens=8000, decode_rows=0)
+    pace.observe(Timed.step(seconds(0, 8000), 0, 8000))
     budgets = run(pace, seconds, streams=2, prompts=20, steps=10)
     ideal = (LONGEST_STRETCH - 1.0) * 0.0092 / 5e-5 - FORWARD_TOKENS
     assert budgets[-1] > 0.8 * ideal
@@ -129,7 +133,7 @@ def test_short_chunks_do_not_make_prompts_look_dear() -> None:
     pace = measured(seconds)
     before = settled(pace, 4)
     for _ in range(50):
-        pace.observe(seconds=seconds(4, 3), prefill_tokens=3, decode_rows=4)
+        pace.observe(Timed.step(seconds(4, 3), 4, 3))
     assert settled(pace, 4) == pytest.approx(before, rel=0.1)
 
 
@@ -138,14 +142,14 @@ def test_it_follows_a_device_that_changes_its_speed() -> None:
     slower = device(0.01, 0.0, 1e-3)
     budgets = run(pace, slower, streams=4, prompts=1, steps=100)
     assert budgets[0] > GRID
-    assert budgets[-1] == SMALLEST_CHUNK
+    assert SMALLEST_CHUNK <= budgets[-1] < GRID // 2
 
 
 def test_a_pause_of_the_machine_does_not_lengthen_chunks() -> None:
     pace = measured(device(0.01, 0.0, 1e-4))
     before = settled(pace, 4)
     for _ in range(6):
-        pace.observe(seconds=0.2, prefill_tokens=0, decode_rows=4)
+        pace.observe(Timed.step(0.2, 4, 0))
     assert settled(pace, 4) == pytest.approx(before, rel=0.1)
 
 
@@ -176,16 +180,46 @@ def test_where_forwards_dominate_prompts_come_in_large_chunks_with_rests_between
         return decode * (rows > 0) + (forward + token * tokens) * (tokens > 0)
 
     pace = Pace(8192)
-    pace.observe(seconds=seconds(0, 4000), prefill_tokens=4000, decode_rows=0)
-    pace.observe(seconds=seconds(0, 500), prefill_tokens=500, decode_rows=0)
+    pace.observe(Timed.step(seconds(0, 4000), 0, 4000))
+    pace.observe(Timed.step(seconds(0, 500), 0, 500))
     steps = []
     for _ in range(400):
         tokens = pace.budget(8, 1)
         pace.spend(tokens)
-        pace.observe(seconds=seconds(8, tokens), prefill_tokens=tokens, decode_rows=8)
+        pace.observe(Timed.step(seconds(8, tokens), 8, tokens))
         steps.append(tokens)
     chunks = [tokens for tokens in steps[100:] if tokens]
-    assert min(chunks) == LARGEST_SAVED
+    assert seconds(0, min(chunks)) == pytest.approx(LONGEST_SAVED, rel=0.01)
     prompts = sum(seconds(0, tokens) for tokens in chunks)
     streams = decode * len(steps[100:])
-    assert prompts / (prompts + streams) < (STEP_STRETCH - 1.0) / STEP_STRETCH + 0.1
+    assert prompts / (prompts + streams) < (stretch(8) - 1.0) / stretch(8) + 0.1
+
+
+def test_no_step_beside_streams_is_planned_to_take_longer_than_the_largest_gap() -> None:
+    seconds = device(0.01, 0.0002, 1e-4)
+    for max_gap in (0.02, 0.025, 0.1):
+        pace = Pace(512, max_gap)
+        run(pace, seconds, streams=4, prompts=100, steps=100)
+        budgets = run(pace, seconds, streams=4, prompts=100, steps=100)
+        assert max(seconds(4, tokens) for tokens in budgets) < 1.01 * max_gap
+    assert settled(pace, 4, 100) < 512
+    assert pace.budget(0) == 512  # nobody waits for a token
+
+
+def test_a_gap_that_nothing_fits_into_leaves_the_smallest_chunk() -> None:
+    pace = Pace(512, 0.005)
+    budgets = run(pace, device(0.01, 0.0, 1e-4), streams=4, prompts=1, steps=100)
+    assert budgets[-1] == SMALLEST_CHUNK
+
+
+def test_a_small_gap_is_kept_where_forwards_are_dear() -> None:
+    """Chunks as long as the gap allows, with rests in between."""
+
+    def seconds(rows: int, tokens: int) -> float:
+        return 0.004 * (rows > 0) + (0.040 + 1.7e-5 * tokens) * (tokens > 0)
+
+    pace = Pace(8192, 0.05)
+    run(pace, seconds, streams=8, prompts=1, steps=100)
+    budgets = run(pace, seconds, streams=8, prompts=1, steps=300)
+    assert max(seconds(8, tokens) for tokens in budgets) == pytest.approx(0.05, rel=0.02)
+    assert len(budgets) < 100

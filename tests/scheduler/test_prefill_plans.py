@@ -7,7 +7,6 @@ import pytest
 from builders import ALL, Client, check_idle, make_client, make_prompt, oracle
 from pippin.backends.fake import FakeBackend
 from pippin.scheduler.admission import REPLY_TOKENS
-from pippin.scheduler.pace import SMALLEST_CHUNK
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
@@ -154,10 +153,10 @@ def chunk_lens(client: Client) -> list[int]:
 
 
 def test_a_step_serves_several_prompts_within_its_budget() -> None:
-    client = make_client(num_slots=8, chunk=100)
+    client = make_client(num_slots=8, chunk=90)
     for number in range(4):
         client.submit(make_prompt(40, number))
-    assert chunk_lens(client) == [40, 40]  # 20 are left
+    assert chunk_lens(client) == [40, 40]  # 10 are left
     assert chunk_lens(client) == [40, 40]
 
 
@@ -169,20 +168,27 @@ def test_no_prompt_is_cut_into_crumbs() -> None:
     assert chunk_lens(client) == [28, 28]  # 6 are left
     assert chunk_lens(client) == [28]
     client.submit(make_prompt(300, 3))
-    assert chunk_lens(client) == [SMALLEST_CHUNK]
+    assert chunk_lens(client) == [43]
     client.submit(make_prompt(10, 4))
-    assert chunk_lens(client) == [SMALLEST_CHUNK, 10]  # all of it is more than a crumb
+    assert chunk_lens(client) == [43, 10]  # all of it is more than a crumb
     client.submit(make_prompt(100, 5))
-    assert [chunk_lens(client) for _ in range(3)] == [[SMALLEST_CHUNK]] * 3  # 30 are left
+    assert [chunk_lens(client) for _ in range(3)] == [[42], [43], [43]]  # 20 are left
     client.run()
     check_idle(client)
 
 
 @pytest.mark.parametrize(
     ("budget", "lens"),
-    [(300, [256, 256, 256]), (100, [64, 64, 64]), (62, [32, 32, 32]), (40, [32, 32, 32])],
+    [
+        (300, [256, 256, 256]),
+        (100, [64, 64, 64]),
+        (63, [43, 43, 42, 43, 43, 42]),
+        (40, [32, 32, 32, 32]),
+    ],
 )
-def test_chunks_of_a_long_prompt_end_on_the_grid(budget: int, lens: list[int]) -> None:
+def test_chunks_of_a_long_prompt_end_on_the_grid_or_are_even_pieces_up_to_a_checkpoint(
+    budget: int, lens: list[int]
+) -> None:
     client = make_client(num_slots=8, chunk=budget)
     client.submit(make_prompt(1000))
     assert [chunk_lens(client) for _ in lens] == [[n] for n in lens]
@@ -192,12 +198,18 @@ def test_a_prompt_that_goes_on_off_the_grid_comes_back_to_it() -> None:
     client = make_client(num_slots=8, chunk=62)
     first = client.ask(make_prompt(28), max_tokens=1)
     client.submit([*make_prompt(28), *first.tokens, *make_prompt(200, 1)])
-    assert [chunk_lens(client) for _ in range(3)] == [[64 - 29], [32], [32]]
+    assert [chunk_lens(client) for _ in range(4)] == [[50], [49], [32], [32]]
 
 
-def test_the_end_of_a_prompt_may_be_short() -> None:
-    client = make_client(num_slots=8, chunk=SMALLEST_CHUNK)
-    client.submit(make_prompt(SMALLEST_CHUNK + 3))
-    assert chunk_lens(client) == [SMALLEST_CHUNK]
-    client.submit(make_prompt(SMALLEST_CHUNK, 1))
-    assert chunk_lens(client) == [3]
+def test_without_states_a_chunk_is_all_that_a_step_may_take() -> None:
+    client = make_client(num_slots=8, components=(A, W), chunk=75)
+    client.submit(make_prompt(200))
+    assert [chunk_lens(client) for _ in range(3)] == [[75], [75], [50]]
+
+
+def test_a_prompt_that_takes_two_steps_is_halved() -> None:
+    client = make_client(num_slots=8, chunk=32)
+    client.submit(make_prompt(35))
+    assert chunk_lens(client) == [18]
+    client.submit(make_prompt(32, 1))  # 15 are left
+    assert chunk_lens(client) == [17]

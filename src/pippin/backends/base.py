@@ -140,12 +140,14 @@ class StepPlan:
     def masked_slots(self) -> tuple[int, ...]:
         return tuple([row.slot for row in self.rows if row.masked and row.samples])
 
+    @cached_property
+    def num_prefill_tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.prefill)
+
     @property
     def samples_at_once(self) -> bool:
         """Its tokens take no forward: every prompt in it is restored whole, and nobody decodes."""
-        return (
-            bool(self.prefill) and not self.decode and not any(len(r.tokens) for r in self.prefill)
-        )
+        return bool(self.prefill) and not self.decode and not self.num_prefill_tokens
 
     @property
     def empty(self) -> bool:

@@ -43,21 +43,26 @@ class Chunker:
     def _end(self, holding: Holding, start: int, end: int) -> int:
         """Where a chunk that may reach `end` should stop.
 
-        A chunk that does not end the prompt ends on the grid if it can, so that its end is a
-        checkpoint, and else at a multiple of `smallest`, so that the next one can. States
-        inside it can be tapped only every GRID tokens from its start, and only if the backend taps
-        at all: otherwise it ends at the first checkpoint wanted.
+        States inside it can be tapped only every GRID tokens from its start, and only if the
+        backend taps at all: otherwise it ends at the first checkpoint wanted. So a chunk that does
+        not end the prompt ends on the grid if a whole block fits; else it is one of the fewest
+        pieces, all alike, up to the next checkpoint.
         """
         if self.on_grid:
             return max(end - end % GRID, min(start + GRID, holding.prefill_len))
-        if end < holding.prefill_len:
-            block = end - end % GRID
-            end = block if block > start else end - (end - start) % self.smallest
+        if end < holding.prefill_len and self.spec.state_bytes:
+            end = end - end % GRID if end - start >= GRID else self._piece(holding, start, end)
         for position in self._checkpoints(holding, start, end):
             tappable = self.spec.state_taps and (position - start) % GRID == 0
             if not tappable:
                 return position
         return end
+
+    def _piece(self, holding: Holding, start: int, end: int) -> int:
+        stop = next(iter(self._checkpoints(holding, start, holding.prefill_len)), None)
+        left = (stop or holding.prefill_len) - start
+        num_pieces = -(-left // (end - start))
+        return start + -(-left // num_pieces)
 
     def _checkpoints(self, holding: Holding, start: int, end: int) -> tuple[int, ...]:
         if self.policy is None or not self.spec.state_bytes or not self._captures(holding, end):

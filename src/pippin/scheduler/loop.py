@@ -7,7 +7,8 @@
 What prompts need in N+1 may be handed over after N's tokens have gone to their clients: to hand
 over much takes as long as most of it takes the device.
 Without overlap the same code commits a step before it plans the next: one step in flight. So does
-the overlap loop after a step without a forward: it has nothing to hide, and first tokens to tell.
+the overlap loop where that costs next to nothing: after a step without a forward, whose tokens are
+there, and after a long one of prompts alone, so that whoever comes meanwhile is in the next.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from pippin.errors import DeviceFailed, Overloaded, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import NOTICEABLE_SECONDS, StepRecord
 from pippin.scheduler.scheduler import Scheduler
+from pippin.scheduler.step_times import StepTimes
 
+LONG_STEP_SECONDS = 0.05  # a step of prompts alone that is longer than this,
+LONG_STEP_FACTOR = 30  # and than so many times what the host does in between, hides little of it
 MAX_FAILED_STEPS = 3  # in a row: then the device is taken for dead
 
 logger = logging.getLogger(__name__)
@@ -45,7 +49,7 @@ class Loop:
         self.backend = backend
         self.overlap = overlap
         self._in_flight: _Launched | None = None
-        self._last_resumed = 0.0
+        self._step_times = StepTimes()
         self._paused = True
         self._num_failed = 0  # steps, since one succeeded
         self._last_error: Exception | None = None
@@ -88,7 +92,7 @@ class Loop:
         deltas = self.scheduler.take_outbox()
         self._dispatch(deltas)
         previous = self._in_flight
-        launched = None if _samples_at_once(previous) else self._launch(deltas)
+        launched = None if self._comes_first(previous) else self._launch(deltas)
         if previous is not None and self._in_flight is previous:
             self._in_flight = None
             deltas += self._commit(previous)
@@ -144,6 +148,17 @@ class Loop:
         except Exception as error:
             self._in_flight = None
             deltas += self._fail(launched.plan, error, launched.pending)
+
+    def _comes_first(self, launched: _Launched | None) -> bool:
+        """Whether a step in flight is to be committed before the next one is planned."""
+        if launched is None or launched.plan.decode:
+            return False
+        if launched.plan.samples_at_once:
+            return True
+        metrics, pace = self.scheduler.metrics, self.scheduler.pace
+        host_seconds = metrics.records[-1].plan_seconds if metrics.records else 0.0
+        seconds = pace.prompt_seconds(launched.plan.num_prefill_tokens)
+        return seconds > max(LONG_STEP_SECONDS, LONG_STEP_FACTOR * host_seconds)
 
     def _launch(self, deltas: list[TokenDelta]) -> _Launched | None:
         planned_at = perf_counter()
@@ -206,13 +221,16 @@ class Loop:
         # Whoever did not have to wait came late: then the device may have been done as early as
         # the end of the launch. So idle time is never told too small.
         done = resumed if waited > NOTICEABLE_SECONDS else launched.launched_at
-        prefill_tokens = sum(len(row.tokens) for row in plan.prefill)
-        self.scheduler.pace.observe(
-            seconds=resumed - max(result.dispatched, self._last_resumed),
-            prefill_tokens=prefill_tokens,
+        timed = self._step_times.ended(
             decode_rows=len(plan.decode),
+            prefill_tokens=plan.num_prefill_tokens,
+            dispatched=result.dispatched,
+            launched=launched.launched_at,
+            resumed=resumed,
+            waited=waited,
         )
-        self._last_resumed = resumed
+        if timed is not None:
+            self.scheduler.pace.observe(timed)
         self.scheduler.metrics.add(
             StepRecord(
                 step=plan.step,
@@ -223,7 +241,7 @@ class Loop:
                 resumed=resumed,
                 committed=perf_counter(),
                 waited=waited,
-                prefill_tokens=prefill_tokens,
+                prefill_tokens=plan.num_prefill_tokens,
                 decode_rows=len(plan.decode),
                 ghosts=self.scheduler.last_ghosts,
                 device=result.device,
@@ -232,7 +250,3 @@ class Loop:
             )
         )
         return deltas
-
-
-def _samples_at_once(launched: _Launched | None) -> bool:
-    return launched is not None and launched.plan.samples_at_once

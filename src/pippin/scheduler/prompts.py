@@ -18,7 +18,7 @@ from pippin.scheduler.claims import Claims
 from pippin.scheduler.holding import Holding
 from pippin.scheduler.pace import Pace
 from pippin.scheduler.slots import SlotPool
-from pippin.scheduler.turns import Turn, share
+from pippin.scheduler.turns import Turn, beside_short, share
 
 Holdings = dict[int, Holding]  # by slot
 
@@ -48,9 +48,16 @@ class PromptPlanner:
         budget = self.pace.budget(num_streams, len(started) + waiting)
         turns = [Turn(h.num_left, self.num_planned - h.request.came_at) for h in started]
         shortest = self.admission.shortest() if waiting and self.slots.num_free else None
-        for_new = budget - sum(share(turns, budget, shortest_waiting=shortest))
-        admit, rows = self._start(step, holdings, for_new)
-        shares = share(turns, budget - _num_tokens(rows))
+        unfinished = beside_short(
+            turns,
+            budget,
+            max(self.pace.productive_tokens, self.chunker.smallest),
+            shortest_waiting=shortest,
+        )
+        tentative = share(turns, budget, shortest_waiting=shortest, for_unfinished=unfinished)
+        admit, rows = self._start(step, holdings, budget - sum(tentative), unfinished)
+        unfinished -= sum(len(row.tokens) for row in rows if not row.samples)
+        shares = share(turns, budget - _num_tokens(rows), for_unfinished=max(unfinished, 0))
         rows = self._go_on(step, started, shares) + rows
         self.num_planned += _num_tokens(rows)
         self.pace.spend(_num_tokens(rows))
@@ -66,9 +73,12 @@ class PromptPlanner:
         ]
 
     def _start(
-        self, step: int, holdings: Holdings, left: int
+        self, step: int, holdings: Holdings, left: int, unfinished: int
     ) -> tuple[list[Admit], list[PrefillRow]]:
-        """Whoever finds a slot, bytes and a part of the step."""
+        """Whoever finds a slot, bytes and a part of the step.
+
+        `left` tokens of it, and no more than `unfinished` for those that it does not finish.
+        """
         admit: list[Admit] = []
         rows: list[PrefillRow] = []
         arriving = _arriving(holdings) if self._may_start(holdings) else {}
@@ -83,9 +93,11 @@ class PromptPlanner:
             if key := holding.request.key:
                 arriving.setdefault(key, []).append(holding)
             admit.append(_admit(holding))
-            least = self.chunker.least(holding.num_left)
-            rows.append(self._row(step, holding, max(left, least), self._restore(holding)))
+            most = left if holding.num_left <= left else min(left, unfinished)
+            most = max(most, self.chunker.least(holding.num_left))
+            rows.append(self._row(step, holding, most, self._restore(holding)))
             left -= len(rows[-1].tokens)
+            unfinished -= 0 if rows[-1].samples else len(rows[-1].tokens)
         return admit, rows
 
     def _may_start(self, holdings: Holdings) -> bool:

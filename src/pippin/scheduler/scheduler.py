@@ -10,6 +10,7 @@ planned after every step with a row of it has been committed (the fence).
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class Limits:
     max_queue: int = 1024
     max_queue_tokens: int = 1 << 40
     prefill_tokens: int = 512
+    max_gap: float = math.inf  # seconds that a step with running streams may be planned to take
     deterministic: bool = False  # only whole grid blocks of prompts are computed alike and shared
     capacity_bytes: int = 1 << 40
 
@@ -93,7 +95,7 @@ class Scheduler:
         policy = None if self.cache is None else self.cache.policy
         self._claims = Claims(self.costs, self.budget, self.cache)
         self._prompts = PromptPlanner(
-            Pace(limits.prefill_tokens),
+            Pace(limits.prefill_tokens, limits.max_gap),
             self.admission,
             self.slots,
             self._claims,

@@ -23,9 +23,9 @@ from pippin.backends.mlx.rows.regrouping import regroup
 from pippin.backends.mlx.rows.views import CohortsShape, Tree
 from pippin.backends.mlx.tree.packing import KV
 
-# After somebody came or went, before rows are regrouped: about as many as cost what regrouping costs.
-# Whoever comes or goes meanwhile is regrouped along.
-SCATTERED_STEPS = 3
+# After somebody came or went, before rows are regrouped; whoever comes or goes meanwhile is
+# regrouped along.
+SCATTERED_STEPS = 8
 
 
 class CohortMains:

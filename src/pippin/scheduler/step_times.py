@@ -1,0 +1,59 @@
+"""How long steps took, as far as a host can tell. Knows no arrays and nothing of costs.
+
+A host sees a step's end if it waits for it. Else it was over some time before: on CPUs mlx holds a
+launch up until most of its step has run, and when that returns the step before has long been done.
+
+    device    |  step 7  |         step 8          |
+    host      launch 8 .......................... |  commit 7: when did it end?  |  launch 9 ...
+                                     the end of 8, nearly
+
+So the end of a launch that took as long as its step is the step's end. Where neither is seen, the
+step is told together with the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pippin.metrics import NOTICEABLE_SECONDS
+from pippin.scheduler.costs import Timed
+
+# Of the time since the last end that is known:
+NOTICEABLE_SHARE = 0.05  # of waiting, likewise
+HELD_UP_SHARE = 0.5  # of a launch: it was held up by its step
+
+
+@dataclass
+class StepTimes:
+    _last_end: float = 0.0
+    _untold: Timed | None = None  # steps since then
+    _began: float = 0.0  # of these
+
+    def ended(
+        self,
+        *,
+        decode_rows: int,
+        prefill_tokens: int,
+        dispatched: float,
+        launched: float,
+        resumed: float,
+        waited: float,
+    ) -> Timed | None:
+        """Take in a step that was committed; what it took, with those before it that were not told.
+
+        Times are `time.perf_counter()` seconds: `dispatched` and `launched` when its launch began
+        and returned, `resumed` when the host had its result, after `waited` seconds.
+        """
+        step = Timed.step(0.0, decode_rows, prefill_tokens)
+        if self._untold is None:
+            self._began = max(dispatched, self._last_end)
+        self._untold = step if self._untold is None else self._untold.followed_by(step)
+        if waited > max(NOTICEABLE_SECONDS, NOTICEABLE_SHARE * (resumed - self._began)):
+            end = resumed
+        elif launched - dispatched > HELD_UP_SHARE * (launched - self._began) > 0.0:
+            end = launched
+        else:
+            return None
+        untold, self._untold = self._untold, None
+        self._last_end = end
+        return untold.with_seconds(end - self._began)

@@ -1,0 +1,79 @@
+"""What steps took, told from what a host sees of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from pippin.scheduler.costs import Timed
+from pippin.scheduler.step_times import StepTimes
+
+DECODE, MIXED = 0.01, 0.04  # seconds of a step without prompts, and of one with 32 tokens
+
+
+@dataclass
+class HeldUp:
+    """mlx on a CPU: a launch returns when a step's last few operations are left to run."""
+
+    tail: float = 0.002
+    now: float = 0.0
+    free_at: float = 0.0
+    told: list[Timed] = field(default_factory=list)
+    times: StepTimes = field(default_factory=StepTimes)
+
+    def run(self, tokens_of_steps: list[int]) -> list[Timed]:
+        """Each step is launched before the one before it is committed."""
+        before = None
+        for tokens in tokens_of_steps:
+            dispatched = self.now
+            self.free_at = max(self.now, self.free_at) + (MIXED if tokens else DECODE)
+            # A step without prompts is few operations: its launch is not held up.
+            if tokens:
+                self.now = max(self.now, self.free_at - self.tail)
+            launched = (tokens, dispatched, self.now, self.free_at)
+            if before is not None:
+                self._commit(*before)
+            before = launched
+        return self.told
+
+    def _commit(self, tokens: int, dispatched: float, launched: float, done: float) -> None:
+        waited = max(0.0, done - self.now)
+        self.now = max(self.now, done)
+        timed = self.times.ended(
+            decode_rows=1,
+            prefill_tokens=tokens,
+            dispatched=dispatched,
+            launched=launched,
+            resumed=self.now,
+            waited=waited,
+        )
+        if timed is not None:
+            self.told.append(timed)
+
+
+def test_steps_that_are_waited_for_are_told_one_by_one() -> None:
+    told = HeldUp().run([0] * 6)
+    assert [timed.seconds for timed in told] == pytest.approx([DECODE] * 5)
+
+
+def test_steps_that_hold_their_launch_up_are_told_one_by_one() -> None:
+    told = HeldUp().run([32] * 8)
+    assert [timed.seconds for timed in told[1:]] == pytest.approx([MIXED] * 6)
+
+
+def test_a_step_whose_end_nobody_saw_is_told_with_the_next() -> None:
+    """Else a rest would look as long as the chunk after it, and prompts would look free."""
+    told = HeldUp().run([0, 32] * 6)
+    for timed in told[1:]:
+        shares = timed.num_prefills * MIXED + (timed.num_decodes - timed.num_prefills) * DECODE
+        assert timed.seconds == pytest.approx(shares, abs=0.0021)
+    assert sum(timed.num_prefills for timed in told) >= 4
+
+
+def test_an_idle_device_is_not_charged_for() -> None:
+    times = StepTimes()
+    step = {"decode_rows": 1, "prefill_tokens": 0, "waited": 0.005}
+    times.ended(**step, dispatched=0.0, launched=0.001, resumed=0.01)
+    later = times.ended(**step, dispatched=9.0, launched=9.001, resumed=9.01)
+    assert later == Timed.step(pytest.approx(0.01), 1, 0)

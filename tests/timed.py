@@ -1,0 +1,121 @@
+"""The real engine on the toy model, on a device that takes time: a clock that no machine disturbs.
+
+What a step takes is a function of its rows and prompt tokens. The host takes none; it launches two
+steps ahead, as the loop does, and waits for what is not done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pippin.scheduler.loop as loop_module
+from builders import Client, Reply, make_scheduler
+from pippin.backends.base import StepPlan, StepResult
+from pippin.backends.fake import FakeBackend, FakePending
+from pippin.scheduler.loop import Loop
+from pippin.scheduler.pace import Pace
+
+
+@dataclass(frozen=True)
+class Device:
+    """seconds = [any row] x (decode + row x rows) + [any prompt] x (forward + token x tokens)"""
+
+    decode: float
+    row: float
+    forward: float
+    token: float
+    prefill_tokens: int
+
+    def seconds(self, rows: int, tokens: int) -> float:
+        decode = (self.decode + self.row * rows) * (rows > 0)
+        return decode + (self.forward + self.token * tokens) * (tokens > 0)
+
+
+# The bundled model on two cores, and a model of 0.8B parameters on a large GPU.
+TWO_CORES = Device(decode=0.009, row=0.001, forward=0.015, token=4.2e-4, prefill_tokens=512)
+LARGE_GPU = Device(decode=0.004, row=1e-5, forward=0.040, token=1.7e-5, prefill_tokens=8192)
+
+
+class TimedBackend(FakeBackend):
+    def __init__(self, device: Device) -> None:
+        super().__init__(num_slots=64, max_len=1 << 16)
+        self.costs = device
+        self.now = 0.0
+        self._free_at = 0.0
+
+    def launch(self, plan: StepPlan) -> FakePending:
+        pending = super().launch(plan)
+        pending.dispatched = self.now
+        tokens = sum(len(row.tokens) for row in plan.prefill)
+        begins = max(self.now, self._free_at)
+        self._free_at = done_at = begins + self.costs.seconds(len(plan.decode), tokens)
+        finish = pending.wait
+
+        def wait() -> StepResult:
+            self.now = max(self.now, done_at)
+            return finish()
+
+        pending.wait = wait  # type: ignore[method-assign]
+        return pending
+
+
+@dataclass
+class Heard:
+    """When one client asked, and when it heard each token."""
+
+    asked: float
+    reply: Reply
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.asked
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in pairwise(self.times)]
+
+
+Ask = tuple[float, str, Sequence[int], dict[str, Any]]  # when, who, prompt, parameters
+
+
+def serve(device: Device, asks: Sequence[Ask], *, max_gap: float | None = None) -> dict[str, Heard]:
+    """Run these to the end, with the pace that a server has; what each client heard."""
+    backend = TimedBackend(device)
+    scheduler = make_scheduler(backend, num_slots=64, chunk=device.prefill_tokens)
+    limits = {} if max_gap is None else {"max_gap": max_gap}
+    scheduler.pace = Pace(device.prefill_tokens, **limits)
+    client = Client(Loop(scheduler, backend))
+    heard: dict[str, Heard] = {}
+    left = sorted(asks, key=lambda ask: ask[0])
+    with _clock(backend):
+        while left or not client.loop.idle:
+            if client.loop.idle:
+                backend.now = max(backend.now, left[0][0])
+            while left and left[0][0] <= backend.now:
+                at, name, prompt, params = left.pop(0)
+                heard[name] = Heard(at, client.submit(prompt, id=name, **params))
+            client.step()
+            for one in heard.values():
+                new = len(one.reply.tokens) - len(one.times)
+                one.times += [backend.now] * new
+    return heard
+
+
+@contextmanager
+def _clock(backend: TimedBackend) -> Iterator[None]:
+    real = loop_module.perf_counter
+    loop_module.perf_counter = lambda: backend.now
+    try:
+        yield
+    finally:
+        loop_module.perf_counter = real
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
