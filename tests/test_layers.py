@@ -28,12 +28,16 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.base": {"types"},
     "backends.sampling_noise": set(),
     "backends.sampling": {"types", "backends.base", "backends.sampling_noise"},
+    "backends.warm_up": {"types", "backends.base"},
     "backends.fake": {"types", "backends.base"},
     "backends.mlx": {
         *("types", "config", "native_kernels", "user_cache"),
         *("backends.base", "backends.sampling", "backends.sampling_noise"),
     },
-    "scheduler": {"types", "cache", "decode", "backends.base", "messages", "metrics"},
+    "scheduler": {
+        *("types", "cache", "decode", "messages", "metrics"),
+        *("backends.base", "backends.warm_up"),
+    },
     "api": {"types", "text", "messages", "sequences", "config"},
     "bench": {"", "types", "config", "metrics"},
     "bench.ceilings": {"bench", "backends.mlx.cpu.blas"},

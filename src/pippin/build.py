@@ -71,6 +71,7 @@ def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> 
         return FakeBackend(num_slots=config.engine.max_running, max_len=max_len)
     from pippin.backends.mlx import environment
 
+    environment.launch_directly()
     if config.engine.deterministic:
         environment.use_exact_products()
     if config.engine.buffer_limit is not None:

@@ -79,13 +79,14 @@ def _decode_neighbours(llm: LLM, num_rows: int, since_step: int) -> list[tuple[A
 
 def first_token_seconds(llm: LLM, since_step: int) -> float:
     """From the plan that let a lone prompt in, until its last chunk's token was handed out."""
-    prefills = [r for r in llm.metrics.records if r.step >= since_step and r.prefill_tokens]
+    records = [r for r in llm.metrics.records if r.step >= since_step]
+    prefills = [r for r in records if r.prefill_tokens] or records[:1]  # a known prompt needs none
     return prefills[-1].committed - prefills[0].planned
 
 
 def admission_seconds(llm: LLM, since_step: int) -> float:
     """Planning the step that let a lone prompt in: match, lock, and what it has to compute."""
-    first = next(r for r in llm.metrics.records if r.step >= since_step and r.prefill_tokens)
+    first = next(r for r in llm.metrics.records if r.step >= since_step)
     return first.dispatched - first.planned
 
 

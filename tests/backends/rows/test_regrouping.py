@@ -41,7 +41,7 @@ def test_a_row_that_came_and_went_leaves_the_others_as_they_were_when_they_have_
     rows.join([(5, prompt_of(served(MODEL), 10))])
     advance(rows, 2)
     rows.leave(5)
-    advance(rows, SCATTERED_STEPS - 1)
+    advance(rows, SCATTERED_STEPS - 3)
     assert rows.width == 6  # wider than its one cohort: such steps are not compiled
     advance(rows, 1)
     assert (rows.width, rows.mains.cohorts[0].indices) == (4, [0, 1, 2, 3])

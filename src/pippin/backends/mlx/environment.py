@@ -6,6 +6,10 @@ first uses the device. What the user has set stays as it is.
     MLX_ENABLE_TF32          GPUs may round the factors of float32 products to ten bits, which turns
                              an error of 1e-6 in a chunked recurrence into 1e-3. Off for whoever
                              compares; serving leaves it to mlx
+    MLX_USE_CUDA_GRAPHS      mlx captures twenty operations at a time as a CUDA graph and looks for
+                             one of the same form to update. While requests come and go few are: 24
+                             at a time on an H200 got 1,116 tokens a second with graphs, 1,461
+                             without, and p99 gaps of 117 and 56 ms
     MLX_MAX_OPS_PER_BUFFER   operations, and megabytes that they touch, which are handed to a GPU at
     MLX_MAX_MB_PER_BUFFER    a time: mlx chooses by the device, and a few have done better with more
 """
@@ -15,11 +19,16 @@ from __future__ import annotations
 import os
 
 TF32 = "MLX_ENABLE_TF32"
+CUDA_GRAPHS = "MLX_USE_CUDA_GRAPHS"
 BUFFER_LIMITS = ("MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER")
 
 
 def use_exact_products() -> None:
     os.environ.setdefault(TF32, "0")
+
+
+def launch_directly() -> None:
+    os.environ.setdefault(CUDA_GRAPHS, "0")
 
 
 def limit_buffers(limit: int) -> None:
