@@ -52,7 +52,7 @@ def copy_project(target: Path) -> None:
     )
     for tests in ("cache", "scheduler"):
         shutil.copytree(ROOT / "tests" / tests, target / "tests" / tests)
-    for helper in ("builders.py", "conftest.py", "simulator.py"):
+    for helper in ("builders.py", "conftest.py", "simulator.py", "timed.py"):
         shutil.copy(ROOT / "tests" / helper, target / "tests")
     shutil.copy(ROOT / "pyproject.toml", target)
 

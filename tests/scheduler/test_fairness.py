@@ -59,6 +59,14 @@ def test_a_stream_keeps_its_pace_while_long_prompts_arrive(every: float) -> None
     assert heard["p0"].ttft < 2.9 * run(TWO_CORES, ask(0, "p0", 2000, 50))["p0"].ttft
 
 
+def test_where_forwards_are_dear_prompts_beside_a_stream_are_computed_in_few_of_them() -> None:
+    """Steps of a few tokens would take 40 ms each, and the prompts 6 seconds."""
+    asks = [ask(0.6 + 0.9 * n, f"p{n}", 8000, 50 + n) for n in range(4)]
+    heard = run(LARGE_GPU, ask(0, "stream", 50, 1, 700), *asks)
+    assert max(heard[f"p{n}"].ttft for n in range(4)) < 1.0
+    assert percentile(heard["stream"].gaps, 0.9) < 0.01
+
+
 @every_device
 @pytest.mark.parametrize("max_gap", [0.06, 0.1])
 def test_no_gap_is_longer_than_asked_for(device: Device, max_gap: float) -> None:

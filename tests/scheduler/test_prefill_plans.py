@@ -211,5 +211,5 @@ def test_a_prompt_that_takes_two_steps_is_halved() -> None:
     client = make_client(num_slots=8, chunk=32)
     client.submit(make_prompt(35))
     assert chunk_lens(client) == [18]
-    client.submit(make_prompt(32, 1))  # 15 are left
+    client.submit(make_prompt(33, 1))  # 15 are left
     assert chunk_lens(client) == [17]

@@ -71,9 +71,19 @@ def test_a_step_whose_end_nobody_saw_is_told_with_the_next() -> None:
     assert sum(timed.num_prefills for timed in told) >= 4
 
 
+def test_a_step_that_nobody_saw_before_a_pause_is_not_told_after_it() -> None:
+    times = StepTimes()
+    unseen = {"decode_rows": 0, "prefill_tokens": 0, "waited": 0.0}
+    seen = {"decode_rows": 1, "prefill_tokens": 0, "waited": 0.009}
+    times.ended(**seen, dispatched=0.0, launched=0.001, resumed=0.01)
+    assert times.ended(**unseen, dispatched=0.005, launched=0.006, resumed=0.011) is None
+    later = times.ended(**seen, dispatched=9.0, launched=9.001, resumed=9.01)
+    assert later == Timed.step(pytest.approx(0.01), 1, 0)
+
+
 def test_an_idle_device_is_not_charged_for() -> None:
     times = StepTimes()
-    step = {"decode_rows": 1, "prefill_tokens": 0, "waited": 0.005}
+    step = {"decode_rows": 1, "prefill_tokens": 0, "waited": 0.009}
     times.ended(**step, dispatched=0.0, launched=0.001, resumed=0.01)
     later = times.ended(**step, dispatched=9.0, launched=9.001, resumed=9.01)
     assert later == Timed.step(pytest.approx(0.01), 1, 0)

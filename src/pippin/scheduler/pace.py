@@ -13,7 +13,7 @@ from pippin.types import GRID
 
 STEP_STRETCH = 2.4  # a step with prompts may take this many times a decode-only step,
 LONGEST_STRETCH = 3.9  # and up to this many the more prompts wait for each stream that runs
-SMALLEST_CHUNK = GRID // 4
+SMALLEST_CHUNK = GRID // 2
 STEPS_BETWEEN_RESTS = 32  # a step without prompts now and then tells the two costs apart,
 LONGEST_SAVED = 0.055  # seconds of prompts to save up for: streams wait for all of it at once
 MAX_SAVING_STEPS = 32  # without prompts, before a forward that streams cannot pay for runs anyway
@@ -64,10 +64,11 @@ class Pace:
         if self._within(income) < least:  # a forward that pays is saved up for
             least = max(productive, smallest)
         price = self.costs.prefill_seconds(least)
-        self._credit = min(self._credit + income, max(income, price))
+        at_once = max(income, price)
+        self._credit = min(self._credit + income, at_once + income)  # what is over is not lost
         if self._credit < price and self._can_save(income, price):
             return 0
-        return min(max(self._within(self._credit), least), most)
+        return min(max(self._within(min(self._credit, at_once)), least), most)
 
     @property
     def productive_tokens(self) -> int:

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pippin.metrics import NOTICEABLE_SECONDS
 from pippin.scheduler.costs import Timed
 
-# Of the time since the last end that is known:
-NOTICEABLE_SHARE = 0.05  # of waiting, likewise
-HELD_UP_SHARE = 0.5  # of a launch: it was held up by its step
+NOTICEABLE_SHARE = 0.05  # of waiting, of the time since the last step was committed: likewise
+HELD_UP_SHARE = 0.5  # of a launch, of the time since an end was known: its step held it up
 
 
 @dataclass
 class StepTimes:
     _last_end: float = 0.0
+    _last_resumed: float = 0.0
     _untold: Timed | None = None  # steps since then
     _began: float = 0.0  # of these
 
@@ -45,10 +45,14 @@ class StepTimes:
         and returned, `resumed` when the host had its result, after `waited` seconds.
         """
         step = Timed.step(0.0, decode_rows, prefill_tokens)
+        turn = resumed - max(dispatched, self._last_resumed)
+        if dispatched >= self._last_resumed:  # nothing was in flight: the device had a pause
+            self._untold = None
+        self._last_resumed = resumed
         if self._untold is None:
             self._began = max(dispatched, self._last_end)
         self._untold = step if self._untold is None else self._untold.followed_by(step)
-        if waited > max(NOTICEABLE_SECONDS, NOTICEABLE_SHARE * (resumed - self._began)):
+        if waited > max(NOTICEABLE_SECONDS, NOTICEABLE_SHARE * turn):
             end = resumed
         elif launched - dispatched > HELD_UP_SHARE * (launched - self._began) > 0.0:
             end = launched
