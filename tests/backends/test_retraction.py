@@ -39,6 +39,7 @@ def num_drawn_alike(reply: Reply, expected: Reply) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(360)  # every reply is computed alone as well
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_retracted_replies_are_what_each_is_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
