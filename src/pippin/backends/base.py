@@ -285,6 +285,10 @@ class Backend(Costs, Protocol):
         """Enqueue; wait for no result."""
         ...
 
+    def make_way(self, *, busy: bool) -> None:
+        """Told when requests begin to run, and when none do: work of its own waits meanwhile."""
+        ...
+
     def memory_used(self) -> int:
         """Bytes the device holds now, weights included."""
         ...

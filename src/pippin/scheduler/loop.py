@@ -89,6 +89,8 @@ class Loop:
         """
         if self.failure is not None:
             return []
+        if self._paused:
+            self.backend.make_way(busy=True)
         deltas = self.scheduler.take_outbox()
         self._dispatch(deltas)
         previous = self._in_flight
@@ -106,6 +108,8 @@ class Loop:
         elif self.idle and not self._paused and self.scheduler.cache is not None:
             self.scheduler.cache.check_when_idle()
         self._paused = self.idle
+        if self._paused:
+            self.backend.make_way(busy=False)
         return deltas
 
     def status(self) -> dict[str, Any]:

@@ -125,6 +125,9 @@ class FakeBackend:
     def limit_memory(self, budget_bytes: int) -> int:
         return budget_bytes
 
+    def make_way(self, *, busy: bool) -> None:
+        """It has no work of its own."""
+
     def memory_used(self) -> int:
         """Rows and every payload that somebody has not given back."""
         rows = (self.row_bytes(len(r.tokens), r.num_borrowed) for r in self._rows.values())

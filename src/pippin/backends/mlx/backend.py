@@ -141,6 +141,7 @@ class MLXBackend:
     def launch(self, plan: StepPlan) -> MLXPending:
         if self._resident is not None:
             self._resident.keep()
+        self._kernels.check_stop()
         step = MLXPending(plan, self._sample_rows, self._num_top_logprobs, self._clock)
         for retire in plan.retire:
             self._retire(step, retire)
@@ -183,6 +184,9 @@ class MLXBackend:
     @property
     def loaded(self) -> LoadedModel:
         return self._loaded
+
+    def make_way(self, *, busy: bool) -> None:
+        self._kernels.give_way(busy=busy)
 
     def memory_used(self) -> int:
         return int(mx.get_active_memory())

@@ -5,19 +5,29 @@ A decode step needs some forty kernels: half a minute, once per machine and mode
 starts with plain steps while a process in the background builds the kernels, and changes over when
 a marker says that they are all there. On GPUs kernels are built in no time: steps are compiled at
 once.
+
+The process gives way: while requests run it is stopped. Two threads of a product that wait for each
+other on two cores, one of which somebody else has, are ten times as slow. Under load that does not
+end it goes on after a few minutes all the same.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 from pippin.backends.mlx.cpu.compiler import compile_available, kernel_dir
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.load import LoadedModel
+
+LONGEST_STOP = 240.0  # seconds, all together
 
 
 def marker_path(loaded: LoadedModel) -> Path:
@@ -35,6 +45,8 @@ class Kernels:
     marker: Path | None  # None: no compiler, or none is needed
     available: bool
     builder: subprocess.Popen[bytes] | None = None
+    _stopped_at: float | None = None
+    _stopped_for: float = 0.0
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> Kernels:
@@ -56,9 +68,40 @@ class Kernels:
             return
         command = [sys.executable, "-m", "pippin.backends.mlx.cpu.warm", str(path), dtype]
         quiet = subprocess.DEVNULL
-        self.builder = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+        self.builder = subprocess.Popen(  # with its compilers in a group of their own
+            command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+        )
+
+    def give_way(self, *, busy: bool) -> None:
+        """Stop the builder while requests run; let it go on in between."""
+        if self.builder is None or self.builder.poll() is not None:
+            return
+        if busy and self._stopped_at is None and self._stopped_for < LONGEST_STOP:
+            self._stopped_at = monotonic()
+            self._signal(signal.SIGSTOP)
+        elif not busy:
+            self._go_on()
+
+    def check_stop(self) -> None:
+        """Called now and then while requests run."""
+        if self._stopped_at is not None:
+            stopped_for = self._stopped_for + monotonic() - self._stopped_at
+            if stopped_for >= LONGEST_STOP:
+                self._go_on()
+
+    def _go_on(self) -> None:
+        if self._stopped_at is not None:
+            self._stopped_for += monotonic() - self._stopped_at
+            self._stopped_at = None
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        assert self.builder is not None
+        with suppress(ProcessLookupError):  # it has just ended
+            os.killpg(self.builder.pid, number)
 
     def close(self) -> None:
         if self.builder is not None and self.builder.poll() is None:
-            self.builder.terminate()
+            self._go_on()
+            self._signal(signal.SIGTERM)
             self.builder.wait()

@@ -1,0 +1,78 @@
+"""Whoever builds kernels in the background gives way while requests run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pippin.backends.mlx.cpu import kernels
+from pippin.backends.mlx.cpu.kernels import Kernels
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="kernels are built in the background on Linux only"
+)
+
+
+@pytest.fixture
+def building() -> Iterator[Kernels]:
+    command = ["sh", "-c", "sleep 60 & wait"]  # a compiler, and whoever called it
+    builder = subprocess.Popen(command, start_new_session=True)
+    made = Kernels(Path("marker"), available=False, builder=builder)
+    yield made
+    made.close()
+    assert builder.poll() is not None
+
+
+def is_stopped(made: Kernels) -> bool:
+    assert made.builder is not None
+    stat = Path(f"/proc/{made.builder.pid}/stat")
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:  # a signal takes a moment
+        state = stat.read_text().rsplit(")", 1)[1].split()[0]
+        if state in ("T", "S"):
+            return state == "T"
+    raise AssertionError(f"the builder is neither stopped nor asleep, but {state}")
+
+
+def wait_until(made: Kernels, *, stopped: bool) -> None:
+    deadline = time.monotonic() + 5.0
+    while is_stopped(made) != stopped:
+        assert time.monotonic() < deadline
+
+
+def test_it_is_stopped_while_requests_run(building: Kernels) -> None:
+    building.give_way(busy=True)
+    wait_until(building, stopped=True)
+    building.check_stop()
+    assert is_stopped(building)
+    building.give_way(busy=False)
+    wait_until(building, stopped=False)
+
+
+def test_under_endless_load_it_goes_on_after_a_while(
+    building: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    building.give_way(busy=True)
+    wait_until(building, stopped=True)
+    monkeypatch.setattr(kernels, "LONGEST_STOP", 0.0)
+    building.check_stop()
+    wait_until(building, stopped=False)
+    building.give_way(busy=True)  # and is not stopped again
+    assert not is_stopped(building)
+
+
+def test_closing_ends_it_even_if_it_is_stopped(building: Kernels) -> None:
+    building.give_way(busy=True)
+    wait_until(building, stopped=True)
+
+
+def test_without_a_builder_there_is_nothing_to_do() -> None:
+    made = Kernels(None, available=False)
+    made.give_way(busy=True)
+    made.check_stop()
+    made.close()
