@@ -9,7 +9,7 @@ first uses the device. What the user has set stays as it is.
     MLX_USE_CUDA_GRAPHS      mlx captures twenty operations at a time as a CUDA graph and looks for
                              one of the same form to update. While requests come and go few are: 24
                              at a time on an H200 got 1,116 tokens a second with graphs, 1,461
-                             without, and p99 gaps of 117 and 56 ms
+                             without, and p99 gaps of 117 and 56 ms (one run of 8 s each)
     MLX_MAX_OPS_PER_BUFFER   operations, and megabytes that they touch, which are handed to a GPU at
     MLX_MAX_MB_PER_BUFFER    a time: mlx chooses by the device, and a few have done better with more
 """
