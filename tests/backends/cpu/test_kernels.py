@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def building() -> Iterator[Kernels]:
     command = ["sh", "-c", "sleep 60 & wait"]  # a compiler, and whoever called it
-    builder = subprocess.Popen(command, start_new_session=True)
+    builder = kernels.start_builder(command)
     made = Kernels(Path("marker"), available=False, builder=builder)
     yield made
     made.close()
@@ -69,6 +69,28 @@ def test_under_endless_load_it_goes_on_after_a_while(
 def test_closing_ends_it_even_if_it_is_stopped(building: Kernels) -> None:
     building.give_way(busy=True)
     wait_until(building, stopped=True)
+
+
+def test_it_ends_with_a_server_that_is_killed_while_it_is_stopped() -> None:
+    script = (
+        "from pippin.backends.mlx.cpu.kernels import Kernels, start_builder; import time\n"
+        "made = Kernels(None, available=False, builder=start_builder(['sleep', '60']))\n"
+        "made.give_way(busy=True)\n"
+        "print(made.builder.pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert server.stdout is not None
+    builder = Path(f"/proc/{int(server.stdout.readline())}/stat")
+    server.kill()
+    server.wait()
+    server.stdout.close()
+    deadline = time.monotonic() + 10.0
+    while builder.exists() and builder.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the builder has outlived its server"
+        time.sleep(0.05)
 
 
 def test_without_a_builder_there_is_nothing_to_do() -> None:

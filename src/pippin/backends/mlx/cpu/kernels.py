@@ -38,6 +38,15 @@ def marker_path(loaded: LoadedModel) -> Path:
     return kernel_dir() / f"pippin-{digest.hexdigest()[:16]}"
 
 
+def start_builder(command: list[str]) -> subprocess.Popen[bytes]:
+    """With its compilers in a group of their own, to be stopped together.
+
+    But in our session: if we are killed while they are stopped, the system wakes and ends them.
+    """
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
+
+
 @dataclass
 class Kernels:
     """Whether decode steps may be compiled now."""
@@ -67,10 +76,7 @@ class Kernels:
         if self.available or self.marker is None:
             return
         command = [sys.executable, "-m", "pippin.backends.mlx.cpu.warm", str(path), dtype]
-        quiet = subprocess.DEVNULL
-        self.builder = subprocess.Popen(  # with its compilers in a group of their own
-            command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
-        )
+        self.builder = start_builder(command)
 
     def give_way(self, *, busy: bool) -> None:
         """Stop the builder while requests run; let it go on in between."""

@@ -7,8 +7,6 @@ Plain operations take a dozen launches for it, and with many layers a decode ste
 launches. Here a block of threads takes a stretch of one row's columns for the queries of one key
 head, and whoever has the last stretch also writes the row's new tail. Where a row has several
 stretches, a second kernel adds them up. Lengths and places are data: kernels know no shapes.
-
-One source for CUDA and Metal; what their dialects call differently is defined before it.
 """
 
 from __future__ import annotations
@@ -16,14 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Literal
 
 import mlx.core as mx
 
+from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, DIALECTS, Dialect
 from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.rows.packed_views import AttendPacked
-
-Dialect = Literal["cuda", "metal"]
 
 FEWEST_THREADS, MOST_THREADS = 128, 512
 MOST_SHARED = 8192  # numbers of a block of threads, where its warps add up
@@ -32,246 +28,6 @@ WANTED_BLOCKS = 528  # about: four for each multiprocessor of a large GPU
 SHORTEST_STRETCH = 64  # columns
 ROUNDS_OF_ONE_STRETCH = 16  # of a block over a row's columns, before these are cut
 AHEAD = 2  # columns that a lane fetches before it looks at the first
-
-_DIALECTS: dict[Dialect, str] = {
-    "cuda": """
-#define PLACE_X blockIdx.x
-#define PLACE_Y blockIdx.y
-#define PLACE_Z blockIdx.z
-#define NUM_X gridDim.x
-#define THREAD threadIdx.x
-#define TOGETHER __shared__
-#define GLOBAL
-#define SYNC() __syncthreads()
-#define FROM_LANE(value, distance) __shfl_xor_sync(~0u, value, distance)
-#define EXP(value) expf(value)
-#define UNROLL _Pragma("unroll")
-""",
-    "metal": """
-#define PLACE_X threadgroup_position_in_grid.x
-#define PLACE_Y threadgroup_position_in_grid.y
-#define PLACE_Z threadgroup_position_in_grid.z
-#define NUM_X threadgroups_per_grid.x
-#define THREAD thread_position_in_threadgroup.x
-#define TOGETHER threadgroup
-#define GLOBAL device
-#define SYNC() threadgroup_barrier(mem_flags::mem_threadgroup)
-#define FROM_LANE(value, distance) simd_shuffle_xor(value, distance)
-#define EXP(value) metal::exp(value)
-#define UNROLL _Pragma("unroll")
-""",
-}
-
-_ATTEND = """
-    constexpr int PER_LANE = D / Lanes;
-    constexpr int PER_LANE_V = Dv / Lanes;
-    constexpr int GROUPS = Threads / Lanes;  // each takes one column at a time
-    constexpr int WARPS = Threads / 32;
-    constexpr float LEAST = -1e30f;
-    struct alignas(sizeof(T) * Vec) Chunk { T at[Vec]; };
-    const int me = THREAD;  // (`me` is a keyword of Metal)
-    const int lane = me % Lanes;
-    const int group = me / Lanes;
-    const int split = PLACE_X;
-    const int num_splits = NUM_X;
-    const int head = PLACE_Y / Shares;             // of the keys
-    const int first_query = PLACE_Y * Queries;     // head of the queries
-    const int row = PLACE_Z;
-    const int num_query_heads = q_shape[1];
-    const int num_heads = k_shape[1];
-
-    const int start = places[2 * row];             // this row's columns among the mains
-    const int num_main = places[2 * row + 1];
-    const int num_columns = num_main + Tail;
-    const int per_split = (num_columns + num_splits - 1) / num_splits;
-    const int begin = split * per_split;
-    const int end = begin + per_split < num_columns ? begin + per_split : num_columns;
-    const int now = cursor[0];
-
-    const GLOBAL T* new_key = k + row * k_strides[0] + head * k_strides[1];
-    const GLOBAL T* new_value = v + row * v_strides[0] + head * v_strides[1];
-    const GLOBAL T* main_keys = main_k + (head * static_cast<size_t>(main_k_shape[1]) + start) * D;
-    const GLOBAL T* main_values =
-        main_v + (head * static_cast<size_t>(main_v_shape[1]) + start) * Dv;
-    const size_t tail_at = (static_cast<size_t>(row) * num_heads + head) * Tail;
-
-    // A lane's channels: Vec of them side by side, then as many after those of the other lanes.
-    float query[Queries][PER_LANE];
-    float sum[Queries][PER_LANE_V];
-    float top[Queries], total[Queries];
-    UNROLL
-    for (int n = 0; n < Queries; ++n) {
-      const GLOBAL T* own = q + row * q_strides[0] + (first_query + n) * q_strides[1];
-      UNROLL
-      for (int i = 0; i < PER_LANE; ++i)
-        query[n][i] = static_cast<float>(own[(i / Vec) * Vec * Lanes + lane * Vec + i % Vec])
-            * scale[0];
-      UNROLL
-      for (int i = 0; i < PER_LANE_V; ++i) sum[n][i] = 0.0f;
-      top[n] = LEAST;
-      total[n] = 0.0f;
-    }
-
-    for (int from = begin; from < end; from += Ahead * GROUPS) {
-      // Fetch the columns of a few rounds first: memory is far away.
-      Chunk keys[Ahead][PER_LANE / Vec], values[Ahead][PER_LANE_V / Vec];
-      bool visible[Ahead];
-      UNROLL
-      for (int a = 0; a < Ahead; ++a) {
-        const int column = from + a * GROUPS + group;
-        visible[a] = column < end
-            && (column < num_main || visible_tail[row * Tail + column - num_main]);
-        const int safe = visible[a] ? column : begin;
-        const int in_tail = safe - num_main;
-        const GLOBAL T* key = in_tail < 0 ? main_keys + static_cast<size_t>(safe) * D
-            : in_tail == now ? new_key : tail_k + (tail_at + in_tail) * D;
-        const GLOBAL T* value = in_tail < 0 ? main_values + static_cast<size_t>(safe) * Dv
-            : in_tail == now ? new_value : tail_v + (tail_at + in_tail) * Dv;
-        UNROLL
-        for (int i = 0; i < PER_LANE / Vec; ++i)
-          keys[a][i] = *reinterpret_cast<const GLOBAL Chunk*>(key + (i * Lanes + lane) * Vec);
-        UNROLL
-        for (int i = 0; i < PER_LANE_V / Vec; ++i)
-          values[a][i] = *reinterpret_cast<const GLOBAL Chunk*>(value + (i * Lanes + lane) * Vec);
-      }
-      UNROLL
-      for (int a = 0; a < Ahead; ++a) {
-        float score[Queries];
-        UNROLL
-        for (int n = 0; n < Queries; ++n) {
-          score[n] = 0.0f;
-          UNROLL
-          for (int i = 0; i < PER_LANE; ++i)
-            score[n] += query[n][i] * static_cast<float>(keys[a][i / Vec].at[i % Vec]);
-          UNROLL
-          for (int step = Lanes / 2; step > 0; step /= 2) score[n] += FROM_LANE(score[n], step);
-          const float higher = visible[a] && score[n] > top[n] ? score[n] : top[n];
-          const float fade = EXP(top[n] - higher);
-          score[n] = visible[a] ? EXP(score[n] - higher) : 0.0f;
-          top[n] = higher;
-          total[n] = total[n] * fade + score[n];
-          UNROLL
-          for (int i = 0; i < PER_LANE_V; ++i) sum[n][i] *= fade;
-        }
-        if (!visible[a]) continue;  // what is there weighs nothing, but nothing times inf does not
-        UNROLL
-        for (int n = 0; n < Queries; ++n)
-          UNROLL
-          for (int i = 0; i < PER_LANE_V; ++i)
-            sum[n][i] += score[n] * static_cast<float>(values[a][i / Vec].at[i % Vec]);
-      }
-    }
-
-    // Add up: the groups of a warp, then the warps.
-    for (int distance = Lanes; distance < 32; distance *= 2) {
-      UNROLL
-      for (int n = 0; n < Queries; ++n) {
-        const float other = FROM_LANE(top[n], distance);
-        const float higher = top[n] > other ? top[n] : other;
-        const float fade = EXP(top[n] - higher);
-        const float other_fade = EXP(other - higher);
-        const float other_total = FROM_LANE(total[n], distance);
-        total[n] = total[n] * fade + other_total * other_fade;
-        UNROLL
-        for (int i = 0; i < PER_LANE_V; ++i) {
-          const float other_sum = FROM_LANE(sum[n][i], distance);
-          sum[n][i] = sum[n][i] * fade + other_sum * other_fade;
-        }
-        top[n] = higher;
-      }
-    }
-    TOGETHER float tops[WARPS][Queries], totals[WARPS][Queries], sums[WARPS][Queries][Dv];
-    if (me % 32 < Lanes) {
-      const int warp = me / 32;
-      UNROLL
-      for (int n = 0; n < Queries; ++n) {
-        UNROLL
-        for (int i = 0; i < PER_LANE_V; ++i)
-          sums[warp][n][(i / Vec) * Vec * Lanes + lane * Vec + i % Vec] = sum[n][i];
-        tops[warp][n] = top[n];
-        totals[warp][n] = total[n];
-      }
-    }
-    SYNC();
-    for (int at = me; at < Queries * Dv; at += Threads) {
-      const int n = at / Dv;
-      float highest = tops[0][n];
-      for (int warp = 1; warp < WARPS; ++warp)
-        highest = tops[warp][n] > highest ? tops[warp][n] : highest;
-      float all = 0.0f;
-      float mixed = 0.0f;
-      for (int warp = 0; warp < WARPS; ++warp) {
-        const float fade = EXP(tops[warp][n] - highest);
-        all += totals[warp][n] * fade;
-        mixed += sums[warp][n][at % Dv] * fade;
-      }
-      const int query_head = first_query + n;
-      if (Whole) {
-        if (Sinks) {
-          const float sink = static_cast<float>(sinks[query_head]);
-          const float higher = sink > highest ? sink : highest;
-          const float fade = EXP(highest - higher);
-          mixed *= fade;
-          all = all * fade + EXP(sink - higher);
-        }
-        out[(static_cast<size_t>(row) * num_query_heads + query_head) * Dv + at % Dv] =
-            static_cast<O>(mixed / all);
-      } else {
-        const size_t part =
-            (static_cast<size_t>(row) * num_query_heads + query_head) * num_splits + split;
-        out[part * Dv + at % Dv] = static_cast<O>(mixed);
-        if (at % Dv == 0) {
-          weights[2 * part] = highest;
-          weights[2 * part + 1] = all;
-        }
-      }
-    }
-
-    // The row's new tail: the first of those that share a key head and have the last stretch.
-    if (split == num_splits - 1 && PLACE_Y % Shares == 0) {
-      for (int i = me; i < Tail * D / Vec; i += Threads) {
-        const int column = i * Vec / D;
-        const GLOBAL T* from =
-            column == now ? new_key + i * Vec % D : tail_k + tail_at * D + i * Vec;
-        *reinterpret_cast<GLOBAL Chunk*>(new_tail_k + tail_at * D + i * Vec) =
-            *reinterpret_cast<const GLOBAL Chunk*>(from);
-      }
-      for (int i = me; i < Tail * Dv / Vec; i += Threads) {
-        const int column = i * Vec / Dv;
-        const GLOBAL T* from =
-            column == now ? new_value + i * Vec % Dv : tail_v + tail_at * Dv + i * Vec;
-        *reinterpret_cast<GLOBAL Chunk*>(new_tail_v + tail_at * Dv + i * Vec) =
-            *reinterpret_cast<const GLOBAL Chunk*>(from);
-      }
-    }
-"""
-
-_ADD_UP = """
-    const int query_head = PLACE_X;
-    const int row = PLACE_Y;
-    const int num_splits = parts_shape[2];
-    const size_t place = static_cast<size_t>(row) * parts_shape[1] + query_head;
-    float highest = -1e30f;
-    for (int split = 0; split < num_splits; ++split) {
-      const float top = weights[2 * (place * num_splits + split)];
-      highest = top > highest ? top : highest;
-    }
-    if (Sinks) {
-      const float sink = static_cast<float>(sinks[query_head]);
-      highest = sink > highest ? sink : highest;
-    }
-    for (int i = THREAD; i < Dv; i += Threads) {
-      float all = Sinks ? EXP(static_cast<float>(sinks[query_head]) - highest) : 0.0f;
-      float mixed = 0.0f;
-      for (int split = 0; split < num_splits; ++split) {
-        const size_t part = place * num_splits + split;
-        const float fade = EXP(weights[2 * part] - highest);
-        all += weights[2 * part + 1] * fade;
-        mixed += parts[part * Dv + i] * fade;
-      }
-      out[place * Dv + i] = static_cast<T>(mixed / all);
-    }
-"""
 
 
 @dataclass(frozen=True)
@@ -330,16 +86,16 @@ def _kernels(dialect: Dialect) -> tuple[Callable[..., list[mx.array]], ...]:
             *("places", "visible_tail", "cursor", "scale", "sinks"),
         ],
         output_names=["out", "weights", "new_tail_k", "new_tail_v"],
-        header=_DIALECTS[dialect],
-        source=_ATTEND,
+        header=DIALECTS[dialect],
+        source=ATTEND,
         ensure_row_contiguous=False,
     )
     add_up = make(
         name="pippin_add_up_stretches",
         input_names=["parts", "weights", "sinks"],
         output_names=["out"],
-        header=_DIALECTS[dialect],
-        source=_ADD_UP,
+        header=DIALECTS[dialect],
+        source=ADD_UP,
     )
     return attend, add_up  # type: ignore[return-value]
 

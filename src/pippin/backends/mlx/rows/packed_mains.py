@@ -177,12 +177,10 @@ class PackedMains:
         leaves = {index: self._layout.leaves[index] for index in self._leaves(own.window)}
         escort = Escort(sum(capacity * leaf.nbytes for leaf in leaves.values()))
         for index, leaf in leaves.items():
-            old = self._kv.pop(index, None)
+            old = self._kv.pop(index, [])
             made = []
             for side in (0, 1):
-                sources = [] if old is None else [old[side]]
-                if old is not None:
-                    old[side] = chosen  # given up: whoever reads it in flight still holds it
+                sources = [old.pop(0)] if old else []  # given up: the move is the last to hold it
                 if tails is not None:
                     sources.append(_side_by_side(tails.kv[index][side]))
                 made.append(_gathered(sources, chosen, leaf, side))
