@@ -18,7 +18,6 @@ STEPS_BETWEEN_RESTS = 32  # a step without prompts now and then tells the two co
 LONGEST_SAVED = 0.055  # seconds of prompts to save up for: streams wait for all of it at once
 MAX_SAVING_STEPS = 32  # without prompts, before a forward that streams cannot pay for runs anyway
 STEPS_BEFORE_REST = 4  # and so many after the number of streams has changed
-ALMOST_A_BLOCK = 2 * GRID // 3  # recurrences compute whole blocks, and a checkpoint ends one
 
 
 @dataclass
@@ -99,8 +98,3 @@ class Pace:
         if timed.num_decodes and not timed.num_prefills:
             self._num_mixed = 0
         self.costs.observe(timed)
-
-
-def _whole_block(tokens: int) -> int:
-    """Most of a block costs almost what all of it costs."""
-    return GRID if ALMOST_A_BLOCK <= tokens < GRID else tokens
