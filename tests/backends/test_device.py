@@ -16,6 +16,7 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.device import limit_memory, on_cpu
 from pippin.build import load_backend
 from pippin.config import Config, EngineConfig, ModelConfig
+from pippin.errors import LoadError
 from serving import served
 
 
@@ -157,3 +158,19 @@ def test_one_option_limits_buffers_in_both_ways(monkeypatch: pytest.MonkeyPatch)
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_ENABLE_TF32", "1")
     assert environment_at_load(monkeypatch, deterministic=True) == {"MLX_ENABLE_TF32": "1"}
+
+
+def test_cuda_graphs_are_off_unless_the_user_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(environment.CUDA_GRAPHS, raising=False)
+    environment_at_load(monkeypatch)
+    assert os.environ[environment.CUDA_GRAPHS] == "0"
+    monkeypatch.setenv(environment.CUDA_GRAPHS, "1")
+    environment_at_load(monkeypatch)
+    assert os.environ[environment.CUDA_GRAPHS] == "1"
+
+
+def test_memory_that_cannot_be_wired_is_not_said_to_be() -> None:
+    if device.on_metal():
+        pytest.skip("Metal wires memory")
+    with pytest.raises(LoadError, match="only Metal"):
+        MLXBackend.load(Path("nowhere"), num_slots=1, wired=True)

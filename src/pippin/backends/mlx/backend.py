@@ -47,6 +47,7 @@ from pippin.backends.mlx.step.pending import MLXPending, SampledRows
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import Logprobs, Sampler, SampleRow
 from pippin.backends.mlx.tree.captures import Captures
+from pippin.errors import LoadError
 from pippin.types import ModelSpec
 
 # Of what the weights leave:
@@ -126,6 +127,8 @@ class MLXBackend:
 
         `wired`: the weights' memory, on Metal.
         """
+        if wired and not on_metal():
+            raise LoadError(f"wired: only Metal wires memory, this is {device_info().kind}")
         loaded = load(path, dtype=dtype, deterministic=deterministic, progress=progress)
         backend = cls(
             loaded,
