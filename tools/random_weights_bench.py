@@ -113,7 +113,7 @@ def pippin_prompt(loaded: LoadedModel, ids: np.ndarray, chunk: int) -> PromptSta
 class PippinDecode:
     def __init__(self, loaded: LoadedModel, rows: int, context: int, *, plain: bool) -> None:
         self._forward = DecodeForward(loaded.layout, loaded.forward, compiled=lambda: not plain)
-        self._rows = DecodeRows(loaded.layout, loaded.attend_packed)
+        self._rows = DecodeRows(loaded.layout, loaded.attention)
         prompts = [pippin_prompt(loaded, ids, 2048) for ids in tokens(rows, context)]
         self._rows.join(list(enumerate(prompts, start=1)))
         self._slots = list(range(1, rows + 1))
@@ -172,7 +172,7 @@ def main() -> None:
     dtype = mx.float32 if cpu else mx.bfloat16
     shape = SHAPES[args.shape]
     loaded = prepare(random_model(dtype, shape), shape)
-    packed = loaded.attend_packed is not None
+    packed = loaded.attention.kernel is not None
     print("pippin: packed rows:", packed, "taps:", loaded.state_taps)
     ids = tokens(1, args.prefill)[0]
     for chunk in (512, 2048, args.prefill):

@@ -14,8 +14,7 @@ from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.load import prepare
 from pippin.backends.mlx.recurrent import choices
 from pippin.backends.mlx.recurrent.calls import Kind
-from pippin.backends.mlx.recurrent.choice_file import Times
-from pippin.backends.mlx.recurrent.choices import Choice
+from pippin.backends.mlx.recurrent.choices import Choice, Times
 from pippin.types import Component
 
 PLAIN = Leaf(0, Component.ATTENTION, reads=Reads.PIECES)

@@ -11,9 +11,9 @@ import pytest
 from pippin.backends.mlx.gpu.packed_attention import (
     Form,
     attend_packed,
-    attend_packed_plainly,
     cut,
 )
+from pippin.backends.mlx.rows.plain_attention import attend_in_pieces, attend_joined
 
 TAIL, CURSOR = 64, 17
 KERNEL = pytest.param(
@@ -21,7 +21,7 @@ KERNEL = pytest.param(
     marks=pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU"),
     id="kernel",
 )
-PLAIN = pytest.param(attend_packed_plainly, id="plain")
+JOINED = pytest.param(attend_joined, id="joined")
 
 
 class Rows:
@@ -81,7 +81,7 @@ class Rows:
         return [np.array(array) for array in out]
 
 
-@pytest.mark.parametrize("function", [KERNEL, PLAIN])
+@pytest.mark.parametrize("function", [KERNEL, JOINED])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "heads", "dim"),
@@ -105,6 +105,20 @@ def test_rows_of_all_lengths(
         np.testing.assert_array_equal(tail[:, :, others], old[:, :, others])
 
 
+@pytest.mark.parametrize("function", [KERNEL, JOINED])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("first", "length"), [(0, 5), (0, 300), (7, 90)])
+def test_the_only_row(function: object, sinks: bool, first: int, length: int) -> None:
+    """`first`: columns that its window has passed by."""
+    rows = Rows([first + length], (9, 3), 64, seed=length)
+    rows.places[0] = first, length
+    for attend in (function, attend_in_pieces):
+        out, keys, values = rows.attend(attend, sinks=sinks)
+        np.testing.assert_allclose(out, rows.expected(sinks=sinks), atol=2e-6)
+        np.testing.assert_array_equal(keys[:, :, CURSOR], rows.new[0][:, :, 0])
+        np.testing.assert_array_equal(values[:, :, CURSOR], rows.new[1][:, :, 0])
+
+
 @pytest.mark.parametrize("function", [KERNEL])
 def test_what_no_row_sees_may_be_anything(function: object) -> None:
     rows = Rows([40, 9], (8, 2), 128, seed=0)
@@ -115,6 +129,16 @@ def test_what_no_row_sees_may_be_anything(function: object) -> None:
         rows.tails[:, row][:, :, hidden[row]] = np.inf
     out, *_ = rows.attend(function, sinks=False)
     np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("function", [KERNEL, JOINED])
+def test_a_row_reads_no_columns_of_others(function: object) -> None:
+    rows = Rows([40, 9, 30], (8, 2), 128, seed=0)
+    expected = rows.expected(sinks=False)
+    rows.mains[:, :, :40] = np.nan  # row 0 overflowed
+    rows.mains[:, :, 79:] = np.nan
+    out, *_ = rows.attend(function, sinks=False)
+    np.testing.assert_allclose(out[1:], expected[1:], atol=2e-6)
 
 
 def test_a_form_leaves_no_channel_out() -> None:

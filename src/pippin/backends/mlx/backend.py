@@ -330,7 +330,7 @@ class MLXBackend:
         return [(self._rows.get(d.slot) or self._make_rows(), [d]) for d in decodes]
 
     def _make_rows(self) -> DecodeRows:
-        return DecodeRows(self._loaded.layout, self._loaded.attend_packed)
+        return DecodeRows(self._loaded.layout, self._loaded.attention)
 
     def _decode(self, step: MLXPending, rows: DecodeRows, decodes: Sequence[DecodeRow]) -> None:
         joining = [d.slot for d in decodes if d.slot not in self._rows]

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, DIALECTS, Dialect
 from pippin.backends.mlx.layout import Layout, Leaf
-from pippin.backends.mlx.rows.packed_views import AttendPacked
+from pippin.backends.mlx.rows.attention_paths import AttendPacked
 
 FEWEST_THREADS, MOST_THREADS = 128, 512
 MOST_SHARED = 8192  # numbers of a block of threads, where its warps add up
@@ -176,36 +176,4 @@ def attend_packed(
             output_shapes=[(num_rows, num_query_heads, 1, v_dim)],
             output_dtypes=[q.dtype],
         )
-    return out, tail_k, tail_v
-
-
-def attend_packed_plainly(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    tail: tuple[mx.array, mx.array],
-    main: tuple[mx.array, mx.array],
-    places: mx.array,
-    visible_tail: mx.array,
-    cursor: mx.array,
-    scale: float,
-    sinks: mx.array | None,
-    num_columns: int,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """The same in plain operations: what the kernel is checked against, on any device."""
-    tail_k, tail_v = (
-        mx.slice_update(old, new, cursor, (2,)) for old, new in zip(tail, (k, v), strict=True)
-    )
-    columns = mx.arange(num_columns)
-    at = mx.minimum(places[:, :1] + columns, main[0].shape[1] - 1)
-    own_k, own_v = (mx.take(side, at, axis=1).swapaxes(0, 1) for side in main)
-    visible = mx.concatenate([columns < places[:, 1:], visible_tail], axis=1)[:, None, None]
-    out = mx.fast.scaled_dot_product_attention(
-        q,
-        mx.concatenate([own_k, tail_k], axis=2),
-        mx.concatenate([own_v, tail_v], axis=2),
-        scale=scale,
-        mask=visible,
-        sinks=sinks,
-    )
     return out, tail_k, tail_v

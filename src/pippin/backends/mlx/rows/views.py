@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 
 from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.rows.attention_paths import AttentionPaths, Path
 from pippin.backends.mlx.rows.split_attention import (
     attend,
     attend_shared,
@@ -56,6 +57,7 @@ class CohortShape:
 class CohortsShape:
     cohorts: tuple[CohortShape, ...]
     aligned: bool  # one cohort whose lines are the rows, in order: nothing needs to be gathered
+    paths: AttentionPaths
 
     @property
     def compiles(self) -> bool:
@@ -232,8 +234,14 @@ class RowKV:
     def attend(
         self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
-        """softmax(q [shared | main | tail]^T) [shared | main | tail] without joining them."""
+        """softmax(q [shared | main | tail]^T) [shared | main | tail], as a rule without joining."""
         step = self.step
+        if self._is_to_join(queries, sinks):
+            keys, values = self._concatenated(0), self._concatenated(1)
+            mask = self._concatenated_mask(window)
+            return mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=scale, mask=mask, sinks=sinks
+            )
         width, q_heads, _, dim = queries.shape
         kv_heads = self.tail[0].shape[1]
         repeats = q_heads // kv_heads
@@ -250,6 +258,14 @@ class RowKV:
         else:
             out = self._attend_cohorts(q, tail_scores, sink, window, blocked)
         return out.reshape(width, q_heads, 1, out.shape[-1])
+
+    def _is_to_join(self, queries: mx.array, sinks: mx.array | None) -> bool:
+        """Rows that lie side by side anyway, where copying them takes less than many launches."""
+        mains = self.step.shape.mains
+        if not (isinstance(mains, CohortsShape) and mains.aligned) or any(self._shared):
+            return False
+        keys, values = self._mains[0]
+        return mains.paths.of_cohort(queries, (keys, values), sinks) is Path.JOINED
 
     def _attend_cohorts(
         self,
@@ -319,6 +335,8 @@ class RowKV:
         """[width, heads, columns of the longest main and of the tail, dim]"""
         if not mains:
             return tail
+        if self.step.aligned:
+            return mx.concatenate([mains[0], tail], axis=2)
         longest = max(main.shape[2] for main in mains)
         in_order = self._in_row_order([_pad(main, longest) for main in mains])
         return mx.concatenate([in_order, tail], axis=2)

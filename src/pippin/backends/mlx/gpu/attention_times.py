@@ -1,0 +1,190 @@
+"""Times the ways of attending on a GPU with a model's own shapes, and remembers what they took.
+
+What is timed are steps of a model that has nothing but a few attention layers, with the rows,
+views and kernels that serve. Whatever fails here costs speed at the most: the kernel for packed
+rows stays if it computed right, and plain operations run everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from statistics import geometric_mean
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+
+from pippin.backends.mlx.gpu import packed_attention, packed_kernels
+from pippin.backends.mlx.layout import Layout, Leaf, Reads
+from pippin.backends.mlx.prefill.batch import PromptState
+from pippin.backends.mlx.rows import plain_attention, split_attention, views
+from pippin.backends.mlx.rows.attention_paths import (
+    AttendPacked,
+    AttentionPaths,
+    Path,
+    PathTimes,
+    Size,
+    can_join,
+    kind_of,
+)
+from pippin.backends.mlx.rows.decode_forward import DecodeForward, StepResult
+from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from pippin.backends.mlx.rows.views import StepShape, Tree
+from pippin.backends.mlx.timing import (
+    RememberedTimes,
+    Timer,
+    machine,
+    shortest_seconds,
+    times_file,
+)
+from pippin.backends.mlx.tree.packing import KV
+from pippin.types import Component
+
+SUBJECT = "attention"
+# The likeliest first: the time there is may not do for all of them.
+SIZES = (
+    *(Size(1, 512), Size(4, 512), Size(1, 4096), Size(16, 512), Size(4, 4096)),
+    *(Size(16, 2048), Size(1, 16_384)),
+)
+LOAD_SECONDS = 2.0  # of timing, for one load; the rest is for the next one
+LAYERS = 4
+CALLS = 4  # that are launched together: fetching a result takes longer than a layer
+MOST_BYTES = 1 << 30  # of all layers' KV
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """How a layer of the model attends, but for rows and columns."""
+
+    kind: str
+    num_query_heads: int
+    shapes: tuple[tuple[int, int], tuple[int, int]]  # heads and channels of keys and of values
+    dtype: mx.Dtype
+    scale: float
+    sinks: mx.array | None
+
+    @classmethod
+    def of(cls, q: mx.array, main: KV, scale: float, sinks: mx.array | None) -> AttentionCall:
+        """`main` [heads, columns, dim]"""
+        keys, values = ((side.shape[0], side.shape[2]) for side in main)
+        kind = kind_of(q, main, sinks)
+        return cls(kind, q.shape[1], (keys, values), q.dtype, scale, sinks)
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(heads * dim for heads, dim in self.shapes) * self.dtype.size
+
+
+def choose_attention(
+    calls: Mapping[str, AttentionCall],
+    kernel: AttendPacked | None,
+    *,
+    path: FilePath | None = None,
+    seconds_of: Timer = shortest_seconds,
+) -> AttentionPaths:
+    """By the times in the file at `path`, and new ones for what is not there."""
+    ours = machine((packed_attention, packed_kernels, plain_attention, split_attention, views))
+    remembered = RememberedTimes(path or times_file(SUBJECT), ours, dict[str, float])
+    began = perf_counter()
+    times: dict[str, dict[Size, Mapping[Path, float]]] = {kind: {} for kind in calls}
+    try:
+        for size, call in ((size, call) for size in SIZES for call in calls.values()):
+            if LAYERS * size.num_rows * size.num_columns * call.token_bytes > MOST_BYTES:
+                continue
+            key = f"{call.kind}: {size.num_rows} x {size.num_columns}"
+            found = remembered.get(key)
+            if found is None or (kernel is not None) != (Path.KERNEL in found):
+                if perf_counter() - began > LOAD_SECONDS:
+                    continue
+                found = _time_ways(call, size, kernel, seconds_of)
+                remembered.add(key, found)
+            times[call.kind][size] = {Path(name): ms for name, ms in found.items()}
+    except Exception as error:  # whatever a device that we have never seen can do
+        logger.warning("how to attend is not chosen by timing: %s", error, exc_info=error)
+        return AttentionPaths(kernel)
+    remembered.save()
+    packs = kernel is not None and _packed_pays(times)
+    return AttentionPaths(kernel if packs else None, times)
+
+
+def _packed_pays(times: Mapping[str, PathTimes]) -> bool:
+    """Whether steps over packed rows are no slower than over cohorts, all sizes taken together."""
+    ratios = []
+    for size, ways in (item for sizes in times.values() for item in sizes.items()):
+        only_cohorts = Path.PIECES if size.num_rows > 1 else None
+        packed = min(ms for path, ms in ways.items() if path is not only_cohorts)
+        ratios.append(packed / min(ms for path, ms in ways.items() if path is not Path.KERNEL))
+    return not ratios or geometric_mean(ratios) <= 1.0
+
+
+def _time_ways(
+    call: AttentionCall, size: Size, kernel: AttendPacked | None, seconds_of: Timer
+) -> dict[str, float]:
+    ways = [Path.PIECES] if kernel is None else [Path.PIECES, Path.KERNEL]
+    if can_join(size, call.token_bytes):
+        ways.append(Path.JOINED)
+    return {
+        path.value: 1e3 * seconds_of(work(call, size, path, kernel)) / (LAYERS * CALLS)
+        for path in ways
+    }
+
+
+def work(
+    call: AttentionCall, size: Size, path: Path, kernel: AttendPacked | None
+) -> Callable[[], None]:
+    """A few steps of rows that attend this way, launched together."""
+    leaf = Leaf(0, Component.ATTENTION, None, call.shapes, (call.dtype,) * 2, Reads.PIECES)
+    layout = Layout((leaf,) * LAYERS, nesting=(0,) * LAYERS)
+    packed = None if path is Path.PIECES else kernel
+    rows = DecodeRows(layout, AttentionPaths(packed, {call.kind: only_way(path)}))
+    slots = range(1, size.num_rows + 1)
+    rows.join([(slot, _prompt(call, size.num_columns)) for slot in slots])
+    rows.flush()
+    forward = DecodeForward(layout, OnlyAttention(call, rows.width), compiled=lambda: True)
+    steps: list[tuple[StepShape, Tree]] = []
+
+    def run_once(shape: StepShape, tree: Tree) -> StepResult:
+        steps.append((shape, tree))
+        return forward(shape, tree)
+
+    rows.advance(slots, lambda at: mx.zeros(len(at), mx.int32), run_once)
+    shape, tree = steps[0]
+    mx.eval(tree)
+    return lambda: mx.eval([forward(shape, tree) for _ in range(CALLS)])
+
+
+def only_way(path: Path) -> PathTimes:
+    """Times by which it is this way wherever it can be."""
+    return {Size(1, 1): {way: float(way is not path) for way in Path}}
+
+
+def _prompt(call: AttentionCall, num_tokens: int) -> PromptState:
+    keys, values = (_random(call, (1, heads, num_tokens, dim)) for heads, dim in call.shapes)
+    return PromptState(num_tokens, dict.fromkeys(range(LAYERS), (keys, values)))
+
+
+class OnlyAttention:
+    """A model of attention alone: each layer asks with what the one before it found."""
+
+    def __init__(self, call: AttentionCall, num_rows: int) -> None:
+        self._call = call
+        self._queries = _random(call, (num_rows, call.num_query_heads, 1, call.shapes[0][1]))
+        self._new = [_random(call, (num_rows, heads, 1, dim)) for heads, dim in call.shapes]
+        mx.eval(self._queries, self._new)
+
+    def __call__(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        call, q = self._call, self._queries
+        for cache in caches:
+            cache.update_and_fetch(*self._new)
+            out = cache.attend_masked(q, call.scale, cache.make_mask(1), call.sinks)
+            q = q + out[..., :1]
+        return q.reshape(tokens.shape[0], 1, -1)
+
+
+def _random(call: AttentionCall, shape: tuple[int, ...]) -> mx.array:
+    return mx.random.normal(shape, dtype=call.dtype, key=mx.random.key(sum(shape)))
