@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 
 from pippin.backends.base import (
     Admit,
@@ -73,6 +74,7 @@ class MLXBackend:
     ) -> None:
         self._loaded = loaded
         self._wired = wired
+        self._num_weights = len(tree_flatten(loaded.model.parameters()))
         self._deterministic = deterministic
         self._captures = Captures(loaded.layout)
         self._footprint = Footprint(loaded.layout)
@@ -193,6 +195,12 @@ class MLXBackend:
 
     def memory_used(self) -> int:
         return int(mx.get_active_memory())
+
+    def buffers_used(self) -> int:
+        rows = {id(own): own for own in (self._shared_rows, *self._rows.values())}
+        held = sum(len(own.arrays()) for own in rows.values())
+        held += sum(len(prompt.arrays()) for prompt in self._prompts.values())
+        return self._num_weights + held + self._captures.num_buffers
 
     def close(self) -> None:
         self._kernels.close()
