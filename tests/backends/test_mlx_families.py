@@ -85,7 +85,7 @@ def make_loop(
     backend = MLXBackend(loaded, num_slots=num_slots, debug=True)
     backend.holds_prompts_back = like_a_gpu
     if like_a_gpu and loaded.layout.pads:
-        backend._prefill_shapes = Ladder()
+        backend._prompts.shapes = Ladder()
     limits = Limits(max_running=num_slots, prefill_tokens=CHUNK)
     return Loop(Scheduler(backend, limits), backend)
 

@@ -14,18 +14,27 @@ from families import build
 from pippin.backends.mlx import load, rehearsal
 from pippin.backends.mlx.describe import attention_paths
 from pippin.backends.mlx.gpu import attention_times
-from pippin.backends.mlx.gpu.attention_times import AttentionCall, choose_attention, work
-from pippin.backends.mlx.rows.attention_paths import AttentionPaths, Path, Size
+from pippin.backends.mlx.gpu.attention_times import AttentionLayer, TimedStep, choose_attention
+from pippin.backends.mlx.rows.attention_paths import (
+    AttentionPaths,
+    PackedCall,
+    Path,
+    Size,
+    kind_of,
+)
 from pippin.backends.mlx.rows.plain_attention import attend_joined
 
 KERNEL, JOINED, PIECES = Path
 SIDE = mx.zeros((2, 1, 16))
-CALL = AttentionCall.of(mx.zeros((1, 4, 1, 16)), (SIDE, SIDE), 0.25, None)
+LAYER = AttentionLayer(
+    kind_of(mx.zeros((1, 4, 1, 16)), (SIDE, SIDE), None),
+    *(4, ((2, 16), (2, 16)), mx.float32, 0.25, None),
+)
 SMALL = (Size(1, 32), Size(4, 16))
 
 
-def kernel(*args: Any) -> tuple[mx.array, mx.array, mx.array]:
-    return attend_joined(*args)
+def kernel(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
+    return attend_joined(call)
 
 
 class Clock:
@@ -34,22 +43,30 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ms: Mapping[Path, float]) -> None:
         self.num_timed = 0
         self._ms = ms
-        self._path = KERNEL
-        monkeypatch.setattr(attention_times, "work", self._work)
+        self.path = KERNEL
+        monkeypatch.setattr(attention_times, "TimedStep", partial(NoStep, self))
         monkeypatch.setattr(attention_times, "SIZES", SMALL)
 
-    def _work(self, call: AttentionCall, size: Size, path: Path, _: Any) -> Callable[[], None]:
-        self._path = path
-        return lambda: None
-
     def __call__(self, run: Callable[[], None]) -> float:
+        run()
         self.num_timed += 1
         layers = attention_times.LAYERS * attention_times.CALLS
-        return self._ms[self._path] * layers / 1e3
+        return self._ms[self.path] * layers / 1e3
+
+
+class NoStep:
+    def __init__(self, clock: Clock, layer: AttentionLayer, size: Size, path: Path, _: Any) -> None:
+        self._clock, self._path = clock, path
+
+    def run(self) -> None:
+        self._clock.path = self._path
+
+    def logits(self) -> mx.array:
+        return mx.ones(1)
 
 
 def choose(
-    path: FilePath, clock: Clock, attend: Any = kernel, call: AttentionCall = CALL
+    path: FilePath, clock: Clock, attend: Any = kernel, call: AttentionLayer = LAYER
 ) -> AttentionPaths:
     return choose_attention({call.kind: call}, attend, path=path, seconds_of=clock)
 
@@ -62,7 +79,7 @@ def test_every_way_is_timed_once_and_remembered(
     first = choose(path, clock)
     assert clock.num_timed == 3 * len(SMALL)
     assert first.kernel is kernel
-    found = first.times[CALL.kind]
+    found = first.times[LAYER.kind]
     assert tuple(found) == SMALL
     assert all(ways == {KERNEL: 1.0, JOINED: 2.0, PIECES: 3.0} for ways in found.values())
     assert choose(path, clock).times == first.times
@@ -106,9 +123,9 @@ def test_what_there_is_no_time_for_waits_for_the_next_load(
     path = tmp_path / "attention.json"
     seconds = iter([0.0, 0.0, 99.0])
     monkeypatch.setattr(attention_times, "perf_counter", lambda: next(seconds))
-    assert list(choose(path, clock).times[CALL.kind]) == [SMALL[0]]
+    assert list(choose(path, clock).times[LAYER.kind]) == [SMALL[0]]
     monkeypatch.setattr(attention_times, "perf_counter", lambda: 0.0)
-    assert list(choose(path, clock).times[CALL.kind]) == list(SMALL)
+    assert list(choose(path, clock).times[LAYER.kind]) == list(SMALL)
     assert clock.num_timed == 3 * len(SMALL)
 
 
@@ -119,20 +136,39 @@ def test_a_device_that_fails_meanwhile_attends_as_if_untimed(
         raise RuntimeError("no such kernel")
 
     path = tmp_path / "attention.json"
-    chosen = choose_attention({CALL.kind: CALL}, kernel, path=path, seconds_of=broken)
+    chosen = choose_attention({LAYER.kind: LAYER}, kernel, path=path, seconds_of=broken)
     assert chosen.kernel is kernel
     assert not chosen.times
     assert "no such kernel" in caplog.text
     assert not path.exists()
 
 
+def test_a_kernel_that_is_off_for_some_size_is_not_used(
+    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have run at load: rows were short then."""
+
+    def off_for_long_rows(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
+        out, *tail = attend_joined(call)
+        return (out if call.num_columns < 32 else 0 * out), tail[0], tail[1]
+
+    monkeypatch.setattr(attention_times, "SIZES", SMALL)
+    path = tmp_path / "attention.json"
+    layers = {LAYER.kind: LAYER}
+    chosen = choose_attention(layers, off_for_long_rows, path=path, seconds_of=lambda _: 1.0)
+    assert chosen.kernel is None
+    assert "the kernel is off" in caplog.text
+    assert not path.exists()
+    assert choose_attention(layers, kernel, path=path, seconds_of=lambda _: 1.0).kernel is kernel
+
+
 def test_what_would_take_too_much_memory_is_not_timed(
     tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch, {KERNEL: 1.0, JOINED: 2.0, PIECES: 3.0})
-    monkeypatch.setattr(attention_times, "MOST_BYTES", 4 * 32 * CALL.token_bytes)
+    monkeypatch.setattr(attention_times, "MOST_BYTES", 4 * 32 * LAYER.token_bytes)
     chosen = choose(tmp_path / "attention.json", clock)
-    assert list(chosen.times[CALL.kind]) == [SMALL[0]]
+    assert list(chosen.times[LAYER.kind]) == [SMALL[0]]
 
 
 @pytest.mark.parametrize("path", list(Path))
@@ -151,12 +187,11 @@ def test_what_is_timed_attends_that_way(
     in_pieces = attention_times.views.attend
     monkeypatch.setattr(attention_times.views, "attend", partial(noted, PIECES, in_pieces))
 
-    def other_kernel(*args: Any) -> Any:
+    def other_kernel(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
         ran.append(KERNEL)
-        q, tail = args[0], args[3]
-        return q, *tail
+        return call.q, *call.tail
 
-    work(CALL, size, path, other_kernel)()
+    TimedStep(LAYER, size, path, other_kernel).run()
     assert set(ran) == {path}
 
 
@@ -196,8 +231,8 @@ def test_deterministic_mode_times_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_kernel_that_is_off_is_not_used(
     tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def off(*args: Any) -> tuple[mx.array, mx.array, mx.array]:
-        out, *tail = attend_joined(*args)
+    def off(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
+        out, *tail = attend_joined(call)
         return out * 1.5, tail[0], tail[1]
 
     monkeypatch.setattr(rehearsal.packed_attention, "for_layout", lambda _: off)

@@ -13,6 +13,7 @@ from pippin.backends.mlx.gpu.packed_attention import (
     attend_packed,
     cut,
 )
+from pippin.backends.mlx.rows.attention_paths import AttendPacked, PackedCall
 from pippin.backends.mlx.rows.plain_attention import attend_in_pieces, attend_joined
 
 TAIL, CURSOR = 64, 17
@@ -22,6 +23,10 @@ KERNEL = pytest.param(
     id="kernel",
 )
 JOINED = pytest.param(attend_joined, id="joined")
+
+
+def pair(sides: np.ndarray) -> tuple[mx.array, mx.array]:
+    return mx.array(sides[0]), mx.array(sides[1])
 
 
 class Rows:
@@ -65,12 +70,12 @@ class Rows:
             out[row, head, 0] = weights @ values / total
         return out
 
-    def attend(self, function: object, *, sinks: bool) -> list[np.ndarray]:
-        out = function(  # type: ignore[operator]
+    def attend(self, function: AttendPacked, *, sinks: bool) -> list[np.ndarray]:
+        call = PackedCall(
             mx.array(self.q),
-            *map(mx.array, self.new),
-            tuple(map(mx.array, self.tails)),
-            tuple(map(mx.array, self.mains)),
+            *pair(self.new),
+            pair(self.tails),
+            pair(self.mains),
             mx.array(self.places),
             mx.array(self.visible),
             mx.array([CURSOR], dtype=mx.int32),
@@ -78,7 +83,7 @@ class Rows:
             mx.array(self.sinks) if sinks else None,
             self.longest,
         )
-        return [np.array(array) for array in out]
+        return [np.array(array) for array in function(call)]
 
 
 @pytest.mark.parametrize("function", [KERNEL, JOINED])
@@ -94,7 +99,7 @@ class Rows:
     ],
 )
 def test_rows_of_all_lengths(
-    function: object, sinks: bool, lengths: list[int], heads: tuple[int, int], dim: int
+    function: AttendPacked, sinks: bool, lengths: list[int], heads: tuple[int, int], dim: int
 ) -> None:
     rows = Rows(lengths, heads, dim, seed=len(lengths))
     out, keys, values = rows.attend(function, sinks=sinks)
@@ -108,7 +113,7 @@ def test_rows_of_all_lengths(
 @pytest.mark.parametrize("function", [KERNEL, JOINED])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("first", "length"), [(0, 5), (0, 300), (7, 90)])
-def test_the_only_row(function: object, sinks: bool, first: int, length: int) -> None:
+def test_the_only_row(function: AttendPacked, sinks: bool, first: int, length: int) -> None:
     """`first`: columns that its window has passed by."""
     rows = Rows([first + length], (9, 3), 64, seed=length)
     rows.places[0] = first, length
@@ -120,7 +125,7 @@ def test_the_only_row(function: object, sinks: bool, first: int, length: int) ->
 
 
 @pytest.mark.parametrize("function", [KERNEL])
-def test_what_no_row_sees_may_be_anything(function: object) -> None:
+def test_what_no_row_sees_may_be_anything(function: AttendPacked) -> None:
     rows = Rows([40, 9], (8, 2), 128, seed=0)
     expected = rows.expected(sinks=False)
     rows.mains[:, :, 49:] = np.nan
@@ -132,7 +137,7 @@ def test_what_no_row_sees_may_be_anything(function: object) -> None:
 
 
 @pytest.mark.parametrize("function", [KERNEL, JOINED])
-def test_a_row_reads_no_columns_of_others(function: object) -> None:
+def test_a_row_reads_no_columns_of_others(function: AttendPacked) -> None:
     rows = Rows([40, 9, 30], (8, 2), 128, seed=0)
     expected = rows.expected(sinks=False)
     rows.mains[:, :, :40] = np.nan  # row 0 overflowed

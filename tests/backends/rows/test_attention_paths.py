@@ -8,6 +8,7 @@ import pytest
 from pippin.backends.mlx.rows.attention_paths import (
     MOST_JOINED_BYTES,
     AttentionPaths,
+    PackedCall,
     Path,
     PathTimes,
     Size,
@@ -40,8 +41,11 @@ def paths(times: PathTimes) -> AttentionPaths:
 
 
 def of_packed(times: PathTimes, lengths: list[int]) -> Path:
-    rows = queries(len(lengths))
-    return paths(times).of_packed(rows, packed_main(sum(lengths)), max(lengths), None)
+    q, main, unused = queries(len(lengths)), packed_main(sum(lengths)), mx.zeros(1)
+    call = PackedCall(
+        q, q, q, main, main, unused, unused, unused, scale=1.0, sinks=None, num_columns=max(lengths)
+    )
+    return paths(times).of_packed(call)
 
 
 def of_cohort(times: PathTimes, num_lines: int, num_columns: int) -> Path:

@@ -155,8 +155,8 @@ def _choose_attention(layout: Layout, forward: Forward, *, deterministic: bool) 
     """On GPUs, where launches count."""
     if on_cpu() or not layout.packs:
         return AttentionPaths()
-    kernel, calls = packed_rows(layout, forward)
-    return AttentionPaths(kernel) if deterministic else choose_attention(calls, kernel)
+    kernel, layers = packed_rows(layout, forward)
+    return AttentionPaths(kernel) if deterministic else choose_attention(layers, kernel)
 
 
 def _merge_siblings(model: Module) -> None:

@@ -15,10 +15,10 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.gpu import packed_attention
-from pippin.backends.mlx.gpu.attention_times import AttentionCall
+from pippin.backends.mlx.gpu.attention_times import AttentionLayer
 from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
-from pippin.backends.mlx.rows.attention_paths import AttendPacked, AttentionPaths
+from pippin.backends.mlx.rows.attention_paths import AttendPacked, AttentionPaths, PackedCall
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.plain_attention import attend_joined
@@ -29,7 +29,7 @@ OTHER_TOKENS = 0.25  # of a state, if padding were taken for tokens; rounding ch
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[mx.array, list[Any]], mx.array]
-Calls = Mapping[str, AttentionCall]
+Layers = Mapping[str, AttentionLayer]
 
 
 def rehearsed(layout: Layout, forward: Forward) -> Layout:
@@ -56,7 +56,7 @@ def _rehearse(layout: Layout, forward: Forward) -> None:
     _advance(DecodeRows(layout), prompts, DecodeForward(layout, forward))
 
 
-def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, Calls]:
+def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, Layers]:
     """The kernel for packed rows, where there is one for this device and it runs this model; and
     how the model's layers attend, by kind.
 
@@ -64,16 +64,15 @@ def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, 
     """
     kernel = packed_attention.for_layout(layout)
     errors: list[mx.array] = []
-    calls: dict[str, AttentionCall] = {}
+    layers: dict[str, AttentionLayer] = {}
 
-    def checked(*args: Any) -> tuple[mx.array, mx.array, mx.array]:
-        q, main, scale, sinks = args[0], args[4], args[8], args[9]
-        call = AttentionCall.of(q, main, scale, sinks)
-        calls[call.kind] = call
-        plain = attend_joined(*args)
+    def checked(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
+        layer = AttentionLayer.of(call)
+        layers[layer.kind] = layer
+        plain = attend_joined(call)
         if kernel is None:
             return plain
-        found = kernel(*args)
+        found = kernel(call)
         for ours, theirs in zip(found, plain, strict=True):
             difference = mx.abs(ours.astype(mx.float32) - theirs.astype(mx.float32)).max()
             errors.append(difference / mx.maximum(mx.abs(theirs).max(), 1e-6))
@@ -87,11 +86,11 @@ def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, 
         largest = float(mx.stack(errors).max()) if errors else 0.0
     except Exception as error:  # whatever a kernel can do on a machine that we have never seen
         logger.warning("rows are not packed: %s", error, exc_info=error)
-        return None, calls
+        return None, layers
     if not largest <= ROUNDING:
         logger.warning("rows are not packed: the kernel is off by %.1g here", largest)
-        return None, calls
-    return kernel, calls
+        return None, layers
+    return kernel, layers
 
 
 def _advance(rows: DecodeRows, prompts: Sequence[PromptState], forward: DecodeForward) -> mx.array:

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, DIALECTS, Dialect
 from pippin.backends.mlx.layout import Layout, Leaf
-from pippin.backends.mlx.rows.attention_paths import AttendPacked
+from pippin.backends.mlx.rows.attention_paths import AttendPacked, PackedCall
 
 FEWEST_THREADS, MOST_THREADS = 128, 512
 MOST_SHARED = 8192  # numbers of a block of threads, where its warps add up
@@ -117,39 +117,29 @@ def cut(num_blocks: int, num_columns: int, form: Form) -> tuple[int, int]:
     return max(1, min(most, WANTED_BLOCKS // num_blocks)), FEWEST_THREADS
 
 
-def attend_packed(
-    q: mx.array,  # [rows, query heads, 1, D]
-    k: mx.array,  # [rows, heads, 1, D]: this step's
-    v: mx.array,  # [rows, heads, 1, Dv]
-    tail: tuple[mx.array, mx.array],  # [rows, heads, TAIL, D or Dv]
-    main: tuple[mx.array, mx.array],  # [heads, columns of all rows, D or Dv]
-    places: mx.array,  # int32 [rows, 2]: where a row's columns begin, and how many it sees
-    visible_tail: mx.array,  # bool [rows, TAIL]
-    cursor: mx.array,  # int32 [1]: the tail column of this step
-    scale: float,
-    sinks: mx.array | None,
-    num_columns: int,  # of the longest row
-    dialect: Dialect,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """What the rows attend to, [rows, query heads, 1, Dv], and the new tails."""
+def attend_packed(call: PackedCall, *, dialect: Dialect) -> tuple[mx.array, mx.array, mx.array]:
+    q, v, tail, sinks = call.q, call.v, call.tail, call.sinks
     num_rows, num_query_heads, _, dim = q.shape
     num_heads, v_dim = v.shape[1], v.shape[3]
     form = Form.of(num_query_heads, num_heads, (dim, v_dim), q.dtype.size)
-    num_splits, threads = cut(num_rows * num_heads * form.shares, num_columns, form)
+    num_splits, threads = cut(num_rows * num_heads * form.shares, call.num_columns, form)
     whole = num_splits == 1
     attend, add_up = _kernels(dialect)
     sizes = [("Dv", v_dim), ("Sinks", sinks is not None)]
     some_sinks = _number(0.0) if sinks is None else sinks
     parts = (num_rows, num_query_heads, num_splits)
     out, weights, tail_k, tail_v = attend(
-        inputs=[q, k, v, *tail, *main, places, visible_tail, cursor, _number(scale), some_sinks],
+        inputs=[
+            *(q, call.k, v, *tail, *call.main),
+            *(call.places, call.visible_tail, call.cursor, _number(call.scale), some_sinks),
+        ],
         template=[
             ("T", q.dtype),
             ("O", q.dtype if whole else mx.float32),
             ("D", dim),
             *sizes,
             ("Threads", threads),
-            ("Tail", visible_tail.shape[1]),
+            ("Tail", call.visible_tail.shape[1]),
             ("Queries", form.queries),
             ("Shares", form.shares),
             ("Lanes", form.lanes),

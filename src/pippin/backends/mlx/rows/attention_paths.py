@@ -23,8 +23,26 @@ from pippin.backends.mlx.tree.packing import KV
 WORTHWHILE = 0.95  # of the time of the way that is taken unless another is faster
 MOST_JOINED_BYTES = 128 << 20  # of one layer's copy
 
-# gpu/packed_attention.py says what goes in and what comes out.
-AttendPacked = Callable[..., tuple[mx.array, mx.array, mx.array]]
+
+@dataclass(frozen=True)
+class PackedCall:
+    """What a layer asks of packed rows in one step."""
+
+    q: mx.array  # [rows, query heads, 1, D]
+    k: mx.array  # [rows, heads, 1, D]: this step's
+    v: mx.array  # [rows, heads, 1, Dv]
+    tail: KV  # [rows, heads, TAIL, D or Dv]
+    main: KV  # [heads, columns of all rows, D or Dv]
+    places: mx.array  # int32 [rows, 2]: where a row's columns begin, and how many it sees
+    visible_tail: mx.array  # bool [rows, TAIL]
+    cursor: mx.array  # int32 [1]: the tail column of this step
+    scale: float
+    sinks: mx.array | None
+    num_columns: int  # of the longest row, or more
+
+
+# What the rows attend to, [rows, query heads, 1, Dv], and the new tails.
+AttendPacked = Callable[[PackedCall], tuple[mx.array, mx.array, mx.array]]
 
 
 class Path(StrEnum):
@@ -48,18 +66,16 @@ class AttentionPaths:
     kernel: AttendPacked | None = None
     times: Mapping[str, PathTimes] = field(default_factory=dict)  # by kind of layer
 
-    def of_packed(self, queries: mx.array, main: KV, longest: int, sinks: mx.array | None) -> Path:
-        """`main` [heads, columns of all rows, dim]; `longest`: columns of the longest row.
-
-        The kernel reads what rows hold. To join them is to pad them to the longest.
-        """
-        num_rows, num_columns = queries.shape[0], main[0].shape[1]
-        ways = {Path.KERNEL: Size(num_rows, -(-num_columns // num_rows))}
-        if can_join(Size(num_rows, longest), _token_bytes(main)):
-            ways[Path.JOINED] = Size(num_rows, longest)
+    def of_packed(self, call: PackedCall) -> Path:
+        """The kernel reads what rows hold. To join them is to pad them to the longest."""
+        num_rows, all_columns = call.q.shape[0], call.main[0].shape[1]
+        ways = {Path.KERNEL: Size(num_rows, -(-all_columns // num_rows))}
+        joined = Size(num_rows, call.num_columns)
+        if can_join(joined, _token_bytes(call.main)):
+            ways[Path.JOINED] = joined
         if num_rows == 1:
-            ways[Path.PIECES] = Size(1, num_columns)
-        return self._fastest(kind_of(queries, main, sinks), ways)
+            ways[Path.PIECES] = Size(1, all_columns)
+        return self._fastest(kind_of(call.q, call.main, call.sinks), ways)
 
     def of_cohort(self, queries: mx.array, main: KV, sinks: mx.array | None) -> Path:
         """`main` [lines, heads, columns, dim], a line for each row."""

@@ -17,11 +17,11 @@ import numpy as np
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.backends.mlx.rows.cohorts import Cohort
+from pippin.backends.mlx.rows.decode_step import CohortsShape, Tree
 from pippin.backends.mlx.rows.footprint import SpareLimit
 from pippin.backends.mlx.rows.grouping import Group, group_rows
 from pippin.backends.mlx.rows.mains import Row, Tails
 from pippin.backends.mlx.rows.regrouping import regroup
-from pippin.backends.mlx.rows.views import CohortsShape, Tree
 from pippin.backends.mlx.tree.packing import KV
 
 # After somebody came or went, before rows are regrouped; whoever comes or goes meanwhile is

@@ -21,10 +21,10 @@ from pippin.backends.mlx.rows.arrays import RowArrays
 from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.backends.mlx.rows.cohort_mains import CohortMains
 from pippin.backends.mlx.rows.decode_forward import StepResult
+from pippin.backends.mlx.rows.decode_step import StepShape, Tree
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.mains import Mains, Row, Tails
 from pippin.backends.mlx.rows.packed_mains import PackedMains
-from pippin.backends.mlx.rows.views import StepShape, Tree
 from pippin.backends.mlx.tree.packing import KV
 
 

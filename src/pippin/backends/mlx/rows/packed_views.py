@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from pippin.backends.mlx.layout import Leaf
-from pippin.backends.mlx.rows.attention_paths import AttendPacked, AttentionPaths, Path
+from pippin.backends.mlx.rows.attention_paths import AttendPacked, AttentionPaths, PackedCall, Path
+from pippin.backends.mlx.rows.decode_step import DecodeStep
 from pippin.backends.mlx.rows.plain_attention import attend_in_pieces, attend_joined
-from pippin.backends.mlx.rows.views import DecodeStep, RowKV
+from pippin.backends.mlx.rows.views import RowKV
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,6 @@ class PackedShape:
     @property
     def compiles(self) -> bool:
         return True
-
-    def row_view(self, step: DecodeStep, leaf: Leaf, place: int) -> PackedRowKV:
-        return PackedRowKV(step, leaf, place)
 
 
 class PackedRowKV(RowKV):
@@ -44,9 +42,7 @@ class PackedRowKV(RowKV):
         assert window == self.leaf.window, "packed rows see what their layer keeps"
         shape, tree = self.step.shape.mains, self.step.tree
         assert isinstance(shape, PackedShape)
-        longest = shape.longest[self._class]
-        path = shape.paths.of_packed(queries, self._main, longest, sinks)
-        out, *self.tail = _attend(path, shape.paths)(
+        call = PackedCall(
             queries,
             *self._new,
             (self.tail[0], self.tail[1]),
@@ -56,8 +52,9 @@ class PackedRowKV(RowKV):
             tree["cursor"],
             scale,
             sinks,
-            longest,
+            shape.longest[self._class],
         )
+        out, *self.tail = _attend(shape.paths.of_packed(call), shape.paths)(call)
         return out
 
 

@@ -9,79 +9,63 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from pippin.backends.mlx.rows.attention_paths import PackedCall
 from pippin.backends.mlx.rows.split_attention import attend
 from pippin.backends.mlx.tree.packing import KV
 
 
-def attend_joined(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    tail: KV,
-    main: KV,
-    places: mx.array,
-    visible_tail: mx.array,
-    cursor: mx.array,
-    scale: float,
-    sinks: mx.array | None,
-    num_columns: int,
-) -> tuple[mx.array, mx.array, mx.array]:
+def attend_joined(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     """Each row's columns and its tail as one array, for mlx's own attention."""
-    new_tail = _written(tail, (k, v), cursor)
-    if q.shape[0] == 1:
-        visible = _visible_of_one(main, places)
+    main, places = call.main, call.places
+    new_tail = _new_tail(call)
+    if call.q.shape[0] == 1:
+        visible = _visible_of_one(call)
         own = [side[None] for side in main]
     else:
-        column = mx.arange(num_columns)
+        column = mx.arange(call.num_columns)
         at = places[:, :1] + mx.minimum(column, places[:, 1:] - 1)
         own = [mx.take(side, mx.maximum(at, 0), axis=1).swapaxes(0, 1) for side in main]
         visible = column < places[:, 1:]
     keys, values = (
         mx.concatenate([mine, late], axis=2) for mine, late in zip(own, new_tail, strict=True)
     )
-    mask = mx.concatenate([visible, visible_tail], axis=1)[:, None, None]
-    out = mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=mask, sinks=sinks)
+    mask = mx.concatenate([visible, call.visible_tail], axis=1)[:, None, None]
+    out = mx.fast.scaled_dot_product_attention(
+        call.q, keys, values, scale=call.scale, mask=mask, sinks=call.sinks
+    )
     return out, *new_tail
 
 
-def attend_in_pieces(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    tail: KV,
-    main: KV,
-    places: mx.array,
-    visible_tail: mx.array,
-    cursor: mx.array,
-    scale: float,
-    sinks: mx.array | None,
-    num_columns: int,
-) -> tuple[mx.array, mx.array, mx.array]:
+def attend_in_pieces(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     """The only row's columns and its tail where they lie."""
-    new_keys, new_values = _written(tail, (k, v), cursor)
-    _, num_query_heads, _, dim = q.shape
-    num_heads = k.shape[1]
-    q = (q * scale).reshape(1, num_heads, num_query_heads // num_heads, dim)
+    new_keys, new_values = _new_tail(call)
+    _, num_query_heads, _, dim = call.q.shape
+    num_heads = call.k.shape[1]
+    q = (call.q * call.scale).reshape(1, num_heads, num_query_heads // num_heads, dim)
     blocked = mx.array(mx.finfo(q.dtype).min, q.dtype)
-    keys, values = main[0][None], main[1][None]
-    visible = _visible_of_one(main, places)[:, None, None]
+    keys, values = call.main[0][None], call.main[1][None]
+    visible = _visible_of_one(call)[:, None, None]
     scores = mx.where(visible, q @ keys.swapaxes(-1, -2), blocked)
-    visible = visible_tail[:, None, None]
+    visible = call.visible_tail[:, None, None]
     tail_scores = mx.where(visible, q @ new_keys.swapaxes(-1, -2), blocked)
-    sink = None if sinks is None else sinks.astype(q.dtype).reshape(1, num_heads, -1, 1)
+    sink = None
+    if call.sinks is not None:
+        sink = call.sinks.astype(q.dtype).reshape(1, num_heads, -1, 1)
     out, weights = attend(scores, tail_scores, values, sink)
     out = out + weights @ new_values
     return out.reshape(1, num_query_heads, 1, -1), new_keys, new_values
 
 
-def _written(tail: KV, new: KV, cursor: mx.array) -> KV:
+def _new_tail(call: PackedCall) -> KV:
     keys, values = (
-        mx.slice_update(old, late, cursor, (2,)) for old, late in zip(tail, new, strict=True)
+        mx.slice_update(old, new, call.cursor, (2,))
+        for old, new in zip(call.tail, (call.k, call.v), strict=True)
     )
     return keys, values
 
 
-def _visible_of_one(main: KV, places: mx.array) -> mx.array:
+def _visible_of_one(call: PackedCall) -> mx.array:
     """bool [1, columns]: all that lies there is the only row's, or a copy of it, or zero."""
-    column = mx.arange(main[0].shape[1])
-    return (column >= places[:, :1]) & (column < places[:, :1] + places[:, 1:])
+    first, num_visible = call.places[:, :1], call.places[:, 1:]
+    column = mx.arange(call.main[0].shape[1])
+    return (column >= first) & (column < first + num_visible)
