@@ -16,14 +16,14 @@ from pippin.backends.mlx.timing import times_file
 
 def describe(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
     """The name of each thing chosen, and a line about it."""
-    yield "attention", attention(loaded.layout)
+    yield "attention", attention(loaded.layout, timed=bool(loaded.attention.times))
     yield from attention_paths(loaded.attention)
     yield from recurrences(loaded.recurrences)
     if loaded.blocked_rows:
         yield "linear layers", linear_layers(loaded.blocked_rows)
 
 
-def attention(layout: Layout) -> str:
+def attention(layout: Layout, *, timed: bool = False) -> str:
     leaves = [leaf for leaf in layout.leaves if not leaf.is_state]
     own = sum(not leaf.splits for leaf in leaves)
     if not leaves:
@@ -31,7 +31,8 @@ def attention(layout: Layout) -> str:
     if own == 0:
         latent = any(leaf.reads is Reads.LATENT for leaf in leaves)
         layers = f"{_count(len(leaves), 'layer')}{' over latents' if latent else ''}"
-        return f"{layers} through mlx-lm's function: KV is not copied"
+        how = "the faster way by times" if timed else "KV is not copied"
+        return f"{layers} through mlx-lm's function: {how}"
     attend = "layer attends in its" if len(leaves) == 1 else "layers attend in their"
     return f"{own} of {len(leaves)} {attend} own way: concatenated KV each step, slower"
 
