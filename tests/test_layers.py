@@ -14,6 +14,7 @@ ANYTHING = None
 MAY_IMPORT: dict[str, set[str] | None] = {
     "types": set(),
     "errors": set(),
+    "logs": set(),
     "user_cache": set(),
     "native_kernels": {"user_cache"},
     "config": {"types"},

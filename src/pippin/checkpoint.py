@@ -35,6 +35,12 @@ def find_checkpoint(config: ModelConfig) -> Path:
     return _checked(_download(name, config.revision))
 
 
+def model_name(config: ModelConfig) -> str:
+    """The last part of a model's id or path. A download's own path ends in a commit."""
+    path = Path(config.model).expanduser()
+    return path.resolve().name if path.is_dir() else path.name
+
+
 def _checked(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise LoadError(f"{path} has no config.json: not a checkpoint")

@@ -22,6 +22,7 @@ class PippinError(Exception):
 
     status = 500
     code = "internal_error"
+    retry_after_s: int | None = None  # when the same request may do better
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -50,6 +51,7 @@ class NotFound(PippinError):
 class Overloaded(PippinError):
     status = 503
     code = "overloaded"
+    retry_after_s = 1
 
 
 class OutOfMemory(PippinError):
@@ -64,6 +66,7 @@ class NotANumber(PippinError):
 class EngineDead(PippinError):
     status = 503
     code = "engine_dead"
+    retry_after_s = 5
 
 
 class DeviceFailed(EngineDead):

@@ -31,10 +31,13 @@ from starlette.types import ASGIApp
 
 from pippin.api.app import create_app
 from pippin.api.engine_client import ZmqEngine
+from pippin.api.http.connection import uvicorn_config
+from pippin.api.http.door import warn_if_open
 from pippin.api.openai import ModelInfo
-from pippin.config import Config, ServerConfig
+from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.engine import EngineSpec
 from pippin.errors import LoadError
+from pippin.logs import configure_logging
 from pippin.messages import Ready
 from pippin.resolve import resolve
 from pippin.text.bundle import TextBundle
@@ -46,8 +49,10 @@ WATCH_SECONDS = 0.1
 
 def run_server(config: Config) -> None:
     """Load a model and serve it until SIGINT or SIGTERM."""
-    config = resolve(config)
-    with _listen(config.server) as listener:
+    configure_logging(config.server.log_format)
+    with _listen(config.server) as listener:  # before a download that may take an hour
+        config = resolve(config)
+        warn_if_open(config.server)
         asyncio.run(_serve(config, listener))
 
 
@@ -95,8 +100,8 @@ class EngineProcess:
 class Server(uvicorn.Server):
     """uvicorn, but signals are handled outside and running streams end before it waits for them."""
 
-    def __init__(self, app: ASGIApp, engine: ZmqEngine) -> None:
-        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
+    def __init__(self, app: ASGIApp, engine: ZmqEngine, limits: LimitsConfig) -> None:
+        super().__init__(uvicorn_config(app, limits, timeout_graceful_shutdown=3))
         self._engine = engine
 
     @contextlib.contextmanager
@@ -125,9 +130,10 @@ async def _serve(config: Config, listener: socket.socket) -> None:
             await asyncio.wait((ready, stop), return_when=asyncio.FIRST_COMPLETED)
         try:
             if ready.done():
-                app = create_app(engine, text, config.server, _model_info(config, ready.result()))
+                model = _model_info(config, ready.result())
+                app = create_app(engine, text, config.server, model, config.limits)
                 console.print(_banner(config.server, listener), highlight=False, soft_wrap=True)
-                await _run_until(stop, Server(app, engine), listener)
+                await _run_until(stop, Server(app, engine, config.limits), listener)
         finally:
             watcher.cancel()
             await engine.close()

@@ -50,6 +50,7 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first delta; [0] is position 1
     cached_tokens: int | None = None  # with the first delta: prompt tokens not computed
+    queued_s: float | None = None  # with the first delta: how long it waited to be started
     finish: FinishReason | None = None
     error: str | None = None
     error_code: str | None = None

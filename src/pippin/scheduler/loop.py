@@ -73,7 +73,7 @@ class Loop:
     def submit(self, submit: Submit, grammar: Grammar | None = None) -> None:
         if self.failure is not None:
             raise self.failure
-        self.scheduler.add(submit, grammar)
+        self.scheduler.add(submit, grammar, perf_counter())
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -170,6 +170,8 @@ class Loop:
         deltas += self.scheduler.take_outbox()
         if plan is None:
             return None
+        for admit in plan.admit:
+            self.scheduler.holdings[admit.slot].request.note_start(planned_at)
         try:
             pending = self.backend.launch(plan)
         except Exception as error:
