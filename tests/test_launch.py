@@ -179,7 +179,7 @@ def test_a_missing_model_is_named_with_what_was_tried(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"has no config\.json"):
         resolve(Config(model=ModelConfig(model=str(tmp_path))))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(LoadError, match=r"has no \*\.safetensors"):
+    with pytest.raises(LoadError, match=r"has no model\*\.safetensors"):
         resolve(Config(model=ModelConfig(model=str(tmp_path))))
     with pytest.raises(LoadError, match="is a file"):
         resolve(Config(model=ModelConfig(model=str(tmp_path / "config.json"))))

@@ -85,6 +85,28 @@ def test_null_counts_as_left_out() -> None:
     )
 
 
+def test_an_unknown_field_that_is_null_asks_for_nothing() -> None:
+    chat(extra=None, messages=[USER | {"extra": None}])
+
+
+def test_where_to_cache_may_be_said_but_changes_nothing() -> None:
+    hint = {"cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": "Hi."}
+    plain = prompt_of({"role": "user", "content": [part]})
+    assert prompt_of({"role": "user", "content": [part | hint]}) == plain
+    assert prompt_of({"role": "user", "content": [part]} | hint) == plain
+    name = "messages[0].content[0].cache_control"
+    wrong = [{"role": "user", "content": [part | {"cache_control": "always"}]}]
+    refuse(chat, RequestError, name, "must be a JSON object", messages=wrong)
+
+
+def test_an_overflow_is_worded_so_that_agents_and_proxies_know_it() -> None:
+    """What LiteLLM looks for in lower case, and others with the number."""
+    with pytest.raises(ContextOverflow) as info:
+        complete(prompt=[5] * 9000)
+    assert "this model's maximum context length is 8192 tokens" in info.value.message.lower()
+
+
 @pytest.mark.parametrize(
     ("field", "nearest"), [("max_token", "max_tokens"), ("Temperature", "temperature")]
 )
