@@ -115,11 +115,8 @@ def test_code_that_lies_beside_the_weights_is_not_run(tmp_path: Path) -> None:
     path, ran = tmp_path / "model", tmp_path / "ran"
     shutil.copytree(BUNDLED_PATH, path)
     (path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass")
-    auto_map = {
-        "AutoConfig": "own.Own",
-        "AutoModelForCausalLM": "own.Own",
-        "AutoTokenizer": "own.Own",
-    }
+    names = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+    auto_map = dict.fromkeys(names, "own.Own")
     for name in ("config.json", "tokenizer_config.json"):
         known = json.loads((path / name).read_text()) if (path / name).exists() else {}
         (path / name).write_text(json.dumps({**known, "auto_map": auto_map}))

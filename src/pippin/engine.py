@@ -27,6 +27,7 @@ from pippin.backends.warm_up import LOAD_SECONDS
 from pippin.build import build_loop
 from pippin.config import Config
 from pippin.errors import PippinError
+from pippin.logs import configure_logging
 from pippin.messages import (
     Abort,
     Alive,
@@ -201,6 +202,7 @@ def keep_torch_out() -> None:
 
 def main() -> int:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSpec)
+    configure_logging(spec.config.server.log_format)
     if spec.config.model.backend == "mlx":
         keep_torch_out()
     serving = threading.Event()

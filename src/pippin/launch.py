@@ -31,7 +31,7 @@ from starlette.types import ASGIApp
 
 from pippin.api.app import create_app
 from pippin.api.engine_client import ZmqEngine
-from pippin.api.http.connection import uvicorn_config
+from pippin.api.http.connection import allow_open_files, uvicorn_config
 from pippin.api.http.door import warn_if_open
 from pippin.api.openai import ModelInfo
 from pippin.config import Config, LimitsConfig, ServerConfig
@@ -53,6 +53,7 @@ def run_server(config: Config) -> None:
     with _listen(config.server) as listener:  # before a download that may take an hour
         config = resolve(config)
         warn_if_open(config.server)
+        allow_open_files(config.limits)
         asyncio.run(_serve(config, listener))
 
 

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 
 def configure_logging(format: Literal["text", "json"]) -> None:
-    """Everything that this process logs goes to standard error."""
+    """What this process logs goes to standard error: requests, and what is worth a warning."""
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if format == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("pippin").setLevel(logging.INFO)
+    logging.getLogger("pippin.requests").setLevel(logging.INFO)
 
 
 class TextFormatter(logging.Formatter):

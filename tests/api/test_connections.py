@@ -216,6 +216,17 @@ def test_pipelined_requests_are_answered_in_order() -> None:
         assert found.index(b" 200 ") < found.index(b" 404 ")
 
 
+@pytest.mark.parametrize(("soft", "raised"), [(256, 1024 + 64 + 128), (4096, None)])
+def test_enough_files_may_be_open(
+    monkeypatch: pytest.MonkeyPatch, soft: int, raised: int | None
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: (soft, 5000))
+    monkeypatch.setattr("resource.setrlimit", lambda _, limits: asked.append(limits))
+    connection.allow_open_files(LimitsConfig())
+    assert asked == ([] if raised is None else [(raised, 5000)])
+
+
 def test_an_offer_of_another_protocol_is_passed_over() -> None:
     with server(LATE) as connect:
         for offer in (b"h2c", b"websocket"):

@@ -11,6 +11,7 @@ h11 refuses heads of more than 16 KiB. What it cannot parse is answered as any o
 from __future__ import annotations
 
 import asyncio
+import resource
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +37,7 @@ from pippin.errors import PippinError, RequestError
 # So many more connections are told why they are refused; beyond that there is no time for it.
 NUM_TOLD = 64
 LINGER_SECONDS = 1.0
+SPARE_FILES = 128  # for whatever else a process opens
 
 
 def uvicorn_config(app: ASGIApp, limits: LimitsConfig, **options: Any) -> uvicorn.Config:
@@ -51,6 +53,16 @@ def uvicorn_config(app: ASGIApp, limits: LimitsConfig, **options: Any) -> uvicor
         proxy_headers=False,
         **options,
     )
+
+
+def allow_open_files(limits: LimitsConfig) -> None:
+    """Ask for as many as there may be connections: macOS allows a process 256 unless it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.max_connections + NUM_TOLD + SPARE_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Connection(H11Protocol):
