@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -176,6 +177,20 @@ def test_a_port_in_use_is_one_line() -> None:
         1,
         f"pippin: cannot listen on 127.0.0.1:{port}: Address already in use\n",
     )
+
+
+def test_the_port_is_tried_before_a_model_is_looked_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        status, err = serve_and_fail(
+            "some/model", "--port", port, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)
+        )
+    assert (status, "cannot listen" in err) == (1, True)
+
+
+def test_an_empty_key_in_the_environment_does_not_open_the_door() -> None:
+    status, err = serve_and_fail("--backend", "fake", "--port", "0", PIPPIN_API_KEY="")
+    assert (status, "PIPPIN_API_KEY is set and empty" in err) == (2, True)
 
 
 def test_a_hub_out_of_reach_is_one_line(tmp_path: Path) -> None:
