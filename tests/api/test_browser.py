@@ -50,7 +50,7 @@ const attempts = {
     try { found[name] = await (await attempt()).text(); } catch (error) { found[name] = "refused"; }
   }
   document.body.innerHTML = "<pre id=found></pre>";
-  document.getElementById("found").textContent = "FOUND" + JSON.stringify(found) + "END";
+  document.getElementById("found").textContent = JSON.stringify(found);
 })();
 </script><body></body>"""
 
@@ -97,7 +97,7 @@ def attempt(engine: ScriptedEngine, profile: Path, config: ServerConfig | None =
             timeout=100,
             check=True,
         ).stdout
-    found = re.search(r"FOUND(.*)END</pre>", html.unescape(shown), re.DOTALL)
+    found = re.search(r'<pre id="found">(.*)</pre>', html.unescape(shown), re.DOTALL)
     assert found, shown
     return json.loads(found[1])
 

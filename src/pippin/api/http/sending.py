@@ -130,10 +130,13 @@ class StreamResponse(Response):
 
 
 async def _in_time(work: Awaitable[T], timeout_s: float | None) -> T:
+    limit = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with limit:
             return await work
     except TimeoutError as error:
+        if not limit.expired():  # somebody else's
+            raise
         raise DeadlinePassed(f"the reply was not complete after {timeout_s:g} s") from error
 
 
