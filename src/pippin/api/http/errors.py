@@ -1,15 +1,15 @@
 """Errors as OpenAI clients expect them: one JSON shape for every status. Knows no engine.
 
 PippinError (see `pippin.errors`)
+├── ModelNotFound         404
 ├── Unauthorized          401  no key, or the wrong one
 ├── Forbidden             403  a Host or an Origin that is not let in
 ├── TooSlow               408  the head or the body of a request took too long to come
 ├── DeadlinePassed        408  the reply was not there in time
 ├── TooLarge              413
 ├── WrongMediaType        415
-├── HeadTooLarge          431
 ├── TooManyConnections    429
-└── ModelNotFound         404
+└── HeadTooLarge          431
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ def internal_error() -> PippinError:
     return PippinError("the server made a mistake; its log says more")
 
 
-def on_pippin_error(request: Request, error: Exception) -> Response:
+async def on_pippin_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PippinError)
     return error_response(error)
 
 
-def on_http_exception(request: Request, error: Exception) -> Response:
+async def on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own: no such route, wrong method."""
     assert isinstance(error, HTTPException)
     return ErrorResponse(
@@ -131,11 +131,11 @@ def on_http_exception(request: Request, error: Exception) -> Response:
     )
 
 
-def on_client_disconnect(request: Request, error: Exception) -> Response:
+async def on_client_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-def on_unexpected(request: Request, error: Exception) -> Response:
+async def on_unexpected(request: Request, error: Exception) -> Response:
     """The error goes on to `RequestLog`, which logs it."""
     return error_response(internal_error())
 
