@@ -39,6 +39,7 @@ from pippin.messages import (
     Loading,
     Ready,
     Shutdown,
+    Started,
     Submit,
     ToEngine,
     TokenBatch,
@@ -47,6 +48,7 @@ from pippin.metrics import StepLog
 from pippin.scheduler.loop import Loop
 
 STDIN = 0
+OWN_INBOX = "inproc://inbox"  # the same, for threads of this process
 BEAT_SECONDS = 0.5  # between signs of life
 EXIT_GRACE_SECONDS = 3.0  # from the server's end to leaving by force
 
@@ -89,6 +91,7 @@ class Channel:
         for socket in (self._inbox, self._outbox):
             socket.set_hwm(0)  # the scheduler bounds its own queue
         self._inbox.bind(spec.inbox)
+        self._inbox.bind(OWN_INBOX)
         self._outbox.bind(spec.outbox)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -104,6 +107,13 @@ class Channel:
             messages.append(self._decoder.decode(self._inbox.recv()))
         return messages
 
+    def shut_down(self) -> None:
+        """From any thread: a Shutdown is what `receive` brings next."""
+        already_closed = contextlib.suppress(zmq.ZMQError)
+        with already_closed, self._context.socket(zmq.PUSH) as inbox:
+            inbox.connect(OWN_INBOX)
+            inbox.send(msgspec.msgpack.encode(Shutdown()))
+
     def close(self) -> None:
         self._context.destroy(linger=200)
 
@@ -114,6 +124,7 @@ class MessagePump:
     def __init__(self, loop: Loop, channel: Channel) -> None:
         self._loop = loop
         self._channel = channel
+        loop.on_start = lambda ids: channel.send(Started(ids))
         self._last_sign = Alive(stepping=False)
         self._last_sign_at = float("-inf")
 
@@ -154,7 +165,7 @@ class MessagePump:
 
     def _give_sign_of_life(self) -> None:
         """From the loop itself: a thread would go on while the loop hangs."""
-        sign, now = Alive(stepping=not self._loop.idle), time.monotonic()
+        sign, now = Alive(stepping=not self._nothing_to_do), time.monotonic()
         if sign != self._last_sign or now - self._last_sign_at >= BEAT_SECONDS:
             self._channel.send(sign)
             self._last_sign, self._last_sign_at = sign, now
@@ -169,15 +180,13 @@ class MessagePump:
         self._channel.send(answer)
 
 
-def leave_with_server(spec: EngineSpec, serving: threading.Event) -> None:
+def leave_with_server(spec: EngineSpec, channel: Channel, serving: threading.Event) -> None:
     """Wait for the server's end of stdin to close, then stop the loop, by force if it hangs."""
     while os.read(STDIN, 1):  # unbuffered: a thread in a buffered read would block our exit
         pass
     if serving.is_set():  # a load that nobody waits for need not end in good order
-        with zmq.Context() as context, context.socket(zmq.PUSH) as inbox:
-            inbox.connect(spec.inbox)
-            inbox.send(msgspec.msgpack.encode(Shutdown()))
-            time.sleep(EXIT_GRACE_SECONDS)
+        channel.shut_down()
+        time.sleep(EXIT_GRACE_SECONDS)
     spec.remove_sockets()
     os._exit(1)
 
@@ -205,7 +214,7 @@ def main() -> int:
         keep_torch_out()
     serving = threading.Event()
     channel = Channel(spec)  # first: whoever leaves removes the sockets, and none may come after
-    threading.Thread(target=leave_with_server, args=(spec, serving), daemon=True).start()
+    threading.Thread(target=leave_with_server, args=(spec, channel, serving), daemon=True).start()
     try:
         log = spec.open_step_log()
         loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)), stays=True)

@@ -42,6 +42,12 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     pass
 
 
+class Started(msgspec.Struct, tag="started", frozen=True):
+    """The engine is about to compute something of these requests for the first time."""
+
+    ids: list[str]
+
+
 class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one request; `finish` set makes it the request's one terminal message."""
 
@@ -94,4 +100,4 @@ class Answer(msgspec.Struct, tag="answer", frozen=True):
 
 
 ToEngine = Submit | Abort | Finish | FlushCache | GetStatus | Shutdown
-FromEngine = TokenBatch | Alive | Ready | Loading | Failed | Answer
+FromEngine = Started | TokenBatch | Alive | Ready | Loading | Failed | Answer

@@ -30,7 +30,7 @@ from pippin.api.prepare import prepare_chat, prepare_completion
 from pippin.api.shapes import ChatShape, CompletionShape
 from pippin.api.stream import JobResponse
 from pippin.config import ServerConfig
-from pippin.errors import EngineDead, PippinError, RequestError
+from pippin.errors import NotReady, PippinError, RequestError
 from pippin.text.bundle import TextBundle
 
 
@@ -46,6 +46,7 @@ def create_app(
             Route("/v1/models", api.models),
             Route("/v1/models/{id:path}", api.model),
             Route("/health", api.health),
+            Route("/ready", api.ready),
             Route("/status", api.status),
             Route("/flush_cache", api.flush_cache, methods=["POST"]),
         ],
@@ -67,6 +68,7 @@ class _Api:
         self._model = model
 
     async def chat_completions(self, request: Request) -> Response:
+        self._engine.check_ready()
         chat = parse_chat(await _read_json(request), self._model, self._text.defaults)
         # Long prompts take a while to tokenize; other clients' streams must not wait for it.
         job = await asyncio.to_thread(prepare_chat, chat, self._text, self._model)
@@ -75,6 +77,7 @@ class _Api:
         return JobResponse(job, shape, self._engine)
 
     async def completions(self, request: Request) -> Response:
+        self._engine.check_ready()
         completion = parse_completion(await _read_json(request), self._model, self._text.defaults)
         job = await asyncio.to_thread(prepare_completion, completion, self._text, self._model)
         with_logprobs = completion.options.params.logprobs is not None
@@ -92,8 +95,12 @@ class _Api:
 
     async def health(self, request: Request) -> Response:
         if not self._engine.healthy:
-            raise EngineDead(self._engine.reason or "the engine is not running")
+            raise NotReady(self._engine.reason or "the engine is not running")
         return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        self._engine.check_ready()
+        return JSONResponse({"status": "ready"})
 
     async def status(self, request: Request) -> Response:
         return JSONResponse(await self._engine.status())
@@ -126,7 +133,7 @@ class _ApiKeyGuard:
         self._expected = f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health":
+        if scope["type"] != "http" or scope["path"] in ("/health", "/ready"):
             await self._app(scope, receive, send)
             return
         given = dict(scope["headers"]).get(b"authorization", b"")

@@ -36,7 +36,8 @@ def error_body(error: PippinError) -> dict[str, Any]:
 
 
 def error_response(error: PippinError) -> JSONResponse:
-    return JSONResponse(error_body(error), status_code=error.status)
+    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 
 def on_pippin_error(request: Request, error: Exception) -> Response:

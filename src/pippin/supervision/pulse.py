@@ -7,7 +7,7 @@ says whether a step comes next. An idle engine has nothing else to do: soon, sil
 
 from __future__ import annotations
 
-IDLE_LIMIT_SECONDS = 10.0
+IDLE_LIMIT_SECONDS = 30.0
 
 
 class Pulse:
