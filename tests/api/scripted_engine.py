@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pippin.api.app import create_app
 from pippin.api.openai import ModelInfo
 from pippin.config import ServerConfig
+from pippin.errors import NotReady
 from pippin.messages import Submit, TokenDelta
 from pippin.text.bundle import TextBundle
 from pippin.types import TokenLogprobs
@@ -106,6 +107,10 @@ class ScriptedEngine:
     @property
     def healthy(self) -> bool:
         return self.reason is None
+
+    def check_ready(self) -> None:
+        if self.reason is not None:
+            raise NotReady(self.reason)
 
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         script = self._scripts[len(self.submits) % len(self._scripts)]

@@ -65,6 +65,21 @@ def test_health_follows_the_engine() -> None:
     assert_openai_error(fetch("GET", "/health", engine), 503, "signal 9")
 
 
+def test_whoever_is_not_taken_is_told_when_to_come_again() -> None:
+    engine = ScriptedEngine(say("hello"))
+    assert fetch("GET", "/ready", engine).json() == {"status": "ready"}
+    engine.reason = "the engine was killed by signal 9"
+    for method, path in (
+        ("GET", "/ready"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+    ):
+        refused = fetch(method, path, engine)
+        assert_openai_error(refused, 503, "signal 9")
+        assert refused.headers["retry-after"] == "5"
+    assert engine.submits == []
+
+
 def test_status_and_flush_ask_the_engine() -> None:
     assert fetch("GET", "/status").json() == {"running": 0}
     assert fetch("POST", "/flush_cache").json() == {"freed_bytes": 0}
@@ -93,7 +108,7 @@ def test_an_engine_that_does_not_answer_is_an_error(
     assert_openai_error(fetch(method, path, engine), status, "no answer")
 
 
-def test_a_key_is_needed_everywhere_but_for_health() -> None:
+def test_a_key_is_needed_everywhere_but_for_probes() -> None:
     with serving(ScriptedEngine(say("Hi.")), api_key="sésame") as url:
 
         def status(path: str, key: str | None) -> int:
@@ -103,7 +118,7 @@ def test_a_key_is_needed_everywhere_but_for_health() -> None:
         assert status("/v1/models", None) == 401
         assert status("/v1/models", "sesame") == 401
         assert status("/v1/models", "sésame") == 200
-        assert status("/health", None) == 200
+        assert status("/health", None) == status("/ready", None) == 200
         assert_openai_error(httpx.get(url + "/status"), 401, "API key")
 
 

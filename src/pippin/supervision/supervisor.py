@@ -76,9 +76,8 @@ class Supervisor:
                 return
             delay = self._backoff.died()
             if delay is None:
-                deaths = self._backoff.deaths
-                times = "once" if deaths == 1 else f"{deaths} times in a row"
-                raise EngineDead(f"the engine was lost {times}, the last time because {reason}")
+                in_a_row = f"{self._backoff.deaths} engines in a row were lost; of the last: "
+                raise EngineDead((in_a_row if self._backoff.deaths > 1 else "") + reason)
             logger.error("%s; another is started%s", reason, f" in {delay:g} s" if delay else "")
             await asyncio.sleep(delay)
 
