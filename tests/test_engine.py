@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,8 +45,10 @@ async def ask(engine: EngineClient, id: str, prompt: list[int]) -> TokenDelta:
 Scenario = Callable[[EngineClient], Coroutine[Any, Any, None]]
 
 
-async def listen(connection: Connection, engine: EngineClient) -> None:
+async def listen(connection: Connection, engine: EngineClient, signs: list[Alive]) -> None:
     while not isinstance(message := await connection.receive(), Failed):
+        if isinstance(message, Alive):
+            signs.append(message)
         if isinstance(message, TokenBatch | Started | Answer):
             engine.deliver(message)
     engine.engine_lost(message.message)
@@ -59,7 +60,9 @@ async def loss_of(engine: EngineClient) -> str:
     return reason
 
 
-def talk_to(loop: Loop, socket_dir: Path, scenario: Scenario) -> int:
+def talk_to(
+    loop: Loop, socket_dir: Path, scenario: Scenario, signs: list[Alive] | None = None
+) -> int:
     """Run the loop as an engine beside a server that follows the scenario; the exit status."""
     spec = EngineSpec(Config(), str(socket_dir))
     statuses: list[int] = []
@@ -72,7 +75,7 @@ def talk_to(loop: Loop, socket_dir: Path, scenario: Scenario) -> int:
     async def work() -> None:
         connection, engine = Connection(spec.inbox, spec.outbox), EngineClient()
         engine.engine_ready(connection)
-        listening = asyncio.create_task(listen(connection, engine))
+        listening = asyncio.create_task(listen(connection, engine, [] if signs is None else signs))
         try:
             await scenario(engine)
         finally:
@@ -150,6 +153,10 @@ def test_an_engine_whose_device_is_gone_tells_its_requests_and_stops(
     assert talk_to(loop, tmp_path, scenario) == 1
 
 
+def submit(id: str, max_tokens: int) -> Submit:
+    return Submit(id, [1, 2, 3], SamplingParams(max_tokens=max_tokens, temperature=0.0))
+
+
 class ScriptedChannel:
     """Brings what it is told to, then a Shutdown; keeps what is sent."""
 
@@ -166,31 +173,37 @@ class ScriptedChannel:
         self.sent.append(message)
 
 
-def test_an_engine_gives_signs_of_life_idle_and_before_it_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("pippin.engine.BEAT_SECONDS", 1e-9)
-    submit = Submit("a", [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0))
-    channel = ScriptedChannel([], [submit], [], [], [], [])
-    loop = make_loop(cache=False)
-    MessagePump(loop, channel).run()  # type: ignore[arg-type]
-    idle, busy = Alive(stepping=False), Alive(stepping=True)
-    assert channel.sent[:3] == [idle, busy, Started(["a"])]
-    assert channel.sent[-1] == idle
-    assert sum(isinstance(message, TokenBatch) for message in channel.sent) == 1
+def test_an_engine_waits_for_messages_only_while_it_has_nothing_to_do() -> None:
+    channel = ScriptedChannel([], [submit("a", 1)], [], [], [], [])
+    MessagePump(make_loop(cache=False), channel).run()  # type: ignore[arg-type]
     assert channel.waits[:3] == [True, True, False]
     assert channel.waits[-1]
 
 
-def test_signs_of_life_are_rare_unless_they_say_something_new(
-    monkeypatch: pytest.MonkeyPatch,
+def test_signs_of_life_come_while_a_step_runs_and_say_how_long_it_has_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pippin.engine.BEAT_SECONDS", float("inf"))
-    submit = Submit("a", [1, 2, 3], SamplingParams(max_tokens=500, temperature=0.0))
-    channel = ScriptedChannel([], [], [submit], *([] for _ in range(50)))
-    MessagePump(make_loop(cache=False), channel).run()  # type: ignore[arg-type]
-    signs = [message for message in channel.sent if isinstance(message, Alive)]
-    assert signs == [Alive(stepping=False), Alive(stepping=True)]
+    monkeypatch.setattr("pippin.engine.BEAT_SECONDS", 0.01)
+    loop, signs = make_loop(cache=False), list[Alive]()
+    step, goes_on = loop.step, threading.Event()
+
+    def long_step() -> list[TokenDelta]:
+        assert goes_on.wait(20)
+        return step()
+
+    monkeypatch.setattr(loop, "step", long_step)
+
+    async def scenario(engine: EngineClient) -> None:
+        running = asyncio.create_task(ask(engine, "a", [1, 2, 3]))
+        while not signs or signs[-1].turn_seconds < 0.2:
+            await asyncio.sleep(0.01)
+        assert not running.done()
+        goes_on.set()
+        assert (await running).finish == "length"
+        while signs[-1].turn_seconds >= 0.2:
+            await asyncio.sleep(0.01)
+
+    assert talk_to(loop, tmp_path, scenario, signs) == 0
 
 
 def test_an_engine_with_a_canary_starts_with_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +222,7 @@ def test_an_engine_tells_that_a_request_starts_before_it_computes_anything() -> 
     launch = loop.backend.launch
 
     def noted(plan: StepPlan) -> PendingStep:
-        launched.append([message for message in channel.sent if not isinstance(message, Alive)])
+        launched.append(list(channel.sent))
         return launch(plan)
 
     loop.backend.launch = noted  # type: ignore[method-assign]
@@ -223,16 +236,3 @@ def test_an_engine_tells_that_a_request_starts_before_it_computes_anything() -> 
     ]
     assert [type(message) for message in ends] == [Started, TokenBatch, Started, TokenBatch]
     assert ends[2] == Started(["b"])
-
-
-def submit(id: str, max_tokens: int) -> Submit:
-    return Submit(id, [1, 2, 3], SamplingParams(max_tokens=max_tokens, temperature=0.0))
-
-
-def test_an_engine_that_warms_up_may_be_silent_for_as_long_as_in_a_step() -> None:
-    channel = ScriptedChannel([], [])
-    loop = make_loop(cache=False)
-    shapes = [1, 2]
-    loop.warm_up = SimpleNamespace(run_next=shapes.pop, done=False)  # type: ignore[assignment]
-    MessagePump(loop, channel).run()  # type: ignore[arg-type]
-    assert channel.sent == [Alive(stepping=True)]

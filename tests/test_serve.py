@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from bundled import BUNDLED_PATH
-from processes import environment, is_running, wait_until_gone
+from processes import children_of, environment, is_running, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
@@ -40,13 +40,8 @@ class Served:
 
     @property
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        if children.exists():
-            (pid,) = children.read_text().split()
-        else:
-            found = subprocess.check_output(["pgrep", "-P", str(self.process.pid)], text=True)
-            (pid,) = found.split()
-        return int(pid)
+        (pid,) = children_of(self.process.pid)
+        return pid
 
 
 @contextmanager

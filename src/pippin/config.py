@@ -127,6 +127,10 @@ class ServerConfig:
     engine_timeout: int = 300
     """Seconds that one step may take before the engine counts as hung and is replaced."""
 
+    heartbeat_timeout: int = 30
+    """Seconds without a sign of life before the engine counts as frozen and is replaced. Signs
+    come every half second, steps or not."""
+
     step_log: str | None = None
     """Write what each step did, and when, to this file: a line of JSON each."""
 
@@ -139,7 +143,8 @@ class ServerConfig:
     once."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, engine_timeout=1, engine_restarts=0, drain_timeout=0)
+        _check_at_least(self, engine_timeout=1, heartbeat_timeout=1)
+        _check_at_least(self, engine_restarts=0, drain_timeout=0)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from pippin.scheduler.loop import Loop
 STDIN = 0
 OWN_INBOX = "inproc://inbox"  # the same, for threads of this process
 BEAT_SECONDS = 0.5  # between signs of life
+IDLE_SECONDS = 0.5  # of a turn in which nothing comes
 EXIT_GRACE_SECONDS = 3.0  # from the server's end to leaving by force
 
 
@@ -93,11 +94,14 @@ class Channel:
         self._inbox.bind(spec.inbox)
         self._inbox.bind(OWN_INBOX)
         self._outbox.bind(spec.outbox)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._sending = threading.Lock()
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
     def send(self, message: FromEngine) -> None:
-        self._outbox.send(self._encoder.encode(message))
+        """From any thread."""
+        frame = msgspec.msgpack.encode(message)
+        with self._sending:
+            self._outbox.send(frame)
 
     def receive(self, wait_seconds: float) -> list[ToEngine]:
         """Everything that has arrived; the first of it may take `wait_seconds`."""
@@ -125,12 +129,11 @@ class MessagePump:
         self._loop = loop
         self._channel = channel
         loop.on_start = lambda ids: channel.send(Started(ids))
-        self._last_sign = Alive(stepping=False)
-        self._last_sign_at = float("-inf")
+        self.turn_began = time.monotonic()
 
     def run(self) -> None:
-        while self._take_in(BEAT_SECONDS if self._nothing_to_do else 0.0):
-            self._give_sign_of_life()
+        while self._take_in(IDLE_SECONDS if self._nothing_to_do else 0.0):
+            self.turn_began = time.monotonic()
             if self._loop.idle:
                 if not self._loop.warm_up.done:
                     self._loop.warm_up.run_next()
@@ -163,13 +166,6 @@ class MessagePump:
                     return False
         return True
 
-    def _give_sign_of_life(self) -> None:
-        """From the loop itself: a thread would go on while the loop hangs."""
-        sign, now = Alive(stepping=not self._nothing_to_do), time.monotonic()
-        if sign != self._last_sign or now - self._last_sign_at >= BEAT_SECONDS:
-            self._channel.send(sign)
-            self._last_sign, self._last_sign_at = sign, now
-
     def _answer(self, id: str, find: Callable[[], dict[str, Any]]) -> None:
         """A question that cannot be answered harms no request: they go on."""
         try:
@@ -178,6 +174,24 @@ class MessagePump:
             traceback.print_exc()
             answer = Answer(id, {}, error=f"the engine could not answer: {error!r}")
         self._channel.send(answer)
+
+
+@contextlib.contextmanager
+def signs_of_life(pump: MessagePump, channel: Channel) -> Iterator[None]:
+    """From a thread: a step may take long, and a process that is frozen has no threads either."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_SECONDS):
+            channel.send(Alive(time.monotonic() - pump.turn_began))
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def leave_with_server(spec: EngineSpec, channel: Channel, serving: threading.Event) -> None:
@@ -193,8 +207,10 @@ def leave_with_server(spec: EngineSpec, channel: Channel, serving: threading.Eve
 
 def run_engine(loop: Loop, channel: Channel) -> int:
     """Run until told to stop; tell the server what else ended it. Returns the exit status."""
+    pump = MessagePump(loop, channel)
     try:
-        MessagePump(loop, channel).run()
+        with signs_of_life(pump, channel):
+            pump.run()
     except Exception as error:  # nothing is known of the state it left: no request can go on
         traceback.print_exc()
         channel.send(Failed(f"the engine stopped: {str(error) or repr(error)}"))

@@ -74,9 +74,9 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class Alive(msgspec.Struct, tag="alive", frozen=True):
-    """A sign of life; after one with `stepping` the next may take as long as a step does."""
+    """A sign of life, from a thread of its own."""
 
-    stepping: bool
+    turn_seconds: float  # since the loop began its present turn: a step, or nothing to do
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):

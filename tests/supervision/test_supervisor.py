@@ -27,7 +27,7 @@ from processes import environment, is_running
 FAKE = Config(
     model=ModelConfig(backend="fake"),
     engine=EngineConfig(max_running=1, prefix_cache=False),
-    server=ServerConfig(engine_timeout=1),
+    server=ServerConfig(heartbeat_timeout=1),
 )
 
 Supervising = asyncio.Task[None]

@@ -1,24 +1,23 @@
 """Whether an engine hangs, told by its signs of life. Knows no clock and no channel.
 
-An engine gives a sign every half second, but none while a step runs, and that can honestly take
-long: kernels that are built for the first time, or a long prompt on a slow machine. So its sign
-says whether a step comes next. An idle engine has nothing else to do: soon, silence means a hang.
+A thread of the engine gives a sign every half second, whatever the loop does: silence means that
+the process is frozen, and soon. The sign says how long the loop's turn has taken so far, and that
+can honestly be long: kernels that are built for the first time, or a long prompt on a slow machine.
 """
 
 from __future__ import annotations
 
-IDLE_LIMIT_SECONDS = 30.0
-
 
 class Pulse:
-    def __init__(self, step_limit_seconds: float) -> None:
-        self._step_limit = step_limit_seconds
-        self._stepping: bool | None = None  # None: it has not begun; loading may take long
+    def __init__(self, *, silence_limit: float, step_limit: float) -> None:
+        self._silence_limit = silence_limit
+        self._step_limit = step_limit
+        self._turn: float | None = None  # seconds; None: it has not begun, loading may take long
         self._silence = 0.0  # seconds
 
-    def heard(self, *, stepping: bool) -> None:
-        """A sign of life; `stepping` if a step comes next."""
-        self._stepping = stepping
+    def heard(self, turn_seconds: float) -> None:
+        """A sign of life."""
+        self._turn = turn_seconds
         self._silence = 0.0
 
     def pass_time(self, seconds: float) -> None:
@@ -26,15 +25,14 @@ class Pulse:
 
         A process that was held up itself must not count that time: signs wait in its socket.
         """
-        if self._stepping is not None:
+        if self._turn is not None:
             self._silence += seconds
 
     @property
     def complaint(self) -> str | None:
         """Why the engine counts as hung; None while it does not."""
-        if self._stepping:
-            if self._silence >= self._step_limit:
-                return f"the engine hangs: one step has taken {self._silence:.0f} s so far"
-        elif self._silence >= min(IDLE_LIMIT_SECONDS, self._step_limit):
+        if self._silence >= self._silence_limit:
             return f"the engine hangs: it gave no sign of life for {self._silence:.0f} s"
+        if self._turn is not None and self._turn >= self._step_limit:
+            return f"the engine hangs: one step has taken {self._turn:.0f} s so far"
         return None

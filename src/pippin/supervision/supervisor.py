@@ -85,7 +85,8 @@ class Supervisor:
         """One engine, from its start to its end; why it ended."""
         process = EngineProcess(self._config)
         connection = Connection(process.spec.inbox, process.spec.outbox)
-        pulse = Pulse(self._config.server.engine_timeout)
+        server = self._config.server
+        pulse = Pulse(silence_limit=server.heartbeat_timeout, step_limit=server.engine_timeout)
         try:
             reason = await _first_of(
                 self._listen(connection, process, pulse), process.ended(), _hang(pulse)
@@ -108,15 +109,15 @@ class Supervisor:
                 process.kill()
                 return error.message
             match message:
-                case Alive(stepping=stepping):
-                    pulse.heard(stepping=stepping)
+                case Alive(turn_seconds=turn_seconds):
+                    pulse.heard(turn_seconds)
                 case Loading(stage=stage):
                     if not self.loaded.done():
                         self._on_loading(stage)
                 case Failed(message=reason):
                     return reason
                 case Ready():
-                    pulse.heard(stepping=False)
+                    pulse.heard(0.0)
                     connection.send(GetStatus(HANDSHAKE))
                     self._serve_on(connection, message, time.monotonic() - began)
                 case Answer(id=id) if id == HANDSHAKE:
