@@ -1,8 +1,8 @@
-"""Hundreds of open streams for a while, on any OpenAI endpoint: who is served, and how evenly.
+"""Hundreds of open streams for a while, on Pippin and on mlx-lm's server: who is served, how evenly.
 
-    python tools/open_streams.py URL MODEL [--streams 500] [--seconds 60] [--max-tokens 100]
+    python tools/open_streams.py [--streams 500] [--seconds 60] [--max-tokens 100]
 
-Every client keeps one stream open and opens the next as soon as it has ended. What was asked for is
+Both serve the bundled model as they come, 64 requests at a time for Pippin. Every client keeps one stream open and opens the next as soon as it has ended. What was asked for is
 greedy, of a few words each. Figures are of streams that ended; gaps are between events of a stream.
 """
 
@@ -14,10 +14,15 @@ import json
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import numpy as np
 
+import pippin
+from pippin.bench.servers import mlx_lm_server, pippin_server
+
+MODEL = "stories-hybrid-20m"
 REQUEST_SECONDS = 300.0
 
 
@@ -97,13 +102,19 @@ async def run(url: str, model: str, streams: int, seconds: float, max_tokens: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("url")
-    parser.add_argument("model")
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--max-tokens", type=int, default=100)
     args = parser.parse_args()
-    asyncio.run(run(args.url, args.model, args.streams, args.seconds, args.max_tokens))
+    for name, opened in (
+        ("Pippin", pippin_server(MODEL)),
+        ("mlx-lm", mlx_lm_server(Path(pippin.__file__).parent / "models" / MODEL)),
+    ):
+        with opened as server:
+            print(f"{name}: ", end="", flush=True)
+            asyncio.run(
+                run(server.url, server.model, args.streams, args.seconds, args.max_tokens)
+            )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class PippinError(Exception):
 
     status = 500
     code = "internal_error"
-    retry_after: int | None = None  # seconds after which the same request may well succeed
+    retry_after_s: int | None = None  # when the same request may do better
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -66,6 +66,7 @@ class NotANumber(PippinError):
 class EngineDead(PippinError):
     status = 503
     code = "engine_dead"
+    retry_after_s = 5
 
 
 class DeviceFailed(EngineDead):
@@ -75,7 +76,7 @@ class DeviceFailed(EngineDead):
 class NotReady(PippinError):
     status = 503
     code = "not_ready"
-    retry_after = 5
+    retry_after_s = 5
 
 
 class LoadError(PippinError):

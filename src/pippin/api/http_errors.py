@@ -36,7 +36,7 @@ def error_body(error: PippinError) -> dict[str, Any]:
 
 
 def error_response(error: PippinError) -> JSONResponse:
-    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 
