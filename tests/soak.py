@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -37,10 +36,15 @@ from processes import children_of, environment
 CLIENTS = 12
 KILL_SECONDS = 20.0
 PROBE_SECONDS = 1.0  # between probes
-REQUEST_SECONDS = 60.0  # longer means that it never ends
+REQUEST_SECONDS = 120.0  # longer means that it never ends
 TIGHT = ("--memory", "300MB", "--max-running", "6", "--max-queue", "64")
-SOON = ("--heartbeat-timeout", "1")  # that it is noticed if the engine is frozen
-WORDS = Path(__file__).read_text(encoding="utf-8").split()
+STORY = (
+    "once upon a time there was a little girl who had a big red ball and a small brown dog they "
+    "liked to play in the park every day one day the ball rolled away into the dark wood the girl "
+    "was very sad but the dog ran fast and found it under a tall old tree"
+)
+WORDS = STORY.split()
+BEGINNING = [WORDS[i * i % len(WORDS)] for i in range(200)]  # that many prompts share
 PROBES = ("Once upon a time", "The little dog", "Tom and Mia went to the park. They")
 
 
@@ -143,7 +147,7 @@ class Soak:
         self._random = random.Random(seed)
         self._http = httpx.AsyncClient(
             base_url=server.url,
-            timeout=REQUEST_SECONDS,
+            timeout=None,
             limits=httpx.Limits(max_connections=None),
         )
         self._expected: dict[str, ProbeReply] = {}
@@ -177,11 +181,12 @@ class Soak:
             patience = draw.random() ** 2 * 2.0
             asking = self._stream(body) if body.get("stream") else self._whole(body)
             try:
-                async with asyncio.timeout(patience if leaves else REQUEST_SECONDS + 10):
+                async with asyncio.timeout(patience if leaves else REQUEST_SECONDS):
                     end = await asking
             except TimeoutError:
                 if not leaves:
-                    raise BrokenPromise(f"a request never ended: {body}") from None
+                    status = (await self._http.get("/status")).text
+                    raise BrokenPromise(f"{body} never ended; {status}") from None
                 end = "left"
             self.report.ends[end] += 1
             if end.startswith("refused"):
@@ -189,9 +194,9 @@ class Soak:
 
     def _body(self) -> dict[str, Any]:
         draw = self._random
-        words = draw.choices(WORDS, k=int(3 * 200 ** draw.random()))
-        if draw.random() < 0.5:  # begins as others do
-            words = WORDS[: draw.randrange(20, 400)] + words
+        words = draw.choices(WORDS, k=int(3 * 80 ** draw.random()))
+        if draw.random() < 0.5:
+            words = BEGINNING[: draw.randrange(20, 200)] + words
         return {
             "model": "stories-hybrid-20m",
             "prompt": " ".join(words),
@@ -252,7 +257,7 @@ class Soak:
             "logprobs": 5,
             "priority": 1,
         }
-        async with asyncio.timeout(2 * REQUEST_SECONDS):
+        async with asyncio.timeout(REQUEST_SECONDS):
             while True:
                 answer = await self._http.post("/v1/completions", json=body)
                 if answer.status_code == 200:
@@ -328,6 +333,6 @@ def _resident_mb(pid: int) -> float | None:
     return int(said.stdout) / 1024 if said.stdout.strip() else None
 
 
-async def soak(seconds: float) -> Report:
-    async with serving(*SOON) as server:
+async def soak(seconds: float, heartbeat_timeout: int) -> Report:
+    async with serving("--heartbeat-timeout", str(heartbeat_timeout)) as server:
         return await Soak(server, seconds).run()
