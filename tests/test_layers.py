@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("backends.base", "backends.warm_up"),
     },
     "api": {"types", "text", "messages", "sequences", "config"},
+    "supervision": {"messages", "config", "engine", "api.engine_client"},
     "bench": {"", "types", "config", "metrics"},
     "bench.ceilings": {"bench", "backends.mlx.cpu.blas"},
     **dict.fromkeys(

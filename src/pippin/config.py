@@ -144,13 +144,26 @@ class ServerConfig:
     """Write prompts into the log, too."""
 
     engine_timeout: int = 300
-    """Seconds that one step may take before the engine counts as hung, and its requests fail."""
+    """Seconds that one step may take before the engine counts as hung and is replaced."""
+
+    heartbeat_timeout: int = 30
+    """Seconds without a sign of life before the engine counts as frozen and is replaced. Signs
+    come every half second, steps or not."""
 
     step_log: str | None = None
     """Write what each step did, and when, to this file: a line of JSON each."""
 
+    engine_restarts: int = 5
+    """Engines in a row that may die, without one finished request between them, and be replaced.
+    One more ends the server with status 1."""
+
+    drain_timeout: int = 20
+    """Seconds that requests may take to finish after SIGTERM or Ctrl-C. A second one stops at
+    once."""
+
     def __post_init__(self) -> None:
-        _check_at_least(self, engine_timeout=1)
+        _check_at_least(self, engine_timeout=1, heartbeat_timeout=1)
+        _check_at_least(self, engine_restarts=0, drain_timeout=0)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
         if not all(key.strip() for key in self.api_key):

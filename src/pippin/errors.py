@@ -8,8 +8,9 @@ PippinError
 ├── Overloaded              503  the queue is full
 ├── OutOfMemory             503  one request does not fit the byte budget
 ├── NotANumber              500  the model's values overflowed on this request
-├── EngineDead              503  the engine process is gone
+├── EngineDead              503  the engine process is gone, and what it was doing with it
 │   └── DeviceFailed        503  several steps in a row failed: the engine stops
+├── NotReady                503  loading, restarting or shutting down: try again
 └── LoadError                    a checkpoint cannot be served; raised before the server starts
     └── UnsupportedLayout        layers that Pippin cannot serve
 """
@@ -71,6 +72,12 @@ class EngineDead(PippinError):
 
 class DeviceFailed(EngineDead):
     code = "device_failed"
+
+
+class NotReady(PippinError):
+    status = 503
+    code = "not_ready"
+    retry_after_s = 5
 
 
 class LoadError(PippinError):

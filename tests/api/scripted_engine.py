@@ -19,6 +19,7 @@ from pippin.api.app import create_app
 from pippin.api.http.connection import uvicorn_config
 from pippin.api.openai import ModelInfo
 from pippin.config import LimitsConfig, ServerConfig
+from pippin.errors import NotReady
 from pippin.messages import Submit, TokenDelta
 from pippin.text.bundle import TextBundle
 from pippin.types import TokenLogprobs
@@ -108,6 +109,10 @@ class ScriptedEngine:
     @property
     def healthy(self) -> bool:
         return self.reason is None
+
+    def check_ready(self) -> None:
+        if self.reason is not None:
+            raise NotReady(self.reason)
 
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         script = self._scripts[len(self.submits) % len(self._scripts)]

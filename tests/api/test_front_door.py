@@ -159,7 +159,8 @@ def test_one_of_the_keys_is_needed(header: str | None, expected: int) -> None:
     headers = {} if header is None else {"authorization": header.encode()}
     for path in ("/v1/models", "/status"):
         assert status(KEYS, "GET", path, headers=headers) == expected
-    assert status(KEYS, "GET", "/health", headers=headers) == 200
+    for path in ("/health", "/ready"):
+        assert status(KEYS, "GET", path, headers=headers) == 200
 
 
 def test_keys_are_never_shown(caplog: pytest.LogCaptureFixture) -> None:

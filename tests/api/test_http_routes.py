@@ -66,6 +66,21 @@ def test_health_follows_the_engine() -> None:
     assert_openai_error(fetch("GET", "/health", engine), 503, "signal 9")
 
 
+def test_whoever_is_not_taken_is_told_when_to_come_again() -> None:
+    engine = ScriptedEngine(say("hello"))
+    assert fetch("GET", "/ready", engine).json() == {"status": "ready"}
+    engine.reason = "the engine was killed by signal 9"
+    for method, path in (
+        ("GET", "/ready"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+    ):
+        refused = fetch(method, path, engine)
+        assert_openai_error(refused, 503, "signal 9")
+        assert refused.headers["retry-after"] == "5"
+    assert engine.submits == []
+
+
 def test_status_and_flush_ask_the_engine() -> None:
     assert fetch("GET", "/status").json() == {"running": 0}
     assert fetch("POST", "/flush_cache").json() == {"freed_bytes": 0}

@@ -33,7 +33,7 @@ from pippin.api.prepare import Job, prepare_chat, prepare_completion
 from pippin.api.reply import DONE, OpenAIReply, as_event
 from pippin.api.shapes import ChatShape, CompletionShape, Shape
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.errors import EngineDead, PippinError
+from pippin.errors import NotReady, PippinError
 from pippin.text.bundle import TextBundle
 
 
@@ -52,6 +52,7 @@ def create_app(
             Route("/v1/models", api.models),
             Route("/v1/models/{id:path}", api.model),
             Route("/health", api.health),
+            Route("/ready", api.ready),
             Route("/status", api.status),
             Route("/flush_cache", api.flush_cache, methods=["POST"]),
         ],
@@ -107,8 +108,12 @@ class _Api:
 
     async def health(self, request: Request) -> Response:
         if not self._engine.healthy:
-            raise EngineDead(self._engine.reason or "the engine is not running")
+            raise NotReady(self._engine.reason or "the engine is not running")
         return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        self._engine.check_ready()
+        return JSONResponse({"status": "ready"})
 
     async def status(self, request: Request) -> Response:
         return JSONResponse(await self._engine.status())
@@ -117,6 +122,7 @@ class _Api:
         return JSONResponse(await self._engine.flush_cache())
 
     async def _prepare(self, request: Request, prepare: Callable[[bytes], Job]) -> Job:
+        self._engine.check_ready()
         body = await read_body(request, self._limits)
         job = await self._workers.run(prepare, body)
         record_of(request.scope).facts = lambda: facts_of(
