@@ -19,7 +19,7 @@ BODY = json.dumps({"model": "stories", "prompt": "Hi."}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 REQUEST = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-SOON = LimitsConfig(header_timeout=0.05, body_timeout=0.05, send_timeout=0.05)
+SOON = LimitsConfig(header_timeout=0.5, body_timeout=0.5, send_timeout=0.5)
 LATE = LimitsConfig(header_timeout=60.0, body_timeout=60.0, send_timeout=60.0)
 
 Connect = Callable[[], socket.socket]
@@ -98,7 +98,7 @@ def test_a_connection_that_says_nothing_is_closed() -> None:
 
 
 def test_a_second_request_has_its_own_time() -> None:
-    with server(replace(SOON, header_timeout=0.2)) as connect:
+    with server(SOON) as connect:
         client = connect()
         for _ in range(2):
             client.sendall(REQUEST)
@@ -111,7 +111,7 @@ def test_a_second_request_has_its_own_time() -> None:
     "sent", [HEAD + b"Content-Length: 100\r\n\r\n{", CHUNKED, CHUNKED + b"5\r\n{"]
 )
 def test_a_body_that_does_not_come_is_a_408(sent: bytes) -> None:
-    with server(replace(LATE, body_timeout=0.05)) as connect:
+    with server(replace(LATE, body_timeout=0.5)) as connect:
         client = connect()
         client.sendall(sent)
         status, body = reply_of(client)
@@ -121,7 +121,7 @@ def test_a_body_that_does_not_come_is_a_408(sent: bytes) -> None:
 
 
 def test_a_body_that_nobody_waits_for_does_not_keep_a_connection() -> None:
-    with server(replace(LATE, header_timeout=0.05)) as connect:
+    with server(replace(LATE, header_timeout=0.5)) as connect:
         client = connect()
         client.sendall(b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
         assert reply_of(client)[0] == 404
@@ -198,7 +198,7 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_aborted() -> None:
     engine = ScriptedEngine(say_tokens([5] * 8000))
     body = json.dumps({"model": "stories", "prompt": "Hi.", "stream": True, "logprobs": 20})
     request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body.encode()
-    with server(replace(LATE, send_timeout=0.05), engine) as connect:
+    with server(replace(LATE, send_timeout=0.5), engine) as connect:
         client = connect()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.sendall(request)

@@ -13,7 +13,7 @@ import pytest
 from scripted_engine import ScriptedEngine, hang, say, serving, wait_until
 
 from pippin.api import app
-from pippin.api.http import workers
+from pippin.api.http import sending, workers
 from pippin.config import LimitsConfig
 
 CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]}
@@ -96,7 +96,10 @@ def test_a_large_body_is_a_413(chunked: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["field", "option"])
-def test_a_reply_that_is_late_ends_and_is_aborted(stream: bool, by: str) -> None:
+def test_a_reply_that_is_late_ends_and_is_aborted(
+    monkeypatch: pytest.MonkeyPatch, stream: bool, by: str
+) -> None:
+    monkeypatch.setattr(sending, "GRACE_SECONDS", 60.0)  # so that it is a status in any case
     engine = ScriptedEngine(hang())
     limits = replace(SMALL, request_timeout=0.05 if by == "option" else 100.0)
     body = CHAT | {"stream": stream} | ({"timeout": 0.05} if by == "field" else {})
@@ -110,7 +113,7 @@ def test_a_reply_that_is_late_ends_and_is_aborted(stream: bool, by: str) -> None
 def test_a_stream_that_is_late_says_so_in_an_event() -> None:
     engine = ScriptedEngine(hang(after="Once"))
     reply = post(
-        CHAT | {"stream": True, "timeout": 0.05}, path="/v1/chat/completions", engine=engine
+        CHAT | {"stream": True, "timeout": 0.5}, path="/v1/chat/completions", engine=engine
     )
     assert reply.status_code == 200
     *_, error, done = reply.text.strip().split("\n\n")

@@ -28,7 +28,7 @@ CHAT = {"model": "stories", "messages": [USER]}
 COMPLETION = {"model": "stories", "prompt": "Hi."}
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 # Short, since a body that is said to be longer than it is has to be waited for.
-LIMITS = LimitsConfig(body_timeout=0.1, header_timeout=0.1, max_body_bytes=1_000_000)
+LIMITS = LimitsConfig(body_timeout=0.4, header_timeout=0.4, max_body_bytes=1_000_000)
 
 Address = tuple[str, int]
 
@@ -100,7 +100,7 @@ def test_a_chat_with_any_messages(client: httpx.Client, messages: Any, variables
 @STORM
 @given(body=st.binary(max_size=200))
 def test_a_body_of_any_bytes(client: httpx.Client, body: bytes) -> None:
-    assert post(client, CHAT_PATH, body).status_code == 400
+    assert post(client, CHAT_PATH, body).is_client_error
 
 
 NUMBERS = [

@@ -83,7 +83,7 @@ def test_an_error_is_named(
 def test_a_client_that_leaves_has_a_line(log: pytest.LogCaptureFixture) -> None:
     with serving(ScriptedEngine(hang())) as url:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=httpx.Timeout(5, read=0.1))
+            httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=httpx.Timeout(5, read=0.5))
         wait_until(lambda: lines(log))
     [line] = lines(log)
     assert (line["status"], line["finish"]) == (499, "cut")
