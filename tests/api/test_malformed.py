@@ -22,6 +22,8 @@ from scripted_engine import ScriptedEngine, say, serving_alone
 from pippin.api.fields import CHAT_HONOURED, CHAT_REFUSED, COMPLETION_HONOURED, COMPLETION_REFUSED
 from pippin.config import LimitsConfig
 
+pytestmark = pytest.mark.slow
+
 JSON = {"content-type": "application/json"}
 USER = {"role": "user", "content": "Hi."}
 CHAT = {"model": "stories", "messages": [USER]}
