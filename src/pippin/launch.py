@@ -159,7 +159,8 @@ def _model_info(config: Config, ready: Ready) -> ModelInfo:
 def _listen(config: ServerConfig) -> socket.socket:
     """Before a model is downloaded or loaded: a port in use is worth knowing at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # By name, since asyncio sends small pieces at once (TCP_NODELAY) only where it sees this.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))

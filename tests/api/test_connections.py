@@ -13,7 +13,8 @@ import pytest
 from scripted_engine import ScriptedEngine, hang, say, say_tokens, serving_alone, wait_until
 
 from pippin.api.http import connection
-from pippin.config import LimitsConfig
+from pippin.config import LimitsConfig, ServerConfig
+from pippin.launch import _listen
 
 BODY = json.dumps({"model": "stories", "prompt": "Hi."}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -225,6 +226,12 @@ def test_enough_files_may_be_open(
     monkeypatch.setattr("resource.setrlimit", lambda _, limits: asked.append(limits))
     connection.allow_open_files(LimitsConfig())
     assert asked == ([] if raised is None else [(raised, 5000)])
+
+
+def test_the_servers_socket_is_one_that_asyncio_sends_small_pieces_on_at_once() -> None:
+    """Else a token can wait for the acknowledgement of the last one: 40 ms."""
+    with _listen(ServerConfig(port=0)) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 def test_an_offer_of_another_protocol_is_passed_over() -> None:
