@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from pippin.engine import keep_torch_out
 
-LONGEST_FILES = ("test_mutants", "test_worlds")
+LONGEST_FILES = ("test_mutants", "test_worlds", "test_soak")
 
 settings.register_profile("repeat", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)

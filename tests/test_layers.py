@@ -14,6 +14,7 @@ ANYTHING = None
 MAY_IMPORT: dict[str, set[str] | None] = {
     "types": set(),
     "errors": set(),
+    "logs": set(),
     "user_cache": set(),
     "native_kernels": {"user_cache"},
     "config": {"types"},
@@ -39,6 +40,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("backends.base", "backends.warm_up"),
     },
     "api": {"types", "text", "messages", "sequences", "config"},
+    "supervision": {"messages", "config", "engine", "api.engine_client"},
     "bench": {"", "types", "config", "metrics"},
     "bench.ceilings": {"bench", "backends.mlx.cpu.blas"},
     **dict.fromkeys(

@@ -46,9 +46,18 @@ def room_for_reply(prompt: Prompt, max_len: int, *, param: str) -> int:
     prompt_len = len(prompt.tokens)
     if prompt_len < max_len:
         return max_len - prompt_len
-    with_reply = " with the reply" if prompt_len == max_len else ""
-    raise ContextOverflow(
-        f"prompt is {prompt_len:,} tokens, the model holds {max_len:,}{with_reply}", param=param
+    raise context_overflow(max_len, prompt_len=prompt_len, reply_len=1, param=param)
+
+
+def context_overflow(
+    max_len: int, *, prompt_len: int, reply_len: int, param: str
+) -> ContextOverflow:
+    """In the words of OpenAI: agents and proxies know by them that a chat must be shortened."""
+    return ContextOverflow(
+        f"This model's maximum context length is {max_len} tokens. However, you requested "
+        f"{prompt_len + reply_len} tokens ({prompt_len} in the prompt, {reply_len} in the "
+        "completion). Please reduce the length of the prompt or of the completion.",
+        param=param,
     )
 
 
@@ -105,6 +114,8 @@ class GeneratedSequence:
         self.prompt = prompt
         self.submit = submit
         self.cached_tokens = 0
+        self.queued_s: float | None = None
+        self.finish: Literal["stop", "length"] | None = None  # None: it goes on, or was cut off
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self._hides_reply = hides_reply
         self._wants_logprobs = params.logprobs is not None
@@ -127,14 +138,17 @@ class GeneratedSequence:
         is_first, self._began = not self._began, True
         if is_first:
             self.cached_tokens = delta.cached_tokens or 0
+            self.queued_s = delta.queued_s
             self.prompt_logprobs = delta.prompt_logprobs
         text, shown = self._echo() if is_first else ("", [])
         if self._hides_reply:
             finish: Literal["length"] | None = "length" if delta.finish else None
+            self.finish = finish
             return SequencePiece(self.index, text, shown, [], [], finish, is_first)
         num_before = self.num_tokens
         reply, spans = self._decode(delta)
         num_new = self.num_tokens - num_before  # less than came, if a stop string cut them off
+        self.finish = "stop" if self._detokenizer.stopped else delta.finish
         if self._wants_logprobs:
             shown += [self._shown(span) for span in spans]
         return SequencePiece(
@@ -143,7 +157,7 @@ class GeneratedSequence:
             shown,
             delta.tokens[:num_new],
             (delta.logprobs or [])[:num_new],
-            "stop" if self._detokenizer.stopped else delta.finish,
+            self.finish,
             is_first,
         )
 

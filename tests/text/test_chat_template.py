@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bundled import BUNDLED_PATH
 from pippin.errors import LoadError, RequestError
+from pippin.text import template_sandbox
 from pippin.text.bundle import TextBundle
 from pippin.text.chat_template import ChatTemplate
 
@@ -119,6 +120,59 @@ def test_a_template_cannot_reach_into_python() -> None:
     template = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(RequestError, match="unsafe"):
         template.render([USER])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(50) }}",
+    ],
+)
+def test_a_template_that_goes_on_and_on_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_CPU_SECONDS", 0.05)
+    with pytest.raises(RequestError, match=r"ran for more than 0\.05 s"):
+        ChatTemplate(source).render([USER])
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        ("{% for i in range(9999) %}{{ messages }}{% endfor %}", "makes more than 10,000"),
+        ("{{ 'a' * 10001 }}", "repeats something"),
+        ("{{ 10001 * 'a' }}", "repeats something"),
+        ("{{ [1] * 10001 }}", "repeats something"),
+        ("{{ 9 ** 99 }}", "power"),
+        ("{{ '%99999999d' % 1 }}", "formats something"),
+        ("{{ '%*d' % (99999999, 1) }}", "formats something"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_a_template_that_makes_too_much_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, source: str, match: str
+) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_CHARS", 10_000)
+    with pytest.raises(RequestError, match=match):
+        ChatTemplate(source).render([USER])
+
+
+def test_what_honest_templates_do_with_numbers_and_loops_still_works() -> None:
+    source = (
+        "{{ '-' * 3 }}{{ 2 ** 10 }}{{ 7 % 4 }}{{ '%02d' % 5 }}"
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}"
+        "{% endfor %}{% for n in nothing %}{% endfor %}"
+    )
+    assert ChatTemplate(source).render([USER, MORE]) == "---10243051/2,2/2"
+
+
+def test_values_nested_too_deep_are_the_requests_fault() -> None:
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(RequestError, match="recursion"):
+        ChatTemplate("{{ x | tojson }}").render([USER], variables={"x": deep})
 
 
 def test_a_broken_template_is_an_error_at_load() -> None:

@@ -43,7 +43,9 @@ _SHARED = _SAMPLING | {
     "stream",
     "stream_options",
     "user",
-    "priority",  # not OpenAI's
+    # Not OpenAI's:
+    "priority",
+    "timeout",
 }
 
 CHAT_HONOURED = frozenset(

@@ -14,6 +14,7 @@ there, and after a long one of prompts alone, so that whoever comes meanwhile is
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -54,6 +55,7 @@ class Loop:
         self._num_failed = 0  # steps, since one succeeded
         self._last_error: Exception | None = None
         self.failure: PippinError | None = None  # why no step will be run any more
+        self.on_start: Callable[[list[str]], None] = lambda ids: None  # hears before a launch
         self.warm_up = WarmUp(backend, lambda nbytes: nbytes <= scheduler.budget.free)
 
     @property
@@ -73,7 +75,7 @@ class Loop:
     def submit(self, submit: Submit, grammar: Grammar | None = None) -> None:
         if self.failure is not None:
             raise self.failure
-        self.scheduler.add(submit, grammar)
+        self.scheduler.add(submit, grammar, perf_counter())
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -172,6 +174,11 @@ class Loop:
         deltas += self.scheduler.take_outbox()
         if plan is None:
             return None
+        if plan.admit:
+            started = [self.scheduler.holdings[admit.slot].request for admit in plan.admit]
+            for request in started:
+                request.note_start(planned_at)
+            self.on_start([request.id for request in started])
         try:
             pending = self.backend.launch(plan)
         except Exception as error:

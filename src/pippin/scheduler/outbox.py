@@ -42,6 +42,7 @@ class Outbox:
                 logprobs=logprobs,
                 prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
                 cached_tokens=request.cached_len,
+                queued_s=request.queued_s,
                 finish=finish,
             )
         )

@@ -47,6 +47,8 @@ class Request:
     slot: int = 0  # while it runs; what comes with it is a `Holding`
     cached_len: int = 0  # prompt tokens that were not computed, when it first started
     num_retractions: int = 0
+    submitted_s: float | None = None  # on the clock of whoever submits and starts it
+    queued_s: float | None = None  # how long it waited, when it first started
     passed_over: int = 0  # times a later request was started first
 
     @classmethod
@@ -127,6 +129,11 @@ class Request:
         self.slot = slot
         if not self.num_retractions:
             self.cached_len = cached_len
+
+    def note_start(self, now_s: float) -> None:
+        """Its first chunk, or its first one again, goes into a step that is launched now."""
+        if self.submitted_s is not None and self.queued_s is None:
+            self.queued_s = now_s - self.submitted_s
 
     def plan_sample(self) -> None:
         """All that is known has been planned, and with its last token the next sample."""

@@ -114,7 +114,9 @@ class Scheduler:
 
     # ---- what the outside asks for -------------------------------------------------------
 
-    def add(self, submit: Submit, grammar: Grammar | None = None) -> None:
+    def add(
+        self, submit: Submit, grammar: Grammar | None = None, now_s: float | None = None
+    ) -> None:
         """Queue a request, or answer it at once with an error delta."""
         # An error delta would carry the same id and end the first request for its client.
         assert submit.id not in self.requests, f"request id {submit.id} is in use"
@@ -132,6 +134,7 @@ class Scheduler:
             came_at=self._prompts.num_planned,
             grammar=grammar,
         )
+        request.submitted_s = now_s
         self.requests[request.id] = request
         self.admission.add(request)
         self.metrics.prompt_tokens += request.prompt_len

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pippin.errors import LoadError, RequestError
+from pippin.text.template_sandbox import compile_bounded, time_limit
 from pippin.text.tokenizer import Tokenizer, read_json
 
 Message = Mapping[str, Any]
@@ -37,6 +34,7 @@ _TEMPLATE_ERRORS = (
     LookupError,
     ArithmeticError,
     AttributeError,
+    RecursionError,
 )
 
 
@@ -54,8 +52,8 @@ class ChatTemplate:
         self.source = source
         self._variables = dict(variables or {})
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+            self._template = compile_bounded(source, filters=_FILTERS, functions=_FUNCTIONS)
+        except (jinja2.TemplateError, RecursionError) as error:
             raise LoadError(f"the chat template does not compile: {error}") from error
 
     @classmethod
@@ -72,11 +70,14 @@ class ChatTemplate:
     ) -> str:
         try:
             return self._template.render(
-                **{**self._variables, **(variables or {})},
-                messages=[_with_reasoning_names(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
+                {
+                    **self._variables,
+                    **(variables or {}),
+                    "messages": [_with_reasoning_names(message) for message in messages],
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except _TEMPLATE_ERRORS as error:
             raise RequestError(
@@ -92,11 +93,14 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
         """The prompt's tokens, and those positions in it where messages end."""
-        text = self.render(
-            messages, add_generation_prompt=add_generation_prompt, variables=variables
-        )
+        with time_limit():
+            text = self.render(
+                messages, add_generation_prompt=add_generation_prompt, variables=variables
+            )
+            ends = {
+                self._message_end(text, messages, n, variables) for n in _prefixes(len(messages))
+            }
         encoded = tokenizer.encode_rendered(text)
-        ends = {self._message_end(text, messages, n, variables) for n in _prefixes(len(messages))}
         boundaries = {_token_position(encoded.ends, end) for end in ends if end}
         return RenderedChat(text, encoded.ids, sorted(b for b in boundaries if b))
 
@@ -165,26 +169,6 @@ def _find_source(model_dir: Path) -> str | None:
     return None
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what to train on; for serving it is only its contents."""
-
-    tags = {"generation"}  # noqa: RUF012  (so declared by jinja2)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -208,3 +192,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
+
+
+_FILTERS = {"tojson": _tojson}
+_FUNCTIONS = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

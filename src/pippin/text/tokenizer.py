@@ -122,7 +122,9 @@ def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer  # slow to import; only old checkpoints need it
 
     try:
-        backend = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)._tokenizer
+        backend = AutoTokenizer.from_pretrained(
+            str(model_dir), local_files_only=True, trust_remote_code=False
+        )._tokenizer
     except (OSError, ValueError, AttributeError, ImportError) as error:
         raise LoadError(f"no tokenizer could be loaded from {model_dir}: {error}") from error
     assert isinstance(backend, tokenizers.Tokenizer)
