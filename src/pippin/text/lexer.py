@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Iterable
+from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -27,10 +28,15 @@ class Malformed(Exception):
 class Marks:
     """Strings that mean something wherever they stand. None begins another one."""
 
+    @staticmethod
+    @cache
+    def of(*marks: str) -> Marks:
+        """Made once: every reply needs the same ones."""
+        return Marks(*marks)
+
     def __init__(self, *marks: str) -> None:
         assert all(marks), "an empty mark would stand everywhere"
         assert not any(a != b and b.startswith(a) for a in marks for b in marks), marks
-        self.all = marks
         self._pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
         self._beginnings = {mark[:n] for mark in marks for n in range(1, len(mark))}
         self._longest = max(map(len, marks), default=0)

@@ -6,8 +6,9 @@ be cut anywhere; joined, they are the same however the reply's text came.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +87,21 @@ class FoldedText:
 def joined(pieces: Iterable[TextPiece]) -> list[TextPiece]:
     """The same pieces, with neighbours of one kind made one."""
     out: list[TextPiece] = []
-    for piece in pieces:
-        match (out[-1] if out else None), piece:
-            case (Content(before), Content(text)):
-                out[-1] = Content(before + text)
-            case (Reasoning(before), Reasoning(text)):
-                out[-1] = Reasoning(before + text)
-            case (CallArguments(index, before), CallArguments(same, text)) if index == same:
-                out[-1] = CallArguments(index, before + text)
-            case _:
-                out.append(piece)
+    for _, group in itertools.groupby(pieces, _kind):
+        first, *rest = group
+        if rest:
+            assert isinstance(first, Content | Reasoning | CallArguments)
+            text = first.text + "".join(piece.text for piece in rest)  # type: ignore[union-attr]
+            first = replace(first, text=text)
+        out.append(first)
     return out
+
+
+def _kind(piece: TextPiece) -> object:
+    """The same for pieces that can be joined."""
+    if isinstance(piece, CallArguments):
+        return piece.index
+    return type(piece) if isinstance(piece, Content | Reasoning) else piece
 
 
 def content_of(pieces: Sequence[TextPiece]) -> str:

@@ -126,7 +126,7 @@ class CallParser(LexedParser):
 
     def read_reply(self) -> Steps[None]:
         yield from self.read_start()
-        first = Marks(*self.first_marks)
+        first = Marks.of(*self.first_marks)
         while not (yield from self.lexer.ended()):
             if text := (yield from self.lexer.text_before(first)):
                 self.sink.content(text)
@@ -140,16 +140,27 @@ class CallParser(LexedParser):
         yield from ()
 
     def _read_section(self, opening: str, closing: str) -> Steps[None]:
-        is_section = yield from self.lexer.is_followed(opening, self.begins)
-        yield from self.lexer.expect(opening)
-        if not is_section:
+        """A section is one only if there is a call in it. Otherwise it is text, like any other."""
+        num_before = self.sink.num_complete
+        if (yield from self.lexer.is_followed(opening, self.begins)):
+            yield from self.attempt(self._read_opening_call)
+        else:
+            yield from self.lexer.expect(opening)
             self.sink.content(opening)
             return
-        marks = Marks(*self.begins, closing)
-        while not (yield from self.lexer.accept(closing)):
-            if (yield from self.lexer.ended()):
-                return
+        marks = Marks.of(*self.begins, closing)
+        while not (yield from self.lexer.ended()):
             if text := (yield from self.lexer.text_before(marks)):
                 self.sink.content(text)
-            elif not (yield from self.lexer.is_next(closing)):
+            elif (yield from self.lexer.accept(closing)):
+                if self.sink.num_complete == num_before:
+                    self.sink.content(closing)
+                return
+            else:
                 yield from self.attempt(self.read_call)
+
+    def _read_opening_call(self) -> Steps[None]:
+        assert self.section is not None
+        yield from self.lexer.expect(self.section[0])
+        yield from self.lexer.space()
+        yield from self.read_call()

@@ -9,8 +9,8 @@ from pippin.text.parsers.syntax import CallSyntax, JsonArguments
 SECTION_BEGIN, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
-_AFTER_HEAD = Marks(SEPARATOR, CALL_END, "\n")
-_AFTER_NAME = Marks("\n", "`", CALL_END)
+_AFTER_HEAD = Marks.of(SEPARATOR, CALL_END, "\n")
+_AFTER_NAME = Marks.of("\n", "`", CALL_END)
 
 
 class DeepSeekV31Parser(JsonCallParser):

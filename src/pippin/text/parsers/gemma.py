@@ -15,8 +15,8 @@ from pippin.text.parsers.syntax import BareKeyArguments, CallSyntax
 
 MAX_DEPTH = 64
 _BARE_TYPES = frozenset({"number", "boolean", "null"})  # strings are always quoted
-_AFTER_BARE = Marks(",", "}", "]", "\n")
-_AFTER_KEY = Marks(":", "{", "}", "\n")
+_AFTER_BARE = Marks.of(",", "}", "]", "\n")
+_AFTER_KEY = Marks.of(":", "{", "}", "\n")
 
 
 class GemmaParser(CallParser):
@@ -103,7 +103,7 @@ class GemmaParser(CallParser):
     def _string(self) -> Steps[None]:
         yield from self.lexer.expect(self.quote)
         self.sink.arguments('"')
-        marks = Marks(self.quote, self.end)
+        marks = Marks.of(self.quote, self.end)
         while not (yield from self.lexer.accept(self.quote)):
             if text := (yield from self.lexer.text_before(marks)):
                 self.sink.arguments(json.dumps(text, ensure_ascii=False)[1:-1])

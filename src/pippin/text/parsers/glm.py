@@ -9,8 +9,8 @@ from pippin.text.parsers.tagged_calls import TaggedCallParser
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
-_AFTER_NAME = Marks(KEY, CALL_END, CALL, "\n", "{")
-_AFTER_KEY = Marks(KEY_END, "\n")
+_AFTER_NAME = Marks.of(KEY, CALL_END, CALL, "\n", "{")
+_AFTER_KEY = Marks.of(KEY_END, "\n")
 
 
 class GlmParser(TaggedCallParser):

@@ -17,7 +17,7 @@ from pippin.text.parsers.syntax import CallSyntax, JsonArguments
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN, CALL, END, RETURN = "<|constrain|>", "<|call|>", "<|end|>", "<|return|>"
 _ALL = (START, CHANNEL, MESSAGE, CONSTRAIN, CALL, END, RETURN)
-_MARKS = Marks(*_ALL)
+_MARKS = Marks.of(*_ALL)
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?(\S+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 

@@ -29,8 +29,9 @@ class JsonReader:
         self._lexer = parser.lexer
         self._ends = tuple(ends)
         self._next_marks = tuple(next_marks)
-        self._in_string = Marks('"', "\\", *ends)
-        self._outside = Marks('"', *"{}[]", *(m for m in {*ends, *next_marks} if m[0] not in "[{"))
+        self._in_string = Marks.of('"', "\\", *ends)
+        marks = [mark for mark in (*ends, *next_marks) if mark[0] not in "[{"]  # brackets anyway
+        self._outside = Marks.of('"', *"{}[]", *marks)
 
     def call_arguments(self, name: str, id: str | None = None) -> Steps[None]:
         """An object, or an object's text as a string, or null. Opens the call before the first."""
@@ -184,7 +185,7 @@ class JsonCallParser(CallParser):
         self.sink.arguments(arguments)
 
 
-_AFTER_LITERAL = Marks(",", "}", "]", " ", "\n", "\r", "\t")
+_AFTER_LITERAL = Marks.of(",", "}", "]", " ", "\n", "\r", "\t")
 
 
 def parse_json(text: str) -> Any:

@@ -11,7 +11,7 @@ from pippin.text.parsers.syntax import CallSyntax, JsonArguments
 SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL_BEGIN, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 ARGUMENTS_BEGIN = "<|tool_call_argument_begin|>"
-_AFTER_ID = Marks(ARGUMENTS_BEGIN, CALL_END, "\n")
+_AFTER_ID = Marks.of(ARGUMENTS_BEGIN, CALL_END, "\n")
 _ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?")
 
 

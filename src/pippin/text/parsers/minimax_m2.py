@@ -9,7 +9,7 @@ from pippin.text.parsers.tagged_calls import TaggedCallParser
 SECTION, SECTION_END = "<minimax:tool_call>", "</minimax:tool_call>"
 INVOKE, INVOKE_END = '<invoke name="', "</invoke>"
 PARAMETER, PARAMETER_END = '<parameter name="', "</parameter>"
-_AFTER_NAME = Marks('"', "\n")
+_AFTER_NAME = Marks.of('"', "\n")
 
 
 class MiniMaxM2Parser(TaggedCallParser):

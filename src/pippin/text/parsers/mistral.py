@@ -13,8 +13,8 @@ TOOL_CALLS = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
 CALL_ID = "[CALL_ID]"
 ID_LEN = 9  # letters and digits: Mistral's templates refuse any other id
-_AFTER_NAME = Marks(ARGS, CALL_ID, "\n", "{")
-_AFTER_ID = Marks(ARGS, "\n", "{")
+_AFTER_NAME = Marks.of(ARGS, CALL_ID, "\n", "{")
+_AFTER_ID = Marks.of(ARGS, "\n", "{")
 
 
 class MistralParser(JsonCallParser):

@@ -12,7 +12,7 @@ from pippin.text.parsers.tagged_calls import TaggedCallParser
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-_AFTER_NAME = Marks(">", "<", "\n")
+_AFTER_NAME = Marks.of(">", "<", "\n")
 
 
 class Qwen3CoderParser(TaggedCallParser):

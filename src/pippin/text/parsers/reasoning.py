@@ -40,7 +40,7 @@ class ReasoningParser(ReplyParser):
     ) -> None:
         self.marks = frozenset({marks.begin, marks.end, *other_ends, *rest.marks})
         self._begin, self._end = marks.begin, marks.end
-        self._ends = Marks(marks.end, *other_ends)
+        self._ends = Marks.of(marks.end, *other_ends)
         self._rest = rest
         self._lexer = Lexer()
         self._pieces: list[TextPiece] = []
@@ -88,4 +88,4 @@ class ReasoningParser(ReplyParser):
             yield from self._lexer.space()
 
 
-_NO_MARKS = Marks()
+_NO_MARKS = Marks.of()

@@ -26,9 +26,11 @@ class PieceSink:
         self._new_id = new_id
         self._pieces: list[TextPiece] = []
         self._space = ""
-        self._num_calls = 0
+        self._space_before_call = ""
         self._has_content = False
         self._in_call = False
+        self._num_calls = 0
+        self.num_complete = 0  # calls that could be parsed
 
     @property
     def num_held(self) -> int:
@@ -43,7 +45,7 @@ class PieceSink:
         visible = text.rstrip()
         self._space = text[len(visible) :]
         if visible:
-            is_after_call_only = self._num_calls and not self._has_content
+            is_after_call_only = self.num_complete and not self._has_content
             self._pieces.append(Content(visible.lstrip() if is_after_call_only else visible))
             self._has_content = True
 
@@ -52,7 +54,7 @@ class PieceSink:
 
     def begin_call(self, name: str, id: str | None = None) -> None:
         assert not self._in_call
-        self._space = ""
+        self._space_before_call, self._space = self._space, ""
         self._in_call = True
         self._pieces.append(CallBegin(self._num_calls, id or self._new_id(), name))
 
@@ -62,17 +64,18 @@ class PieceSink:
             self._pieces.append(CallArguments(self._num_calls, text))
 
     def end_call(self) -> None:
+        self.num_complete += 1
         self._end_call(None)
 
     def reject(self, text: str) -> None:
         """This text is no call, or not all of one."""
         if self._in_call:
-            self._end_call(text)
+            self._end_call(self._space_before_call + text)
         else:
             self.content(text)
 
     def close(self) -> None:
-        if not self._num_calls and self._space:
+        if self._space and not self.num_complete:
             self._pieces.append(Content(self._space))
         self._space = ""
 

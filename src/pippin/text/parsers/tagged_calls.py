@@ -29,7 +29,7 @@ class TaggedCallParser(CallParser):
 
     @cached_property
     def _ends(self) -> Marks:
-        return Marks(self.value_end, self.call_end, *(mark for mark, _ in self.implied_ends))
+        return Marks.of(self.value_end, self.call_end, *(mark for mark, _ in self.implied_ends))
 
     def begin_call(self, name: str) -> None:
         """A function's name was read. It is passed on with its first argument, or its end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pippin.text.parsers.formats import TOOL_FORMATS
@@ -101,8 +102,8 @@ def _with_bare_keys(value: Any, quote: str) -> str:
 @dataclass(frozen=True)
 class Example:
     text: str
-    calls: list[Call] | None  # None: nobody says what is to be found in it
-    content: str | None = None
+    calls: list[Call] | None = None  # None: what is to be found in it is left open
+    letters: str = ""  # of the content around the calls, without white space
 
 
 class Maker:
@@ -132,16 +133,17 @@ class Maker:
         calls = [self.call() for _ in range(self.random.randint(1, 3))]
         text = write_calls(self.syntax, calls)
         if self.format == "llama3":  # a bare object is a call at the beginning only
-            return Example(text, calls, "")
+            return Example(text, calls)
         before = self.random.choice(["", *WORDS])
         after = "" if self.format == "harmony" else self.random.choice(["", *WORDS])
+        letters = "".join((before + after).split())
         if self.format == "harmony" and before:
             before = f"<|channel|>final<|message|>{before}<|end|><|start|>assistant"
-        return Example(before + text + after, calls)
+        return Example(before + text + after, calls, letters)
 
     def cut(self) -> Example:
         text = self.good().text
-        return Example(text[: self.random.randint(1, len(text))], None)
+        return Example(text[: self.random.randint(1, len(text))])
 
     def malformed(self) -> Example:
         """A few characters changed, left out or doubled."""
@@ -149,13 +151,14 @@ class Maker:
         for _ in range(self.random.randint(1, 4)):
             at = self.random.randrange(len(text))
             text[at] = self.random.choice(["", text[at] * 2, *'"{}[]<>,:\\\n x'])
-        return Example("".join(text), None)
+        return Example("".join(text))
 
     def _string(self) -> str:
         string = self.random.choice(STRINGS)
         return string.replace("</parameter>", "") if self.random.random() < 0.5 else string
 
 
+@cache
 def examples(format: str, num: int = 200) -> list[Example]:
     maker = Maker(format, 0)
     kinds = [maker.good, maker.good, maker.cut, maker.malformed]
