@@ -257,6 +257,15 @@ def test_reasoning_is_handed_to_templates_under_every_name() -> None:
         assert template.render([{"role": "assistant", "content": "", name: "Hm."}]) == "Hm. Hm."
 
 
+def test_reasoning_and_content_beside_a_call_are_one_where_a_template_refuses_both() -> None:
+    refuse = "{% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}"
+    source = "{% for m in messages %}REFUSE[{{ m.thinking }}|{{ m.content }}]{% endfor %}"
+    message = {**CALL, "content": "I look.", "reasoning_content": "Hm."}
+    strict = ChatTemplate(source.replace("REFUSE", refuse))
+    assert strict.render([message]) == "[Hm.\n\nI look.|]"
+    assert ChatTemplate(source.replace("REFUSE", "")).render([message]) == "[Hm.|I look.]"
+
+
 def test_a_template_for_tools_is_used_where_there_are_tools(tmp_path: Path) -> None:
     named = [
         {"name": "default", "template": "plain"},

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pippin.errors import LoadError, RequestError
 from pippin.text.message_ends import MessageEnds
-from pippin.text.message_shape import Message, Tools, shaped, wants_text_arguments
+from pippin.text.message_shape import Message, MessageShape, Tools
 from pippin.text.tokenizer import Tokenizer, read_json
 
 # A chat of many turns gets boundaries for its first and its last messages: those in between were
@@ -80,10 +80,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        has_calls = any(message.get("tool_calls") for message in messages)
-        text_arguments = has_calls and self._wants_text_arguments
         return self._render(
-            [shaped(message, text_arguments=text_arguments) for message in messages],
+            [self._shape.apply(message) for message in messages],
             tools,
             add_generation_prompt=add_generation_prompt,
             variables=variables,
@@ -115,8 +113,8 @@ class ChatTemplate:
         return RenderedChat(text, encoded.ids, sorted(b for b in boundaries if b))
 
     @cached_property
-    def _wants_text_arguments(self) -> bool:
-        return wants_text_arguments(self._render)
+    def _shape(self) -> MessageShape:
+        return MessageShape.of(self._render)
 
     def _render(
         self,
