@@ -75,6 +75,32 @@ def test_calls_that_the_template_wrote_are_read_back() -> None:
         assert found == calls
 
 
+def test_the_next_prompt_begins_with_the_last_one_and_its_reply() -> None:
+    """Sent back as it was parsed, a reply is found in the prefix cache to its last letter."""
+    assert TEXT.chat is not None
+    prompt = TEXT.chat.render([USER], tools=TOOLS)
+    for seed in range(50):
+        name, arguments = Maker("qwen3_coder", seed).call()
+        # Of these the template writes what Python prints, and not what the model said.
+        arguments = {k: v for k, v in arguments.items() if k not in ("ratio", "flag", "maybe")}
+        calls = write_calls(Qwen3CoderParser.syntax, [(name, arguments), (name, {})])
+        reply = f"Hm.\n\nSo.\n</think>\n\nLet me see.\n\n{calls}"
+        parser = TEXT.formats.parser(prompt, TOOLS)
+        folded = FoldedText.of([*parser.feed(reply), *parser.close()])
+        message = {
+            "role": "assistant",
+            "content": folded.content,
+            "reasoning_content": folded.reasoning,
+            "tool_calls": [
+                {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+                for call in folded.calls.values()
+            ],
+        }
+        results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+        later = TEXT.chat.render([USER, message, *results], tools=TOOLS)
+        assert later.startswith(prompt + reply)
+
+
 def test_the_checkpoint_says_how_its_replies_are_written() -> None:
     assert (TEXT.formats.tools, TEXT.formats.reasoning) == ("qwen3_coder", "think")
     thinking = chat_prompt([USER], TEXT, tools=TOOLS)
