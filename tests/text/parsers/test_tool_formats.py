@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bundled import BUNDLED_PATH
-from call_texts import NAMES, TOOLS, Call, write_calls
+from call_texts import NAMES, TOOLS, Call, Maker, write_calls
 from pippin.errors import LoadError
 from pippin.text.bundle import TextBundle
 from pippin.text.parsers.formats import HARMONY, REASONING_FORMATS, TOOL_FORMATS, ReplyFormats
@@ -261,6 +261,26 @@ def test_harmony_tells_reasoning_calls_and_content_apart() -> None:
     folded = FoldedText.of(parse("harmony", text))
     assert (folded.reasoning, folded.content) == ("Hm, weather.", "It rains.")
     assert [call.arguments for call in folded.calls.values()] == ['{"text": "Tokyo"}']
+
+
+def test_calls_that_the_bundled_models_template_wrote_are_read_back() -> None:
+    text = TextBundle.load(BUNDLED_PATH)
+    assert text.chat is not None
+    prompt = text.chat.render([{"role": "user", "content": "Hi"}], tools=TOOLS)
+    for seed in range(100):
+        maker = Maker("hermes", seed)
+        calls = [maker.call(), maker.call()]
+        functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+        message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function} for function in functions],
+        }
+        chat = [{"role": "user", "content": "Hi"}, message]
+        later = text.chat.render(chat, tools=TOOLS, add_generation_prompt=False)
+        reply = later.removeprefix(prompt).removesuffix("<|im_end|>\n")
+        assert reply != later
+        assert fold(text.formats.tools or "", reply) == ("", calls)
 
 
 # ---- against mlx-lm's parsers, on what they read right ------------------------------------
