@@ -12,8 +12,8 @@ from pippin.messages import TokenDelta
 from pippin.sequences import GeneratedSequence, open_sequences
 from pippin.text.detokenizer import Decoded, Detokenizer
 from pippin.text.parsers.base import ReplyParser
+from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 from pippin.text.parsers.formats import TOOL_FORMATS
-from pippin.text.parsers.qwen3_coder import Qwen3CoderParser
 from pippin.text.pieces import CallArguments, Content, FoldedText, TextPiece, joined
 from pippin.text.prompt import Prompt, chat_prompt
 from pippin.text.tokenizer import Tokenizer

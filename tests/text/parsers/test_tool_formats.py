@@ -202,6 +202,18 @@ def test_qwens_calls_need_not_be_wrapped() -> None:
     assert fold("qwen3_coder", f"Hm. {text}") == ("Hm.", [WEATHER])
 
 
+def test_the_end_of_a_reply_ends_what_it_may() -> None:
+    text = "<tool_call>\n<function=get_weather>\n<parameter=text>\nTokyo\n</function>\n"
+    assert fold("qwen3_coder", text) == ("", [WEATHER])
+
+
+def test_nothing_of_a_good_call_leaks_when_the_next_one_is_bad() -> None:
+    array = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": 5}]'
+    assert fold("mistral", array) == (', {"name": 5}]', [("f", {})])
+    listed = '{"name": "get_weather", "parameters": {"text": "Tokyo"}}; {"name": "unknown"}'
+    assert fold("llama3", listed) == ('; {"name": "unknown"}', [WEATHER])
+
+
 @pytest.mark.parametrize(
     ("format", "text"),
     [

@@ -1,4 +1,5 @@
-"""Finds reasoning and tool calls in replies: one file a format. Knows no tokens and no HTTP.
+"""Finds reasoning and tool calls in replies. Knows no tokens and no HTTP.
 
-`formats.py` lists the formats and chooses one by the marks in a model's chat template.
+Formats of calls lie in `calls/`; `formats.py` lists them and chooses one by the marks in a model's
+chat template.
 """

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from pippin.errors import LoadError
 from pippin.text.parsers.base import CallParser, PlainText, ReplyParser, Tool
-from pippin.text.parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
-from pippin.text.parsers.gemma import FunctionGemmaParser, Gemma4Parser
-from pippin.text.parsers.glm import GlmParser
-from pippin.text.parsers.harmony import HarmonyParser
-from pippin.text.parsers.hermes import HermesParser
-from pippin.text.parsers.kimi_k2 import KimiK2Parser
-from pippin.text.parsers.llama3 import Llama3Parser
-from pippin.text.parsers.minimax_m1 import MiniMaxM1Parser
-from pippin.text.parsers.minimax_m2 import MiniMaxM2Parser
-from pippin.text.parsers.mistral import MistralArrayParser, MistralParser
-from pippin.text.parsers.qwen3_coder import Qwen3CoderParser
+from pippin.text.parsers.calls.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
+from pippin.text.parsers.calls.gemma import FunctionGemmaParser, Gemma4Parser
+from pippin.text.parsers.calls.glm import GlmParser
+from pippin.text.parsers.calls.harmony import HarmonyParser
+from pippin.text.parsers.calls.hermes import HermesParser
+from pippin.text.parsers.calls.kimi_k2 import KimiK2Parser
+from pippin.text.parsers.calls.llama3 import Llama3Parser
+from pippin.text.parsers.calls.minimax_m1 import MiniMaxM1Parser
+from pippin.text.parsers.calls.minimax_m2 import MiniMaxM2Parser
+from pippin.text.parsers.calls.mistral import MistralArrayParser, MistralParser
+from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 from pippin.text.parsers.reasoning import ReasoningMarks, ReasoningParser
 
 AUTO, OFF = "auto", "off"
