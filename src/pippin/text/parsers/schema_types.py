@@ -44,16 +44,22 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if not isinstance(schema, Mapping) or depth == 0:
         return set()
     declared = schema.get("type")
-    found = {declared} if isinstance(declared, str) else set(declared or ())
+    names = [declared] if isinstance(declared, str) else _items(declared)
+    found = {name for name in names if isinstance(name, str)}
     if not found:
-        values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
+        values = [*_items(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
         found = {_TYPE_OF_VALUE[type(value)] for value in values if type(value) in _TYPE_OF_VALUE}
     for keyword in ("anyOf", "oneOf", "allOf"):
-        for option in schema.get(keyword, ()):
+        for option in _items(schema.get(keyword)):
             found |= _types(option, root, depth - 1)
     if isinstance(reference := schema.get("$ref"), str):
         found |= _types(_resolve(reference, root), root, depth - 1)
     return {"number" if type == "integer" else type for type in found}
+
+
+def _items(value: Any) -> list[Any]:
+    """A schema comes from a client: what should be a list may be anything."""
+    return value if isinstance(value, list) else []
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
