@@ -12,6 +12,7 @@ from pippin.errors import ContextOverflow, OutOfMemory, PippinError
 from pippin.messages import TokenDelta
 from pippin.sequences import GeneratedSequence, SequencePiece, open_sequences, room_for_reply
 from pippin.text.bundle import TextBundle
+from pippin.text.pieces import joined
 from pippin.text.prompt import Prompt, completion_prompt
 from pippin.types import SamplingParams, TokenLogprobs
 
@@ -43,7 +44,7 @@ def feed(sequence: GeneratedSequence, tokens: list[int], size: int, **last: Any)
             break
     return SequencePiece(
         0,
-        "".join(piece.text for piece in pieces),
+        joined(part for piece in pieces for part in piece.pieces),
         [token for piece in pieces for token in piece.shown],
         [token for piece in pieces for token in piece.tokens],
         [known for piece in pieces for known in piece.logprobs],
