@@ -24,6 +24,7 @@ from pippin.backends.mlx.rows.packed_views import AttendPacked
 FEWEST_THREADS, MOST_THREADS = 128, 512
 MOST_SHARED = 8192  # numbers of a block of threads, where its warps add up
 MOST_REGISTERS = 64  # of a lane, for its share of the queries and as many for its sums
+ALL_REGISTERS = 65_536  # of a multiprocessor. A block that needs more never runs, and none says so
 WANTED_BLOCKS = 528  # about: four for each multiprocessor of a large GPU
 SHORTEST_STRETCH = 64  # columns
 ROUNDS_OF_ONE_STRETCH = 16  # of a block over a row's columns, before these are cut
@@ -50,7 +51,9 @@ class Form:
         fits = (n for n in (8, 16, 32) if queries * largest // n <= MOST_REGISTERS)
         lanes = next(fits, 32)
         vec = next(n for n in (8, 4, 2, 1) if n * size <= 16 and smallest // lanes % n == 0)
-        warps = MOST_SHARED // (queries * dims[1])
+        held = sum(dims) // lanes  # channels of a column
+        registers = held * queries + held * AHEAD * size // 4 + 40 + 5 * queries
+        warps = min(MOST_SHARED // (queries * dims[1]), ALL_REGISTERS // (32 * registers))
         threads = 32 << (warps.bit_length() - 1)
         return cls(queries, repeats // queries, lanes, vec, min(threads, MOST_THREADS))
 
