@@ -125,18 +125,17 @@ class Server:
 @asynccontextmanager
 async def serving(*options: str) -> AsyncIterator[Server]:
     command = [sys.executable, "-m", "pippin", "serve", "--port", "0", *TIGHT, *options]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        banner = await asyncio.to_thread(process.stdout.readline)
-        found = re.search(r"http://\S+", banner)
-        assert found, f"no address in {banner!r}"
-        yield Server(process, found[0])
-        process.terminate()
-        assert await asyncio.to_thread(process.wait, 30) == 0
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            banner = await asyncio.to_thread(process.stdout.readline)
+            found = re.search(r"http://\S+", banner)
+            assert found, f"no address in {banner!r}"
+            yield Server(process, found[0])
+            process.terminate()
+            assert await asyncio.to_thread(process.wait, 30) == 0
+        finally:
+            process.kill()
 
 
 class Soak:

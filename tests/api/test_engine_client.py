@@ -237,17 +237,19 @@ def test_nothing_is_taken_while_there_is_no_engine() -> None:
 
 def test_draining_takes_nothing_new_and_waits_for_what_there_is() -> None:
     async def scenario(client: EngineClient, sent: SentMessages) -> None:
-        [task] = await open_requests(client, "a")
+        first, last = await open_requests(client, "a", "b")
         client.drain()
         assert client.healthy
         with pytest.raises(NotReady, match="shutting down"):
-            await collect(client, "b")
+            await collect(client, "c")
         drained = asyncio.create_task(client.drained())
-        say(client, TokenDelta("a", [1]))
+        say(client, TokenDelta("a", [1], finish="stop"))
+        assert [delta.tokens for delta in await first] == [[1]]
+        say(client, TokenDelta("b", [1]))
         await asyncio.sleep(0)
         assert not drained.done()
-        say(client, TokenDelta("a", [2], finish="stop"))
-        assert [delta.tokens for delta in await task] == [[1], [2]]
+        say(client, TokenDelta("b", [2], finish="stop"))
+        assert [delta.tokens for delta in await last] == [[1], [2]]
         await drained
 
     run(scenario)

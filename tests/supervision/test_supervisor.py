@@ -77,6 +77,10 @@ async def collect(client: EngineClient, id: str, max_tokens: int = 4) -> list[To
     return [delta async for delta in client.generate(Submit(id, [1, 2, 3], params))]
 
 
+def tokens_of(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.tokens]
+
+
 async def hold_up_with_one_begun_and_one_waiting(
     client: EngineClient, process: EngineProcess
 ) -> tuple[asyncio.Task[list[TokenDelta]], asyncio.Task[list[TokenDelta]]]:
@@ -117,13 +121,10 @@ def test_an_engine_that_dies_or_hangs_is_replaced(
             assert client.reason is not None
             assert why in client.reason
             served = await waiting
-            assert sum(len(delta.tokens) for delta in served) == 4
+            assert len(tokens_of(served)) == 4
             assert [delta.finish for delta in served if delta.finish] == ["length"]
             assert client.healthy
-            again = await collect(client, "waiting")
-            assert [d.tokens for d in served] == [
-                d.tokens for d in again
-            ]  # as if it had never waited
+            assert tokens_of(served) == tokens_of(await collect(client, "again"))
             assert not is_running(engines[0].process.pid)
         assert [process.process.returncode for process in engines[1:]] == [0]
         assert not any(Path(process.spec.socket_dir).exists() for process in engines)
