@@ -7,7 +7,7 @@ the engine's one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -150,6 +150,9 @@ class MLXBackend:
             self._retire(step, retire)
         for admit in plan.admit:
             self._admit(admit)
+        for chunk in plan.prefill:
+            if chunk.slot in self._rows:
+                self._leave_rows(chunk)
         for rows, decodes in self._decode_groups(plan.decode):
             self._decode(step, rows, decodes)
         if plan.decode:  # the device has these to do while the prompts' graph is being built
@@ -291,8 +294,8 @@ class MLXBackend:
 
     def _sample_prompt(self, step: MLXPending, row: PrefillRow, logits: mx.array) -> None:
         """The token after a prompt, or after what is known of a reply that goes on."""
-        sample = SampleRow(row.slot, len(self._admitted[row.slot].reply))
-        step.to_sample.add(sample, logits, row.masked)
+        sample = SampleRow(row.slot, row.end - len(self._admitted[row.slot].prompt))
+        step.to_sample.add([sample], logits, masked=row.masked)
 
     def _restored(self, chunk: PrefillRow) -> PromptState:
         prompt = self._prompts[chunk.slot]
@@ -300,6 +303,13 @@ class MLXBackend:
             self._captures.restore(prompt, chunk.restore)
         assert prompt.length == chunk.start, f"slot {chunk.slot}: chunks must follow each other"
         return prompt
+
+    def _leave_rows(self, chunk: PrefillRow) -> None:
+        """A chunk of a reply is run as a prompt's is; the slot joins the others again later."""
+        held = self._held(chunk.slot, 0)
+        self._rows.pop(chunk.slot).leave(chunk.slot)
+        self._prompts[chunk.slot] = held
+        self._sampler.count(chunk.slot, chunk.tokens[1:])  # the first was counted when it was drawn
 
     def _wants_prompt_logprobs(self, chunk: PrefillRow) -> bool:
         return self._admitted[chunk.slot].params.prompt_logprobs is not None
@@ -354,14 +364,14 @@ class MLXBackend:
             if decode is None or not decode.samples:
                 sample_rows.append(SampleRow(0, 0))
                 continue
-            generated = decode.position + 1 - len(self._admitted[slot].prompt)
-            row = SampleRow(slot, generated)
+            row = SampleRow(slot, decode.end - len(self._admitted[slot].prompt))
             if decode.masked:
                 masked[index] = row
             sample_rows.append(SampleRow(0, 0) if decode.masked else row)
-        step.to_sample.add_batch(sample_rows, logits)
-        for index, row in masked.items():
-            step.to_sample.add(row, logits[index : index + 1], masked=True)
+        step.to_sample.add(sample_rows, logits, masked=False)
+        if masked:
+            those = logits[mx.array(list(masked))]
+            step.to_sample.add(list(masked.values()), those, masked=True)
         for decode in decodes:
             if decode.checkpoint and rows.states:
                 step.keep(self._captures.of_decode(decode, rows))
@@ -383,7 +393,7 @@ class MLXBackend:
         step: MLXPending,
         rows: Sequence[SampleRow],
         logits: mx.array,
-        masks: Mapping[int, np.ndarray] | None,
+        masks: np.ndarray | None,
     ) -> None:
         sampled = self._sampler.sample(logits, rows, masks)
         slots = np.array([row.slot for row in rows], dtype=np.int32)
