@@ -311,7 +311,8 @@ class World:
         }
         if rng.random() < 0.3:
             kwargs |= {"temperature": 0.0, "seed": None}
-        run, length = rng.choice((0, 2, 7, 40)), rng.choice((None, None, rng.randrange(1, 60)))
+        toys = random.Random(f"{self.seed} {len(self.asks)}")
+        run, length = toys.choice((0, 2, 7, 40)), toys.choice((None, None, toys.randrange(1, 60)))
         grammar = None if modulus is None else ToyGrammar(modulus, run=run, length=length)
         expected = oracle(
             prompt, components=self.setting.components, grammar=grammar, **_sampling(kwargs)

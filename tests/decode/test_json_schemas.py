@@ -12,7 +12,6 @@ from decode.schemas import SCHEMAS
 from decode.walks import bundled_vocabulary, walk
 from pippin.decode.compile import compile_grammar
 from pippin.decode.vocabulary import Vocabulary
-from pippin.errors import RequestError
 from pippin.types import GrammarSpec
 
 NUM_WALKS = 12

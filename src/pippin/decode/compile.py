@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from pippin.decode.json_schema import check_schema
@@ -18,6 +18,8 @@ from pippin.errors import RequestError
 from pippin.types import GrammarSpec
 
 MAX_GRAMMAR_BYTES = 1 << 18  # of a schema or an expression: one of 256 kB takes seconds to compile
+MAX_MESSAGE_CHARS = 500
+ASCII_CLASSES = "dw"
 SILENT = 0
 
 
@@ -52,7 +54,7 @@ class CompiledGrammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RuntimeError(self._matcher.get_error())
+            raise RuntimeError(_in_one_line(self._matcher.get_error()))
 
 
 def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
@@ -69,7 +71,7 @@ def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGramma
         matcher.compute_bitmask()  # a grammar without any reply shows here; and it is kept
     complaints = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if complaints:
-        raise RequestError(f"{spec.kind}: {_first_lines(complaints[0])}", param=spec.kind)
+        raise RequestError(f"{spec.kind}: {_in_one_line(complaints[0])}", param=spec.kind)
     return CompiledGrammar(matcher)
 
 
@@ -79,7 +81,7 @@ def _source(spec: GrammarSpec) -> str:
             check_schema(spec.text)
             return _json_grammar(spec.text)
         case "regex":
-            return LLMatcher.grammar_from_regex(spec.text)
+            return _regex_grammar(spec.text)
         case "ebnf":
             return LLMatcher.grammar_from_lark(_as_lark(spec.text))
 
@@ -101,6 +103,11 @@ def _json_grammar(schema: str) -> str:
     )
 
 
+def _regex_grammar(regex: str) -> str:
+    """Digits and word characters are those of ASCII, as in the patterns of a JSON Schema."""
+    return LLMatcher.grammar_from_lark(f"start: /(?:{regex_to_lark(regex, ASCII_CLASSES)})/")
+
+
 def _as_lark(text: str) -> str:
     """llama.cpp's GBNF, which SGLang's `ebnf` is too, or Lark as it is."""
     try:
@@ -109,6 +116,6 @@ def _as_lark(text: str) -> str:
         raise RequestError(f"ebnf: {error}", param="ebnf") from error
 
 
-def _first_lines(message: str) -> str:
-    """Without the drawing below a message that points into the text."""
-    return " ".join(line.strip() for line in message.splitlines() if line.strip())[:500]
+def _in_one_line(message: str) -> str:
+    lines = (line.strip() for line in message.replace("<non-verbose/>", "").splitlines())
+    return " ".join(line for line in lines if line)[:MAX_MESSAGE_CHARS]

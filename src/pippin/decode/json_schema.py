@@ -10,11 +10,14 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 from pippin.errors import RequestError
 
 MAX_DEPTH = 64  # of schemas inside schemas: what is deeper is no schema that somebody wrote
+MAX_EXACT = 2**53  # llguidance keeps numbers as doubles, and crashes on some near 2**63
+MAX_REMAINDERS = 10_000  # compiling a multipleOf of a million takes 16 seconds
 
 # Keywords whose values are schemas, by how they hold them.
 _ONE = {"additionalItems", "additionalProperties"}
@@ -31,6 +34,9 @@ _SAY_NOTHING = {
     *("readOnly", "title", "writeOnly"),
     # Beside a `oneOf` or `anyOf` that says the same (OpenAPI), or to be checked by others:
     *("contentEncoding", "contentMediaType", "discriminator", "externalDocs", "xml"),
+}
+_HOLD_NUMBERS = {
+    *("const", "enum", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"),
 }
 _NOT_ENFORCED = {
     *("$dynamicAnchor", "$dynamicRef", "$recursiveRef", "$vocabulary", "contains"),
@@ -52,10 +58,9 @@ def check_schema(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise _refused(f"json_schema is {_kind(schema)}; it must be an object")
     for path, part in _parts(schema):
-        for keyword in part:
-            extends = keyword.startswith(_EXTENSION) and keyword != _OPTIONS
-            if keyword not in _KNOWN and not extends:
-                raise _refused(f"json_schema: {path}: {_refusal(keyword)}")
+        for keyword, value in part.items():
+            if (why := _why_not(keyword, value, part)) is not None:
+                raise _refused(f"json_schema: {path}: {why}")
     return schema
 
 
@@ -80,6 +85,40 @@ def _inner(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{keyword}[{number}]", inner) for number, inner in enumerate(value))
         elif keyword in _ONE or keyword == "items":
             yield keyword, value
+
+
+def _why_not(keyword: str, value: Any, part: dict[str, Any]) -> str | None:
+    """Why a keyword of a schema cannot be kept; None if it can, as far as this module knows."""
+    if keyword not in _KNOWN:
+        extends = keyword.startswith(_EXTENSION) and keyword != _OPTIONS
+        return None if extends else _refusal(keyword)
+    if keyword in _HOLD_NUMBERS and (number := _inexact(value)) is not None:
+        return f"{keyword} holds {number}; beyond {MAX_EXACT:,} numbers are not kept exactly"
+    if keyword == "multipleOf" and _num_remainders(value) > MAX_REMAINDERS:
+        return f"multipleOf is {value}; at most {MAX_REMAINDERS:,} is supported"
+    required = part.get("required")
+    most = 1 + (len(required) if isinstance(required, list) else 0)
+    if keyword == "minProperties" and isinstance(value, int) and value > most:
+        # A reply may repeat a key that is not named: written twice, it is one of the value's.
+        return f"minProperties is {value}; it is supported up to one more than what is required"
+    return None
+
+
+def _inexact(value: Any) -> int | None:
+    """An integer in `value` that a double cannot be trusted to hold."""
+    if isinstance(value, int):
+        return value if abs(value) > MAX_EXACT else None
+    inner = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list):
+        return None
+    return next((found for item in inner if (found := _inexact(item)) is not None), None)
+
+
+def _num_remainders(value: Any) -> int:
+    """How many states it takes to divide by a number: its digits, wherever the point is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0  # wrong in a way that llguidance names
+    return int("".join(map(str, Decimal(str(value)).as_tuple().digits)) or "0")
 
 
 def _refusal(keyword: str) -> str:

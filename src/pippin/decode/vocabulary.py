@@ -36,7 +36,7 @@ class Vocabulary:
         self.tokenizer = llguidance.LLTokenizer(self, eos_token=list(eos_ids))  # type: ignore[arg-type]
 
     def __call__(self, text: str) -> list[int]:
-        """How the model would spell a text that a grammar forces; none where that is unclear."""
+        """How the model would spell a text that a grammar forces, without marks."""
         spelled = self._encode(text)
         if self._spells(spelled, text):
             return spelled
@@ -44,9 +44,10 @@ class Vocabulary:
         spelled = self._encode(SEPARATOR + text)
         for number, token in enumerate(spelled):
             if token < len(self.tokens) and self.tokens[token].endswith(SEPARATOR.encode()):
-                rest = spelled[number + 1 :]
-                return rest if self._spells(rest, text) else []
-        return []
+                if self._spells(rest := spelled[number + 1 :], text):
+                    return rest
+                break
+        return self.tokenizer.greedy_tokenize(text)
 
     def _spells(self, tokens: Sequence[int], text: str) -> bool:
         if not self._marks.isdisjoint(tokens) or max(tokens, default=0) >= len(self.tokens):

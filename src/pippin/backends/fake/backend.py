@@ -200,8 +200,9 @@ class FakeBackend:
             self._fill(row, payloads, chunk.start, chunk.end)
             if hidden is not None:
                 hidden.content = row.digests(self.spec.components)
+            if row.is_reply(chunk.start) and len(chunk.tokens):
+                row.num_sampled += len(chunk.tokens) - 1  # these were never drawn
             if chunk.samples:
-                row.num_sampled = chunk.end - len(row.admit.prompt)
                 self._score_prompt(pending, chunk.slot)
             if chunk.samples and not chunk.masked:
                 self._sample(pending, chunk.slot)
