@@ -45,16 +45,19 @@ class CompiledGrammar:
 
     def forced(self) -> list[int]:
         tokens = self._matcher.compute_ff_tokens()
+        self._check()
         # A tokenizer may spell the forced text with a token that says more than is forced.
         return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self._matcher.consume_tokens(list(tokens))
-        self._check()
+        if not self._matcher.consume_tokens(list(tokens)):
+            raise RuntimeError(_in_one_line(self._matcher.get_error()))
 
     def _check(self) -> None:
+        """What llguidance gives up on is the grammar's own fault: some show it only in a reply."""
         if self._matcher.is_error():
-            raise RuntimeError(_in_one_line(self._matcher.get_error()))
+            message = _in_one_line(self._matcher.get_error())
+            raise RequestError(f"the grammar is too complex: {message}")
 
 
 def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
