@@ -21,6 +21,7 @@ MAX_GRAMMAR_BYTES = 1 << 18  # of a schema or an expression: one of 256 kB takes
 MAX_MESSAGE_CHARS = 500
 ASCII_CLASSES = "dw"
 SILENT = 0
+DISOBEYED = "doesn't satisfy the grammar"  # llguidance's words for a token that may not come
 
 
 class CompiledGrammar:
@@ -50,14 +51,17 @@ class CompiledGrammar:
         return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
 
     def advance(self, tokens: Sequence[int]) -> None:
-        if not self._matcher.consume_tokens(list(tokens)):
-            raise RuntimeError(_in_one_line(self._matcher.get_error()))
+        self._matcher.consume_tokens(list(tokens))
+        self._check()
 
     def _check(self) -> None:
-        """What llguidance gives up on is the grammar's own fault: some show it only in a reply."""
-        if self._matcher.is_error():
-            message = _in_one_line(self._matcher.get_error())
-            raise RequestError(f"the grammar is too complex: {message}")
+        if not self._matcher.is_error():
+            return
+        message = _in_one_line(self._matcher.get_error())
+        if DISOBEYED in message:
+            raise RuntimeError(message)
+        # Some grammars turn out to be more than llguidance can follow only in the middle of a reply.
+        raise RequestError(f"the grammar is too complex: {message}")
 
 
 def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
