@@ -60,7 +60,7 @@ class CompiledGrammar:
         message = _in_one_line(self._matcher.get_error())
         if DISOBEYED in message:
             raise RuntimeError(message)
-        # Some grammars turn out to be more than llguidance can follow only in the middle of a reply.
+        # Some grammars turn out to be more than llguidance can follow only within a reply.
         raise RequestError(f"the grammar is too complex: {message}")
 
 
