@@ -104,7 +104,8 @@ def test_what_cannot_be_kept_is_an_error_that_names_it(llm: LLM) -> None:
     assert caught.value.param == "json_schema"
     with pytest.raises(RequestError, match="regex and ebnf both say"):
         llm.generate("a", replace(GREEDY, regex="a", ebnf="b"))
-    assert llm.generate("a", replace(GREEDY, max_tokens=2))[0].finish_reason == "length"
+    asked = replace(GREEDY, max_tokens=2, ignore_eos=True)
+    assert llm.generate("a", asked)[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
