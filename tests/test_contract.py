@@ -421,6 +421,24 @@ def test_masked_rows_are_sampled_once_among_what_is_allowed(make_backend: MakeBa
 
 
 @every_backend
+def test_masks_go_to_their_rows_whoever_is_in_the_batch(make_backend: MakeBackend) -> None:
+    """All rows but one obey, and then all of them, in a batch that has room for more."""
+    steps = Steps(make_backend())
+    for slot in (1, 2, 3):
+        steps.start(slot, make_tokens(9, slot))
+    for position, masked in ((9, (3, 1)), (10, (1, 2, 3))):
+        rows = [DecodeRow(slot, position, masked=slot in masked) for slot in (2, 3, 1)]
+        pending = steps.launch(decode=tuple(rows))
+        order = [row.slot for row in rows if row.masked]
+        masks = full_masks(len(order), steps.backend.spec.vocab_size)
+        for mask, slot in zip(masks, order, strict=True):
+            allow_only(mask, 20 + slot)
+        pending.sample(masks)
+        tokens = pending.wait().tokens
+        assert {slot: tokens[slot] for slot in masked} == {slot: 20 + slot for slot in masked}
+
+
+@every_backend
 def test_a_masked_decode_row_stays_in_its_batch(make_backend: MakeBackend) -> None:
     grammar, plain = make_tokens(9, 1), make_tokens(9, 2)
     steps = Steps(make_backend())

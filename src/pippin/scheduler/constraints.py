@@ -80,15 +80,16 @@ def make_masks(
             allow_only(mask, request.token(row.end))
         elif request.running and request.grammar is not None:
             try:
-                _fill(mask, request.grammar)
+                _fill(mask, request.grammar, request)
             except Exception as error:  # whatever a grammar's library raises
                 mask[:] = -1
                 fail(request, as_told(error))
     return masks
 
 
-def _fill(mask: np.ndarray, grammar: Grammar) -> None:
-    forced = grammar.forced()
+def _fill(mask: np.ndarray, grammar: Grammar, request: Request) -> None:
+    appended = request.runs_ahead and bool(request.output)  # what was forced is in the reply by now
+    forced = [] if appended else grammar.forced()
     if forced:
         allow_only(mask, forced[0])
     else:

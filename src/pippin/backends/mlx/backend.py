@@ -7,7 +7,7 @@ the engine's one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -286,20 +286,15 @@ class MLXBackend:
         step.written += rows.arrays()
         step.check(slots, logits)
         by_slot = {d.slot: d for d in decodes}
-        sample_rows, masked = [], {}
-        for index, slot in enumerate(slots.tolist()):
+        rows_of: dict[bool, dict[int, SampleRow]] = {False: {}, True: {}}  # masked or not, by line
+        for line, slot in enumerate(slots.tolist()):
             decode = by_slot.get(slot)
-            if decode is None or not decode.samples:
-                sample_rows.append(SampleRow(0, 0))
-                continue
-            row = SampleRow(slot, decode.end - len(self._admitted[slot].prompt))
-            if decode.masked:
-                masked[index] = row
-            sample_rows.append(SampleRow(0, 0) if decode.masked else row)
-        step.to_sample.add(sample_rows, logits, masked=False)
-        if masked:
-            those = logits[mx.array(list(masked))]
-            step.to_sample.add(list(masked.values()), those, masked=True)
+            if decode is not None and decode.samples:
+                row = SampleRow(slot, decode.end - len(self._admitted[slot].prompt))
+                rows_of[decode.masked][line] = row
+        for masked, found in rows_of.items():
+            if found:
+                step.to_sample.add(*_lines(found, logits), masked=masked)
         for decode in decodes:
             if decode.checkpoint and rows.states:
                 step.keep(self._captures.of_decode(decode, rows))
@@ -332,3 +327,13 @@ class MLXBackend:
     def _num_top_logprobs(self, slot: int) -> int | None:
         admit = self._admitted.get(slot)
         return None if admit is None else admit.params.logprobs
+
+
+def _lines(
+    found: Mapping[int, SampleRow], logits: mx.array
+) -> tuple[Sequence[SampleRow], mx.array]:
+    """Rows and their lines of logits; nothing is copied where every line, or most, are wanted."""
+    if len(found) > len(logits) // 2:
+        padding = SampleRow(0, 0)
+        return [found.get(line, padding) for line in range(len(logits))], logits
+    return list(found.values()), logits[mx.array(list(found))]

@@ -131,8 +131,9 @@ class MLXPending:
     def sample(self, masks: np.ndarray) -> None:
         rows, logits = self.to_sample.take_masked()
         assert logits is not None, "this plan has no masked rows"
-        line = {slot: number for number, slot in enumerate(self.plan.masked_slots)}
-        self.sample_rows(self, rows, logits, masks[[line[row.slot] for row in rows]])
+        lines = {slot: number for number, slot in enumerate(self.plan.masked_slots)}
+        in_order = masks[[lines.get(row.slot, 0) for row in rows]]  # padding takes any
+        self.sample_rows(self, rows, logits, in_order)
         self.launch()
 
     def wait(self) -> StepResult:
