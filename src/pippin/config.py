@@ -79,6 +79,9 @@ class EngineConfig:
     overlap: bool = True
     """Plan and launch the next step before the last one's tokens are known."""
 
+    forced_chunks: bool = True
+    """Run several tokens at once where a grammar leaves no choice, if that is faster."""
+
     prefix_cache: bool = True
     """Reuse the KV and recurrent states of shared prefixes."""
 

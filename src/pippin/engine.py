@@ -237,6 +237,9 @@ def main() -> int:
         log = spec.open_step_log()
         loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)), stays=True)
         loop.scheduler.metrics.log = log
+        if loop.scheduler.compiler is not None:
+            channel.send(Loading("the vocabulary, for grammars"))
+            loop.scheduler.compiler.load()
     except PippinError as error:
         channel.send(Failed(error.message))
         channel.close()

@@ -61,6 +61,7 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
     error_code: str | None = None
     error_status: int = 500
+    error_param: str | None = None
 
 
 class TokenBatch(msgspec.Struct, tag="tokens", frozen=True):

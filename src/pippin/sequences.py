@@ -211,4 +211,6 @@ class GeneratedSequence:
 def _error_of(delta: TokenDelta) -> PippinError:
     if delta.finish == "abort":
         return error_of(delta.error or "the engine aborted the request", "aborted", 503)
-    return error_of(delta.error or "the request failed", delta.error_code, delta.error_status)
+    error = error_of(delta.error or "the request failed", delta.error_code, delta.error_status)
+    error.param = delta.error_param
+    return error

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from pippin.api.body import Body, is_integer, shown
+from pippin.api.structured import read_structure
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError
 from pippin.text.bundle import SamplingDefaults
@@ -56,6 +57,7 @@ def read_sampling(
     max_tokens: int | None,
 ) -> SamplingParams:
     """All but the length of the reply and logprobs, which endpoints spell in their own ways."""
+    structure = read_structure(body)
     return SamplingParams(
         min_tokens=body.integer("min_tokens", 0, max_tokens, 0),
         temperature=body.number("temperature", 0, 2, defaults.temperature),
@@ -73,6 +75,9 @@ def read_sampling(
         stop_token_ids=_stop_token_ids(body, vocab_size),
         ignore_eos=body.boolean("ignore_eos", False),
         n=body.integer("n", 1, MAX_CHOICES, 1),
+        json_schema=structure.json_schema,
+        regex=structure.regex,
+        ebnf=structure.ebnf,
     )
 
 

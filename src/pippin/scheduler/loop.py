@@ -30,6 +30,7 @@ from pippin.scheduler.step_times import StepTimes
 
 LONG_STEP_SECONDS = 0.05  # a step of prompts alone that is longer than this,
 LONG_STEP_FACTOR = 30  # and than so many times what the host does in between, hides little of it
+COMPILING_SECONDS = 0.01  # to wait for a grammar at a time, where nothing else is to be done
 MAX_FAILED_STEPS = 3  # in a row: then the device is taken for dead
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ class Loop:
     def has_room(self, submit: Submit) -> bool:
         """Whether the queue would take it now; what can never run is taken, and answered so."""
         try:
-            self.scheduler.admission.check(submit)
+            scheduler = self.scheduler
+            scheduler.admission.check(submit, num_compiling=len(scheduler.compiling))
         except PippinError as error:
             return not isinstance(error, Overloaded)
         return True
@@ -105,6 +107,8 @@ class Loop:
                 self._in_flight = launched
             else:
                 deltas += self._commit(launched)
+        if previous is None and launched is None:
+            self.scheduler.compiling.wait(COMPILING_SECONDS)
         if self._num_failed >= MAX_FAILED_STEPS:
             deltas += self._give_up()
         elif self.idle and not self._paused and self.scheduler.cache is not None:
@@ -119,7 +123,7 @@ class Loop:
         cache = scheduler.cache
         return {
             "running": scheduler.num_running,
-            "waiting": len(scheduler.admission.queue),
+            "waiting": len(scheduler.admission.queue) + len(scheduler.compiling),
             "slots": scheduler.slots.num_slots,
             "overlap": self.overlap,
             "memory": {
@@ -146,6 +150,8 @@ class Loop:
             self._in_flight.pending.discard()
             self._in_flight = None
         self.backend.close()
+        if self.scheduler.compiler is not None:
+            self.scheduler.compiler.close()
 
     def _dispatch(self, deltas: list[TokenDelta]) -> None:
         launched = self._in_flight

@@ -66,6 +66,11 @@ class Tokenizer:
         return None if bos is None else self._backend.token_to_id(bos)
 
     @property
+    def added_ids(self) -> frozenset[int]:
+        """Tokens that stand for themselves whatever is around them: marks, hidden or not."""
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @property
     def spells_bytes(self) -> bool:
         """Whether every token is a fixed run of bytes, so that text decodes token by token."""
         return self._spelling is not None
