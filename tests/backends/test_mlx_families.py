@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.gpu.attention_times import only_way
 from pippin.backends.mlx.rehearsal import packed_rows
 from pippin.backends.mlx.rows import arrays, cohorts, grouping
-from pippin.backends.mlx.rows.attention_paths import AttendPacked, AttentionPaths, Path
+from pippin.backends.mlx.rows.attention_paths import AttendPacked, AttentionPaths, PackedCall, Path
 from pippin.backends.mlx.rows.plain_attention import attend_joined
 from pippin.backends.mlx.shapes import Ladder
 from pippin.scheduler.loop import Loop
@@ -65,6 +66,14 @@ CROWD = (
 )
 
 
+def attend_as_a_kernel(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
+    """A kernel reads mains and tails as they lie: columns one after the other, head after head."""
+    arrays = (*call.main, *call.tail)
+    mx.eval(arrays)
+    assert all(memoryview(array).c_contiguous for array in arrays)
+    return attend_joined(call)
+
+
 def make_loop(
     family: str,
     num_slots: int = 16,
@@ -79,7 +88,7 @@ def make_loop(
     """
     loaded = served(family)
     if like_a_gpu and loaded.layout.packs:
-        attention = attention or AttentionPaths(attend_joined)
+        attention = attention or AttentionPaths(attend_as_a_kernel)
     if attention is not None:
         loaded = replace(loaded, attention=attention)
     backend = MLXBackend(loaded, num_slots=num_slots, debug=True)

@@ -200,7 +200,7 @@ def _gathered(sources: list[mx.array], chosen: mx.array, leaf: Leaf, side: int) 
         heads, dim = leaf.shapes[side]
         return mx.zeros((heads, chosen.shape[0], dim), leaf.dtypes[side])
     source = sources[0] if len(sources) == 1 else mx.concatenate(sources, axis=1)
-    return mx.take(source, chosen, axis=1)
+    return mx.contiguous(mx.take(source, chosen, axis=1))
 
 
 def _side_by_side(tail: mx.array) -> mx.array:
