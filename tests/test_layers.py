@@ -29,10 +29,16 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.sampling_noise": set(),
     "backends.sampling": {"types", "backends.base", "backends.sampling_noise"},
     "backends.warm_up": {"types", "backends.base"},
+    "backends.chunking": {"types", "backends.base"},
+    "backends.host": set(),
     "backends.fake": {"types", "backends.base"},
     "backends.mlx": {
-        *("types", "config", "native_kernels", "user_cache"),
-        *("backends.base", "backends.sampling", "backends.sampling_noise"),
+        *("types", "config", "native_kernels", "user_cache", "backends.base", "backends.host"),
+        *("backends.chunking", "backends.sampling", "backends.sampling_noise"),
+    },
+    "backends.torch": {
+        *("types", "backends.base", "backends.host"),
+        *("backends.chunking", "backends.sampling", "backends.sampling_noise"),
     },
     "scheduler": {
         *("types", "cache", "decode", "messages", "metrics"),
@@ -47,7 +53,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     ),
     **dict.fromkeys(["doctor", "engine", "launch", "llm", "options", "resolve"], ANYTHING),
 }
-FOREIGN = {"mlx": "backends.mlx", "mlx_lm": "backends.mlx", "torch": "backends.torch"}
+FOREIGN = {
+    **dict.fromkeys(["mlx", "mlx_lm"], "backends.mlx"),
+    **dict.fromkeys(["torch", "triton", "safetensors"], "backends.torch"),
+}
 
 
 def module_name(path: Path) -> str:

@@ -22,6 +22,7 @@ from pippin.backends.base import (
     StepPlan,
     captured_bytes,
 )
+from pippin.backends.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.cpu.kernels import Kernels
 from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
 from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
@@ -36,7 +37,6 @@ from pippin.backends.mlx.device import (
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
-from pippin.backends.mlx.prefill.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
