@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.warm_up": {"types", "backends.base"},
     "backends.chunking": {"types", "backends.base"},
     "backends.host": set(),
+    "backends.selection": {"backends.torch.config"},
     "backends.fake": {"types", "backends.base"},
     "backends.mlx": {
         *("types", "config", "native_kernels", "user_cache", "backends.base", "backends.host"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from pippin.backends.selection import choose_backend
 from pippin.checkpoint import find_checkpoint
 from pippin.config import Config
 
@@ -15,7 +16,9 @@ def resolve(config: Config) -> Config:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(
-            model, model=str(path), backend="mlx" if model.backend == "auto" else model.backend
+            model,
+            model=str(path),
+            backend=choose_backend(path) if model.backend == "auto" else model.backend,
         ),
         server=dataclasses.replace(server, served_name=server.served_name or path.name),
     )

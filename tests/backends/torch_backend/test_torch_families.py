@@ -24,8 +24,8 @@ from near_ties import TOLERANCE, assert_best, log_softmax
 from pippin.backends.torch.config import FAMILIES, read_shape
 from pippin.errors import LoadError, UnsupportedLayout
 from reference import BUNDLED
+from serving import TORCH, make_client, make_prompt
 from torch_families import TORCH_CONFIGS, checkpoint
-from torch_serving import make_torch_client, random_prompt
 
 MAX_TOKENS = 12
 NAMES = (BUNDLED, *TORCH_CONFIGS)
@@ -36,8 +36,8 @@ MLX_TOLERANCE = {BUNDLED: 1e-2}
 @cache
 def replies(name: str) -> list[Reply]:
     """Of prompts shorter and longer than a block, together."""
-    client = make_torch_client(name)
-    prompts = [random_prompt(name, length, seed=length) for length in (3, 64, 150)]
+    client = make_client(f"{TORCH}{name}")
+    prompts = [make_prompt(f"{TORCH}{name}", length, seed=length) for length in (3, 64, 150)]
     found = [client.submit(p, max_tokens=MAX_TOKENS, logprobs=5) for p in prompts]
     client.run()
     return found

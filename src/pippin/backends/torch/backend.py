@@ -60,6 +60,7 @@ class TorchBackend:
         *,
         num_slots: int,
         deterministic: bool = False,
+        pool_bytes: int = DEFAULT_POOL_BYTES,
         debug: bool = False,
     ) -> None:
         decoder = loaded.decoder
@@ -83,7 +84,7 @@ class TorchBackend:
         )
         with torch.inference_mode(), self._streams.forward():
             self._future_map = FutureMap(num_slots, decoder.device, debug=debug)
-            self._make_pools(DEFAULT_POOL_BYTES)
+            self._make_pools(pool_bytes)
 
     @classmethod
     def load(
@@ -138,7 +139,10 @@ class TorchBackend:
         return captured_bytes(self.spec, plan)
 
     def limit_memory(self, budget_bytes: int) -> int:
+        """Makes pools of that size, unless another engine over this model already holds some."""
         left = int((budget_bytes - self._decoder.nbytes) * (1.0 - ACTIVATION_SHARE))
+        if held := self._pools.arena.used_bytes:
+            return min(left, self._pools.capacity_bytes) - held
         if left > self._layout.slab_bytes:
             with torch.inference_mode(), self._streams.forward():
                 self._make_pools(left)

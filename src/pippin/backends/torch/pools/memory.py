@@ -13,7 +13,7 @@ class Pools:
     """One tensor; `kv`, `recurrent` and `conv` are views of it, one for each layer of the kind."""
 
     def __init__(self, layout: PoolLayout, capacity_bytes: int, device: torch.device) -> None:
-        num_slabs = FIRST_SLAB + max(capacity_bytes // layout.slab_bytes, 1)
+        num_slabs = FIRST_SLAB + max(-(-capacity_bytes // layout.slab_bytes), 1)
         self.layout = layout
         self.device = device
         # Not touched before it is used: on CPUs what nobody uses takes no memory.
@@ -23,6 +23,10 @@ class Pools:
         self.kv = layout.kv(self.memory)
         self.recurrent = layout.recurrent(self.memory) if layout.num_delta_layers else []
         self.conv = layout.conv(self.memory) if layout.num_delta_layers else []
+
+    @property
+    def capacity_bytes(self) -> int:
+        return (self.arena.num_slabs - FIRST_SLAB) * self.layout.slab_bytes
 
     def index(self, values: np.ndarray) -> torch.Tensor:
         """int64, on the device, for indexing; the host does not wait."""
