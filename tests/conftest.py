@@ -25,6 +25,8 @@ except ImportError:
     pass
 else:
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():  # before anything imports triton
+        os.environ["TRITON_INTERPRET"] = "1"
 # The models here are small, and several processes that each use every core stand in each other's
 # way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,8 +27,9 @@ from pippin.backends.base import (
     captured_bytes,
 )
 from pippin.backends.chunking import grid_blocks
+from pippin.backends.torch.config import suit_kernels
 from pippin.backends.torch.device import device_info
-from pippin.backends.torch.forward import HEAD_TOKENS, PlainForward
+from pippin.backends.torch.forward import HEAD_TOKENS, ChunkForward, PlainForward
 from pippin.backends.torch.load import LoadedModel, load
 from pippin.backends.torch.pools.layout import ZERO_SLAB, PoolLayout
 from pippin.backends.torch.pools.memory import Pools
@@ -39,11 +41,16 @@ from pippin.backends.torch.step.batches import (
     chunk_batch,
     inner_checkpoints,
 )
+from pippin.backends.torch.step.decode_inputs import Choice, RowArrays, SamplingColumns, pack_inputs
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.pending import Told, TorchPending, lines_of
 from pippin.backends.torch.step.sampler import Sampler, SampleRow, token_logprobs
+from pippin.backends.torch.step.widths import WIDTHS, width_for
 from pippin.backends.torch.streams import Arrival, make_streams
 from pippin.types import Component, ModelSpec, Payload
+
+if TYPE_CHECKING:
+    from pippin.backends.torch.graphs import DecodeSteps
 
 ACTIVATION_SHARE = 0.1  # of what the weights leave
 DEFAULT_POOL_BYTES = 2 << 30  # where nobody set a budget; a CPU commits only what is used
@@ -61,8 +68,10 @@ class TorchBackend:
         num_slots: int,
         deterministic: bool = False,
         pool_bytes: int = DEFAULT_POOL_BYTES,
+        kernels: bool | None = None,
         debug: bool = False,
     ) -> None:
+        """`kernels`: Triton's, captured on GPUs. None: on GPUs, for shapes that they can take."""
         decoder = loaded.decoder
         self._decoder = decoder
         self._num_slots = num_slots
@@ -70,10 +79,18 @@ class TorchBackend:
         self._layout = PoolLayout(decoder.shape, decoder.dtype)
         self._streams = make_streams(decoder.device)
         self._sampler = Sampler(decoder.shape.vocab_size, num_slots, self._send)
+        self._columns = SamplingColumns(num_slots, decoder.shape.vocab_size)
+        self._prompt_lens = np.zeros(num_slots + 1, dtype=np.int64)
+        if kernels is None:
+            kernels = decoder.device.type == "cuda" and suit_kernels(decoder.shape)
+        self._uses_kernels = kernels
         self._admitted: dict[int, Admit] = {}
         self._prompt_logprobs: dict[int, list[Arrival]] = {}
         self.device = device_info(decoder.device)
-        self.shapes_to_warm_up: Sequence[WarmUpShape] = ()
+        widths = [width for width in WIDTHS if width <= num_slots] if self._uses_kernels else []
+        self.shapes_to_warm_up: Sequence[WarmUpShape] = [
+            WarmUpShape(width, num_tokens=1, num_steps=1) for width in widths
+        ]
         self.spec = ModelSpec(
             name=loaded.name,
             vocab_size=decoder.shape.vocab_size,
@@ -117,7 +134,9 @@ class TorchBackend:
             self._retire(step, retire)
         for admit in plan.admit:
             self._admitted[admit.slot] = admit
+            self._prompt_lens[admit.slot] = len(admit.prompt)
             self._sampler.admit(admit)
+            self._columns.admit(admit.slot, self._sampler.of(admit.slot))
         for decodes in self._decode_groups(plan.decode):
             self._decode(step, decodes)
         for row in plan.prefill:
@@ -161,7 +180,24 @@ class TorchBackend:
         assert not self._admitted, "pools are made before requests run"
         self._pools = Pools(self._layout, capacity_bytes, self._decoder.device)
         self._rows = Rows(self._pools, self._num_slots, self.spec.max_len)
-        self._forward = PlainForward(self._decoder, self._pools)
+        self._plain = PlainForward(self._decoder, self._pools)
+        self._forward: ChunkForward = self._plain
+        self._decode_steps: DecodeSteps | None = None
+        if self._uses_kernels:
+            self._make_kernels()
+
+    def _make_kernels(self) -> None:
+        from pippin.backends.torch.graphs import DecodeSteps  # triton is not everywhere
+        from pippin.backends.torch.kernels.decode import DecodeKernels
+        from pippin.backends.torch.kernels.prefill import ChunkKernels
+
+        self._forward = ChunkKernels(self._decoder, self._pools)
+        self._decode_steps = DecodeSteps(
+            DecodeKernels(self._decoder, self._pools, self._rows.table),
+            self._future_map.tokens,
+            self._layout.waste_cell,
+            capture=self._decoder.device.type == "cuda",
+        )
 
     # ---- slots -----------------------------------------------------------------------------
 
@@ -302,25 +338,60 @@ class TorchBackend:
         self._future_map.note_read(slots)
         self._pools.arena.make_room(len(slots), self._rows.num_new_states(slots))
         cells = self._rows.grow_each(slots)
-        states_in, states_out = self._rows.next_states(slots)
+        rows = RowArrays(slots, positions, cells, *self._rows.next_states(slots))
+        self._capture_checkpoints(step, decodes)
+        if self._decode_steps is not None:
+            self._run_kernels(step, self._decode_steps, decodes, rows)
+            return
+        index = self._pools.index
+        batch = DecodeBatch(
+            tokens=self._future_map.resolve(index(slots)),
+            positions=index(positions),
+            cells=index(cells),
+            states_in=index(rows.states_in),
+            states_out=index(rows.states_out),
+            seen=tuple(index(self._rows.held(d.slot, 0, d.position + 1)) for d in decodes),
+        )
+        logits = self._plain.logits(self._plain.tokens(batch))
+        self._check(step, slots.tolist(), logits)
+        self._sample_decodes(step, decodes, logits)
+
+    def _capture_checkpoints(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
         for decode in decodes:
             if decode.checkpoint and self._rows.keeps_states:
                 end = decode.position + 1
                 states = self._capture_state(decode.slot, end)
                 step.captures.append(Capture(decode.slot, decode.position, end, states=states))
-        index = self._pools.index
-        on_device = index(slots)
-        batch = DecodeBatch(
-            slots=on_device,
-            tokens=self._future_map.resolve(on_device),
-            positions=index(positions),
-            cells=index(cells),
-            states_in=index(states_in),
-            states_out=index(states_out),
-            seen=tuple(index(self._rows.held(d.slot, 0, d.position + 1)) for d in decodes),
-        )
-        logits = self._forward.logits(self._forward.tokens(batch))
-        self._check(step, slots.tolist(), logits)
+
+    def _run_kernels(
+        self,
+        step: TorchPending,
+        steps: DecodeSteps,
+        decodes: Sequence[DecodeRow],
+        rows: RowArrays,
+    ) -> None:
+        """One copy and one replay, unless a row needs the sampler."""
+        slots = rows.slots
+        generated = rows.positions + 1 - self._prompt_lens[slots]
+        words = pack_inputs(width_for(len(slots)), rows, self._layout.waste_cell)
+        self._columns.fill(words, slots, generated)
+        choice = self._columns.choice(slots, generated)
+        if any(decode.masked for decode in decodes):
+            choice = Choice.LOGITS
+        stepped = steps.run(words, choice)
+        owners = slots.tolist()
+        arrival = self._streams.bring([stepped.told[:, : len(owners)].clone()])
+        if choice is Choice.LOGITS:
+            step.told.append(Told(arrival, lambda found: step.read_overflows(owners, found[0][1])))
+            self._sample_decodes(step, decodes, stepped.logits[: len(owners)])
+            return
+        sampled = [decode.slot for decode in decodes if decode.samples]
+        self._future_map.note_written(np.array(sampled))
+        step.told.append(Told(arrival, lambda found: step.read_drawn(owners, sampled, found[0])))
+
+    def _sample_decodes(
+        self, step: TorchPending, decodes: Sequence[DecodeRow], logits: torch.Tensor
+    ) -> None:
         samples = [
             (number, self._sample_row(decode), decode.masked)
             for number, decode in enumerate(decodes)
@@ -329,7 +400,7 @@ class TorchBackend:
         self._sample(step, logits, samples)
 
     def _sample_row(self, decode: DecodeRow) -> SampleRow:
-        generated = decode.position + 1 - len(self._admitted[decode.slot].prompt)
+        generated = decode.position + 1 - int(self._prompt_lens[decode.slot])
         return SampleRow(decode.slot, generated)
 
     # ---- sampling --------------------------------------------------------------------------
@@ -345,7 +416,7 @@ class TorchBackend:
         logits: torch.Tensor,
         samples: Sequence[tuple[int, SampleRow, bool]],  # a row of logits; is it masked?
     ) -> None:
-        step.masked += [(row, logits[number]) for number, row, masked in samples if masked]
+        step.masked += [(row, logits[number].clone()) for number, row, masked in samples if masked]
         plain = [(number, row) for number, row, masked in samples if not masked]
         if not plain:
             return

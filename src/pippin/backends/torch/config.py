@@ -120,6 +120,14 @@ def read_shape(config: Json) -> ModelShape:
     )
 
 
+def suit_kernels(shape: ModelShape) -> bool:
+    """Whether heads have sizes that our kernels take: powers of two, 16 at least."""
+    sizes = [shape.head_dim]
+    if shape.delta is not None:
+        sizes += [shape.delta.k_dim, shape.delta.v_dim]
+    return all(size >= 16 and size & (size - 1) == 0 for size in sizes)
+
+
 def _refuse(text: Json, model_type: str) -> None:
     if text.get("use_sliding_window"):
         raise UnsupportedLayout(f"{model_type} with sliding windows is not served by torch")

@@ -6,6 +6,8 @@ runs: in the order of launches.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from pippin.backends.torch.attention.plain import attend_rows
@@ -21,6 +23,14 @@ from pippin.backends.torch.recurrent.gated_delta import (
 from pippin.backends.torch.step.batches import ChunkBatch, DecodeBatch
 
 HEAD_TOKENS = 256  # whose logits are computed at a time, where a prompt's are all wanted
+
+
+class ChunkForward(Protocol):
+    def chunks(self, batch: ChunkBatch) -> torch.Tensor:
+        """Run chunks of prompts: [tokens, hidden], what the head reads."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
 class PlainForward:

@@ -67,13 +67,12 @@ class ChunkBatch:
 class DecodeBatch:
     """One token of each row; the tokens themselves are in the future map."""
 
-    slots: torch.Tensor  # int64 [rows]
     tokens: torch.Tensor  # int64 [rows]
     positions: torch.Tensor  # int64 [rows]
     cells: torch.Tensor  # int64 [rows]: where their KV goes
     states_in: torch.Tensor
     states_out: torch.Tensor
-    seen: tuple[torch.Tensor, ...] = ()  # of each row all its cells, the new one last
+    seen: tuple[torch.Tensor, ...]  # of each row all its cells, the new one last
 
 
 def chunk_batch(rows: Sequence[PrefillRow], held: Rows, pools: Pools) -> ChunkBatch:

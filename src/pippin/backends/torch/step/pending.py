@@ -73,6 +73,12 @@ class TorchPending:
         flags = zip(slots, overflowed.tolist(), strict=True)
         self.overflowed |= {slot for slot, is_none in flags if is_none}
 
+    def read_drawn(self, slots: Sequence[int], sampled: Sequence[int], told: torch.Tensor) -> None:
+        """told, int32 [2, rows]: tokens, of which those of `sampled` count, and overflows."""
+        tokens = dict(zip(slots, told[0].tolist(), strict=True))
+        self.tokens |= {slot: tokens[slot] for slot in sampled}
+        self.read_overflows(slots, told[1])
+
     def read_logprobs(self, slots: Sequence[int], *found: torch.Tensor) -> None:
         for slot, line in zip(slots, lines_of(*found), strict=True):
             top = self.num_top_logprobs(slot)
