@@ -72,8 +72,6 @@ def _solve(
     decayed = tl.cumsum(log_gate, axis=0)
     k_at = token[:, None] * channels + K_HEADS * DK + key_head * DK + i[None, :]
     k = _unit(tl.load(mixed + k_at, mask=inside[:, None], other=0.0).to(tl.float32))
-    v_at = token[:, None] * channels + 2 * K_HEADS * DK + head * DV + j[None, :]
-    v = tl.load(mixed + v_at, mask=inside[:, None], other=0.0).to(tl.float32)
     below = t[:, None] > t[None, :]
     between = tl.exp(tl.where(below, decayed[:, None] - decayed[None, :], 0.0))
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * beta[:, None]
@@ -85,6 +83,8 @@ def _solve(
         line += tl.sum(line[:, None] * inverse, axis=0)
         inverse = tl.where(t[:, None] == n, line[None, :], inverse)
     inverse += tl.where(t[:, None] == t[None, :], 1.0, 0.0)
+    v_at = token[:, None] * channels + 2 * K_HEADS * DK + head * DV + j[None, :]
+    v = tl.load(mixed + v_at, mask=inside[:, None], other=0.0).to(tl.float32)
     written = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
     read = tl.dot(inverse, k * (beta * tl.exp(decayed))[:, None], input_precision=PRECISION)
     place = (block.to(tl.int64) * V_HEADS + head) * _GRID + t
@@ -208,6 +208,6 @@ def delta_blocks(
         BLOCK_V=block_v,
         **heads_and_dims,
         num_warps=4,
-        num_stages=2,
+        num_stages=1,
     )
     return out
