@@ -1,8 +1,10 @@
 """Many tokens of Gated DeltaNet after their convolution, in two kernels over blocks of 64 tokens.
 
-The algebra is that of `recurrent/gated_delta.py`. The first kernel solves each block's triangular
-system, all blocks and heads at once; the second goes through a row's blocks from state to state,
-writes what each token reads, and the states that are kept straight into their slots.
+The algebra is that of `recurrent/gated_delta.py`. The first kernel does all that needs no state,
+for every block and head at once: it solves the triangular system and decays queries and keys. The
+second goes through a row's blocks from state to state, in four products each; it writes what the
+tokens read, and the states that are kept straight into their slots. What lies between the two is
+kept in the model's type; states and sums are float32.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ def _solve(
     lengths,
     writes,
     reads,
-    decays,
+    queries,
+    keys,
+    scores,
+    ends,
     gates_stride,
     K_HEADS: tl.constexpr,
     V_HEADS: tl.constexpr,
@@ -58,11 +63,10 @@ def _solve(
     block, head = tl.program_id(0), tl.program_id(1)
     key_head = head // (V_HEADS // K_HEADS)
     channels: tl.constexpr = 2 * K_HEADS * DK + V_HEADS * DV
-    start = tl.load(starts + block).to(tl.int64)
-    length = tl.load(lengths + block)
+    kept = writes.dtype.element_ty
     t, i, j = tl.arange(0, _GRID), tl.arange(0, DK), tl.arange(0, DV)
-    inside = t < length
-    token = start + t
+    inside = t < tl.load(lengths + block)
+    token = tl.load(starts + block).to(tl.int64) + t
     b = tl.load(gates + token * gates_stride + head, mask=inside, other=0.0).to(tl.float32)
     a = tl.load(gates + token * gates_stride + V_HEADS + head, mask=inside, other=0.0)
     a = a.to(tl.float32) + tl.load(dt_bias + head)
@@ -70,35 +74,46 @@ def _solve(
     log_gate = tl.where(inside, tl.load(decay + head) * softplus, 0.0)
     beta = tl.where(inside, tl.sigmoid(b), 0.0)
     decayed = tl.cumsum(log_gate, axis=0)
-    k_at = token[:, None] * channels + K_HEADS * DK + key_head * DK + i[None, :]
+    whole = tl.sum(log_gate, axis=0)
+    q_at = token[:, None] * channels + key_head * DK + i[None, :]
+    k_at = q_at + K_HEADS * DK
+    v_at = token[:, None] * channels + 2 * K_HEADS * DK + head * DV + j[None, :]
     k = _unit(tl.load(mixed + k_at, mask=inside[:, None], other=0.0).to(tl.float32))
+    sees = t[:, None] >= t[None, :]
     below = t[:, None] > t[None, :]
-    between = tl.exp(tl.where(below, decayed[:, None] - decayed[None, :], 0.0))
+    between = tl.exp(tl.where(sees, decayed[:, None] - decayed[None, :], 0.0))
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * beta[:, None]
-    system = tl.where(below, system, 0.0)
     # (I + system)^-1 - I, by forward substitution: line n is -system[n] (I + the lines before it).
-    inverse = -system
+    inverse = tl.where(below, -system, 0.0)
     for n in range(1, _GRID):
         line = tl.sum(tl.where(t[:, None] == n, inverse, 0.0), axis=0)
         line += tl.sum(line[:, None] * inverse, axis=0)
         inverse = tl.where(t[:, None] == n, line[None, :], inverse)
     inverse += tl.where(t[:, None] == t[None, :], 1.0, 0.0)
-    v_at = token[:, None] * channels + 2 * K_HEADS * DK + head * DV + j[None, :]
-    v = tl.load(mixed + v_at, mask=inside[:, None], other=0.0).to(tl.float32)
-    written = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
-    read = tl.dot(inverse, k * (beta * tl.exp(decayed))[:, None], input_precision=PRECISION)
-    place = (block.to(tl.int64) * V_HEADS + head) * _GRID + t
-    tl.store(decays + place, decayed)
-    tl.store(writes + place[:, None] * DV + j[None, :], written)
-    tl.store(reads + place[:, None] * DK + i[None, :], read)
+    first = (block.to(tl.int64) * V_HEADS + head) * _GRID
+    of_keys = (first + t)[:, None] * DK + i[None, :]
+    of_values = (first + t)[:, None] * DV + j[None, :]
+    of_scores = (first + t)[:, None] * _GRID + t[None, :]
+    k_in = k * (beta * tl.exp(decayed))[:, None]
+    tl.store(reads + of_keys, tl.dot(inverse, k_in, input_precision=PRECISION).to(kept))
+    tl.store(keys + of_keys, (k * tl.exp(whole - decayed)[:, None]).to(kept))
+    tl.store(ends + block.to(tl.int64) * V_HEADS + head, tl.exp(whole))
+    q = _unit(tl.load(mixed + q_at, mask=inside[:, None], other=0.0).to(tl.float32)) * DK**-0.5
+    seen = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
+    tl.store(scores + of_scores, tl.where(sees, seen, 0.0).to(kept))
+    tl.store(queries + of_keys, (q * tl.exp(decayed)[:, None]).to(kept))
+    v = tl.load(mixed + v_at, mask=inside[:, None], other=0.0).to(tl.float32) * beta[:, None]
+    tl.store(writes + of_values, tl.dot(inverse, v, input_precision=PRECISION).to(kept))
 
 
 @triton.jit
 def _scan(
-    mixed,
     writes,
     reads,
-    decays,
+    queries,
+    keys,
+    scores,
+    ends,
     state,
     states_in,
     starts,
@@ -108,7 +123,6 @@ def _scan(
     counts,
     out,
     state_stride,
-    K_HEADS: tl.constexpr,
     V_HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -116,38 +130,29 @@ def _scan(
     PRECISION: tl.constexpr,
 ):
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    key_head = head // (V_HEADS // K_HEADS)
-    channels: tl.constexpr = 2 * K_HEADS * DK + V_HEADS * DV
+    kept = writes.dtype.element_ty
     t, i, j = tl.arange(0, _GRID), tl.arange(0, DK), part * BLOCK_V + tl.arange(0, BLOCK_V)
     within = head * DK * DV + i[:, None] * DV + j[None, :]
     held = tl.load(state + tl.load(states_in + row).to(tl.int64) * state_stride + within)
     first = tl.load(firsts + row)
     for block in range(first, first + tl.load(counts + row)):
-        start = tl.load(starts + block).to(tl.int64)
-        inside = t < tl.load(lengths + block)
-        token = start + t
-        at = token[:, None] * channels + key_head * DK + i[None, :]
-        q = _unit(tl.load(mixed + at, mask=inside[:, None], other=0.0).to(tl.float32))
-        at += K_HEADS * DK
-        k = _unit(tl.load(mixed + at, mask=inside[:, None], other=0.0).to(tl.float32))
-        q *= DK**-0.5
         place = (block * V_HEADS + head) * _GRID + t
-        decayed = tl.load(decays + place)
-        whole = tl.sum(tl.where(t == _GRID - 1, decayed, 0.0), axis=0)
-        added = tl.load(writes + place[:, None] * DV + j[None, :])
-        read = tl.load(reads + place[:, None] * DK + i[None, :])
-        added -= tl.dot(read, held, input_precision=PRECISION)
-        sees = t[:, None] >= t[None, :]
-        between = tl.exp(tl.where(sees, decayed[:, None] - decayed[None, :], 0.0))
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
-        scores = tl.where(sees, scores, 0.0)
-        y = tl.dot(q * tl.exp(decayed)[:, None], held, input_precision=PRECISION)
-        y = tl.dot(scores, added, y, input_precision=PRECISION)
+        of_keys = place[:, None] * DK + i[None, :]
+        before = held.to(kept)
+        read = tl.dot(tl.load(reads + of_keys), before, input_precision=PRECISION)
+        added = tl.load(writes + place[:, None] * DV + j[None, :]).to(tl.float32) - read
+        added = added.to(kept)
+        y = tl.dot(tl.load(queries + of_keys), before, input_precision=PRECISION)
+        seen = tl.load(scores + place[:, None] * _GRID + t[None, :])
+        y = tl.dot(seen, added, y, input_precision=PRECISION)
+        inside = t < tl.load(lengths + block)
+        token = tl.load(starts + block).to(tl.int64) + t
         y_at = (token[:, None] * V_HEADS + head) * DV + j[None, :]
         tl.store(out + y_at, y.to(out.dtype.element_ty), mask=inside[:, None])
-        k *= tl.exp(whole - decayed)[:, None]
-        held = held * tl.exp(whole)
-        held = tl.dot(tl.trans(k), added, held, input_precision=PRECISION)
+        # Keys are read transposed: [channels, tokens].
+        k_out = tl.load(keys + place[None, :] * DK + i[:, None])
+        held *= tl.load(ends + block * V_HEADS + head)
+        held = tl.dot(k_out, added, held, input_precision=PRECISION)
         slab = tl.load(slabs + block).to(tl.int64)
         if slab > 0:
             tl.store(state + slab * state_stride + within, held)
@@ -164,18 +169,16 @@ def delta_blocks(
     """[tokens, value heads, v_dim]; states go where the table says."""
     shape = layer.shape
     num_blocks, heads = table.starts.shape[0], shape.num_v_heads
-    options = {"dtype": torch.float32, "device": mixed.device}
-    writes = torch.empty(num_blocks, heads, GRID, shape.v_dim, **options)
-    reads = torch.empty(num_blocks, heads, GRID, shape.k_dim, **options)
-    decays = torch.empty(num_blocks, heads, GRID, **options)
-    out = torch.empty(mixed.shape[0], heads, shape.v_dim, dtype=mixed.dtype, device=mixed.device)
-    heads_and_dims = {
-        "K_HEADS": shape.num_k_heads,
-        "V_HEADS": heads,
-        "DK": shape.k_dim,
-        "DV": shape.v_dim,
-        "PRECISION": precision_of(mixed.dtype),
-    }
+    device, dtype = mixed.device, mixed.dtype
+
+    def between(*size: int) -> torch.Tensor:
+        return torch.empty(num_blocks, heads, *size, dtype=dtype, device=device)
+
+    writes = between(GRID, shape.v_dim)
+    reads, queries, keys = (between(GRID, shape.k_dim) for _ in range(3))
+    scores = between(GRID, GRID)
+    ends = torch.empty(num_blocks, heads, dtype=torch.float32, device=device)
+    out = torch.empty(mixed.shape[0], heads, shape.v_dim, dtype=dtype, device=device)
     _solve[(num_blocks, heads)](
         mixed,
         gates,
@@ -185,17 +188,26 @@ def delta_blocks(
         table.lengths,
         writes,
         reads,
-        decays,
+        queries,
+        keys,
+        scores,
+        ends,
         gates.stride(0),
-        **heads_and_dims,
+        K_HEADS=shape.num_k_heads,
+        V_HEADS=heads,
+        DK=shape.k_dim,
+        DV=shape.v_dim,
+        PRECISION=precision_of(dtype),
         num_warps=4,
     )
     block_v = min(BLOCK_V, shape.v_dim)
     _scan[(table.firsts.shape[0], heads, shape.v_dim // block_v)](
-        mixed,
         writes,
         reads,
-        decays,
+        queries,
+        keys,
+        scores,
+        ends,
         state,
         states_in,
         table.starts,
@@ -205,9 +217,12 @@ def delta_blocks(
         table.counts,
         out,
         state.stride(0),
+        V_HEADS=heads,
+        DK=shape.k_dim,
+        DV=shape.v_dim,
         BLOCK_V=block_v,
-        **heads_and_dims,
+        PRECISION=precision_of(dtype),
         num_warps=4,
-        num_stages=1,
+        num_stages=2,
     )
     return out
