@@ -15,6 +15,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "types": set(),
     "errors": set(),
     "user_cache": set(),
+    "bridge": set(),
     "native_kernels": {"user_cache"},
     "config": {"types"},
     "messages": {"types"},
