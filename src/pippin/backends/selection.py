@@ -7,13 +7,12 @@ serve goes to mlx, and so does everything on CPUs.
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Literal
 
-from pippin.backends.torch.config import read_shape
+from pippin.backends.torch.config import read_config, read_shape
 from pippin.errors import LoadError
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -36,7 +35,7 @@ def has_torch_for_cuda() -> bool:
 
 def torch_serves(checkpoint: Path) -> bool:
     try:
-        read_shape(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
-    except (LoadError, OSError, ValueError, KeyError):  # whoever loads it says what is wrong
+        read_shape(read_config(checkpoint))
+    except (LoadError, KeyError):  # whoever loads it says what is wrong
         return False
     return True

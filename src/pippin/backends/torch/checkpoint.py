@@ -5,7 +5,6 @@ Knows names and types; what a name means is the families' business.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -61,13 +60,3 @@ def open_weights(path: Path, device: torch.device) -> Iterator[CheckpointWeights
             opened = stack.enter_context(safe_open(part, framework="pt"))
             files |= dict.fromkeys(opened.keys(), opened)
         yield CheckpointWeights(files, device)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LoadError(f"{path.name}: config.json cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise LoadError(f"{path.name}: config.json is not an object")
-    return config

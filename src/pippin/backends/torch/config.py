@@ -6,7 +6,9 @@ weight is read.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from pippin.errors import LoadError, UnsupportedLayout
@@ -81,6 +83,16 @@ class ModelShape:
     @property
     def num_attention_layers(self) -> int:
         return self.layers.count("attention")
+
+
+def read_config(path: Path) -> Json:
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path.name}: config.json cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise LoadError(f"{path.name}: config.json is not an object")
+    return config
 
 
 def read_shape(config: Json) -> ModelShape:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from pippin.backends.torch.checkpoint import open_weights, read_config
-from pippin.backends.torch.config import read_shape
+from pippin.backends.torch.checkpoint import open_weights
+from pippin.backends.torch.config import read_config, read_shape
 from pippin.backends.torch.device import dtype_of, find_device
 from pippin.backends.torch.models.build import build_decoder
 from pippin.backends.torch.models.decoder import Decoder

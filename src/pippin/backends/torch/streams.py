@@ -63,6 +63,7 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._forward = torch.cuda.Stream(device)
         self._copy = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)  # weights were sent on another stream
 
     @contextmanager
     def forward(self) -> Iterator[None]:
