@@ -33,6 +33,7 @@ from torch_serving import load_torch
 
 DEVICE = find_device()
 LENGTHS = (0, 1, 63, 64, 130)
+OWN_PRODUCTS, CUBLAS = 16, 0  # up to how many rows products are our own
 
 
 class Step:
@@ -81,16 +82,16 @@ class Step:
         return run.logits(inputs, future)[: len(self.slots)]
 
 
-@pytest.mark.parametrize("most_rows", [16, 0], ids=["own products", "library products"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "lengths", "width"),
+    ("name", "lengths", "width", "most_rows"),
     [
-        ("qwen3_5", LENGTHS, 8),
-        ("qwen3_5", (70,), 1),
-        ("qwen3_next", LENGTHS[1:4], 3),
-        ("llama", LENGTHS, 8),
-        ("qwen2", (5, 17), 2),
-        ("qwen3", (33,), 1),
+        ("qwen3_5", LENGTHS, 8, OWN_PRODUCTS),
+        ("qwen3_5", LENGTHS, 8, CUBLAS),
+        ("qwen3_5", (70,), 1, OWN_PRODUCTS),
+        ("qwen3_next", (1, 63), 3, OWN_PRODUCTS),
+        ("qwen2", (5, 17), 2, OWN_PRODUCTS),
+        ("llama", (0, 33), 2, CUBLAS),
     ],
 )
 def test_a_step_of_kernels_is_a_step_of_plain_operations(

@@ -28,6 +28,7 @@ def chunk(slot: int, start: int, length: int, *checkpoints: int) -> PrefillRow:
     return PrefillRow(slot, start, tokens, captures=True, checkpoints=checkpoints)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chunks"),
     [

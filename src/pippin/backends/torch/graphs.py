@@ -75,7 +75,7 @@ class DecodeSteps:
 
     def _step(self, inputs: Inputs, choice: Choice) -> Stepped:
         logits = self._kernels.logits(inputs, self._future)
-        told = torch.zeros(2, logits.shape[0], dtype=torch.int32, device=logits.device)
+        told = torch.empty(2, logits.shape[0], dtype=torch.int32, device=logits.device)
         if choice is Choice.GREEDY:
             draw(logits, inputs.slot, self._future, told)
         elif choice is Choice.DRAWN:

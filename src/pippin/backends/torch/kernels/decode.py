@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from pippin.backends.torch.kernels.attention_step import attention_step
 from pippin.backends.torch.kernels.delta_step import conv_step, delta_step
 from pippin.backends.torch.kernels.products import MOST_ROWS, ConvStep, product
-from pippin.backends.torch.kernels.rows import add_norm, norm_rows, swiglu
+from pippin.backends.torch.kernels.rows import add_norm, look_up, norm_rows, swiglu
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
@@ -36,8 +36,8 @@ class DecodeKernels:
 
     def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] of the tokens that `future`, int32 [slots], holds."""
-        self._table.index_put_((inputs.slot, inputs.position), inputs.cell)
-        x = self._decoder.embed[future[inputs.slot]]
+        rows = inputs.slot, inputs.position, inputs.cell
+        x = look_up(self._decoder.embed, future, self._table, *rows)
         few = x.shape[0] <= self._most_rows
         return self._few_rows(x, inputs) if few else self._many_rows(x, inputs)
 

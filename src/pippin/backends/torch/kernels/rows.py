@@ -59,6 +59,34 @@ def _run_norm(
 
 
 @triton.jit
+def _look_up(embed, future, table, slots, positions, cells, out, stride, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row).to(tl.int64)
+    token = tl.load(future + slot).to(tl.int64)
+    found = tl.load(embed + token * N + i, mask=i < N, other=0.0)
+    tl.store(out + row * N + i, found, mask=i < N)
+    tl.store(table + slot * stride + tl.load(positions + row), tl.load(cells + row))
+
+
+def look_up(
+    embed: torch.Tensor,  # [vocab, n]
+    future: torch.Tensor,  # int32 [slots]: the future map
+    table: torch.Tensor,  # int32 [slots, positions]
+    slots: torch.Tensor,  # int32 [rows]
+    positions: torch.Tensor,
+    cells: torch.Tensor,
+) -> torch.Tensor:
+    """[rows, n]: the embeddings of the slots' tokens. Their new cells go into the table."""
+    size = embed.shape[1]
+    out = torch.empty(slots.shape[0], size, dtype=embed.dtype, device=embed.device)
+    _look_up[(slots.shape[0], triton.cdiv(size, 1024))](
+        embed, future, table, slots, positions, cells, out, table.stride(0), size, BLOCK=1024
+    )
+    return out
+
+
+@triton.jit
 def _swiglu(x, out, N: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
