@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+import pippin.scheduler.loop as loop_module
 from pippin.backends import fake
 from pippin.backends.fake import FakeBackend, mix
 from pippin.cache.canary import Canary
@@ -35,6 +37,21 @@ class FixedPace(Pace):
     @property
     def productive_tokens(self) -> int:
         return GRID
+
+
+class Clocked(Protocol):
+    now: float
+
+
+@contextmanager
+def loop_clock(backend: Clocked) -> Iterator[None]:
+    """The loop reads the backend's clock: what pace learns is the same in every run."""
+    real = loop_module.perf_counter
+    loop_module.perf_counter = lambda: backend.now
+    try:
+        yield
+    finally:
+        loop_module.perf_counter = real
 
 
 def make_scheduler(

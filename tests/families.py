@@ -64,6 +64,20 @@ def _text(config: Config) -> Config:
     return {"model_type": config["model_type"], "text_config": config}
 
 
+_LATENT: Config = _SIZES | {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_routed_experts": NUM_EXPERTS,
+    "num_experts_per_tok": NUM_EXPERTS,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+
 CONFIGS: dict[str, Config] = {
     "qwen3_5": _text(
         _QWEN3_5
@@ -212,20 +226,9 @@ CONFIGS: dict[str, Config] = {
         "mamba_conv_bias": True,
         "position_embedding_type": "nope",
     },
-    "deepseek_v3": _SIZES
+    "deepseek_v3": _LATENT
     | {
         "model_type": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 32,
-        "n_shared_experts": 1,
-        "n_routed_experts": NUM_EXPERTS,
-        "num_experts_per_tok": NUM_EXPERTS,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
         "rope_scaling": {
             "type": "yarn",
             "factor": 4.0,
@@ -236,20 +239,9 @@ CONFIGS: dict[str, Config] = {
             "beta_slow": 1,
         },
     },
-    "glm4_moe_lite": _SIZES
+    "glm4_moe_lite": _LATENT
     | {
         "model_type": "glm4_moe_lite",
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 32,
-        "n_shared_experts": 1,
-        "n_routed_experts": NUM_EXPERTS,
-        "num_experts_per_tok": NUM_EXPERTS,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
         "partial_rotary_factor": 1.0,
     },
     "kimi_linear": _SIZES

@@ -18,9 +18,9 @@ import pytest
 from builders import AMPLE_BYTES, Client, FixedPace, Reply
 from bundled import load_bundled
 from families import FAMILIES, build
-from pippin.backends.mlx import backend as backend_module
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
+from pippin.backends.mlx.prefill import prompts
 from pippin.backends.mlx.prefill.batch import ChunkBatch
 from pippin.cache.canary import Canary
 from pippin.cache.policy import CheckpointPolicy
@@ -188,7 +188,7 @@ def counted_prompts() -> Iterator[Counted]:
             counted.lens.append(int(self.lens.sum()))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend_module, "ChunkBatch", CountedBatch)
+        patch.setattr(prompts, "ChunkBatch", CountedBatch)
         if TORCH_MODELS:
             from pippin.backends.torch import backend as torch_module
 

@@ -11,15 +11,12 @@ would have had alone, and slots, locks and bytes are all back.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-import pippin.scheduler.loop as loop_module
-from builders import Client, Reply, ToyGrammar, check_idle, make_prompt, oracle
+from builders import Client, Reply, ToyGrammar, check_idle, loop_clock, make_prompt, oracle
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.canary import Canary
@@ -250,7 +247,7 @@ class World:
     # ---- a run -----------------------------------------------------------------------------
 
     def run(self) -> None:
-        with _clock(self.backend):
+        with loop_clock(self.backend):
             for _ in range(self.num_steps):
                 self._clients_act()
                 self._step()
@@ -417,17 +414,6 @@ def _sampling(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _log_uniform(rng: random.Random, low: int, high: int) -> int:
     return round(low * (high / low) ** rng.random())
-
-
-@contextmanager
-def _clock(backend: SimulatedBackend) -> Iterator[None]:
-    """The loop reads the backend's clock: what pace learns is the same in every run."""
-    real = loop_module.perf_counter
-    loop_module.perf_counter = lambda: backend.now
-    try:
-        yield
-    finally:
-        loop_module.perf_counter = real
 
 
 def simulate(seed: int, num_steps: int) -> int:

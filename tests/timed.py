@@ -6,14 +6,12 @@ steps ahead, as the loop does, and waits for what is not done.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import pippin.scheduler.loop as loop_module
-from builders import Client, Reply, make_scheduler
+from builders import Client, Reply, loop_clock, make_scheduler
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.scheduler.loop import Loop
@@ -92,7 +90,7 @@ def serve(device: Device, asks: Sequence[Ask], *, max_gap: float | None = None) 
     client = Client(Loop(scheduler, backend))
     heard: dict[str, Heard] = {}
     left = sorted(asks, key=lambda ask: ask[0])
-    with _clock(backend):
+    with loop_clock(backend):
         while left or not client.loop.idle:
             if client.loop.idle:
                 backend.now = max(backend.now, left[0][0])
@@ -104,16 +102,6 @@ def serve(device: Device, asks: Sequence[Ask], *, max_gap: float | None = None) 
                 new = len(one.reply.tokens) - len(one.times)
                 one.times += [backend.now] * new
     return heard
-
-
-@contextmanager
-def _clock(backend: TimedBackend) -> Iterator[None]:
-    real = loop_module.perf_counter
-    loop_module.perf_counter = lambda: backend.now
-    try:
-        yield
-    finally:
-        loop_module.perf_counter = real
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -71,6 +71,7 @@ PLAIN: dict[str, Any] = {
     "rope_scaling": None,
 }
 
+PROMPT_CHUNK = 512
 SHAPES = {"qwen3.5-0.8b": HYBRID, "qwen3-0.6b": PLAIN}
 
 
@@ -113,7 +114,7 @@ def pippin_prompt(loaded: LoadedModel, ids: np.ndarray, chunk: int) -> PromptSta
 class PippinDecode:
     def __init__(self, loaded: LoadedModel, rows: int, context: int, *, plain: bool) -> None:
         self._forward = DecodeForward(loaded.layout, loaded.forward, compiled=lambda: not plain)
-        self._rows = DecodeRows(loaded.layout, loaded.attend_packed)
+        self._rows = DecodeRows(loaded.layout, loaded.attention)
         prompts = [pippin_prompt(loaded, ids, 2048) for ids in tokens(rows, context)]
         self._rows.join(list(enumerate(prompts, start=1)))
         self._slots = list(range(1, rows + 1))
@@ -133,9 +134,11 @@ class MlxLmDecode:
         if rows > 1:
             cache = [c if isinstance(c, ArraysCache) else BatchKVCache([0] * rows) for c in cache]
         self._cache = cache
-        logits = model(mx.array(tokens(rows, context)), cache=cache)
-        self._drawn = mx.argmax(logits[:, -1], axis=-1)
-        mx.eval(self._drawn)
+        prompt = tokens(rows, context)
+        for start in range(0, context, PROMPT_CHUNK):  # logits of all positions would be 80 GB
+            logits = model(mx.array(prompt[:, start : start + PROMPT_CHUNK]), cache=cache)
+            self._drawn = mx.argmax(logits[:, -1], axis=-1)
+            mx.eval(self._drawn)
 
     def step(self) -> mx.array:
         logits = self._model(self._drawn[:, None], cache=self._cache)
@@ -158,22 +161,10 @@ def step_ms(decode: PippinDecode | MlxLmDecode, steps: int) -> float:
     return statistics.median(times[steps // 3 :]) * 1e3
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Pippin and mlx-lm on random weights")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-0.8b")
-    parser.add_argument("--prefill", type=int, default=8192)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--skip-mlx-lm", action="store_true")
-    args = parser.parse_args()
-    print("device", mx.default_device(), mx.device_info(mx.default_device()), flush=True)
-    cpu = mx.default_device() == mx.Device(mx.cpu)
-    dtype = mx.float32 if cpu else mx.bfloat16
-    shape = SHAPES[args.shape]
+def measure_pippin(shape: dict[str, Any], dtype: mx.Dtype, args: argparse.Namespace) -> None:
     loaded = prepare(random_model(dtype, shape), shape)
-    packed = loaded.attend_packed is not None
-    print("pippin: packed rows:", packed, "taps:", loaded.state_taps)
+    packed = loaded.attention.kernel is not None
+    print("pippin: packed rows:", packed, "taps:", loaded.state_taps, flush=True)
     ids = tokens(1, args.prefill)[0]
     for chunk in (512, 2048, args.prefill):
         pippin_prompt(loaded, ids, chunk)
@@ -186,8 +177,9 @@ def main() -> None:
             name = "plain" if plain else "compiled"
             peak = mx.get_peak_memory() / 2**30
             print(f"pippin decode, {rows} rows, {name}: {ms:.2f} ms, {peak:.2f} GiB", flush=True)
-    if args.skip_mlx_lm:
-        return
+
+
+def measure_mlx_lm(shape: dict[str, Any], dtype: mx.Dtype, args: argparse.Namespace) -> None:
     stock = random_model(dtype, shape)
     hybrid = shape is HYBRID  # a prompt of many tokens would take minutes without a Metal kernel
     for rows in args.rows:
@@ -196,13 +188,32 @@ def main() -> None:
         ms = step_ms(MlxLmDecode(stock, rows, context), args.steps)
         peak = mx.get_peak_memory() / 2**30
         print(f"mlx-lm decode, {rows} rows: {ms:.2f} ms, {peak:.2f} GiB", flush=True)
-    cut = mx.array(ids[None, : max(256, args.prefill // 8)])
+    cut = mx.array(tokens(1, max(256, args.prefill // 8)))
 
     def stock_prefill() -> None:
         mx.eval(stock(cut, cache=make_prompt_cache(stock)))
 
     seconds = timed(stock_prefill)
     print(f"mlx-lm prefill of {cut.shape[1]}: {cut.shape[1] / seconds:,.0f} tok/s", flush=True)
+
+
+SIDES = {"pippin": measure_pippin, "mlx-lm": measure_mlx_lm}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Pippin and mlx-lm on random weights")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5-0.8b")
+    parser.add_argument("--prefill", type=int, default=8192)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--side", choices=SIDES, nargs="+", default=list(SIDES))
+    args = parser.parse_args()
+    print("device", mx.default_device(), mx.device_info(mx.default_device()), flush=True)
+    cpu = mx.default_device() == mx.Device(mx.cpu)
+    for side in args.side:
+        SIDES[side](SHAPES[args.shape], mx.float32 if cpu else mx.bfloat16, args)
+        mx.clear_cache()
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.load import prepare
 from pippin.backends.mlx.recurrent import choices
 from pippin.backends.mlx.recurrent.calls import Kind
-from pippin.backends.mlx.recurrent.choice_file import Times
-from pippin.backends.mlx.recurrent.choices import Choice
+from pippin.backends.mlx.recurrent.choices import Choice, Times
 from pippin.types import Component
 
 PLAIN = Leaf(0, Component.ATTENTION, reads=Reads.PIECES)
@@ -30,6 +29,9 @@ def layout(*leaves: Leaf) -> Layout:
 def test_a_model_that_attends_in_its_own_way_is_said_to_be_slower() -> None:
     assert attention(layout(PLAIN, STATE)) == (
         "1 layer through mlx-lm's function: KV is not copied"
+    )
+    assert attention(layout(PLAIN), timed=True) == (
+        "1 layer through mlx-lm's function: the faster way by times"
     )
     assert attention(layout(PLAIN, OWN_WAY, STATE)) == (
         "1 of 2 layers attend in their own way: concatenated KV each step, slower"

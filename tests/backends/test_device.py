@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,15 +10,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from pippin.backends.mlx import backend as backend_module
 from pippin.backends.mlx import device, environment
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.device import limit_memory, on_cpu
+from pippin.backends.mlx.tree.packing import payload_arrays
 from pippin.build import load_backend
+from pippin.cache.prefix_cache import PrefixCache
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import LoadError
-from serving import served
+from serving import cache_of, make_client, make_prompt, served
 
 
 @pytest.fixture
@@ -174,3 +178,35 @@ def test_memory_that_cannot_be_wired_is_not_said_to_be() -> None:
         pytest.skip("Metal wires memory")
     with pytest.raises(LoadError, match="only Metal"):
         MLXBackend.load(Path("nowhere"), num_slots=1, wired=True)
+
+
+@pytest.mark.usefixtures("on_a_mac")
+def test_status_says_how_many_buffers_there_may_be() -> None:
+    assert MLXBackend(served("llama"), num_slots=1).device.max_buffers == 499_000
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_buffers_are_counted_while_somebody_holds_them(name: str) -> None:
+    client = make_client(name)
+    status = client.loop.status
+    weights = status()["memory"]["device_buffers"]
+    assert weights == len(tree_flatten(served(name).model.parameters()))
+    client.submit(make_prompt(name, 200, seed=1), max_tokens=3)
+    client.run()
+    held = status()["memory"]["device_buffers"]
+    arrays = {id(array) for array in arrays_of(cache_of(client))}
+    assert held == weights + len(arrays) > weights
+    client.submit(make_prompt(name, 200, seed=1)[:90], max_tokens=3)  # splits a block
+    client.step(2)
+    assert status()["memory"]["device_buffers"] > held
+    client.run()
+    client.loop.flush_cache()
+    gc.collect()
+    assert status()["memory"]["device_buffers"] == weights
+
+
+def arrays_of(cache: PrefixCache) -> Iterator[mx.array]:
+    """Of every payload in the tree."""
+    for node in cache._tree.nodes():
+        for payload in filter(None, node.payloads):
+            yield from payload_arrays(payload)

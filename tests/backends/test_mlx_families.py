@@ -17,8 +17,11 @@ from families import FAMILIES, VOCAB
 from near_ties import TOLERANCE
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
 from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.gpu.packed_attention import attend_packed_plainly
+from pippin.backends.mlx.gpu.attention_times import only_way
+from pippin.backends.mlx.rehearsal import packed_rows
 from pippin.backends.mlx.rows import arrays, cohorts, grouping
+from pippin.backends.mlx.rows.attention_paths import AttendPacked, AttentionPaths, Path
+from pippin.backends.mlx.rows.plain_attention import attend_joined
 from pippin.backends.mlx.shapes import Ladder
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Limits, Scheduler
@@ -62,7 +65,13 @@ CROWD = (
 )
 
 
-def make_loop(family: str, num_slots: int = 16, *, like_a_gpu: bool = False) -> Loop:
+def make_loop(
+    family: str,
+    num_slots: int = 16,
+    *,
+    like_a_gpu: bool = False,
+    attention: AttentionPaths | None = None,
+) -> Loop:
     """`like_a_gpu`: rows are packed and lengths padded, with plain operations for the kernel, and
     prompts are held back.
 
@@ -70,17 +79,26 @@ def make_loop(family: str, num_slots: int = 16, *, like_a_gpu: bool = False) -> 
     """
     loaded = served(family)
     if like_a_gpu and loaded.layout.packs:
-        loaded = replace(loaded, attend_packed=attend_packed_plainly)
+        attention = attention or AttentionPaths(attend_joined)
+    if attention is not None:
+        loaded = replace(loaded, attention=attention)
     backend = MLXBackend(loaded, num_slots=num_slots, debug=True)
     backend.holds_prompts_back = like_a_gpu
     if like_a_gpu and loaded.layout.pads:
-        backend._prefill_shapes = Ladder()
+        backend._prompts.shapes = Ladder()
+        backend._prompts.forward.compiles = True
     limits = Limits(max_running=num_slots, prefill_tokens=CHUNK)
     return Loop(Scheduler(backend, limits), backend)
 
 
-def serve(family: str, cases: Sequence[Case], *, like_a_gpu: bool = False) -> dict[Case, Reply]:
-    client = Client(make_loop(family, like_a_gpu=like_a_gpu))
+def serve(
+    family: str,
+    cases: Sequence[Case],
+    *,
+    like_a_gpu: bool = False,
+    attention: AttentionPaths | None = None,
+) -> dict[Case, Reply]:
+    client = Client(make_loop(family, like_a_gpu=like_a_gpu, attention=attention))
     replies: dict[Case, Reply] = {}
     waiting = sorted(cases, key=lambda case: case.joins_at)
     step = 0
@@ -133,6 +151,20 @@ def test_in_a_ragged_crowd_everyone_says_what_mlx_lm_says(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_and_padded_as_on_a_gpu_everyone_says_what_mlx_lm_says(family: str) -> None:
     check(family, serve(family, CROWD, like_a_gpu=True))
+
+
+@pytest.mark.parametrize("path", [Path.JOINED, Path.PIECES])
+@pytest.mark.parametrize("kernel", [None, attend_joined], ids=["cohorts", "packed"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+def test_however_layers_attend_everyone_says_what_mlx_lm_says(
+    family: str, kernel: AttendPacked | None, path: Path
+) -> None:
+    """Plain layers, windows, sinks; one row that grows alone, then a crowd."""
+    loaded = served(family)
+    _, calls = packed_rows(loaded.layout, loaded.forward)
+    paths = AttentionPaths(kernel, dict.fromkeys(calls, only_way(path)))
+    for cases in ([Case(65, 100)], CROWD):
+        check(family, serve(family, cases, like_a_gpu=True, attention=paths))
 
 
 SHAPES = ("qwen3_5", "gpt_oss", "falcon_h1", "deepseek_v3")  # one for each way to keep and attend

@@ -42,6 +42,7 @@ class DeviceInfo:
     memory_bytes: int  # what one process can reasonably hold
     share: float  # of `memory_bytes` to use
     prefill_tokens: int  # of a step: enough that products, not launches, take the time
+    max_buffers: int | None = None  # that one process can have, where that is limited
 
 
 @dataclass(frozen=True)
@@ -291,6 +292,10 @@ class Backend(Costs, Protocol):
 
     def memory_used(self) -> int:
         """Bytes the device holds now, weights included."""
+        ...
+
+    def buffers_used(self) -> int:
+        """In how many buffers, but for those of steps under way."""
         ...
 
     def close(self) -> None: ...

@@ -28,7 +28,7 @@ from pippin.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-LOAD_SECONDS = 8.0  # of warming up, before the first request is taken
+LOAD_SECONDS = 2.0  # of warming up, before the first request is taken
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, top_k=20, top_p=0.95)
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from statistics import median
 
 import numpy as np
 
-REMEMBERED_STEPS = 64
+STEPS_OF_A_KIND = 8  # remembered of steps that are alike,
+MAX_KINDS = 16  # of the kinds seen last
+HALF_LIFE = 64  # steps after which one counts half,
+LEAST_WEIGHT = 0.02  # and at the least so much: what was seen once tells forward and tokens apart
 STEPS_BETWEEN_FITS = 4
 OUTLIER = 3.0  # a step that took this many times as long as steps like it met a pause,
 MAX_OUTLIERS = 8  # unless it goes on like that: then the device has changed its speed
-ALIKE = 1.25  # steps whose rows and tokens differ by no more than this factor
 STIFFNESS = 0.02  # how much of a step's evidence it takes to leave what was believed before
 # A forward's own cost, before anything is known: what this many prompt tokens cost. The bundled
 # model on two cores takes 22 ms for 16 tokens, 27 for 32, 38 for 64 and 67 for 128.
 FORWARD_TOKENS = 32
+
+Kind = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -50,42 +55,54 @@ class Timed:
         )
 
 
+@dataclass(frozen=True)
+class _Seen:
+    step: Timed
+    number: int  # how many steps had been seen
+
+
 @dataclass
 class CostModel:
     """seconds = [any row] x (decode + row x rows) + [any prompt] x (forward + token x tokens)
 
-    Fitted to the last steps by least squares of relative errors, mixed steps like any others: while
-    prompts wait there are no others. What these steps do not tell apart stays near what was
-    believed before. Steps that met a pause of the machine are left out.
+    Fitted to steps of all kinds by least squares of relative errors, mixed steps like any others:
+    while prompts wait there are no others. The last few of each kind are remembered, for chunks of
+    one size alone do not tell what a forward costs from what its tokens do. Steps that met a pause
+    of the machine are left out.
     """
 
-    _steps: deque[Timed] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
+    _kinds: OrderedDict[Kind, deque[_Seen]] = field(default_factory=OrderedDict)  # seen last: last
+    _num_seen: int = 0
     _num_unfitted: int = 0
     _num_outliers: int = 0  # in a row
     _costs: np.ndarray | None = None  # float64 [4]: decode, row, forward, token
 
     @property
     def known(self) -> bool:
-        return bool(self._steps)
+        return bool(self._kinds)
 
     def observe(self, step: Timed) -> None:
         if step.seconds <= 0.0 or not (step.decode_rows or step.prefill_tokens):
             return
-        if self._met_a_pause(step):
+        kind = _kind(step)
+        if self._met_a_pause(step, kind):
             self._num_outliers += 1
             if self._num_outliers <= MAX_OUTLIERS:
                 return
-            self._steps = deque(
-                (s for s in self._steps if not _are_alike(s, step)), maxlen=REMEMBERED_STEPS
-            )
+            self._kinds.clear()
         self._num_outliers = 0
-        self._steps.append(step)
+        self._num_seen += 1
         self._num_unfitted += 1
+        if kind not in self._kinds:
+            self._kinds[kind] = deque(maxlen=STEPS_OF_A_KIND)
+        self._kinds[kind].append(_Seen(step, self._num_seen))
+        self._kinds.move_to_end(kind)
+        if len(self._kinds) > MAX_KINDS:
+            self._kinds.popitem(last=False)
 
     def knows_decode(self, rows: int) -> bool:
         """Whether a step of about so many rows, and no prompts, is remembered."""
-        alone = Timed.step(0.0, rows, 0)
-        return any(_are_alike(step, alone) for step in self._steps)
+        return _kind(Timed.step(0.0, rows, 0)) in self._kinds
 
     def decode_seconds(self, rows: int) -> float:
         costs = self._fitted()
@@ -108,47 +125,59 @@ class CostModel:
 
     def _fitted(self) -> np.ndarray:
         """Fitted when somebody asks, and again after a few more steps; at first after each."""
-        enough = STEPS_BETWEEN_FITS if len(self._steps) > REMEMBERED_STEPS // 4 else 1
+        enough = STEPS_BETWEEN_FITS if self._num_seen > 4 * STEPS_BETWEEN_FITS else 1
         if self._costs is None or self._num_unfitted >= enough:
             self._num_unfitted = 0
             self._costs = self._fit()
         return self._costs
 
-    def _met_a_pause(self, step: Timed) -> bool:
-        alike = [other.seconds for other in self._steps if _are_alike(step, other)]
-        return len(alike) >= 3 and step.seconds > OUTLIER * median(alike)
+    def _met_a_pause(self, step: Timed, kind: Kind) -> bool:
+        alike = self._kinds.get(kind, ())
+        if len(alike) < 3:
+            return False
+        return step.seconds > OUTLIER * median(seen.step.seconds for seen in alike)
 
     def _fit(self) -> np.ndarray:
-        features = np.array([_features(step) for step in self._steps], dtype=np.float64)
-        seconds = np.array([step.seconds for step in self._steps])
-        believed = self._costs if self._costs is not None else _guess(self._steps)
-        return _least_squares(features, seconds, believed)
+        every = [seen for alike in self._kinds.values() for seen in alike]
+        features = np.array([_features(seen.step) for seen in every], dtype=np.float64)
+        seconds = np.array([seen.step.seconds for seen in every])
+        ages = self._num_seen - np.array([seen.number for seen in every])
+        weights = np.maximum(0.5 ** (ages / HALF_LIFE), LEAST_WEIGHT)
+        believed = self._costs if self._costs is not None else _guess(every[0].step)
+        return _least_squares(features, seconds, weights, believed)
 
 
-def _are_alike(a: Timed, b: Timed) -> bool:
-    pairs = zip(_features(a), _features(b), strict=True)
-    return all(max(pair) <= ALIKE * min(pair) for pair in pairs)
+def _kind(step: Timed) -> Kind:
+    decodes, rows, prefills, tokens = _features(step)
+    return decodes, _size(rows), prefills, _size(tokens)
+
+
+@lru_cache(maxsize=1024)
+def _size(number: int) -> int:
+    """Alike for numbers that differ by less than a fifth."""
+    return math.floor(4 * math.log2(number)) if number else -1
 
 
 def _features(step: Timed) -> tuple[int, int, int, int]:
     return step.num_decodes, step.decode_rows, step.num_prefills, step.prefill_tokens
 
 
-def _guess(steps: deque[Timed]) -> np.ndarray:
-    """From the first step alone: all of its time is spread over what it did."""
-    step = steps[0]
+def _guess(step: Timed) -> np.ndarray:
+    """From one step alone: all of its time is spread over what it did."""
     tokens = step.prefill_tokens + FORWARD_TOKENS + step.decode_rows
     token = step.seconds / tokens
     return np.array([token * FORWARD_TOKENS / 2, token, token * FORWARD_TOKENS, token])
 
 
-def _least_squares(features: np.ndarray, seconds: np.ndarray, believed: np.ndarray) -> np.ndarray:
+def _least_squares(
+    features: np.ndarray, seconds: np.ndarray, weights: np.ndarray, believed: np.ndarray
+) -> np.ndarray:
     """The costs, none negative, that explain `seconds` best; each drawn a little to `believed`."""
-    weights = 1.0 / seconds
-    scaled = features * weights[:, None] * believed  # unknown: how many times what was believed
+    scaled = features / seconds[:, None] * believed  # unknown: how many times what was believed
+    weighted = scaled * weights[:, None]
     stiffness = STIFFNESS * np.eye(4)
-    left = scaled.T @ scaled + stiffness
-    right = scaled.T @ np.ones(len(seconds)) + stiffness @ np.ones(4)
+    left = weighted.T @ scaled + stiffness
+    right = weighted.sum(axis=0) + stiffness @ np.ones(4)
     free = np.ones(4, dtype=bool)
     while True:
         factors = np.zeros(4)

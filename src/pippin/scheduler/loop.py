@@ -122,6 +122,8 @@ class Loop:
             "overlap": self.overlap,
             "memory": {
                 "device_bytes": self.backend.memory_used(),
+                "device_buffers": self.backend.buffers_used(),
+                "max_device_buffers": self.backend.device.max_buffers,
                 "budget_bytes": scheduler.budget.capacity,
                 "claimed_bytes": scheduler.budget.claimed,
             },

@@ -14,14 +14,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from bundled import BUNDLED_PATH
 from families import build
-from pippin.backends.mlx import load
+from pippin.backends.mlx import load, timing
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.recurrent import choices
 from pippin.backends.mlx.recurrent.calls import Call, Kind, Phase, is_among
-from pippin.backends.mlx.recurrent.choice_file import Times
 from pippin.backends.mlx.recurrent.choices import (
     CHAIN,
     Choice,
+    Times,
     choose_recurrences,
     obstacle_to_mlx_lm,
     work,
@@ -100,7 +100,7 @@ def test_both_are_timed_once_and_remembered_until_the_file_goes(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choices, "sizes", lambda phase: [(2, 70 if phase == PREFILL else 1)])
-    monkeypatch.setattr(choices, "REPEATS", 1)
+    monkeypatch.setattr(timing, "REPEATS", 1)
     path = tmp_path / "times.json"
     choose = partial(
         choose_recurrences, [call], deterministic=False, path=path, obstacle=no_obstacle
@@ -140,7 +140,7 @@ def test_times_of_another_shape_or_type_or_library_do_not_count(
     assert choose(gated_delta_call(num_tokens=3)) == 0
     assert choose(gated_delta_call(key_dim=32)) == 4
     assert choose(gated_delta_call(dtype=mx.bfloat16)) == 4
-    monkeypatch.setattr(choices.importlib.metadata, "version", lambda _: "99")
+    monkeypatch.setattr(timing.importlib.metadata, "version", lambda _: "99")
     assert choose(gated_delta_call()) == 4
 
 

@@ -12,7 +12,9 @@ import pytest
 from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows import arrays, cohorts, grouping, regrouping
+from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from pippin.backends.mlx.rows.plain_attention import attend_joined
 from pippin.backends.mlx.tree.packing import KV
 from pippin.types import Component
 
@@ -46,9 +48,9 @@ def vectors(tokens: np.ndarray, dim: int) -> mx.array:
 class Rows:
     """Decode rows whose vectors are made up, so that it is known what each must hold."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, paths: AttentionPaths | None = None) -> None:
         self.layout = layout
-        self.decode_rows = DecodeRows(layout)
+        self.decode_rows = DecodeRows(layout, paths)
         self.tokens: dict[int, np.ndarray] = {}
 
     def join(self, slot: int, tokens: np.ndarray) -> None:
@@ -68,7 +70,7 @@ class Rows:
         """One step: a new token of each of these, written by hand where a forward would."""
         rows, per_row = self.decode_rows, self.decode_rows._per_row
         if rows.cursor == per_row.tail_len:
-            rows._flush()
+            rows.flush()
         new = {slot: rng.integers(TOKENS) for slot in slots}
         for index, leaf in enumerate(self.layout.leaves):
             for side, (_, dim) in enumerate(leaf.shapes):
@@ -148,6 +150,21 @@ def test_rows_that_come_pause_and_go_keep_what_they_hold(
     assert shared, "no rows began alike"
 
 
+def test_what_packed_rows_hold_survives_and_nothing_of_those_who_left_does() -> None:
+    rng = np.random.default_rng(1)
+    rows = Rows(kv_layout([None, WINDOW], dim=4), AttentionPaths(attend_joined))
+    rows.join(1, np.full(70, 7 * TOKENS))
+    rows.join(2, rng.integers(0, TOKENS, 30))
+    rows.join(3, rng.integers(0, TOKENS, 600))
+    for _ in range(3):
+        rows.say([2, 3], rng)
+    rows.check()
+    rows.leave(1)
+    rows.decode_rows.flush()
+    rows.check()
+    assert all((np.array(side) < 2 * TOKENS).all() for side in rows.decode_rows.mains.arrays())
+
+
 def peak_of_flush(num_layers: int, num_rows: int, num_tokens: int) -> tuple[int, int]:
     """Bytes that rows hold after their tails were moved, and the most that was held meanwhile."""
     rng = np.random.default_rng(0)
@@ -157,13 +174,13 @@ def peak_of_flush(num_layers: int, num_rows: int, num_tokens: int) -> tuple[int,
     for slot in range(1, num_rows + 1):
         rows.join(slot, rng.integers(0, TOKENS, num_tokens - 3 * slot))
     mx.eval(rows.decode_rows.arrays())
-    rows.decode_rows._flush()  # one cohort of all
+    rows.decode_rows.flush()  # one cohort of all
     mx.eval(rows.decode_rows.arrays())
     rows.say(list(rows.tokens), rng)
     mx.eval(rows.decode_rows.arrays())
     mx.synchronize()
     mx.reset_peak_memory()
-    rows.decode_rows._flush()
+    rows.decode_rows.flush()
     mx.eval(rows.decode_rows.arrays())
     mx.synchronize()
     peak = mx.get_peak_memory() - before

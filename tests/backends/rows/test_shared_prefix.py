@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 
 from near_ties import TOLERANCE, log_softmax
+from pippin.backends.mlx.gpu.attention_times import only_way
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.rehearsal import packed_rows
 from pippin.backends.mlx.rows import arrays, cohorts, grouping, split_attention
+from pippin.backends.mlx.rows.attention_paths import AttentionPaths, Path
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.grouping import common_len, group_rows
@@ -68,6 +71,7 @@ class Stage:
 
     name: str
     shares: bool
+    paths: AttentionPaths | None = None
     logits: dict[int, list[np.ndarray]] = field(default_factory=dict)  # by slot, of each step
     seen: list[tuple[int, ...]] = field(default_factory=list)  # tokens shared, by cohort and step
 
@@ -76,7 +80,7 @@ class Stage:
         self.attend_through(self.model.layout)
 
     def attend_through(self, layout: Layout) -> None:
-        self.rows = DecodeRows(layout)
+        self.rows = DecodeRows(layout, self.paths)
         self._forward = DecodeForward(layout, self.model.forward)
 
     def join(self, *slots: int) -> None:
@@ -134,9 +138,9 @@ def main_nbytes(rows: DecodeRows) -> int:
 
 
 @cache
-def play(name: str, *, shares: bool) -> Stage:
+def play(name: str, *, shares: bool, paths: AttentionPaths | None = None) -> Stage:
     """Rows join and leave, so that the shared beginning comes, shrinks, goes and comes again."""
-    stage = Stage(name, shares)
+    stage = Stage(name, shares, paths)
     stage.join(1, 2, 3)
     stage.run(10)
     stage.join(4)
@@ -161,6 +165,16 @@ def test_rows_that_share_say_what_each_says_alone(name: str) -> None:
     half = START_LEN // 2 - START_LEN // 2 % BLOCK
     assert {(), (whole,), (half,)} <= set(stage.seen), "it came, shrank, and went"
     assert stage.seen[-1] == (whole,)
+
+
+@pytest.mark.usefixtures("eager")
+def test_what_is_shared_is_not_joined_however_fast_that_is() -> None:
+    model = served(MODELS[0])
+    _, calls = packed_rows(model.layout, model.forward)
+    joined = AttentionPaths(times=dict.fromkeys(calls, only_way(Path.JOINED)))
+    stage = play(MODELS[0], shares=True, paths=joined)
+    check_with_plain_model(stage)
+    assert stage.seen[-1], "nothing was shared"
 
 
 @pytest.mark.parametrize("name", MODELS)

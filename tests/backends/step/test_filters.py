@@ -79,13 +79,13 @@ def test_both_forms_keep_what_the_rule_keeps(params: SamplingParams, kind: str) 
         np.testing.assert_array_equal(~by_sort[row], expected)
 
 
-def test_gpus_bisect_and_cpus_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metal_bisects_and_others_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     x, group = logits("spread"), group_of(SamplingParams(top_p=0.9))
     asked: list[str] = []
     for name in ("dropped_by_sort", "dropped_by_bisection"):
         monkeypatch.setattr(filters, name, lambda x, group, name=name: asked.append(name))
-    for cpu in (True, False):
-        monkeypatch.setattr(filters, "on_cpu", lambda cpu=cpu: cpu)
+    for metal in (False, True):
+        monkeypatch.setattr(filters, "on_metal", lambda metal=metal: metal)
         filters.dropped_tokens(x, group)
     assert asked == ["dropped_by_sort", "dropped_by_bisection"]
 

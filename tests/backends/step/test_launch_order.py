@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from builders import Client, Reply
-from pippin.backends.mlx import backend as backend_module
+from pippin.backends.mlx.prefill import prompts
 from pippin.backends.mlx.prefill.batch import ChunkBatch
 from serving import make_client, make_prompt
 
@@ -38,7 +38,7 @@ class Watched:
         stream = client.submit(make_prompt("llama", 20, 0), max_tokens=30)
         client.step(3)
         client.submit(make_prompt("llama", 20, 1), max_tokens=2)
-        monkeypatch.setattr(backend_module, "ChunkBatch", NotedBatch)
+        monkeypatch.setattr(prompts, "ChunkBatch", NotedBatch)
         monkeypatch.setattr(mx, "async_eval", noted)
         return client, stream
 

@@ -133,6 +133,9 @@ class FakeBackend:
         rows = (self.row_bytes(len(r.tokens), r.num_borrowed) for r in self._rows.values())
         return sum(rows) + self.ledger.nbytes
 
+    def buffers_used(self) -> int:
+        return len(self._rows) + self.ledger.num_live
+
     # ---- the contract ----------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> FakePending:

@@ -8,11 +8,11 @@ the engine's one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 
 from pippin.backends.base import (
     Admit,
@@ -22,7 +22,6 @@ from pippin.backends.base import (
     StepPlan,
     captured_bytes,
 )
-from pippin.backends.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.cpu.kernels import Kernels
 from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
 from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
@@ -36,8 +35,8 @@ from pippin.backends.mlx.device import (
 )
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.prefill import query_blocks
-from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
-from pippin.backends.mlx.recurrent.state_taps import StateTaps
+from pippin.backends.mlx.prefill.batch import EXACT, PromptState
+from pippin.backends.mlx.prefill.prompts import Prompts
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.footprint import Footprint
@@ -45,7 +44,7 @@ from pippin.backends.mlx.shapes import Ladder, to_warm_up
 from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending, SampledRows
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
-from pippin.backends.mlx.step.sampler import Logprobs, Sampler, SampleRow
+from pippin.backends.mlx.step.sampler import Sampler, SampleRow
 from pippin.backends.mlx.tree.captures import Captures
 from pippin.errors import LoadError
 from pippin.types import ModelSpec
@@ -73,6 +72,7 @@ class MLXBackend:
     ) -> None:
         self._loaded = loaded
         self._wired = wired
+        self._num_weights = len(tree_flatten(loaded.model.parameters()))
         self._deterministic = deterministic
         self._captures = Captures(loaded.layout)
         self._footprint = Footprint(loaded.layout)
@@ -87,16 +87,22 @@ class MLXBackend:
             compiled=(lambda: False) if deterministic else self._kernels.ready,
         )
         padded = loaded.layout.pads and not on_cpu() and not deterministic
-        self._prefill_shapes = Ladder() if padded else EXACT
         # Metal takes ten command buffers, some 500 operations, and holds the host up until it has
         # done the first of them: tokens that are there would wait for most of a prompt.
         self.holds_prompts_back = on_metal()
         self._shapes = RecentShapes()
         self._clock = find_stream_clock()
         self._resident: ResidentLimit | None = None
-        self._prompts: dict[int, PromptState] = {}  # slots that have not decoded yet
         self._admitted: dict[int, Admit] = {}
-        self._prompt_logprobs: dict[int, list[Logprobs]] = {}
+        self._prompts = Prompts(  # slots that have not decoded yet
+            loaded,
+            self._captures,
+            self._admitted,
+            self._sampler.logprobs_of_prompt,
+            shapes=Ladder() if padded else EXACT,
+            seen=self._shapes,
+            deterministic=deterministic,
+        )
         self.device = device_info()
         self.shapes_to_warm_up = (
             to_warm_up(MOST_WARMED_TOKENS, num_slots) if padded and not debug else []
@@ -154,15 +160,21 @@ class MLXBackend:
             self._decode(step, rows, decodes)
         if plan.decode:  # the device has these to do while the prompts' graph is being built
             self._launch(step)
-        for restored in self._restored_groups([row for row in plan.prefill if not len(row.tokens)]):
-            self._sample_restored(step, restored)
-        for group in self._prefill_groups([row for row in plan.prefill if len(row.tokens)]):
-            self._prefill(step, group)
+        self._prefill(step, plan.prefill)
         if plan.prefill or not plan.decode:
             self._sample(step)
             if not (plan.decode and self.holds_prompts_back):  # else `dispatch` hands them over
                 step.launch()
         return step
+
+    def _prefill(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
+        prompts = self._prompts
+        for whole in prompts.restored_groups([row for row in chunks if not len(row.tokens)]):
+            prompts.sample_restored(step, whole)
+            self._launch(step)  # nobody who waits for these tokens needs the rows
+            prompts.restore(step, whole)
+        for group in prompts.groups([row for row in chunks if len(row.tokens)]):
+            prompts.run(step, group)
 
     def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
         """A restored prefix is copied into its row: `num_borrowed` changes nothing."""
@@ -194,6 +206,12 @@ class MLXBackend:
     def memory_used(self) -> int:
         return int(mx.get_active_memory())
 
+    def buffers_used(self) -> int:
+        rows = {id(own): own for own in (self._shared_rows, *self._rows.values())}
+        held = sum(len(own.arrays()) for own in rows.values())
+        held += len(self._prompts.arrays())
+        return self._num_weights + held + self._captures.num_buffers
+
     def close(self) -> None:
         self._kernels.close()
         if self._clock is not None:
@@ -208,7 +226,7 @@ class MLXBackend:
 
     def _admit(self, admit: Admit) -> None:
         self._admitted[admit.slot] = admit
-        self._prompts[admit.slot] = PromptState()
+        self._prompts.start(admit.slot)
         self._sampler.admit(admit)
 
     def _retire(self, step: MLXPending, retire: Retire) -> None:
@@ -218,8 +236,7 @@ class MLXBackend:
                 step.keep(capture)
         if slot in self._rows:
             self._rows.pop(slot).leave(slot)
-        self._prompts.pop(slot, None)
-        self._prompt_logprobs.pop(slot, None)
+        self._prompts.drop(slot)
         self._sampler.retire(slot)
         self._admitted.pop(slot, None)  # a slot whose launch failed may hold nothing
 
@@ -229,95 +246,6 @@ class MLXBackend:
         if rows is None:
             return self._prompts[slot]
         return PromptState(rows.rows[slot].length, rows.kv_of(slot, start), rows.states_of(slot))
-
-    # ---- prefill ---------------------------------------------------------------------------
-
-    def _prefill_groups(self, chunks: Sequence[PrefillRow]) -> list[list[PrefillRow]]:
-        if self._deterministic:  # every block of the absolute grid by itself, always
-            return [[block] for chunk in chunks for block in grid_blocks(chunk)]
-        pads = self._loaded.layout.pads
-        return group_chunks(chunks, self._wants_prompt_logprobs, pads=pads, cpu=on_cpu())
-
-    def _prefill(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
-        states = [self._restored(chunk) for chunk in chunks]
-        whole = self._wants_prompt_logprobs(chunks[0])
-        batch = ChunkBatch(
-            self._loaded.layout,
-            [chunk.tokens for chunk in chunks],
-            states,
-            EXACT if whole else self._prefill_shapes,
-        )
-        step.note_prefill(is_new=self._shapes.add(batch.shape))
-        head = self._loaded.head
-        head.positions = None if whole else mx.array(batch.last_positions[:, None])
-        taps = any(at != chunk.end for chunk in chunks for at in chunk.checkpoints)
-        with StateTaps(self._loaded.layout) if taps else nullcontext() as tapped:
-            logits = self._loaded.forward(batch.tokens, batch.caches)
-        head.positions = None
-        hidden = self._loaded.take_hidden()
-        if whole:
-            self._note_prompt_logprobs(step, chunks[0], logits[0])
-            logits = logits[:, -1:]
-        elif logits.shape[1] != 1:  # a head that could not be told to choose
-            logits = mx.take_along_axis(logits, mx.array(batch.last_positions)[:, None, None], 1)
-        step.check(np.array([chunk.slot for chunk in chunks]), logits[: len(chunks), -1])
-        batch.advance()
-        new_kv = batch.new_kv()
-        for row, (chunk, prompt) in enumerate(zip(chunks, states, strict=True)):
-            if chunk.captures:
-                step.keep(self._captures.of_chunk(chunk, row, new_kv, prompt, tapped, hidden))
-            if chunk.samples:
-                self._sample_prompt(step, chunk, logits[row])
-            step.written += prompt.arrays()
-
-    def _restored_groups(self, rows: Sequence[PrefillRow]) -> list[Sequence[PrefillRow]]:
-        if self._deterministic:  # a head's product of several rows may round otherwise
-            return [[row] for row in rows]
-        return [rows] if rows else []
-
-    def _sample_restored(self, step: MLXPending, rows: Sequence[PrefillRow]) -> None:
-        """Prompts that are restored whole: the head is all that is computed of them.
-
-        Their tokens are launched first: nobody who waits for them needs the rows.
-        """
-        hidden = mx.concatenate([self._captures.hidden_of(row) for row in rows], axis=0)
-        logits = self._loaded.logits_after(hidden)
-        step.check(np.array([row.slot for row in rows]), logits[:, -1])
-        for number, row in enumerate(rows):
-            self._sample_prompt(step, row, logits[number])
-        self._launch(step)
-        for row in rows:
-            step.written += self._restored(row).arrays()
-
-    def _sample_prompt(self, step: MLXPending, row: PrefillRow, logits: mx.array) -> None:
-        """The token after a prompt, or after what is known of a reply that goes on."""
-        sample = SampleRow(row.slot, len(self._admitted[row.slot].reply))
-        step.to_sample.add(sample, logits, row.masked)
-
-    def _restored(self, chunk: PrefillRow) -> PromptState:
-        prompt = self._prompts[chunk.slot]
-        if chunk.restore is not None:
-            self._captures.restore(prompt, chunk.restore)
-        assert prompt.length == chunk.start, f"slot {chunk.slot}: chunks must follow each other"
-        return prompt
-
-    def _wants_prompt_logprobs(self, chunk: PrefillRow) -> bool:
-        return self._admitted[chunk.slot].params.prompt_logprobs is not None
-
-    def _note_prompt_logprobs(self, step: MLXPending, chunk: PrefillRow, logits: mx.array) -> None:
-        """Logits [n, vocab] of positions start.. are for tokens start + 1..; the last is drawn."""
-        admit = self._admitted[chunk.slot]
-        targets = admit.prompt[chunk.start + 1 : chunk.end + 1]
-        found = self._prompt_logprobs.setdefault(chunk.slot, [])
-        if len(targets):
-            top = admit.params.prompt_logprobs or 0
-            scored = self._sampler.logprobs_of_prompt(
-                logits[: len(targets)], mx.array(targets), top
-            )
-            found.append(scored)
-            step.written += list(scored)
-        if chunk.samples:
-            step.prompt_logprobs[chunk.slot] = self._prompt_logprobs.pop(chunk.slot)
 
     # ---- decode ----------------------------------------------------------------------------
 
@@ -330,13 +258,13 @@ class MLXBackend:
         return [(self._rows.get(d.slot) or self._make_rows(), [d]) for d in decodes]
 
     def _make_rows(self) -> DecodeRows:
-        return DecodeRows(self._loaded.layout, self._loaded.attend_packed)
+        return DecodeRows(self._loaded.layout, self._loaded.attention)
 
     def _decode(self, step: MLXPending, rows: DecodeRows, decodes: Sequence[DecodeRow]) -> None:
         joining = [d.slot for d in decodes if d.slot not in self._rows]
         self._rows |= dict.fromkeys(joining, rows)
         rows.join(
-            [(slot, self._prompts.pop(slot)) for slot in joining],
+            [(slot, self._prompts.take(slot)) for slot in joining],
             {slot: self._admitted[slot].prompt for slot in joining},
         )
         slots, logits = rows.advance(

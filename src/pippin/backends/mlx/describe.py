@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from pippin.backends.mlx.cpu.linear import TIMED_ROWS, Shape
+from pippin.backends.mlx.gpu.attention_times import SUBJECT as ATTENTION
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.load import LoadedModel
-from pippin.backends.mlx.recurrent.choice_file import default_path
+from pippin.backends.mlx.recurrent.choices import SUBJECT as RECURRENCES
 from pippin.backends.mlx.recurrent.choices import Choice
+from pippin.backends.mlx.rows.attention_paths import AttentionPaths
+from pippin.backends.mlx.timing import times_file
 
 
 def describe(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
     """The name of each thing chosen, and a line about it."""
-    yield "attention", attention(loaded.layout)
+    yield "attention", attention(loaded.layout, timed=bool(loaded.attention.times))
+    yield from attention_paths(loaded.attention)
     yield from recurrences(loaded.recurrences)
     if loaded.blocked_rows:
         yield "linear layers", linear_layers(loaded.blocked_rows)
 
 
-def attention(layout: Layout) -> str:
+def attention(layout: Layout, *, timed: bool = False) -> str:
     leaves = [leaf for leaf in layout.leaves if not leaf.is_state]
     own = sum(not leaf.splits for leaf in leaves)
     if not leaves:
@@ -27,16 +31,34 @@ def attention(layout: Layout) -> str:
     if own == 0:
         latent = any(leaf.reads is Reads.LATENT for leaf in leaves)
         layers = f"{_count(len(leaves), 'layer')}{' over latents' if latent else ''}"
-        return f"{layers} through mlx-lm's function: KV is not copied"
+        how = "the faster way by times" if timed else "KV is not copied"
+        return f"{layers} through mlx-lm's function: {how}"
     attend = "layer attends in its" if len(leaves) == 1 else "layers attend in their"
     return f"{own} of {len(leaves)} {attend} own way: concatenated KV each step, slower"
+
+
+def attention_paths(paths: AttentionPaths) -> Iterator[tuple[str, str]]:
+    """What each way took, the fastest first."""
+    for kind, times in paths.times.items():
+        for size, ways in sorted(times.items()):
+            name = f"attention, {_count(size.num_rows, 'row')} of {size.num_columns:,}"
+            fastest_first = sorted(ways, key=lambda way: ways[way])
+            took = ", ".join(f"{way} {ways[way]:.3f} ms" for way in fastest_first)
+            yield name, f"{took} ({kind})"
+    if any(paths.times.values()):
+        lie = "cohorts" if paths.kernel is None else "packed"
+        yield "attention times", f"rows are {lie}; {remembered_in(ATTENTION)}"
 
 
 def recurrences(choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:
     for choice in choices:
         yield f"{choice.kind.phase} recurrence", f"{choice} ({choice.kind.shapes})"
     if any(choice.times is not None for choice in choices):
-        yield "recurrence times", f"in {default_path()}; delete it to time again"
+        yield "recurrence times", remembered_in(RECURRENCES)
+
+
+def remembered_in(subject: str) -> str:
+    return f"in {times_file(subject)}; delete it to time again"
 
 
 def linear_layers(blocked_rows: Mapping[Shape, frozenset[int]]) -> str:

@@ -34,7 +34,9 @@ def device_info() -> DeviceInfo:
         return DeviceInfo("cpu", name, host_memory_bytes(), 0.5, prefill_tokens=512)
     if on_metal():
         most = int(info["max_recommended_working_set_size"])
-        return DeviceInfo("metal", name, most, 0.9, prefill_tokens=2048)
+        limit = info.get("resource_limit")
+        buffers = None if limit is None else int(limit)
+        return DeviceInfo("metal", name, most, 0.9, prefill_tokens=2048, max_buffers=buffers)
     memory = info.get("total_memory") or info.get("memory_size") or host_memory_bytes()
     return DeviceInfo("cuda", name, int(memory), 0.85, prefill_tokens=8192)
 
@@ -70,7 +72,5 @@ def wire(num_bytes: int) -> None:
 
 def max_buffers() -> int | None:
     """How many buffers prompts and the tree may hold; None where nobody counts them."""
-    if not on_metal():
-        return None
-    limit = mx.device_info(mx.default_device()).get("resource_limit")
-    return None if limit is None else int(limit) // LIVE_BUFFERS_DIVISOR
+    limit = device_info().max_buffers
+    return None if limit is None else limit // LIVE_BUFFERS_DIVISOR

@@ -21,6 +21,7 @@ from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
 from pippin.backends.mlx.cpu.linear import Shape, choose_rows
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
 from pippin.backends.mlx.device import on_cpu
+from pippin.backends.mlx.gpu.attention_times import choose_attention
 from pippin.backends.mlx.gpu.cuda_layer import fuse_layers
 from pippin.backends.mlx.gpu.siblings import find_siblings, merge
 from pippin.backends.mlx.head import Head, measure_hidden
@@ -28,8 +29,8 @@ from pippin.backends.mlx.layout import Layout, discover
 from pippin.backends.mlx.recurrent.calls import Kind, record_calls
 from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
-from pippin.backends.mlx.rehearsal import packed_kernel, rehearsed
-from pippin.backends.mlx.rows.packed_views import AttendPacked
+from pippin.backends.mlx.rehearsal import Forward, packed_rows, rehearsed
+from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.errors import LoadError, UnsupportedLayout
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -48,7 +49,7 @@ class LoadedModel:
     hidden_bytes: int = 0  # of what the head reads of one token; 0: it can not be told apart
     recurrences: tuple[Choice, ...] = ()
     blocked_rows: Mapping[Shape, frozenset[int]] = field(default_factory=dict)  # see linear.py
-    attend_packed: AttendPacked | None = None  # the kernel for packed rows, where there is one
+    attention: AttentionPaths = field(default_factory=AttentionPaths)  # of decode steps
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""
@@ -142,12 +143,20 @@ def prepare(
         hidden_bytes=measure_hidden(head, lambda: one_token(make_prompt_cache(model))),
         recurrences=recurrences,
         blocked_rows=blocked_rows,
-        attend_packed=packed_kernel(layout, forward),
+        attention=_choose_attention(layout, forward, deterministic=deterministic),
     )
 
 
 def _mlx_lm_kinds(choices: Iterable[Choice]) -> frozenset[Kind]:
     return frozenset(choice.kind for choice in choices if choice.mlx_lm)
+
+
+def _choose_attention(layout: Layout, forward: Forward, *, deterministic: bool) -> AttentionPaths:
+    """On GPUs, where launches count."""
+    if on_cpu() or not layout.packs:
+        return AttentionPaths()
+    kernel, layers = packed_rows(layout, forward)
+    return AttentionPaths(kernel) if deterministic else choose_attention(layers, kernel)
 
 
 def _merge_siblings(model: Module) -> None:

@@ -7,7 +7,7 @@ at the same position. A graph that cannot be built says so now, not in a user's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,13 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.gpu import packed_attention
-from pippin.backends.mlx.gpu.packed_attention import attend_packed_plainly
+from pippin.backends.mlx.gpu.attention_times import AttentionLayer
 from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.rows.attention_paths import AttendPacked, AttentionPaths, PackedCall
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.packed_views import AttendPacked
+from pippin.backends.mlx.rows.plain_attention import attend_joined
 from pippin.errors import UnsupportedLayout
 
 OTHER_TOKENS = 0.25  # of a state, if padding were taken for tokens; rounding changes less
@@ -28,6 +29,7 @@ OTHER_TOKENS = 0.25  # of a state, if padding were taken for tokens; rounding ch
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[mx.array, list[Any]], mx.array]
+Layers = Mapping[str, AttentionLayer]
 
 
 def rehearsed(layout: Layout, forward: Forward) -> Layout:
@@ -54,35 +56,41 @@ def _rehearse(layout: Layout, forward: Forward) -> None:
     _advance(DecodeRows(layout), prompts, DecodeForward(layout, forward))
 
 
-def packed_kernel(layout: Layout, forward: Forward) -> AttendPacked | None:
-    """The kernel for packed rows, where there is one for this device and it runs this model.
+def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, Layers]:
+    """The kernel for packed rows, where there is one for this device and it runs this model; and
+    how the model's layers attend, by kind.
 
     Every layer's attention is held against plain operations on the very same numbers.
     """
-    attend = packed_attention.for_layout(layout)
-    if attend is None:
-        return None
+    kernel = packed_attention.for_layout(layout)
     errors: list[mx.array] = []
+    layers: dict[str, AttentionLayer] = {}
 
-    def checked(*args: Any) -> tuple[mx.array, mx.array, mx.array]:
-        found = attend(*args)
-        for ours, plain in zip(found, attend_packed_plainly(*args), strict=True):
-            difference = mx.abs(ours.astype(mx.float32) - plain.astype(mx.float32)).max()
-            errors.append(difference / mx.maximum(mx.abs(plain).max(), 1e-6))
+    def checked(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
+        layer = AttentionLayer.of(call)
+        layers[layer.kind] = layer
+        plain = attend_joined(call)
+        if kernel is None:
+            return plain
+        found = kernel(call)
+        for ours, theirs in zip(found, plain, strict=True):
+            difference = mx.abs(ours.astype(mx.float32) - theirs.astype(mx.float32)).max()
+            errors.append(difference / mx.maximum(mx.abs(theirs).max(), 1e-6))
         return found
 
     prompts = [PromptState(), PromptState(), PromptState()]
     try:
         _prefill(layout, forward, (2, 3, 1), prompts)
-        _advance(DecodeRows(layout, checked), prompts, DecodeForward(layout, forward))
-        largest = float(mx.stack(errors).max())
+        rows = DecodeRows(layout, AttentionPaths(checked))
+        _advance(rows, prompts, DecodeForward(layout, forward))
+        largest = float(mx.stack(errors).max()) if errors else 0.0
     except Exception as error:  # whatever a kernel can do on a machine that we have never seen
         logger.warning("rows are not packed: %s", error, exc_info=error)
-        return None
+        return None, layers
     if not largest <= ROUNDING:
         logger.warning("rows are not packed: the kernel is off by %.1g here", largest)
-        return None
-    return attend
+        return None, layers
+    return kernel, layers
 
 
 def _advance(rows: DecodeRows, prompts: Sequence[PromptState], forward: DecodeForward) -> mx.array:

@@ -41,7 +41,8 @@ from pippin.backends.mlx.recurrent.calls import Kind, is_among, record_call
 from pippin.backends.mlx.recurrent.conv import is_depthwise, use_shift_conv1d
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update
 from pippin.backends.mlx.recurrent.ssm import ssm_update
-from pippin.backends.mlx.rows.views import WITHOUT_ITS_MASK, RowKV, RowMask
+from pippin.backends.mlx.rows.decode_step import WITHOUT_ITS_MASK, RowMask
+from pippin.backends.mlx.rows.views import RowKV
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": base.scaled_dot_product_attention,

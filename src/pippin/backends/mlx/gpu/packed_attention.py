@@ -19,11 +19,12 @@ import mlx.core as mx
 
 from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, DIALECTS, Dialect
 from pippin.backends.mlx.layout import Layout, Leaf
-from pippin.backends.mlx.rows.packed_views import AttendPacked
+from pippin.backends.mlx.rows.attention_paths import AttendPacked, PackedCall
 
 FEWEST_THREADS, MOST_THREADS = 128, 512
 MOST_SHARED = 8192  # numbers of a block of threads, where its warps add up
 MOST_REGISTERS = 64  # of a lane, for its share of the queries and as many for its sums
+ALL_REGISTERS = 65_536  # of a multiprocessor. A block that needs more never runs, and none says so
 WANTED_BLOCKS = 528  # about: four for each multiprocessor of a large GPU
 SHORTEST_STRETCH = 64  # columns
 ROUNDS_OF_ONE_STRETCH = 16  # of a block over a row's columns, before these are cut
@@ -50,7 +51,9 @@ class Form:
         fits = (n for n in (8, 16, 32) if queries * largest // n <= MOST_REGISTERS)
         lanes = next(fits, 32)
         vec = next(n for n in (8, 4, 2, 1) if n * size <= 16 and smallest // lanes % n == 0)
-        warps = MOST_SHARED // (queries * dims[1])
+        held = sum(dims) // lanes  # channels of a column
+        registers = held * queries + held * AHEAD * size // 4 + 40 + 5 * queries
+        warps = min(MOST_SHARED // (queries * dims[1]), ALL_REGISTERS // (32 * registers))
         threads = 32 << (warps.bit_length() - 1)
         return cls(queries, repeats // queries, lanes, vec, min(threads, MOST_THREADS))
 
@@ -117,39 +120,29 @@ def cut(num_blocks: int, num_columns: int, form: Form) -> tuple[int, int]:
     return max(1, min(most, WANTED_BLOCKS // num_blocks)), FEWEST_THREADS
 
 
-def attend_packed(
-    q: mx.array,  # [rows, query heads, 1, D]
-    k: mx.array,  # [rows, heads, 1, D]: this step's
-    v: mx.array,  # [rows, heads, 1, Dv]
-    tail: tuple[mx.array, mx.array],  # [rows, heads, TAIL, D or Dv]
-    main: tuple[mx.array, mx.array],  # [heads, columns of all rows, D or Dv]
-    places: mx.array,  # int32 [rows, 2]: where a row's columns begin, and how many it sees
-    visible_tail: mx.array,  # bool [rows, TAIL]
-    cursor: mx.array,  # int32 [1]: the tail column of this step
-    scale: float,
-    sinks: mx.array | None,
-    num_columns: int,  # of the longest row
-    dialect: Dialect,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """What the rows attend to, [rows, query heads, 1, Dv], and the new tails."""
+def attend_packed(call: PackedCall, *, dialect: Dialect) -> tuple[mx.array, mx.array, mx.array]:
+    q, v, tail, sinks = call.q, call.v, call.tail, call.sinks
     num_rows, num_query_heads, _, dim = q.shape
     num_heads, v_dim = v.shape[1], v.shape[3]
     form = Form.of(num_query_heads, num_heads, (dim, v_dim), q.dtype.size)
-    num_splits, threads = cut(num_rows * num_heads * form.shares, num_columns, form)
+    num_splits, threads = cut(num_rows * num_heads * form.shares, call.num_columns, form)
     whole = num_splits == 1
     attend, add_up = _kernels(dialect)
     sizes = [("Dv", v_dim), ("Sinks", sinks is not None)]
     some_sinks = _number(0.0) if sinks is None else sinks
     parts = (num_rows, num_query_heads, num_splits)
     out, weights, tail_k, tail_v = attend(
-        inputs=[q, k, v, *tail, *main, places, visible_tail, cursor, _number(scale), some_sinks],
+        inputs=[
+            *(q, call.k, v, *tail, *call.main),
+            *(call.places, call.visible_tail, call.cursor, _number(call.scale), some_sinks),
+        ],
         template=[
             ("T", q.dtype),
             ("O", q.dtype if whole else mx.float32),
             ("D", dim),
             *sizes,
             ("Threads", threads),
-            ("Tail", visible_tail.shape[1]),
+            ("Tail", call.visible_tail.shape[1]),
             ("Queries", form.queries),
             ("Shares", form.shares),
             ("Lanes", form.lanes),
@@ -176,36 +169,4 @@ def attend_packed(
             output_shapes=[(num_rows, num_query_heads, 1, v_dim)],
             output_dtypes=[q.dtype],
         )
-    return out, tail_k, tail_v
-
-
-def attend_packed_plainly(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    tail: tuple[mx.array, mx.array],
-    main: tuple[mx.array, mx.array],
-    places: mx.array,
-    visible_tail: mx.array,
-    cursor: mx.array,
-    scale: float,
-    sinks: mx.array | None,
-    num_columns: int,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """The same in plain operations: what the kernel is checked against, on any device."""
-    tail_k, tail_v = (
-        mx.slice_update(old, new, cursor, (2,)) for old, new in zip(tail, (k, v), strict=True)
-    )
-    columns = mx.arange(num_columns)
-    at = mx.minimum(places[:, :1] + columns, main[0].shape[1] - 1)
-    own_k, own_v = (mx.take(side, at, axis=1).swapaxes(0, 1) for side in main)
-    visible = mx.concatenate([columns < places[:, 1:], visible_tail], axis=1)[:, None, None]
-    out = mx.fast.scaled_dot_product_attention(
-        q,
-        mx.concatenate([own_k, tail_k], axis=2),
-        mx.concatenate([own_v, tail_v], axis=2),
-        scale=scale,
-        mask=visible,
-        sinks=sinks,
-    )
     return out, tail_k, tail_v

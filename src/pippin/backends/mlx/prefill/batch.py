@@ -9,7 +9,7 @@ shapes (shapes.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,16 @@ class PromptState:
         return flat + [array for entries in self.states.values() for array in entries]
 
 
+@dataclass(frozen=True)
+class PrefixLens:
+    """How many tokens each row has before its chunk, in the layers of one window class."""
+
+    place: int  # of the class in the layout
+    lens: Any  # int32 [rows], of numpy; of mlx in a graph
+    columns: int  # that prefixes are padded to
+    even: bool  # nothing is padded
+
+
 class ChunkKV:
     """The cache view of one attention layer during a prefill forward."""
 
@@ -47,29 +57,28 @@ class ChunkKV:
         offset: int | mx.array,
         masks: ChunkMasks,
         prefix: KV | None,
-        prefix_lens: np.ndarray,
+        prefix_lens: PrefixLens,
     ) -> None:
         self.offset = offset
         self.window = leaf.window
         self.on_cpu = masks.on_cpu
         self._masks = masks
-        self._prefix = prefix
+        self.prefix = prefix
         self._prefix_lens = prefix_lens
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.joined: KV | None = None  # with its prefix
         self.new: KV | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.new = (keys, values)
-        if self._prefix is not None:
-            keys = mx.concatenate([self._prefix[0], keys], axis=2)
-            values = mx.concatenate([self._prefix[1], values], axis=2)
-        self.keys, self.values = keys, values
+        if self.prefix is not None:
+            keys = mx.concatenate([self.prefix[0], keys], axis=2)
+            values = mx.concatenate([self.prefix[1], values], axis=2)
+        self.joined = keys, values
         return keys, values
 
     def num_before(self, row: int) -> int:
         """Tokens of the row's prefix that this layer has."""
-        return int(self._prefix_lens[row])
+        return int(self._prefix_lens.lens[row])
 
     def make_mask(
         self,
@@ -88,40 +97,40 @@ class ChunkMasks:
     and values until Python's cycle collector comes by.
     """
 
-    def __init__(self, width: int, prefix_shape: Callable[[int], int]) -> None:
+    def __init__(self, width: int) -> None:
         self.width = width
-        self.prefix_shape = prefix_shape  # how many columns a prefix of some length gets
         self.on_cpu = on_cpu()
         self._masks: dict[object, mx.array | str | None] = {}
 
     def mask(
-        self, prefix_lens: np.ndarray, window: int | None, return_array: bool
+        self, prefix_lens: PrefixLens, window: int | None, return_array: bool
     ) -> mx.array | str | None:
         """What each query may see; shared by all layers with the same prefix and window."""
-        key = (prefix_lens.tobytes(), window, return_array)
+        key = (prefix_lens.place, window, return_array)
         if key not in self._masks:
             self._masks[key] = self._build_mask(prefix_lens, window, return_array)
         return self._masks[key]
 
     def _build_mask(
-        self, prefix_lens: np.ndarray, window: int | None, return_array: bool
+        self, prefix_lens: PrefixLens, window: int | None, return_array: bool
     ) -> mx.array | str | None:
-        longest, width = self.prefix_shape(int(prefix_lens.max())), self.width
+        """Of numbers on the host, or in a graph that is the same for all numbers."""
+        lens, longest, width = prefix_lens.lens, prefix_lens.columns, self.width
         windowed = window is not None and longest + width > window
-        even = bool((prefix_lens == longest).all())
-        if even and not windowed and not return_array:
+        if prefix_lens.even and not windowed and not return_array:
             return "causal" if width > 1 else None
-        query = np.arange(width)[None, :, None]
+        xp: Any = mx if isinstance(lens, mx.array) else np
+        query = xp.arange(width)[None, :, None]
         # Positions relative to each row's chunk start; a prefix of n tokens ends just before 0.
-        column = np.arange(longest)[None, None, :]
-        prefix = column - prefix_lens[:, None, None]
-        prefix_ok = np.broadcast_to(prefix < 0, (len(prefix_lens), width, longest))
-        new = np.arange(width)[None, None, :]
-        new_ok = np.broadcast_to(new <= query, (len(prefix_lens), width, width))
+        column = xp.arange(longest)[None, None, :]
+        prefix = column - lens[:, None, None]
+        prefix_ok = xp.broadcast_to(prefix < 0, (lens.shape[0], width, longest))
+        new = xp.arange(width)[None, None, :]
+        new_ok = xp.broadcast_to(new <= query, (lens.shape[0], width, width))
         if window is not None:
             prefix_ok = prefix_ok & (prefix > query - window)
             new_ok = new_ok & (new > query - window)
-        return mx.array(np.concatenate([prefix_ok, new_ok], axis=2)[:, None])
+        return mx.array(xp.concatenate([prefix_ok, new_ok], axis=2)[:, None])
 
 
 class ChunkBatch:
@@ -149,14 +158,21 @@ class ChunkBatch:
         for row, chunk in enumerate(chunks):
             tokens[row, : len(chunk)] = chunk
         self.tokens = mx.array(tokens)
-        self._masks = ChunkMasks(self.width, shapes.prefix)
-        self._views: list[Any] = [self._view(i, leaf) for i, leaf in enumerate(layout.leaves)]
-        self.caches = layout.nest(self._views)
+        self._prefix_shape = shapes.prefix
+        self._masks = ChunkMasks(self.width)
+        self.prefix_lens = [self._lens_before(window) for window in layout.window_classes]
+        self.views: list[Any] = [self._view(i, leaf) for i, leaf in enumerate(layout.leaves)]
+        self.caches = layout.nest(self.views)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """What arrays' shapes in the forward depend on: rows, new tokens, tokens before them."""
-        return len(self.lens), self.width, self._masks.prefix_shape(int(self._starts.max()))
+        return len(self.lens), self.width, self._prefix_shape(int(self._starts.max()))
+
+    @property
+    def offsets(self) -> mx.array:
+        """int32 [rows]: where each row's chunk begins."""
+        return mx.array(self._starts)
 
     @property
     def last_positions(self) -> np.ndarray:
@@ -164,7 +180,7 @@ class ChunkBatch:
 
     def new_kv(self) -> dict[int, KV]:
         """This chunk's keys and values by leaf: [rows, heads, width, dim]."""
-        return {i: v.new for i, v in enumerate(self._views) if isinstance(v, ChunkKV) and v.new}
+        return {i: v.new for i, v in enumerate(self.views) if isinstance(v, ChunkKV) and v.new}
 
     def advance(self) -> None:
         """Move every row's state past its chunk."""
@@ -172,20 +188,19 @@ class ChunkBatch:
             n = int(self.lens[row])
             for i, leaf in enumerate(self._layout.leaves):
                 if leaf.is_state:
-                    entries = self._views[i].cache
+                    entries = self.views[i].cache
                     # In one memory order, so that what is carried on and what is restored from
                     # the tree take the same way through the products, to the last bit.
                     state.states[i] = [mx.contiguous(entry[row : row + 1]) for entry in entries]
                 else:
-                    state.kv[i] = self._extended(self._views[i], leaf, state.kv.get(i), row, n)
+                    state.kv[i] = self._extended(self.views[i], leaf, state.kv.get(i), row, n)
             state.length += n
 
     def _extended(self, view: ChunkKV, leaf: Leaf, old: KV | None, row: int, n: int) -> KV:
         assert view.new is not None
-        assert view.keys is not None
-        assert view.values is not None
-        if len(self._all_states) == 1 and view.keys.shape[2] == view.num_before(row) + n:
-            pair = (view.keys, view.values)  # prefix and chunk, already joined for attention
+        joined = view.joined
+        if joined and len(self._all_states) == 1 and joined[0].shape[2] == view.num_before(row) + n:
+            pair = joined  # prefix and chunk, for attention
         else:
             new = (view.new[0][row : row + 1, :, :n], view.new[1][row : row + 1, :, :n])
             pair = new if old is None else _concatenate(old, new)
@@ -203,9 +218,16 @@ class ChunkBatch:
                 view.lengths = mx.array(self.lens)
             return view
         pairs = [state.kv.get(index) for state in self._all_states]
-        prefix_lens = np.array([0 if p is None else p[0].shape[2] for p in pairs], dtype=np.int32)
-        prefix = self._prefix(leaf, pairs, prefix_lens)
-        return ChunkKV(leaf, self.offset, self._masks, prefix, prefix_lens)
+        lens = self.prefix_lens[self._layout.window_classes.index(leaf.window)]
+        return ChunkKV(leaf, self.offset, self._masks, self._prefix(leaf, pairs, lens), lens)
+
+    def _lens_before(self, window: int | None) -> PrefixLens:
+        classes = self._layout.window_classes
+        leaf = next(i for i in self._layout.kv_indices if self._layout.leaves[i].window == window)
+        pairs = (state.kv.get(leaf) for state in self._all_states)
+        lens = np.array([0 if p is None else p[0].shape[2] for p in pairs], dtype=np.int32)
+        columns = self._prefix_shape(int(lens.max()))
+        return PrefixLens(classes.index(window), lens, columns, bool((lens == columns).all()))
 
     def _state_entries(self, index: int, leaf: Leaf) -> list[mx.array | None]:
         rows = [state.states.get(index) for state in self._all_states]
@@ -217,11 +239,11 @@ class ChunkBatch:
         filled = [fresh if row is None else row for row in rows]
         return [mx.concatenate(list(column), axis=0) for column in zip(*filled, strict=True)]
 
-    def _prefix(self, leaf: Leaf, pairs: list[KV | None], prefix_lens: np.ndarray) -> KV | None:
-        longest = self._masks.prefix_shape(int(prefix_lens.max()))
+    def _prefix(self, leaf: Leaf, pairs: list[KV | None], before: PrefixLens) -> KV | None:
+        longest, prefix_lens = before.columns, before.lens
         if longest == 0:
             return None
-        if len(pairs) == 1 and int(prefix_lens[0]) == longest:
+        if len(pairs) == 1 and before.even:
             return pairs[0]
         sides = []
         for side, (heads, dim) in enumerate(leaf.shapes):

@@ -1,7 +1,7 @@
 """Chooses between mlx-lm's recurrences and ours, by timing both on a model's own shapes.
 
 Only where mlx-lm has a kernel there is something to time: on Metal. Elsewhere, and in deterministic
-mode, it is ours at once. The times are remembered in a file (choice_file.py).
+mode, it is ours at once. The times are remembered in a file (timing.py).
 
 With ours, a prefill forward also yields the states at every 64 tokens inside it. With mlx-lm's
 kernel it does not, and prompts are cut into shorter chunks where checkpoints are wanted. So for
@@ -10,38 +10,41 @@ prefill mlx-lm's must be clearly faster, not just faster.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from mlx_lm.models import ssm as mlx_lm_ssm
 
 from pippin.backends.mlx.device import device_info
 from pippin.backends.mlx.recurrent import blocks, gated_delta, ssm, triangular
 from pippin.backends.mlx.recurrent.calls import PHASES, Call, Kind, Phase
-from pippin.backends.mlx.recurrent.choice_file import RememberedTimes, Times, default_path
+from pippin.backends.mlx.timing import (
+    RememberedTimes,
+    Timer,
+    machine,
+    shortest_seconds,
+    times_file,
+)
 
 WORTHWHILE: dict[Phase, float] = {"prefill": 0.8, "decode": 0.95}  # of our time
 DECODE_ROWS = (1, 8)
 PREFILL_TOKENS = 512  # and as many as a step takes
 # Calls that are launched together: fetching a result from a GPU takes longer than one token.
 CHAIN: dict[Phase, int] = {"prefill": 2, "decode": 16}
-REPEATS = 5
 SIMD_WIDTH = 32  # mlx-lm's kernels give each lane a whole share of a row
+SUBJECT = "recurrences"
 DETERMINISTIC = "deterministic mode does not go by times"
 
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., tuple[mx.array, mx.array]]
-Timer = Callable[[Callable[[], None]], float]  # seconds that some work takes
 
 OURS: dict[str, Function] = {
     "gated_delta_update": gated_delta.gated_delta_update,
@@ -51,6 +54,13 @@ MLX_LM: dict[str, Function] = {
     "gated_delta_update": mlx_lm_gated_delta.gated_delta_update,
     "ssm_update": mlx_lm_ssm.ssm_update,
 }
+
+
+class Times(msgspec.Struct, frozen=True):
+    """Milliseconds of one call, added up over the sizes that were timed."""
+
+    ours_ms: float
+    mlx_lm_ms: float
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,8 @@ def choose_recurrences(
     seconds_of: Timer | None = None,
 ) -> tuple[Choice, ...]:
     """One choice for each kind of call, from the times in the file at `path` or new ones."""
-    remembered = RememberedTimes(path or default_path(), machine())
+    ours = machine((gated_delta, ssm, blocks, triangular))
+    remembered = RememberedTimes(path or times_file(SUBJECT), ours, Times)
     timer = seconds_of or shortest_seconds
     choices = []
     for call, phase in ((call, phase) for call in calls for phase in PHASES):
@@ -122,15 +133,6 @@ def choose_recurrences(
         choices.append(Choice(kind, times))
     remembered.save()
     return tuple(choices)
-
-
-def machine() -> str:
-    """All that remembered times depend on, but for the kind of call."""
-    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm"))
-    ours = hashlib.sha256()
-    for module in (gated_delta, ssm, blocks, triangular):
-        ours.update(Path(str(module.__file__)).read_bytes())
-    return ", ".join([device_info().name, *versions, f"ours {ours.hexdigest()[:8]}"])
 
 
 class TheirsFailed(Exception):
@@ -182,14 +184,3 @@ def work(
 
 def _evaluate(run: Callable[..., Any], *arguments: Any) -> None:
     mx.eval(run(*arguments))
-
-
-def shortest_seconds(run: Callable[[], None]) -> float:
-    """The shortest of a few runs after a first: kernels are built, and others use the machine."""
-    run()
-    shortest = float("inf")
-    for _ in range(REPEATS):
-        began = perf_counter()
-        run()
-        shortest = min(shortest, perf_counter() - began)
-    return shortest

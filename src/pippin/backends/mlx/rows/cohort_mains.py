@@ -15,12 +15,13 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.backends.mlx.rows.cohorts import Cohort
+from pippin.backends.mlx.rows.decode_step import CohortsShape, Tree
 from pippin.backends.mlx.rows.footprint import SpareLimit
 from pippin.backends.mlx.rows.grouping import Group, group_rows
 from pippin.backends.mlx.rows.mains import Row, Tails
 from pippin.backends.mlx.rows.regrouping import regroup
-from pippin.backends.mlx.rows.views import CohortsShape, Tree
 from pippin.backends.mlx.tree.packing import KV
 
 # After somebody came or went, before rows are regrouped; whoever comes or goes meanwhile is
@@ -29,9 +30,10 @@ SCATTERED_STEPS = 8
 
 
 class CohortMains:
-    def __init__(self, layout: Layout, spare: SpareLimit) -> None:
+    def __init__(self, layout: Layout, spare: SpareLimit, paths: AttentionPaths) -> None:
         self._layout = layout
         self._spare = spare
+        self._paths = paths
         self.cohorts: list[Cohort] = []
         self._steps_left: int | None = None  # until rows are regrouped
 
@@ -59,7 +61,7 @@ class CohortMains:
     def view(self, positions: np.ndarray, visible: np.ndarray) -> tuple[CohortsShape, Tree]:
         views = [cohort.view(self._layout) for cohort in self.cohorts]
         width = len(positions)
-        shape = CohortsShape(tuple(view[0] for view in views), self._aligned(width))
+        shape = CohortsShape(tuple(view[0] for view in views), self._aligned(width), self._paths)
         return shape, {"order": self._order(width), "cohorts": [view[1] for view in views]}
 
     def want_moving(self, rows: Sequence[Row], width: int, steps_unchanged: int) -> bool:

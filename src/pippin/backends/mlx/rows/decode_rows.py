@@ -18,33 +18,32 @@ import numpy as np
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows.arrays import RowArrays
+from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.backends.mlx.rows.cohort_mains import CohortMains
-from pippin.backends.mlx.rows.decode_forward import DecodeForward
+from pippin.backends.mlx.rows.decode_forward import StepResult
+from pippin.backends.mlx.rows.decode_step import StepShape, Tree
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.mains import Mains, Row, Tails
 from pippin.backends.mlx.rows.packed_mains import PackedMains
-from pippin.backends.mlx.rows.packed_views import AttendPacked
-from pippin.backends.mlx.rows.views import StepShape, Tree
 from pippin.backends.mlx.tree.packing import KV
 
 
 class DecodeRows:
-    """`attend_packed`: the kernel for packed mains, where there is one."""
+    """`paths`: how its steps may attend, and so how mains lie."""
 
-    def __init__(self, layout: Layout, attend_packed: AttendPacked | None = None) -> None:
+    def __init__(self, layout: Layout, paths: AttentionPaths | None = None) -> None:
         self.layout = layout
         self.spare = SpareLimit(Footprint(layout))
         self.cursor = 0  # the tail column that the next step writes
         self.rows: dict[int, Row] = {}  # by slot
-        self._attend_packed = attend_packed
+        self._paths = paths or AttentionPaths()
         self._per_row = RowArrays(layout)
         self.mains = self._make_mains()
         self._steps_unchanged = 0
 
     def _make_mains(self) -> Mains:
-        if self._attend_packed is None:
-            return CohortMains(self.layout, self.spare)
-        return PackedMains(self.layout, self.spare, self._attend_packed)
+        make = CohortMains if self._paths.kernel is None else PackedMains
+        return make(self.layout, self.spare, self._paths)
 
     def __contains__(self, slot: int) -> bool:
         return slot in self.rows
@@ -112,7 +111,7 @@ class DecodeRows:
         self,
         slots: Sequence[int],
         resolve: Callable[[np.ndarray], mx.array],
-        forward: DecodeForward,
+        forward: Callable[[StepShape, Tree], StepResult],
     ) -> tuple[np.ndarray, mx.array]:
         """Run one token of exactly `slots`; the slot of each row (0: none), and logits [rows, V].
 
@@ -120,7 +119,7 @@ class DecodeRows:
         """
         self._steps_unchanged += 1
         if self.cursor == self._per_row.tail_len or self._want_moving():
-            self._flush()
+            self.flush()
         chosen = set(slots)
         slots_by_index = np.zeros(self.width, dtype=np.int32)
         positions = np.zeros(self.width, dtype=np.int32)
@@ -173,7 +172,7 @@ class DecodeRows:
         elif not advances and row.parked is None:
             row.parked = self.states_of(row.slot)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Move the tails into new mains; narrow the rows if many left."""
         wanted = self.spare.width_for(len(self.rows))
         if wanted < self.width:

@@ -16,7 +16,7 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.mlx.rows.views import MainsShape, Tree
+from pippin.backends.mlx.rows.decode_step import MainsShape, Tree
 from pippin.backends.mlx.tree.packing import KV
 
 

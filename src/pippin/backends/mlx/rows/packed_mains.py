@@ -17,11 +17,12 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.rows.attention_paths import AttentionPaths
+from pippin.backends.mlx.rows.decode_step import Tree
 from pippin.backends.mlx.rows.footprint import SpareLimit
 from pippin.backends.mlx.rows.mains import Row, Tails
-from pippin.backends.mlx.rows.packed_views import AttendPacked, PackedShape
+from pippin.backends.mlx.rows.packed_views import PackedShape
 from pippin.backends.mlx.rows.regrouping import Escort
-from pippin.backends.mlx.rows.views import Tree
 from pippin.backends.mlx.shapes import at_least
 from pippin.backends.mlx.tree.packing import KV
 
@@ -50,6 +51,10 @@ class WindowClass:
     def num_held(self) -> int:
         return sum(place.num_columns for place in self.places.values())
 
+    @property
+    def longest(self) -> int:
+        return max((place.num_columns for place in self.places.values()), default=0)
+
     def append(self, index: int, num_columns: int, end: int) -> Place:
         place = self.places[index] = Place(self.used, num_columns, end)
         self.used += num_columns
@@ -69,10 +74,10 @@ class WindowClass:
 
 
 class PackedMains:
-    def __init__(self, layout: Layout, spare: SpareLimit, attend: AttendPacked) -> None:
+    def __init__(self, layout: Layout, spare: SpareLimit, paths: AttentionPaths) -> None:
         self._layout = layout
         self._spare = spare
-        self._attend = attend
+        self._paths = paths
         self._classes = [WindowClass(window) for window in layout.window_classes]
         self._kv: dict[int, list[mx.array]] = {}  # by leaf: [heads, capacity, dim], both sides
 
@@ -105,9 +110,10 @@ class PackedMains:
         return [(keys[None, :, columns], values[None, :, columns])]
 
     def view(self, positions: np.ndarray, visible: np.ndarray) -> tuple[PackedShape, Tree]:
-        longest = max((p.num_columns for c in self._classes for p in c.places.values()), default=0)
         shape = PackedShape(
-            tuple(own.capacity for own in self._classes), at_least(longest), self._attend
+            tuple(own.capacity for own in self._classes),
+            tuple(at_least(own.longest) for own in self._classes),
+            self._paths,
         )
         tree = {
             "places": [mx.array(own.table(positions)) for own in self._classes],
@@ -161,8 +167,9 @@ class PackedMains:
             columns.append(kept)
         new.capacity = self._capacity(new.used + room)
         chosen = np.zeros(new.capacity, dtype=np.int32)
-        if columns:
-            chosen[: new.used] = np.concatenate(columns)
+        if columns:  # what is spare holds nothing of those who left
+            kept = np.concatenate(columns)
+            chosen[: new.used], chosen[new.used :] = kept, kept[-1]
         self._move(own, new.capacity, mx.array(chosen), tails)
         own.capacity, own.used, own.places = new.capacity, new.used, new.places
 

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from pippin.backends.mlx.layout import Leaf
-from pippin.backends.mlx.rows.views import DecodeStep, RowKV
-
-# gpu/packed_attention.py says what goes in and what comes out.
-AttendPacked = Callable[..., tuple[mx.array, mx.array, mx.array]]
+from pippin.backends.mlx.rows.attention_paths import AttendPacked, AttentionPaths, PackedCall, Path
+from pippin.backends.mlx.rows.decode_step import DecodeStep
+from pippin.backends.mlx.rows.plain_attention import attend_in_pieces, attend_joined
+from pippin.backends.mlx.rows.views import RowKV
 
 
 @dataclass(frozen=True)
 class PackedShape:
     columns: tuple[int, ...]  # by window class of the layout
-    longest: int  # no row has more columns
-    attend: AttendPacked
+    longest: tuple[int, ...]  # by window class: no row has more columns
+    paths: AttentionPaths
 
     @property
     def compiles(self) -> bool:
         return True
-
-    def row_view(self, step: DecodeStep, leaf: Leaf, place: int) -> PackedRowKV:
-        return PackedRowKV(step, leaf, place)
 
 
 class PackedRowKV(RowKV):
@@ -46,7 +42,7 @@ class PackedRowKV(RowKV):
         assert window == self.leaf.window, "packed rows see what their layer keeps"
         shape, tree = self.step.shape.mains, self.step.tree
         assert isinstance(shape, PackedShape)
-        out, *self.tail = shape.attend(
+        call = PackedCall(
             queries,
             *self._new,
             (self.tail[0], self.tail[1]),
@@ -56,6 +52,14 @@ class PackedRowKV(RowKV):
             tree["cursor"],
             scale,
             sinks,
-            shape.longest,
+            shape.longest[self._class],
         )
+        out, *self.tail = _attend(shape.paths.of_packed(call), shape.paths)(call)
         return out
+
+
+def _attend(path: Path, paths: AttentionPaths) -> AttendPacked:
+    if path is Path.KERNEL:
+        assert paths.kernel is not None, "rows are packed for a kernel"
+        return paths.kernel
+    return attend_joined if path is Path.JOINED else attend_in_pieces

@@ -7,8 +7,10 @@ from typing import Any
 from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.layout import Leaf, Reads
+from pippin.backends.mlx.rows.decode_step import CohortsShape, DecodeStep
 from pippin.backends.mlx.rows.latent_view import LatentKV
-from pippin.backends.mlx.rows.views import CohortsShape, DecodeStep, RowKV
+from pippin.backends.mlx.rows.packed_views import PackedRowKV, PackedShape
+from pippin.backends.mlx.rows.views import RowKV
 
 
 class StepViews:
@@ -31,7 +33,9 @@ class StepViews:
 
 
 def _view(step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
+    """`place`: of the leaf among the KV leaves."""
     if leaf.reads is Reads.LATENT:
         assert isinstance(step.shape.mains, CohortsShape), "rows with latents are never packed"
         return LatentKV(step, leaf, place)
-    return step.shape.mains.row_view(step, leaf, place)
+    packed = isinstance(step.shape.mains, PackedShape)
+    return (PackedRowKV if packed else RowKV)(step, leaf, place)

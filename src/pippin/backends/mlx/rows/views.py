@@ -1,180 +1,26 @@
-"""What a model sees of the decode rows in one step: cache views and masks.
+"""What an attention layer sees of the decode rows in one step: its cache view.
 
 Attention reads main and tail where they lie (split_attention.py). A layer that attends in its own
 way gets one concatenated KV instead: right, but slower; the others go on as they are.
-
-A step is a tree of arrays and a few host facts (`StepShape`). Steps of equal shape build the same
-graph, so that the graph can be compiled once; nothing here reads a value back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from typing import Any
 
 import mlx.core as mx
 
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import Leaf
+from pippin.backends.mlx.rows.attention_paths import Path
+from pippin.backends.mlx.rows.decode_step import CohortsShape, DecodeStep, RowMask
 from pippin.backends.mlx.rows.split_attention import (
     attend,
     attend_shared,
-    shared_mask,
     shared_scores,
     softmax,
 )
 from pippin.backends.mlx.tree.packing import KV
-
-Tree = dict[str, Any]
-
-WITHOUT_ITS_MASK = "attention was not given both a cache and the mask of that cache"
-
-
-@dataclass(frozen=True)
-class RowMask:
-    """Passed by the model, untouched, from `make_mask` to the substituted attention function."""
-
-    window: int | None
-    step: DecodeStep
-
-    def lender(self, keys: mx.array, values: mx.array) -> RowKV | None:
-        """The view whose KV these are, where a layer without a cache borrows another one's."""
-        rows = self.step.lenders.get(id(keys))
-        return rows if rows is not None and rows.lends(keys, values) else None
-
-
-@dataclass(frozen=True)
-class CohortShape:
-    num_lines: int
-    columns: tuple[int, ...]  # by window class of the layout
-    full: tuple[bool, ...]  # by window class: every line fills every column
-    shared: tuple[int, ...]  # by window class: tokens before the columns, held once for all lines
-
-
-@dataclass(frozen=True)
-class CohortsShape:
-    cohorts: tuple[CohortShape, ...]
-    aligned: bool  # one cohort whose lines are the rows, in order: nothing needs to be gathered
-
-    @property
-    def compiles(self) -> bool:
-        """Others come and go too often."""
-        return self.aligned
-
-    def row_view(self, step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
-        return RowKV(step, leaf, place)
-
-
-class MainsShape(Protocol):
-    @property
-    def compiles(self) -> bool:
-        """Whether a step of this shape is worth being compiled."""
-        ...
-
-    def row_view(self, step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
-        """The cache view of a layer; `place`: of its leaf among the KV leaves."""
-        ...
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """What the host knows of a step and its graph depends on."""
-
-    width: int
-    mains: MainsShape
-
-
-class DecodeStep:
-    """One step's shared arrays, and masks made from them once for all layers.
-
-    tokens   int32 [width, 1]
-    offset   int32 [width]        where each row's token stands
-    cursor   int32 [1]            the tail column that is written
-    written  bool  [width, TAIL]  tail columns that hold a token of their row
-    tails    [keys, values] by KV leaf: [width, heads, TAIL, dim]
-    states   entries by state leaf: [width, ...]
-
-    With cohorts:
-    order    int32 [width]        each row's line among all cohorts' lines; a blank one comes last
-    cohorts  kv by KV leaf: [lines, heads, columns, dim]; shared likewise: [1, heads, tokens, dim],
-             or empty; lines: the row of each line; lengths: its tokens;
-             stored: by window class, how many of them are in the columns
-
-    Packed:
-    mains    [keys, values] by KV leaf: [heads, columns of all rows, dim]
-    places   int32 [width, 2] by window class: where a row's columns begin, and how many it sees
-    visible  bool [width, TAIL] by window class
-    """
-
-    def __init__(self, layout: Layout, shape: StepShape, tree: Tree) -> None:
-        self.layout = layout
-        self.shape = shape
-        self.tree = tree
-        mains = shape.mains
-        self.cohorts = mains.cohorts if isinstance(mains, CohortsShape) else ()
-        self.aligned = isinstance(mains, CohortsShape) and mains.aligned
-        self.lenders: WeakValueDictionary[int, RowKV] = WeakValueDictionary()  # by id of keys
-        self._tail_masks: dict[int | None, mx.array] = {}
-        self._main_masks: dict[object, mx.array | None] = {}
-        self._windows: dict[int, tuple[mx.array, int | None]] = {}  # by id of a concatenated mask
-
-    def tail_mask(self, window: int | None) -> mx.array:
-        """bool [width, 1, 1, TAIL]"""
-        tail_len = self.tree["written"].shape[1]
-        narrow = window if window is not None and window < tail_len else None
-        if narrow not in self._tail_masks:
-            visible: mx.array = self.tree["written"]
-            if narrow is not None:
-                age = mx.cumsum(visible.astype(mx.int32), axis=1, reverse=True)  # newest: 1
-                visible = visible & (age <= narrow)
-            self._tail_masks[narrow] = visible[:, None, None, :]
-        return self._tail_masks[narrow]
-
-    def main_mask(self, number: int, leaf: Leaf, window: int | None) -> mx.array | None:
-        """bool [lines, 1, 1, columns], or None where every line fills every column."""
-        key = (number, leaf.window, window)
-        if key not in self._main_masks:
-            self._main_masks[key] = self._build_main_mask(number, leaf, window)
-        return self._main_masks[key]
-
-    def shared_mask(self, number: int, num_shared: int, window: int | None) -> mx.array | None:
-        """As `attend_shared` has its scores, or None where every line sees all of them."""
-        if window is None:
-            return None
-        key = (number, "shared", window)
-        if key not in self._main_masks:
-            lines = self.tree["cohorts"][number]["lines"]
-            position = mx.take(self.tree["offset"], lines)[:, None]
-            visible = mx.arange(num_shared)[None] > position - window
-            self._main_masks[key] = shared_mask(visible)
-        return self._main_masks[key]
-
-    def note_window(self, mask: mx.array, window: int | None) -> None:
-        """A mask that layers of both ways may be given: who reads pieces asks for its window."""
-        self._windows[id(mask)] = mask, window
-
-    def window_of(self, mask: Any) -> int | None:
-        """The window of a mask that `make_mask` has made in this step."""
-        if isinstance(mask, RowMask):
-            return mask.window
-        if id(mask) not in self._windows:
-            raise TypeError(WITHOUT_ITS_MASK)
-        return self._windows[id(mask)][1]
-
-    def _build_main_mask(self, number: int, leaf: Leaf, window: int | None) -> mx.array | None:
-        place = self.layout.window_classes.index(leaf.window)
-        shape, cohort = self.cohorts[number], self.tree["cohorts"][number]
-        if window is None and shape.full[place]:
-            return None
-        column = mx.arange(shape.columns[place])[None]
-        stored = cohort["stored"][place][:, None]
-        visible: mx.array = column < stored
-        if window is not None:
-            position = mx.take(self.tree["offset"], cohort["lines"])[:, None]
-            first = cohort["lengths"][:, None] - stored  # position of column 0
-            visible = visible & (first + column > position - window)
-        return visible[:, None, None, :]
 
 
 class RowKV:
@@ -232,8 +78,14 @@ class RowKV:
     def attend(
         self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
-        """softmax(q [shared | main | tail]^T) [shared | main | tail] without joining them."""
+        """softmax(q [shared | main | tail]^T) [shared | main | tail], as a rule without joining."""
         step = self.step
+        if self._is_to_join(queries, sinks):
+            keys, values = self._concatenated(0), self._concatenated(1)
+            mask = self._concatenated_mask(window)
+            return mx.fast.scaled_dot_product_attention(
+                queries, keys, values, scale=scale, mask=mask, sinks=sinks
+            )
         width, q_heads, _, dim = queries.shape
         kv_heads = self.tail[0].shape[1]
         repeats = q_heads // kv_heads
@@ -250,6 +102,14 @@ class RowKV:
         else:
             out = self._attend_cohorts(q, tail_scores, sink, window, blocked)
         return out.reshape(width, q_heads, 1, out.shape[-1])
+
+    def _is_to_join(self, queries: mx.array, sinks: mx.array | None) -> bool:
+        """Rows that lie side by side anyway, where copying them takes less than many launches."""
+        mains = self.step.shape.mains
+        if not (isinstance(mains, CohortsShape) and mains.aligned) or any(self._shared):
+            return False
+        keys, values = self._mains[0]
+        return mains.paths.of_cohort(queries, (keys, values), sinks) is Path.JOINED
 
     def _attend_cohorts(
         self,
@@ -319,6 +179,8 @@ class RowKV:
         """[width, heads, columns of the longest main and of the tail, dim]"""
         if not mains:
             return tail
+        if self.step.aligned:
+            return mx.concatenate([mains[0], tail], axis=2)
         longest = max(main.shape[2] for main in mains)
         in_order = self._in_row_order([_pad(main, longest) for main in mains])
         return mx.concatenate([in_order, tail], axis=2)

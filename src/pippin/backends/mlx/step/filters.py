@@ -4,8 +4,9 @@ The rules are those of `backends/sampling.py`. Masses are whole numbers there, w
 same in any order, so each rule has two forms here that agree to the last token:
 
     sorted     a sort of the row, and sums along it; of the SHORT largest where that is enough
-    bisected   the threshold, bit by bit from the highest: 32 sums over the row. On GPUs: their
-               sort of a vocabulary is many passes, each of which moves all of it
+    bisected   the threshold, bit by bit from the highest: 32 sums over the row. On Metal, whose
+               sort of a vocabulary is many passes, each of which moves all of it. CUDA's is not:
+               248,320 tokens in 0.65 ms against 1.67, 32 rows in 1.6 against 3.9 (H200)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from pippin.backends.mlx.cpu.activations import exp_below
-from pippin.backends.mlx.device import on_cpu
+from pippin.backends.mlx.device import on_cpu, on_metal
 from pippin.backends.mlx.step.largest import largest
 from pippin.backends.mlx.step.sampling_state import DrawGroup
 from pippin.backends.sampling import MASS_UNITS, SHORT, Draw
@@ -31,7 +32,7 @@ def dropped_tokens(x: mx.array, group: DrawGroup) -> mx.array | None:
             ascending = mx.sort(largest(x, min(SHORT, x.shape[-1])), axis=-1)
             return x < _top_k_threshold(ascending, group)
         case Draw.LONG_TOP_K | Draw.TOP_P:
-            return dropped_by_sort(x, group) if on_cpu() else dropped_by_bisection(x, group)
+            return dropped_by_bisection(x, group) if on_metal() else dropped_by_sort(x, group)
     return x < _min_p_threshold(x, group) if group.has_min_p else None
 
 

@@ -32,6 +32,11 @@ class Captures:
         """No capture has more buffers than its bytes make of this size each."""
         return self._packer.least_buffer_bytes
 
+    @property
+    def num_buffers(self) -> int:
+        """Of all payloads that somebody holds."""
+        return self._packer.buffers.num_live
+
     def restore(self, prompt: PromptState, restore: Restore) -> None:
         """Let `prompt` begin with what the tree holds."""
         prompt.length = restore.length
@@ -73,7 +78,7 @@ class Captures:
             states[at] = self._packer.state_payload(held, row, column_major=column_major)
         last = None
         if hidden is not None and chunk.samples:
-            last = StatePayload((mx.contiguous(hidden[row : row + 1]),))
+            last = self._packer.hidden_payload(hidden, row)
         return Capture(chunk.slot, chunk.start, chunk.end, False, kv, states, last)
 
     def of_decode(self, decode: DecodeRow, rows: DecodeRows) -> Capture:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from pippin.backends.mlx.layout import Layout
-from pippin.backends.mlx.tree.payloads import Block, KVPayload, Span, StatePayload
+from pippin.backends.mlx.tree.payloads import Block, KVPayload, LiveBuffers, Span, StatePayload
 from pippin.types import GRID, Component, Payload
 
 LONG_PREFIX_BYTES = 32 << 20
@@ -24,6 +24,7 @@ KV = tuple[mx.array, mx.array]  # keys, values: [rows, heads, tokens, dim]
 class Packer:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
+        self.buffers = LiveBuffers()
         self._groups = {
             component: _alike(layout, layout.indices(component))
             for component in (Component.ATTENTION, Component.WINDOW)
@@ -56,7 +57,9 @@ class Packer:
                 for group in self._groups[component]
                 for side in (0, 1)
             ]
-            spans.append(Span(Block(tuple(arrays), end - at), 0, end - at))
+            block = Block(tuple(arrays), end - at)
+            self.buffers.count(block)
+            spans.append(Span(block, 0, end - at))
         return KVPayload(tuple(spans))
 
     def kv_arrays(self, component: Component, payloads: Sequence[Payload]) -> dict[int, KV]:
@@ -102,7 +105,15 @@ class Packer:
                     arrays.append(turned.swapaxes(-1, -2))
                 else:
                     arrays.append(mx.contiguous(entry[row : row + 1]))
-        return StatePayload(tuple(arrays))
+        return self._counted(StatePayload(tuple(arrays)))
+
+    def hidden_payload(self, hidden: mx.array, row: int) -> StatePayload:
+        """`hidden` [rows, 1, hidden]"""
+        return self._counted(StatePayload((mx.contiguous(hidden[row : row + 1]),)))
+
+    def _counted(self, payload: StatePayload) -> StatePayload:
+        self.buffers.count(payload)
+        return payload
 
     def state_arrays(self, payload: Payload) -> dict[int, list[mx.array]]:
         """Per-leaf entries [1, ...] of a state payload."""

@@ -7,6 +7,7 @@ costs at most 63 tokens.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -45,6 +46,21 @@ class Span:
         if self.num_tokens == self.block.num_tokens:
             return self.block.arrays
         return tuple(array[:, :, self.start : self.stop] for array in self.block.arrays)
+
+
+class LiveBuffers:
+    """Counts the arrays of payloads that somebody still holds: mlx does not say how many it has."""
+
+    def __init__(self) -> None:
+        self.num_live = 0
+
+    def count(self, owner: Block | StatePayload) -> None:
+        num_arrays = len(owner.arrays)
+        self.num_live += num_arrays
+        weakref.finalize(owner, self._forget, num_arrays).atexit = False
+
+    def _forget(self, num_arrays: int) -> None:
+        self.num_live -= num_arrays
 
 
 class KVPayload:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pippin.backends.mlx.recurrent.choice_file import RememberedTimes, Times, default_path
+from pippin.backends.mlx.recurrent.choices import Times
+from pippin.backends.mlx.timing import RememberedTimes, times_file
 
 
 def remember(path: Path, machine: str, kind: str, times: Times) -> None:
-    remembered = RememberedTimes(path, machine)
+    remembered = RememberedTimes(path, machine, Times)
     remembered.add(kind, times)
     remembered.save()
 
@@ -21,16 +22,16 @@ def test_times_are_found_again_on_the_same_machine_only(tmp_path: Path) -> None:
     remember(path, "M1", "decode", Times(2.0, 1.0))
     remember(path, "M1", "prefill", Times(4.0, 3.0))
     remember(path, "M2", "decode", Times(6.0, 5.0))
-    assert RememberedTimes(path, "M1").get("decode") == Times(2.0, 1.0)
-    assert RememberedTimes(path, "M1").get("prefill") == Times(4.0, 3.0)
-    assert RememberedTimes(path, "M2").get("decode") == Times(6.0, 5.0)
-    assert RememberedTimes(path, "M2").get("prefill") is None
+    assert RememberedTimes(path, "M1", Times).get("decode") == Times(2.0, 1.0)
+    assert RememberedTimes(path, "M1", Times).get("prefill") == Times(4.0, 3.0)
+    assert RememberedTimes(path, "M2", Times).get("decode") == Times(6.0, 5.0)
+    assert RememberedTimes(path, "M2", Times).get("prefill") is None
     assert [entry.name for entry in path.parent.iterdir()] == ["times.json"]
 
 
 def test_without_new_times_nothing_is_written(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
-    RememberedTimes(path, "M1").save()
+    RememberedTimes(path, "M1", Times).save()
     assert not path.exists()
 
 
@@ -42,13 +43,13 @@ def test_a_damaged_file_is_said_once_and_rebuilt(
 ) -> None:
     path = tmp_path / "times.json"
     path.write_bytes(content)
-    remembered = RememberedTimes(path, "M1")
+    remembered = RememberedTimes(path, "M1", Times)
     assert remembered.get("decode") is None
     remembered.add("decode", Times(2.0, 1.0))
     remembered.save()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert str(path) in caplog.text
-    assert RememberedTimes(path, "M1").get("decode") == Times(2.0, 1.0)
+    assert RememberedTimes(path, "M1", Times).get("decode") == Times(2.0, 1.0)
 
 
 def test_a_directory_that_cannot_be_written_is_said_once(
@@ -56,7 +57,7 @@ def test_a_directory_that_cannot_be_written_is_said_once(
 ) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "times.json"
-    remembered = RememberedTimes(path, "M1")
+    remembered = RememberedTimes(path, "M1", Times)
     assert remembered.get("decode") is None
     remembered.add("decode", Times(2.0, 1.0))
     remembered.save()
@@ -66,10 +67,10 @@ def test_a_directory_that_cannot_be_written_is_said_once(
 
 def test_the_file_lies_in_the_user_s_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert default_path() == Path("/caches/pippin/recurrences.json")
+    assert times_file("recurrences") == Path("/caches/pippin/recurrences.json")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.setattr("sys.platform", "linux")
-    assert default_path() == Path("/home/someone/.cache/pippin/recurrences.json")
+    assert times_file("recurrences") == Path("/home/someone/.cache/pippin/recurrences.json")
     monkeypatch.setattr("sys.platform", "darwin")
-    assert default_path() == Path("/home/someone/Library/Caches/pippin/recurrences.json")
+    assert times_file("recurrences") == Path("/home/someone/Library/Caches/pippin/recurrences.json")

@@ -1,0 +1,171 @@
+"""Prompts in the making: what slots hold that have not decoded yet. Knows no rows and no order.
+
+Restores what was matched, runs chunks, and adds to a step what it is to sample, keep and check.
+Nothing here is launched: the backend decides when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.base import Admit, PrefillRow
+from pippin.backends.chunking import grid_blocks, group_chunks
+from pippin.backends.mlx.device import on_cpu
+from pippin.backends.mlx.load import LoadedModel
+from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
+from pippin.backends.mlx.prefill.chunk_forward import ChunkForward
+from pippin.backends.mlx.shapes import Exact
+from pippin.backends.mlx.step.pending import MLXPending
+from pippin.backends.mlx.step.recent_shapes import RecentShapes
+from pippin.backends.mlx.step.sampler import Logprobs, SampleRow
+from pippin.backends.mlx.tree.captures import Captures
+
+# Of logits [n, vocab], the tokens at these positions, and so many alternatives.
+ScorePrompt = Callable[[mx.array, mx.array, int], Logprobs]
+
+
+class Prompts:
+    """`admitted`: what every slot was admitted with; `shapes`: that forwards may have; `seen`: that
+    they have had."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        captures: Captures,
+        admitted: Mapping[int, Admit],
+        score: ScorePrompt,
+        *,
+        shapes: Exact,
+        seen: RecentShapes,
+        deterministic: bool,
+    ) -> None:
+        self._loaded = loaded
+        self._captures = captures
+        self._admitted = admitted
+        self._score = score
+        self.shapes = shapes
+        # Where lengths are those of a ladder, shapes come again.
+        self.forward = ChunkForward(loaded, compiled=shapes is not EXACT)
+        self._seen = seen
+        self._deterministic = deterministic
+        self._states: dict[int, PromptState] = {}  # by slot
+        self._logprobs: dict[int, list[Logprobs]] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __getitem__(self, slot: int) -> PromptState:
+        return self._states[slot]
+
+    def arrays(self) -> list[mx.array]:
+        return [array for state in self._states.values() for array in state.arrays()]
+
+    def start(self, slot: int) -> None:
+        self._states[slot] = PromptState()
+
+    def take(self, slot: int) -> PromptState:
+        """What the slot holds, for the row that it becomes."""
+        return self._states.pop(slot)
+
+    def drop(self, slot: int) -> None:
+        """A slot that decodes, or whose launch failed, has nothing here."""
+        self._states.pop(slot, None)
+        self._logprobs.pop(slot, None)
+
+    def clear(self) -> None:
+        self._states.clear()
+        self._logprobs.clear()
+
+    # ---- chunks ----------------------------------------------------------------------------
+
+    def groups(self, chunks: Sequence[PrefillRow]) -> list[list[PrefillRow]]:
+        """Those that share a forward."""
+        if self._deterministic:  # every block of the absolute grid by itself, always
+            return [[block] for chunk in chunks for block in grid_blocks(chunk)]
+        pads = self._loaded.layout.pads
+        return group_chunks(chunks, self._wants_logprobs, pads=pads, cpu=on_cpu())
+
+    def run(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
+        """One forward."""
+        states = [self._restored(chunk) for chunk in chunks]
+        whole = self._wants_logprobs(chunks[0])
+        batch = ChunkBatch(
+            self._loaded.layout,
+            [chunk.tokens for chunk in chunks],
+            states,
+            EXACT if whole else self.shapes,
+        )
+        step.note_prefill(is_new=self._seen.add(batch.shape))
+        result = self.forward(
+            batch,
+            None if whole else mx.array(batch.last_positions[:, None]),
+            taps=any(at != chunk.end for chunk in chunks for at in chunk.checkpoints),
+        )
+        logits = result.logits
+        if whole:
+            self._note_logprobs(step, chunks[0], logits[0])
+            logits = logits[:, -1:]
+        elif logits.shape[1] != 1:  # a head that could not be told to choose
+            logits = mx.take_along_axis(logits, mx.array(batch.last_positions)[:, None, None], 1)
+        step.check(np.array([chunk.slot for chunk in chunks]), logits[: len(chunks), -1])
+        batch.advance()
+        new_kv = batch.new_kv()
+        for row, (chunk, prompt) in enumerate(zip(chunks, states, strict=True)):
+            if chunk.captures:
+                tapped, hidden = result.tapped, result.hidden
+                step.keep(self._captures.of_chunk(chunk, row, new_kv, prompt, tapped, hidden))
+            if chunk.samples:
+                self._sample(step, chunk, logits[row])
+            step.written += prompt.arrays()
+
+    # ---- prompts that are restored whole ---------------------------------------------------
+
+    def restored_groups(self, rows: Sequence[PrefillRow]) -> list[Sequence[PrefillRow]]:
+        if self._deterministic:  # a head's product of several rows may round otherwise
+            return [[row] for row in rows]
+        return [rows] if rows else []
+
+    def sample_restored(self, step: MLXPending, rows: Sequence[PrefillRow]) -> None:
+        """The head is all that is computed of them."""
+        hidden = mx.concatenate([self._captures.hidden_of(row) for row in rows], axis=0)
+        logits = self._loaded.logits_after(hidden)
+        step.check(np.array([row.slot for row in rows]), logits[:, -1])
+        for number, row in enumerate(rows):
+            self._sample(step, row, logits[number])
+
+    def restore(self, step: MLXPending, rows: Sequence[PrefillRow]) -> None:
+        for row in rows:
+            step.written += self._restored(row).arrays()
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _sample(self, step: MLXPending, row: PrefillRow, logits: mx.array) -> None:
+        """The token after a prompt, or after what is known of a reply that goes on."""
+        sample = SampleRow(row.slot, len(self._admitted[row.slot].reply))
+        step.to_sample.add(sample, logits, row.masked)
+
+    def _restored(self, chunk: PrefillRow) -> PromptState:
+        prompt = self._states[chunk.slot]
+        if chunk.restore is not None:
+            self._captures.restore(prompt, chunk.restore)
+        assert prompt.length == chunk.start, f"slot {chunk.slot}: chunks must follow each other"
+        return prompt
+
+    def _wants_logprobs(self, chunk: PrefillRow) -> bool:
+        return self._admitted[chunk.slot].params.prompt_logprobs is not None
+
+    def _note_logprobs(self, step: MLXPending, chunk: PrefillRow, logits: mx.array) -> None:
+        """Logits [n, vocab] of positions start.. are for tokens start + 1..; the last is drawn."""
+        admit = self._admitted[chunk.slot]
+        targets = admit.prompt[chunk.start + 1 : chunk.end + 1]
+        found = self._logprobs.setdefault(chunk.slot, [])
+        if len(targets):
+            top = admit.params.prompt_logprobs or 0
+            scored = self._score(logits[: len(targets)], mx.array(targets), top)
+            found.append(scored)
+            step.written += list(scored)
+        if chunk.samples:
+            step.prompt_logprobs[chunk.slot] = self._logprobs.pop(chunk.slot)

@@ -1,0 +1,130 @@
+"""Which way a layer attends in a decode step, by what each way takes on this device.
+
+    kernel   over mains that lie packed, in one or two launches (gpu/packed_attention.py)
+    joined   main and tail as one array, for mlx's fused attention; copies KV in every step
+    pieces   main and tail where they lie, in a dozen plain operations
+
+Knows no rows and times nothing (gpu/attention_times.py does). Which way it is depends on shapes
+alone, so that steps of equal shape stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import log2
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from pippin.backends.mlx.tree.packing import KV
+
+WORTHWHILE = 0.95  # of the time of the way that is taken unless another is faster
+MOST_JOINED_BYTES = 128 << 20  # of one layer's copy
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """What a layer asks of packed rows in one step."""
+
+    q: mx.array  # [rows, query heads, 1, D]
+    k: mx.array  # [rows, heads, 1, D]: this step's
+    v: mx.array  # [rows, heads, 1, Dv]
+    tail: KV  # [rows, heads, TAIL, D or Dv]
+    main: KV  # [heads, columns of all rows, D or Dv]
+    places: mx.array  # int32 [rows, 2]: where a row's columns begin, and how many it sees
+    visible_tail: mx.array  # bool [rows, TAIL]
+    cursor: mx.array  # int32 [1]: the tail column of this step
+    scale: float
+    sinks: mx.array | None
+    num_columns: int  # of the longest row, or more
+
+
+# What the rows attend to, [rows, query heads, 1, Dv], and the new tails.
+AttendPacked = Callable[[PackedCall], tuple[mx.array, mx.array, mx.array]]
+
+
+class Path(StrEnum):
+    KERNEL = "kernel"
+    JOINED = "joined"
+    PIECES = "pieces"
+
+
+class Size(NamedTuple):
+    num_rows: int
+    num_columns: int  # of each row
+
+
+PathTimes = Mapping[Size, Mapping[Path, float]]  # milliseconds of a layer
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPaths:
+    """Rows are packed where there is a kernel for it, and cohorts elsewhere."""
+
+    kernel: AttendPacked | None = None
+    times: Mapping[str, PathTimes] = field(default_factory=dict)  # by kind of layer
+
+    def of_packed(self, call: PackedCall) -> Path:
+        """The kernel reads what rows hold. To join them is to pad them to the longest."""
+        num_rows, all_columns = call.q.shape[0], call.main[0].shape[1]
+        ways = {Path.KERNEL: Size(num_rows, -(-all_columns // num_rows))}
+        joined = Size(num_rows, call.num_columns)
+        if can_join(joined, _token_bytes(call.main)):
+            ways[Path.JOINED] = joined
+        if num_rows == 1:
+            ways[Path.PIECES] = Size(1, all_columns)
+        return self._fastest(kind_of(call.q, call.main, call.sinks), ways)
+
+    def of_cohort(self, queries: mx.array, main: KV, sinks: mx.array | None) -> Path:
+        """`main` [lines, heads, columns, dim], a line for each row."""
+        num_lines, _, num_columns, _ = main[0].shape
+        ways = {Path.PIECES: Size(num_lines, num_columns)}
+        if can_join(ways[Path.PIECES], _token_bytes(main)):
+            ways[Path.JOINED] = ways[Path.PIECES]
+        return self._fastest(kind_of(queries, main, sinks), ways)
+
+    def _fastest(self, kind: str, ways: Mapping[Path, Size]) -> Path:
+        """The first of the ways unless another is clearly faster, or nothing is known of it."""
+        usual, *_ = ways
+        times = self.times.get(kind, {})
+        found = {path: _milliseconds(times, path, size) for path, size in ways.items()}
+        known = {path: ms for path, ms in found.items() if ms is not None}
+        if usual not in known:
+            return usual
+        best = min(known, key=lambda path: known[path])
+        return best if known[best] <= WORTHWHILE * known[usual] else usual
+
+
+def can_join(size: Size, token_bytes: int) -> bool:
+    return size.num_rows * size.num_columns * token_bytes <= MOST_JOINED_BYTES
+
+
+def kind_of(queries: mx.array, main: KV, sinks: mx.array | None) -> str:
+    """All that a layer's times depend on but for its rows and columns."""
+    heads, dim = main[0].shape[-3], main[0].shape[-1]
+    values = main[1].shape[-1]
+    dtype = str(queries.dtype).removeprefix("mlx.core.")
+    return f"{queries.shape[1]} over {heads} heads of {dim} and {values}, {dtype}" + (
+        "" if sinks is None else ", sinks"
+    )
+
+
+def _milliseconds(times: PathTimes, path: Path, size: Size) -> float | None:
+    """Of the nearest size that was timed; what is larger takes longer by as much."""
+    timed = [known for known, ms in times.items() if path in ms]
+    if not timed:
+        return None
+    nearest = min(timed, key=lambda known: _distance(known, size))
+    growth = max(size.num_rows * size.num_columns / (nearest.num_rows * nearest.num_columns), 1.0)
+    return times[nearest][path] * growth
+
+
+def _distance(a: Size, b: Size) -> float:
+    """In doublings."""
+    return sum(abs(log2(max(m, 1) / max(n, 1))) for m, n in zip(a, b, strict=True))
+
+
+def _token_bytes(main: KV) -> int:
+    return sum(side.shape[-3] * side.shape[-1] * side.dtype.size for side in main)
