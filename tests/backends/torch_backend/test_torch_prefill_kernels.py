@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
-pytest.importorskip("triton", reason="triton is not installed: torch's wheels for GPUs bring it")
+pytest.importorskip("interpreted")
 
 import torch
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
-pytest.importorskip("triton", reason="triton is not installed: torch's wheels for GPUs bring it")
+pytest.importorskip("interpreted")
 
 import torch
 
