@@ -3,6 +3,7 @@
 # make quick     the same without the tests marked slow: a minute or so, for every change
 # make simulate  run simulated worlds: clients, faults and short bytes, millions of steps
 # make mutants   break one rule of the scheduler or the cache at a time; a test must notice each
+# make soak      ten minutes of mixed load on a server whose engine is killed and frozen every 20 s
 # make clean     remove the virtual environment and every cache
 #
 # Needs Python 3.11+ and pip; `make serve PYTHON=/path/to/python3` names one. Another model or
@@ -27,7 +28,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 EXTRA := $(shell nvidia-smi 2>/dev/null | grep -q 'CUDA.*Version: *1[3-9]' && echo cuda13,torch || \
 	{ nvidia-smi >/dev/null 2>&1 && echo cpu,torch || echo cpu; })
 
-.PHONY: serve test quick lint types simulate mutants install install-dev clean
+.PHONY: serve test quick lint types simulate mutants soak install install-dev clean
 .DELETE_ON_ERROR:
 
 serve: install
@@ -51,6 +52,9 @@ simulate: install-dev
 
 mutants: install-dev
 	@$(VENV)/bin/python tools/mutation_check.py $(ARGS)
+
+soak: install-dev
+	@$(VENV)/bin/python tools/soak.py $(ARGS)
 
 install: $(VENV)/installed
 

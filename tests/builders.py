@@ -12,6 +12,7 @@ import numpy as np
 import pippin.scheduler.loop as loop_module
 from pippin.backends import fake
 from pippin.backends.fake import FakeBackend, mix
+from pippin.backends.masks import allowed_ids, num_words, pack
 from pippin.cache.canary import Canary
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
@@ -37,6 +38,9 @@ class FixedPace(Pace):
     @property
     def productive_tokens(self) -> int:
         return GRID
+
+    def pays_off(self, lengths: Sequence[int], num_streams: int) -> bool:
+        return True
 
 
 class Clocked(Protocol):
@@ -64,6 +68,7 @@ def make_scheduler(
     cache: bool = True,
     canary: Canary | None = None,
     deterministic: bool = False,
+    forced_chunks: bool = True,
     capacity_bytes: int = AMPLE_BYTES,
 ) -> Scheduler:
     spec = backend.spec
@@ -81,6 +86,7 @@ def make_scheduler(
         max_queue_tokens=max_queue_tokens,
         prefill_tokens=chunk,
         deterministic=deterministic,
+        forced_chunks=forced_chunks,
         capacity_bytes=capacity_bytes,
     )
     scheduler = Scheduler(backend, limits, prefix_cache if cache else None)
@@ -250,31 +256,70 @@ def oracle(
         while len(reply) < sampling.min_tokens and token in stop_ids:
             token = (token + 1) % vocab_size
         if grammar is not None:
-            allowed = np.flatnonzero(grammar.allowed())
-            token = int(allowed[token % len(allowed)])
-            grammar.advance(token)
+            token = draw(grammar, token, vocab_size)
+            grammar.advance([token])
         state = run(token)
         total += hashed[-1]
         reply.append(token)
         if token in stop_ids and len(reply) > sampling.min_tokens:
             return reply, "stop"
+        if len(reply) < sampling.max_tokens and grammar is not None and grammar.finished:
+            return reply, "stop"
     return reply, "length"
+
+
+def draw(grammar: Grammar, token: int, vocab_size: int) -> int:
+    """What the toy model draws instead of `token`: it is forced, or among what is allowed."""
+    if forced := grammar.forced():
+        return forced[0]
+    mask = np.zeros(num_words(vocab_size), dtype=np.int32)
+    grammar.fill_mask(mask)
+    allowed = allowed_ids(mask, vocab_size)
+    return int(allowed[token % len(allowed)])
 
 
 @dataclass
 class ToyGrammar:
-    """After token t only tokens congruent to t + 1 modulo `modulus` may come."""
+    """After token t only tokens congruent to t + 1 modulo `modulus` may come.
+
+    With `run`, a token that is congruent to 0 is followed by the next `run` numbers, by force. With
+    `length`, the reply is whole after so many tokens.
+    """
 
     modulus: int = 3
     vocab_size: int = 97
+    run: int = 0
+    length: int | None = None
     last: int = 0
+    num_tokens: int = 0
     calls: list[str] = field(default_factory=list)
+    _forced: list[int] = field(default_factory=list)
 
-    def allowed(self) -> np.ndarray:
-        self.calls.append("allowed")
-        return np.arange(self.vocab_size) % self.modulus == (self.last + 1) % self.modulus
+    @property
+    def finished(self) -> bool:
+        return self.num_tokens == self.length
 
-    def advance(self, token: int) -> None:
+    def fill_mask(self, mask: np.ndarray) -> None:
+        self.calls.append("mask")
+        mask[:] = pack(np.arange(self.vocab_size) % self.modulus == (self.last + 1) % self.modulus)
+
+    def forced(self) -> list[int]:
+        left = len(self._forced) if self.length is None else self.length - self.num_tokens
+        return self._forced[:left]
+
+    def advance(self, tokens: Sequence[int]) -> None:
         self.calls.append("advance")
-        assert token % self.modulus == (self.last + 1) % self.modulus, "a token broke the grammar"
+        for token in tokens:
+            self._advance(token)
+
+    def _advance(self, token: int) -> None:
+        assert not self.finished, "a token came after the end"
+        self.num_tokens += 1
+        if self._forced:
+            assert token == self._forced.pop(0), "a token broke the grammar"
+        else:
+            allowed = (self.last + 1) % self.modulus
+            assert token % self.modulus == allowed, "a token broke the grammar"
+            if token % self.modulus == 0:
+                self._forced = [(token + i) % self.vocab_size for i in range(1, self.run + 1)]
         self.last = token

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-LONGEST_FILES = ("test_mutants", "test_worlds")
+LONGEST_FILES = ("test_mutants", "test_worlds", "test_soak")
 
 settings.register_profile("repeat", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)

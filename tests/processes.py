@@ -41,6 +41,16 @@ def is_running(pid: int) -> bool:
     return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def children_of(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    if listed.exists():
+        return [int(child) for child in listed.read_text().split()]
+    found = subprocess.run(
+        ["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False
+    ).stdout
+    return [int(child) for child in found.split()]
+
+
 def wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + 20
     while is_running(pid):

@@ -11,6 +11,7 @@ would have had alone, and slots, locks and bytes are all back.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -110,15 +111,15 @@ class BrokenGrammar(ToyGrammar):
         if self._left < 0:
             raise ValueError("this grammar is broken")
 
-    def allowed(self) -> np.ndarray:
+    def fill_mask(self, mask: np.ndarray) -> None:
         if self._in_mask:
             self._count_down()
-        return super().allowed()
+        super().fill_mask(mask)
 
-    def advance(self, token: int) -> None:
+    def advance(self, tokens: Sequence[int]) -> None:
         if not self._in_mask:
             self._count_down()
-        super().advance(token)
+        super().advance(tokens)
 
 
 @dataclass
@@ -308,12 +309,14 @@ class World:
         }
         if rng.random() < 0.3:
             kwargs |= {"temperature": 0.0, "seed": None}
-        grammar = None if modulus is None else ToyGrammar(modulus)
+        toys = random.Random(f"{self.seed} {len(self.asks)}")
+        run, length = toys.choice((0, 2, 7, 40)), toys.choice((None, None, toys.randrange(1, 60)))
+        grammar = None if modulus is None else ToyGrammar(modulus, run=run, length=length)
         expected = oracle(
             prompt, components=self.setting.components, grammar=grammar, **_sampling(kwargs)
         )
         broken = rng.random() < 0.02
-        given: ToyGrammar | None = None if modulus is None else ToyGrammar(modulus)
+        given = None if modulus is None else ToyGrammar(modulus, run=run, length=length)
         if broken:
             given = BrokenGrammar(rng.random() < 0.5, after=rng.randrange(4))
         reply = self.client.submit(

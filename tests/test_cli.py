@@ -57,6 +57,25 @@ def test_the_environment_sets_defaults_and_options_win(monkeypatch: pytest.Monke
     assert (config.model.backend, config.server.port) == ("fake", 9001)
 
 
+def test_keys_hosts_and_origins_may_be_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--api-key", "a", "--api-key", "b", "--allowed-host", "*.x.y", "--cors-origin", "*"]
+    assert served_with(monkeypatch, *argv).server == ServerConfig(
+        api_key=("a", "b"), allowed_host=("*.x.y",), cors_origin=("*",)
+    )
+    monkeypatch.setenv("PIPPIN_API_KEY", "c d")
+    assert served_with(monkeypatch).server.api_key == ("c", "d")
+
+
+@pytest.mark.parametrize("variable", ["PIPPIN_API_KEY", "PIPPIN_PORT", "PIPPIN_SERVED_NAME"])
+def test_an_empty_variable_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str
+) -> None:
+    monkeypatch.setenv(variable, "")
+    status, text = error_of(capsys, "serve")
+    assert status != 0
+    assert variable in text
+
+
 def test_every_config_field_is_an_option_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])
@@ -81,6 +100,11 @@ def test_every_config_field_is_an_option_with_its_help(capsys: pytest.CaptureFix
         (["serve", "--max-queue-tokens", "0"], "max_queue_tokens must be at least 1, got 0"),
         (["serve", "--engine-timeout", "0"], "engine_timeout must be at least 1, got 0"),
         (["serve", "--port", "70000"], "port must be between 0 and 65535, got 70000"),
+        (["serve", "--api-key", ""], "api_key is empty"),
+        (["serve", "--allowed-host", "a.*"], "* stands alone or as in *.example.com"),
+        (["serve", "--cors-origin", "chat.example"], "is not like https://chat.example.com"),
+        (["serve", "--header-timeout", "0"], "header_timeout must be more than 0 seconds, got 0"),
+        (["serve", "--max-choices", "0"], "max_choices must be at least 1, got 0"),
         (["serve", "--memory", "lots"], 'memory must be like "6GB" or a fraction'),
     ],
 )

@@ -28,6 +28,7 @@ from pippin.backends.base import (
     StepResult,
 )
 from pippin.backends.fake import FakeBackend
+from pippin.backends.masks import allow_only, full_masks
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.types import Component, Payload, SamplingParams, TokenLogprobs
 from processes import is_installed
@@ -319,9 +320,9 @@ def test_a_prompt_that_is_restored_whole_waits_for_its_mask(make_backend: MakeBa
     pending = steps.launch(
         admit=(admit(2, prompt),), prefill=(restored_whole(2, prompt, captures, masked=True),)
     )
-    only = np.zeros(steps.backend.spec.vocab_size, dtype=bool)
-    only[11] = True
-    pending.sample({2: only})
+    only = full_masks(1, steps.backend.spec.vocab_size)
+    allow_only(only[0], 11)
+    pending.sample(only)
     assert pending.wait().tokens == {2: 11}
     after = steps.run(decode=(DecodeRow(2, 9),))
     forced = np.append(prompt, np.int32(11))
@@ -393,7 +394,7 @@ def test_wait_never_waits_for_a_later_step(make_backend: MakeBackend) -> None:
     first = steps.launch(admit=(admit(1, prompt),), prefill=(prefill(1, prompt, 0, 9),))
     second = steps.launch(decode=(DecodeRow(1, 9, masked=True),))
     tokens = [first.wait().tokens[1]]
-    second.sample({1: np.ones(steps.backend.spec.vocab_size, dtype=bool)})
+    second.sample(full_masks(1, steps.backend.spec.vocab_size))
     tokens.append(second.wait().tokens[1])
     assert_says(tokens, alone(make_backend, prompt, 2))
 
@@ -415,11 +416,11 @@ def test_masked_rows_are_sampled_once_among_what_is_allowed(make_backend: MakeBa
         admit=(admit(1, grammar), admit(2, plain)),
         prefill=(prefill(1, grammar, 0, 9, masked=True), prefill(2, plain, 0, 9)),
     )
-    only = np.zeros(steps.backend.spec.vocab_size, dtype=bool)
-    only[11] = True
-    pending.sample({1: only})
+    only = full_masks(1, steps.backend.spec.vocab_size)
+    allow_only(only[0], 11)
+    pending.sample(only)
     with pytest.raises(AssertionError):
-        pending.sample({1: only})
+        pending.sample(only)
     first = pending.wait()
     assert first.tokens[1] == 11
     assert_says([first.tokens[2]], alone(make_backend, plain, 1))
@@ -429,16 +430,72 @@ def test_masked_rows_are_sampled_once_among_what_is_allowed(make_backend: MakeBa
 
 
 @every_backend
+def test_masks_go_to_their_rows_whoever_is_in_the_batch(make_backend: MakeBackend) -> None:
+    """All rows but one obey, and then all of them, in a batch that has room for more."""
+    steps = Steps(make_backend())
+    for slot in (1, 2, 3):
+        steps.start(slot, make_tokens(9, slot))
+    for position, masked in ((9, (3, 1)), (10, (1, 2, 3))):
+        rows = [DecodeRow(slot, position, masked=slot in masked) for slot in (2, 3, 1)]
+        pending = steps.launch(decode=tuple(rows))
+        order = [row.slot for row in rows if row.masked]
+        masks = full_masks(len(order), steps.backend.spec.vocab_size)
+        for mask, slot in zip(masks, order, strict=True):
+            allow_only(mask, 20 + slot)
+        pending.sample(masks)
+        tokens = pending.wait().tokens
+        assert {slot: tokens[slot] for slot in masked} == {slot: 20 + slot for slot in masked}
+
+
+@every_backend
 def test_a_masked_decode_row_stays_in_its_batch(make_backend: MakeBackend) -> None:
     grammar, plain = make_tokens(9, 1), make_tokens(9, 2)
     steps = Steps(make_backend())
     tokens = {slot: [steps.start(slot, prompt)] for slot, prompt in ((1, grammar), (2, plain))}
-    everything = np.ones(steps.backend.spec.vocab_size, dtype=bool)
     pending = steps.launch(decode=(DecodeRow(1, 9, masked=True), DecodeRow(2, 9)))
-    pending.sample({1: everything})
+    pending.sample(full_masks(1, steps.backend.spec.vocab_size))
     result = pending.wait()
     assert_says([*tokens[1], result.tokens[1]], alone(make_backend, grammar, 2))
     assert_says([*tokens[2], result.tokens[2]], alone(make_backend, plain, 2))
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.0, "presence_penalty": 2.0, "frequency_penalty": 2.0},
+    ],
+    ids=["greedy", "sampled", "penalised"],
+)
+def test_a_slot_that_decodes_runs_known_tokens_at_once_and_goes_on(
+    make_backend: MakeBackend, params: dict[str, Any]
+) -> None:
+    """What it says next is what a request says that is resumed with all of that as its reply."""
+    prompt, other = make_tokens(9, 1), make_tokens(9, 2)
+    steps = Steps(make_backend())
+    reply = steps.generate(1, prompt, 3, **params)
+    others = steps.generate(2, other, 2)
+    known = [reply[-1], *make_tokens(6, 3).tolist(), 20, 20, 20]
+    chunk = PrefillRow(1, 11, np.array(known, dtype=np.int32), samples=True, masked=True)
+    pending = steps.launch(prefill=(chunk,), decode=(DecodeRow(2, 10),))
+    pending.sample(full_masks(1, steps.backend.spec.vocab_size))
+    result = pending.wait()
+    said, others = [result.tokens[1]], [*others, result.tokens[2]]
+    for number in range(3):
+        rows = (DecodeRow(1, 21 + number), DecodeRow(2, 11 + number))
+        result = steps.run(decode=rows)
+        said, others = [*said, result.tokens[1]], [*others, result.tokens[2]]
+    resumed, expected = Steps(make_backend()), Expected()
+    whole = np.array([*prompt, *reply[:-1], *known], dtype=np.int32)
+    admitted = admit(1, prompt, logprobs=2, reply=[*reply[:-1], *known], **params)
+    row = PrefillRow(1, 0, whole, samples=True)
+    expected.take(resumed.run(admit=(admitted,), prefill=(row,)))
+    for position in range(len(whole), len(whole) + 3):
+        expected.take(resumed.run(decode=(DecodeRow(1, position),)))
+    assert_says(said, expected)
+    assert_says(others, alone(make_backend, other, 6))
 
 
 @every_backend

@@ -112,7 +112,7 @@ def test_every_option_of_serve_is_documented() -> None:
             is_positional = field.name == "model"
             name = "MODEL" if is_positional else f"--{field.name.replace('_', '-')}"
             assert f"`{name}`" in options
-            if field.default not in (None, True, False, "auto"):
+            if field.default not in (None, True, False, "auto", ()):
                 assert re.search(rf"`{name}` \| `?{field.default}`? \|", options), name
 
 

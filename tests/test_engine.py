@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from builders import make_loop
-from pippin.api.engine_client import ZmqEngine
+from pippin.api.engine_client import EngineClient
+from pippin.backends.base import PendingStep, StepPlan
 from pippin.build import build_loop
 from pippin.cache.canary import CacheCorruption, Canary
 from pippin.config import Config, EngineConfig, ModelConfig
@@ -20,27 +21,48 @@ from pippin.engine import Channel, EngineSpec, MessagePump, run_engine
 from pippin.errors import PippinError
 from pippin.messages import (
     Alive,
+    Answer,
+    Failed,
     FromEngine,
     Shutdown,
+    Started,
     Submit,
     ToEngine,
     TokenBatch,
     TokenDelta,
 )
 from pippin.scheduler.loop import Loop
+from pippin.supervision.connection import Connection
 from pippin.types import SamplingParams
 
 
-async def ask(engine: ZmqEngine, id: str, prompt: list[int]) -> TokenDelta:
+async def ask(engine: EngineClient, id: str, prompt: list[int]) -> TokenDelta:
     """The terminal delta."""
     submit = Submit(id, prompt, SamplingParams(max_tokens=2, temperature=0.0))
     return [delta async for delta in engine.generate(submit)][-1]
 
 
-Scenario = Callable[[ZmqEngine], Coroutine[Any, Any, None]]
+Scenario = Callable[[EngineClient], Coroutine[Any, Any, None]]
 
 
-def talk_to(loop: Loop, socket_dir: Path, scenario: Scenario) -> int:
+async def listen(connection: Connection, engine: EngineClient, signs: list[Alive]) -> None:
+    while not isinstance(message := await connection.receive(), Failed):
+        if isinstance(message, Alive):
+            signs.append(message)
+        if isinstance(message, TokenBatch | Started | Answer):
+            engine.deliver(message)
+    engine.engine_lost(message.message)
+
+
+async def loss_of(engine: EngineClient) -> str:
+    while (reason := engine.reason) is None:
+        await asyncio.sleep(0.01)
+    return reason
+
+
+def talk_to(
+    loop: Loop, socket_dir: Path, scenario: Scenario, signs: list[Alive] | None = None
+) -> int:
     """Run the loop as an engine beside a server that follows the scenario; the exit status."""
     spec = EngineSpec(Config(), str(socket_dir))
     statuses: list[int] = []
@@ -51,10 +73,15 @@ def talk_to(loop: Loop, socket_dir: Path, scenario: Scenario) -> int:
         channel.close()
 
     async def work() -> None:
-        engine = ZmqEngine(spec.inbox, spec.outbox)
-        await engine.start()
-        await scenario(engine)
-        await engine.close()
+        connection, engine = Connection(spec.inbox, spec.outbox), EngineClient()
+        engine.engine_ready(connection)
+        listening = asyncio.create_task(listen(connection, engine, [] if signs is None else signs))
+        try:
+            await scenario(engine)
+        finally:
+            listening.cancel()
+            connection.send(Shutdown())
+            connection.close()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -69,17 +96,19 @@ def test_a_fault_found_by_a_raising_canary_is_why_the_engine_stopped(tmp_path: P
     cache = loop.scheduler.cache
     assert cache is not None
 
-    async def scenario(engine: ZmqEngine) -> None:
+    async def scenario(engine: EngineClient) -> None:
         prompt = list(range(80))
         assert (await ask(engine, "a", prompt)).finish == "length"
         node = next(iter(cache._tree.root.children.values()))
         assert node.chain is not None
         node.chain[0] ^= np.uint64(1)
-        spoiled = await ask(engine, "b", [*prompt, 1])
-        assert (spoiled.finish, spoiled.error_status) == ("error", 503)
-        assert spoiled.error is not None
-        assert spoiled.error.startswith("the engine stopped: cache entry over tokens [0, ")
-        assert engine.reason == spoiled.error
+        waiting = asyncio.create_task(ask(engine, "b", [*prompt, 1]))
+        assert (await loss_of(engine)).startswith(
+            "the engine stopped: cache entry over tokens [0, "
+        )
+        assert not waiting.done()  # nothing was computed of it: another engine may
+        engine.close()
+        await waiting
 
     assert talk_to(loop, tmp_path, scenario) == 1
 
@@ -91,7 +120,7 @@ def test_a_question_that_cannot_be_answered_harms_no_request(
     loop = make_loop()
     monkeypatch.setattr(loop, question, lambda: {}["nothing"])
 
-    async def scenario(engine: ZmqEngine) -> None:
+    async def scenario(engine: EngineClient) -> None:
         running = asyncio.create_task(ask(engine, "a", list(range(80))))
         with pytest.raises(PippinError, match=r"could not answer.*nothing") as info:
             await getattr(engine, question)()
@@ -115,14 +144,17 @@ def test_an_engine_whose_device_is_gone_tells_its_requests_and_stops(
 
     monkeypatch.setattr(loop, "step", last_step)
 
-    async def scenario(engine: ZmqEngine) -> None:
+    async def scenario(engine: EngineClient) -> None:
         assert (await ask(engine, "a", [1, 2, 3])).error == "the device failed"
-        later = await ask(engine, "b", [1, 2, 3])
-        assert later.error_status == 503
-        assert later.error == "the engine stopped: the device failed 5 steps in a row"
-        assert engine.reason == later.error
+        assert (await loss_of(engine)).startswith(
+            "the engine stopped: the device failed 5 steps in a row"
+        )
 
     assert talk_to(loop, tmp_path, scenario) == 1
+
+
+def submit(id: str, max_tokens: int) -> Submit:
+    return Submit(id, [1, 2, 3], SamplingParams(max_tokens=max_tokens, temperature=0.0))
 
 
 class ScriptedChannel:
@@ -141,31 +173,37 @@ class ScriptedChannel:
         self.sent.append(message)
 
 
-def test_an_engine_gives_signs_of_life_idle_and_before_it_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("pippin.engine.BEAT_SECONDS", 1e-9)
-    submit = Submit("a", [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0))
-    channel = ScriptedChannel([], [submit], [], [], [], [])
-    loop = make_loop(cache=False)
-    MessagePump(loop, channel).run()  # type: ignore[arg-type]
-    idle, busy = Alive(stepping=False), Alive(stepping=True)
-    assert channel.sent[:2] == [idle, busy]
-    assert channel.sent[-1] == idle
-    assert sum(isinstance(message, TokenBatch) for message in channel.sent) == 1
+def test_an_engine_waits_for_messages_only_while_it_has_nothing_to_do() -> None:
+    channel = ScriptedChannel([], [submit("a", 1)], [], [], [], [])
+    MessagePump(make_loop(cache=False), channel).run()  # type: ignore[arg-type]
     assert channel.waits[:3] == [True, True, False]
     assert channel.waits[-1]
 
 
-def test_signs_of_life_are_rare_unless_they_say_something_new(
-    monkeypatch: pytest.MonkeyPatch,
+def test_signs_of_life_come_while_a_step_runs_and_say_how_long_it_has_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pippin.engine.BEAT_SECONDS", float("inf"))
-    submit = Submit("a", [1, 2, 3], SamplingParams(max_tokens=500, temperature=0.0))
-    channel = ScriptedChannel([], [], [submit], *([] for _ in range(50)))
-    MessagePump(make_loop(cache=False), channel).run()  # type: ignore[arg-type]
-    signs = [message for message in channel.sent if isinstance(message, Alive)]
-    assert signs == [Alive(stepping=False), Alive(stepping=True)]
+    monkeypatch.setattr("pippin.engine.BEAT_SECONDS", 0.01)
+    loop, signs = make_loop(cache=False), list[Alive]()
+    step, goes_on = loop.step, threading.Event()
+
+    def long_step() -> list[TokenDelta]:
+        assert goes_on.wait(20)
+        return step()
+
+    monkeypatch.setattr(loop, "step", long_step)
+
+    async def scenario(engine: EngineClient) -> None:
+        running = asyncio.create_task(ask(engine, "a", [1, 2, 3]))
+        while not signs or signs[-1].turn_seconds < 0.2:
+            await asyncio.sleep(0.01)
+        assert not running.done()
+        goes_on.set()
+        assert (await running).finish == "length"
+        while signs[-1].turn_seconds >= 0.2:
+            await asyncio.sleep(0.01)
+
+    assert talk_to(loop, tmp_path, scenario, signs) == 0
 
 
 def test_an_engine_with_a_canary_starts_with_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,3 +213,26 @@ def test_an_engine_with_a_canary_starts_with_its_self_test(monkeypatch: pytest.M
         with pytest.raises(CacheCorruption, match="self-test"):
             build_loop(config, lambda stage: None)
     build_loop(Config(ModelConfig(backend="fake")), lambda stage: None).close()
+
+
+def test_an_engine_tells_that_a_request_starts_before_it_computes_anything() -> None:
+    channel = ScriptedChannel([submit("a", 8), submit("b", 1)], *([] for _ in range(50)))
+    loop = make_loop(cache=False, num_slots=1)
+    launched: list[list[FromEngine]] = []
+    launch = loop.backend.launch
+
+    def noted(plan: StepPlan) -> PendingStep:
+        launched.append(list(channel.sent))
+        return launch(plan)
+
+    loop.backend.launch = noted  # type: ignore[method-assign]
+    MessagePump(loop, channel).run()  # type: ignore[arg-type]
+    assert launched[0] == [Started(["a"])]
+    ends = [
+        message
+        for message in channel.sent
+        if isinstance(message, Started)
+        or (isinstance(message, TokenBatch) and any(delta.finish for delta in message.deltas))
+    ]
+    assert [type(message) for message in ends] == [Started, TokenBatch, Started, TokenBatch]
+    assert ends[2] == Started(["b"])

@@ -14,6 +14,7 @@ ANYTHING = None
 MAY_IMPORT: dict[str, set[str] | None] = {
     "types": set(),
     "errors": set(),
+    "logs": set(),
     "user_cache": set(),
     "bridge": set(),
     "native_kernels": {"user_cache"},
@@ -25,6 +26,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "sequences": {"types", "messages", "text"},
     "router": {"messages", "scheduler.loop"},
     "decode": {"types"},
+    "grammars": {"types", "text", "decode"},
     "backends": set(),
     "backends.base": {"types"},
     "backends.sampling_noise": set(),
@@ -32,21 +34,23 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.warm_up": {"types", "backends.base"},
     "backends.chunking": {"types", "backends.base"},
     "backends.host": set(),
+    "backends.masks": set(),
     "backends.selection": {"backends.torch.config"},
-    "backends.fake": {"types", "backends.base"},
+    "backends.fake": {"types", "backends.base", "backends.masks"},
     "backends.mlx": {
         *("types", "config", "native_kernels", "user_cache", "backends.base", "backends.host"),
-        *("backends.chunking", "backends.sampling", "backends.sampling_noise"),
+        *("backends.chunking", "backends.masks", "backends.sampling", "backends.sampling_noise"),
     },
     "backends.torch": {
         *("types", "backends.base", "backends.host"),
-        *("backends.chunking", "backends.sampling", "backends.sampling_noise"),
+        *("backends.chunking", "backends.masks", "backends.sampling", "backends.sampling_noise"),
     },
     "scheduler": {
         *("types", "cache", "decode", "messages", "metrics"),
-        *("backends.base", "backends.warm_up"),
+        *("backends.base", "backends.masks", "backends.warm_up"),
     },
     "api": {"types", "text", "messages", "sequences", "config"},
+    "supervision": {"messages", "config", "engine", "api.engine_client"},
     "bench": {"", "types", "config", "metrics"},
     "bench.ceilings": {"bench", "backends.mlx.cpu.blas"},
     **dict.fromkeys(

@@ -221,7 +221,7 @@ def test_prompts_that_the_model_cannot_read_are_refused() -> None:
     with make_llm() as llm:
         with pytest.raises(RequestError, match="token ids from 0 to 96"):
             llm.generate([5, 97], GREEDY)
-        with pytest.raises(ContextOverflow, match="prompt is 8,192 tokens, the model holds 8,192"):
+        with pytest.raises(ContextOverflow, match="maximum context length is 8192 tokens"):
             llm.generate([5] * 8192, GREEDY)
         (last,) = llm.generate([5] * 8190, GREEDY)
         assert (len(last.tokens), last.finish_reason) == (2, "length")

@@ -7,9 +7,11 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ import httpx
 import pytest
 
 from bundled import BUNDLED_PATH
-from processes import environment, is_running, wait_until_gone
+from processes import children_of, environment, is_running, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
@@ -38,21 +40,20 @@ class Served:
 
     @property
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        if children.exists():
-            (pid,) = children.read_text().split()
-        else:
-            found = subprocess.check_output(["pgrep", "-P", str(self.process.pid)], text=True)
-            (pid,) = found.split()
-        return int(pid)
+        (pid,) = children_of(self.process.pid)
+        return pid
 
 
 @contextmanager
-def serve(*options: str) -> Iterator[Served]:
+def serve(*options: str, stderr: int | None = None, **env: str) -> Iterator[Served]:
     """A server with the fake backend on a free port, killed at the end if it still runs."""
     command = [sys.executable, "-m", "pippin", "serve", "--backend", "fake", "--port", "0"]
     with subprocess.Popen(
-        [*command, *options], env=environment(), stdout=subprocess.PIPE, text=True
+        [*command, *options],
+        env={**environment(), **env},
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
     ) as process:
         try:
             assert process.stdout is not None
@@ -73,6 +74,22 @@ def stopped(pid: int) -> Iterator[int]:
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+def get(served: Served, path: str) -> httpx.Response:
+    return httpx.get(f"{served.url}{path}", timeout=60)
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
 
 
 def post_in_background(served: Served, answers: list[httpx.Response]) -> Thread:
@@ -132,12 +149,36 @@ def test_a_signal_ends_both_processes(number: signal.Signals) -> None:
         assert not is_running(engine_pid)
 
 
-def test_a_signal_ends_a_pending_request_with_an_error() -> None:
+def test_a_signal_lets_requests_finish_and_takes_no_more() -> None:
     with serve() as served, stopped(served.engine_pid) as engine_pid:
         answers: list[httpx.Response] = []
         thread = post_in_background(served, answers)
         wait_until_a_request_is_pending(served, thread)
         served.process.terminate()
+        wait_until(lambda: get(served, "/ready").status_code == 503)
+        assert get(served, "/health").status_code == 200
+        refused = httpx.post(f"{served.url}/v1/chat/completions", json=CHAT, timeout=30)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert "shutting down" in refused.json()["error"]["message"]
+        os.kill(engine_pid, signal.SIGCONT)
+        thread.join(timeout=20)
+        assert answers[0].status_code == 200
+        assert served.process.wait(timeout=20) == 0
+        assert not is_running(engine_pid)
+
+
+@pytest.mark.parametrize("patience", ["0", "1000"])
+def test_what_does_not_finish_in_time_ends_with_an_error(patience: str) -> None:
+    """After no time at all, and after a second signal."""
+    with serve("--drain-timeout", patience) as served, stopped(served.engine_pid) as engine_pid:
+        answers: list[httpx.Response] = []
+        thread = post_in_background(served, answers)
+        wait_until_a_request_is_pending(served, thread)
+        served.process.terminate()
+        if patience != "0":
+            wait_until(lambda: get(served, "/ready").status_code == 503)
+            assert thread.is_alive()
+            served.process.send_signal(signal.SIGINT)
         thread.join(timeout=20)
         assert answers[0].status_code == 503
         assert "shutting down" in answers[0].json()["error"]["message"]
@@ -145,19 +186,59 @@ def test_a_signal_ends_a_pending_request_with_an_error() -> None:
         assert not is_running(engine_pid)
 
 
-def test_a_dead_engine_fails_its_requests_and_the_server_reports_it() -> None:
+def test_a_dead_engine_is_replaced_and_what_waited_is_served() -> None:
     with serve() as served, stopped(served.engine_pid) as engine_pid:
         answers: list[httpx.Response] = []
         thread = post_in_background(served, answers)
         wait_until_a_request_is_pending(served, thread)
         os.kill(engine_pid, signal.SIGKILL)
+        wait_until(lambda: get(served, "/health").status_code == 503)
+        assert "killed by SIGKILL" in get(served, "/ready").json()["error"]["message"]
         thread.join(timeout=20)
-        assert answers[0].status_code == 503
-        health = httpx.get(f"{served.url}/health", timeout=60)
-        assert health.status_code == 503
-        assert "killed by SIGKILL" in health.json()["error"]["message"]
-        served.process.terminate()
-        assert served.process.wait(timeout=20) == 0
+        assert answers[0].status_code == 200
+        assert get(served, "/health").status_code == get(served, "/ready").status_code == 200
+        assert served.engine_pid != engine_pid
+
+
+def test_a_server_whose_engines_keep_dying_ends_with_a_status() -> None:
+    with serve("--engine-restarts", "0", stderr=subprocess.PIPE) as served:
+        os.kill(served.engine_pid, signal.SIGKILL)
+        assert served.process.wait(timeout=20) == 1
+        assert served.process.stderr is not None
+        assert served.process.stderr.read().splitlines() == [
+            "pippin: the engine process was killed by SIGKILL"
+        ]
+
+
+def test_the_server_answers_while_the_model_is_loaded(tmp_path: Path) -> None:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "pippin", "serve", "--port", str(port), "--backend", "fake"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE) as process:
+        try:
+            wait_until(lambda: is_listening(port))
+            early = [httpx.get(f"{url}{path}", timeout=60) for path in ("/health", "/v1/models")]
+            wait_until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200)
+            assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
+        finally:
+            process.terminate()
+    for answer in early:
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "5"
+        assert "being loaded" in answer.json()["error"]["message"]
+
+
+def test_nothing_stays_behind_though_everybody_is_killed(tmp_path: Path) -> None:
+    with serve(TMPDIR=str(tmp_path)) as served:
+        wait_until(lambda: not list(tmp_path.glob("pippin-*")))
+        engine_pid = served.engine_pid
+        os.kill(engine_pid, signal.SIGSTOP)  # it cannot tidy up
+        served.process.kill()
+        os.kill(engine_pid, signal.SIGKILL)
+        wait_until_gone(engine_pid)
+    assert not list(tmp_path.glob("pippin-*"))
 
 
 def test_the_engine_does_not_outlive_a_killed_server() -> None:
@@ -176,6 +257,20 @@ def test_a_port_in_use_is_one_line() -> None:
         1,
         f"pippin: cannot listen on 127.0.0.1:{port}: Address already in use\n",
     )
+
+
+def test_the_port_is_tried_before_a_model_is_looked_for(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        status, err = serve_and_fail(
+            "some/model", "--port", port, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)
+        )
+    assert (status, "cannot listen" in err) == (1, True)
+
+
+def test_an_empty_key_in_the_environment_does_not_open_the_door() -> None:
+    status, err = serve_and_fail("--backend", "fake", "--port", "0", PIPPIN_API_KEY="")
+    assert (status, "PIPPIN_API_KEY is set and empty" in err) == (2, True)
 
 
 def test_a_hub_out_of_reach_is_one_line(tmp_path: Path) -> None:

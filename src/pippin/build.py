@@ -10,7 +10,9 @@ from pippin.cache.canary import Canary
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.config import Config, EngineConfig, parse_memory
+from pippin.decode.compiler import GrammarCompiler
 from pippin.errors import LoadError
+from pippin.grammars import load_vocabulary
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Limits, Scheduler
 from pippin.types import ModelSpec
@@ -38,10 +40,14 @@ def build_loop(
         prefill_tokens=config.engine.prefill_tokens or backend.device.prefill_tokens,
         max_gap=config.engine.max_gap,
         deterministic=config.engine.deterministic,
+        forced_chunks=config.engine.forced_chunks,
         capacity_bytes=capacity_bytes,
     )
     cache = _build_cache(config.engine, backend.spec, capacity_bytes)
-    return Loop(Scheduler(backend, limits, cache), backend, overlap=config.engine.overlap)
+    model_dir, vocab_size = Path(config.model.model), backend.spec.vocab_size
+    compiler = GrammarCompiler(lambda: load_vocabulary(model_dir, vocab_size))
+    scheduler = Scheduler(backend, limits, cache, compiler=compiler)
+    return Loop(scheduler, backend, overlap=config.engine.overlap)
 
 
 def _build_cache(config: EngineConfig, spec: ModelSpec, capacity_bytes: int) -> PrefixCache | None:

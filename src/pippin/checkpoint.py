@@ -7,9 +7,12 @@ from pathlib import Path
 
 from pippin.config import ModelConfig
 from pippin.errors import LoadError
+from pippin.text.tokenizer import read_json
 
 BUNDLED_DIR = Path(__file__).parent / "models"
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+# What is read, and nothing else: no code, no second copy of the weights in another layout.
+HUB_FILES = ["model*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+HUB_FOLDERS = ["*/*"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -35,26 +38,70 @@ def find_checkpoint(config: ModelConfig) -> Path:
     return _checked(_download(name, config.revision))
 
 
+def model_name(config: ModelConfig) -> str:
+    """The last part of a model's id or path. A download's own path ends in a commit."""
+    path = Path(config.model).expanduser()
+    return path.resolve().name if path.is_dir() else path.name
+
+
 def _checked(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise LoadError(f"{path} has no config.json: not a checkpoint")
-    if not any(path.glob("*.safetensors")):
-        raise LoadError(f"{path} has no *.safetensors: Pippin reads no other weights")
+    _refuse_code(path)
+    if not any(path.glob("model*.safetensors")):
+        raise LoadError(f"{path} has no model*.safetensors: {_other_weights(path)}")
     return path
+
+
+def _refuse_code(path: Path) -> None:
+    """What would have to run a checkpoint's own Python is refused before anything is loaded."""
+    if (file := read_json(path / "config.json").get("model_file")) is not None:
+        raise LoadError(
+            f"{path} brings its own model code ({file}): Pippin runs nothing from a checkpoint"
+        )
+    tokenizer = read_json(path / "tokenizer_config.json").get("auto_map")
+    if tokenizer is not None and not (path / "tokenizer.json").is_file():
+        raise LoadError(
+            f"{path} has no tokenizer.json, and its tokenizer is Python code ({tokenizer}): "
+            "Pippin runs nothing from a checkpoint"
+        )
+
+
+def _other_weights(path: Path) -> str:
+    pickles = [f.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in path.glob(kind)]
+    if pickles:
+        return f"{sorted(pickles)[0]} is a pickle, which can run code when it is read"
+    return "Pippin reads no other weights"
 
 
 def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
+        GatedRepoError,
         HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES))
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_FOLDERS
+            )
+        )
+    except GatedRepoError as error:
+        raise LoadError(
+            f"{name!r} is gated: ask for access at https://huggingface.co/{name}, then run "
+            "`hf auth login` or set HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise LoadError(f"{name!r} has no revision {revision!r}") from error
     except RepositoryNotFoundError as error:
-        raise LoadError(f"no model {name!r}: no such directory, and not on the hub") from error
+        raise LoadError(
+            f"no model {name!r}: no such directory, and not on the hub, or private "
+            "(`hf auth login`)"
+        ) from error
     except LocalEntryNotFoundError as error:
         raise LoadError(
             f"{name!r} is neither a directory nor in the local cache, and the hub is out of reach"

@@ -32,7 +32,7 @@ app.command(
 
 
 @app.command
-@takes_config("model", "engine", "server")
+@takes_config("model", "engine", "server", "limits")
 def serve(config: Config) -> None:
     """Serve a model with the OpenAI API until Ctrl-C."""
     from pippin.launch import run_server

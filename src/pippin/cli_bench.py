@@ -298,3 +298,30 @@ def overlap(
 
     report = overlap(config, num_streams=streams, num_tokens=output, num_pairs=pairs)
     report.publish(outputs)
+
+
+@bench.command
+@takes_config("model", "engine")
+def grammar(
+    config: Config,
+    *,
+    streams: int = 16,
+    output: int = 96,
+    pairs: int = 8,
+    outputs: Files = PRINT_ONLY,
+) -> None:
+    """What constrained replies cost, and what running forced tokens in chunks saves.
+
+    Parameters
+    ----------
+    streams
+        Requests that decode together; every second one is constrained.
+    output
+        Tokens of each stream.
+    pairs
+        How often each way runs; ratios are taken within pairs.
+    """
+    from pippin.bench.grammar import grammar
+
+    report = grammar(config, num_streams=streams, num_tokens=output, num_pairs=pairs)
+    report.publish(outputs)

@@ -81,11 +81,16 @@ def _message(response: httpx.Response) -> str:
         return f"{response.request.url}: HTTP {response.status_code}"
 
 
+def api_key_of_environment() -> str | None:
+    """The first of the keys that a server with the same environment would take."""
+    return next(iter(os.environ.get("PIPPIN_API_KEY", "").split()), None)
+
+
 def show_cache(url: str, *, flush: bool) -> None:
     """Print a server's state; with `flush`, empty its prefix cache first."""
     console = Console()
     table = Table(box=None, show_header=False)
-    with ServerClient(url, os.environ.get("PIPPIN_API_KEY")) as client:
+    with ServerClient(url, api_key_of_environment()) as client:
         if flush:
             freed = client.post("/flush_cache")
             console.print(f"freed {freed['freed_bytes']:,} bytes, kept {freed['kept_bytes']:,}")

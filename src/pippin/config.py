@@ -6,6 +6,7 @@ Config (see `resolve.py`); nothing later looks at an unresolved value.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -79,6 +80,9 @@ class EngineConfig:
     overlap: bool = True
     """Plan and launch the next step before the last one's tokens are known."""
 
+    forced_chunks: bool = True
+    """Run several tokens at once where a grammar leaves no choice, if that is faster."""
+
     prefix_cache: bool = True
     """Reuse the KV and recurrent states of shared prefixes."""
 
@@ -122,19 +126,105 @@ class ServerConfig:
     served_name: str | None = None
     """Model name in the API. Default: the last part of the model's path or id."""
 
-    api_key: str | None = None
-    """If set, requests must carry it as a bearer token."""
+    api_key: tuple[str, ...] = field(default=(), repr=False)
+    """A key that requests must carry as a bearer token; may be given several times. Others can read
+    a command line: better from a file, or from the environment (separated by spaces)."""
+
+    api_key_file: str | None = None
+    """A file of such keys, one a line."""
+
+    allowed_host: tuple[str, ...] = ()
+    """A name in the Host header that is answered to; may be given several times. Addresses,
+    localhost and --host always are. `*.example.com` stands for all names under it, `*` for any."""
+
+    cors_origin: tuple[str, ...] = ()
+    """A site whose pages may use this server from a browser, such as https://chat.example.com; may
+    be given several times. `*` is any site."""
+
+    log_format: Literal["text", "json"] = "text"
+    """How log lines look."""
+
+    log_prompts: bool = False
+    """Write prompts into the log, too."""
 
     engine_timeout: int = 300
-    """Seconds that one step may take before the engine counts as hung, and its requests fail."""
+    """Seconds that one step may take before the engine counts as hung and is replaced."""
+
+    heartbeat_timeout: int = 30
+    """Seconds without a sign of life before the engine counts as frozen and is replaced. Signs
+    come every half second, steps or not."""
 
     step_log: str | None = None
     """Write what each step did, and when, to this file: a line of JSON each."""
 
+    engine_restarts: int = 5
+    """Engines in a row that may die, without one finished request between them, and be replaced.
+    One more ends the server with status 1."""
+
+    drain_timeout: int = 20
+    """Seconds that requests may take to finish after SIGTERM or Ctrl-C. A second one stops at
+    once."""
+
     def __post_init__(self) -> None:
-        _check_at_least(self, engine_timeout=1)
+        _check_at_least(self, engine_timeout=1, heartbeat_timeout=1)
+        _check_at_least(self, engine_restarts=0, drain_timeout=0)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
+        if not all(key.strip() for key in self.api_key):
+            raise ValueError("api_key is empty: give a key, or leave the option out")
+        for name in self.allowed_host:
+            if "*" in name.removeprefix("*.") and name != "*":
+                raise ValueError(f"allowed_host {name!r}: * stands alone or as in *.example.com")
+        for origin in self.cors_origin:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/*]+", origin):
+                raise ValueError(f"cors_origin {origin!r} is not like https://chat.example.com")
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """What one client may ask of the server. Whoever asks for more gets a 4xx that names it."""
+
+    max_body_bytes: int = 32_000_000
+    """Bytes of a request's body."""
+
+    max_choices: int = 512
+    """Replies of one request: its prompts times n."""
+
+    max_tokens: int | None = None
+    """Tokens of one reply. Default: what the model holds beside the prompt."""
+
+    max_stops: int = 16
+    """Stop strings of a request."""
+
+    max_logit_bias: int = 1024
+    """Tokens that a request's logit_bias names."""
+
+    max_connections: int = 1024
+    """Open connections; more get a 429, once there is no idle one to close."""
+
+    header_timeout: float = 10.0
+    """Seconds that the head of a request may take to come."""
+
+    body_timeout: float = 60.0
+    """Seconds that its body may take to come."""
+
+    idle_timeout: int = 75
+    """Seconds that a connection is kept open between two requests."""
+
+    send_timeout: float = 60.0
+    """Seconds for which a client may take nothing of what is sent to it; then it is cut off."""
+
+    request_timeout: float | None = None
+    """Seconds that a request may take, waiting included; the field `timeout` can ask for less.
+    Default: as long as it takes."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, max_body_bytes=1, max_choices=1, max_tokens=1, max_stops=0)
+        _check_at_least(self, max_logit_bias=0, max_connections=1, idle_timeout=1)
+        for name in ("header_timeout", "body_timeout", "send_timeout", "request_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0.0:
+                raise ValueError(f"{name} must be more than 0 seconds, got {seconds}")
 
 
 @dataclass(frozen=True)
@@ -142,3 +232,4 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from pippin.backends.warm_up import LOAD_SECONDS
 from pippin.build import build_loop
 from pippin.config import Config
 from pippin.errors import PippinError
+from pippin.logs import configure_logging
 from pippin.messages import (
     Abort,
     Alive,
@@ -39,6 +40,7 @@ from pippin.messages import (
     Loading,
     Ready,
     Shutdown,
+    Started,
     Submit,
     ToEngine,
     TokenBatch,
@@ -47,7 +49,9 @@ from pippin.metrics import StepLog
 from pippin.scheduler.loop import Loop
 
 STDIN = 0
+OWN_INBOX = "inproc://inbox"  # the same, for threads of this process
 BEAT_SECONDS = 0.5  # between signs of life
+IDLE_SECONDS = 0.5  # of a turn in which nothing comes
 EXIT_GRACE_SECONDS = 3.0  # from the server's end to leaving by force
 
 
@@ -89,12 +93,16 @@ class Channel:
         for socket in (self._inbox, self._outbox):
             socket.set_hwm(0)  # the scheduler bounds its own queue
         self._inbox.bind(spec.inbox)
+        self._inbox.bind(OWN_INBOX)
         self._outbox.bind(spec.outbox)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._sending = threading.Lock()
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
     def send(self, message: FromEngine) -> None:
-        self._outbox.send(self._encoder.encode(message))
+        """From any thread."""
+        frame = msgspec.msgpack.encode(message)
+        with self._sending:
+            self._outbox.send(frame)
 
     def receive(self, wait_seconds: float) -> list[ToEngine]:
         """Everything that has arrived; the first of it may take `wait_seconds`."""
@@ -103,6 +111,13 @@ class Channel:
         while self._inbox.poll(0):
             messages.append(self._decoder.decode(self._inbox.recv()))
         return messages
+
+    def shut_down(self) -> None:
+        """From any thread: a Shutdown is what `receive` brings next."""
+        already_closed = contextlib.suppress(zmq.ZMQError)
+        with already_closed, self._context.socket(zmq.PUSH) as inbox:
+            inbox.connect(OWN_INBOX)
+            inbox.send(msgspec.msgpack.encode(Shutdown()))
 
     def close(self) -> None:
         self._context.destroy(linger=200)
@@ -114,12 +129,12 @@ class MessagePump:
     def __init__(self, loop: Loop, channel: Channel) -> None:
         self._loop = loop
         self._channel = channel
-        self._last_sign = Alive(stepping=False)
-        self._last_sign_at = float("-inf")
+        loop.on_start = lambda ids: channel.send(Started(ids))
+        self.turn_began = time.monotonic()
 
     def run(self) -> None:
-        while self._take_in(BEAT_SECONDS if self._nothing_to_do else 0.0):
-            self._give_sign_of_life()
+        while self._take_in(IDLE_SECONDS if self._nothing_to_do else 0.0):
+            self.turn_began = time.monotonic()
             if self._loop.idle:
                 if not self._loop.warm_up.done:
                     self._loop.warm_up.run_next()
@@ -152,13 +167,6 @@ class MessagePump:
                     return False
         return True
 
-    def _give_sign_of_life(self) -> None:
-        """From the loop itself: a thread would go on while the loop hangs."""
-        sign, now = Alive(stepping=not self._loop.idle), time.monotonic()
-        if sign != self._last_sign or now - self._last_sign_at >= BEAT_SECONDS:
-            self._channel.send(sign)
-            self._last_sign, self._last_sign_at = sign, now
-
     def _answer(self, id: str, find: Callable[[], dict[str, Any]]) -> None:
         """A question that cannot be answered harms no request: they go on."""
         try:
@@ -169,23 +177,41 @@ class MessagePump:
         self._channel.send(answer)
 
 
-def leave_with_server(spec: EngineSpec, serving: threading.Event) -> None:
+@contextlib.contextmanager
+def signs_of_life(pump: MessagePump, channel: Channel) -> Iterator[None]:
+    """From a thread: a step may take long, and a process that is frozen has no threads either."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_SECONDS):
+            channel.send(Alive(time.monotonic() - pump.turn_began))
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def leave_with_server(spec: EngineSpec, channel: Channel, serving: threading.Event) -> None:
     """Wait for the server's end of stdin to close, then stop the loop, by force if it hangs."""
     while os.read(STDIN, 1):  # unbuffered: a thread in a buffered read would block our exit
         pass
     if serving.is_set():  # a load that nobody waits for need not end in good order
-        with zmq.Context() as context, context.socket(zmq.PUSH) as inbox:
-            inbox.connect(spec.inbox)
-            inbox.send(msgspec.msgpack.encode(Shutdown()))
-            time.sleep(EXIT_GRACE_SECONDS)
+        channel.shut_down()
+        time.sleep(EXIT_GRACE_SECONDS)
     spec.remove_sockets()
     os._exit(1)
 
 
 def run_engine(loop: Loop, channel: Channel) -> int:
     """Run until told to stop; tell the server what else ended it. Returns the exit status."""
+    pump = MessagePump(loop, channel)
     try:
-        MessagePump(loop, channel).run()
+        with signs_of_life(pump, channel):
+            pump.run()
     except Exception as error:  # nothing is known of the state it left: no request can go on
         traceback.print_exc()
         channel.send(Failed(f"the engine stopped: {str(error) or repr(error)}"))
@@ -201,15 +227,19 @@ def keep_torch_out() -> None:
 
 def main() -> int:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSpec)
+    configure_logging(spec.config.server.log_format)
     if spec.config.model.backend == "mlx":
         keep_torch_out()
     serving = threading.Event()
     channel = Channel(spec)  # first: whoever leaves removes the sockets, and none may come after
-    threading.Thread(target=leave_with_server, args=(spec, serving), daemon=True).start()
+    threading.Thread(target=leave_with_server, args=(spec, channel, serving), daemon=True).start()
     try:
         log = spec.open_step_log()
         loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)), stays=True)
         loop.scheduler.metrics.log = log
+        if loop.scheduler.compiler is not None:
+            channel.send(Loading("the vocabulary, for grammars"))
+            loop.scheduler.compiler.load()
     except PippinError as error:
         channel.send(Failed(error.message))
         channel.close()

@@ -8,8 +8,9 @@ PippinError
 ├── Overloaded              503  the queue is full
 ├── OutOfMemory             503  one request does not fit the byte budget
 ├── NotANumber              500  the model's values overflowed on this request
-├── EngineDead              503  the engine process is gone
+├── EngineDead              503  the engine process is gone, and what it was doing with it
 │   └── DeviceFailed        503  several steps in a row failed: the engine stops
+├── NotReady                503  loading, restarting or shutting down: try again
 └── LoadError                    a checkpoint cannot be served; raised before the server starts
     └── UnsupportedLayout        layers that Pippin cannot serve
 """
@@ -22,6 +23,7 @@ class PippinError(Exception):
 
     status = 500
     code = "internal_error"
+    retry_after_s: int | None = None  # when the same request may do better
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -50,6 +52,7 @@ class NotFound(PippinError):
 class Overloaded(PippinError):
     status = 503
     code = "overloaded"
+    retry_after_s = 1
 
 
 class OutOfMemory(PippinError):
@@ -64,10 +67,17 @@ class NotANumber(PippinError):
 class EngineDead(PippinError):
     status = 503
     code = "engine_dead"
+    retry_after_s = 5
 
 
 class DeviceFailed(EngineDead):
     code = "device_failed"
+
+
+class NotReady(PippinError):
+    status = 503
+    code = "not_ready"
+    retry_after_s = 5
 
 
 class LoadError(PippinError):

@@ -1,13 +1,7 @@
-"""Starts, wires and supervises the two processes. Knows no HTTP routes and no arrays.
+"""Starts the server: HTTP in front, a supervised engine behind. Knows no routes and no arrays.
 
-    server (this process)                     engine (child)
-      uvicorn, text   ── ToEngine (zmq) ──▶     scheduler, backend
-                      ◀── FromEngine ──────
-      stdin pipe      ── end of file ─────▶     leaves
-
-The engine dies first, or hangs: its requests end with an error, /health says so and the server
-stays up.
-The server dies first, even by SIGKILL: the pipe closes and the engine leaves.
+The server listens from the start, and answers 503 until the model is loaded. The first SIGINT or
+SIGTERM drains it: nothing new is taken, and what runs may finish. The second ends it.
 """
 
 from __future__ import annotations
@@ -16,87 +10,55 @@ import asyncio
 import contextlib
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
-import msgspec
 import uvicorn
 from rich.console import Console
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.app import create_app
-from pippin.api.engine_client import ZmqEngine
+from pippin.api.engine_client import EngineClient
+from pippin.api.http.connection import allow_open_files, uvicorn_config
+from pippin.api.http.door import warn_if_open
+from pippin.api.http.errors import error_response
+from pippin.api.http.request_log import RequestLog
 from pippin.api.openai import ModelInfo
-from pippin.config import Config, ServerConfig
-from pippin.engine import EngineSpec
-from pippin.errors import LoadError
+from pippin.config import Config, LimitsConfig, ServerConfig
+from pippin.errors import LoadError, NotReady
+from pippin.logs import configure_logging
 from pippin.messages import Ready
 from pippin.resolve import resolve
+from pippin.supervision.supervisor import Supervisor
 from pippin.text.bundle import TextBundle
-
-SOCKET_PATH_MAX = 100  # sockaddr_un holds 104 bytes on macOS, 108 on Linux
-STOP_GRACE_SECONDS = 5.0
-WATCH_SECONDS = 0.1
 
 
 def run_server(config: Config) -> None:
     """Load a model and serve it until SIGINT or SIGTERM."""
-    config = resolve(config)
-    with _listen(config.server) as listener:
+    configure_logging(config.server.log_format)
+    with _listen(config.server) as listener:  # before a download that may take an hour
+        config = resolve(config)
+        warn_if_open(config.server)
+        allow_open_files(config.limits)
         asyncio.run(_serve(config, listener))
 
 
-class EngineProcess:
-    """A child that runs `pippin.engine`. A context manager: leaving it stops the child."""
+class Entrance:
+    """The server's app: it answers before there is a model, and asks to come again."""
 
-    def __init__(self, config: Config) -> None:
-        self._sockets = tempfile.TemporaryDirectory(
-            prefix="pippin-", dir=_short_dir(), ignore_cleanup_errors=True
-        )
-        self.spec = EngineSpec(config, self._sockets.name)
-        # A session of its own: Ctrl-C reaches the server alone, which then stops the engine.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pippin.engine"], stdin=subprocess.PIPE, start_new_session=True
-        )
-        assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(self.spec) + b"\n")
-        self.process.stdin.flush()
+    def __init__(self) -> None:
+        self.app: ASGIApp = RequestLog(error_response(NotReady("the model is being loaded")))
 
-    async def watch(self, engine: ZmqEngine) -> None:
-        """Tell `engine` when the process ends, after what it said last has been read."""
-        while (code := self.process.poll()) is None:
-            await asyncio.sleep(WATCH_SECONDS)
-        await asyncio.sleep(WATCH_SECONDS)
-        engine.engine_died(f"the engine process {describe_exit(code)}")
-
-    def stop(self) -> None:
-        """Ask it to leave, then make it."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(STOP_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._sockets.cleanup()
-
-    def __enter__(self) -> EngineProcess:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
 
 
 class Server(uvicorn.Server):
     """uvicorn, but signals are handled outside and running streams end before it waits for them."""
 
-    def __init__(self, app: ASGIApp, engine: ZmqEngine) -> None:
-        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
+    def __init__(self, app: ASGIApp, engine: EngineClient, limits: LimitsConfig) -> None:
+        super().__init__(uvicorn_config(app, limits, lifespan="off", timeout_graceful_shutdown=3))
         self._engine = engine
 
     @contextlib.contextmanager
@@ -104,33 +66,87 @@ class Server(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._engine.engine_died("the server is shutting down")
+        self._engine.close()
         await super().shutdown(sockets)
 
 
+class StopSignals:
+    """`first` is done at the first SIGINT or SIGTERM, `second` at the next."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[None] = loop.create_future()
+        self.second: asyncio.Future[None] = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._heard)
+
+    def _heard(self) -> None:
+        for heard in (self.first, self.second):
+            if not heard.done():
+                heard.set_result(None)
+                return
+
+
 async def _serve(config: Config, listener: socket.socket) -> None:
-    stop = _stop_signal()
+    stop = StopSignals()
+    engine = EngineClient()
+    entrance = Entrance()
+    server = Server(entrance, engine, config.limits)
     console = Console()
-    with EngineProcess(config) as process:
-        engine = ZmqEngine(
-            process.spec.inbox,
-            process.spec.outbox,
-            timeout_seconds=config.server.engine_timeout,
+    with console.status(f"loading {config.server.served_name}") as progress:
+        supervisor = Supervisor(config, engine, on_loading=progress.update)
+        supervising = asyncio.create_task(supervisor.run())
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        opening = asyncio.create_task(_open(entrance, config, engine, supervisor))
+        await _first_of(opening, supervising, serving, stop.first)
+    try:
+        if opening.done():
+            opening.result()
+            console.print(_banner(config.server, listener), highlight=False, soft_wrap=True)
+            await _first_of(supervising, serving, stop.first)
+        if stop.first.done():
+            await _drain(config.server, engine, (supervising, serving, stop.second), console)
+    finally:
+        opening.cancel()
+        server.should_exit = True
+        await serving
+        supervising.cancel()  # unless it is done: then it says why
+        await asyncio.wait((supervising,))
+    if not supervising.cancelled():
+        supervising.result()
+
+
+async def _open(
+    entrance: Entrance, config: Config, engine: EngineClient, supervisor: Supervisor
+) -> None:
+    """Let requests in once there is a model for them."""
+    text = await asyncio.to_thread(TextBundle.load, Path(config.model.model))
+    ready = await supervisor.loaded
+    entrance.app = create_app(
+        engine, text, config.server, _model_info(config, ready), config.limits
+    )
+
+
+async def _drain(
+    config: ServerConfig,
+    engine: EngineClient,
+    ends: tuple[asyncio.Future[None], ...],
+    console: Console,
+) -> None:
+    """Take nothing new and let what runs finish, unless one of `ends` comes first."""
+    engine.drain()
+    if engine.num_open and config.drain_timeout:
+        console.print(
+            f"Finishing {engine.num_open} sequences, for {config.drain_timeout} s at most "
+            "(another signal stops at once)."
         )
-        with console.status(f"loading {config.server.served_name}") as status:
-            await engine.start(on_loading=status.update)
-            watcher = asyncio.create_task(process.watch(engine))
-            text = TextBundle.load(Path(config.model.model))
-            ready = asyncio.create_task(engine.ready())
-            await asyncio.wait((ready, stop), return_when=asyncio.FIRST_COMPLETED)
-        try:
-            if ready.done():
-                app = create_app(engine, text, config.server, _model_info(config, ready.result()))
-                console.print(_banner(config.server, listener), highlight=False, soft_wrap=True)
-                await _run_until(stop, Server(app, engine), listener)
-        finally:
-            watcher.cancel()
-            await engine.close()
+    drained = asyncio.create_task(engine.drained())
+    await _first_of(drained, *ends, timeout=config.drain_timeout)
+    drained.cancel()
+
+
+async def _first_of(*works: asyncio.Future[None], timeout: float | None = None) -> None:
+    await asyncio.wait(works, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _model_info(config: Config, ready: Ready) -> ModelInfo:
@@ -140,27 +156,11 @@ def _model_info(config: Config, ready: Ready) -> ModelInfo:
     )
 
 
-async def _run_until(
-    stop: asyncio.Task[Literal[True]], server: Server, listener: socket.socket
-) -> None:
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    await asyncio.wait((serving, stop), return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True
-    await serving
-
-
-def _stop_signal() -> asyncio.Task[Literal[True]]:
-    """Done at the first SIGINT or SIGTERM."""
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return asyncio.create_task(stop.wait())
-
-
 def _listen(config: ServerConfig) -> socket.socket:
-    """Before the model is loaded: a port in use is worth knowing at once."""
+    """Before a model is downloaded or loaded: a port in use is worth knowing at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # By name, since asyncio sends small pieces at once (TCP_NODELAY) only where it sees this.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
@@ -186,15 +186,3 @@ def _banner(config: ServerConfig, listener: socket.socket) -> str:
         f"Serving {config.served_name} at {url} (Ctrl-C stops it). Try:\n\n"
         f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
     )
-
-
-def describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"exited with status {code}"
-    return f"was killed by {signal.Signals(-code).name}"
-
-
-def _short_dir() -> str | None:
-    """Where a socket's path stays within the limit; None is the default temporary directory."""
-    longest = Path(tempfile.gettempdir()) / "pippin-12345678" / "out"
-    return None if len(str(longest)) <= SOCKET_PATH_MAX else "/tmp"

@@ -84,13 +84,20 @@ class LLM:
         self._router = Router(self.loop)
         self._request_ids = itertools.count()
 
-    def beside(self, *, prefix_cache: bool = True, overlap: bool = True) -> LLM:
+    def beside(
+        self, *, prefix_cache: bool = True, overlap: bool = True, forced_chunks: bool = True
+    ) -> LLM:
         """Another engine over the same loaded model, with its own requests, cache and metrics.
 
         Only one of the two may have requests at a time.
         """
         other = copy.copy(self)
-        engine = replace(self.config.engine, prefix_cache=prefix_cache, overlap=overlap)
+        engine = replace(
+            self.config.engine,
+            prefix_cache=prefix_cache,
+            overlap=overlap,
+            forced_chunks=forced_chunks,
+        )
         other.config = replace(self.config, engine=engine)
         other.loop = build_loop(other.config, lambda _: None, backend=self.loop.backend)
         other._router = Router(other.loop)

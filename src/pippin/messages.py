@@ -42,6 +42,12 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     pass
 
 
+class Started(msgspec.Struct, tag="started", frozen=True):
+    """The engine is about to compute something of these requests for the first time."""
+
+    ids: list[str]
+
+
 class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one request; `finish` set makes it the request's one terminal message."""
 
@@ -50,10 +56,12 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first delta; [0] is position 1
     cached_tokens: int | None = None  # with the first delta: prompt tokens not computed
+    queued_s: float | None = None  # with the first delta: how long it waited to be started
     finish: FinishReason | None = None
     error: str | None = None
     error_code: str | None = None
     error_status: int = 500
+    error_param: str | None = None
 
 
 class TokenBatch(msgspec.Struct, tag="tokens", frozen=True):
@@ -68,9 +76,9 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class Alive(msgspec.Struct, tag="alive", frozen=True):
-    """A sign of life; after one with `stepping` the next may take as long as a step does."""
+    """A sign of life, from a thread of its own."""
 
-    stepping: bool
+    turn_seconds: float  # since the loop began its present turn: a step, or nothing to do
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):
@@ -94,4 +102,4 @@ class Answer(msgspec.Struct, tag="answer", frozen=True):
 
 
 ToEngine = Submit | Abort | Finish | FlushCache | GetStatus | Shutdown
-FromEngine = TokenBatch | Alive | Ready | Loading | Failed | Answer
+FromEngine = Started | TokenBatch | Alive | Ready | Loading | Failed | Answer

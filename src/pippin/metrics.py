@@ -98,6 +98,7 @@ class EngineMetrics:
     cached_tokens: int = 0
     computed_tokens: int = 0  # prompt tokens run through the model
     generated_tokens: int = 0
+    forced_tokens: int = 0  # of these, known from a grammar before they were drawn
     ghost_rows: int = 0
     requests_finished: int = 0
     requests_aborted: int = 0
@@ -146,6 +147,7 @@ class EngineMetrics:
             "cached_tokens": self.cached_tokens,
             "computed_tokens": self.computed_tokens,
             "generated_tokens": self.generated_tokens,
+            "forced_tokens": self.forced_tokens,
             "ghost_rows": self.ghost_rows,
             "requests_finished": self.requests_finished,
             "requests_aborted": self.requests_aborted,

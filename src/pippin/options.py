@@ -10,10 +10,11 @@ import ast
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 import textwrap
-from collections.abc import Callable
-from typing import Annotated, Any, get_type_hints
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 from cyclopts import Group, Parameter
 
@@ -54,6 +55,7 @@ def takes_config(
         def with_config(*args: Any, **kwargs: Any) -> None:
             if args:
                 kwargs[POSITIONAL] = args[0]
+            _check_environment(option.name for option in options)
             parts = {
                 section: {f: kwargs.pop(f) for f in fields if f in kwargs}
                 for section, fields in names.items()
@@ -68,12 +70,27 @@ def takes_config(
     return decorate
 
 
+def _check_environment(names: Iterable[str]) -> None:
+    """A variable that is set and empty says nothing; of a key it would say "none is needed"."""
+    for variable in map(_variable, names):
+        if os.environ.get(variable) == "":
+            _fail(f"{variable} is set and empty: give it a value, or unset it")
+
+
+def _variable(name: str) -> str:
+    return f"PIPPIN_{name.upper()}"
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"pippin: {message}", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
 def _build(parts: dict[str, dict[str, Any]]) -> Config:
     try:
         return Config(**{name: _section(name)(**values) for name, values in parts.items()})
     except ValueError as error:  # a section names the field and the number
-        print(f"pippin: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _fail(str(error))
 
 
 def _section(name: str) -> type:
@@ -93,9 +110,9 @@ def _section_options(name: str) -> list[inspect.Parameter]:
         parameter = Parameter(
             help=texts[field.name],
             group=Group.create_default_arguments() if positional else group,
-            env_var=f"PIPPIN_{field.name.upper()}",
+            env_var=_variable(field.name),
             show_env_var=False,
-            show_default=field.default is not None,
+            show_default=field.default not in (None, ()),
             negative=None if field.default is True else "",
         )
         options.append(

@@ -8,12 +8,15 @@ Parameters have been checked by whoever calls. Knows no HTTP, no JSON and no eng
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from pippin.errors import ContextOverflow, PippinError, error_of
 from pippin.messages import Submit, TokenDelta
 from pippin.text.detokenizer import Detokenizer, TokenSpan
+from pippin.text.parsers.base import PlainText, ReplyParser
+from pippin.text.pieces import Content, TextPiece, content_of, joined
 from pippin.text.prompt import Prompt
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import SamplingParams, TokenLogprobs
@@ -33,12 +36,17 @@ class SequencePiece:
     """The next part of one sequence. The last one says how it finished."""
 
     index: int
-    text: str  # that may now be shown
+    pieces: list[TextPiece]  # that may now be shown
     shown: list[ShownToken]  # those whose text is now complete; empty unless logprobs are wanted
     tokens: list[int]  # as they were generated: a stop token, which is not shown, is among them
     logprobs: list[TokenLogprobs]  # of `tokens`, if they were asked for
     finish: Literal["stop", "length"] | None = None
     is_first: bool = False
+
+    @property
+    def text(self) -> str:
+        """The content in it."""
+        return content_of(self.pieces)
 
 
 def room_for_reply(prompt: Prompt, max_len: int, *, param: str) -> int:
@@ -46,9 +54,18 @@ def room_for_reply(prompt: Prompt, max_len: int, *, param: str) -> int:
     prompt_len = len(prompt.tokens)
     if prompt_len < max_len:
         return max_len - prompt_len
-    with_reply = " with the reply" if prompt_len == max_len else ""
-    raise ContextOverflow(
-        f"prompt is {prompt_len:,} tokens, the model holds {max_len:,}{with_reply}", param=param
+    raise context_overflow(max_len, prompt_len=prompt_len, reply_len=1, param=param)
+
+
+def context_overflow(
+    max_len: int, *, prompt_len: int, reply_len: int, param: str
+) -> ContextOverflow:
+    """In the words of OpenAI: agents and proxies know by them that a chat must be shortened."""
+    return ContextOverflow(
+        f"This model's maximum context length is {max_len} tokens. However, you requested "
+        f"{prompt_len + reply_len} tokens ({prompt_len} in the prompt, {reply_len} in the "
+        "completion). Please reduce the length of the prompt or of the completion.",
+        param=param,
     )
 
 
@@ -60,9 +77,11 @@ def open_sequences(
     *,
     first_index: int = 0,
     priority: int = 0,
+    new_parser: Callable[[], ReplyParser] = PlainText,
 ) -> list[GeneratedSequence]:
     """`params.n` sequences of one prompt, numbered from `first_index`; their replies must fit.
 
+    `new_parser` makes a parser for each: `ReplyFormats.parser`, to find reasoning and tool calls.
     With `max_tokens` 0 the prompt alone is wanted: a token is generated, but it is not shown.
     """
     eos_ids = () if params.ignore_eos else tokenizer.eos_ids
@@ -79,7 +98,11 @@ def open_sequences(
             priority=priority,
         )
         hides_reply = params.max_tokens == 0
-        sequences.append(GeneratedSequence(index, prompt, submit, tokenizer, hides_reply))
+        sequences.append(
+            GeneratedSequence(
+                index, prompt, submit, tokenizer, parser=new_parser(), hides_reply=hides_reply
+            )
+        )
     return sequences
 
 
@@ -98,6 +121,8 @@ class GeneratedSequence:
         prompt: Prompt,
         submit: Submit,
         tokenizer: Tokenizer,
+        *,
+        parser: ReplyParser,
         hides_reply: bool = False,
     ) -> None:
         params = submit.params
@@ -105,11 +130,15 @@ class GeneratedSequence:
         self.prompt = prompt
         self.submit = submit
         self.cached_tokens = 0
+        self.queued_s: float | None = None
+        self.finish: Literal["stop", "length"] | None = None  # None: it goes on, or was cut off
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self._hides_reply = hides_reply
         self._wants_logprobs = params.logprobs is not None
         self._stop_ids = frozenset(submit.stop_ids)
-        self._detokenizer = Detokenizer(tokenizer, params.stop, min_tokens=params.min_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, params.stop, parser=parser, min_tokens=params.min_tokens
+        )
         self._logprobs: dict[int, TokenLogprobs] = {}  # by token index, until shown
         self._num_arrived = 0
         self._num_unseen = 0  # stop tokens: generated, not shown
@@ -127,55 +156,61 @@ class GeneratedSequence:
         is_first, self._began = not self._began, True
         if is_first:
             self.cached_tokens = delta.cached_tokens or 0
+            self.queued_s = delta.queued_s
             self.prompt_logprobs = delta.prompt_logprobs
-        text, shown = self._echo() if is_first else ("", [])
+        pieces, shown = self._echo() if is_first else ([], [])
         if self._hides_reply:
             finish: Literal["length"] | None = "length" if delta.finish else None
-            return SequencePiece(self.index, text, shown, [], [], finish, is_first)
+            self.finish = finish
+            return SequencePiece(self.index, pieces, shown, [], [], finish, is_first)
         num_before = self.num_tokens
         reply, spans = self._decode(delta)
         num_new = self.num_tokens - num_before  # less than came, if a stop string cut them off
+        self.finish = "stop" if self._detokenizer.stopped else delta.finish
         if self._wants_logprobs:
             shown += [self._shown(span) for span in spans]
         return SequencePiece(
             self.index,
-            text + reply,
+            joined([*pieces, *reply]),
             shown,
             delta.tokens[:num_new],
             (delta.logprobs or [])[:num_new],
-            "stop" if self._detokenizer.stopped else delta.finish,
+            self.finish,
             is_first,
         )
 
-    def _decode(self, delta: TokenDelta) -> tuple[str, list[TokenSpan]]:
+    def _decode(self, delta: TokenDelta) -> tuple[list[TextPiece], list[TokenSpan]]:
         tokens = delta.tokens
         for i, logprobs in enumerate(delta.logprobs or ()):
             self._logprobs[self._num_arrived + i] = logprobs
         self._num_arrived += len(tokens)
         hides_last = delta.finish == "stop" and bool(tokens) and tokens[-1] in self._stop_ids
-        piece = self._detokenizer.feed(tokens[:-1] if hides_last else tokens)
+        decoded = self._detokenizer.feed(tokens[:-1] if hides_last else tokens)
         if delta.finish is None or self._detokenizer.stopped:
-            return piece.text, piece.spans
+            return decoded.pieces, decoded.spans
         self._num_unseen = int(hides_last)
         rest = self._detokenizer.close()
-        return piece.text + rest.text, piece.spans + rest.spans
+        return decoded.pieces + rest.pieces, decoded.spans + rest.spans
 
     def _shown(self, span: TokenSpan) -> ShownToken:
         base = len(self.prompt.echo.text) if self.prompt.echo else 0
         return ShownToken(span.id, base + span.start, self._logprobs.pop(span.index, None))
 
-    def _echo(self) -> tuple[str, list[ShownToken]]:
+    def _echo(self) -> tuple[list[TextPiece], list[ShownToken]]:
         echo = self.prompt.echo
         if echo is None:
-            return "", []
+            return [], []
+        text: list[TextPiece] = [Content(echo.text)]
         if not self._wants_logprobs:
-            return echo.text, []
+            return text, []
         logprobs = [None, *(self.prompt_logprobs or ())]
         rows = zip(self.prompt.tokens, echo.offsets, logprobs, strict=True)
-        return echo.text, [ShownToken(id, offset, known) for id, offset, known in rows]
+        return text, [ShownToken(id, offset, known) for id, offset, known in rows]
 
 
 def _error_of(delta: TokenDelta) -> PippinError:
     if delta.finish == "abort":
         return error_of(delta.error or "the engine aborted the request", "aborted", 503)
-    return error_of(delta.error or "the request failed", delta.error_code, delta.error_status)
+    error = error_of(delta.error or "the request failed", delta.error_code, delta.error_status)
+    error.param = delta.error_param
+    return error

@@ -7,7 +7,6 @@ reply and keeps what was said; /reset forgets the conversation; /exit or end of 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 
 from pippin import LLM, SamplingParams
-from pippin.client import ServerClient
+from pippin.client import ServerClient, api_key_of_environment
 from pippin.config import Config
 from pippin.errors import PippinError
 
@@ -131,7 +130,7 @@ def run_chat(
     with contextlib.ExitStack() as stack:
         speaker: Speaker
         if url is not None:
-            client = ServerClient(url, os.environ.get("PIPPIN_API_KEY"))
+            client = ServerClient(url, api_key_of_environment())
             speaker = ServerSpeaker(stack.enter_context(client), options)
         else:
             with Console(stderr=True).status(f"loading {config.model.model}"):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import json
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 GRID = 64  # tokens between checkpoints
 
@@ -50,6 +51,14 @@ class Payload(Protocol):
 
 
 @dataclass(frozen=True)
+class GrammarSpec:
+    """What a reply must look like, as text of one of these languages."""
+
+    kind: Literal["json_schema", "regex", "ebnf"]
+    text: str
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Validated by whoever builds it from user input."""
 
@@ -70,6 +79,20 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None  # number of alternatives beside each token; None: no logprobs
     prompt_logprobs: int | None = None
+    # What the reply must look like: at most one of these. A schema is an object, or its JSON.
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        if self.json_schema is not None:
+            schema = self.json_schema
+            text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+            return GrammarSpec("json_schema", text)
+        if self.regex is not None:
+            return GrammarSpec("regex", self.regex)
+        return None if self.ebnf is None else GrammarSpec("ebnf", self.ebnf)
 
     @property
     def greedy(self) -> bool:

@@ -16,8 +16,10 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.app import create_app
+from pippin.api.http.connection import uvicorn_config
 from pippin.api.openai import ModelInfo
-from pippin.config import ServerConfig
+from pippin.config import LimitsConfig, ServerConfig
+from pippin.errors import NotReady
 from pippin.messages import Submit, TokenDelta
 from pippin.text.bundle import TextBundle
 from pippin.types import TokenLogprobs
@@ -48,6 +50,7 @@ def say_tokens(tokens: list[int]) -> Script:
                     _logprobs(submit.tokens[1:], submit.params.prompt_logprobs) if i == 0 else None
                 ),
                 cached_tokens=3 if i == 0 else None,
+                queued_s=0.25 if i == 0 else None,
                 finish=_finish(token, i, given, submit),
             )
             for i, token in enumerate(given)
@@ -107,6 +110,10 @@ class ScriptedEngine:
     def healthy(self) -> bool:
         return self.reason is None
 
+    def check_ready(self) -> None:
+        if self.reason is not None:
+            raise NotReady(self.reason)
+
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         script = self._scripts[len(self.submits) % len(self._scripts)]
         self.submits.append(submit)
@@ -136,46 +143,68 @@ class ScriptedEngine:
 
 
 class _Switchboard:
-    """One real server for all tests (starting one takes longer than a test), one app at a time."""
+    """One real server for most tests (starting one takes longer than a test), one app at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: LimitsConfig | None = None) -> None:
         self.app: ASGIApp | None = None
-        config = uvicorn.Config(
-            self._serve, port=0, interface="asgi3", log_level="critical", lifespan="off"
+        config = uvicorn_config(
+            self._serve, limits or LimitsConfig(), port=0, interface="asgi3", lifespan="off"
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started)
-        atexit.register(self._stop)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._server.servers[0].sockets[0].getsockname()[:2]
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+        return f"http://127.0.0.1:{self.address[1]}"
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.app is not None, "a request outside of `serving`"
         await self.app(scope, receive, send)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         self._server.should_exit = True
         self._thread.join()
 
 
 @functools.cache
 def _switchboard() -> _Switchboard:
-    return _Switchboard()
+    board = _Switchboard()
+    atexit.register(board.stop)
+    return board
 
 
 @contextmanager
-def serving(engine: ScriptedEngine, *, api_key: str | None = None) -> Iterator[str]:
+def serving(
+    engine: ScriptedEngine,
+    config: ServerConfig | None = None,
+    limits: LimitsConfig | None = None,
+) -> Iterator[str]:
     """The app on a free port of this machine; yields its URL."""
     board = _switchboard()
-    board.app = create_app(engine, TEXT, ServerConfig(api_key=api_key), MODEL)
+    board.app = create_app(engine, TEXT, config or ServerConfig(), MODEL, limits or LimitsConfig())
     try:
         yield board.url
     finally:
         board.app = None
+
+
+@contextmanager
+def serving_alone(
+    engine: ScriptedEngine, limits: LimitsConfig, config: ServerConfig | None = None
+) -> Iterator[tuple[str, int]]:
+    """A server of its own, whose connections keep to `limits` too; yields its address."""
+    board = _Switchboard(limits)
+    board.app = create_app(engine, TEXT, config or ServerConfig(), MODEL, limits)
+    try:
+        yield board.address
+    finally:
+        board.stop()
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = 10.0) -> None:

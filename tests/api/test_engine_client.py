@@ -1,32 +1,23 @@
-"""The server's end of the channel, against a socket that a test holds."""
+"""Requests on engines that come and go. The engines here are lists of what was sent to them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
-from pippin.api import engine_client, pulse
-from pippin.api.engine_client import ZmqEngine
-from pippin.errors import EngineDead, LoadError, PippinError
+from pippin.api.engine_client import MAX_ENGINES, EngineClient
+from pippin.errors import DeviceFailed, EngineDead, NotReady, PippinError
 from pippin.messages import (
     Abort,
-    Alive,
     Answer,
-    Failed,
     Finish,
     FlushCache,
-    FromEngine,
     GetStatus,
-    Loading,
-    Ready,
-    Shutdown,
+    Started,
     Submit,
     ToEngine,
     TokenBatch,
@@ -34,226 +25,253 @@ from pippin.messages import (
 )
 from pippin.types import SamplingParams
 
-
-class OtherEnd:
-    """What the engine process holds: both sockets, bound."""
-
-    def __init__(self) -> None:
-        self._context = zmq.asyncio.Context()
-        self._pull = self._context.socket(zmq.PULL)
-        self._push = self._context.socket(zmq.PUSH)
-        self.addresses = tuple(
-            f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
-            for socket in (self._pull, self._push)
-        )
-
-    async def receive(self) -> ToEngine:
-        return msgspec.msgpack.decode(await self._pull.recv(), type=ToEngine)
-
-    async def send(self, message: FromEngine) -> None:
-        await self._push.send(msgspec.msgpack.encode(message))
-
-    async def send_junk(self) -> None:
-        await self._push.send(b"\xc1")
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
+LOST = "the engine process was killed by SIGKILL"
+Scenario = Callable[[EngineClient, "SentMessages"], Coroutine[Any, Any, None]]
 
 
-@asynccontextmanager
-async def connected() -> AsyncIterator[tuple[ZmqEngine, OtherEnd]]:
-    other = OtherEnd()
-    engine = ZmqEngine(*other.addresses)
-    await engine.start()
-    try:
-        yield engine, other
-    finally:
-        await engine.close()
-        other.close()
+class SentMessages(list[ToEngine]):
+    """What an engine was sent."""
+
+    def send(self, message: ToEngine) -> None:
+        self.append(message)
+
+
+def run(scenario: Scenario) -> None:
+    """With a client whose first engine is ready."""
+
+    async def work() -> None:
+        client, sent = EngineClient(), SentMessages()
+        client.engine_ready(sent)
+        await scenario(client, sent)
+
+    asyncio.run(asyncio.wait_for(work(), 30))
 
 
 def submit(id: str = "a") -> Submit:
-    return Submit(id, [1, 2], SamplingParams(logit_bias={5: 1.0}, stop=("x",)), [2], [1])
+    return Submit(id, [1, 2], SamplingParams())
 
 
-async def collect(engine: ZmqEngine, id: str) -> list[TokenDelta]:
-    return [delta async for delta in engine.generate(submit(id))]
+async def collect(client: EngineClient, id: str) -> list[TokenDelta]:
+    return [delta async for delta in client.generate(submit(id))]
+
+
+async def open_requests(client: EngineClient, *ids: str) -> list[asyncio.Task[list[TokenDelta]]]:
+    tasks = [asyncio.create_task(collect(client, id)) for id in ids]
+    await asyncio.sleep(0)  # each runs until it waits
+    return tasks
+
+
+def say(client: EngineClient, *deltas: TokenDelta) -> None:
+    client.deliver(TokenBatch(list(deltas)))
+
+
+def dead(id: str, reason: str = LOST) -> TokenDelta:
+    return TokenDelta(id, finish="error", error=reason, error_code="engine_dead", error_status=503)
 
 
 def test_deltas_reach_the_request_they_belong_to() -> None:
-    async def scenario() -> None:
-        async with connected() as (engine, other):
-            tasks = [asyncio.create_task(collect(engine, id)) for id in "ab"]
-            assert [await other.receive() for _ in "ab"] == [submit("a"), submit("b")]
-            await other.send(TokenBatch([TokenDelta("a", [1]), TokenDelta("b", [2])]))
-            await other.send(TokenBatch([TokenDelta("x", [9]), TokenDelta("b", finish="stop")]))
-            await other.send(TokenBatch([TokenDelta("a", [3], finish="length")]))
-            a, b = await asyncio.gather(*tasks)
-            assert a == [TokenDelta("a", [1]), TokenDelta("a", [3], finish="length")]
-            assert b == [TokenDelta("b", [2]), TokenDelta("b", finish="stop")]
-            await engine_sent_nothing_but_shutdown(engine, other)
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        tasks = await open_requests(client, "a", "b")
+        say(client, TokenDelta("a", [1]), TokenDelta("b", [2]))
+        say(client, TokenDelta("x", [9]), TokenDelta("b", finish="stop"))
+        say(client, TokenDelta("a", [3], finish="length"))
+        a, b = await asyncio.gather(*tasks)
+        assert a == [TokenDelta("a", [1]), TokenDelta("a", [3], finish="length")]
+        assert b == [TokenDelta("b", [2]), TokenDelta("b", finish="stop")]
+        client.abort("a")  # over: nothing to say
+        assert sent == [submit("a"), submit("b")]
 
-    asyncio.run(scenario())
-
-
-async def engine_sent_nothing_but_shutdown(engine: ZmqEngine, other: OtherEnd) -> None:
-    engine.abort("a")  # over: nothing to say
-    engine._send(Shutdown())
-    assert await other.receive() == Shutdown()
+    run(scenario)
 
 
 def test_closing_a_request_early_aborts_it() -> None:
-    async def scenario() -> None:
-        async with connected() as (engine, other):
-            async with aclosing(engine.generate(submit())) as deltas:
-                task = asyncio.create_task(anext(deltas))
-                assert await other.receive() == submit()
-                await other.send(TokenBatch([TokenDelta("a", [1])]))
-                await task
-            assert await other.receive() == Abort("a")
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        async with aclosing(client.generate(submit())) as deltas:
+            first = asyncio.create_task(anext(deltas))
+            await asyncio.sleep(0)
+            say(client, TokenDelta("a", [1]))
+            await first
+        assert sent == [submit(), Abort("a")]
 
-    asyncio.run(scenario())
+    run(scenario)
 
 
 def test_a_request_finished_here_is_not_aborted() -> None:
-    async def scenario() -> None:
-        async with connected() as (engine, other):
-            async with aclosing(engine.generate(submit())) as deltas:
-                task = asyncio.create_task(anext(deltas))
-                await other.receive()
-                await other.send(TokenBatch([TokenDelta("a", [1])]))
-                await task
-                engine.finish("a")
-            assert await other.receive() == Finish("a")
-            await engine_sent_nothing_but_shutdown(engine, other)
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        async with aclosing(client.generate(submit())) as deltas:
+            first = asyncio.create_task(anext(deltas))
+            await asyncio.sleep(0)
+            say(client, TokenDelta("a", [1]))
+            await first
+            client.finish("a")
+        assert sent == [submit(), Finish("a")]
 
-    asyncio.run(scenario())
+    run(scenario)
 
 
 def test_status_and_flush_are_answered() -> None:
-    async def scenario() -> None:
-        async with connected() as (engine, other):
-            tasks = [
-                asyncio.create_task(engine.status()),
-                asyncio.create_task(engine.flush_cache()),
-            ]
-            status, flush = await other.receive(), await other.receive()
-            assert isinstance(status, GetStatus)
-            assert isinstance(flush, FlushCache)
-            await other.send(Answer(flush.id, {"freed": 1}))
-            await other.send(Answer(status.id, {"running": 2}))
-            assert await asyncio.gather(*tasks) == [{"running": 2}, {"freed": 1}]
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        tasks = [asyncio.create_task(ask()) for ask in (client.status, client.flush_cache)]
+        await asyncio.sleep(0)
+        status, flush = sent
+        assert isinstance(status, GetStatus)
+        assert isinstance(flush, FlushCache)
+        client.deliver(Answer(flush.id, {"freed": 1}))
+        client.deliver(Answer(status.id, {"running": 2}))
+        assert await asyncio.gather(*tasks) == [{"running": 2}, {"freed": 1}]
 
-    asyncio.run(scenario())
+    run(scenario)
 
 
 def test_a_question_that_could_not_be_answered_is_an_error() -> None:
-    async def scenario() -> None:
-        async with connected() as (engine, other):
-            asking = asyncio.create_task(engine.status())
-            question = await other.receive()
-            assert isinstance(question, GetStatus)
-            await other.send(Answer(question.id, {}, error="the tree is broken"))
-            with pytest.raises(PippinError, match="the tree is broken"):
-                await asking
-            assert engine.healthy
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        asking = asyncio.create_task(client.status())
+        await asyncio.sleep(0)
+        question = sent[0]
+        assert isinstance(question, GetStatus)
+        client.deliver(Answer(question.id, {}, error="the tree is broken"))
+        with pytest.raises(PippinError, match="the tree is broken"):
+            await asking
+        assert client.healthy
 
-    asyncio.run(scenario())
-
-
-def test_when_the_engine_dies_everything_ends_with_its_reason() -> None:
-    async def scenario() -> None:
-        async with connected() as (engine, other):
-            running = asyncio.create_task(collect(engine, "a"))
-            asking = asyncio.create_task(engine.status())
-            await other.receive()
-            engine.engine_died("killed by signal 9")
-            assert not engine.healthy
-            assert engine.reason == "killed by signal 9"
-            for deltas in (await running, await collect(engine, "b")):
-                [delta] = deltas
-                assert (delta.finish, delta.error) == ("error", "killed by signal 9")
-                assert (delta.error_code, delta.error_status) == ("engine_dead", 503)
-            for call in (asking, engine.flush_cache()):
-                with pytest.raises(EngineDead, match="signal 9"):
-                    await call
-
-    asyncio.run(scenario())
+    run(scenario)
 
 
-def test_an_engine_that_hangs_fails_its_requests_and_is_healthy_once_it_is_heard_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine_client, "TICK_SECONDS", 0.01)
-    monkeypatch.setattr(pulse, "IDLE_LIMIT_SECONDS", 0.05)
+def test_what_an_engine_had_begun_ends_when_it_is_lost() -> None:
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        started, speaking = await open_requests(client, "a", "b")
+        asking = asyncio.create_task(client.status())
+        await asyncio.sleep(0)
+        client.deliver(Started(["a"]))
+        say(client, TokenDelta("b", [1]))
+        client.engine_lost(LOST)
+        assert await started == [dead("a")]
+        assert await speaking == [TokenDelta("b", [1]), dead("b")]
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            await asking
+        assert not client.healthy
+        assert client.reason == f"{LOST}; another is being started"
 
-    async def scenario() -> None:
-        async with connected() as (engine, other):
-            running = asyncio.create_task(collect(engine, "a"))
-            asking = asyncio.create_task(engine.status())
-            assert [type(await other.receive()) for _ in range(2)] == [Submit, GetStatus]
-            await other.send(Alive(stepping=False))
-            [delta] = await running
-            assert (delta.finish, delta.error_code, delta.error_status) == (
-                "error",
-                "engine_dead",
-                503,
-            )
-            assert delta.error is not None
-            assert "no sign of life" in delta.error
-            with pytest.raises(EngineDead, match="no sign of life"):
-                await asking
-            assert not engine.healthy
-            assert await other.receive() == Abort("a")
-            [refused] = await collect(engine, "b")
-            assert refused.error_status == 503
-            await other.send(Alive(stepping=True))  # a step may take longer than this test
-            while not engine.healthy:
-                await asyncio.sleep(0.01)
-            again = asyncio.create_task(collect(engine, "c"))
-            assert await other.receive() == submit("c")
-            await other.send(TokenBatch([TokenDelta("c", [1], finish="stop")]))
-            assert await again == [TokenDelta("c", [1], finish="stop")]
-
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    run(scenario)
 
 
-def test_a_message_that_makes_no_sense_is_the_end() -> None:
-    async def scenario() -> None:
-        async with connected() as (engine, other):
-            running = asyncio.create_task(collect(engine, "a"))
-            await other.receive()
-            await other.send_junk()
-            [delta] = await running
-            assert delta.finish == "error"
-            assert not engine.healthy
+def test_what_no_engine_had_begun_goes_to_the_next_in_its_order() -> None:
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        begun, left, *waiting = await open_requests(client, "a", "b", "c", "d")
+        client.deliver(Started(["a"]))
+        client.engine_lost(LOST)
+        assert await begun == [dead("a")]
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        second = SentMessages()
+        client.engine_ready(second)
+        assert client.healthy
+        assert second == [submit("c"), submit("d")]
+        for id in "cd":
+            say(client, TokenDelta(id, [7], finish="length"))
+        assert await asyncio.gather(*waiting) == [
+            [TokenDelta(id, [7], finish="length")] for id in "cd"
+        ]
+        assert sent == [submit(id) for id in "abcd"], "nothing was said to an engine that is gone"
 
-    asyncio.run(scenario())
-
-
-def test_loading_is_reported_and_ready_describes_the_model() -> None:
-    async def scenario() -> None:
-        other = OtherEnd()
-        engine, stages = ZmqEngine(*other.addresses), list[Any]()
-        await engine.start(on_loading=stages.append)
-        ready = Ready(8192, 4096)
-        await other.send(Loading("weights"))
-        await other.send(ready)
-        assert await engine.ready() == ready
-        assert stages == ["weights"]
-        await engine.close()
-        assert await other.receive() == Shutdown()
-        other.close()
-
-    asyncio.run(scenario())
+    run(scenario)
 
 
-def test_an_engine_that_cannot_start_says_why() -> None:
-    async def scenario() -> None:
-        async with connected() as (engine, other):
-            await other.send(Failed("no such layout"))
-            with pytest.raises(LoadError, match="no such layout"):
-                await engine.ready()
-            assert not engine.healthy
+def test_a_reply_that_is_whole_when_its_engine_is_lost_stays_whole() -> None:
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        [task] = await open_requests(client, "a")
+        say(client, TokenDelta("a", [1], finish="stop"))
+        client.engine_lost(LOST)
+        assert await task == [TokenDelta("a", [1], finish="stop")]
+        second = SentMessages()
+        client.engine_ready(second)
+        assert second == []
 
-    asyncio.run(scenario())
+    run(scenario)
+
+
+def test_a_request_that_engines_die_of_before_they_begin_is_given_up() -> None:
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        [task] = await open_requests(client, "a")
+        for _ in range(MAX_ENGINES - 1):
+            client.engine_lost(LOST)
+            assert client.num_open == 1
+            client.engine_ready(sent)
+        client.engine_lost(LOST)
+        assert await task == [dead("a")]
+        assert sent == [submit()] * MAX_ENGINES
+
+    run(scenario)
+
+
+def test_an_engine_that_gives_up_for_all_does_not_end_what_it_had_not_begun() -> None:
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        begun, waiting = await open_requests(client, "a", "b")
+        client.deliver(Started(["a"]))
+        failed = [
+            TokenDelta(id, finish="error", error_code=DeviceFailed.code, error_status=503)
+            for id in "ab"
+        ]
+        say(client, *failed)
+        assert await begun == failed[:1]
+        client.engine_lost("the engine stopped: the device failed 3 steps in a row")
+        client.engine_ready(SentMessages())
+        say(client, TokenDelta("b", [1], finish="stop"))
+        assert await waiting == [TokenDelta("b", [1], finish="stop")]
+
+    run(scenario)
+
+
+def test_nothing_is_taken_while_there_is_no_engine() -> None:
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        client.engine_lost(LOST)
+        for refused in (collect(client, "a"), client.status(), client.flush_cache()):
+            with pytest.raises(NotReady, match="SIGKILL; another is being started"):
+                await refused
+        assert client.num_open == 0
+
+    run(scenario)
+    with pytest.raises(NotReady, match="being loaded"):
+        asyncio.run(collect(EngineClient(), "a"))
+
+
+def test_draining_takes_nothing_new_and_waits_for_what_there_is() -> None:
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        first, last = await open_requests(client, "a", "b")
+        client.drain()
+        assert client.healthy
+        with pytest.raises(NotReady, match="shutting down"):
+            await collect(client, "c")
+        drained = asyncio.create_task(client.drained())
+        say(client, TokenDelta("a", [1], finish="stop"))
+        assert [delta.tokens for delta in await first] == [[1]]
+        say(client, TokenDelta("b", [1]))
+        await asyncio.sleep(0)
+        assert not drained.done()
+        say(client, TokenDelta("b", [2], finish="stop"))
+        assert [delta.tokens for delta in await last] == [[1], [2]]
+        await drained
+
+    run(scenario)
+
+
+def test_an_engine_that_is_lost_while_draining_ends_everything() -> None:
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        [waiting] = await open_requests(client, "a")
+        client.drain()
+        client.engine_lost(LOST)
+        assert await waiting == [dead("a")]
+        await client.drained()
+
+    run(scenario)
+
+
+def test_closing_ends_everything() -> None:
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        [waiting] = await open_requests(client, "a")
+        client.close()
+        assert await waiting == [dead("a", "the server is shutting down")]
+        with pytest.raises(NotReady, match="shutting down"):
+            await collect(client, "b")
+
+    run(scenario)

@@ -16,23 +16,25 @@ from pippin.api.fields import (
     COMPLETION_HONOURED,
     COMPLETION_REFUSED,
 )
-from pippin.api.http_errors import ModelNotFound
+from pippin.api.http.errors import ModelNotFound
 from pippin.api.openai import parse_chat, parse_completion
 from pippin.api.prepare import Job, prepare_chat, prepare_completion
+from pippin.config import LimitsConfig
 from pippin.errors import ContextOverflow, PippinError, RequestError, UnsupportedField
 from pippin.text.bundle import TextBundle
 
+LIMITS = LimitsConfig()
 USER = {"role": "user", "content": "Hi."}
 
 
 def chat(**fields: Any) -> Job:
     body = {"model": "stories", "messages": [USER]} | fields
-    return prepare_chat(parse_chat(body, MODEL, TEXT.defaults), TEXT, MODEL)
+    return prepare_chat(parse_chat(body, MODEL, TEXT.defaults, LIMITS), TEXT, MODEL)
 
 
 def complete(**fields: Any) -> Job:
     body = {"model": "stories", "prompt": "Hi."} | fields
-    return prepare_completion(parse_completion(body, MODEL, TEXT.defaults), TEXT, MODEL)
+    return prepare_completion(parse_completion(body, MODEL, TEXT.defaults, LIMITS), TEXT, MODEL)
 
 
 def prompt_of(*messages: dict[str, Any], **fields: Any) -> str:
@@ -81,6 +83,28 @@ def test_null_counts_as_left_out() -> None:
     assert chat(**dict.fromkeys(NEUTRAL_NULLS)).sequences[0].submit.params == (
         chat().sequences[0].submit.params
     )
+
+
+def test_an_unknown_field_that_is_null_asks_for_nothing() -> None:
+    chat(extra=None, messages=[USER | {"extra": None}])
+
+
+def test_where_to_cache_may_be_said_but_changes_nothing() -> None:
+    hint = {"cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": "Hi."}
+    plain = prompt_of({"role": "user", "content": [part]})
+    assert prompt_of({"role": "user", "content": [part | hint]}) == plain
+    assert prompt_of({"role": "user", "content": [part]} | hint) == plain
+    name = "messages[0].content[0].cache_control"
+    wrong = [{"role": "user", "content": [part | {"cache_control": "always"}]}]
+    refuse(chat, RequestError, name, "must be a JSON object", messages=wrong)
+
+
+def test_an_overflow_is_worded_so_that_agents_and_proxies_know_it() -> None:
+    """What LiteLLM looks for in lower case, and others with the number."""
+    with pytest.raises(ContextOverflow) as info:
+        complete(prompt=[5] * 9000)
+    assert "this model's maximum context length is 8192 tokens" in info.value.message.lower()
 
 
 @pytest.mark.parametrize(
@@ -162,10 +186,10 @@ def test_only_the_served_model_is_found() -> None:
 
 def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers() -> None:
     long = [5] * 9102
-    match = "prompt is 9,102 tokens, the model holds 8,192"
+    match = r"maximum context length is 8192 tokens.*9102 in the prompt"
     refuse(complete, ContextOverflow, "prompt", match, prompt=long)
-    refuse(complete, ContextOverflow, "prompt", "8,192", prompt=long[:8192])
-    match = "prompt is 8,000 tokens and max_tokens 500: together 8,500, the model holds 8,192"
+    refuse(complete, ContextOverflow, "prompt", "8193 tokens", prompt=long[:8192])
+    match = r"context length is 8192 tokens.* 8500 tokens .8000 in the prompt, 500 in the"
     refuse(complete, ContextOverflow, "max_tokens", match, prompt=long[:8000], max_tokens=500)
     assert complete(prompt=long[:8000]).sequences[0].submit.params.max_tokens == 192
 
@@ -242,6 +266,6 @@ def test_template_variables_reach_the_template_but_cannot_replace_its_inputs() -
 
 def test_a_model_without_a_template_does_not_chat() -> None:
     text = TextBundle(TEXT.tokenizer, None, TEXT.defaults)
-    request = parse_chat({"model": "stories", "messages": [USER]}, MODEL, TEXT.defaults)
+    request = parse_chat({"model": "stories", "messages": [USER]}, MODEL, TEXT.defaults, LIMITS)
     with pytest.raises(RequestError, match="/v1/completions"):
         prepare_chat(request, text, MODEL)

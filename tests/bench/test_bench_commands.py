@@ -154,6 +154,8 @@ def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["growth", "--only", "depth"], "no part 'depth'"),
         (["overlap", "--no-overlap"], "leave --no-overlap away"),
         (["prefix", "--no-prefix-cache"], "leave --no-prefix-cache away"),
+        (["grammar", "--no-forced-chunks"], "leave the option away"),
+        (["grammar", "--backend", "fake", "--streams", "1"], "streams must be at least 2, got 1"),
         (["overlap", "--backend", "fake", "--pairs", "0"], "pairs must be at least 1, got 0"),
         (["churn", "--clients", "3", "--rate", "1"], "not both"),
         (["churn", "--url", "http://x", "--memory", "0.5"], "leave the engine's options away"),

@@ -70,6 +70,16 @@ def test_loads_and_interference_of_a_running_server(monkeypatch: pytest.MonkeyPa
     assert all(f"{load['tokens_per_second']:,.0f}<" in svg for load in report.data["loads"])
 
 
+def test_requests_that_a_server_refuses_are_counted_and_the_others_measured() -> None:
+    loads = [Load("concurrency", 16, 24, 40, 30)]
+    narrow = ("--max-running", "1", "--max-queue", "4")
+    with servers.pippin_server(str(BUNDLED_PATH), (*TOY, *narrow)) as target:
+        [outcome] = measure_server(target.url, loads).data["loads"]
+    assert outcome["errors"]
+    assert "503" in outcome["errors"][0]
+    assert outcome["ttft"]["count"] == 24 - len(outcome["errors"]) > 0
+
+
 def test_the_prefix_benchmark_sees_the_cache_work() -> None:
     report = prefix(TOY_CONFIG, BUNDLED_PATH, only=["repeat", "chat"], rounds=1)
     again, *turns = report.data["pairs"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +34,7 @@ class RecordingBackend(FakeBackend):
 class RecordingPending(FakePending):
     events: list[str] = field(default_factory=list)
 
-    def sample(self, masks: Mapping[int, np.ndarray]) -> None:
+    def sample(self, masks: np.ndarray) -> None:
         self.events.append(f"sample {self.plan.step}")
         super().sample(masks)
 
@@ -66,9 +65,9 @@ def test_the_next_forward_is_launched_before_the_last_token_is_known() -> None:
     client.submit(make_prompt(5), grammar=grammar, max_tokens=3)
     client.step(3)
     assert events == [
-        *["launch 0", "allowed", "sample 0"],
-        *["launch 1", "wait 0", "advance", "allowed", "sample 1"],
-        *["launch 2", "wait 1", "advance", "allowed", "sample 2"],
+        *["launch 0", "mask", "sample 0"],
+        *["launch 1", "wait 0", "advance", "mask", "sample 1"],
+        *["launch 2", "wait 1", "advance", "mask", "sample 2"],
     ]
 
 
@@ -128,7 +127,7 @@ def test_a_ghost_does_not_move_its_grammar() -> None:
 @both_modes
 def test_a_grammar_that_raises_fails_its_step_and_not_the_loop(overlap: bool) -> None:
     class Broken(ToyGrammar):
-        def allowed(self) -> np.ndarray:
+        def fill_mask(self, mask: np.ndarray) -> None:
             raise ValueError("no token is allowed")
 
     client, _ = make_recording_client(overlap)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import lzma
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from bundled import BUNDLED_PATH
 from pippin.errors import LoadError, RequestError
+from pippin.text import template_sandbox
 from pippin.text.bundle import TextBundle
 from pippin.text.chat_template import ChatTemplate
-
-TESTS = Path(__file__).parents[1]
-QWEN = TESTS / "fixtures/qwen3.5"
+from qwen35 import FIXTURE, load_qwen35, unpack
 
 SYSTEM = {"role": "system", "content": "You tell stories. <b>&amp;</b>"}
 USER = {"role": "user", "content": "  Tell me about a 😀 dog.  "}
@@ -42,12 +40,19 @@ CHATS = [
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "bundled":
         return BUNDLED_PATH
-    path = tmp_path_factory.mktemp("qwen")
-    (path / "tokenizer.json").write_bytes(
-        lzma.decompress((QWEN / "tokenizer.json.xz").read_bytes())
-    )
-    (path / "chat_template.jinja").write_text((QWEN / "chat_template.jinja").read_text())
-    return path
+    return unpack(tmp_path_factory.mktemp("qwen"))
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "Ümlaut <b>",
+            "parameters": {"type": "object", "properties": {"é": {"type": "array"}}},
+        },
+    }
+]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +84,17 @@ def test_tokens_equal_those_of_transformers(
 
 
 @pytest.mark.parametrize("chat", CHATS)
+def test_tools_are_rendered_as_transformers_does(
+    text: TextBundle, reference: Any, chat: list[dict[str, Any]]
+) -> None:
+    assert text.chat is not None
+    theirs = reference.apply_chat_template(
+        chat, tools=TOOLS, add_generation_prompt=True, tokenize=False
+    )
+    assert text.chat.render(chat, tools=TOOLS) == theirs
+
+
+@pytest.mark.parametrize("chat", CHATS)
 def test_each_turn_ends_at_a_boundary(text: TextBundle, chat: list[dict[str, Any]]) -> None:
     assert text.chat is not None
     rendered = text.chat.encode(text.tokenizer, chat)
@@ -102,7 +118,7 @@ def test_long_chats_have_a_bounded_number_of_boundaries(text: TextBundle) -> Non
 
 
 def test_a_template_that_refuses_the_messages_says_so() -> None:
-    template = ChatTemplate((QWEN / "chat_template.jinja").read_text())
+    template = ChatTemplate((FIXTURE / "chat_template.jinja").read_text())
     with pytest.raises(RequestError, match="No user query found"):
         template.render([SYSTEM])
     with pytest.raises(RequestError, match="Unexpected message role"):
@@ -119,6 +135,59 @@ def test_a_template_cannot_reach_into_python() -> None:
     template = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(RequestError, match="unsafe"):
         template.render([USER])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(50) }}",
+    ],
+)
+def test_a_template_that_goes_on_and_on_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_CPU_SECONDS", 0.05)
+    with pytest.raises(RequestError, match=r"ran for more than 0\.05 s"):
+        ChatTemplate(source).render([USER])
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        ("{% for i in range(9999) %}{{ messages }}{% endfor %}", "makes more than 10,000"),
+        ("{{ 'a' * 10001 }}", "repeats something"),
+        ("{{ 10001 * 'a' }}", "repeats something"),
+        ("{{ [1] * 10001 }}", "repeats something"),
+        ("{{ 9 ** 99 }}", "power"),
+        ("{{ '%99999999d' % 1 }}", "formats something"),
+        ("{{ '%*d' % (99999999, 1) }}", "formats something"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_a_template_that_makes_too_much_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, source: str, match: str
+) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_CHARS", 10_000)
+    with pytest.raises(RequestError, match=match):
+        ChatTemplate(source).render([USER])
+
+
+def test_what_honest_templates_do_with_numbers_and_loops_still_works() -> None:
+    source = (
+        "{{ '-' * 3 }}{{ 2 ** 10 }}{{ 7 % 4 }}{{ '%02d' % 5 }}"
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}"
+        "{% endfor %}{% for n in nothing %}{% endfor %}"
+    )
+    assert ChatTemplate(source).render([USER, MORE]) == "---10243051/2,2/2"
+
+
+def test_values_nested_too_deep_are_the_requests_fault() -> None:
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(RequestError, match="recursion"):
+        ChatTemplate("{{ x | tojson }}").render([USER], variables={"x": deep})
 
 
 def test_a_broken_template_is_an_error_at_load() -> None:
@@ -145,3 +214,120 @@ def test_templates_are_found_wherever_checkpoints_keep_them(tmp_path: Path) -> N
     template = ChatTemplate.load(tmp_path, {"bos_token": "<s>"})
     assert template is not None
     assert template.render([USER]) == "<s>"
+
+
+# ---- tools, calls and their results --------------------------------------------------------
+
+TWO_CALLS = {
+    "role": "assistant",
+    "content": "",
+    "reasoning_content": "Both.",
+    "tool_calls": [
+        {"id": id, "type": "function", "function": {"name": "f", "arguments": f'{{"é": [{id}]}}'}}
+        for id in ("1", "2")
+    ],
+}
+
+
+def boundaries_in_text(chat: list[dict[str, Any]], tools: Any) -> tuple[str, list[str]]:
+    """The rendered prompt, and what stands before each of its boundaries."""
+    text = load_qwen35()
+    assert text.chat is not None
+    rendered = text.chat.encode(text.tokenizer, chat, tools=tools)
+    return rendered.text, [
+        text.tokenizer._backend.decode(rendered.tokens[:end], skip_special_tokens=False)
+        for end in rendered.boundaries
+    ]
+
+
+def test_tools_end_at_a_boundary_that_every_chat_with_them_shares() -> None:
+    _, one = boundaries_in_text([SYSTEM, USER], TOOLS)
+    _, other = boundaries_in_text([SYSTEM, MORE, ASSISTANT, USER], TOOLS)
+    system_and_tools = [end for end in one if end in other][-1]
+    assert system_and_tools.endswith("<b>&amp;</b><|im_end|>\n")
+    assert "</tools>" in system_and_tools
+    _, without_system = boundaries_in_text([USER], TOOLS)
+    assert "</tools>" in without_system[0]
+    assert "dog" not in without_system[0]
+
+
+def test_boundaries_of_an_agents_turns_are_where_messages_end() -> None:
+    chat = [SYSTEM, USER, TWO_CALLS, RESULT, {"role": "tool", "content": "43"}]
+    prompt, ends = boundaries_in_text(chat, TOOLS)
+    assert all(prompt.startswith(end) for end in ends)
+    assert [end[-30:] for end in ends[-3:]] == [
+        "</function>\n</tool_call><|im_end|>\n"[-30:],
+        "<tool_response>\n42\n</tool_response>"[-30:],
+        "<tool_response>\n43\n</tool_response><|im_end|>\n"[-30:],
+    ]
+
+
+def test_the_next_turn_begins_with_the_last_one_as_far_as_that_is_the_same() -> None:
+    chat = [SYSTEM, USER, TWO_CALLS, RESULT]
+    prompt, _ = boundaries_in_text(chat, TOOLS)
+    answer = {"role": "assistant", "content": "42.", "reasoning_content": "So."}
+    _, later_ends = boundaries_in_text([*chat, answer, RESULT], TOOLS)
+    shared = prompt.removesuffix("<|im_start|>assistant\n<think>\n")
+    assert shared in later_ends
+
+
+TEXT_OR_MAPPING = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.arguments if c.function.arguments is string else c.function.arguments|tojson }}"
+    "{% endfor %}{% endfor %}"
+)
+TEXT_ONLY = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '' + c.function.arguments }}"
+    "{% endfor %}{% endfor %}"
+)
+MAPPING_ONLY = TEXT_ONLY.replace("'' + c.function.arguments", "c.function.arguments|tojson")
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "rendered"),
+    [
+        (TEXT_OR_MAPPING, '{"a":1}', '{"a":1}'),  # as the model wrote it
+        (TEXT_OR_MAPPING, {"a": "ü"}, '{"a": "ü"}'),
+        (TEXT_ONLY, {"a": 1}, '{"a": 1}'),
+        (TEXT_ONLY, '{"a":1}', '{"a":1}'),
+        (MAPPING_ONLY, '{"a":1}', '{"a": 1}'),
+        (MAPPING_ONLY, {"a": 1}, '{"a": 1}'),
+        (MAPPING_ONLY, "", "{}"),
+        (MAPPING_ONLY, f'{{"a":{2**70}}}', f'{{"a": {2**70}}}'),
+        (MAPPING_ONLY, "no json", '"no json"'),
+    ],
+)
+def test_arguments_have_the_type_that_the_template_wants(
+    source: str, given: Any, rendered: str
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert ChatTemplate(source).render([USER, message]) == rendered
+
+
+def test_reasoning_is_handed_to_templates_under_every_name() -> None:
+    template = ChatTemplate("{{ messages[0].reasoning_content }} {{ messages[0].thinking }}")
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        assert template.render([{"role": "assistant", "content": "", name: "Hm."}]) == "Hm. Hm."
+
+
+def test_reasoning_and_content_beside_a_call_are_one_where_a_template_refuses_both() -> None:
+    refuse = "{% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}"
+    source = "{% for m in messages %}REFUSE[{{ m.thinking }}|{{ m.content }}]{% endfor %}"
+    message = {**CALL, "content": "I look.", "reasoning_content": "Hm."}
+    strict = ChatTemplate(source.replace("REFUSE", refuse))
+    assert strict.render([message]) == "[Hm.\n\nI look.|]"
+    assert ChatTemplate(source.replace("REFUSE", "")).render([message]) == "[Hm.|I look.]"
+
+
+def test_a_template_for_tools_is_used_where_there_are_tools(tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "<tool_call>{{ tools|length }}"},
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.load(tmp_path, {})
+    assert template is not None
+    assert template.render([USER]) == "plain"
+    assert template.render([USER], tools=TOOLS) == "<tool_call>1"
+    assert template.tool_source.startswith("<tool_call>")

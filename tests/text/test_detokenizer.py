@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from bundled import BUNDLED_PATH
-from pippin.text.detokenizer import Detokenizer, Piece
+from pippin.text.detokenizer import Decoded, Detokenizer
 from pippin.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(BUNDLED_PATH)
@@ -35,7 +35,7 @@ def wordpiece_tokenizer() -> Tokenizer:
     return Tokenizer(backend)
 
 
-def stream(tokenizer: Tokenizer, ids: list[int], *stop: str) -> list[Piece]:
+def stream(tokenizer: Tokenizer, ids: list[int], *stop: str) -> list[Decoded]:
     detokenizer = Detokenizer(tokenizer, stop)
     pieces = []
     for token in ids:
@@ -45,7 +45,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], *stop: str) -> list[Piece]:
     return [*pieces, detokenizer.close()]
 
 
-def text_of(pieces: list[Piece]) -> str:
+def text_of(pieces: list[Decoded]) -> str:
     return "".join(piece.text for piece in pieces)
 
 

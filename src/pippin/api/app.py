@@ -2,84 +2,100 @@
 
 from __future__ import annotations
 
-import asyncio
-import hmac
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from pippin.api.engine_client import Engine
-from pippin.api.http_errors import (
+from pippin.api.http.door import front_door
+from pippin.api.http.errors import (
     JSONResponse,
     ModelNotFound,
-    Unauthorized,
-    error_response,
+    error_body,
+    on_client_disconnect,
     on_http_exception,
     on_pippin_error,
     on_unexpected,
 )
+from pippin.api.http.reading import parse_json, read_body
+from pippin.api.http.request_log import RequestLog, record_of
+from pippin.api.http.sending import StreamResponse, WholeResponse
+from pippin.api.http.workers import Workers
+from pippin.api.job_log import facts_of
 from pippin.api.openai import ModelInfo, parse_chat, parse_completion
-from pippin.api.prepare import prepare_chat, prepare_completion
-from pippin.api.shapes import ChatShape, CompletionShape
-from pippin.api.stream import JobResponse
-from pippin.config import ServerConfig
-from pippin.errors import EngineDead, PippinError, RequestError
+from pippin.api.prepare import Job, prepare_chat, prepare_completion
+from pippin.api.reply import DONE, OpenAIReply, as_event
+from pippin.api.shapes import ChatShape, CompletionShape, Shape
+from pippin.config import LimitsConfig, ServerConfig
+from pippin.errors import NotReady, PippinError
 from pippin.text.bundle import TextBundle
 
 
 def create_app(
-    engine: Engine, text: TextBundle, config: ServerConfig, model: ModelInfo
-) -> Starlette:
-    api = _Api(engine, text, model)
-    guard = [Middleware(_ApiKeyGuard, api_key=config.api_key)] if config.api_key else []
-    return Starlette(
+    engine: Engine,
+    text: TextBundle,
+    config: ServerConfig,
+    model: ModelInfo,
+    limits: LimitsConfig,
+) -> ASGIApp:
+    api = _Api(engine, text, config, model, limits)
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
             Route("/v1/completions", api.completions, methods=["POST"]),
             Route("/v1/models", api.models),
             Route("/v1/models/{id:path}", api.model),
             Route("/health", api.health),
+            Route("/ready", api.ready),
             Route("/status", api.status),
             Route("/flush_cache", api.flush_cache, methods=["POST"]),
         ],
-        middleware=guard,
+        middleware=front_door(config),
         exception_handlers={
             PippinError: on_pippin_error,
             HTTPException: on_http_exception,
+            ClientDisconnect: on_client_disconnect,
             Exception: on_unexpected,
         },
     )
+    return RequestLog(app)
 
 
 class _Api:
     """The endpoints, bound to one engine and one model."""
 
-    def __init__(self, engine: Engine, text: TextBundle, model: ModelInfo) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        text: TextBundle,
+        config: ServerConfig,
+        model: ModelInfo,
+        limits: LimitsConfig,
+    ) -> None:
         self._engine = engine
         self._text = text
         self._model = model
+        self._limits = limits
+        self._log_prompts = config.log_prompts
+        self._workers = Workers()
 
     async def chat_completions(self, request: Request) -> Response:
-        chat = parse_chat(await _read_json(request), self._model, self._text.defaults)
-        # Long prompts take a while to tokenize; other clients' streams must not wait for it.
-        job = await asyncio.to_thread(prepare_chat, chat, self._text, self._model)
-        with_logprobs = chat.options.params.logprobs is not None
+        job = await self._prepare(request, self._chat_job)
+        with_logprobs = job.sequences[0].submit.params.logprobs is not None
         shape = ChatShape(self._text.tokenizer, with_logprobs=with_logprobs)
-        return JobResponse(job, shape, self._engine)
+        return self._answer(request, job, shape)
 
     async def completions(self, request: Request) -> Response:
-        completion = parse_completion(await _read_json(request), self._model, self._text.defaults)
-        job = await asyncio.to_thread(prepare_completion, completion, self._text, self._model)
-        with_logprobs = completion.options.params.logprobs is not None
+        job = await self._prepare(request, self._completion_job)
+        with_logprobs = job.sequences[0].submit.params.logprobs is not None
         shape = CompletionShape(self._text.tokenizer, with_logprobs=with_logprobs)
-        return JobResponse(job, shape, self._engine)
+        return self._answer(request, job, shape)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._describe_model()]})
@@ -92,14 +108,47 @@ class _Api:
 
     async def health(self, request: Request) -> Response:
         if not self._engine.healthy:
-            raise EngineDead(self._engine.reason or "the engine is not running")
+            raise NotReady(self._engine.reason or "the engine is not running")
         return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        self._engine.check_ready()
+        return JSONResponse({"status": "ready"})
 
     async def status(self, request: Request) -> Response:
         return JSONResponse(await self._engine.status())
 
     async def flush_cache(self, request: Request) -> Response:
         return JSONResponse(await self._engine.flush_cache())
+
+    async def _prepare(self, request: Request, prepare: Callable[[bytes], Job]) -> Job:
+        self._engine.check_ready()
+        body = await read_body(request, self._limits)
+        job = await self._workers.run(prepare, body)
+        record_of(request.scope).facts = lambda: facts_of(
+            job, self._text.tokenizer if self._log_prompts else None
+        )
+        return job
+
+    def _chat_job(self, body: bytes) -> Job:
+        chat = parse_chat(parse_json(body), self._model, self._text.defaults, self._limits)
+        return prepare_chat(chat, self._text, self._model)
+
+    def _completion_job(self, body: bytes) -> Job:
+        fields = parse_json(body)
+        completion = parse_completion(fields, self._model, self._text.defaults, self._limits)
+        return prepare_completion(completion, self._text, self._model)
+
+    def _answer(self, request: Request, job: Job, shape: Shape) -> Response:
+        reply = OpenAIReply(job, shape, self._engine)
+        if not job.stream:
+            return WholeResponse(reply.whole, job.timeout_s)
+        return StreamResponse(
+            reply.events(),
+            tell=lambda error: as_event(error_body(error)),
+            end=DONE,
+            timeout_s=job.timeout_s,
+        )
 
     def _describe_model(self) -> dict[str, Any]:
         return {
@@ -109,29 +158,3 @@ class _Api:
             "owned_by": "pippin",
             "max_model_len": self._model.max_len,
         }
-
-
-async def _read_json(request: Request) -> Any:
-    try:
-        return msgspec.json.decode(await request.body())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the request body is not valid JSON: {error}") from error
-
-
-class _ApiKeyGuard:
-    """Lets nobody past without the key, except to ask whether the server is alive."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if hmac.compare_digest(given, self._expected):
-            await self._app(scope, receive, send)
-            return
-        error = Unauthorized("the API key is missing or wrong: send it as a bearer token")
-        await error_response(error)(scope, receive, send)

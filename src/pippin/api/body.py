@@ -30,6 +30,9 @@ class Body:
             )
         self._fields: dict[str, Any] = fields
 
+    def __len__(self) -> int:
+        return len(self._fields)
+
     def name(self, field: str) -> str:
         return f"{self.path}.{field}" if self.path else field
 
@@ -57,7 +60,7 @@ class Body:
     def check_known(self, known: Iterable[str]) -> None:
         known = set(known)
         for field in self._fields:
-            if field not in known:
+            if field not in known and self.has(field):
                 near = difflib.get_close_matches(field, known, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 name = self.name(field)
@@ -103,8 +106,8 @@ class Body:
             raise self.wrong(field, "a string")
         return value
 
-    def strings(self, field: str, most: int) -> tuple[str, ...]:
-        """One string or a list of them, none empty."""
+    def strings(self, field: str, most: int, option: str) -> tuple[str, ...]:
+        """One string or a list of them, none empty, and not more than `option` allows."""
         value = self.get(field)
         if value is None:
             return ()
@@ -114,7 +117,8 @@ class Body:
             or len(found) > most
             or not all(isinstance(item, str) and item for item in found)
         ):
-            raise self.wrong(field, f"a string or a list of at most {most} strings, none empty")
+            expected = f"a string or a list of at most {most} strings ({option}), none empty"
+            raise self.wrong(field, expected)
         return tuple(found)
 
 

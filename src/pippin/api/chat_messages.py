@@ -10,7 +10,10 @@ from pippin.errors import RequestError, UnsupportedField
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = frozenset(
-    {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"}
+    {
+        *("role", "content", "name", "tool_calls", "tool_call_id"),
+        *("reasoning_content", "reasoning", "cache_control"),
+    }
 )
 # Clients send a reply back as it came, with these empty.
 _ONLY_EMPTY = frozenset({"audio", "function_call", "annotations", "refusal"})
@@ -31,6 +34,7 @@ def _parse_message(body: Body) -> dict[str, Any]:
         if body.get(field):
             name = body.name(field)
             raise UnsupportedField(f"{name} is not supported in a message", param=name)
+    _check_cache_control(body)
     role = body.require("role")
     if role not in ROLES:
         raise body.wrong("role", f"one of {', '.join(ROLES)}")
@@ -65,9 +69,16 @@ def _parse_part(part: Body) -> str:
         raise UnsupportedField(
             f"{name} is {shown(kind)}; this server reads only text parts", param=name
         )
-    part.check_known({"type", "text"})
+    part.check_known({"type", "text", "cache_control"})
+    _check_cache_control(part)
     part.require("text")
     return part.string("text", "")
+
+
+def _check_cache_control(body: Body) -> None:
+    """Where to cache, as clients tell other servers. Here every prefix is, whatever it says."""
+    if body.has("cache_control"):
+        Body(body.get("cache_control"), body.name("cache_control"))
 
 
 def _parse_tool_calls(body: Body) -> list[dict[str, Any]]:

@@ -1,39 +1,36 @@
-"""The server's end of the channel to the engine process. Knows no text and no HTTP."""
+"""Requests on an engine, and on the next one if that is lost. Knows no text, no HTTP, no process.
+
+    open requests   [ waiting: the engine has not begun | begun ]
+    engine lost       submitted to the next engine        ended with an error
+
+Nothing of a request that has not begun was computed, and nothing of it was said, so it may go to
+another engine. One that has begun may be what the engine died of.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
-import zmq
-import zmq.asyncio
-
-from pippin.api.pulse import Pulse
-from pippin.config import ServerConfig
-from pippin.errors import EngineDead, LoadError, PippinError
+from pippin.errors import DeviceFailed, EngineDead, NotReady, PippinError
 from pippin.messages import (
     Abort,
-    Alive,
     Answer,
-    Failed,
     Finish,
     FlushCache,
-    FromEngine,
     GetStatus,
-    Loading,
-    Ready,
-    Shutdown,
+    Started,
     Submit,
     ToEngine,
     TokenBatch,
     TokenDelta,
 )
 
-TICK_SECONDS = 0.25
+# An engine may die of a request before it can say that it begins with it.
+MAX_ENGINES = 3
 
 
 class Engine(Protocol):
@@ -47,8 +44,12 @@ class Engine(Protocol):
         """Why the engine is not healthy."""
         ...
 
+    def check_ready(self) -> None:
+        """Raise NotReady unless new requests are taken."""
+        ...
+
     def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
-        """The request's deltas up to its terminal one.
+        """The request's deltas up to its terminal one; NotReady if it is not taken.
 
         A generator closed or cancelled before that aborts the request.
         """
@@ -67,90 +68,60 @@ class Engine(Protocol):
     async def flush_cache(self) -> dict[str, Any]: ...
 
 
-class ZmqEngine:
-    """An engine in another process, which binds both sockets; this side connects."""
+class Sender(Protocol):
+    """The way to one engine."""
 
-    def __init__(
-        self,
-        to_engine_addr: str,
-        from_engine_addr: str,
-        *,
-        timeout_seconds: float = ServerConfig.engine_timeout,
-    ) -> None:
-        self._to_engine_addr = to_engine_addr
-        self._from_engine_addr = from_engine_addr
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self._deltas: dict[str, asyncio.Queue[TokenDelta]] = {}
+    def send(self, message: ToEngine) -> None: ...
+
+
+@dataclass
+class _OpenRequest:
+    submit: Submit
+    deltas: asyncio.Queue[TokenDelta] = field(default_factory=asyncio.Queue)
+    begun: bool = False  # an engine said so, or sent some of the reply
+    num_engines: int = 0  # it was given to
+
+
+class EngineClient:
+    """Whoever runs engines says when there is one, when it is lost, and brings what it says."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _OpenRequest] = {}  # in the order in which they came
         self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._call_ids = (f"call-{n}" for n in itertools.count())
-        self._reason: str | None = None  # why it is gone for good
-        self._pulse = Pulse(timeout_seconds)
-        self._tasks: list[asyncio.Task[None]] = []
-        self._ready: asyncio.Future[Ready] | None = None
-        self._on_loading: Callable[[str], None] | None = None
+        self._sender: Sender | None = None
+        self._reason: str | None = "the model is being loaded"
+        self._draining = False
+        self._none_open = asyncio.Event()
+        self._none_open.set()
 
-    async def start(self, on_loading: Callable[[str], None] | None = None) -> None:
-        """Connect. `on_loading` hears how the load goes; `ready` waits for its end."""
-        self._on_loading = on_loading
-        self._ready = asyncio.get_running_loop().create_future()
-        # Sending never blocks (no high-water mark), so abort and finish can be plain calls.
-        self._push: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        self._pull = zmq.asyncio.Context.instance().socket(zmq.PULL)
-        for socket in (self._push, self._pull):
-            socket.set_hwm(0)
-            socket.linger = 200  # ms
-        self._push.connect(self._to_engine_addr)
-        self._pull.connect(self._from_engine_addr)
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
-
-    async def ready(self) -> Ready:
-        """What the engine says of its model, once loaded; LoadError if it cannot be."""
-        assert self._ready is not None, "start first"
-        return await asyncio.shield(self._ready)
-
-    async def close(self) -> None:
-        """Ask the engine to shut down, and hang up."""
-        assert self._tasks, "start first"
-        self._send(Shutdown())
-        self.engine_died("the server is shutting down")
-        for task in self._tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-        self._push.close()
-        self._pull.close()
+    # ---- what the API asks for -------------------------------------------------------------
 
     @property
     def healthy(self) -> bool:
-        return self.reason is None
+        return self._reason is None
 
     @property
     def reason(self) -> str | None:
-        return self._reason or self._pulse.complaint
+        return self._reason
 
-    def engine_died(self, reason: str) -> None:
-        """End everything that waits for the engine; refuse everything from now on."""
+    def check_ready(self) -> None:
+        if self._draining:
+            raise NotReady("the server is shutting down")
         if self._reason is not None:
-            return
-        self._reason = reason
-        self._end_all(reason)
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(LoadError(reason))
-            self._ready.exception()  # whoever waits hears it; nobody need wait
+            raise NotReady(self._reason)
 
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
-        if (reason := self.reason) is not None:
-            yield _dead(submit.id, reason)
-            return
-        assert submit.id not in self._deltas, f"request id {submit.id} is in use"
-        queue = self._deltas[submit.id] = asyncio.Queue()
-        self._send(submit)
+        self.check_ready()
+        assert submit.id not in self._requests, f"request id {submit.id} is in use"
+        request = self._requests[submit.id] = _OpenRequest(submit)
+        self._none_open.clear()
+        self._submit(request)
         try:
             while True:
-                delta = await queue.get()
+                delta = await request.deltas.get()
                 if delta.finish is not None:
-                    self._deltas.pop(submit.id, None)
+                    self._forget(submit.id)
                 yield delta
                 if delta.finish is not None:
                     return
@@ -158,11 +129,11 @@ class ZmqEngine:
             self.abort(submit.id)
 
     def abort(self, id: str) -> None:
-        if self._deltas.pop(id, None) is not None:
+        if self._forget(id):
             self._send(Abort(id))
 
     def finish(self, id: str) -> None:
-        if self._deltas.pop(id, None) is not None:
+        if self._forget(id):
             self._send(Finish(id))
 
     async def status(self) -> dict[str, Any]:
@@ -171,9 +142,106 @@ class ZmqEngine:
     async def flush_cache(self) -> dict[str, Any]:
         return await self._call(FlushCache(next(self._call_ids)))
 
+    # ---- engines that come and go ----------------------------------------------------------
+
+    def engine_ready(self, sender: Sender) -> None:
+        """From now on requests go there, first of all those that wait."""
+        self._sender = sender
+        self._reason = None
+        for request in self._requests.values():
+            self._submit(request)
+
+    def deliver(self, message: TokenBatch | Started | Answer) -> None:
+        match message:
+            case TokenBatch(deltas=deltas):
+                for delta in deltas:
+                    self._take(delta)
+            case Started(ids=ids):
+                for id in ids:
+                    if (request := self._requests.get(id)) is not None:
+                        request.begun = True
+            case Answer(id=id, data=data, error=error):
+                self._answer(id, data, error)
+
+    def engine_lost(self, reason: str) -> None:
+        """What had begun ends; what had not waits for the next engine."""
+        self._sender = None
+        self._reason = reason if self._draining else f"{reason}; another is being started"
+        self._end_questions(reason)
+        for id, request in list(self._requests.items()):
+            if request.begun or request.num_engines >= MAX_ENGINES or self._draining:
+                self._end(id, reason)
+
+    # ---- the end ---------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def num_open(self) -> int:
+        return len(self._requests)
+
+    def drain(self) -> None:
+        """Take no more requests. `drained` waits for the end of those that there are."""
+        self._draining = True
+
+    async def drained(self) -> None:
+        await self._none_open.wait()
+
+    def close(self) -> None:
+        """There will be no engine any more: everything ends."""
+        reason = "the server is shutting down"
+        self._draining = True
+        self._sender = None
+        self._reason = reason
+        self._end_questions(reason)
+        for id in list(self._requests):
+            self._end(id, reason)
+
+    # ----------------------------------------------------------------------------------------
+
+    def _submit(self, request: _OpenRequest) -> None:
+        request.num_engines += 1
+        self._send(request.submit)
+
+    def _send(self, message: ToEngine) -> None:
+        """While there is no engine, there is nobody who would have to know."""
+        if self._sender is not None:
+            self._sender.send(message)
+
+    def _take(self, delta: TokenDelta) -> None:
+        request = self._requests.get(delta.id)
+        if request is None:  # over, for us
+            return
+        if not request.begun and delta.error_code == DeviceFailed.code:
+            return  # it was told with all others; the next engine serves it
+        request.begun = True
+        request.deltas.put_nowait(delta)
+
+    def _end(self, id: str, reason: str) -> None:
+        request = self._requests.pop(id)
+        self._forget(id)
+        request.deltas.put_nowait(
+            TokenDelta(
+                id,
+                finish="error",
+                error=reason,
+                error_code=EngineDead.code,
+                error_status=EngineDead.status,
+            )
+        )
+
+    def _forget(self, id: str) -> bool:
+        """Whether the request was open until now."""
+        was_open = self._requests.pop(id, None) is not None
+        if not self._requests:
+            self._none_open.set()
+        return was_open
+
     async def _call(self, message: GetStatus | FlushCache) -> dict[str, Any]:
-        if (reason := self.reason) is not None:
-            raise EngineDead(reason)
+        if self._reason is not None:
+            raise NotReady(self._reason)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[message.id] = future
         self._send(message)
@@ -181,59 +249,6 @@ class ZmqEngine:
             return await future
         finally:
             del self._answers[message.id]
-
-    def _end_all(self, reason: str) -> None:
-        """Tell everybody who waits for the engine that nothing will come."""
-        for id, queue in self._deltas.items():
-            queue.put_nowait(_dead(id, reason))
-        self._deltas.clear()
-        for future in self._answers.values():
-            if not future.done():
-                future.set_exception(EngineDead(reason))
-
-    async def _watch(self) -> None:
-        """While the engine hangs, nobody waits for it. If it is heard of again, it is healthy."""
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            self._pulse.pass_time(TICK_SECONDS)  # of this loop's time, however long it took
-            if (complaint := self._pulse.complaint) is not None:
-                for id in self._deltas:
-                    self._send(Abort(id))  # once it goes on, it need not do what nobody wants
-                self._end_all(complaint)
-
-    def _send(self, message: ToEngine) -> None:
-        self._push.send(self._encoder.encode(message), zmq.NOBLOCK)
-
-    async def _read(self) -> None:
-        while True:
-            frame = await self._pull.recv()
-            try:
-                message = self._decoder.decode(frame)
-            except msgspec.DecodeError as error:
-                self.engine_died(f"the engine sent a message that makes no sense: {error}")
-                return
-            self._deliver(message)
-
-    def _deliver(self, message: FromEngine) -> None:
-        match message:
-            case TokenBatch(deltas=deltas):
-                for delta in deltas:
-                    if (queue := self._deltas.get(delta.id)) is not None:  # else: over, for us
-                        queue.put_nowait(delta)
-            case Alive(stepping=stepping):
-                self._pulse.heard(stepping=stepping)
-            case Answer(id=id, data=data, error=error):
-                self._answer(id, data, error)
-            case Loading(stage=stage):
-                if self._on_loading is not None:
-                    self._on_loading(stage)
-            case Failed(message=text):
-                self.engine_died(text)
-            case Ready() as ready:
-                assert self._ready is not None
-                self._pulse.heard(stepping=False)
-                if not self._ready.done():
-                    self._ready.set_result(ready)
 
     def _answer(self, id: str, data: dict[str, Any], error: str | None) -> None:
         future = self._answers.get(id)
@@ -244,12 +259,7 @@ class ZmqEngine:
         else:
             future.set_exception(PippinError(error))
 
-
-def _dead(id: str, reason: str) -> TokenDelta:
-    return TokenDelta(
-        id,
-        finish="error",
-        error=reason,
-        error_code=EngineDead.code,
-        error_status=EngineDead.status,
-    )
+    def _end_questions(self, reason: str) -> None:
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(EngineDead(reason))

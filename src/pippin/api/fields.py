@@ -43,7 +43,13 @@ _SHARED = _SAMPLING | {
     "stream",
     "stream_options",
     "user",
-    "priority",  # not OpenAI's
+    "response_format",
+    # Not OpenAI's:
+    "priority",
+    "timeout",
+    "json_schema",
+    "regex",
+    "ebnf",
 }
 
 CHAT_HONOURED = frozenset(
@@ -77,7 +83,6 @@ CHAT_REFUSED = {
     "prompt_cache_options": Refusal("caching is automatic", ({"mode": "implicit"},)),
     "prompt_cache_retention": Refusal("the cache lives in memory", ("in_memory",)),
     "reasoning_effort": Refusal("use chat_template_kwargs to steer the model's own template"),
-    "response_format": Refusal("replies are not constrained", ({"type": "text"},)),
     "service_tier": Refusal("there is one tier", ("auto", "default")),
     "store": Refusal("replies are not stored", (False,)),
     "tool_choice": Refusal(_NO_TOOLS, ("none",)),

@@ -17,7 +17,7 @@ from pippin.api.fields import (
     COMPLETION_REFUSED,
     check_fields,
 )
-from pippin.api.http_errors import ModelNotFound
+from pippin.api.http.errors import ModelNotFound
 from pippin.api.parameters import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -26,6 +26,7 @@ from pippin.api.parameters import (
     read_sampling,
     token_ids_in_words,
 )
+from pippin.config import LimitsConfig
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import SamplingDefaults
 from pippin.text.chat_template import RESERVED_VARIABLES
@@ -52,6 +53,8 @@ class Options:
     priority: int
     stream: bool
     include_usage: bool
+    timeout_s: float | None
+    most_tokens: int | None  # that the server gives a reply
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,9 @@ class CompletionRequest:
     echo: bool
 
 
-def parse_chat(fields: Any, model: ModelInfo, defaults: SamplingDefaults) -> ChatRequest:
+def parse_chat(
+    fields: Any, model: ModelInfo, defaults: SamplingDefaults, limits: LimitsConfig
+) -> ChatRequest:
     body = Body(fields)
     check_fields(body, CHAT_HONOURED, CHAT_REFUSED)
     _check_model(body, model)
@@ -78,8 +83,12 @@ def parse_chat(fields: Any, model: ModelInfo, defaults: SamplingDefaults) -> Cha
         body.string(label, None)
     messages = parse_messages(body.require("messages"))
     num_logprobs = _chat_logprobs(body)
+    options = _options(
+        body, model, defaults, limits, num_logprobs, prompt_logprobs=None, min_reply=1
+    )
+    _check_choices(1, options, limits)
     return ChatRequest(
-        options=_options(body, model, defaults, num_logprobs, prompt_logprobs=None, min_reply=1),
+        options=options,
         messages=messages,
         add_generation_prompt=body.boolean("add_generation_prompt", True),
         template_variables=_template_variables(body),
@@ -87,7 +96,7 @@ def parse_chat(fields: Any, model: ModelInfo, defaults: SamplingDefaults) -> Cha
 
 
 def parse_completion(
-    fields: Any, model: ModelInfo, defaults: SamplingDefaults
+    fields: Any, model: ModelInfo, defaults: SamplingDefaults, limits: LimitsConfig
 ) -> CompletionRequest:
     body = Body(fields)
     check_fields(body, COMPLETION_HONOURED, COMPLETION_REFUSED)
@@ -100,10 +109,12 @@ def parse_completion(
         body,
         model,
         defaults,
+        limits,
         num_logprobs,
         prompt_logprobs=num_logprobs if echo else None,
         min_reply=0 if echo else 1,  # with echo, none is a way to score a text
     )
+    _check_choices(len(prompts), options, limits)
     best_of = body.integer("best_of", 1, MAX_CHOICES, options.params.n)
     if best_of != options.params.n:
         raise UnsupportedField(
@@ -128,6 +139,7 @@ def _options(
     body: Body,
     model: ModelInfo,
     defaults: SamplingDefaults,
+    limits: LimitsConfig,
     num_logprobs: int | None,
     *,
     prompt_logprobs: int | None,
@@ -141,10 +153,12 @@ def _options(
         )
     max_tokens_field = fields[0] if fields else "max_tokens"
     max_tokens = body.integer(max_tokens_field, min_reply, None, None)
+    if max_tokens is not None and limits.max_tokens is not None:
+        _check_most(max_tokens_field, max_tokens, limits.max_tokens, "--max-tokens")
     stream = body.boolean("stream", False)
     return Options(
         params=replace(
-            read_sampling(body, model.vocab_size, defaults, max_tokens=max_tokens),
+            read_sampling(body, model.vocab_size, defaults, limits, max_tokens=max_tokens),
             logprobs=num_logprobs,
             prompt_logprobs=prompt_logprobs,
         ),
@@ -153,7 +167,34 @@ def _options(
         priority=read_priority(body),
         stream=stream,
         include_usage=_include_usage(body, stream),
+        timeout_s=_timeout(body, limits),
+        most_tokens=limits.max_tokens,
     )
+
+
+def _timeout(body: Body, limits: LimitsConfig) -> float | None:
+    """The shorter of what the request and the server say."""
+    asked = body.number("timeout", 0, None, None, above_low=True)
+    given = [seconds for seconds in (asked, limits.request_timeout) if seconds is not None]
+    return min(given, default=None)
+
+
+def _check_choices(num_prompts: int, options: Options, limits: LimitsConfig) -> None:
+    n = options.params.n
+    if num_prompts * n > limits.max_choices:
+        raise RequestError(
+            f"{num_prompts:,} prompts times n = {n:,} are {num_prompts * n:,} replies; "
+            f"this server gives at most {limits.max_choices:,} (--max-choices)",
+            param="n" if num_prompts == 1 else "prompt",
+        )
+
+
+def _check_most(field: str, value: int, most: int, option: str) -> None:
+    if value > most:
+        raise RequestError(
+            f"{field} is {shown(value)}; this server allows at most {most:,} ({option})",
+            param=field,
+        )
 
 
 def _chat_logprobs(body: Body) -> int | None:

@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 
 from pippin.api.body import Body, is_integer, shown
+from pippin.api.structured import read_structure
+from pippin.config import LimitsConfig
 from pippin.errors import RequestError
 from pippin.text.bundle import SamplingDefaults
 from pippin.types import SamplingParams
 
 MAX_CHOICES = 128
-MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 1_000
@@ -31,7 +32,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> SamplingParams:
     least = 1 if prompt_logprobs is None else 0  # none is a way to score a text
     max_tokens = body.integer("max_tokens", least, None, SamplingParams.max_tokens)
     return replace(
-        read_sampling(body, vocab_size, SamplingDefaults(), max_tokens=max_tokens),
+        read_sampling(body, vocab_size, SamplingDefaults(), LimitsConfig(), max_tokens=max_tokens),
         max_tokens=max_tokens,
         logprobs=body.integer("logprobs", 0, MAX_LOGPROBS, None),
         prompt_logprobs=prompt_logprobs,
@@ -48,9 +49,15 @@ def read_priority(body: Body) -> int:
 
 
 def read_sampling(
-    body: Body, vocab_size: int, defaults: SamplingDefaults, *, max_tokens: int | None
+    body: Body,
+    vocab_size: int,
+    defaults: SamplingDefaults,
+    limits: LimitsConfig,
+    *,
+    max_tokens: int | None,
 ) -> SamplingParams:
     """All but the length of the reply and logprobs, which endpoints spell in their own ways."""
+    structure = read_structure(body)
     return SamplingParams(
         min_tokens=body.integer("min_tokens", 0, max_tokens, 0),
         temperature=body.number("temperature", 0, 2, defaults.temperature),
@@ -62,12 +69,15 @@ def read_sampling(
         ),
         presence_penalty=body.number("presence_penalty", -2, 2, 0.0),
         frequency_penalty=body.number("frequency_penalty", -2, 2, 0.0),
-        logit_bias=_logit_bias(body, vocab_size),
+        logit_bias=_logit_bias(body, vocab_size, limits.max_logit_bias),
         seed=body.integer("seed", -MAX_SEED - 1, MAX_SEED - MAX_CHOICES, None),
-        stop=body.strings("stop", MAX_STOPS),
+        stop=body.strings("stop", limits.max_stops, "--max-stops"),
         stop_token_ids=_stop_token_ids(body, vocab_size),
         ignore_eos=body.boolean("ignore_eos", False),
         n=body.integer("n", 1, MAX_CHOICES, 1),
+        json_schema=structure.json_schema,
+        regex=structure.regex,
+        ebnf=structure.ebnf,
     )
 
 
@@ -81,10 +91,16 @@ def token_ids_in_words(vocab_size: int) -> str:
     return f"token ids from 0 to {vocab_size - 1:,}"
 
 
-def _logit_bias(body: Body, vocab_size: int) -> dict[int, float]:
+def _logit_bias(body: Body, vocab_size: int, most: int) -> dict[int, float]:
     if not body.has("logit_bias"):
         return {}
     biases = Body(body.get("logit_bias"), "logit_bias")
+    if len(biases) > most:
+        raise RequestError(
+            f"logit_bias names {len(biases):,} tokens; at most {most:,} are allowed "
+            "(--max-logit-bias)",
+            param="logit_bias",
+        )
     for key in biases.fields():
         if not key.isdecimal() or len(key) > MAX_ID_DIGITS or int(key) >= vocab_size:
             raise RequestError(

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pippin.api.openai import ChatRequest, CompletionRequest, ModelInfo, Options
-from pippin.errors import ContextOverflow
-from pippin.sequences import GeneratedSequence, open_sequences, room_for_reply
+from pippin.sequences import (
+    GeneratedSequence,
+    context_overflow,
+    open_sequences,
+    room_for_reply,
+)
 from pippin.text.bundle import TextBundle
 from pippin.text.prompt import Prompt, chat_prompt, completion_prompt
+
+
+@dataclass
+class Timing:
+    """When a job's reply came, in `time.perf_counter()` seconds."""
+
+    submitted: float | None = None
+    first: float | None = None  # piece of any sequence
+    last: float | None = None
+
+    def note(self, now: float) -> None:
+        self.first = now if self.first is None else self.first
+        self.last = now
 
 
 @dataclass(frozen=True)
@@ -24,6 +41,29 @@ class Job:
     sequences: list[GeneratedSequence]  # those of one prompt side by side, as many for each
     stream: bool
     include_usage: bool
+    timeout_s: float | None = None  # from being ready to the end of the reply
+    timing: Timing = field(default_factory=Timing)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.tokens) for prompt in self.prompts)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that no sequence had to compute."""
+        cached = [sequence.cached_tokens for sequence in self.sequences]
+        num_each = len(cached) // len(self.prompts)
+        return sum(min(cached[i : i + num_each]) for i in range(0, len(cached), num_each))
+
+    @property
+    def queued_s(self) -> float | None:
+        """How long the last of its sequences to start waited for that."""
+        waits = [s.queued_s for s in self.sequences if s.queued_s is not None]
+        return max(waits, default=None)
 
 
 def prepare_chat(request: ChatRequest, text: TextBundle, model: ModelInfo) -> Job:
@@ -70,19 +110,19 @@ def _job(
         sequences=sequences,
         stream=options.stream,
         include_usage=options.include_usage,
+        timeout_s=options.timeout_s,
     )
 
 
 def _max_tokens(prompt: Prompt, options: Options, model: ModelInfo, param: str) -> int:
     room = room_for_reply(prompt, model.max_len, param=param)
     if options.max_tokens is None:
-        return room
+        return room if options.most_tokens is None else min(room, options.most_tokens)
     if options.max_tokens > room:
-        prompt_len = len(prompt.tokens)
-        raise ContextOverflow(
-            f"prompt is {prompt_len:,} tokens and {options.max_tokens_field} "
-            f"{options.max_tokens:,}: together {prompt_len + options.max_tokens:,}, "
-            f"the model holds {model.max_len:,}",
+        raise context_overflow(
+            model.max_len,
+            prompt_len=len(prompt.tokens),
+            reply_len=options.max_tokens,
             param=options.max_tokens_field,
         )
     return options.max_tokens

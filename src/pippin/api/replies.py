@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from pippin.api.engine_client import Engine
+from pippin.api.prepare import Job
 from pippin.messages import Submit, TokenDelta
-from pippin.sequences import GeneratedSequence, SequencePiece, ShownToken
+from pippin.sequences import SequencePiece, ShownToken
 
 
 @dataclass
@@ -31,17 +33,17 @@ class FoldedChoice:
         self.finish = piece.finish
 
 
-async def run_sequences(
-    engine: Engine, sequences: Sequence[GeneratedSequence]
-) -> AsyncGenerator[SequencePiece, None]:
+async def run_sequences(engine: Engine, job: Job) -> AsyncGenerator[SequencePiece, None]:
     """Pieces of all sequences as they come. Closing it aborts whatever still runs."""
-    running = {sequence.submit.id: sequence for sequence in sequences}
-    async with aclosing(_deltas(engine, [sequence.submit for sequence in sequences])) as deltas:
+    running = {sequence.submit.id: sequence for sequence in job.sequences}
+    job.timing.submitted = perf_counter()
+    async with aclosing(_deltas(engine, [s.submit for s in job.sequences])) as deltas:
         async for delta in deltas:
             sequence = running.get(delta.id)
             if sequence is None:  # said before the engine heard of the stop string
                 continue
             piece = sequence.take(delta)
+            job.timing.note(perf_counter())
             if piece.finish is not None:
                 del running[delta.id]
                 if delta.finish is None:

@@ -5,10 +5,12 @@ A plan carries every device-side effect of a step, and a backend executes it in 
     retire   read what rows hold after the previous launch (captures), then free their slots
     admit    sampling parameters of slots that start
     decode   run one token of each row (from the FutureMap), sample, stash the token by slot
-    prefill  restore a matched prefix, then run chunks of prompts; sample where one ends, or at
-             once where all of a prompt was restored with its hidden vector
+    prefill  restore a matched prefix, then run chunks of prompts, and of replies whose next tokens
+             are known; sample where one ends, or at once where all of a prompt was restored with
+             its hidden vector
 
 The last two concern different slots: either may come first, but streams are waiting for theirs.
+Rows that obey a grammar are sampled when the host has made their masks: `PendingStep.sample`.
 Only `Backend.launch` touches the device, so no schedule-versus-forward race can be written.
 """
 
@@ -79,6 +81,9 @@ class PrefillRow:
     """One chunk of one prompt: tokens at positions [start, start + len(tokens)).
 
     Without tokens, all of the prompt is restored with its hidden vector, and the row samples.
+
+    A slot that decodes may have a chunk too, of tokens of its reply that a grammar forces. It
+    begins with the token that the slot sampled last, samples, and the slot goes on decoding.
     """
 
     slot: int
@@ -105,6 +110,10 @@ class DecodeRow(msgspec.Struct, frozen=True, gc=False):  # one per request and s
     samples: bool = True  # False: absorb the last token of a finished reply for the cache
     checkpoint: bool = False  # capture the recurrent state after this step, at position + 1
     masked: bool = False  # a grammar row: sampled by `PendingStep.sample` once its mask is known
+
+    @property
+    def end(self) -> int:
+        return self.position + 1
 
 
 @dataclass(frozen=True)
@@ -133,13 +142,18 @@ class StepPlan:
         return (*self.prefill, *self.decode)
 
     @cached_property
-    def sampled_slots(self) -> tuple[int, ...]:
-        """Slots that get a token in this step, in row order: prompts that end, then decodes."""
-        return tuple([row.slot for row in self.rows if row.samples])
+    def sampled_rows(self) -> tuple[PrefillRow | DecodeRow, ...]:
+        """Rows that get a token in this step: chunks that end what is known, then decodes."""
+        return tuple([row for row in self.rows if row.samples])
 
     @cached_property
+    def masked_rows(self) -> tuple[PrefillRow | DecodeRow, ...]:
+        """Rows whose token is sampled by `PendingStep.sample`, in row order."""
+        return tuple([row for row in self.rows if row.masked and row.samples])
+
+    @property
     def masked_slots(self) -> tuple[int, ...]:
-        return tuple([row.slot for row in self.rows if row.masked and row.samples])
+        return tuple([row.slot for row in self.masked_rows])
 
     @cached_property
     def num_prefill_tokens(self) -> int:
@@ -211,10 +225,12 @@ class PendingStep(Protocol):
         """
         ...
 
-    def sample(self, masks: Mapping[int, np.ndarray]) -> None:
-        """Launch sampling of the plan's masked rows; bool [vocab] by slot, True where allowed.
+    def sample(self, masks: np.ndarray) -> None:
+        """Launch sampling of the plan's masked rows, among what their masks allow.
 
-        Must be called exactly once when a plan has masked rows, before `wait`.
+        `masks`: int32 [masked rows, words], packed (`backends/masks.py`), in the order of
+        `StepPlan.masked_rows`. Must be called exactly once when a plan has such rows, before
+        `wait`.
         """
         ...
 

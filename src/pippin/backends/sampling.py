@@ -9,7 +9,7 @@ passes these, in vLLM's and transformers' order, each only if it asks for it:
     min_tokens   until the reply has as many tokens, stop ids are lowered by FAR
     penalties    x / repetition where x > 0, else x * repetition, of tokens in prompt or reply; then
                  - frequency * count in the reply - presence where that is not 0
-    mask         -inf where a grammar forbids: below FAR, so one that allows only a stop wins
+    mask         lowered by more than FAR where a grammar forbids: one that allows only a stop wins
     temperature  x * (1 / temperature); below GREEDY_BELOW the row takes the largest x instead
     top_k        keeps what is no less than the k-th largest x
     top_p        keeps, of those k or of all, the smallest set of the largest with top_p of the

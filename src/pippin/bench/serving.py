@@ -22,7 +22,7 @@ from pippin.bench.scenarios import Interference, Numbers, interfere, warm_up
 from pippin.bench.servers import first_model
 from pippin.bench.sse import TimedReply, parse
 from pippin.bench.suite import INTERFERENCE
-from pippin.bench.wire import LoadClient, Recording, Target
+from pippin.bench.wire import BenchError, LoadClient, Recording, Target
 
 SHARES = ("device_idle_share", "host_hidden_share")
 
@@ -52,20 +52,42 @@ class LoadOutcome:
     ttft: Spread
     gap: Spread
     shares: dict[str, float]  # of Pippin's own metrics; empty for other servers
+    errors: list[str]  # of requests that were refused or failed; the rest is about the others
 
     @property
     def tokens_per_second(self) -> float:
         return self.generated_tokens / self.seconds
 
 
-async def run_load(client: LoadClient, load: Load, prompts: Prompts) -> list[TimedReply]:
+@dataclass(frozen=True)
+class Replies:
+    """What came of a load's requests."""
+
+    whole: list[TimedReply]
+    errors: list[str]
+
+
+async def run_load(client: LoadClient, load: Load, prompts: Prompts) -> Replies:
     """Send every request when it is due; parse nothing until all are done."""
     texts = [prompts.text(load.prompt_tokens) for _ in range(load.num_requests)]
     if load.kind == "rate":
         recordings = await _at_rate(client, load, texts)
     else:
         recordings = await _at_concurrency(client, load, texts)
-    return [parse(recording) for recording in recordings]
+    return _parse_all(recordings)
+
+
+def _parse_all(recordings: Sequence[Recording]) -> Replies:
+    """A server under load may refuse some; only if it refuses all is there nothing to tell."""
+    replies = Replies([], [])
+    for recording in recordings:
+        try:
+            replies.whole.append(parse(recording))
+        except BenchError as error:
+            replies.errors.append(error.message)
+    if not replies.whole:
+        raise BenchError(replies.errors[0])
+    return replies
 
 
 async def _at_concurrency(client: LoadClient, load: Load, texts: list[str]) -> list[Recording]:
@@ -87,17 +109,17 @@ async def _at_rate(client: LoadClient, load: Load, texts: list[str]) -> list[Rec
     return list(await asyncio.gather(*sent))
 
 
-def summarize_load(
-    load: Load, replies: Sequence[TimedReply], shares: dict[str, float]
-) -> LoadOutcome:
+def summarize_load(load: Load, replies: Replies, shares: dict[str, float]) -> LoadOutcome:
+    whole = replies.whole
     return LoadOutcome(
         load=load,
-        seconds=max(reply.last for reply in replies) - min(reply.sent for reply in replies),
-        generated_tokens=sum(reply.num_tokens for reply in replies),
-        prompt_tokens=sum(reply.prompt_tokens or 0 for reply in replies),
-        ttft=Spread.of([reply.ttft for reply in replies]),
-        gap=Spread.of([gap for reply in replies for gap in reply.gaps()]),
+        seconds=max(reply.last for reply in whole) - min(reply.sent for reply in whole),
+        generated_tokens=sum(reply.num_tokens for reply in whole),
+        prompt_tokens=sum(reply.prompt_tokens or 0 for reply in whole),
+        ttft=Spread.of([reply.ttft for reply in whole]),
+        gap=Spread.of([gap for reply in whole for gap in reply.gaps()]),
         shares=shares,
+        errors=replies.errors,
     )
 
 
@@ -153,6 +175,12 @@ def measure_server(
                 prompt_tokens=long_prompt_tokens,
             )
         )
+    notes += [
+        f"{o.load}: {len(o.errors)} of {o.load.num_requests} requests failed, "
+        f"the first with: {o.errors[0]}"
+        for o in outcomes
+        if o.errors
+    ]
     return summarize(target, outcomes, met, notes)
 
 
@@ -182,7 +210,9 @@ def _load_table(outcomes: list[LoadOutcome]) -> Table:
     rows: list[tuple[str, ...]] = []
     for o in outcomes:
         times = (o.ttft.p50, o.ttft.p99, o.gap.p50, o.gap.p99)
-        cells = (str(o.load), str(o.load.num_requests), number(o.tokens_per_second))
+        served = f"{o.load.num_requests - len(o.errors)} of " if o.errors else ""
+        requests = f"{served}{o.load.num_requests}"
+        cells = (str(o.load), requests, number(o.tokens_per_second))
         shares = tuple(f"{o.shares[name]:.1%}" for name in SHARES) if o.shares else ()
         rows.append((*cells, *(number(seconds * 1e3) for seconds in times), *shares))
     sizes = outcomes[0].load

@@ -1,1 +1,1 @@
-"""What constrains or predicts the next token. Knows no model."""
+"""What constrains the next token: grammars, over llguidance. Knows no model and no requests."""

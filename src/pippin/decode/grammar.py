@@ -1,17 +1,35 @@
-"""What a grammar must offer to constrain sampling. Knows no scheduler and no model."""
+"""What a grammar must offer to constrain a reply. Knows no scheduler, no model and no language."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 
 class Grammar(Protocol):
-    """Tracks one reply. The host must know the last token before the next mask can be made."""
+    """Follows one reply. The host must know the last token before the next mask can be made.
 
-    def allowed(self) -> np.ndarray:
-        """bool [vocab_size]: which tokens may come next."""
+    Any of these may raise: then the reply ends with that error, and no other does.
+    """
+
+    @property
+    def finished(self) -> bool:
+        """The reply is whole: nothing can follow but its end."""
         ...
 
-    def advance(self, token: int) -> None: ...
+    def fill_mask(self, mask: np.ndarray) -> None:
+        """Write which tokens may come next into `mask`, packed int32 [words]: 1 where one may.
+
+        An end token may come where the reply may end.
+        """
+        ...
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, as far as they are known already; often none."""
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """These came next."""
+        ...

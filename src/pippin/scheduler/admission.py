@@ -103,8 +103,11 @@ class Admission:
 
     # ---- the queue -------------------------------------------------------------------------
 
-    def check(self, submit: Submit) -> None:
-        """Raise for a request that could never start, or that finds the queue full."""
+    def check(self, submit: Submit, *, num_compiling: int = 0) -> None:
+        """Raise for a request that could never start, or that finds the queue full.
+
+        `num_compiling` others will be in the queue when their grammars are compiled.
+        """
         prompt_len, max_tokens = len(submit.tokens), submit.params.max_tokens
         max_len = self._costs.spec.max_len
         if prompt_len + max_tokens > max_len:
@@ -115,7 +118,7 @@ class Admission:
         need, capacity = self._costs.row_bytes(prompt_len + 1), self._budget.capacity
         if need > capacity:
             raise OutOfMemory(f"the request needs {need:,} bytes, the budget holds {capacity:,}")
-        limits, waiting = self._limits, len(self.queue)
+        limits, waiting = self._limits, len(self.queue) + num_compiling
         if waiting >= limits.max_requests:
             raise Overloaded(
                 f"{waiting:,} requests are waiting, the queue holds {limits.max_requests:,}"

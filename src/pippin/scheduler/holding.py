@@ -57,6 +57,11 @@ class Holding:
         return self.prefill_len - self.held
 
     @property
+    def num_known(self) -> int:
+        """Known tokens that no step runs yet: none or one, unless a grammar forces more."""
+        return self.request.num_tokens - self.held
+
+    @property
     def is_exact(self) -> bool:
         """Whether the row holds known tokens and nothing else."""
         return not self.tainted and self.held <= self.request.num_tokens
@@ -83,13 +88,16 @@ class Holding:
         assert end > self.held or end == self.prefill_len
         self._advance(step, end)
         if end == self.prefill_len:
-            self.request.plan_sample()
+            self.request.plan_sample(end)
 
-    def plan_token(self, step: int, *, samples: bool) -> None:
-        """The next step runs the last token, known or not, and samples another one or not."""
-        self._advance(step, self.held + 1)
-        if samples:
-            self.request.plan_sample()
+    def plan_tokens(self, step: int, end: int, *, samples: bool) -> None:
+        """The next step runs the reply up to `end`, and samples the token there or not.
+
+        Of these the last may be unknown. A reply that has ended samples what is known of it.
+        """
+        self._advance(step, end)
+        if samples and self.request.running:
+            self.request.plan_sample(end)
 
     def _advance(self, step: int, end: int) -> None:
         assert not self.retracting

@@ -14,6 +14,7 @@ there, and after a long one of prompts alone, so that whoever comes meanwhile is
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -29,6 +30,7 @@ from pippin.scheduler.step_times import StepTimes
 
 LONG_STEP_SECONDS = 0.05  # a step of prompts alone that is longer than this,
 LONG_STEP_FACTOR = 30  # and than so many times what the host does in between, hides little of it
+COMPILING_SECONDS = 0.01  # to wait for a grammar at a time, where nothing else is to be done
 MAX_FAILED_STEPS = 3  # in a row: then the device is taken for dead
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class Loop:
         self._num_failed = 0  # steps, since one succeeded
         self._last_error: Exception | None = None
         self.failure: PippinError | None = None  # why no step will be run any more
+        self.on_start: Callable[[list[str]], None] = lambda ids: None  # hears before a launch
         self.warm_up = WarmUp(backend, lambda nbytes: nbytes <= scheduler.budget.free)
 
     @property
@@ -65,7 +68,8 @@ class Loop:
     def has_room(self, submit: Submit) -> bool:
         """Whether the queue would take it now; what can never run is taken, and answered so."""
         try:
-            self.scheduler.admission.check(submit)
+            scheduler = self.scheduler
+            scheduler.admission.check(submit, num_compiling=len(scheduler.compiling))
         except PippinError as error:
             return not isinstance(error, Overloaded)
         return True
@@ -73,7 +77,7 @@ class Loop:
     def submit(self, submit: Submit, grammar: Grammar | None = None) -> None:
         if self.failure is not None:
             raise self.failure
-        self.scheduler.add(submit, grammar)
+        self.scheduler.add(submit, grammar, perf_counter())
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
@@ -103,6 +107,8 @@ class Loop:
                 self._in_flight = launched
             else:
                 deltas += self._commit(launched)
+        if previous is None and launched is None:
+            self.scheduler.compiling.wait(COMPILING_SECONDS)
         if self._num_failed >= MAX_FAILED_STEPS:
             deltas += self._give_up()
         elif self.idle and not self._paused and self.scheduler.cache is not None:
@@ -117,7 +123,7 @@ class Loop:
         cache = scheduler.cache
         return {
             "running": scheduler.num_running,
-            "waiting": len(scheduler.admission.queue),
+            "waiting": len(scheduler.admission.queue) + len(scheduler.compiling),
             "slots": scheduler.slots.num_slots,
             "overlap": self.overlap,
             "memory": {
@@ -144,6 +150,8 @@ class Loop:
             self._in_flight.pending.discard()
             self._in_flight = None
         self.backend.close()
+        if self.scheduler.compiler is not None:
+            self.scheduler.compiler.close()
 
     def _dispatch(self, deltas: list[TokenDelta]) -> None:
         launched = self._in_flight
@@ -172,6 +180,11 @@ class Loop:
         deltas += self.scheduler.take_outbox()
         if plan is None:
             return None
+        if plan.admit:
+            started = [self.scheduler.holdings[admit.slot].request for admit in plan.admit]
+            for request in started:
+                request.note_start(planned_at)
+            self.on_start([request.id for request in started])
         try:
             pending = self.backend.launch(plan)
         except Exception as error:

@@ -20,28 +20,32 @@ class Outbox:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def token(
+    def tokens(
         self,
         request: Request,
         slot: int,
-        token: int,
+        tokens: list[int],
         result: StepResult,
         finish: FinishReason | None,
     ) -> None:
-        """A sampled token; the first one also says what the cache saved and scores the prompt."""
+        """A sampled token, and those that a grammar forces after it.
+
+        The reply's first also says what the cache saved and scores the prompt.
+        """
         scored = result.logprobs.get(slot)
         logprobs = None if scored is None else [scored]
-        if len(request.output) > 1:
-            self._deltas.append(TokenDelta(request.id, [token], logprobs, finish=finish))
+        if len(request.output) > len(tokens):
+            self._deltas.append(TokenDelta(request.id, tokens, logprobs, finish=finish))
             return
         prompt_logprobs = result.prompt_logprobs.get(slot)
         self._deltas.append(
             TokenDelta(
                 id=request.id,
-                tokens=[token],
+                tokens=tokens,
                 logprobs=logprobs,
                 prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
                 cached_tokens=request.cached_len,
+                queued_s=request.queued_s,
                 finish=finish,
             )
         )
@@ -50,9 +54,9 @@ class Outbox:
         self._deltas.append(TokenDelta(id=request.id, finish=finish))
 
     def error(self, request_id: str, error: Exception) -> None:
-        code, status = "internal_error", 500
+        code, status, param = "internal_error", 500, None
         if isinstance(error, PippinError):
-            code, status = error.code, error.status
+            code, status, param = error.code, error.status, error.param
         self._deltas.append(
             TokenDelta(
                 id=request_id,
@@ -60,5 +64,6 @@ class Outbox:
                 error=str(error) or repr(error),
                 error_code=code,
                 error_status=status,
+                error_param=param,
             )
         )

@@ -6,6 +6,7 @@ Knows what steps cost, as they tell it; knows no requests and reads no clock.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pippin.scheduler.costs import CostModel, Timed
@@ -78,6 +79,17 @@ class Pace:
     def prompt_seconds(self, tokens: int) -> float:
         """What a step of so many prompt tokens, and no streams, should take; 0 if nobody knows."""
         return self.costs.prefill_seconds(tokens) if tokens and self.costs.known else 0.0
+
+    def pays_off(self, lengths: Sequence[int], num_streams: int) -> bool:
+        """Whether replies whose next tokens are known are to run these at once, in a forward more.
+
+        All of `num_streams` wait for it; each of those replies is a step ahead for every token but
+        one. It pays if that is more time.
+        """
+        if not self.costs.known:
+            return False
+        gained = sum(length - 1 for length in lengths) * self.costs.decode_seconds(num_streams)
+        return gained > num_streams * self.costs.prefill_seconds(sum(lengths))
 
     def _within(self, seconds: float) -> int:
         """Prompt tokens of a step that has `seconds` for them."""

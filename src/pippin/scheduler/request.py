@@ -17,6 +17,7 @@ from pippin.types import FinishReason, SamplingParams
 KEY_TOKENS = 16  # prompts that share less than this are strangers
 
 Phase = Literal[
+    "compiling",  # not in the queue yet: what it is to obey is being compiled
     "waiting",  # in the queue, no slot
     "prefill",  # chunks of what is known are being planned
     "decode",  # one token a step
@@ -24,8 +25,8 @@ Phase = Literal[
 ]
 
 
-#   tokens:  [ prompt | reply: sampled, known | sampled, in flight ]
-#            0   prompt_len              num_tokens
+#   tokens:  [ prompt | reply: sampled or forced, known | sampled, in flight ]
+#            0   prompt_len                        num_tokens
 @dataclass(eq=False, slots=True)
 class Request:
     id: str
@@ -42,11 +43,13 @@ class Request:
 
     phase: Phase = "waiting"
     output: list[int] = field(default_factory=list)
-    num_sampled: int = 0  # planned samples, known or in flight
+    num_sampled: int = 0  # tokens of the reply that are known or in flight
     finish: FinishReason | None = None
     slot: int = 0  # while it runs; what comes with it is a `Holding`
     cached_len: int = 0  # prompt tokens that were not computed, when it first started
     num_retractions: int = 0
+    submitted_s: float | None = None  # on the clock of whoever submits and starts it
+    queued_s: float | None = None  # how long it waited, when it first started
     passed_over: int = 0  # times a later request was started first
 
     @classmethod
@@ -104,6 +107,11 @@ class Request:
         return self.params.prompt_logprobs is not None and not self.output
 
     @property
+    def runs_ahead(self) -> bool:
+        """Tokens that its grammar forces need not be drawn to be known: nobody asked for scores."""
+        return self.params.logprobs is None and self.params.prompt_logprobs is None
+
+    @property
     def samples_left(self) -> bool:
         return self.num_sampled < self.params.max_tokens
 
@@ -121,6 +129,16 @@ class Request:
 
     # ---- transitions -----------------------------------------------------------------------
 
+    def token(self, position: int) -> int:
+        """The known token at a position of the reply."""
+        return self.output[position - len(self.prompt)]
+
+    def follow(self, grammar: Grammar) -> None:
+        """What it is to obey has been compiled: it may start."""
+        assert self.phase == "compiling"
+        self.grammar = grammar
+        self.phase = "waiting"
+
     def start(self, slot: int, cached_len: int) -> None:
         assert self.phase == "waiting"
         self.phase = "prefill"
@@ -128,15 +146,21 @@ class Request:
         if not self.num_retractions:
             self.cached_len = cached_len
 
-    def plan_sample(self) -> None:
-        """All that is known has been planned, and with its last token the next sample."""
+    def note_start(self, now_s: float) -> None:
+        """Its first chunk, or its first one again, goes into a step that is launched now."""
+        if self.submitted_s is not None and self.queued_s is None:
+            self.queued_s = now_s - self.submitted_s
+
+    def plan_sample(self, end: int) -> None:
+        """What comes before `end` has been planned, and with it the token there: known or not."""
         self.phase = "decode"
-        self.num_sampled += 1
+        self.num_sampled = max(self.num_sampled, end - len(self.prompt) + 1)
 
     def append(self, token: int) -> FinishReason | None:
-        """Take in a sampled token; returns why it ends the reply, None if it does not."""
+        """Take in a sampled or forced token; why it ends the reply, None if it does not."""
         self.output.append(token)
         num_generated = len(self.output)
+        self.num_sampled = max(self.num_sampled, num_generated)
         if token in self.stop_ids and num_generated > self.params.min_tokens:
             return "stop"
         return "length" if num_generated >= self.params.max_tokens else None

@@ -19,6 +19,7 @@ import numpy as np
 
 from pippin.backends.base import Admit, Costs, Retire, StepPlan, StepResult
 from pippin.cache.prefix_cache import PrefixCache
+from pippin.decode.compiler import GrammarCompiler
 from pippin.decode.grammar import Grammar
 from pippin.errors import NotANumber, OutOfMemory, PippinError
 from pippin.messages import Submit, TokenDelta
@@ -29,6 +30,7 @@ from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.captures import take_captures
 from pippin.scheduler.chunks import Chunker
 from pippin.scheduler.claims import Claims
+from pippin.scheduler.constraints import Compiling, append_token, as_told, make_masks
 from pippin.scheduler.holding import Holding
 from pippin.scheduler.outbox import Outbox
 from pippin.scheduler.pace import SMALLEST_CHUNK, Pace
@@ -49,6 +51,7 @@ class Limits:
     prefill_tokens: int = 512
     max_gap: float = math.inf  # seconds that a step with running streams may be planned to take
     deterministic: bool = False  # only whole grid blocks of prompts are computed alike and shared
+    forced_chunks: bool = True  # several tokens that a grammar forces may run at once
     capacity_bytes: int = 1 << 40
 
 
@@ -68,6 +71,7 @@ class Scheduler:
     limits: Limits = field(default_factory=Limits)
     cache: PrefixCache | None = None
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
+    compiler: GrammarCompiler | None = None  # None: nobody asks for a grammar
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -83,6 +87,7 @@ class Scheduler:
             deterministic=limits.deterministic,
         )
         self.requests: dict[str, Request] = {}  # every request that has not ended
+        self.compiling = Compiling(self.compiler)
         self.holdings: dict[int, Holding] = {}  # by slot: in use, or not yet released
         self.last_ghosts = 0
         self._leaving: list[Holding] = []  # their requests have ended or are being retracted
@@ -109,17 +114,25 @@ class Scheduler:
         )
         # What a decode step computed differs in its last bits from what a prompt's chunk would.
         self._replies = ReplyPlanner(
-            self._claims, None if limits.deterministic else policy, self.spec.state_bytes > 0
+            self._claims,
+            None if limits.deterministic else policy,
+            self.spec.state_bytes > 0,
+            runs_chunks=limits.forced_chunks and not limits.deterministic,
         )
 
     # ---- what the outside asks for -------------------------------------------------------
 
-    def add(self, submit: Submit, grammar: Grammar | None = None) -> None:
-        """Queue a request, or answer it at once with an error delta."""
+    def add(
+        self, submit: Submit, grammar: Grammar | None = None, now_s: float | None = None
+    ) -> None:
+        """Queue a request, or answer it at once with an error delta.
+
+        One that asks for a grammar gets into the queue when that is compiled, unless it is given.
+        """
         # An error delta would carry the same id and end the first request for its client.
         assert submit.id not in self.requests, f"request id {submit.id} is in use"
         try:
-            self.admission.check(submit)
+            self.admission.check(submit, num_compiling=len(self.compiling))
         except PippinError as error:
             self._outbox.error(submit.id, error)
             self.metrics.requests_failed += 1
@@ -132,9 +145,14 @@ class Scheduler:
             came_at=self._prompts.num_planned,
             grammar=grammar,
         )
+        request.submitted_s = now_s
         self.requests[request.id] = request
-        self.admission.add(request)
         self.metrics.prompt_tokens += request.prompt_len
+        spec = submit.params.grammar
+        if spec is None or grammar is not None:
+            self.admission.add(request)
+        else:
+            self.compiling.add(request, spec)
 
     def abort(self, request_id: str) -> None:
         self._end_early(request_id, "abort")
@@ -164,13 +182,15 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do before something is committed."""
         step = self._next_step
+        for request in self.compiling.take_done(self._fail):
+            self.admission.add(request)
         retire, retired = self._plan_retires(step)
-        decode, starved = self._replies.plan(step, self.holdings.values())
-        admit, prefill = self._prompts.plan(step, self.holdings, len(decode))
+        replies = self._replies.plan(step, self.holdings.values(), self.pace.pays_off)
+        admit, prefill = self._prompts.plan(step, self.holdings, replies.num_streams)
         self._count_cached(admit)
-        plan = StepPlan(step, retire, admit, prefill, decode)
-        if starved:
-            self._make_room(starved)
+        plan = StepPlan(step, retire, admit, (*replies.chunks, *prefill), tuple(replies.decode))
+        if replies.starved:
+            self._make_room(replies.starved)
         if plan.empty:
             if not self._in_flight and not self.holdings:
                 self._fail_hopeless()
@@ -181,23 +201,14 @@ class Scheduler:
         )
         return plan
 
-    def masks(self, plan: StepPlan) -> dict[int, np.ndarray]:
+    def masks(self, plan: StepPlan) -> np.ndarray:
         """What the plan's grammar rows may sample, once every earlier step is committed.
 
-        A grammar that raises ends its own request, and the row becomes a ghost.
+        int32 [masked rows, words], packed. A grammar that raises ends its own request, and the row
+        becomes a ghost.
         """
-        everything = np.ones(self.spec.vocab_size, dtype=bool)
         owners = self._in_flight[plan.step].owners
-        masks = {}
-        for slot in plan.masked_slots:
-            request = owners[slot].request
-            masks[slot] = everything
-            if request.running and request.grammar is not None:
-                try:
-                    masks[slot] = request.grammar.allowed()
-                except Exception as error:  # whatever a grammar's library raises
-                    self._fail(request, _grammar_error(error))
-        return masks
+        return make_masks(plan, owners, self.spec.vocab_size, self._fail)
 
     def _plan_retires(self, step: int) -> tuple[tuple[Retire, ...], dict[int, Holding]]:
         retire: list[Retire] = []
@@ -315,33 +326,27 @@ class Scheduler:
                     holding.unlock(self.cache)
 
     def _take_tokens(self, flight: _InFlight, result: StepResult) -> None:
-        slots, owners, tokens = flight.plan.sampled_slots, flight.owners, result.tokens
         ghosts = 0
-        for slot in slots:
-            request = owners[slot].request
+        for row in flight.plan.sampled_rows:
+            request = flight.owners[row.slot].request
             if request.finish is not None:
                 ghosts += 1
-                continue
-            token = tokens[slot]
-            reason = request.append(token)
-            if request.grammar is not None and not self._advance(request, token):
-                continue
-            self._outbox.token(request, slot, token, result, reason)
-            if reason is not None:
-                self._end(request, reason)
-                self.metrics.requests_finished += 1
+            elif row.end == request.num_tokens:  # else a grammar forced it: it was known before
+                self._take_token(request, row.slot, result)
         self.last_ghosts = ghosts
-        self.metrics.generated_tokens += len(slots) - ghosts
 
-    def _advance(self, request: Request, token: int) -> bool:
-        """Tell the grammar; one that raises ends its own request."""
-        assert request.grammar is not None
+    def _take_token(self, request: Request, slot: int, result: StepResult) -> None:
         try:
-            request.grammar.advance(token)
+            tokens, reason = append_token(request, result.tokens[slot])
         except Exception as error:  # whatever a grammar's library raises
-            self._fail(request, _grammar_error(error))
-            return False
-        return True
+            self._fail(request, as_told(error))
+            return
+        self._outbox.tokens(request, slot, tokens, result, reason)
+        self.metrics.generated_tokens += len(tokens)
+        self.metrics.forced_tokens += len(tokens) - 1
+        if reason is not None:
+            self._end(request, reason)
+            self.metrics.requests_finished += 1
 
     # ---- ends ------------------------------------------------------------------------------
 
@@ -368,7 +373,9 @@ class Scheduler:
         self.metrics.requests_failed += 1
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        if request.phase == "waiting":
+        if request.phase == "compiling":
+            self.compiling.remove(request)
+        elif request.phase == "waiting":
             self.admission.remove(request)
         elif not (holding := self.holdings[request.slot]).retracting:
             self._leaving.append(holding)
@@ -378,7 +385,3 @@ class Scheduler:
     def _release(self, holding: Holding) -> None:
         holding.release(self.budget, self.slots, self.cache)
         del self.holdings[holding.slot]
-
-
-def _grammar_error(error: Exception) -> PippinError:
-    return PippinError(f"the grammar failed: {str(error) or repr(error)}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pippin.errors import LoadError
 from pippin.text.chat_template import ChatTemplate
+from pippin.text.parsers.formats import AUTO, ReplyFormats
 from pippin.text.tokenizer import Tokenizer, read_json
 
 
@@ -45,17 +46,26 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class TextBundle:
-    """Tokenizer, chat template (None: the model is no chat model) and sampling defaults."""
+    """Tokenizer, chat template (None: the model is no chat model), sampling defaults, formats."""
 
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     defaults: SamplingDefaults
+    formats: ReplyFormats = field(default_factory=ReplyFormats)
 
     @classmethod
-    def load(cls, model_dir: Path) -> TextBundle:
+    def load(
+        cls, model_dir: Path, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+    ) -> TextBundle:
         tokenizer = Tokenizer.load(model_dir)
+        chat = ChatTemplate.load(model_dir, tokenizer.named_tokens)
         return cls(
             tokenizer=tokenizer,
-            chat=ChatTemplate.load(model_dir, tokenizer.named_tokens),
+            chat=chat,
             defaults=SamplingDefaults.load(model_dir),
+            formats=ReplyFormats.choose(
+                "" if chat is None else chat.tool_source,
+                tools=tool_parser,
+                reasoning=reasoning_parser,
+            ),
         )

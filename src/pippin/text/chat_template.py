@@ -7,27 +7,23 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pippin.errors import LoadError, RequestError
+from pippin.text.message_ends import MessageEnds
+from pippin.text.message_shape import Message, MessageShape, Tools
+from pippin.text.template_sandbox import BoundedTemplate, compile_bounded, time_limit
 from pippin.text.tokenizer import Tokenizer, read_json
-
-Message = Mapping[str, Any]
 
 # A chat of many turns gets boundaries for its first and its last messages: those in between were
 # last messages themselves a few turns ago, and each boundary costs a render.
 NUM_FIRST_BOUNDARIES = 2
 NUM_LAST_BOUNDARIES = 8
 
-_PROBE: Message = {"role": "user", "content": "probe"}
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # What a template raises when it meets messages that it was not written for.
 _TEMPLATE_ERRORS = (
@@ -37,6 +33,7 @@ _TEMPLATE_ERRORS = (
     LookupError,
     ArithmeticError,
     AttributeError,
+    RecursionError,
 )
 
 
@@ -48,141 +45,137 @@ class RenderedChat:
 
 
 class ChatTemplate:
-    """A checkpoint's own template, run in the sandbox that transformers would use."""
+    """A checkpoint's own template, run in the sandbox that transformers would use.
 
-    def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
+    Some checkpoints have another one for chats with tools (`tool_source`).
+    """
+
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        tool_source: str | None = None,
+    ) -> None:
         self.source = source
+        self.tool_source = source if tool_source is None else tool_source
         self._variables = dict(variables or {})
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise LoadError(f"the chat template does not compile: {error}") from error
+        self._template = _compile(self.source)
+        self._tool_template = _compile(self.tool_source)
 
     @classmethod
     def load(cls, model_dir: Path, variables: Mapping[str, Any]) -> ChatTemplate | None:
-        source = _find_source(model_dir)
-        return None if source is None else cls(source, variables)
+        sources = _find_sources(model_dir)
+        if "default" not in sources:
+            return None
+        return cls(sources["default"], variables, tool_source=sources.get("tool_use"))
 
     def render(
         self,
         messages: Sequence[Message],
         *,
+        tools: Tools | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        try:
-            return self._template.render(
-                **{**self._variables, **(variables or {})},
-                messages=[_with_reasoning_names(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except _TEMPLATE_ERRORS as error:
-            raise RequestError(
-                f"the model's chat template refused the messages: {error}", param="messages"
-            ) from error
+        return self._render(
+            [self._shape.apply(message) for message in messages],
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
 
     def encode(
         self,
         tokenizer: Tokenizer,
         messages: Sequence[Message],
         *,
+        tools: Tools | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
         """The prompt's tokens, and those positions in it where messages end."""
-        text = self.render(
-            messages, add_generation_prompt=add_generation_prompt, variables=variables
-        )
+
+        def render_part(part: Sequence[Message], part_tools: Tools | None) -> str:
+            return self.render(
+                part, tools=part_tools, add_generation_prompt=False, variables=variables
+            )
+
+        with time_limit():
+            text = self.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+            )
+            message_ends = MessageEnds(render_part, text, messages, tools)
+            prefixes = _prefixes(len(messages), has_tools=bool(tools))
+            ends = [message_ends.find(num_messages) for num_messages in prefixes]
         encoded = tokenizer.encode_rendered(text)
-        ends = {self._message_end(text, messages, n, variables) for n in _prefixes(len(messages))}
         boundaries = {_token_position(encoded.ends, end) for end in ends if end}
         return RenderedChat(text, encoded.ids, sorted(b for b in boundaries if b))
 
-    def _message_end(
+    @cached_property
+    def _shape(self) -> MessageShape:
+        return MessageShape.of(self._render)
+
+    def _render(
         self,
-        text: str,
         messages: Sequence[Message],
-        num_messages: int,
-        variables: Mapping[str, Any] | None,
-    ) -> int | None:
-        """Where the first `num_messages` end in `text`; None where that cannot be told.
-
-        Some templates refuse a chat without a user message, and some write the last assistant
-        message in another way. So the second attempt adds a user message and takes it off again.
-        """
-        head = messages[:num_messages]
-        for tail in ([], [_PROBE]):
-            try:
-                prefix = self.render(
-                    [*head, *tail], add_generation_prompt=False, variables=variables
-                )
-                suffix = (
-                    self.render(tail, add_generation_prompt=False, variables=variables)
-                    if tail
-                    else ""
-                )
-            except RequestError:
-                continue
-            end = len(prefix) - len(suffix)
-            if prefix.endswith(suffix) and text.startswith(prefix[:end]):
-                return end
-        return None
+        tools: Tools | None,
+        *,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        template = self._tool_template if tools else self._template
+        try:
+            return template.render(
+                {
+                    **self._variables,
+                    **(variables or {}),
+                    "messages": messages,
+                    "tools": list(tools) if tools else None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise RequestError(
+                f"the model's chat template refused the messages: {error}", param="messages"
+            ) from error
 
 
-def _prefixes(num_messages: int) -> list[int]:
-    first = range(1, min(NUM_FIRST_BOUNDARIES, num_messages) + 1)
+def _compile(source: str) -> BoundedTemplate:
+    try:
+        return compile_bounded(source, filters=_FILTERS, functions=_FUNCTIONS)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise LoadError(f"the chat template does not compile: {error}") from error
+
+
+def _prefixes(num_messages: int, *, has_tools: bool) -> list[int]:
+    """How many messages to look for the end of; the end of none is that of the tools."""
+    first = range(0 if has_tools else 1, min(NUM_FIRST_BOUNDARIES, num_messages) + 1)
     last = range(max(1, num_messages - NUM_LAST_BOUNDARIES + 1), num_messages + 1)
     return sorted({*first, *last})
 
 
-def _token_position(ends: list[int], char: int) -> int | None:
-    """How many tokens cover exactly the first `char` characters; None if a token straddles."""
-    position = bisect.bisect_right(ends, char)
-    return position if position and ends[position - 1] == char else None
+def _token_position(ends: list[int], char: int) -> int:
+    """How many tokens cover no more than the first `char` characters."""
+    return bisect.bisect_right(ends, char)
 
 
-def _with_reasoning_names(message: Message) -> dict[str, Any]:
-    """Templates disagree on the name of a message's reasoning: give it every name."""
-    found = (message[name] for name in _REASONING_NAMES if message.get(name) is not None)
-    reasoning = next(found, None)
-    if reasoning is None:
-        return dict(message)
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _find_source(model_dir: Path) -> str | None:
+def _find_sources(model_dir: Path) -> dict[str, str]:
+    """Templates by name; most checkpoints have one, and call it nothing."""
     path = model_dir / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return {"default": path.read_text(encoding="utf-8")}
     for name in ("chat_template.json", "tokenizer_config.json"):
         template = read_json(model_dir / name).get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if isinstance(template, list):
+            return {entry["name"]: entry["template"] for entry in template}
         if template is not None:
-            return str(template)
-    return None
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what to train on; for serving it is only its contents."""
-
-    tags = {"generation"}  # noqa: RUF012  (so declared by jinja2)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+            return {"default": str(template)}
+    return {}
 
 
 def _tojson(
@@ -208,3 +201,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
+
+
+_FILTERS = {"tojson": _tojson}
+_FUNCTIONS = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

@@ -1,7 +1,9 @@
-"""Token ids to text, one step at a time, cut at stop strings. Knows no HTTP and no model.
+"""Token ids to pieces of a reply, one step at a time, cut at stop strings. Knows no HTTP, no model.
 
-decoded:   [ visible to the client | held: may begin a stop string | bytes of a broken char ]
-owner:       caller                  StopMatcher                     decoder
+decoded:   [ visible to the client | may begin a stop string | may be markup | a broken character ]
+owner:       caller                  StopMatcher               ReplyParser     decoder
+
+Stop strings are looked for in content alone: not in reasoning, not in a call.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pippin.text.parsers.base import PlainText, ReplyParser
+from pippin.text.pieces import Content, TextPiece, content_of, joined
 from pippin.text.stop import StopMatcher
 from pippin.text.tokenizer import Tokenizer
 
@@ -21,7 +25,7 @@ MAX_UNFINISHED_TOKENS = 8  # a character is at most four bytes; past this it wil
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Where one token's text lies in the reply, in characters.
+    """Where one token's text lies in the reply, in characters, markup and all.
 
     The tokens that share one character all span it.
     """
@@ -33,11 +37,16 @@ class TokenSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Text that may now be shown, and the tokens whose text has been shown in full."""
+class Decoded:
+    """What may now be shown, and the tokens whose text has been shown in full."""
 
-    text: str
+    pieces: list[TextPiece]
     spans: list[TokenSpan]
+
+    @property
+    def text(self) -> str:
+        """The content in it."""
+        return content_of(self.pieces)
 
 
 class _Decoder(Protocol):
@@ -107,10 +116,13 @@ class Detokenizer:
         tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         *,
+        parser: ReplyParser | None = None,
         min_tokens: int = 0,
         show_special: bool = False,
     ) -> None:
-        self._hidden_ids = frozenset[int]() if show_special else tokenizer.special_ids
+        self._tokenizer = tokenizer
+        self._parser = parser or PlainText()
+        self._shows_special = show_special
         self._decoder: _Decoder = (
             _ByteDecoder(tokenizer) if tokenizer.spells_bytes else _WindowDecoder(tokenizer)
         )
@@ -123,40 +135,48 @@ class Detokenizer:
         self._waiting: deque[TokenSpan] = deque()  # decoded, not shown in full
         self.stopped = False
 
-    def feed(self, ids: Sequence[int]) -> Piece:
+    def feed(self, ids: Sequence[int]) -> Decoded:
         """Take new tokens; what comes after a stop string is dropped."""
-        shown = []
+        shown: list[TextPiece] = []
         for token in ids:
             if self.stopped:
                 break
-            shown.append(self._show(self._decode(token)))
-        return Piece("".join(shown), self._take_spans())
+            shown += self._show(self._parser.feed(self._decode(token)))
+        return Decoded(joined(shown), self._take_spans())
 
-    def close(self) -> Piece:
+    def close(self) -> Decoded:
         """The reply is over: what was held back in case more would come."""
         if self.stopped:
-            return Piece("", [])
+            return Decoded([], [])
         text = self._decoder.flush()
         self._finish_character(text)
         self._end_spans(self._num_decoded)
-        shown = self._show(text)
-        if self._matcher is not None and not self.stopped:
-            held = self._matcher.flush()
-            self._num_shown += len(held)
-            shown += held
-        return Piece(shown, self._take_spans())
+        shown = self._show([*self._parser.feed(text), *self._parser.close()])
+        if not self.stopped:
+            shown += self._release()
+            self._num_shown = self._num_decoded
+        return Decoded(joined(shown), self._take_spans())
 
     def _decode(self, token: int) -> str:
         index = self.num_tokens
         self.num_tokens += 1
         start = self._num_decoded
-        text = "" if token in self._hidden_ids else self._decoder.push(token)
+        text = self._text_of(token)
         self._finish_character(text)
         if self._decoder.unfinished:
             self._unfinished.append((index, token, start))
         else:
             self._waiting.append(TokenSpan(index, token, start, self._num_decoded))
         return text
+
+    def _text_of(self, token: int) -> str:
+        """A special token is text only if it is a mark of the parser's."""
+        if token not in self._tokenizer.special_ids or self._shows_special:
+            return self._decoder.push(token)
+        mark = self._tokenizer.token_text(token)
+        if not any(mark in known for known in self._parser.marks):
+            return ""
+        return self._decoder.flush() + mark
 
     def _finish_character(self, text: str) -> None:
         """New text ends the character that earlier tokens began: now their spans are known."""
@@ -168,12 +188,31 @@ class Detokenizer:
         self._waiting.extend(TokenSpan(i, id, start, end) for i, id, start in self._unfinished)
         self._unfinished.clear()
 
-    def _show(self, text: str) -> str:
-        if self._matcher is not None and self.num_tokens > self._min_tokens:
-            text = self._matcher.feed(text)
-            self.stopped = self._matcher.matched is not None
-        self._num_shown += len(text)
-        return text
+    def _show(self, pieces: list[TextPiece]) -> list[TextPiece]:
+        """Those of the parser's pieces, or parts of them, that no stop string can cut."""
+        shown: list[TextPiece] = []
+        num_cut = 0
+        for piece in pieces:
+            if self._matcher is None or self.num_tokens <= self._min_tokens:
+                shown.append(piece)
+            elif isinstance(piece, Content):
+                num_fed = self._matcher.num_held + len(piece.text)
+                text = self._matcher.feed(piece.text)
+                shown += [Content(text)] if text else []
+                if self._matcher.matched is not None:
+                    self.stopped = True
+                    num_cut = num_fed - len(text)
+                    break
+            else:  # a stop string does not reach across a call
+                shown += [*self._release(), piece]
+        num_held = num_cut if self._matcher is None or self.stopped else self._matcher.num_held
+        self._num_shown = self._num_decoded - self._parser.num_held - num_held
+        return shown
+
+    def _release(self) -> list[TextPiece]:
+        """What was held back is not a stop string after all."""
+        held = "" if self._matcher is None else self._matcher.flush()
+        return [Content(held)] if held else []
 
     def _take_spans(self) -> list[TokenSpan]:
         if self.stopped:  # a token cut in two was still needed for the text before the cut

@@ -8,8 +8,10 @@ from typing import Any
 
 from pippin.errors import RequestError
 from pippin.text.bundle import TextBundle
-from pippin.text.chat_template import Message
 from pippin.text.detokenizer import Detokenizer, TokenSpan
+from pippin.text.message_shape import Message, Tools
+
+NUM_ENDING_CHARS = 64
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,14 @@ class Prompt:
     tokens: list[int]
     boundaries: list[int] = field(default_factory=list)  # token positions where messages end
     echo: Echo | None = None
+    ending: str = ""  # of a rendered chat: whether it opens the reply's reasoning is seen there
 
 
 def chat_prompt(
     messages: Sequence[Message],
     text: TextBundle,
     *,
+    tools: Tools | None = None,
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> Prompt:
@@ -46,10 +50,12 @@ def chat_prompt(
     rendered = text.chat.encode(
         text.tokenizer,
         messages,
+        tools=tools,
         add_generation_prompt=add_generation_prompt,
         variables=variables,
     )
-    return Prompt(rendered.tokens, rendered.boundaries)
+    ending = rendered.text[-NUM_ENDING_CHARS:]
+    return Prompt(rendered.tokens, rendered.boundaries, ending=ending)
 
 
 def completion_prompt(given: str | list[int], text: TextBundle, *, echo: bool = False) -> Prompt:

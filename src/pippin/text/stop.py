@@ -19,6 +19,10 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
     def feed(self, text: str) -> str:
         """The text that may now be shown."""
         if self.matched is not None:

@@ -66,6 +66,11 @@ class Tokenizer:
         return None if bos is None else self._backend.token_to_id(bos)
 
     @property
+    def added_ids(self) -> frozenset[int]:
+        """Tokens that stand for themselves whatever is around them: marks, hidden or not."""
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @property
     def spells_bytes(self) -> bool:
         """Whether every token is a fixed run of bytes, so that text decodes token by token."""
         return self._spelling is not None
@@ -122,7 +127,9 @@ def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer  # slow to import; only old checkpoints need it
 
     try:
-        backend = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)._tokenizer
+        backend = AutoTokenizer.from_pretrained(
+            str(model_dir), local_files_only=True, trust_remote_code=False
+        )._tokenizer
     except (OSError, ValueError, AttributeError, ImportError) as error:
         raise LoadError(f"no tokenizer could be loaded from {model_dir}: {error}") from error
     assert isinstance(backend, tokenizers.Tokenizer)

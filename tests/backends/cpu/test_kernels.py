@@ -12,6 +12,7 @@ import pytest
 
 from pippin.backends.mlx.cpu import kernels
 from pippin.backends.mlx.cpu.kernels import Kernels
+from processes import environment, wait_until_gone
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="kernels are built in the background on Linux only"
@@ -98,3 +99,28 @@ def test_without_a_builder_there_is_nothing_to_do() -> None:
     made.give_way(busy=True)
     made.check_stop()
     made.close()
+
+
+def test_it_and_its_compilers_end_with_an_engine_that_is_killed() -> None:
+    builder = (
+        "import os, subprocess, threading, time\n"
+        "from pippin.backends.mlx.cpu.warm import leave_with\n"
+        "threading.Thread(target=leave_with, args=(os.getppid(),), daemon=True).start()\n"
+        "print(subprocess.Popen(['sleep', '60']).pid, os.getpid(), flush=True)\n"
+        "time.sleep(60)"
+    )
+    engine_code = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {builder!r}], process_group=0)\n"
+        "time.sleep(60)"
+    )
+    engine = subprocess.Popen(
+        [sys.executable, "-c", engine_code], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdout is not None
+    pids = [int(pid) for pid in engine.stdout.readline().split()]
+    engine.kill()
+    engine.wait()
+    engine.stdout.close()
+    for pid in pids:
+        wait_until_gone(pid)

@@ -15,6 +15,7 @@ from pippin.backends.mlx import load, rehearsal
 from pippin.backends.mlx.describe import attention_paths
 from pippin.backends.mlx.gpu import attention_times
 from pippin.backends.mlx.gpu.attention_times import AttentionLayer, TimedStep, choose_attention
+from pippin.backends.mlx.rows import plain_attention
 from pippin.backends.mlx.rows.attention_paths import (
     AttentionPaths,
     PackedCall,
@@ -45,6 +46,7 @@ class Clock:
         self._ms = ms
         self.path = KERNEL
         monkeypatch.setattr(attention_times, "TimedStep", partial(NoStep, self))
+        monkeypatch.setattr(attention_times, "_check", lambda *_: None)
         monkeypatch.setattr(attention_times, "SIZES", SMALL)
 
     def __call__(self, run: Callable[[], None]) -> float:
@@ -60,9 +62,6 @@ class NoStep:
 
     def run(self) -> None:
         self._clock.path = self._path
-
-    def logits(self) -> mx.array:
-        return mx.ones(1)
 
 
 def choose(
@@ -87,6 +86,25 @@ def test_every_way_is_timed_once_and_remembered(
     path.unlink()
     choose(path, clock)
     assert clock.num_timed == 6 * len(SMALL)
+
+
+def test_a_kernel_that_rounds_less_than_plain_operations_is_right(
+    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few bits of sharp scores are off by more than any kernel; and layer after layer by more."""
+
+    def exact(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
+        out, *tail = attend_joined(plain_attention._in_float32(call))
+        return out.astype(call.q.dtype), *(side.astype(call.q.dtype) for side in tail)
+
+    monkeypatch.setattr(attention_times, "SIZES", (Size(1, 512),))
+    side = mx.zeros((2, 1, 256))
+    kind = kind_of(mx.zeros((1, 8, 1, 256), mx.bfloat16), (side, side), None)
+    layer = AttentionLayer(kind, 8, ((2, 256), (2, 256)), mx.bfloat16, 1.0, None)
+    chosen = choose_attention(
+        {kind: layer}, exact, path=tmp_path / "attention.json", seconds_of=lambda run: 1.0
+    )
+    assert chosen.kernel is exact
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,6 @@ KERNEL = pytest.param(
 JOINED = pytest.param(attend_joined, id="joined")
 
 
-def pair(sides: np.ndarray) -> tuple[mx.array, mx.array]:
-    return mx.array(sides[0]), mx.array(sides[1])
-
-
 class Rows:
     def __init__(self, lengths: list[int], heads: tuple[int, int], dim: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -70,9 +66,20 @@ class Rows:
             out[row, head, 0] = weights @ values / total
         return out
 
-    def attend(self, function: AttendPacked, *, sinks: bool) -> list[np.ndarray]:
+    def round_to(self, dtype: mx.Dtype) -> None:
+        """Numbers that this type holds."""
+        for name in ("q", "new", "tails", "mains"):
+            rounded = mx.array(getattr(self, name)).astype(dtype).astype(mx.float32)
+            setattr(self, name, np.array(rounded))
+
+    def attend(
+        self, function: AttendPacked, *, sinks: bool, dtype: mx.Dtype = mx.float32
+    ) -> list[np.ndarray]:
+        def pair(sides: np.ndarray) -> tuple[mx.array, mx.array]:
+            return mx.array(sides[0]).astype(dtype), mx.array(sides[1]).astype(dtype)
+
         call = PackedCall(
-            mx.array(self.q),
+            mx.array(self.q).astype(dtype),
             *pair(self.new),
             pair(self.tails),
             pair(self.mains),
@@ -83,7 +90,28 @@ class Rows:
             mx.array(self.sinks) if sinks else None,
             self.longest,
         )
-        return [np.array(array) for array in function(call)]
+        return [np.array(array.astype(mx.float32)) for array in function(call)]
+
+
+@pytest.mark.parametrize("function", [KERNEL, JOINED])
+@pytest.mark.parametrize(
+    ("lengths", "heads", "dim"),
+    [
+        ([512], (8, 2), 256),
+        ([512], (16, 8), 128),
+        ([512, 40, 7, 300], (8, 2), 256),
+        ([4096], (8, 2), 256),
+        ([8000, 300], (16, 8), 128),
+    ],
+)
+def test_half_precision(
+    function: AttendPacked, lengths: list[int], heads: tuple[int, int], dim: int
+) -> None:
+    rows = Rows(lengths, heads, dim, seed=1)
+    rows.round_to(mx.bfloat16)
+    out, *_ = rows.attend(function, sinks=False, dtype=mx.bfloat16)
+    expected = rows.expected(sinks=False)
+    assert np.abs(out - expected).max() < 0.02 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("function", [KERNEL, JOINED])

@@ -13,6 +13,7 @@ from mlx_lm import sample_utils
 
 from near_ties import log_softmax
 from pippin.backends.base import Admit
+from pippin.backends.masks import pack
 from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
 from pippin.backends.mlx.step.sampler import Sampler, SampleRow, dropped_tokens
 from pippin.backends.mlx.step.sampling_state import RowSubset, build_batch
@@ -68,10 +69,14 @@ def tokens_of(
     logits: mx.array,
     slots: list[int],
     num_generated: int = 0,
-    masks: dict[int, np.ndarray] | None = None,
+    masks: dict[int, np.ndarray] | None = None,  # bool [vocabulary], by slot
 ) -> list[int]:
     rows = [SampleRow(slot, num_generated) for slot in slots]
-    tokens = sampler.sample(logits, rows, masks).tokens
+    packed = None
+    if masks is not None:
+        everything = np.ones(logits.shape[-1], dtype=bool)
+        packed = np.stack([pack(masks.get(slot, everything)) for slot in slots])
+    tokens = sampler.sample(logits, rows, packed).tokens
     assert tokens.dtype == mx.int32
     return [int(token) for token in np.array(tokens)]
 
@@ -307,7 +312,7 @@ def test_penalties_over_a_reply_equal_a_host_side_count(dtype: mx.Dtype) -> None
         present = [i for i in range(len(everyone)) if (step // 3 + i) % 4 != 0]
         logits = some_logits(len(present), vocab, seed=step, scale=0.6).astype(dtype)
         rows = [SampleRow(i + 1, len(replies[i])) for i in present]
-        processed = np.array(sampler._process(logits, rows, sampler._batch(rows), None))
+        processed = np.array(sampler._process(logits, sampler._batch(rows), None))
         tokens = np.array(sampler.sample(logits, rows).tokens)
         raw = np.array(logits.astype(mx.float32), np.float64)
         for place, i in enumerate(present):

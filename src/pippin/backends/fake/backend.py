@@ -23,6 +23,7 @@ from pippin.backends.base import (
 from pippin.backends.fake.device import FakeDevice, FutureMap
 from pippin.backends.fake.payloads import FakePayload, Ledger
 from pippin.backends.fake.toy import ToyRow
+from pippin.backends.masks import allowed_ids
 from pippin.types import Component, LayerSpec, ModelSpec, Payload, TokenLogprobs
 
 BYTES_PER_TOKEN = 64
@@ -39,15 +40,15 @@ class FakePending:
     tokens: dict[int, int] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     captures: list[Capture] = field(default_factory=list)
-    masks: Mapping[int, np.ndarray] | None = None
+    masks: dict[int, np.ndarray] | None = None  # by slot, once they are known
     dispatched: float = field(default_factory=perf_counter)
 
     def dispatch(self) -> None:
         """Its launches hold nothing back."""
 
-    def sample(self, masks: Mapping[int, np.ndarray]) -> None:
+    def sample(self, masks: np.ndarray) -> None:
         assert self.masks is None, "masked rows are sampled once"
-        self.masks = masks
+        self.masks = dict(zip(self.plan.masked_slots, masks, strict=True))
         device = self.backend.device_queue
         device.enqueue(self.plan.step, lambda: self.backend.sample_masked(self))
 
@@ -202,6 +203,8 @@ class FakeBackend:
             self._fill(row, payloads, chunk.start, chunk.end)
             if hidden is not None:
                 hidden.content = row.digests(self.spec.components)
+            if row.is_reply(chunk.start) and len(chunk.tokens):
+                row.num_sampled += len(chunk.tokens) - 1  # these were never drawn
             if chunk.samples:
                 self._score_prompt(pending, chunk.slot)
             if chunk.samples and not chunk.masked:
@@ -262,7 +265,7 @@ class FakeBackend:
         row = self._rows[slot]
         token = row.next_token(self.spec.components, self.spec.vocab_size)
         if pending.masks is not None and slot in pending.masks:
-            allowed = np.flatnonzero(pending.masks[slot])
+            allowed = allowed_ids(pending.masks[slot], self.spec.vocab_size)
             token = int(allowed[token % len(allowed)])
         row.num_sampled += 1
         pending.tokens[slot] = token

@@ -46,6 +46,10 @@ class ToyRow:
     def num_borrowed(self) -> int:
         return sum(payload.num_tokens for payload in self.borrowed)
 
+    def is_reply(self, position: int) -> bool:
+        """Whether its token has been sampled in this slot, or forced."""
+        return position >= len(self.admit.prompt) + len(self.admit.reply)
+
     def run(self, token: int) -> None:
         self.attention = self.attention + mix(len(self.tokens), token) & MASK
         self.tokens.append(token)

@@ -156,6 +156,9 @@ class MLXBackend:
             self._retire(step, retire)
         for admit in plan.admit:
             self._admit(admit)
+        for chunk in plan.prefill:
+            if chunk.slot in self._rows:
+                self._leave_rows(chunk)
         for rows, decodes in self._decode_groups(plan.decode):
             self._decode(step, rows, decodes)
         if plan.decode:  # the device has these to do while the prompts' graph is being built
@@ -247,6 +250,13 @@ class MLXBackend:
             return self._prompts[slot]
         return PromptState(rows.rows[slot].length, rows.kv_of(slot, start), rows.states_of(slot))
 
+    def _leave_rows(self, chunk: PrefillRow) -> None:
+        """A chunk of a reply is run as a prompt's is; the slot joins the others again later."""
+        held = self._held(chunk.slot, 0)
+        self._rows.pop(chunk.slot).leave(chunk.slot)
+        self._prompts.take_back(chunk.slot, held)
+        self._sampler.count(chunk.slot, chunk.tokens[1:])  # the first was counted when it was drawn
+
     # ---- decode ----------------------------------------------------------------------------
 
     def _decode_groups(
@@ -276,20 +286,15 @@ class MLXBackend:
         step.written += rows.arrays()
         step.check(slots, logits)
         by_slot = {d.slot: d for d in decodes}
-        sample_rows, masked = [], {}
-        for index, slot in enumerate(slots.tolist()):
+        rows_of: dict[bool, dict[int, SampleRow]] = {False: {}, True: {}}  # masked or not, by line
+        for line, slot in enumerate(slots.tolist()):
             decode = by_slot.get(slot)
-            if decode is None or not decode.samples:
-                sample_rows.append(SampleRow(0, 0))
-                continue
-            generated = decode.position + 1 - len(self._admitted[slot].prompt)
-            row = SampleRow(slot, generated)
-            if decode.masked:
-                masked[index] = row
-            sample_rows.append(SampleRow(0, 0) if decode.masked else row)
-        step.to_sample.add_batch(sample_rows, logits)
-        for index, row in masked.items():
-            step.to_sample.add(row, logits[index : index + 1], masked=True)
+            if decode is not None and decode.samples:
+                row = SampleRow(slot, decode.end - len(self._admitted[slot].prompt))
+                rows_of[decode.masked][line] = row
+        for masked, found in rows_of.items():
+            if found:
+                step.to_sample.add(*_lines(found, logits), masked=masked)
         for decode in decodes:
             if decode.checkpoint and rows.states:
                 step.keep(self._captures.of_decode(decode, rows))
@@ -311,7 +316,7 @@ class MLXBackend:
         step: MLXPending,
         rows: Sequence[SampleRow],
         logits: mx.array,
-        masks: Mapping[int, np.ndarray] | None,
+        masks: np.ndarray | None,
     ) -> None:
         sampled = self._sampler.sample(logits, rows, masks)
         slots = np.array([row.slot for row in rows], dtype=np.int32)
@@ -322,3 +327,13 @@ class MLXBackend:
     def _num_top_logprobs(self, slot: int) -> int | None:
         admit = self._admitted.get(slot)
         return None if admit is None else admit.params.logprobs
+
+
+def _lines(
+    found: Mapping[int, SampleRow], logits: mx.array
+) -> tuple[Sequence[SampleRow], mx.array]:
+    """Rows and their lines of logits; nothing is copied where every line, or most, are wanted."""
+    if len(found) > len(logits) // 2:
+        padding = SampleRow(0, 0)
+        return [found.get(line, padding) for line in range(len(logits))], logits
+    return list(found.values()), logits[mx.array(list(found))]

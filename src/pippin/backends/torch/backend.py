@@ -6,7 +6,7 @@ the device except `TorchPending.wait`; on a CPU `launch` itself computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -143,6 +143,9 @@ class TorchBackend:
             if row.restore is not None:
                 self._restore(row.slot, row.restore)
             assert self._rows.lengths[row.slot] == row.start, "chunks must follow each other"
+            if self._continues_reply(row):
+                self._future_map.note_read(np.array([row.slot]))
+                self._sampler.count(row.slot, row.tokens[1:])  # the first was counted when drawn
         self._sample_restored(step, [row for row in plan.prefill if not len(row.tokens)])
         for chunks in self._chunk_groups([row for row in plan.prefill if len(row.tokens)]):
             self._prefill(step, chunks)
@@ -241,6 +244,11 @@ class TorchBackend:
             return [[block] for chunk in chunks for block in grid_blocks(chunk)]
         return [chunks] if chunks else []
 
+    def _continues_reply(self, row: PrefillRow) -> bool:
+        """Its slot has sampled before: the chunk begins with that token."""
+        admit = self._admitted[row.slot]
+        return len(row.tokens) > 0 and row.start >= len(admit.prompt) + len(admit.reply)
+
     def _prefill(self, step: TorchPending, chunks: Sequence[PrefillRow]) -> None:
         slots = np.array([chunk.slot for chunk in chunks])
         num_taps = sum(len(inner_checkpoints(chunk)) for chunk in chunks)
@@ -297,7 +305,7 @@ class TorchBackend:
     ) -> None:
         """The token after a prompt, or after what is known of a reply that goes on."""
         samples = [
-            (number, SampleRow(row.slot, len(self._admitted[row.slot].reply)), row.masked)
+            (number, self._sample_row(row), row.masked)
             for number, row in enumerate(rows)
             if row.samples
         ]
@@ -307,7 +315,7 @@ class TorchBackend:
         first = 0
         for chunk in batch.rows:
             admit = self._admitted[chunk.slot]
-            if admit.params.prompt_logprobs is not None:
+            if admit.params.prompt_logprobs is not None and not self._continues_reply(chunk):
                 self._score_chunk(step, chunk, admit, hidden[first : first + len(chunk.tokens)])
             first += len(chunk.tokens)
 
@@ -403,9 +411,8 @@ class TorchBackend:
         ]
         self._sample(step, logits, samples)
 
-    def _sample_row(self, decode: DecodeRow) -> SampleRow:
-        generated = decode.position + 1 - int(self._prompt_lens[decode.slot])
-        return SampleRow(decode.slot, generated)
+    def _sample_row(self, row: DecodeRow | PrefillRow) -> SampleRow:
+        return SampleRow(row.slot, row.end - int(self._prompt_lens[row.slot]))
 
     # ---- sampling --------------------------------------------------------------------------
 
@@ -428,7 +435,7 @@ class TorchBackend:
             logits = logits[self._pools.index(np.array([number for number, _ in plain]))]
         self._sample_rows(step, [row for _, row in plain], logits, None)
 
-    def _sample_masked(self, step: TorchPending, masks: Mapping[int, np.ndarray]) -> None:
+    def _sample_masked(self, step: TorchPending, masks: np.ndarray) -> None:
         with torch.inference_mode(), self._streams.forward():
             logits = torch.stack([logits for _, logits in step.masked])
             self._sample_rows(step, [row for row, _ in step.masked], logits, masks)
@@ -438,7 +445,7 @@ class TorchBackend:
         step: TorchPending,
         rows: Sequence[SampleRow],
         logits: torch.Tensor,
-        masks: Mapping[int, np.ndarray] | None,
+        masks: np.ndarray | None,
     ) -> None:
         sampled = self._sampler.sample(logits, rows, masks)
         slots = [row.slot for row in rows]

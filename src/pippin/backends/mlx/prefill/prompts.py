@@ -70,6 +70,10 @@ class Prompts:
         """What the slot holds, for the row that it becomes."""
         return self._states.pop(slot)
 
+    def take_back(self, slot: int, held: PromptState) -> None:
+        """What a row holds that several tokens are to be run of at once."""
+        self._states[slot] = held
+
     def drop(self, slot: int) -> None:
         """A slot that decodes, or whose launch failed, has nothing here."""
         self._states.pop(slot, None)
@@ -144,8 +148,8 @@ class Prompts:
 
     def _sample(self, step: MLXPending, row: PrefillRow, logits: mx.array) -> None:
         """The token after a prompt, or after what is known of a reply that goes on."""
-        sample = SampleRow(row.slot, len(self._admitted[row.slot].reply))
-        step.to_sample.add(sample, logits, row.masked)
+        sample = SampleRow(row.slot, row.end - len(self._admitted[row.slot].prompt))
+        step.to_sample.add([sample], logits, masked=row.masked)
 
     def _restored(self, chunk: PrefillRow) -> PromptState:
         prompt = self._states[chunk.slot]

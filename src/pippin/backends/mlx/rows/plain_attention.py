@@ -7,9 +7,11 @@ columns of its own in place of others'.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 
-from pippin.backends.mlx.rows.attention_paths import PackedCall
+from pippin.backends.mlx.rows.attention_paths import AttendPacked, PackedCall
 from pippin.backends.mlx.rows.split_attention import attend
 from pippin.backends.mlx.tree.packing import KV
 
@@ -36,6 +38,23 @@ def attend_joined(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     return out, *new_tail
 
 
+def held_against_plain(kernel: AttendPacked, errors: list[mx.array]) -> AttendPacked:
+    """`kernel`, with how far off each of its results is, of the largest number in it.
+
+    Plain operations get the same numbers in float32: rounded to half as many bits, scores alone
+    would be off by more than a kernel may be.
+    """
+
+    def attend_and_compare(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
+        found = kernel(call)
+        for ours, plain in zip(found, attend_joined(_in_float32(call)), strict=True):
+            difference = mx.abs(ours.astype(mx.float32) - plain).max()
+            errors.append(difference / mx.maximum(mx.abs(plain).max(), 1e-6))
+        return found
+
+    return attend_and_compare
+
+
 def attend_in_pieces(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     """The only row's columns and its tail where they lie."""
     new_keys, new_values = _new_tail(call)
@@ -54,6 +73,15 @@ def attend_in_pieces(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     out, weights = attend(scores, tail_scores, values, sink)
     out = out + weights @ new_values
     return out.reshape(1, num_query_heads, 1, -1), new_keys, new_values
+
+
+def _in_float32(call: PackedCall) -> PackedCall:
+    q, k, v, *sides = (
+        array.astype(mx.float32) for array in (call.q, call.k, call.v, *call.tail, *call.main)
+    )
+    tail, main = (sides[0], sides[1]), (sides[2], sides[3])
+    sinks = None if call.sinks is None else call.sinks.astype(mx.float32)
+    return replace(call, q=q, k=k, v=v, tail=tail, main=main, sinks=sinks)
 
 
 def _new_tail(call: PackedCall) -> KV:

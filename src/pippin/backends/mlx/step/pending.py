@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -25,22 +25,20 @@ class ToSample:
     masked_rows: list[SampleRow] = field(default_factory=list)
     masked_logits: list[mx.array] = field(default_factory=list)
 
-    def add(self, row: SampleRow, logits: mx.array, masked: bool) -> None:
-        (self.masked_rows if masked else self.rows).append(row)
-        (self.masked_logits if masked else self.logits).append(logits)
-
-    def add_batch(self, rows: Sequence[SampleRow], logits: mx.array) -> None:
+    def add(self, rows: Sequence[SampleRow], logits: mx.array, *, masked: bool) -> None:
         if any(row.slot for row in rows):
-            self.rows += rows
-            self.logits.append(logits)
+            (self.masked_rows if masked else self.rows).extend(rows)
+            (self.masked_logits if masked else self.logits).append(logits)
 
     def take_unmasked(self) -> tuple[list[SampleRow], mx.array | None]:
         rows, logits = self.rows, self.logits
         self.rows, self.logits = [], []
         return rows, _stacked(logits)
 
-    def masked(self) -> tuple[list[SampleRow], mx.array | None]:
-        return self.masked_rows, _stacked(self.masked_logits)
+    def take_masked(self) -> tuple[list[SampleRow], mx.array | None]:
+        rows, logits = self.masked_rows, self.masked_logits
+        self.masked_rows, self.masked_logits = [], []
+        return rows, _stacked(logits)
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,8 @@ class MLXPending:
 
     plan: StepPlan
     sample_rows: Callable[
-        [MLXPending, Sequence[SampleRow], mx.array, Mapping[int, np.ndarray] | None], None
-    ]
+        [MLXPending, Sequence[SampleRow], mx.array, np.ndarray | None], None
+    ]  # a step, its rows, their logits, and packed masks of these rows
     num_top_logprobs: Callable[[int], int | None]  # by slot
     clock: StreamClock | None = None
     captures: list[Capture] = field(default_factory=list)
@@ -130,11 +128,12 @@ class MLXPending:
         if self.written:
             self.launch()
 
-    def sample(self, masks: Mapping[int, np.ndarray]) -> None:
-        rows, logits = self.to_sample.masked()
+    def sample(self, masks: np.ndarray) -> None:
+        rows, logits = self.to_sample.take_masked()
         assert logits is not None, "this plan has no masked rows"
-        self.sample_rows(self, rows, logits, masks)
-        self.to_sample = ToSample()
+        lines = {slot: number for number, slot in enumerate(self.plan.masked_slots)}
+        in_order = masks[[lines.get(row.slot, 0) for row in rows]]  # padding takes any
+        self.sample_rows(self, rows, logits, in_order)
         self.launch()
 
     def wait(self) -> StepResult:

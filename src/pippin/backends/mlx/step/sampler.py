@@ -7,8 +7,7 @@ here blocks: the host never learns the token, and penalties count it on the devi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Admit
+from pippin.backends.masks import WORD_BITS
 from pippin.backends.mlx.step.filters import dropped_tokens
 from pippin.backends.mlx.step.largest import candidates
 from pippin.backends.mlx.step.noise import add_gumbel_noise
@@ -31,6 +31,7 @@ from pippin.backends.sampling import FAR, PADDING, Draw, SlotSampling
 from pippin.backends.sampling_noise import noise_keys
 
 MAX_TOP_LOGPROBS = 20
+BEYOND_FAR = FAR * 100
 _CACHED_BATCHES = 16  # the sets of slots that a few steps alternate between
 
 
@@ -83,6 +84,11 @@ class Sampler:
         if admit.params.has_penalties:
             self._history.admit(admit.slot, admit.prompt, admit.reply)
 
+    def count(self, slot: int, tokens: np.ndarray) -> None:
+        """These became part of the reply without being drawn."""
+        if self._slots[slot].params.has_penalties:
+            self._history.count(slot, tokens)
+
     def retire(self, slot: int) -> None:
         self._forget_batches(slot)
         self._slots[slot] = PADDING
@@ -92,13 +98,13 @@ class Sampler:
         self,
         logits: mx.array,  # any float dtype [num_rows, vocab_size]
         rows: Sequence[SampleRow],
-        masks: Mapping[int, np.ndarray] | None = None,  # bool [vocab_size] by slot, True: allowed
+        masks: np.ndarray | None = None,  # int32 [num_rows, words], packed: what grammars allow
     ) -> Sampled:
         if not rows:
             return Sampled(mx.zeros([0], dtype=mx.int32))
         assert logits.shape == (len(rows), self._vocab_size), (logits.shape, len(rows))
         batch = self._batch(rows)
-        tokens = self._draw(self._process(logits, rows, batch, masks), rows, batch)
+        tokens = self._draw(self._process(logits, batch, masks), rows, batch)
         history = None
         if batch.penalties is not None:
             drawn = batch.penalties.subset.take(tokens)
@@ -134,13 +140,7 @@ class Sampler:
     def _forget_batches(self, slot: int) -> None:
         self._batches = {key: b for key, b in self._batches.items() if slot not in key[0]}
 
-    def _process(
-        self,
-        logits: mx.array,
-        rows: Sequence[SampleRow],
-        batch: SampleBatch,
-        masks: Mapping[int, np.ndarray] | None,
-    ) -> mx.array:
+    def _process(self, logits: mx.array, batch: SampleBatch, masks: np.ndarray | None) -> mx.array:
         """The logits to draw from; float32 if any stage before the temperature touched them."""
         x = logits
         if batch.edits is not None:
@@ -151,8 +151,8 @@ class Sampler:
             x = group.subset.replace(
                 x.astype(mx.float32), lambda part: penalise(part, in_prompt, counts, group)
             )
-        if masks:
-            x = apply_masks(x.astype(mx.float32), rows, masks)
+        if masks is not None:
+            x = apply_masks(x.astype(mx.float32), masks)
         return x
 
     def _draw(self, x: mx.array, rows: Sequence[SampleRow], batch: SampleBatch) -> mx.array:
@@ -192,16 +192,15 @@ def penalise(x: mx.array, in_prompt: mx.array, counts: mx.array, group: PenaltyG
     return x - group.frequency * counts - group.presence * written
 
 
-def apply_masks(
-    x: mx.array, rows: Sequence[SampleRow], masks: Mapping[int, np.ndarray]
-) -> mx.array:
-    """-inf where a grammar forbids, below FAR: one that allows only a stop beats min_tokens."""
-    masked = [i for i, row in enumerate(rows) if row.slot in masks]
-    if not masked:
-        return x
-    allowed = mx.array(np.stack([masks[rows[i].slot] for i in masked]))
-    subset = RowSubset.of(masked, len(rows))
-    return subset.replace(x, lambda part: mx.where(allowed, part, -math.inf))
+def apply_masks(x: mx.array, masks: np.ndarray) -> mx.array:
+    """Lowered beyond FAR where a grammar forbids: one that allows only a stop beats min_tokens.
+
+    Masks travel packed and are unpacked on the device. Not mx.where: ten times as slow on CPU.
+    """
+    bits = mx.array(1, dtype=mx.uint32) << mx.arange(WORD_BITS, dtype=mx.uint32)
+    forbidden = ~mx.array(masks.view(np.uint32))[:, :, None] & bits  # 0, or some power of two
+    forbidden = forbidden.astype(mx.float32).reshape(len(masks), -1)[:, : x.shape[-1]]
+    return x - forbidden * BEYOND_FAR
 
 
 def token_logprobs(logits: mx.array, tokens: mx.array, k: int) -> Logprobs:

@@ -193,8 +193,12 @@ class TokenHistory:
         seen = np.zeros(self.vocab_size, dtype=np.bool_)
         seen[prompt] = True
         self._prompts[slot] = mx.array(seen)
-        counts = np.bincount(reply, minlength=self.vocab_size)
-        self._counts[slot] = mx.array(counts.astype(np.float32))
+        self._counts[slot] = self._counted(reply)
+
+    def count(self, slot: int, tokens: np.ndarray) -> None:
+        """These have been written by a slot."""
+        self._unstack()
+        self._counts[slot] = self._counts[slot] + self._counted(tokens)
 
     def retire(self, slot: int) -> None:
         if slot in self._counts:
@@ -215,6 +219,10 @@ class TokenHistory:
         _, counts = self.tables(slots)
         self._count_table = counts.at[mx.arange(len(slots)), tokens].add(1.0)
         return self._count_table
+
+    def _counted(self, tokens: np.ndarray) -> mx.array:
+        counts = np.bincount(tokens, minlength=self.vocab_size)
+        return mx.array(counts.astype(np.float32))
 
     def _unstack(self) -> None:
         if self._count_table is not None:

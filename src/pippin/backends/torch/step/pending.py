@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +25,7 @@ class Told:
 @dataclass
 class TorchPending:
     plan: StepPlan
-    sample_masked: Callable[[TorchPending, Mapping[int, np.ndarray]], None]
+    sample_masked: Callable[[TorchPending, np.ndarray], None]  # with masks of `masked`
     num_top_logprobs: Callable[[int], int | None]  # by slot
     captures: list[Capture] = field(default_factory=list)
     masked: list[tuple[SampleRow, torch.Tensor]] = field(default_factory=list)  # with their logits
@@ -40,9 +40,10 @@ class TorchPending:
     def dispatch(self) -> None:
         """Its launches hold nothing back."""
 
-    def sample(self, masks: Mapping[int, np.ndarray]) -> None:
+    def sample(self, masks: np.ndarray) -> None:
         assert self.masked, "this plan has no masked rows, or they were sampled before"
-        self.sample_masked(self, masks)
+        lines = {slot: number for number, slot in enumerate(self.plan.masked_slots)}
+        self.sample_masked(self, masks[[lines[row.slot] for row, _ in self.masked]])
         self.masked = []
 
     def wait(self) -> StepResult:

@@ -7,7 +7,7 @@ never learns the token here, and penalties count it on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pippin.backends.base import Admit
+from pippin.backends.masks import WORD_BITS
 from pippin.backends.sampling import FAR, PADDING, Draw, SlotSampling
 from pippin.backends.sampling_noise import noise_keys
 from pippin.backends.torch.step.filters import dropped_tokens
@@ -71,6 +72,11 @@ class Sampler:
         if admit.params.has_penalties:
             self._history.admit(admit.slot, admit.prompt, admit.reply)
 
+    def count(self, slot: int, tokens: np.ndarray) -> None:
+        """These became part of the reply without being drawn."""
+        if self._slots[slot].params.has_penalties:
+            self._history.count(slot, tokens)
+
     def retire(self, slot: int) -> None:
         self._forget_batches(slot)
         self._slots[slot] = PADDING
@@ -83,11 +89,11 @@ class Sampler:
         self,
         logits: torch.Tensor,  # any float dtype [num_rows, vocab_size]
         rows: Sequence[SampleRow],
-        masks: Mapping[int, np.ndarray] | None = None,  # bool [vocab_size] by slot, True: allowed
+        masks: np.ndarray | None = None,  # int32 [num_rows, words], packed: what grammars allow
     ) -> Sampled:
         assert logits.shape == (len(rows), self._vocab_size), (logits.shape, len(rows))
         batch = self._batch(rows)
-        tokens = self._draw(self._process(logits, rows, batch, masks), rows, batch)
+        tokens = self._draw(self._process(logits, batch, masks), rows, batch)
         if batch.penalties is not None:
             drawn = batch.penalties.subset.take(tokens)
             self._history.append(batch.penalties.slots, drawn)
@@ -117,11 +123,7 @@ class Sampler:
         self._batches = {key: b for key, b in self._batches.items() if slot not in key[0]}
 
     def _process(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[SampleRow],
-        batch: SampleBatch,
-        masks: Mapping[int, np.ndarray] | None,
+        self, logits: torch.Tensor, batch: SampleBatch, masks: np.ndarray | None
     ) -> torch.Tensor:
         """The logits to draw from; float32 if any stage before the temperature touched them."""
         x = logits
@@ -133,20 +135,9 @@ class Sampler:
             in_prompt, counts = self._history.tables(group.slots)
             part = penalise(group.subset.take(x).float(), in_prompt, counts, group)
             x = group.subset.put(x.float(), part)
-        if masks:
-            x = self._apply_masks(x.float(), rows, masks)
+        if masks is not None:
+            x = apply_masks(x.float(), self._send(masks))
         return x
-
-    def _apply_masks(
-        self, x: torch.Tensor, rows: Sequence[SampleRow], masks: Mapping[int, np.ndarray]
-    ) -> torch.Tensor:
-        """-inf where a grammar forbids, below FAR: one that allows only a stop beats min_tokens."""
-        masked = [i for i, row in enumerate(rows) if row.slot in masks]
-        if not masked:
-            return x
-        allowed = self._send(np.stack([masks[rows[i].slot] for i in masked]))
-        subset = RowSubset.of(masked, len(rows), self._send)
-        return subset.put(x, subset.take(x).masked_fill(~allowed, -torch.inf))
 
     def _draw(self, x: torch.Tensor, rows: Sequence[SampleRow], batch: SampleBatch) -> torch.Tensor:
         tokens = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
@@ -178,6 +169,16 @@ def penalise(
     factor = torch.where(in_prompt | written, group.repetition, 1.0)
     x = torch.where(x > 0, x / factor, x * factor)
     return x - group.frequency * counts - group.presence * written
+
+
+def apply_masks(x: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """-inf where a grammar forbids, below FAR: one that allows only a stop beats min_tokens.
+
+    masks, int32 [rows, words], travel packed and are unpacked on the device.
+    """
+    bits = torch.arange(WORD_BITS, dtype=torch.int32, device=x.device)
+    allowed = (masks[:, :, None] >> bits & 1).bool().flatten(1)[:, : x.shape[-1]]
+    return x.masked_fill(~allowed, -torch.inf)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Logprobs:

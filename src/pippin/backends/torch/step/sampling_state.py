@@ -178,8 +178,11 @@ class TokenHistory:
         seen = np.zeros(self.vocab_size, dtype=np.bool_)
         seen[prompt] = True
         self._prompts[slot] = self.send(seen)
-        counts = np.bincount(reply, minlength=self.vocab_size)
-        self._counts[slot] = self.send(counts.astype(np.float32))
+        self._counts[slot] = self._counted(reply)
+
+    def count(self, slot: int, tokens: np.ndarray) -> None:
+        """These have been written by a slot."""
+        self._counts[slot] += self._counted(tokens)
 
     def retire(self, slot: int) -> None:
         self._prompts.pop(slot, None)
@@ -195,3 +198,7 @@ class TokenHistory:
         one = torch.ones(1, device=tokens.device)
         for slot, token in zip(slots, tokens.long().split(1), strict=True):
             self._counts[slot].index_add_(0, token, one)
+
+    def _counted(self, tokens: np.ndarray) -> torch.Tensor:
+        counts = np.bincount(tokens, minlength=self.vocab_size)
+        return self.send(counts.astype(np.float32))

@@ -1,0 +1,156 @@
+"""Who is let in: by the Host, the Origin and the key of a request. Knows no route.
+
+Host     a name that only a tricked resolver leads here is refused (DNS rebinding)
+Origin   a page of another site is refused, unless --cors-origin names it
+key      one of ours as a bearer token, if there are any; not to ask whether the server is alive
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable, Iterable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pippin.api.http.errors import Forbidden, Unauthorized, error_response
+from pippin.api.http.keys import ApiKeys
+from pippin.api.http.request_log import PROBES
+from pippin.config import ServerConfig
+from pippin.errors import PippinError
+
+log = logging.getLogger(__name__)
+
+Check = Callable[[Scope], None]  # raises a PippinError
+ANY = "*"
+
+
+def front_door(config: ServerConfig) -> list[Middleware]:
+    """The checks of every request, outermost first."""
+    door = [Middleware(Guard, check=HostCheck(config))]
+    if config.cors_origin:
+        door.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.cors_origin,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                allow_private_network=True,
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
+    door.append(Middleware(Guard, check=OriginCheck(config.cors_origin)))
+    if config.api_key:
+        door.append(Middleware(Guard, check=KeyCheck(ApiKeys(config.api_key))))
+    return door
+
+
+def warn_if_open(config: ServerConfig) -> None:
+    if not config.api_key and not is_loopback(config.host):
+        log.warning(
+            "listening on %s without an API key: whoever reaches this machine can use the model "
+            "(--api-key-file)",
+            config.host,
+        )
+
+
+class Guard:
+    """Lets a request pass unless its check raises."""
+
+    def __init__(self, app: ASGIApp, check: Check) -> None:
+        self._app = app
+        self._check = check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except PippinError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class HostCheck:
+    """Addresses and localhost always pass: no resolver stands between them and this machine."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._names = {"localhost", config.host.lower(), *map(str.lower, config.allowed_host)}
+        if is_wildcard(config.host):
+            own = socket.gethostname().lower()
+            self._names |= {own, f"{own}.local"}
+
+    def __call__(self, scope: Scope) -> None:
+        given = Headers(scope=scope).get("host")
+        if given is None:  # no browser leaves it out, and HTTP/1.1 does not allow to
+            return
+        host = host_of(given)
+        if not is_address(host) and not any(_matches(host, name) for name in self._names):
+            raise Forbidden(
+                f"this server does not answer to the host {given[:100]!r}; "
+                "--allowed-host lets a name in"
+            )
+
+
+class OriginCheck:
+    """Browsers say which page asks. Only this server's own pages and those named may."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        self._allowed = frozenset(allowed)
+
+    def __call__(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        if origin is None or ANY in self._allowed or origin in self._allowed:
+            return
+        if origin.partition("://")[2].lower() != headers.get("host", "").lower():
+            raise Forbidden(
+                f"pages of {origin[:100]!r} may not use this server; --cors-origin lets them in"
+            )
+
+
+class KeyCheck:
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+
+    def __call__(self, scope: Scope) -> None:
+        if scope["path"] in PROBES:
+            return
+        if not self._keys.accept(Headers(scope=scope).get("authorization", "")):
+            raise Unauthorized("the API key is missing or wrong: send it as a bearer token")
+
+
+def host_of(given: str) -> str:
+    """A Host header without its port, in lower case, and an address without brackets."""
+    try:
+        return urlsplit(f"//{given}").hostname or ""
+    except ValueError:  # brackets that hold no address
+        return ""
+
+
+def is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether it stands for every address of this machine."""
+    return host == "" or (is_address(host) and ipaddress.ip_address(host).is_unspecified)
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _matches(host: str, pattern: str) -> bool:
+    if pattern.startswith("*."):
+        return host.endswith(pattern[1:])
+    return pattern in (ANY, host)

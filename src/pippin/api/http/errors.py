@@ -1,0 +1,156 @@
+"""Errors as OpenAI clients expect them: one JSON shape for every status. Knows no engine.
+
+PippinError (see `pippin.errors`)
+├── ModelNotFound         404
+├── Unauthorized          401  no key, or the wrong one
+├── Forbidden             403  a Host or an Origin that is not let in
+├── TooSlow               408  the head or the body of a request took too long to come
+├── DeadlinePassed        408  the reply was not there in time
+├── TooLarge              413
+├── WrongMediaType        415
+├── TooManyConnections    429
+└── HeadTooLarge          431
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pippin.api.http.request_log import record_of
+from pippin.errors import NotFound, PippinError
+
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; nginx's number, for the log
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class Unauthorized(PippinError):
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(PippinError):
+    status = 403
+    code = "forbidden"
+
+
+class TooSlow(PippinError):
+    status = 408
+    code = "request_too_slow"
+
+
+class DeadlinePassed(PippinError):
+    status = 408
+    code = "deadline_passed"
+
+
+class TooLarge(PippinError):
+    status = 413
+    code = "request_too_large"
+
+
+class WrongMediaType(PippinError):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class HeadTooLarge(PippinError):
+    status = 431
+    code = "request_head_too_large"
+
+
+class TooManyConnections(PippinError):
+    status = 429
+    code = "too_many_connections"
+    retry_after_s = 1
+
+
+class JSONResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+class ErrorResponse(JSONResponse):
+    """Any error, in the one shape; the request's line in the log names its code."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self._code = code
+        body = _body(message, status, param=param, code=code)
+        super().__init__(body, status_code=status, headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record_of(scope).error = self._code
+        await super().__call__(scope, receive, send)
+
+
+def error_body(error: PippinError) -> dict[str, Any]:
+    return _body(error.message, error.status, param=error.param, code=error.code)
+
+
+def error_response(error: PippinError) -> ErrorResponse:
+    return ErrorResponse(
+        error.message, error.status, code=error.code, param=error.param, headers=_headers(error)
+    )
+
+
+def internal_error() -> PippinError:
+    return PippinError("the server made a mistake; its log says more")
+
+
+async def on_pippin_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PippinError)
+    return error_response(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such route, wrong method."""
+    assert isinstance(error, HTTPException)
+    return ErrorResponse(
+        f"{error.detail}: {request.method} {request.url.path}",
+        error.status_code,
+        code=error.detail.lower().replace(" ", "_"),
+        headers=dict(error.headers or {}),
+    )
+
+
+async def on_client_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def on_unexpected(request: Request, error: Exception) -> Response:
+    """The error goes on to `RequestLog`, which logs it."""
+    return error_response(internal_error())
+
+
+def _headers(error: PippinError) -> dict[str, str]:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, DeadlinePassed):  # what took too long once does so again
+        headers["x-should-retry"] = "false"
+    return headers
+
+
+def _body(message: str, status: int, *, param: str | None, code: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

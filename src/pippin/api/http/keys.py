@@ -1,0 +1,40 @@
+"""API keys: where they come from and how they are compared. Never shows one."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+
+from pippin.errors import LoadError
+
+
+class ApiKeys:
+    """Keys, known by their digests: comparing takes as long whichever is right, or none."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def accept(self, authorization: str) -> bool:
+        """Whether an Authorization header (as starlette decodes it) carries one of the keys."""
+        scheme, _, token = authorization.partition(" ")
+        given = _digest(token.strip().encode("latin-1"))
+        known = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return scheme.lower() == "bearer" and any(known)
+
+
+def read_key_file(path: str) -> tuple[str, ...]:
+    """One key a line; empty lines and those that begin with # are not."""
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"cannot read the API keys in {path}: {error}") from error
+    keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
+    if not keys:
+        raise LoadError(f"{path} holds no API key: one a line")
+    return keys
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

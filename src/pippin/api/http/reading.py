@@ -1,0 +1,56 @@
+"""A request's body, read within limits of size and time. Knows no field of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from pippin.api.http.errors import TooLarge, TooSlow, WrongMediaType
+from pippin.config import LimitsConfig
+from pippin.errors import RequestError
+
+
+async def read_body(request: Request, limits: LimitsConfig) -> bytes:
+    """The whole body of a request that says it is JSON."""
+    _check_media_type(request)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and len(declared) < 20 and int(declared) > limits.max_body_bytes:
+        raise _too_large(f"{int(declared):,} bytes", limits)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_timeout):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limits.max_body_bytes:
+                    raise _too_large("larger", limits)
+    except TimeoutError as error:
+        raise TooSlow(
+            f"the request body was not there after {limits.body_timeout:g} s (--body-timeout); "
+            f"{len(body):,} bytes came"
+        ) from error
+    return bytes(body)
+
+
+def parse_json(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the request body is not valid JSON: {error}") from error
+
+
+def _check_media_type(request: Request) -> None:
+    """A page of any site may send other types without asking; no client of this API does."""
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        said = f"is {given[:100]!r}" if given else "is missing"
+        raise WrongMediaType(f"the Content-Type {said}; it must be application/json")
+
+
+def _too_large(said: str, limits: LimitsConfig) -> TooLarge:
+    return TooLarge(
+        f"the request body is {said}; this server takes at most "
+        f"{limits.max_body_bytes:,} bytes (--max-body-bytes)"
+    )

@@ -1,0 +1,92 @@
+"""An id for every request, and one line in the log when it is over. Knows no route.
+
+A client's own `x-request-id` is kept, if it can be; the reply carries it either way. What a
+request was about (tokens, times) is told by whoever answers it: see `RequestRecord.facts`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = logging.getLogger("pippin.requests")
+
+HEADER = "x-request-id"
+USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+PROBES = frozenset({"/health", "/ready"})  # asked every second or so, by machines
+
+
+@dataclass
+class RequestRecord:
+    """One request, for the log."""
+
+    id: str
+    method: str = ""
+    path: str = ""
+    began: float = field(default_factory=perf_counter)
+    status: int | None = None  # None: nothing was sent
+    error: str | None = None  # its code
+    facts: Callable[[], dict[str, Any]] = dict  # what it was about, asked for at its end
+
+    def fields(self) -> dict[str, Any]:
+        told = {
+            "id": self.id,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+            "seconds": round(perf_counter() - self.began, 4),
+            "error": self.error,
+            **self.facts(),
+        }
+        return {name: value for name, value in told.items() if value is not None}
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    record: RequestRecord = scope["state"]["record"]
+    return record
+
+
+class RequestLog:
+    """The outermost part of an app: whatever happens inside ends in one line."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord(_id_of(scope), scope["method"], scope["path"])
+        scope.setdefault("state", {})["record"] = record
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)[HEADER] = record.id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:  # answered with a 500 or by hanging up; this is where it is told
+            record.error = "internal_error"
+            log.exception("request %s failed", record.id)
+        finally:
+            quiet = record.path in PROBES and record.error is None
+            log.log(
+                logging.DEBUG if quiet else logging.INFO,
+                "request",
+                extra={"fields": record.fields()},
+            )
+
+
+def _id_of(scope: Scope) -> str:
+    given = Headers(scope=scope).get(HEADER, "")
+    return given if USABLE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"

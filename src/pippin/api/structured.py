@@ -1,0 +1,84 @@
+"""What a reply must look like: `response_format`, and SGLang's fields. Knows no grammars.
+
+Whether a schema or an expression can be kept is found out where it is compiled, by the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from pippin.api.body import Body
+from pippin.errors import RequestError, UnsupportedField
+
+FIELDS = ("response_format", "json_schema", "regex", "ebnf")
+ANY_OBJECT = json.dumps({"type": "object"})
+
+
+@dataclass(frozen=True)
+class Structure:
+    """At most one of these. A schema is JSON."""
+
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+def read_structure(body: Body) -> Structure:
+    asked = [field for field in FIELDS if _asks(body, field)]
+    if len(asked) > 1:
+        raise RequestError(
+            f"{asked[0]} and {asked[1]} both say what the reply must look like; send one of them",
+            param=asked[1],
+        )
+    if not asked:
+        return Structure()
+    match asked[0]:
+        case "response_format":
+            return Structure(json_schema=_response_format(_as_object(body, "response_format")))
+        case "json_schema":
+            return Structure(json_schema=_schema(body, "json_schema"))
+        case "regex":
+            return Structure(regex=body.string("regex", None))
+    return Structure(ebnf=body.string("ebnf", None))
+
+
+def _asks(body: Body, field: str) -> bool:
+    if field == "response_format" and body.has(field):
+        return bool(_as_object(body, field).get("type") != "text")
+    return body.has(field)
+
+
+def _response_format(given: Body) -> str:
+    given.check_known({"type", "json_schema"})
+    kind = given.get("type")
+    if kind == "json_object":
+        return ANY_OBJECT
+    if kind != "json_schema":
+        name = given.name("type")
+        raise UnsupportedField(
+            f'{name} is {kind!r}; "text", "json_object" and "json_schema" are known', param=name
+        )
+    given.require("json_schema")
+    described = _as_object(given, "json_schema")
+    described.check_known({"name", "description", "schema", "strict"})
+    described.require("name")
+    described.string("name", None)
+    described.string("description", None)
+    described.boolean("strict", True)  # a reply always obeys: false asks for no more than that
+    described.require("schema")
+    return _schema(described, "schema")
+
+
+def _schema(body: Body, field: str) -> str:
+    """An object, or the JSON of one as SGLang takes it."""
+    value = body.get(field)
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    raise body.wrong(field, "a JSON Schema: an object, or its JSON")
+
+
+def _as_object(body: Body, field: str) -> Body:
+    return Body(body.get(field), body.name(field))

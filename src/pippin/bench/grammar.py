@@ -1,0 +1,150 @@
+"""`pippin bench grammar`: what constrained replies cost, and what forced tokens save.
+
+One loaded model in one process. Free and constrained streams run in turn, and so does a reply of
+which most is forced, with chunks and one token at a time. Knows only the offline API.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pippin import LLM, SamplingParams
+from pippin.bench.pairs import Pairs, in_turn
+from pippin.bench.plot import Goal, Lines
+from pippin.bench.report import Report, Table, busy_note, number, say
+from pippin.bench.samples import median
+from pippin.bench.steps import make_ready, prompts_for
+from pippin.bench.wire import BenchError
+from pippin.config import Config
+
+PROMPT_TOKENS = 24
+LOWEST_SHARE = 0.97  # of the throughput of free streams, with half of them constrained
+LOWEST_GAIN = 1.2
+# A reply that never ends, and of which next to nothing is forced: every step makes every mask.
+ENDLESS = {"type": "string", "minLength": 1_000_000}
+ANSWERS = {"enum": ["yes", "no", "maybe"]}
+QUESTIONS = (
+    *("is_the_customer_satisfied", "has_the_order_been_delivered", "was_the_invoice_correct"),
+    *("is_a_refund_requested", "should_support_follow_up", "would_they_recommend_us"),
+)
+# A form: the model answers, all else is forced.
+FORM = {
+    "type": "object",
+    "properties": dict.fromkeys(QUESTIONS, ANSWERS),
+    "required": list(QUESTIONS),
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class GrammarOutcome:
+    num_streams: int
+    num_tokens: int
+    constrained: Pairs  # tokens a second, half of the streams constrained over none
+    forced: Pairs  # forms a second, forced tokens in chunks over one by one
+    form_tokens: int
+    forced_tokens: int  # of these
+
+
+def grammar(config: Config, *, num_streams: int, num_tokens: int, num_pairs: int) -> Report:
+    if not config.engine.forced_chunks:
+        raise BenchError("forced chunks are measured with and without them: leave the option away")
+    if num_streams < 2:
+        raise BenchError(f"streams must be at least 2, got {num_streams}")
+    notes = busy_note()
+    with LLM(config=config) as llm:
+        make_ready(llm)
+        constrained = _constrained(llm, num_streams, num_tokens, num_pairs)
+        forced, form_tokens, forced_tokens = _forms(llm, num_pairs)
+    outcome = GrammarOutcome(
+        num_streams, num_tokens, constrained, forced, form_tokens, forced_tokens
+    )
+    return summarize(outcome, notes)
+
+
+def _constrained(llm: LLM, num_streams: int, num_tokens: int, num_pairs: int) -> Pairs:
+    free = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    half = [free if number % 2 else replace(free, json_schema=ENDLESS) for number in
+            range(num_streams)]  # fmt: skip
+
+    def turn(params: Sequence[SamplingParams], name: str) -> float:
+        texts = prompts_for(llm, f"grammar {name}")
+        prompts = [texts.text(PROMPT_TOKENS) for _ in range(num_streams)]
+        return num_streams * num_tokens / _seconds(llm, prompts, params)
+
+    say(f"{num_streams} streams, half of them constrained and none")
+    return Pairs(
+        *in_turn(
+            num_pairs, lambda name: turn(half, name), lambda name: turn([free] * num_streams, name)
+        )
+    )
+
+
+def _forms(llm: LLM, num_pairs: int) -> tuple[Pairs, int, int]:
+    params = SamplingParams(max_tokens=512, temperature=0.0, json_schema=FORM)
+    at_once, one_by_one = llm.beside(), llm.beside(forced_chunks=False)
+
+    def turn(engine: LLM, name: str) -> float:
+        text = prompts_for(llm, f"form {name}").text(PROMPT_TOKENS)
+        return 1 / _seconds(engine, [text], [params])
+
+    say("a form, forced tokens in chunks and one by one")
+    pairs = Pairs(
+        *in_turn(num_pairs, lambda name: turn(at_once, name), lambda name: turn(one_by_one, name))
+    )
+    forms = at_once.metrics.requests_finished
+    metrics = at_once.metrics
+    return pairs, metrics.generated_tokens // forms, metrics.forced_tokens // forms
+
+
+def _seconds(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams]) -> float:
+    began = time.perf_counter()
+    llm.generate(prompts, params)
+    return time.perf_counter() - began
+
+
+def summarize(outcome: GrammarOutcome, notes: list[str]) -> Report:
+    streams, forms = outcome.constrained, outcome.forced
+    half = outcome.num_streams // 2
+    header = ("", "tried", "base", "median of ratios", "quartiles", "target")
+    rows = [
+        _row("tok/s over all streams", streams, f"at least {LOWEST_SHARE:.2f}x", LOWEST_SHARE),
+        _row("forms a second, alone", forms, f"at least {LOWEST_GAIN:.1f}x", LOWEST_GAIN),
+    ]
+    title = (
+        f"{half} of {outcome.num_streams} streams constrained over none; "
+        f"forms of {outcome.form_tokens} tokens, {outcome.forced_tokens} of them forced, in chunks "
+        "over one by one"
+    )
+    return Report(
+        name="grammar",
+        tables=[Table(title, header, rows)],
+        charts=[
+            _chart("Half of the streams constrained", "tok/s", streams, LOWEST_SHARE),
+            _chart("Forced tokens in chunks", "forms a second", forms, LOWEST_GAIN),
+        ],
+        data={
+            "streams": outcome.num_streams,
+            "tokens": outcome.num_tokens,
+            "constrained": streams.as_dict(),
+            "forced": forms.as_dict(),
+            "form_tokens": outcome.form_tokens,
+            "forced_tokens": outcome.forced_tokens,
+        },
+        notes=notes,
+    )
+
+
+def _row(name: str, pairs: Pairs, target: str, lowest: float) -> tuple[str, ...]:
+    low, high = pairs.quartiles
+    medians = (number(median(values)) for values in (pairs.tried, pairs.base))
+    met = "met" if pairs.ratio >= lowest else "missed"
+    return (name, *medians, f"{pairs.ratio:.3f}x", f"{low:.3f}-{high:.3f}", f"{target}: {met}")
+
+
+def _chart(title: str, unit: str, pairs: Pairs, lowest: float) -> Lines:
+    limit = (lowest - 1) * 100
+    goal = Goal(limit, f"target: at least {limit:+.0f}%")
+    return Lines(title, "pair", f"extra {unit}, %", pairs.extra_percent, target=goal)

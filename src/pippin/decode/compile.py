@@ -1,0 +1,128 @@
+"""Turns what a request asks for into a grammar over a model's tokens. Knows no threads, no cache.
+
+Nothing is enforced less than it was asked for: what llguidance cannot keep, or would only warn of,
+is an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+from pippin.decode.json_schema import check_schema
+from pippin.decode.vocabulary import Vocabulary
+from pippin.errors import RequestError
+from pippin.types import GrammarSpec
+
+MAX_GRAMMAR_BYTES = 1 << 18  # of a schema or an expression: one of 256 kB takes seconds to compile
+MAX_MESSAGE_CHARS = 500
+ASCII_CLASSES = "dw"
+SILENT = 0
+DISOBEYED = "doesn't satisfy the grammar"  # llguidance's words for a token that may not come
+
+
+class CompiledGrammar:
+    """A grammar of llguidance's, at one point of one reply."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> CompiledGrammar:
+        """The same grammar for another reply; what was computed for one serves both."""
+        return CompiledGrammar(self._matcher.deep_copy())
+
+    @property
+    def finished(self) -> bool:
+        return self._matcher.is_stopped()
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        assert mask.dtype == np.int32
+        assert mask.flags.c_contiguous
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check()
+
+    def forced(self) -> list[int]:
+        tokens = self._matcher.compute_ff_tokens()
+        self._check()
+        # A tokenizer may spell the forced text with a token that says more than is forced.
+        return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._matcher.consume_tokens(list(tokens))
+        self._check()
+
+    def _check(self) -> None:
+        if not self._matcher.is_error():
+            return
+        message = _in_one_line(self._matcher.get_error())
+        if DISOBEYED in message:
+            raise RuntimeError(message)
+        # Some grammars turn out to be more than llguidance can follow only within a reply.
+        raise RequestError(f"the grammar is too complex: {message}")
+
+
+def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
+    """The grammar before a reply's first token. Raises what a client is to be told."""
+    nbytes = len(spec.text.encode())
+    if nbytes > MAX_GRAMMAR_BYTES:
+        raise RequestError(
+            f"{spec.kind} is {nbytes:,} bytes, at most {MAX_GRAMMAR_BYTES:,} are compiled",
+            param=spec.kind,
+        )
+    limits = LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(vocabulary.tokenizer, _source(spec), log_level=SILENT, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # a grammar without any reply shows here; and it is kept
+    complaints = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
+    if complaints:
+        raise RequestError(f"{spec.kind}: {_in_one_line(complaints[0])}", param=spec.kind)
+    return CompiledGrammar(matcher)
+
+
+def _source(spec: GrammarSpec) -> str:
+    match spec.kind:
+        case "json_schema":
+            check_schema(spec.text)
+            return _json_grammar(spec.text)
+        case "regex":
+            return _regex_grammar(spec.text)
+        case "ebnf":
+            return LLMatcher.grammar_from_lark(_as_lark(spec.text))
+
+
+def _json_grammar(schema: str) -> str:
+    """One way to write each value, on one line as `json.dumps` writes it.
+
+    So what comes between values is forced, and a model cannot lose itself in blanks.
+    """
+    return LLMatcher.grammar_from_json_schema(
+        schema,
+        overrides={
+            "whitespace_flexible": False,
+            "item_separator": ", ",
+            "key_separator": ": ",
+            "coerce_one_of": False,
+            "lenient": False,
+        },
+    )
+
+
+def _regex_grammar(regex: str) -> str:
+    """Digits and word characters are those of ASCII, as in the patterns of a JSON Schema."""
+    return LLMatcher.grammar_from_lark(f"start: /(?:{regex_to_lark(regex, ASCII_CLASSES)})/")
+
+
+def _as_lark(text: str) -> str:
+    """llama.cpp's GBNF, which SGLang's `ebnf` is too, or Lark as it is."""
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # it raises bare ones for what a user wrote
+        raise RequestError(f"ebnf: {error}", param="ebnf") from error
+
+
+def _in_one_line(message: str) -> str:
+    lines = (line.strip() for line in message.replace("<non-verbose/>", "").splitlines())
+    return " ".join(line for line in lines if line)[:MAX_MESSAGE_CHARS]

@@ -1,0 +1,138 @@
+"""Which JSON Schemas can be kept to the letter. Knows no tokens and compiles nothing.
+
+llguidance refuses most keywords that it cannot enforce, but passes over those that it has not heard
+of, as JSON Schema says one may. A reply would then be less than was asked for: here a schema has
+keywords that are enforced or that say nothing about values, and every other one is refused by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+from pippin.errors import RequestError
+
+MAX_DEPTH = 64  # of schemas inside schemas: what is deeper is no schema that somebody wrote
+MAX_EXACT = 2**53  # llguidance keeps numbers as doubles, and crashes on some near 2**63
+MAX_REMAINDERS = 10_000  # compiling a multipleOf of a million takes 16 seconds
+
+# Keywords whose values are schemas, by how they hold them.
+_ONE = {"additionalItems", "additionalProperties"}
+_LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}
+_MAPS = {"$defs", "definitions", "patternProperties", "properties"}
+_ENFORCED = {
+    *("$anchor", "$id", "$ref", "const", "enum", "id", "items", "type"),
+    *("format", "maxLength", "minLength", "pattern"),
+    *("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"),
+    *("maxItems", "maxProperties", "minItems", "minProperties", "required"),
+}
+_SAY_NOTHING = {
+    *("$comment", "$schema", "default", "deprecated", "description", "example", "examples"),
+    *("readOnly", "title", "writeOnly"),
+    # Beside a `oneOf` or `anyOf` that says the same (OpenAPI), or to be checked by others:
+    *("contentEncoding", "contentMediaType", "discriminator", "externalDocs", "xml"),
+}
+_HOLD_NUMBERS = {
+    *("const", "enum", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"),
+}
+_NOT_ENFORCED = {
+    *("$dynamicAnchor", "$dynamicRef", "$recursiveRef", "$vocabulary", "contains"),
+    *("contentSchema", "dependencies", "dependentRequired", "dependentSchemas", "else", "if"),
+    *("maxContains", "minContains", "not", "nullable", "propertyNames", "then"),
+    *("unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
+}
+_KNOWN = _ENFORCED | _SAY_NOTHING | _ONE | _LISTS | _MAPS
+_EXTENSION = "x-"  # by custom these are for other tools,
+_OPTIONS = "x-guidance"  # but for the one that loosens how llguidance reads a schema
+
+
+def check_schema(text: str) -> dict[str, Any]:
+    """The schema that `text` holds; raises if it is none, or asks for what is not enforced."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _refused(f"json_schema is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise _refused(f"json_schema is {_kind(schema)}; it must be an object")
+    for path, part in _parts(schema):
+        for keyword, value in part.items():
+            if (why := _why_not(keyword, value, part)) is not None:
+                raise _refused(f"json_schema: {path}: {why}")
+    return schema
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schema and all schemas inside it, with where they are."""
+    found: list[tuple[str, Any, int]] = [("$", schema, 0)]
+    while found:
+        path, part, depth = found.pop()
+        if not isinstance(part, dict):  # true, false, or wrong in a way that llguidance names
+            continue
+        if depth > MAX_DEPTH:
+            raise _refused(f"json_schema is nested deeper than {MAX_DEPTH} levels: {path}")
+        yield path, part
+        found += ((f"{path}.{name}", inner, depth + 1) for name, inner in _inner(part))
+
+
+def _inner(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for keyword, value in part.items():
+        if keyword in _MAPS and isinstance(value, dict):
+            yield from ((f"{keyword}.{name}", inner) for name, inner in value.items())
+        elif (keyword in _LISTS or keyword == "items") and isinstance(value, list):
+            yield from ((f"{keyword}[{number}]", inner) for number, inner in enumerate(value))
+        elif keyword in _ONE or keyword == "items":
+            yield keyword, value
+
+
+def _why_not(keyword: str, value: Any, part: dict[str, Any]) -> str | None:
+    """Why a keyword of a schema cannot be kept; None if it can, as far as this module knows."""
+    if keyword not in _KNOWN:
+        extends = keyword.startswith(_EXTENSION) and keyword != _OPTIONS
+        return None if extends else _refusal(keyword)
+    if keyword in _HOLD_NUMBERS and (number := _inexact(value)) is not None:
+        return f"{keyword} holds {number}; beyond {MAX_EXACT:,} numbers are not kept exactly"
+    if keyword == "multipleOf" and _num_remainders(value) > MAX_REMAINDERS:
+        return f"multipleOf is {value}; at most {MAX_REMAINDERS:,} is supported"
+    required = part.get("required")
+    most = 1 + (len(required) if isinstance(required, list) else 0)
+    if keyword == "minProperties" and isinstance(value, int) and value > most:
+        # A reply may repeat a key that is not named: written twice, it is one of the value's.
+        return f"minProperties is {value}; it is supported up to one more than what is required"
+    return None
+
+
+def _inexact(value: Any) -> int | None:
+    """An integer in `value` that a double cannot be trusted to hold."""
+    if isinstance(value, int):
+        return value if abs(value) > MAX_EXACT else None
+    inner = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list):
+        return None
+    return next((found for item in inner if (found := _inexact(item)) is not None), None)
+
+
+def _num_remainders(value: Any) -> int:
+    """How many states it takes to divide by a number: its digits, wherever the point is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0  # wrong in a way that llguidance names
+    return int("".join(map(str, Decimal(str(value)).as_tuple().digits)) or "0")
+
+
+def _refusal(keyword: str) -> str:
+    if keyword in _NOT_ENFORCED:
+        return f"the keyword {keyword} is not supported"
+    near = difflib.get_close_matches(keyword, _KNOWN, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{keyword} is not a keyword of JSON Schema{hint}"
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, param="json_schema")
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "a boolean", str: "a string", list: "a list", type(None): "null"}
+    return names.get(type(value), "a number")

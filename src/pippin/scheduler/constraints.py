@@ -1,0 +1,125 @@
+"""Replies that obey a grammar: what their rows may draw, and what is known before it is drawn.
+
+Knows no slots and no bytes. A grammar that raises ends its own request.
+
+    reply:  [ drawn | drawn | forced, forced, forced ]
+                        └ the last one that its grammar needed to see
+
+A token that a grammar forces is part of the reply as soon as the one before it is known: clients
+have it, and a step may run several such tokens at once. A row that draws at a place whose token is
+known draws that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pippin.backends.base import StepPlan
+from pippin.backends.masks import allow_only, full_masks
+from pippin.decode.compile import CompiledGrammar
+from pippin.decode.compiler import GrammarCompiler
+from pippin.decode.grammar import Grammar
+from pippin.errors import PippinError
+from pippin.scheduler.holding import Holding
+from pippin.scheduler.request import Request
+from pippin.types import FinishReason, GrammarSpec
+
+Fail = Callable[[Request, Exception], None]  # ends a request with an error
+
+
+@dataclass
+class Compiling:
+    """Requests whose grammars are being compiled: they are not in the queue yet."""
+
+    compiler: GrammarCompiler | None  # None: nobody asks for a grammar
+    _pending: dict[Request, Future[CompiledGrammar]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, request: Request, spec: GrammarSpec) -> None:
+        assert self.compiler is not None, "this scheduler was made without a compiler"
+        request.phase = "compiling"
+        self._pending[request] = self.compiler.compile(spec)
+
+    def remove(self, request: Request) -> None:
+        del self._pending[request]
+
+    def take_done(self, fail: Fail) -> list[Request]:
+        """Those that may start now, in order of arrival; what is no grammar ends its request."""
+        done = [request for request, future in self._pending.items() if future.done()]
+        ready = []
+        for request in done:
+            future = self._pending[request]
+            if (error := future.exception()) is not None:
+                fail(request, as_told(error))
+                continue
+            self.remove(request)
+            request.follow(future.result().copy())
+            ready.append(request)
+        return ready
+
+    def wait(self, seconds: float) -> None:
+        """For somebody who has nothing else to do: until one is compiled."""
+        if self._pending:
+            wait(self._pending.values(), seconds, return_when=FIRST_COMPLETED)
+
+
+def make_masks(
+    plan: StepPlan, owners: Mapping[int, Holding], vocab_size: int, fail: Fail
+) -> np.ndarray:
+    """What the plan's grammar rows may draw, once every earlier step is committed."""
+    masks = full_masks(len(plan.masked_rows), vocab_size)
+    for mask, row in zip(masks, plan.masked_rows, strict=True):
+        request = owners[row.slot].request
+        if row.end < request.num_tokens:
+            allow_only(mask, request.token(row.end))
+        elif request.running and request.grammar is not None:
+            try:
+                _fill(mask, request.grammar, request)
+            except Exception as error:  # whatever a grammar's library raises
+                mask[:] = -1
+                fail(request, as_told(error))
+    return masks
+
+
+def _fill(mask: np.ndarray, grammar: Grammar, request: Request) -> None:
+    appended = request.runs_ahead and bool(request.output)  # what was forced is in the reply by now
+    forced = [] if appended else grammar.forced()
+    if forced:
+        allow_only(mask, forced[0])
+    else:
+        grammar.fill_mask(mask)
+
+
+def append_token(request: Request, token: int) -> tuple[list[int], FinishReason | None]:
+    """Take in a sampled token, and what the request's grammar forces after it.
+
+    Returns these tokens, and why the last of them ends the reply.
+    """
+    reason = request.append(token)
+    tokens = [token]
+    grammar = request.grammar
+    if grammar is None:
+        return tokens, reason
+    grammar.advance(tokens)
+    forced = grammar.forced() if request.runs_ahead and reason is None else []
+    for known in forced:
+        reason = request.append(known)
+        tokens.append(known)
+        if reason is not None:
+            break
+    if len(tokens) > 1:
+        grammar.advance(tokens[1:])
+    return tokens, "stop" if reason is None and grammar.finished else reason
+
+
+def as_told(error: BaseException) -> Exception:
+    """What a client hears of it: our own words as they are, a library's after what failed."""
+    if isinstance(error, PippinError):
+        return error
+    return PippinError(f"the grammar failed: {str(error) or repr(error)}")

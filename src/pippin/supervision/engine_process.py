@@ -1,0 +1,85 @@
+"""A child process that runs `pippin.engine`. Knows no request, and not why it should live.
+
+server                                    engine (child)
+  Connection      ── ToEngine (zmq) ──▶     Channel
+                  ◀── FromEngine ──────
+  stdin pipe      ── end of file ─────▶     leaves
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from pippin.config import Config
+from pippin.engine import EngineSpec
+
+SOCKET_PATH_MAX = 100  # sockaddr_un holds 104 bytes on macOS, 108 on Linux
+STOP_GRACE_SECONDS = 5.0
+WATCH_SECONDS = 0.1
+
+
+class EngineProcess:
+    """A context manager: leaving it stops the child."""
+
+    def __init__(self, config: Config) -> None:
+        self._sockets = tempfile.TemporaryDirectory(
+            prefix="pippin-", dir=_short_dir(), ignore_cleanup_errors=True
+        )
+        self.spec = EngineSpec(config, self._sockets.name)
+        # A session of its own: Ctrl-C reaches the server alone, which then stops the engine.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pippin.engine"], stdin=subprocess.PIPE, start_new_session=True
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(self.spec) + b"\n")
+        self.process.stdin.flush()
+
+    def remove_socket_names(self) -> None:
+        """Both sides are connected: nobody needs the files, and nobody can leave them behind."""
+        self._sockets.cleanup()
+
+    async def ended(self) -> str:
+        """How it ended, once it has, and time was left to read what it said last."""
+        while (code := self.process.poll()) is None:
+            await asyncio.sleep(WATCH_SECONDS)
+        await asyncio.sleep(WATCH_SECONDS)
+        return f"the engine process {describe_exit(code)}"
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def stop(self) -> None:
+        """Ask it to leave, then make it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(STOP_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._sockets.cleanup()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+def describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exited with status {code}"
+    return f"was killed by {signal.Signals(-code).name}"
+
+
+def _short_dir() -> str | None:
+    """Where a socket's path stays within the limit; None is the default temporary directory."""
+    longest = Path(tempfile.gettempdir()) / "pippin-12345678" / "out"
+    return None if len(str(longest)) <= SOCKET_PATH_MAX else "/tmp"

@@ -1,0 +1,157 @@
+"""Keeps an engine running: starts one, notices that it died or hangs, and starts another.
+
+    loading ──▶ serving ──▶ lost: it died, or it hangs and is killed
+       ▲                     │    requests that had begun end with an error, the others wait
+       └──── after a while ◀─┘    too many in a row: the supervisor gives up
+
+The first engine must load: what keeps it from that would keep the next one from it too.
+Knows no HTTP and nothing of what requests ask for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from pippin.api.engine_client import EngineClient
+from pippin.config import Config
+from pippin.errors import EngineDead, LoadError
+from pippin.messages import Alive, Answer, Failed, GetStatus, Loading, Ready, Started, TokenBatch
+from pippin.supervision.connection import Connection
+from pippin.supervision.engine_process import EngineProcess
+from pippin.supervision.pulse import Pulse
+
+TICK_SECONDS = 0.25
+FIRST_DELAY_SECONDS = 0.5
+LONGEST_DELAY_SECONDS = 30.0
+HANDSHAKE = "handshake"  # the id of a question whose answer proves that both sockets are connected
+
+logger = logging.getLogger(__name__)
+
+
+class Backoff:
+    """When to start another engine. Deaths are in a row while no request is finished between."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self.deaths = 0
+
+    def finished_request(self) -> None:
+        self.deaths = 0
+
+    def died(self) -> float | None:
+        """Seconds to wait before the next one; None: no more."""
+        self.deaths += 1
+        if self.deaths > self._max_restarts:
+            return None
+        if self.deaths == 1:  # whatever it was, it may well not happen again
+            return 0.0
+        return min(FIRST_DELAY_SECONDS * 2.0 ** (self.deaths - 2), LONGEST_DELAY_SECONDS)
+
+
+class Supervisor:
+    def __init__(
+        self, config: Config, client: EngineClient, on_loading: Callable[[str], None]
+    ) -> None:
+        """`on_loading` hears how the first load goes, `loaded` has what the engine says then."""
+        self.loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._config = config
+        self._client = client
+        self._on_loading = on_loading
+        self._backoff = Backoff(config.server.engine_restarts)
+
+    async def run(self) -> None:
+        """Until it is cancelled, or an engine is lost that need not be replaced.
+
+        Raises LoadError if there is no first engine, EngineDead if there were too many.
+        """
+        while True:
+            reason = await self._run_engine()
+            if not self.loaded.done():
+                raise LoadError(reason)
+            if self._client.draining:
+                return
+            delay = self._backoff.died()
+            if delay is None:
+                in_a_row = f"{self._backoff.deaths} engines in a row were lost; of the last: "
+                raise EngineDead((in_a_row if self._backoff.deaths > 1 else "") + reason)
+            logger.error("%s; another is started%s", reason, f" in {delay:g} s" if delay else "")
+            await asyncio.sleep(delay)
+
+    async def _run_engine(self) -> str:
+        """One engine, from its start to its end; why it ended."""
+        process = EngineProcess(self._config)
+        connection = Connection(process.spec.inbox, process.spec.outbox)
+        server = self._config.server
+        pulse = Pulse(silence_limit=server.heartbeat_timeout, step_limit=server.engine_timeout)
+        try:
+            reason = await _first_of(
+                self._listen(connection, process, pulse), process.ended(), _hang(pulse)
+            )
+            self._client.engine_lost(reason)
+            if pulse.complaint is not None:
+                process.kill()
+            return reason
+        finally:
+            connection.close()
+            await asyncio.to_thread(process.stop)
+
+    async def _listen(self, connection: Connection, process: EngineProcess, pulse: Pulse) -> str:
+        """Take in what the engine says until it says that it stops; why it does."""
+        began = time.monotonic()
+        while True:
+            try:
+                message = await connection.receive()
+            except EngineDead as error:
+                process.kill()
+                return error.message
+            match message:
+                case Alive(turn_seconds=turn_seconds):
+                    pulse.heard(turn_seconds)
+                case Loading(stage=stage):
+                    if not self.loaded.done():
+                        self._on_loading(stage)
+                case Failed(message=reason):
+                    return reason
+                case Ready():
+                    pulse.heard(0.0)
+                    connection.send(GetStatus(HANDSHAKE))
+                    self._serve_on(connection, message, time.monotonic() - began)
+                case Answer(id=id) if id == HANDSHAKE:
+                    process.remove_socket_names()
+                case TokenBatch(deltas=deltas):
+                    if any(delta.finish in ("stop", "length") for delta in deltas):
+                        self._backoff.finished_request()
+                    self._client.deliver(message)
+                case Started() | Answer():
+                    self._client.deliver(message)
+
+    def _serve_on(self, connection: Connection, ready: Ready, load_seconds: float) -> None:
+        if self.loaded.done():
+            logger.warning("serving again: the engine was loaded in %.1f s", load_seconds)
+        else:
+            self.loaded.set_result(ready)
+        self._client.engine_ready(connection)
+
+
+async def _hang(pulse: Pulse) -> str:
+    """Done once the engine counts as hung; why."""
+    while (complaint := pulse.complaint) is None:
+        await asyncio.sleep(TICK_SECONDS)
+        pulse.pass_time(TICK_SECONDS)  # of this loop's time, however long it took
+    return complaint
+
+
+async def _first_of(*works: Coroutine[Any, Any, str]) -> str:
+    """The result of the first to end; the others are cancelled, and so are all if this is."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,70 @@
+"""Where messages end in a rendered chat, found by rendering parts of it. Knows no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from pippin.errors import RequestError
+from pippin.text.message_shape import Message, Render, Tools
+
+_PROBE: Message = {"role": "user", "content": "\ue000"}  # a letter that no message begins with
+
+
+class MessageEnds:
+    """Asked for one number of messages after the other, from few to many."""
+
+    def __init__(
+        self, render: Render, text: str, messages: Sequence[Message], tools: Tools | None
+    ) -> None:
+        self._render = render
+        self._text = text
+        self._messages = messages
+        self._tools = tools
+        self._last_end = 0
+
+    def find(self, num_messages: int) -> int | None:
+        """Where the first `num_messages` end, in characters; None where that cannot be told."""
+        end = self._find(self._messages[:num_messages])
+        self._last_end = max(self._last_end, end or 0)
+        return end
+
+    def _find(self, head: Sequence[Message]) -> int | None:
+        """Some templates refuse a chat without a user message, and some write the last message in
+        another way. So the second attempt adds a user message and takes it off again. Where that
+        fails too, the longest beginning that they share with the whole chat must do.
+        """
+        alone = self._try_render(head, self._tools) if head else None
+        if alone is not None and self._text.startswith(alone):
+            return len(alone)
+        with_probe = self._try_render([*head, _PROBE], self._tools)
+        if with_probe is not None and self._probe and with_probe.endswith(self._probe):
+            before_probe = with_probe.removesuffix(self._probe)
+            if self._text.startswith(before_probe):
+                return len(before_probe)
+        renders = [render for render in (alone, with_probe) if render is not None]
+        shared = max((_shared_len(self._text, render) for render in renders), default=0)
+        return shared if shared > self._last_end else None
+
+    @cached_property
+    def _probe(self) -> str | None:
+        """Without tools: they belong to what comes before."""
+        return self._try_render([_PROBE], None)
+
+    def _try_render(self, messages: Sequence[Message], tools: Tools | None) -> str | None:
+        try:
+            return self._render(messages, tools)
+        except RequestError:
+            return None
+
+
+def _shared_len(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one.startswith(other[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low

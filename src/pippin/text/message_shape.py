@@ -1,0 +1,106 @@
+"""Messages as one template wants them. Knows no tokens and no HTTP.
+
+Templates disagree on names and on types. What cannot be had in every way at once (a call's
+arguments are a mapping here and a text there) is found out by rendering it in each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pippin.errors import RequestError
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+Render = Callable[[Sequence[Message], Tools | None], str]
+
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_PROBE_ARGUMENTS = {"probe": "value"}
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {"probe": {"type": "string"}}},
+    },
+}
+_PROBE_ID = "probe0000"  # nine letters and digits: some templates refuse any other id
+
+
+@dataclass(frozen=True)
+class MessageShape:
+    # Text is better where a template writes it as it is: the prompt repeats what the model said,
+    # space for space, and the prefix cache holds it.
+    text_arguments: bool
+    one_text_beside_calls: bool  # a turn with calls may have reasoning or content, not both
+
+    @classmethod
+    def of(cls, render: Render) -> MessageShape:
+        as_text = _try_call(render, json.dumps(_PROBE_ARGUMENTS))
+        as_mapping = _try_call(render, _PROBE_ARGUMENTS)
+        text_arguments = as_text is not None and as_mapping in (None, as_text)
+        shape = cls(text_arguments, one_text_beside_calls=False)
+        with_both = _try_call(render, shape._arguments(_PROBE_ARGUMENTS), "probe", "probe")
+        return replace(shape, one_text_beside_calls=with_both is None)
+
+    def apply(self, message: Message) -> dict[str, Any]:
+        """The message, with its reasoning under every name and its calls as they should be."""
+        result = _with_reasoning_names(message)
+        if calls := message.get("tool_calls"):
+            result["tool_calls"] = [self._call(call) for call in calls]
+            if self.one_text_beside_calls and result.get("thinking") and result.get("content"):
+                both = f"{result['thinking']}\n\n{result['content']}"
+                result |= {"content": "", **dict.fromkeys(_REASONING_NAMES, both)}
+        return result
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = self._arguments(function.get("arguments", {}))
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    def _arguments(self, arguments: Any) -> Any:
+        return _as_text(arguments) if self.text_arguments else _as_mapping(arguments)
+
+
+def _try_call(
+    render: Render, arguments: Any, content: str = "", reasoning: str | None = None
+) -> str | None:
+    """What becomes of a turn with a call; None if the template refuses it."""
+    function = {"name": "probe", "arguments": arguments}
+    reply = {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"id": _PROBE_ID, "type": "function", "function": function}],
+    }
+    if reasoning is not None:
+        reply |= dict.fromkeys(_REASONING_NAMES, reasoning)
+    try:
+        return render([{"role": "user", "content": "probe"}, reply], [_PROBE_TOOL])
+    except RequestError:
+        return None
+
+
+def _with_reasoning_names(message: Message) -> dict[str, Any]:
+    found = (message[name] for name in _REASONING_NAMES if message.get(name) is not None)
+    reasoning = next(found, None)
+    if reasoning is None:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _as_mapping(arguments: Any) -> Any:
+    """What is no object stays text: the template may know what to do with it."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments

@@ -1,0 +1,49 @@
+"""Llama 3: a reply that is `{"name": "f", "parameters": {...}}`, or one after `<|python_tag|>`.
+
+Several calls are parted by semicolons. A bare object is a call only at the beginning of a reply,
+and only of a function that was declared: any JSON answer looks much like it.
+"""
+
+from __future__ import annotations
+
+from pippin.text.lexer import Malformed, Steps
+from pippin.text.parsers.json_calls import JsonCallParser
+from pippin.text.parsers.syntax import CallSyntax, JsonArguments
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+class Llama3Parser(JsonCallParser):
+    begins = (PYTHON_TAG,)
+    syntax = CallSyntax(
+        before_name='{"name": "',
+        before_arguments='", "parameters": ',
+        after_arguments="}",
+        separator="; ",
+        arguments=JsonArguments(),
+    )
+
+    def read_start(self) -> Steps[None]:
+        yield from self.attempt(self._read_bare_calls)
+
+    def read_call(self) -> Steps[None]:
+        yield from self.lexer.expect(PYTHON_TAG)
+        yield from self._read_calls()
+
+    def check_name(self, name: str) -> None:
+        if name not in self.tools:
+            raise Malformed
+
+    def _read_bare_calls(self) -> Steps[None]:
+        yield from self.lexer.space()
+        if (yield from self.lexer.peek()) != "{":
+            raise Malformed
+        yield from self._read_calls()
+
+    def _read_calls(self) -> Steps[None]:
+        while True:
+            yield from self.lexer.space()
+            yield from self.object_call(other_keys=("type",))
+            yield from self.lexer.space()
+            if not (yield from self.lexer.accept(";")):
+                return

@@ -1,0 +1,49 @@
+"""How a format's calls are written, as data: what a grammar of calls is made of. Knows no parser.
+
+reply  =  ... opening  call  (separator call)*  closing
+call   =  before_name  NAME  before_arguments  ARGUMENTS  after_arguments
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class JsonArguments:
+    """A JSON object."""
+
+
+@dataclass(frozen=True)
+class TaggedArguments:
+    """`before_key KEY before_value VALUE after_value` for each. Strings stand as they are, bare;
+    other values are JSON."""
+
+    before_key: str
+    before_value: str
+    after_value: str
+
+
+@dataclass(frozen=True)
+class BareKeyArguments:
+    """JSON with bare keys, whose strings stand as they are between two `quote`s."""
+
+    quote: str
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """Where `{number}` stands in a string, it is the call's number in the reply, from 0."""
+
+    before_name: str
+    before_arguments: str
+    after_arguments: str
+    arguments: JsonArguments | TaggedArguments | BareKeyArguments
+    opening: str = ""
+    separator: str = ""
+    closing: str = ""
+
+    @property
+    def trigger(self) -> str:
+        """What a reply says before anything else when it begins to call."""
+        return self.opening or self.before_name

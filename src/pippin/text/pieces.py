@@ -1,0 +1,108 @@
+"""What a reply consists of, as it arrives: content, reasoning, tool calls. Knows no format.
+
+A call is a `CallBegin`, any number of `CallArguments` and one `CallEnd`. Neighbours of one kind may
+be cut anywhere; joined, they are the same however the reply's text came.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    index: int  # 0 is the reply's first call
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """The next part of a JSON object's text. All parts of a call that ended well are valid JSON."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """A call is over. `unparsed` is all of its text, where it is malformed or was cut short."""
+
+    index: int
+    unparsed: str | None = None
+
+
+TextPiece = Content | Reasoning | CallBegin | CallArguments | CallEnd
+
+
+@dataclass
+class FoldedCall:
+    id: str
+    name: str
+    arguments: str = ""  # JSON, unless the reply was cut in the middle of it
+
+
+@dataclass
+class FoldedText:
+    """A whole reply. A call that could not be parsed is content, as it was written."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: dict[int, FoldedCall] = field(default_factory=dict)  # by index
+
+    @classmethod
+    def of(cls, pieces: Iterable[TextPiece]) -> FoldedText:
+        folded = cls()
+        for piece in pieces:
+            folded.add(piece)
+        return folded
+
+    def add(self, piece: TextPiece) -> None:
+        match piece:
+            case Content(text):
+                self.content += text
+            case Reasoning(text):
+                self.reasoning += text
+            case CallBegin(index, id, name):
+                self.calls[index] = FoldedCall(id, name)
+            case CallArguments(index, text):
+                self.calls[index].arguments += text
+            case CallEnd(index, unparsed) if unparsed is not None:
+                del self.calls[index]
+                self.content += unparsed
+
+
+def joined(pieces: Iterable[TextPiece]) -> list[TextPiece]:
+    """The same pieces, with neighbours of one kind made one."""
+    out: list[TextPiece] = []
+    for _, group in itertools.groupby(pieces, _kind):
+        first, *rest = group
+        if rest:
+            assert isinstance(first, Content | Reasoning | CallArguments)
+            text = first.text + "".join(piece.text for piece in rest)  # type: ignore[union-attr]
+            first = replace(first, text=text)
+        out.append(first)
+    return out
+
+
+def _kind(piece: TextPiece) -> object:
+    """The same for pieces that can be joined."""
+    if isinstance(piece, CallArguments):
+        return piece.index
+    return type(piece) if isinstance(piece, Content | Reasoning) else piece
+
+
+def content_of(pieces: Sequence[TextPiece]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, Content))

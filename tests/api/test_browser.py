@@ -1,0 +1,119 @@
+"""A page of another site, in a real browser: it cannot read, flush or generate.
+
+The page is opened at `localhost` and the server is `127.0.0.1`: another origin. It tries what pages
+try, and writes what came of each attempt into its title.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_engine import ScriptedEngine, say, serving
+
+from pippin.config import ServerConfig
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (test_front_door.py needs none)"),
+]
+
+PAGE = """<!doctype html><script>
+const url = %s, chat = {model: "stories", messages: [{role: "user", content: "Hi."}]};
+const json = {"content-type": "application/json"}, text = {"content-type": "text/plain"};
+const attempts = {
+  read: () => fetch(url + "/v1/models"),
+  status: () => fetch(url + "/status"),
+  flush: () => fetch(url + "/flush_cache", {method: "POST"}),
+  flush_blind: () => fetch(url + "/flush_cache", {method: "POST", mode: "no-cors"}),
+  generate: () => fetch(url + "/v1/chat/completions",
+    {method: "POST", headers: json, body: JSON.stringify(chat)}),
+  generate_blind: () => fetch(url + "/v1/chat/completions",
+    {method: "POST", mode: "no-cors", headers: text, body: JSON.stringify(chat)}),
+  beacon: async () => ({text: async () => String(navigator.sendBeacon(url + "/flush_cache"))}),
+};
+(async () => {
+  const found = {};
+  for (const [name, attempt] of Object.entries(attempts)) {
+    try { found[name] = await (await attempt()).text(); } catch (error) { found[name] = "refused"; }
+  }
+  document.body.innerHTML = "<pre id=found></pre>";
+  document.getElementById("found").textContent = JSON.stringify(found);
+})();
+</script><body></body>"""
+
+
+class CountingEngine(ScriptedEngine):
+    num_flushes = 0
+
+    async def flush_cache(self) -> dict[str, Any]:
+        self.num_flushes += 1
+        return {"freed_bytes": 0}
+
+
+@contextmanager
+def page_of_another_site(page: str) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as site:
+        thread = threading.Thread(target=site.serve_forever)
+        thread.start()
+        yield f"http://localhost:{site.server_port}/"
+        site.shutdown()
+        thread.join()
+
+
+def attempt(engine: ScriptedEngine, profile: Path, config: ServerConfig | None = None) -> Any:
+    """What the page got out of each of its attempts."""
+    with serving(engine, config) as url, page_of_another_site(PAGE % json.dumps(url)) as page:
+        shown = subprocess.run(
+            [
+                *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu"),
+                *("--disable-dev-shm-usage", f"--user-data-dir={profile}"),
+                *("--virtual-time-budget=20000", "--dump-dom", page),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        ).stdout
+    found = re.search(r'<pre id="found">(.*)</pre>', html.unescape(shown), re.DOTALL)
+    assert found, shown
+    return json.loads(found[1])
+
+
+def test_a_page_of_another_site_can_do_nothing(tmp_path: Path) -> None:
+    engine = CountingEngine(say("Hi."))
+    found = attempt(engine, tmp_path)
+    for name in ("read", "status", "flush", "generate"):
+        assert found[name] == "refused"
+    assert found["flush_blind"] == found["generate_blind"] == ""  # sent, and not shown to it
+    assert (engine.num_flushes, engine.submits) == (0, [])
+
+
+def test_a_page_of_a_site_that_was_let_in_can(tmp_path: Path) -> None:
+    engine = CountingEngine(say("Hi."))
+    found = attempt(engine, tmp_path, ServerConfig(cors_origin=("*",)))
+    assert json.loads(found["read"])["data"][0]["id"] == "stories"
+    assert json.loads(found["generate"])["choices"][0]["message"]["content"] == "Hi."
+    assert engine.num_flushes > 0

@@ -1,0 +1,243 @@
+"""Half requests, slow bytes, too many connections and slow readers, over raw sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scripted_engine import ScriptedEngine, hang, say, say_tokens, serving_alone, wait_until
+
+from pippin.api.http import connection
+from pippin.config import LimitsConfig, ServerConfig
+from pippin.launch import _listen
+
+BODY = json.dumps({"model": "stories", "prompt": "Hi."}).encode()
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+REQUEST = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+SOON = LimitsConfig(header_timeout=0.5, body_timeout=0.5, send_timeout=0.5)
+LATE = LimitsConfig(header_timeout=60.0, body_timeout=60.0, send_timeout=60.0)
+
+Connect = Callable[[], socket.socket]
+
+
+@contextmanager
+def server(limits: LimitsConfig, engine: ScriptedEngine | None = None) -> Iterator[Connect]:
+    """Yields what connects to it."""
+    with ExitStack() as stack:
+        address = stack.enter_context(
+            serving_alone(engine or ScriptedEngine(say("Hi there.")), limits)
+        )
+        yield lambda: stack.enter_context(socket.create_connection(address, timeout=20))
+
+
+def all_of(client: socket.socket) -> bytes:
+    """What comes until the server hangs up."""
+    found = b""
+    while piece := _read(client):
+        found += piece
+    return found
+
+
+def _read(client: socket.socket) -> bytes:
+    try:
+        return client.recv(65536)
+    except ConnectionResetError:
+        return b""
+
+
+def reply_of(client: socket.socket) -> tuple[int, dict[str, Any]]:
+    """One whole reply: its status and its JSON."""
+    found = b""
+    while b"\r\n\r\n" not in found:
+        found += client.recv(65536)
+    head, _, body = found.partition(b"\r\n\r\n")
+    [length] = [int(line[15:]) for line in head.split(b"\r\n") if line[:15] == b"content-length:"]
+    while len(body) < length:
+        body += client.recv(65536)
+    return int(head.split()[1]), json.loads(body)
+
+
+def assert_serves(connect: Connect) -> None:
+    client = connect()
+    client.sendall(REQUEST)
+    assert reply_of(client)[0] == 200
+
+
+@pytest.mark.parametrize("sent", [b"P", HEAD, HEAD + b"X-More: a"])
+def test_a_head_that_does_not_come_is_a_408(sent: bytes) -> None:
+    with server(SOON) as connect:
+        client = connect()
+        client.sendall(sent)
+        status, body = reply_of(client)
+        assert status == 408
+        assert "--header-timeout" in body["error"]["message"]
+        assert all_of(client) == b""
+        assert_serves(connect)
+
+
+def test_slow_bytes_do_not_buy_time() -> None:
+    with server(SOON) as connect:
+        client = connect()
+        found = b""
+        client.settimeout(0.01)
+        while not found:  # a byte of a header that never ends, each hundredth of a second
+            client.sendall(b"P")
+            with suppress(TimeoutError):
+                found = client.recv(1000)
+        assert b" 408 " in found
+
+
+def test_a_connection_that_says_nothing_is_closed() -> None:
+    with server(SOON) as connect:
+        assert all_of(connect()) == b""
+
+
+def test_a_second_request_has_its_own_time() -> None:
+    with server(SOON) as connect:
+        client = connect()
+        for _ in range(2):
+            client.sendall(REQUEST)
+            assert reply_of(client)[0] == 200
+        client.sendall(b"GET /health")
+        assert reply_of(client)[0] == 408
+
+
+@pytest.mark.parametrize(
+    "sent", [HEAD + b"Content-Length: 100\r\n\r\n{", CHUNKED, CHUNKED + b"5\r\n{"]
+)
+def test_a_body_that_does_not_come_is_a_408(sent: bytes) -> None:
+    with server(replace(LATE, body_timeout=0.5)) as connect:
+        client = connect()
+        client.sendall(sent)
+        status, body = reply_of(client)
+        assert status == 408
+        assert "--body-timeout" in body["error"]["message"]
+        assert_serves(connect)
+
+
+def test_a_body_that_nobody_waits_for_does_not_keep_a_connection() -> None:
+    with server(replace(LATE, header_timeout=0.5)) as connect:
+        client = connect()
+        client.sendall(b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
+        assert reply_of(client)[0] == 404
+        client.sendall(b" ")
+        assert all_of(client) == b""
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_harms_nobody() -> None:
+    with server(LATE) as connect:
+        client = connect()
+        client.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+        client.close()
+        assert_serves(connect)
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),  # TLS to a plain port
+        (b"GET / HTTP/1.1\r\n\r\n", 400),  # no Host
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+        (b"GET /\x00 HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"\r\n\r\n\r\nnonsense\r\n\r\n", 400),
+        (HEAD + b"Content-Length: -1\r\n\r\n", 400),
+        (HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n{", 400),
+        (HEAD + b"Transfer-Encoding: gzip\r\n\r\n", 400),
+        (CHUNKED + b"zz\r\n", 400),
+        (CHUNKED + b"5\r\n{....garbage", 400),
+        (HEAD + b"X-Long: " + b"a" * 70_000, 431),
+        (HEAD + b"".join(b"X-%d: a\r\n" % i for i in range(10_000)), 431),
+        (HEAD + b"Bad Header: a\r\n\r\n", 400),
+    ],
+)
+def test_what_is_not_http_is_answered_and_the_connection_closed(sent: bytes, expected: int) -> None:
+    with server(LATE) as connect:
+        client = connect()
+        client.sendall(sent)
+        reply = all_of(client)
+        assert reply.startswith(b"HTTP/1.1 %d " % expected)
+        error = json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
+        assert error["type"] == "invalid_request_error"
+        assert_serves(connect)
+
+
+def test_too_many_connections_are_told_and_room_is_made_by_idle_ones() -> None:
+    with server(replace(LATE, max_connections=2), ScriptedEngine(hang())) as connect:
+        busy, idle = connect(), connect()
+        busy.sendall(REQUEST)
+        idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert reply_of(idle)[0] == 200
+        client = connect()  # takes the place of the idle one
+        client.sendall(REQUEST)
+        assert all_of(idle) == b""
+        surplus = connect()
+        surplus.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        reply = all_of(surplus)
+        assert b" 429 " in reply
+        assert b"retry-after: 1\r\n" in reply
+        assert b"--max-connections" in reply
+
+
+def test_far_too_many_connections_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "NUM_TOLD", 1)
+    with server(replace(LATE, max_connections=1)) as connect:
+        first, told, closed = connect(), connect(), connect()
+        assert all_of(closed) == b""
+        told.sendall(REQUEST)
+        assert b" 429 " in all_of(told)
+        first.sendall(REQUEST)
+        assert reply_of(first)[0] == 200
+
+
+def test_a_reader_that_takes_nothing_is_cut_off_and_aborted() -> None:
+    engine = ScriptedEngine(say_tokens([5] * 8000))
+    body = json.dumps({"model": "stories", "prompt": "Hi.", "stream": True, "logprobs": 20})
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body.encode()
+    with server(replace(LATE, send_timeout=0.5), engine) as connect:
+        client = connect()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(request)
+        wait_until(lambda: engine.aborted)
+        assert_serves(connect)
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    with server(LATE) as connect:
+        client = connect()
+        client.sendall(REQUEST + b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        found = b""
+        while b"/nothing" not in found:
+            found += client.recv(65536)
+        assert found.index(b" 200 ") < found.index(b" 404 ")
+
+
+@pytest.mark.parametrize(("soft", "raised"), [(256, 1024 + 64 + 128), (4096, None)])
+def test_enough_files_may_be_open(
+    monkeypatch: pytest.MonkeyPatch, soft: int, raised: int | None
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: (soft, 5000))
+    monkeypatch.setattr("resource.setrlimit", lambda _, limits: asked.append(limits))
+    connection.allow_open_files(LimitsConfig())
+    assert asked == ([] if raised is None else [(raised, 5000)])
+
+
+def test_the_servers_socket_is_one_that_asyncio_sends_small_pieces_on_at_once() -> None:
+    """Else a token can wait for the acknowledgement of the last one: 40 ms."""
+    with _listen(ServerConfig(port=0)) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
+
+
+def test_an_offer_of_another_protocol_is_passed_over() -> None:
+    with server(LATE) as connect:
+        for offer in (b"h2c", b"websocket"):
+            client = connect()
+            head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
+            client.sendall(head + b"Upgrade: " + offer + b"\r\n\r\n")
+            assert reply_of(client)[0] == 200

@@ -1,0 +1,213 @@
+"""Who is let in: hosts, origins, content types and keys, over real HTTP."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import httpx
+import pytest
+from scripted_engine import ScriptedEngine, say, serving
+
+from pippin.api.http.door import HostCheck, warn_if_open
+from pippin.api.http.errors import Forbidden
+from pippin.api.http.keys import read_key_file
+from pippin.config import Config, ServerConfig
+from pippin.errors import LoadError
+from pippin.resolve import resolve
+
+CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]}
+EVIL = "https://evil.example"
+
+
+def status(config: ServerConfig, method: str, path: str, **options: Any) -> int:
+    with serving(ScriptedEngine(say("Hi.")), config) as url:
+        return httpx.request(method, url + path, **options).status_code
+
+
+def chat_status(config: ServerConfig, **headers: str) -> int:
+    return status(config, "POST", "/v1/chat/completions", json=CHAT, headers=headers)
+
+
+def lets_in(host: str | None, *allowed: str, bound: str = "127.0.0.1") -> bool:
+    headers = [] if host is None else [(b"host", host.encode())]
+    try:
+        HostCheck(ServerConfig(host=bound, allowed_host=allowed))({"headers": headers})
+    except Forbidden:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:8000", "localhost", "LocalHost:1", "[::1]:8000", "192.168.1.7", None]
+)
+def test_addresses_and_localhost_are_answered_to(host: str | None) -> None:
+    assert lets_in(host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"),
+        *("", "[", "[::1", "a b", "user@localhost.evil"),
+    ],
+)
+def test_other_names_are_not(host: str) -> None:
+    assert not lets_in(host)
+
+
+def test_names_can_be_let_in() -> None:
+    assert lets_in("chat.example.com", "chat.example.com")
+    assert lets_in("chat.example.com", "*.example.com")
+    assert not lets_in("example.com.evil", "*.example.com")
+    assert not lets_in("notexample.com", "*.example.com")
+    assert lets_in("anything", "*")
+    assert lets_in("gpu-box:80", bound="gpu-box")
+
+
+def test_a_server_on_all_addresses_answers_to_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "Workshop")
+    assert lets_in("workshop:8000", bound="0.0.0.0")
+    assert lets_in("workshop.local", bound="::")
+    assert not lets_in("workshop", bound="127.0.0.1")
+    assert not lets_in("evil.example", bound="0.0.0.0")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/flush_cache", "/v1/nothing"])
+def test_a_rebound_name_reaches_nothing(path: str) -> None:
+    with serving(engine := ScriptedEngine(say("Hi."))) as url:
+        reply = httpx.post(url + path, json=CHAT, headers={"host": "evil.example"})
+    assert reply.status_code == 403
+    assert "--allowed-host" in reply.json()["error"]["message"]
+    assert not engine.submits
+
+
+@pytest.mark.parametrize("origin", [EVIL, "null", "http://127.0.0.1:1", "file://"])
+def test_a_page_of_another_site_reaches_nothing(origin: str) -> None:
+    engine = ScriptedEngine(say("Hi."))
+    with serving(engine) as url:
+        for method, path in (("POST", "/v1/chat/completions"), ("POST", "/flush_cache")):
+            reply = httpx.request(method, url + path, json=CHAT, headers={"origin": origin})
+            assert reply.status_code == 403
+            assert "--cors-origin" in reply.json()["error"]["message"]
+            assert "access-control-allow-origin" not in reply.headers
+        headers = {"origin": origin, "access-control-request-method": "POST"}
+        assert httpx.options(f"{url}/v1/chat/completions", headers=headers).status_code == 403
+    assert not engine.submits
+
+
+def test_a_page_of_this_server_may_use_it() -> None:
+    with serving(ScriptedEngine(say("Hi."))) as url:
+        assert httpx.get(f"{url}/v1/models", headers={"origin": url}).status_code == 200
+
+
+def test_a_site_that_was_named_may_ask_and_read() -> None:
+    config = ServerConfig(cors_origin=("https://chat.example",), api_key=("k",))
+    with serving(ScriptedEngine(say("Hi.")), config) as url:
+        path = f"{url}/v1/chat/completions"
+        asks = {
+            "origin": "https://chat.example",
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type",
+        }
+        allowed = httpx.options(path, headers=asks)  # browsers ask without the key
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
+        headers = {"origin": "https://chat.example", "authorization": "Bearer k"}
+        reply = httpx.post(path, json=CHAT, headers=headers)
+        assert reply.status_code == 200
+        assert reply.headers["access-control-allow-origin"] == "https://chat.example"
+        refused = httpx.post(path, json=CHAT, headers={"origin": "https://chat.example"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://chat.example"
+        assert httpx.options(path, headers={**asks, "origin": EVIL}).status_code == 400
+        assert httpx.post(path, json=CHAT, headers={**headers, "origin": EVIL}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("", 415),
+    ],
+)
+def test_only_json_is_read(given: str, expected: int) -> None:
+    assert chat_status(ServerConfig(), **{"content-type": given}) == expected
+
+
+KEYS = ServerConfig(api_key=("sésame", "open"))
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        (None, 401),
+        ("Bearer sesame", 401),
+        ("Bearer", 401),
+        ("Basic open", 401),
+        ("open", 401),
+        ("Bearer sésame", 200),
+        ("Bearer open", 200),
+        ("bearer open", 200),
+        ("BEARER  open", 200),
+    ],
+)
+def test_one_of_the_keys_is_needed(header: str | None, expected: int) -> None:
+    headers = {} if header is None else {"authorization": header.encode()}
+    for path in ("/v1/models", "/status"):
+        assert status(KEYS, "GET", path, headers=headers) == expected
+    for path in ("/health", "/ready"):
+        assert status(KEYS, "GET", path, headers=headers) == 200
+
+
+def test_keys_are_never_shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    assert "open" not in repr(KEYS)
+    assert status(KEYS, "GET", "/v1/models", headers={"authorization": "Bearer open"}) == 200
+    assert status(KEYS, "GET", "/v1/models", headers={"authorization": "Bearer opener"}) == 401
+    assert caplog.records
+    assert "open" not in caplog.text.replace("connection open", "")
+
+
+def test_keys_come_from_a_file_too(tmp_path: Any) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\nfirst\n\n  second \n")
+    server = ServerConfig(api_key=("given",), api_key_file=str(path))
+    assert resolve(Config(server=server)).server.api_key == ("given", "first", "second")
+
+
+def test_a_file_without_keys_is_an_error(tmp_path: Any) -> None:
+    path = tmp_path / "keys"
+    with pytest.raises(LoadError, match="cannot read the API keys"):
+        read_key_file(str(path))
+    path.write_text("\n# none\n")
+    with pytest.raises(LoadError, match="holds no API key"):
+        read_key_file(str(path))
+
+
+@pytest.mark.parametrize("key", ["", "  "])
+def test_an_empty_key_is_an_error(key: str) -> None:
+    with pytest.raises(ValueError, match="api_key is empty"):
+        ServerConfig(api_key=("good", key))
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warns"),
+    [
+        ("0.0.0.0", (), True),
+        ("192.168.1.7", (), True),
+        ("::", (), True),
+        ("0.0.0.0", ("k",), False),
+        ("127.0.0.1", (), False),
+        ("::1", (), False),
+        ("localhost", (), False),
+    ],
+)
+def test_an_open_server_is_warned_about(
+    caplog: pytest.LogCaptureFixture, host: str, keys: tuple[str, ...], warns: bool
+) -> None:
+    warn_if_open(ServerConfig(host=host, api_key=keys))
+    assert ("without an API key" in caplog.text) == warns

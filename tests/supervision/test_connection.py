@@ -1,0 +1,70 @@
+"""The server's end of the channel, against sockets that a test holds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from pippin.errors import EngineDead
+from pippin.messages import FromEngine, Started, Submit, ToEngine, TokenBatch, TokenDelta
+from pippin.supervision.connection import Connection
+from pippin.types import SamplingParams
+
+
+class OtherEnd:
+    """What the engine process holds: both sockets, bound."""
+
+    def __init__(self) -> None:
+        self._context = zmq.asyncio.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        self._push = self._context.socket(zmq.PUSH)
+        self.addresses = tuple(
+            f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+            for socket in (self._pull, self._push)
+        )
+
+    async def receive(self) -> ToEngine:
+        return msgspec.msgpack.decode(await self._pull.recv(), type=ToEngine)
+
+    async def send(self, message: FromEngine) -> None:
+        await self._push.send(msgspec.msgpack.encode(message))
+
+    async def send_junk(self) -> None:
+        await self._push.send(b"\xc1")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def test_messages_arrive_as_they_were_sent_in_their_order() -> None:
+    async def scenario() -> None:
+        other = OtherEnd()
+        connection = Connection(*other.addresses)
+        submit = Submit("a", [1, 2], SamplingParams(logit_bias={5: 1.0}, stop=("x",)), [2], [1])
+        connection.send(submit)
+        assert await other.receive() == submit
+        batch = TokenBatch([TokenDelta("a", [1], finish="stop")])
+        for message in (Started(["a"]), batch):
+            await other.send(message)
+        assert [await connection.receive() for _ in range(2)] == [Started(["a"]), batch]
+        connection.close()
+        other.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_message_that_makes_no_sense_is_an_error() -> None:
+    async def scenario() -> None:
+        other = OtherEnd()
+        connection = Connection(*other.addresses)
+        await other.send_junk()
+        with pytest.raises(EngineDead, match="makes no sense"):
+            await connection.receive()
+        connection.close()
+        other.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))

@@ -1,0 +1,214 @@
+"""Engines that die, hang or cannot start, with the fake backend; and who is told what."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pippin.api.engine_client import EngineClient
+from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
+from pippin.errors import EngineDead, LoadError
+from pippin.messages import Submit, TokenDelta
+from pippin.resolve import resolve
+from pippin.supervision import supervisor as supervisor_module
+from pippin.supervision.engine_process import EngineProcess
+from pippin.supervision.supervisor import LONGEST_DELAY_SECONDS, Backoff, Supervisor
+from pippin.types import SamplingParams
+from processes import environment, is_running
+
+FAKE = Config(
+    model=ModelConfig(backend="fake"),
+    engine=EngineConfig(max_running=1, prefix_cache=False),
+    server=ServerConfig(heartbeat_timeout=1),
+)
+
+Supervising = asyncio.Task[None]
+needs_processes = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[EngineProcess]:
+    """Every engine process that was started, in order."""
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    started: list[EngineProcess] = []
+
+    class NotedProcess(EngineProcess):
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            started.append(self)
+
+    monkeypatch.setattr(supervisor_module, "EngineProcess", NotedProcess)
+    return started
+
+
+@asynccontextmanager
+async def supervised(config: Config = FAKE) -> AsyncIterator[tuple[EngineClient, Supervising]]:
+    client = EngineClient()
+    supervisor = Supervisor(resolve(config), client, on_loading=lambda stage: None)
+    task = asyncio.create_task(supervisor.run())
+    await supervisor.loaded
+    try:
+        yield client, task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, EngineDead):
+            await task
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def collect(client: EngineClient, id: str, max_tokens: int = 4) -> list[TokenDelta]:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return [delta async for delta in client.generate(Submit(id, [1, 2, 3], params))]
+
+
+def tokens_of(deltas: list[TokenDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.tokens]
+
+
+async def hold_up_with_one_begun_and_one_waiting(
+    client: EngineClient, process: EngineProcess
+) -> tuple[asyncio.Task[list[TokenDelta]], asyncio.Task[list[TokenDelta]]]:
+    """The engine runs one request at a time, and is stopped in the middle of the first."""
+    params = SamplingParams(max_tokens=8000, temperature=0.0, ignore_eos=True)
+    deltas = client.generate(Submit("begun", [1, 2, 3], params))
+    first = await anext(deltas)
+    os.kill(process.process.pid, signal.SIGSTOP)
+
+    async def rest() -> list[TokenDelta]:
+        return [first, *[delta async for delta in deltas]]
+
+    begun = asyncio.create_task(rest())
+    waiting = asyncio.create_task(collect(client, "waiting"))
+    await until(lambda: client.num_open == 2)
+    return begun, waiting
+
+
+@needs_processes
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, None], ids=str)
+def test_an_engine_that_dies_or_hangs_is_replaced(
+    engines: list[EngineProcess], number: signal.Signals | None
+) -> None:
+    async def work() -> None:
+        async with supervised() as (client, _):
+            begun, waiting = await hold_up_with_one_begun_and_one_waiting(client, engines[0])
+            if number is not None:
+                os.kill(engines[0].process.pid, number)
+                os.kill(engines[0].process.pid, signal.SIGCONT)
+            *said, end = await begun
+            why = "the engine hangs" if number is None else f"was killed by {number.name}"
+            assert end.error is not None
+            assert why in end.error
+            assert (end.finish, end.error_status) == ("error", 503)
+            assert said
+            assert all(delta.finish is None for delta in said)
+            assert not client.healthy
+            assert client.reason is not None
+            assert why in client.reason
+            served = await waiting
+            assert len(tokens_of(served)) == 4
+            assert [delta.finish for delta in served if delta.finish] == ["length"]
+            assert client.healthy
+            assert tokens_of(served) == tokens_of(await collect(client, "again"))
+            assert not is_running(engines[0].process.pid)
+        assert [process.process.returncode for process in engines[1:]] == [0]
+        assert not any(Path(process.spec.socket_dir).exists() for process in engines)
+
+    run(work())
+
+
+@needs_processes
+def test_while_an_engine_serves_nothing_of_the_channel_is_in_the_file_system(
+    engines: list[EngineProcess],
+) -> None:
+    async def work() -> None:
+        async with supervised() as (client, _):
+            await until(lambda: not Path(engines[0].spec.socket_dir).exists())
+            assert (await collect(client, "a"))[-1].finish == "length"
+
+    run(work())
+
+
+@needs_processes
+def test_too_many_deaths_in_a_row_are_the_end(
+    engines: list[EngineProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "FIRST_DELAY_SECONDS", 0.01)
+    config = replace(FAKE, server=ServerConfig(engine_restarts=2))
+
+    async def work() -> None:
+        async with supervised(config) as (client, supervising):
+            for number in range(1, 4):
+                await until(lambda number=number: len(engines) == number and client.healthy)
+                engines[-1].process.kill()
+                await until(lambda: not client.healthy)
+            with pytest.raises(EngineDead, match=r"3 engines in a row.*killed by SIGKILL"):
+                await supervising
+        assert len(engines) == 3
+
+    run(work())
+
+
+@needs_processes
+def test_an_engine_that_is_lost_while_draining_is_not_replaced(
+    engines: list[EngineProcess],
+) -> None:
+    async def work() -> None:
+        async with supervised() as (client, supervising):
+            client.drain()
+            engines[0].process.kill()
+            await supervising
+        assert len(engines) == 1
+
+    run(work())
+
+
+@needs_processes
+def test_a_first_engine_that_cannot_load_is_the_end(
+    engines: list[EngineProcess], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_type"}')
+    (tmp_path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # no tensors
+    config = resolve(Config(model=ModelConfig(model=str(tmp_path))))
+
+    async def work() -> None:
+        with pytest.raises(LoadError, match="no_such_type"):
+            await Supervisor(config, EngineClient(), on_loading=lambda stage: None).run()
+        assert len(engines) == 1
+
+    run(work())
+
+
+def test_the_first_death_costs_no_wait_and_later_ones_ever_more() -> None:
+    backoff = Backoff(max_restarts=20)
+    delays = [backoff.died() for _ in range(20)]
+    assert delays[:4] == [0.0, 0.5, 1.0, 2.0]
+    assert delays[-1] == LONGEST_DELAY_SECONDS
+    assert backoff.died() is None
+
+
+def test_a_finished_request_ends_a_row_of_deaths() -> None:
+    backoff = Backoff(max_restarts=2)
+    for _ in range(10):
+        assert backoff.died() == 0.0
+        assert backoff.died() == 0.5
+        backoff.finished_request()
+
+
+def test_without_restarts_the_first_death_is_the_end() -> None:
+    assert Backoff(max_restarts=0).died() is None

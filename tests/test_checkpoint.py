@@ -1,0 +1,126 @@
+"""Where a model's files come from, what they are called, and that none of them is run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import (
+    GatedRepoError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from bundled import BUNDLED_PATH
+from pippin.backends.mlx.load import load
+from pippin.checkpoint import HUB_FILES, HUB_FOLDERS, find_checkpoint
+from pippin.config import Config, ModelConfig
+from pippin.errors import LoadError
+from pippin.resolve import resolve
+from pippin.text.bundle import TextBundle
+
+
+def checkpoint(path: Path, *, weights: str = "model.safetensors", **config: Any) -> ModelConfig:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    (path / weights).write_bytes(b"")
+    return ModelConfig(model=str(path))
+
+
+def served_name(model: ModelConfig) -> str | None:
+    return resolve(Config(model=model)).server.served_name
+
+
+def test_a_model_is_served_under_the_last_part_of_its_id(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "snapshots" / "2f5ab0"
+    snapshot.parent.mkdir()
+    checkpoint(snapshot)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(snapshot))
+    assert served_name(ModelConfig(model="Qwen/Qwen3.5-0.8B")) == "Qwen3.5-0.8B"
+
+
+def test_a_directory_is_served_under_its_name_however_it_is_spelt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "my-model"
+    assert served_name(checkpoint(path)) == "my-model"
+    assert served_name(ModelConfig(model=f"{path}/")) == "my-model"
+    monkeypatch.chdir(path)
+    assert served_name(ModelConfig(model=".")) == "my-model"
+    assert served_name(ModelConfig()) == "stories-hybrid-20m"
+
+
+@pytest.mark.parametrize(
+    ("error", "match"),
+    [
+        (GatedRepoError, r"gated: ask for access at https://huggingface\.co/some/model.*HF_TOKEN"),
+        (RepositoryNotFoundError, "not on the hub, or private"),
+        (RevisionNotFoundError, "has no revision 'v9'"),
+    ],
+)
+def test_what_the_hub_says_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], match: str
+) -> None:
+    def refuse(*args: Any, **options: Any) -> str:
+        response = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
+        raise error("no", response=response)  # type: ignore[call-arg]
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(LoadError, match=match):
+        find_checkpoint(ModelConfig(model="some/model", revision="v9"))
+
+
+def test_only_what_is_read_is_downloaded() -> None:
+    files = [
+        *("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"),
+        *("tokenizer.json", "chat_template.jinja", "merges.txt"),
+        *("consolidated.safetensors", "original/consolidated.00.pth", "original/params.json"),
+        *("pytorch_model.bin", "modeling_own.py", "onnx/model.safetensors", "README.md"),
+    ]
+    kept = huggingface_hub.utils.filter_repo_objects(
+        files, allow_patterns=HUB_FILES, ignore_patterns=HUB_FOLDERS
+    )
+    assert list(kept) == files[:6]
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"pytorch_model\.bin is a pickle"):
+        find_checkpoint(checkpoint(tmp_path, weights="pytorch_model.bin"))
+
+
+def test_a_model_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"its own model code \(own\.py\)"):
+        find_checkpoint(checkpoint(tmp_path, model_file="own.py"))
+
+
+def test_a_tokenizer_that_is_code_is_refused(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path)
+    config = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadError, match="its tokenizer is Python code"):
+        find_checkpoint(model)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_compiler")
+def test_code_that_lies_beside_the_weights_is_not_run(tmp_path: Path) -> None:
+    """Many checkpoints name code for other programs in `auto_map`; here it is only passed over."""
+    path, ran = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(BUNDLED_PATH, path)
+    (path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass")
+    names = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+    auto_map = dict.fromkeys(names, "own.Own")
+    for name in ("config.json", "tokenizer_config.json"):
+        known = json.loads((path / name).read_text()) if (path / name).exists() else {}
+        (path / name).write_text(json.dumps({**known, "auto_map": auto_map}))
+    found = find_checkpoint(ModelConfig(model=str(path)))
+    TextBundle.load(found)
+    load(found)
+    assert not ran.exists()

@@ -1,0 +1,145 @@
+"""Every format, fed replies in parts: the same pieces however text was cut, and nothing lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from call_texts import STRINGS, TOOLS, WORDS, Example, Maker, examples, write_calls
+from pippin.text.parsers.formats import TOOL_FORMATS
+from pippin.text.pieces import CallArguments, CallBegin, CallEnd, FoldedText, TextPiece, joined
+
+FORMATS = list(TOOL_FORMATS)
+NUM_CUT_EVERYWHERE = 6  # of the 200; with all of them this takes minutes
+
+
+def parse(format: str, parts: Iterable[str]) -> list[TextPiece]:
+    ids = (f"id-{number}" for number in itertools.count())
+    parser = TOOL_FORMATS[format].parser(TOOLS, lambda: next(ids))
+    pieces = [piece for part in parts for piece in parser.feed(part)]
+    pieces += parser.close()
+    assert parser.num_held == 0
+    return joined(pieces)
+
+
+def random_parts(text: str, rng: random.Random) -> list[str]:
+    cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(2, 12)))
+    return [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
+
+
+def check_every_cut(format: str, made: list[Example]) -> None:
+    for example in made:
+        whole = parse(format, [example.text])
+        for at in range(1, len(example.text)):
+            assert parse(format, [example.text[:at], example.text[at:]]) == whole, example.text
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_pieces_do_not_depend_on_how_the_text_was_cut(format: str) -> None:
+    rng = random.Random(format)
+    for example in examples(format):
+        whole = parse(format, [example.text])
+        assert parse(format, example.text) == whole, example.text  # letter by letter
+        for _ in range(2):
+            assert parse(format, random_parts(example.text, rng)) == whole, example.text
+    check_every_cut(format, examples(format, NUM_CUT_EVERYWHERE))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_marks_and_scraps_in_any_order_give_the_same_pieces_too(format: str) -> None:
+    rng = random.Random(format)
+    parser = TOOL_FORMATS[format].parser
+    call = write_calls(parser.syntax, [("get_weather", {"text": "a", "count": 1})])
+    scraps = [*sorted(parser().marks), *'{}[]":,\\>\n ', "get_weather", '"name"', "f" * 300, call]
+    scraps += [call[:at] for at in range(0, len(call), 7)]
+    for _ in range(100):
+        text = "".join(rng.choices(scraps, k=rng.randint(2, 8)))
+        whole = parse(format, [text])
+        assert parse(format, text) == whole, text
+        assert parse(format, random_parts(text, rng)) == whole, text
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_calls_are_found_with_their_values_exact(format: str) -> None:
+    num_checked = 0
+    for example in examples(format):
+        if example.calls is not None:
+            folded = FoldedText.of(parse(format, [example.text]))
+            found = [(call.name, json.loads(call.arguments)) for call in folded.calls.values()]
+            assert found == example.calls, example.text
+            assert "".join(folded.content.split()) == example.letters, example.text
+            num_checked += 1
+    assert num_checked == 100
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_call_begins_once_ends_once_and_its_arguments_are_json(format: str) -> None:
+    for example in examples(format):
+        pieces = parse(format, [example.text])
+        begun = [piece.index for piece in pieces if isinstance(piece, CallBegin)]
+        ended = [piece.index for piece in pieces if isinstance(piece, CallEnd)]
+        assert begun == ended == list(range(len(begun)))
+        for call in FoldedText.of(pieces).calls.values():
+            assert isinstance(json.loads(call.arguments), dict)
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "harmony"])
+def test_what_is_no_call_is_content_to_the_letter(format: str) -> None:
+    num_checked = 0
+    for example in examples(format):
+        folded = FoldedText.of(parse(format, [example.text]))
+        if not folded.calls:
+            assert folded.content == example.text
+            num_checked += 1
+    assert num_checked > 20
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("text", [*STRINGS, *WORDS, "\n leading", "trailing \n\n", '{"a": 1}'])
+def test_a_reply_without_marks_is_its_content(format: str, text: str) -> None:
+    assert FoldedText.of(parse(format, text)) == FoldedText(content=text)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_text_is_not_held_back_for_longer_than_it_may_be_a_mark(format: str) -> None:
+    parser = TOOL_FORMATS[format].parser(TOOLS)
+    parser.feed("Well")
+    assert parser.num_held == 0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_long_string_argument_is_passed_on_while_it_comes(format: str) -> None:
+    parser = TOOL_FORMATS[format].parser(TOOLS)
+    text = write_calls(parser.syntax, [("get_weather", {"text": "x" * 1000})])
+    middle = text.index("x" * 1000) + 500
+    pieces = joined(parser.feed(text[:middle]))
+    arguments = [piece.text for piece in pieces if isinstance(piece, CallArguments)]
+    assert len(arguments) == 1
+    assert arguments[0].endswith("x" * 400)
+
+
+@pytest.mark.parametrize("format", ["hermes", "qwen3_coder", "glm", "kimi_k2", "deepseek_v31"])
+def test_a_bad_call_does_not_lose_the_next_one(format: str) -> None:
+    syntax = TOOL_FORMATS[format].parser.syntax
+    good = ("get_weather", {"text": "Tokyo"})
+    text = write_calls(syntax, [good, good])
+    first = text.index("Tokyo")
+    for num_lost in (6, 7):  # the end of the string, and of what is around it
+        bad = text[: first + 3] + text[first + num_lost :]
+        folded = FoldedText.of(parse(format, [bad]))
+        assert [call.name for call in folded.calls.values()][-1:] == ["get_weather"]
+        assert json.loads(list(folded.calls.values())[-1].arguments) == good[1]
+
+
+def test_examples_hold_what_is_hard() -> None:
+    made = [Maker("hermes", seed).good() for seed in range(200)]
+    text = "".join(example.text for example in made)
+    assert str(10**40) in text
+    assert '\\"hi\\"' in text
+    assert "{}" in text
+    assert "😀" in text
+    assert max(len(example.calls or ()) for example in made) == 3
