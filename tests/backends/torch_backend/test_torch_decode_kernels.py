@@ -14,7 +14,9 @@ from pippin.backends.sampling_noise import gumbel, noise_keys, random_bits
 from pippin.backends.torch.device import find_device
 from pippin.backends.torch.forward import PlainForward
 from pippin.backends.torch.kernels.decode import DecodeKernels
+from pippin.backends.torch.kernels.delta_step import StateTile, delta_step
 from pippin.backends.torch.kernels.draw import draw
+from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
@@ -32,7 +34,6 @@ from torch_serving import load_torch
 
 DEVICE = find_device()
 LENGTHS = (0, 1, 63, 64, 130)
-OWN_PRODUCTS, CUBLAS = 16, 0  # up to how many rows products are our own
 
 
 class Step:
@@ -72,42 +73,60 @@ class Step:
         forward = PlainForward(self.decoder, self.pools)
         return forward.logits(forward.tokens(batch))
 
-    def kernels(self, width: int, most_rows: int) -> torch.Tensor:
+    def kernels(self, width: int) -> torch.Tensor:
         words = pack_inputs(width, self.arrays, self.pools.layout.waste_cell)
         future = torch.zeros(len(self.slots) + 1, dtype=torch.int32, device=DEVICE)
         future[1:] = torch.from_numpy(self.tokens)
-        run = DecodeKernels(self.decoder, self.pools, self.rows.table, most_rows)
+        run = DecodeKernels(self.decoder, self.pools, self.rows.table)
         inputs = Inputs(torch.from_numpy(words).to(DEVICE))
         return run.logits(inputs, future)[: len(self.slots)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "lengths", "width", "most_rows"),
+    ("name", "lengths", "width"),
     [
-        ("qwen3_5", LENGTHS, 8, OWN_PRODUCTS),
-        ("qwen3_5", LENGTHS, 8, CUBLAS),
-        ("qwen3_5", (70,), 1, OWN_PRODUCTS),
-        ("qwen3_next", (1, 63), 3, OWN_PRODUCTS),
-        ("qwen2", (5, 17), 2, OWN_PRODUCTS),
-        ("llama", (0, 33), 2, CUBLAS),
+        ("qwen3_5", LENGTHS, 8),
+        ("qwen3_5", (70,), 1),
+        ("qwen3_5", (0,), 1),
+        ("qwen3_next", (1, 63), 3),
+        ("qwen3_next", (63,), 1),
+        ("qwen2", (5, 17), 2),
+        ("qwen2", (17,), 1),
+        ("llama", (0, 33), 2),
     ],
 )
 def test_a_step_of_kernels_is_a_step_of_plain_operations(
-    name: str, lengths: tuple[int, ...], width: int, most_rows: int
+    name: str, lengths: tuple[int, ...], width: int
 ) -> None:
     step = Step(name, lengths)
     with torch.inference_mode():
         expected = step.plain()
         after = step.pools.memory.clone()
         step.pools.memory.copy_(step.memory)
-        found = step.kernels(width, most_rows)
+        found = step.kernels(width)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     # What was written, too: every held cell and state, and nothing else but the waste.
     pools, waste = step.pools, step.pools.layout.slab_bytes
     mine, theirs = (m.view(torch.float32) for m in (pools.memory[2 * waste :], after[2 * waste :]))
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
     assert not pools.memory[:waste].any()
+
+
+def test_a_state_is_gone_through_in_parts_or_at_once() -> None:
+    step = Step("qwen3_5", (70, 5))
+    layer = next(x for x in step.decoder.layers if isinstance(x.mixer, DeltaLayer))
+    mixer, pool = layer.mixer, step.pools.recurrent[layer.number]
+    num_columns = mixer.shape.v_dim
+    projected = torch.randn(2, mixer.project.weight.shape[0], device=DEVICE)
+    states = [step.pools.index(s).int() for s in (step.arrays.states_in, step.arrays.states_out)]
+    found = []
+    for columns in (num_columns, num_columns // 4):
+        step.pools.memory.copy_(step.memory)
+        y = delta_step(projected, mixer, pool, *states, StateTile(columns, 4, 2))
+        found.append((y, pool[step.arrays.states_out].clone()))
+    for at_once, in_parts in zip(*found, strict=True):
+        torch.testing.assert_close(in_parts, at_once, rtol=1e-5, atol=1e-5)
 
 
 def states_of(*params: SamplingParams) -> list[SlotSampling]:

@@ -1,6 +1,6 @@
 """A decode step out of kernels: few launches, no host, shapes that depend on its width alone.
 
-Few rows take products of our own, with norms, sums and convolutions inside; more rows take
+One row takes products of our own, with norms, sums and convolutions inside; more rows take
 cuBLAS, with kernels between. Equal to `forward.PlainForward.tokens` but for rounding.
 """
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from pippin.backends.torch.kernels.attention_step import attention_step
 from pippin.backends.torch.kernels.delta_step import conv_step, delta_step
-from pippin.backends.torch.kernels.products import MOST_ROWS, ConvStep, product
+from pippin.backends.torch.kernels.products import ConvStep, product
 from pippin.backends.torch.kernels.rows import add_norm, look_up, norm_rows, swiglu
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
@@ -27,23 +27,20 @@ class DecodeKernels:
         decoder: Decoder,
         pools: Pools,
         table: torch.Tensor,  # int32 [slots, positions]
-        most_rows: int = MOST_ROWS,  # for which products are our own
     ) -> None:
         self._decoder = decoder
         self._pools = pools
         self._table = table
-        self._most_rows = most_rows
 
     def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] of the tokens that `future`, int32 [slots], holds."""
         rows = inputs.slot, inputs.position, inputs.cell
         x = look_up(self._decoder.embed, future, self._table, *rows)
-        few = x.shape[0] <= self._most_rows
-        return self._few_rows(x, inputs) if few else self._many_rows(x, inputs)
+        return self._one_row(x, inputs) if x.shape[0] == 1 else self._many_rows(x, inputs)
 
-    # ---- few rows --------------------------------------------------------------------------
+    # ---- one row ---------------------------------------------------------------------------
 
-    def _few_rows(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    def _one_row(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         for layer in self._decoder.layers:
             mixer, norm = layer.mixer, layer.input_norm
             if isinstance(mixer, AttentionLayer):
@@ -60,11 +57,11 @@ class DecodeKernels:
                 projected = product(x, weight, norm=norm.weight, eps=norm.eps, conv=conv)
                 y = self._recur(mixer, layer.number, projected, inputs)
             x = product(y, mixer.out.weight, bias=mixer.out.bias, residual=x)
-            x = self._few_rows_mlp(layer, x)
+            x = self._one_row_mlp(layer, x)
         norm = self._decoder.norm
         return product(x, self._decoder.head.weight, norm=norm.weight, eps=norm.eps)
 
-    def _few_rows_mlp(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
+    def _one_row_mlp(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
         mlp, norm = layer.mlp, layer.mlp_norm
         if not isinstance(mlp, DenseMlp):
             return x + mlp(norm_rows(x, norm))

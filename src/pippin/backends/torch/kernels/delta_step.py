@@ -1,14 +1,37 @@
 """One token of Gated DeltaNet after its convolution, as one kernel: norms of q and k, gates, the
 recurrence, the gated norm. One program takes one value head of one row: all that it has to know.
+
+Its time is that of reading and writing the states. Where there are more programs than a GPU runs at
+once, each goes through its state a few columns at a time, which do not depend on each other: so
+several programs fit a multiprocessor, and one of them reads while another writes.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+
+MANY_PROGRAMS = 132  # multiprocessors of an H200
+
+
+@dataclass(frozen=True)
+class StateTile:
+    """How a program goes through its state."""
+
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+def state_tile_for(num_programs: int, num_columns: int) -> StateTile:
+    if num_programs <= MANY_PROGRAMS:
+        return StateTile(num_columns, 8, 1)
+    return StateTile(min(32, num_columns), 4, 2)
 
 
 @triton.jit
@@ -28,16 +51,17 @@ def _delta_step(
     V_HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
     key_head = head // (V_HEADS // K_HEADS)
     channels: tl.constexpr = 2 * K_HEADS * DK + V_HEADS * DV
+    parts: tl.constexpr = DV // COLUMNS
     x = projected + row.to(tl.int64) * row_stride
-    i, j = tl.arange(0, DK), tl.arange(0, DV)
+    i, c, p = tl.arange(0, DK), tl.arange(0, COLUMNS), tl.arange(0, parts)
     q = tl.load(x + key_head * DK + i).to(tl.float32)
     k = tl.load(x + K_HEADS * DK + key_head * DK + i).to(tl.float32)
-    v = tl.load(x + 2 * K_HEADS * DK + head * DV + j).to(tl.float32)
-    z = tl.load(x + channels + head * DV + j).to(tl.float32)
     b = tl.load(x + channels + V_HEADS * DV + head).to(tl.float32)
     a = tl.load(x + channels + V_HEADS * DV + V_HEADS + head).to(tl.float32)
     q = q * tl.rsqrt(tl.sum(q * q) + 1e-6) * (DK**-0.5)
@@ -45,18 +69,24 @@ def _delta_step(
     a = a + tl.load(dt_bias + head)
     softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
     gate = tl.exp(tl.load(decay + head) * softplus)
-    within = head * DK * DV + i[:, None] * DV + j[None, :]
-    before = tl.load(states_in + row).to(tl.int64) * state_stride
-    after = tl.load(states_out + row).to(tl.int64) * state_stride
-    held = tl.load(state + before + within) * gate
-    added = (v - tl.sum(held * k[:, None], axis=0)) * tl.sigmoid(b)
-    held += k[:, None] * added[None, :]
-    tl.store(state + after + within, held)
-    y = tl.sum(held * q[:, None], axis=0)
-    y = y * tl.rsqrt(tl.sum(y * y) / DV + eps) * tl.load(norm + j)
+    before = state + tl.load(states_in + row).to(tl.int64) * state_stride + head * DK * DV
+    after = state + tl.load(states_out + row).to(tl.int64) * state_stride + head * DK * DV
+    y = tl.zeros([parts, COLUMNS], tl.float32)
+    for part in tl.range(0, parts, num_stages=STAGES):
+        j = part * COLUMNS + c
+        within = i[:, None] * DV + j[None, :]
+        held = tl.load(before + within) * gate
+        v = tl.load(x + 2 * K_HEADS * DK + head * DV + j).to(tl.float32)
+        added = (v - tl.sum(held * k[:, None], axis=0)) * tl.sigmoid(b)
+        held += k[:, None] * added[None, :]
+        tl.store(after + within, held)
+        y = tl.where(p[:, None] == part, tl.sum(held * q[:, None], axis=0)[None, :], y)
+    j = head * DV + p[:, None] * COLUMNS + c[None, :]
+    scale = tl.rsqrt(tl.sum(tl.sum(y * y, axis=1), axis=0) / DV + eps)
+    y = y * scale * tl.load(norm + p[:, None] * COLUMNS + c[None, :])
+    z = tl.load(x + channels + j).to(tl.float32)
     y = y * z * tl.sigmoid(z)
-    at = row.to(tl.int64) * V_HEADS * DV + head * DV + j
-    tl.store(out + at, y.to(out.dtype.element_ty))
+    tl.store(out + row.to(tl.int64) * V_HEADS * DV + j, y.to(out.dtype.element_ty))
 
 
 @triton.jit
@@ -121,11 +151,13 @@ def delta_step(
     state: torch.Tensor,  # float32 [slabs, value heads, k_dim, v_dim], a view of the pool
     states_in: torch.Tensor,  # int32 [rows]
     states_out: torch.Tensor,
+    tile: StateTile | None = None,
 ) -> torch.Tensor:
     """[rows, value heads * v_dim], what the last product reads."""
     shape = layer.shape
     num_rows = projected.shape[0]
     size = shape.num_v_heads * shape.v_dim
+    tile = tile or state_tile_for(num_rows * shape.num_v_heads, shape.v_dim)
     out = torch.empty(num_rows, size, dtype=projected.dtype, device=projected.device)
     _delta_step[(num_rows, shape.num_v_heads)](
         projected,
@@ -143,6 +175,8 @@ def delta_step(
         V_HEADS=shape.num_v_heads,
         DK=shape.k_dim,
         DV=shape.v_dim,
-        num_warps=8,
+        COLUMNS=tile.columns,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
     )
     return out
