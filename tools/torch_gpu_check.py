@@ -1,22 +1,30 @@
 """The torch backend on an NVIDIA GPU: is it right, how fast is it, and where does a step's time go?
 
-    python tools/torch_gpu_check.py [--only correct,decode,prefill,products,profile]
+    python tools/torch_gpu_check.py [--only correct,races,decode]
 
-Correctness is checked on the bundled model in float32: kernels and captured graphs against plain
-operations on the GPU and on the CPU. Times are of Qwen3.5-0.8B's shape in bfloat16 with random
-weights. Every section stands alone: one that fails prints why, and the next one runs. Needs torch,
-triton and numpy; nothing is downloaded.
+Correctness is checked on a tiny hybrid of random weights: kernels and captured graphs against plain
+operations on the GPU and on the CPU, and 200 random schedules, launched ahead of a GPU that is held
+up, against the same ones with a wait after each step. Times are of Qwen3.5-0.8B's shape in bfloat16
+with random weights. Every section stands alone: one that fails prints why, and the next one runs.
+Needs torch, triton, safetensors and numpy; nothing is downloaded.
+
+How fast a server is takes more packages (those of pippin[torch], without mlx):
+
+    python tools/make_random_hybrid.py /tmp/hybrid
+    python -m pippin serve --backend torch --model /tmp/hybrid --max-running 64 --port 8000 &
+    python -m pippin bench churn --url http://127.0.0.1:8000 --clients 64 --seconds 60
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 import types
-import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -44,93 +52,22 @@ import torch
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.config import ModelShape, read_shape
+from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.load import LoadedModel, load
 from pippin.backends.torch.models.build import build_decoder
 from pippin.types import SamplingParams
 
-BUNDLED = ROOT / "src" / "pippin" / "models" / "stories-hybrid-20m"
+from make_random_hybrid import QWEN3_5_0_8B, TINY, RandomWeights, write_weights  # isort: skip
+
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=0.8, top_k=20, top_p=0.95)
 CONTEXT = 512
-LIMIT_SECONDS = 230.0
-
-SHAPE: dict[str, Any] = {
-    "model_type": "qwen3_5",
-    "tie_word_embeddings": True,
-    "text_config": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "vocab_size": 248_320,
-        "intermediate_size": 3584,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "full_attention_interval": 4,
-        "max_position_embeddings": 32_768,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-    },
-}
-
-
-class RandomWeights:
-    """Of a hybrid's shape; the same for the same name."""
-
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
-
-    def has(self, name: str) -> bool:
-        return not name.endswith("bias") or name.endswith("dt_bias")
-
-    def take(self, name: str, *, exact: bool = False) -> torch.Tensor:
-        size = self._size(name.split("layers.")[-1])
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
-        values = torch.randn(size, generator=generator, device=self._device)
-        if name.endswith("norm.weight"):
-            values = values * 0.0 + ("linear_attn.norm" in name)
-        elif len(size) > 1:
-            values = values * 0.02
-        return values.to(torch.float32 if exact else self._dtype)
-
-    def _size(self, name: str) -> tuple[int, ...]:
-        shape, delta = self._shape, self._shape.delta
-        assert delta is not None
-        heads, kv, hidden = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden
-        values = delta.num_v_heads * delta.v_dim
-        sizes: dict[str, tuple[int, ...]] = {
-            "embed_tokens": (shape.vocab_size, hidden),
-            "q_norm": (shape.head_dim,),
-            "k_norm": (shape.head_dim,),
-            "linear_attn.norm": (delta.v_dim,),
-            "norm": (hidden,),
-            "q_proj": (2 * heads, hidden),
-            "k_proj": (kv, hidden),
-            "v_proj": (kv, hidden),
-            "o_proj": (hidden, heads),
-            "in_proj_qkv": (delta.num_channels, hidden),
-            "in_proj_z": (values, hidden),
-            "in_proj_b": (delta.num_v_heads, hidden),
-            "in_proj_a": (delta.num_v_heads, hidden),
-            "conv1d": (delta.num_channels, 1, delta.num_taps),
-            "A_log": (delta.num_v_heads,),
-            "dt_bias": (delta.num_v_heads,),
-            "out_proj": (hidden, values),
-            "gate_proj": (shape.intermediate, hidden),
-            "up_proj": (shape.intermediate, hidden),
-            "down_proj": (hidden, shape.intermediate),
-        }
-        return next(size for part, size in sizes.items() if part in name)
-
+PENALISED = SamplingParams(temperature=1.0, frequency_penalty=0.5)
+LIMIT_SECONDS = 100.0
 
 @cache
 def random_model() -> LoadedModel:
-    device, shape = torch.device("cuda"), read_shape(SHAPE)
+    device, shape = torch.device("cuda"), read_shape(QWEN3_5_0_8B)
     weights = RandomWeights(shape, torch.bfloat16, device)
     with torch.inference_mode():
         decoder = build_decoder(shape, weights, torch.bfloat16, device, shape.max_len)
@@ -148,6 +85,7 @@ class Play:
         vocab = backend.spec.vocab_size
         prompts = {s: rng.integers(10, vocab, context).astype(np.int32) for s in self.slots}
         self.tokens: dict[int, list[int]] = {slot: [] for slot in self.slots}
+        self.logprobs: dict[int, list[Any]] = {slot: [] for slot in self.slots}
         for slot, prompt in prompts.items():
             admit = Admit(slot, params, (), prompt, seed=slot)
             row = PrefillRow(slot, 0, prompt, samples=True)
@@ -160,6 +98,7 @@ class Play:
     def take(self, result: Any) -> None:
         for slot, token in result.tokens.items():
             self.tokens[slot].append(token)
+            self.logprobs[slot].append(result.logprobs.get(slot))
 
     def decode(self, num_steps: int) -> list[float]:
         """Seconds between results."""
@@ -214,7 +153,7 @@ def gpu_ms(run: Callable[[], object], repeats: int = 30) -> float:
 def environment() -> None:
     import importlib.metadata as metadata
 
-    for name in ("torch", "triton", "flash-linear-attention", "transformers", "numpy"):
+    for name in ("torch", "triton", "numpy"):
         try:
             print(name, metadata.version(name))
         except metadata.PackageNotFoundError:
@@ -222,34 +161,133 @@ def environment() -> None:
     print(torch.cuda.get_device_name(), torch.version.cuda)
 
 
+WAYS = (("cpu, plain", "cpu", False), ("gpu, plain", "cuda", False), ("gpu, kernels", "cuda", True))
+
+
 def correct() -> None:
-    """The bundled model in float32: replies of three backends, greedy and drawn."""
-    loaded = {
-        "cpu": load(BUNDLED, dtype="float32", device=torch.device("cpu")),
-        "gpu": load(BUNDLED, dtype="float32", device=torch.device("cuda")),
-    }
-    for params in (GREEDY, DRAWN, SamplingParams(temperature=1.0, frequency_penalty=0.5)):
-        said = {}
-        for name, device, kernels in (
-            ("cpu, plain", "cpu", False),
-            ("gpu, plain", "gpu", False),
-            ("gpu, kernels", "gpu", True),
-        ):
-            try:
-                backend = TorchBackend(loaded[device], num_slots=8, kernels=kernels)
-                for num_rows in (3, 1):
-                    play = Play(backend, num_rows, 150, params)
-                    play.decode(24)
-                    play.end()
-                    said[name, num_rows] = play.tokens
+    """A tiny hybrid on three ways: the same tokens in float32, much the same numbers in bfloat16."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_weights(Path(folder), TINY, torch.float32)
+        for dtype in ("float32", "bfloat16"):
+            backends = {
+                name: TorchBackend(load(Path(folder), dtype=dtype, device=torch.device(device)), num_slots=8, kernels=kernels)
+                for name, device, kernels in WAYS
+            }
+            for rows in (1, 3):
+                if dtype == "float32":
+                    for params in (GREEDY, DRAWN, PENALISED):
+                        same_tokens(backends, rows, params)
+                near_numbers(dtype, backends, rows)
+            for backend in backends.values():
                 backend._pools.arena.check_integrity()
-            except Exception:  # noqa: BLE001
-                traceback.print_exc()
-        for name, num_rows in said:
-            same = said[name, num_rows] == said["cpu, plain", num_rows]
-            print(f"temperature {params.temperature}: {name}, {num_rows} rows: {'same' if same else 'DIFFERS'}")
-            if not same:
-                print("   ", said[name, num_rows][1][:16], "\n   ", said["cpu, plain", num_rows][1][:16])
+
+
+def same_tokens(backends: dict[str, TorchBackend], num_rows: int, params: SamplingParams) -> None:
+    said = {name: reply_of(backend, num_rows, params).tokens for name, backend in backends.items()}
+    expected = said["cpu, plain"]
+    for name, tokens in said.items():
+        same = tokens == expected
+        print(f"float32, {num_rows} rows, temperature {params.temperature}: {name}: {'same' if same else 'DIFFERS'}", flush=True)
+        if not same:
+            print("   ", tokens[1][:16], "\n   ", expected[1][:16])
+
+
+def reply_of(backend: TorchBackend, num_rows: int, params: SamplingParams) -> Play:
+    play = Play(backend, num_rows, 150, params)
+    play.decode(24)
+    play.end()
+    return play
+
+
+def near_numbers(dtype: str, backends: dict[str, TorchBackend], num_rows: int) -> None:
+    """Log probabilities of the five likeliest tokens, as long as the same tokens were said."""
+    params = SamplingParams(temperature=0.0, logprobs=5)
+    plays = {name: reply_of(backend, num_rows, params) for name, backend in backends.items()}
+    expected = plays["cpu, plain"]
+    for name, play in plays.items():
+        worst, compared = 0.0, 0
+        for slot in play.slots:
+            pairs = zip(play.tokens[slot], expected.tokens[slot], play.logprobs[slot], expected.logprobs[slot])
+            for token, other, found, wanted in pairs:
+                if token != other:
+                    break
+                compared += 1
+                worst = max(worst, *(abs(a - b) for a, b in zip(found.top_logprobs, wanted.top_logprobs)))
+        print(f"{dtype}, {num_rows} rows: {name}: log probabilities differ by {worst:.1e} at most, in {compared} tokens", flush=True)
+
+
+# ---- does it race? -----------------------------------------------------------------------------
+
+
+def random_plans(rng: random.Random, num_steps: int) -> list[StepPlan]:
+    """Four slots whose requests come, run in chunks, decode, keep states and go, in any order."""
+    prompts: dict[int, np.ndarray] = {}
+    lengths: dict[int, int] = {}
+    plans = []
+    for number in range(num_steps):
+        retire, admit, prefill, decode = [], [], [], []
+        for slot in range(1, 5):
+            if slot in prompts and lengths[slot] > len(prompts[slot]) + 2 and rng.random() < 0.3:
+                captures = rng.random() < 0.5
+                retire.append(Retire(slot, 0, lengths[slot] if captures else 0, captures))
+                del prompts[slot]
+            if slot not in prompts:
+                if rng.random() < 0.5:
+                    continue
+                prompts[slot] = np.array([rng.randrange(10, 8000) for _ in range(rng.randrange(1, 200))], dtype=np.int32)
+                lengths[slot] = 0
+                params = rng.choice([GREEDY, GREEDY, DRAWN, PENALISED])
+                admit.append(Admit(slot, params, (), prompts[slot], seed=number))
+            start, prompt = lengths[slot], prompts[slot]
+            if start < len(prompt):
+                end = min(len(prompt), start + rng.choice([64, 128]))
+                prefill.append(PrefillRow(slot, start, prompt[start:end], samples=end == len(prompt), captures=True, checkpoints=(end,)))
+                lengths[slot] = end
+            elif rng.random() < 0.9:
+                decode.append(DecodeRow(slot, start, checkpoint=rng.random() < 0.2))
+                lengths[slot] += 1
+        plans.append(StepPlan(number, tuple(retire), tuple(admit), tuple(prefill), tuple(decode)))
+    slots = tuple(Retire(slot) for slot in prompts)
+    return [*plans, StepPlan(num_steps, slots)]
+
+
+def run_plans(backend: TorchBackend, plans: list[StepPlan], *, ahead: int) -> list[dict[int, int]]:
+    """With so many steps in flight behind a kernel that only spins; 0: a wait after each."""
+    results, pending = [], []
+
+    def commit() -> None:
+        result = pending.pop(0).wait()
+        for capture in result.captures:
+            capture.release()
+        results.append(dict(result.tokens))
+
+    for plan in plans:
+        if ahead:
+            with backend._streams.forward():
+                torch.cuda._sleep(1_000_000)
+        pending.append(backend.launch(plan))
+        if not ahead:
+            torch.cuda.synchronize()
+        while len(pending) > ahead:
+            commit()
+    while pending:
+        commit()
+    return results
+
+
+def races() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_weights(Path(folder), TINY, torch.float32)
+        backend = TorchBackend(load(Path(folder), dtype="float32"), num_slots=4, debug=True)
+    for seed in range(200):
+        plans = random_plans(random.Random(seed), 12)
+        expected = run_plans(backend, plans, ahead=0)
+        found = run_plans(backend, plans, ahead=1 + seed % 3)
+        assert found == expected, f"schedule {seed} says otherwise when it is launched ahead"
+        backend._pools.arena.check_integrity()
+        assert backend._pools.arena.used_bytes == 0
+        if seed % 50 == 49:
+            print(f"{seed + 1} schedules say what they say with a wait after each step", flush=True)
 
 
 def waits() -> None:
@@ -269,23 +307,6 @@ def waits() -> None:
         print("nobody waited,", params.temperature)
 
 
-def precise() -> None:
-    """bfloat16 kernels against plain operations in the same type, one step and one prompt."""
-    loaded = random_model()
-    logits = {}
-    for kernels in (False, True):
-        backend = TorchBackend(loaded, num_slots=4, kernels=kernels)
-        params = SamplingParams(temperature=0.0, logprobs=5)
-        play = Play(backend, 3, 200, params)
-        rows = tuple(DecodeRow(slot, play.context) for slot in play.slots)
-        result = play.launch(decode=rows).wait()
-        logits[kernels] = {s: result.logprobs[s] for s in play.slots}
-        play.end()
-    for slot in logits[True]:
-        print(slot, "plain  ", logits[False][slot].top_ids, [round(x, 3) for x in logits[False][slot].top_logprobs])
-        print(slot, "kernels", logits[True][slot].top_ids, [round(x, 3) for x in logits[True][slot].top_logprobs])
-
-
 # ---- how fast? ---------------------------------------------------------------------------------
 
 
@@ -301,34 +322,49 @@ def replay_ms(backend: TorchBackend, play: Play, params: SamplingParams) -> floa
 
 
 def decode() -> None:
-    from pippin.backends.torch.kernels import decode as module
-
     table = []
     backend = TorchBackend(random_model(), num_slots=64, pool_bytes=8 << 30)
-    kernels = backend._decode_steps._kernels  # type: ignore[union-attr]
-    for num_rows, most_rows in ((1, 16), (1, 0), (8, 16), (8, 0), (32, 64), (32, 0)):
-        own = "own products" if num_rows <= most_rows else "cuBLAS"
+    for num_rows in (1, 2, 4, 8, 32, 64):
         for params, name in ((GREEDY, "greedy"), (DRAWN, "drawn")):
-            try:
-                kernels._most_rows = most_rows
-                backend._decode_steps._graphs.clear()  # type: ignore[union-attr]
-                play = Play(backend, num_rows, CONTEXT, params)
-                began = time.perf_counter()
-                play.decode(2)
-                captured = time.perf_counter() - began
-                wall = statistics.median(play.decode(60)[20:]) * 1e3
-                device = replay_ms(backend, play, params)
-                play.end()
-                table.append((num_rows, own, name, device, wall, captured))
-                print(f"{num_rows:3} rows, {own}, {name}: replay {device:.3f} ms, served {wall:.3f} ms a step, first {captured:.1f} s", flush=True)
-            except Exception:  # noqa: BLE001
-                traceback.print_exc()
-                backend = TorchBackend(random_model(), num_slots=64, pool_bytes=8 << 30)
-                kernels = backend._decode_steps._kernels  # type: ignore[union-attr]
-    kernels._most_rows = module.MOST_ROWS
-    print("\n| rows | products | tokens | replay, ms | served, ms a step |\n|---|---|---|---|---|")
-    for num_rows, own, name, device, wall, _ in table:
-        print(f"| {num_rows} | {own} | {name} | {device:.3f} | {wall:.3f} |")
+            play = Play(backend, num_rows, CONTEXT, params)
+            began = time.perf_counter()
+            play.decode(2)
+            captured = time.perf_counter() - began
+            wall = statistics.median(play.decode(60)[20:]) * 1e3
+            device = replay_ms(backend, play, params)
+            play.end()
+            table.append((num_rows, name, device, wall))
+            print(f"{num_rows:3} rows, {name}: replay {device:.3f} ms, served {wall:.3f} ms a step, first {captured:.1f} s", flush=True)
+    print("\n| rows | tokens | replay, ms | served, ms a step |\n|---|---|---|---|")
+    for num_rows, name, device, wall in table:
+        print(f"| {num_rows} | {name} | {device:.3f} | {wall:.3f} |")
+
+
+def recurrence() -> None:
+    """Ways to go through the states of one layer, against the time that their bytes take."""
+    from pippin.backends.torch.kernels.delta_step import StateTile, delta_step, state_tile_for
+
+    backend = TorchBackend(random_model(), num_slots=4, pool_bytes=8 << 30)
+    layer = random_model().decoder.layers[0]
+    mixer, state = layer.mixer, backend._pools.recurrent[layer.number]
+    for num_rows in (1, 8, 32, 64):
+        projected = torch.randn(num_rows, mixer.project.weight.shape[0], device="cuda").bfloat16()
+        slabs = torch.arange(2, 2 + num_rows, device="cuda", dtype=torch.int32)
+        floor = num_rows * 16 * 128 * 128 * 4 * 2 / 4.3e12 * 1e6
+        found = {}
+        tiles = [StateTile(c, w, s) for c in (16, 32, 64, 128) for w in (2, 4, 8) for s in (1, 2, 3) if c * s <= 192]
+        for tile in tiles:
+            graph = torch.cuda.CUDAGraph()
+            delta_step(projected, mixer, state, slabs, slabs, tile)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                for _ in range(20):
+                    delta_step(projected, mixer, state, slabs, slabs, tile)
+            found[tile] = gpu_ms(graph.replay, repeats=5) / 20 * 1e3
+        ours = state_tile_for(num_rows * 16, 128)
+        best = sorted(found.items(), key=lambda item: item[1])[:4]
+        names = "; ".join(f"{t.columns} columns, {t.num_warps} warps, {t.num_stages} stages {us:.1f}" for t, us in best)
+        print(f"{num_rows} rows: bytes {floor:.1f} us; ours {found[ours]:.1f}; {names}", flush=True)
 
 
 def prefill() -> None:
@@ -359,78 +395,48 @@ def prefill() -> None:
             print(f"kernels {kernels}, 8,192 tokens in chunks of {chunk}, states every {every}: {best * 1e3:.1f} ms ({launching * 1e3:.1f} of launching), first {times[0][0]:.1f} s", flush=True)
 
 
-def compare_fla() -> None:
-    """Our blocks against flash-linear-attention's, one layer of 8,192 tokens."""
-    from pippin.backends.torch.kernels.delta_blocks import BlockTable, _scan, _solve, delta_blocks
-
-    layer = random_model().decoder.layers[0].mixer
-    device, num_tokens = torch.device("cuda"), 8192
-    mixed = torch.randn(num_tokens, 6144, device=device).bfloat16()
-    gates = torch.randn(num_tokens, 32, device=device).bfloat16()
-    state = torch.zeros(2, 16, 128, 128, device=device)
-    index = torch.arange(num_tokens // 64, device=device)
-    table = BlockTable(index * 64, torch.full_like(index, 64), (index == 127).long(), index[:1] * 0, torch.full_like(index[:1], 128))
-    zero = index[:1] * 0
-    print(f"ours: {gpu_ms(lambda: delta_blocks(mixed, gates, layer, state, zero, table)):.3f} ms a layer")
-    ours = delta_blocks(mixed, gates, layer, state, zero, table)
-    q, k, v = (x.unflatten(-1, (16, 128))[None].contiguous() for x in mixed.split([2048, 2048, 2048], dim=-1))
-    b, a = gates.split([16, 16], dim=-1)
-    beta = torch.sigmoid(b.float())[None]
-    g = (layer.decay * torch.nn.functional.softplus(a.float() + layer.dt_bias))[None]
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    def run() -> Any:
-        return chunk_gated_delta_rule(q, k, v, g=g, beta=beta.bfloat16(), output_final_state=True, use_qk_l2norm_in_kernel=True)
-
-    print(f"flash-linear-attention: {gpu_ms(run):.3f} ms a layer")
-    theirs, final = run()
-    error = (ours.float() - theirs[0].float()).abs().max() / theirs.float().abs().max()
-    print(f"outputs differ by {error:.2e} of the largest, states by {(state[1] - final[0]).abs().max() / final.abs().max():.2e}")
-
-
 def products() -> None:
-    """Tiles of the product kernel, for the shapes of a step; cuBLAS beside them."""
+    """Tiles of the product kernel, for the shapes of a step of one row; cuBLAS beside them."""
     import torch.nn.functional as F  # noqa: N812
 
     from pippin.backends.torch.kernels.products import Tile, product
 
     device = torch.device("cuda")
     shapes = {"in_proj": (8224, 1024, False), "out_proj": (1024, 2048, False), "gate_up": (7168, 1024, True), "down": (1024, 3584, False), "head": (248_320, 1024, False)}
-    for num_rows in (1, 8):
-        for name, (num_out, size, gated) in shapes.items():
-            copies = max(1, (200 << 20) // (num_out * size * 2))  # more than the L2 holds
-            weights = [torch.randn(num_out, size, device=device).bfloat16() * 0.02 for _ in range(copies)]
-            x = torch.randn(num_rows, size, device=device).bfloat16()
-            found = {}
+    for name, (num_out, size, gated) in shapes.items():
+        copies = max(1, (200 << 20) // (num_out * size * 2))  # more than the L2 holds
+        weights = [torch.randn(num_out, size, device=device).bfloat16() * 0.02 for _ in range(copies)]
+        x = torch.randn(1, size, device=device).bfloat16()
+        found = {}
 
-            def timed(run: Callable[[torch.Tensor], object]) -> float:
-                graph = torch.cuda.CUDAGraph()
+        def timed(run: Callable[[torch.Tensor], object]) -> float:
+            graph = torch.cuda.CUDAGraph()
+            for w in weights:
+                run(w)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
                 for w in weights:
                     run(w)
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph):
-                    for w in weights:
-                        run(w)
-                return gpu_ms(graph.replay, repeats=5) / copies * 1e3
+            return gpu_ms(graph.replay, repeats=5) / copies * 1e3
 
-            found["cuBLAS"] = timed(lambda w: F.linear(x, w))
-            ns = (4, 8, 16, 32) if num_rows == 1 else (16, 32, 64)
-            ks = (256, 512, 1024) if num_rows == 1 else (128, 256)
-            for n in ns:
-                for k in ks:
-                    for warps, stages in ((4, 3), (4, 5), (8, 3)) if name != "head" else ((4, 3),):
-                        if n * k > 16384 or k > size:
-                            continue
-                        tile = Tile(n, k, warps, stages)
-                        try:
-                            found[f"n{n} k{k} w{warps} s{stages}"] = timed(lambda w, t=tile: product(x, w, swiglu=gated, tile=t))
-                        except Exception as error:  # noqa: BLE001
-                            found[f"n{n} k{k} w{warps} s{stages}: {type(error).__name__}"] = 1e9
-            best = sorted(found.items(), key=lambda item: item[1])[:4]
-            floor = num_out * size * 2 / 4.3e12 * 1e6
-            print(f"{num_rows} rows, {name}: read {floor:.1f} us; cuBLAS {found['cuBLAS']:.1f}; " + "; ".join(f"{key} {us:.1f}" for key, us in best), flush=True)
-            if time.perf_counter() - STARTED > LIMIT_SECONDS:
-                return
+        found["cuBLAS"] = timed(lambda w: F.linear(x, w))
+        ns = (4, 8, 16, 32)
+        ks = (256, 512, 1024)
+        for n in ns:
+            for k in ks:
+                for warps, stages in ((4, 3), (4, 5), (8, 3)) if name != "head" else ((4, 3),):
+                    if n * k > 16384 or k > size:
+                        continue
+                    tile = Tile(n, k, warps, stages)
+                    try:
+                        found[f"n{n} k{k} w{warps} s{stages}"] = timed(lambda w, t=tile: product(x, w, swiglu=gated, tile=t))
+                    except Exception as error:  # noqa: BLE001
+                        found[f"n{n} k{k} w{warps} s{stages}: {type(error).__name__}"] = 1e9
+        best = sorted(found.items(), key=lambda item: item[1])[:4]
+        floor = num_out * size * 2 / 4.3e12 * 1e6
+        print(f"{name}: read {floor:.1f} us; cuBLAS {found['cuBLAS']:.1f}; " + "; ".join(f"{key} {us:.1f}" for key, us in best), flush=True)
+        if time.perf_counter() - STARTED > LIMIT_SECONDS:
+            return
 
 
 def profile() -> None:
@@ -456,21 +462,22 @@ def profile() -> None:
 
 STARTED = time.perf_counter()
 SECTIONS = {
-    "environment": environment,
     "correct": correct,
-    "precise": precise,
+    "environment": environment,
+    "races": races,
+    "waits": waits,
     "decode": decode,
     "prefill": prefill,
-    "fla": compare_fla,
-    "waits": waits,
+    "recurrence": recurrence,
     "profile": profile,
     "products": products,
 }
+USUAL = [name for name in SECTIONS if name != "products"]  # which takes longer than all the others
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between")
+    parser.add_argument("--only", default=",".join(USUAL), help="sections, with commas between")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this needs an NVIDIA GPU")
