@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
-
 from pippin import LLM, SamplingParams
 from pippin.config import Config, ModelConfig
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
 TOOL = Path(__file__).parents[2] / "tools" / "make_random_hybrid.py"
 

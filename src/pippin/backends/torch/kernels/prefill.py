@@ -65,6 +65,12 @@ class _ChunkRun:
             return
         self._slabs = torch.cat([batch.states_out, pools.index(_tapped(batch))])
         self._table = block_table(batch, pools)
+        # The inputs that a convolution keeps: of the chunk, or where that is shorter, from before.
+        num_before = len(batch.rows) * pools.layout.conv_shape[0]
+        after = batch.conv.after
+        self._is_from_before = (after < num_before)[..., None]
+        self._from_before = after.clamp_max(num_before - 1)
+        self._from_chunk = (after - num_before).clamp_min(0)
 
     def mix(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
         mixer = layer.mixer
@@ -85,12 +91,12 @@ class _ChunkRun:
         projected = mixer.project(x)
         mixed, z, *_ = mixer.split(projected)
         gates = projected[:, -2 * mixer.shape.num_v_heads :]
-        kept = conv[batch.states_in].flatten(0, 1)
+        before = conv[batch.states_in].flatten(0, 1)
         convolved = conv_rows(projected, conv, mixer.taps, index.inputs, batch.states_in)
         y = delta_blocks(convolved, gates, mixer, recurrent, batch.states_in, self._table)
-        fresh = mixed[(index.after - len(kept)).clamp_min(0)]
-        held = kept[index.after.clamp_max(len(kept) - 1)]
-        conv[self._slabs] = torch.where((index.after < len(kept))[..., None], held, fresh)
+        conv[self._slabs] = torch.where(
+            self._is_from_before, before[self._from_before], mixed[self._from_chunk]
+        )
         return mixer.out(gated_norm(y, z, mixer.norm))
 
 
