@@ -23,9 +23,10 @@ export PIP_NO_COMPILE := 1
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-# What mlx computes on: an NVIDIA GPU whose driver knows CUDA 13, or the CPU. On macOS `cpu` is
-# empty: mlx brings Metal by itself.
-EXTRA := $(shell nvidia-smi 2>/dev/null | grep -q 'CUDA.*Version: *1[3-9]' && echo cuda13 || echo cpu)
+# What is computed on: an NVIDIA GPU, by torch, and by mlx too if its driver knows CUDA 13; or the
+# CPU. On macOS `cpu` is empty: mlx brings Metal by itself.
+EXTRA := $(shell nvidia-smi 2>/dev/null | grep -q 'CUDA.*Version: *1[3-9]' && echo cuda13,torch || \
+	{ nvidia-smi >/dev/null 2>&1 && echo cpu,torch || echo cpu; })
 
 .PHONY: serve test quick lint types simulate mutants soak install install-dev clean
 .DELETE_ON_ERROR:

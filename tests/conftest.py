@@ -13,15 +13,20 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from pippin.engine import keep_torch_out
-
 LONGEST_FILES = ("test_mutants", "test_worlds", "test_soak")
 
 settings.register_profile("repeat", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("repeat")
 
-keep_torch_out()  # comparisons with it run it in a process of its own
+try:
+    import torch  # before mlx: a BLAS that mlx was given would stand in its way
+except ImportError:
+    pass
+else:
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():  # before anything imports triton
+        os.environ["TRITON_INTERPRET"] = "1"
 # The models here are small, and several processes that each use every core stand in each other's
 # way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

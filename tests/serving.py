@@ -29,17 +29,40 @@ from pippin.cache.radix import Node, as_tokens
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Limits, Scheduler
 from pippin.types import Component
+from processes import is_installed
 from reference import BUNDLED
 
 MODELS = (BUNDLED, *FAMILIES)
+TORCH = "torch "  # the name of a checkpoint that the other backend serves begins so
+TORCH_MODELS = (f"{TORCH}{BUNDLED}", f"{TORCH}qwen3_5", f"{TORCH}llama")
+if not is_installed("torch"):
+    TORCH_MODELS = ()
 # States and attention in turn, attention alone, windows, states alone, both in each layer.
 ONE_OF_EACH_KIND = ("qwen3_5", "llama", "gpt_oss", "mamba2", "falcon_h1")
+ON_EITHER_BACKEND = (*MODELS, *TORCH_MODELS)
+TRIED_MOST = (*ONE_OF_EACH_KIND, *TORCH_MODELS)
 NUM_SLOTS = 16
 
 
 @functools.cache
 def served(name: str) -> LoadedModel:
     return load_bundled() if name == BUNDLED else prepare(*build(name))
+
+
+def make_backend(
+    name: str, num_slots: int, model: LoadedModel | None = None, pool_bytes: int = AMPLE_BYTES
+) -> Any:
+    if name.startswith(TORCH):
+        from torch_serving import make_torch_backend
+
+        name = name.removeprefix(TORCH)
+        return make_torch_backend(name, num_slots=num_slots, pool_bytes=pool_bytes)
+    return MLXBackend(model or served(name), num_slots=num_slots, debug=True)
+
+
+@functools.cache
+def vocab_size_of(name: str) -> int:
+    return int(make_backend(name, num_slots=1).spec.vocab_size)
 
 
 def make_client(
@@ -54,7 +77,7 @@ def make_client(
     canary: Canary | None = None,
     model: LoadedModel | None = None,
 ) -> Client:
-    backend = MLXBackend(model or served(name), num_slots=num_slots, debug=True)
+    backend = make_backend(name, num_slots, model, pool_bytes=capacity_bytes)
     spec = backend.spec
     prefix_cache = PrefixCache(
         spec.components,
@@ -77,7 +100,7 @@ def cache_of(client: Client) -> PrefixCache:
 
 def make_prompt(name: str, num_tokens: int, seed: int) -> list[int]:
     rng = np.random.default_rng([seed, num_tokens])
-    tokens: list[int] = rng.integers(2, served(name).vocab_size, num_tokens).tolist()
+    tokens: list[int] = rng.integers(2, vocab_size_of(name), num_tokens).tolist()
     return tokens
 
 
@@ -103,24 +126,34 @@ def ask_all(client: Client, prompts: Sequence[Sequence[int]], **params: Any) -> 
 
 def most_recomputed(name: str) -> int:
     """Tokens of a shared prefix that may be computed again."""
-    has_state = any(leaf.component is Component.STATE for leaf in served(name).layout.leaves)
+    has_state = Component.STATE in make_backend(name, num_slots=1).spec.components
     return 127 if has_state else 1
 
 
 def check_idle(client: Client) -> None:
     """Everything was given back: slots, reservations, locks, rows; the tree adds up."""
     scheduler, backend = client.loop.scheduler, client.loop.backend
-    assert isinstance(backend, MLXBackend)
     assert client.loop.idle
     assert scheduler.slots.num_free == scheduler.slots.num_slots
     assert scheduler.budget.claimed == 0
-    assert not backend._prompts
-    assert not backend._rows
     cache = cache_of(client)
+    if isinstance(backend, MLXBackend):
+        assert not backend._prompts
+        assert not backend._rows
+    else:
+        check_pools(backend, cache)
     assert not cache._locks
     assert cache.nbytes <= cache.capacity_bytes
     cache.check_integrity()
     assert all(reply.finish == "length" for reply in client.replies.values())
+
+
+def check_pools(backend: Any, cache: PrefixCache) -> None:
+    """Of torch's pools nobody but the tree holds anything."""
+    arena = backend._pools.arena
+    arena.check_integrity()
+    assert arena.used_bytes == cache.nbytes - cache.component_bytes[Component.HIDDEN]
+    assert not backend._rows.lengths.any()
 
 
 def active_bytes() -> int:
@@ -156,4 +189,13 @@ def counted_prompts() -> Iterator[Counted]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompts, "ChunkBatch", CountedBatch)
+        if TORCH_MODELS:
+            from pippin.backends.torch import backend as torch_module
+
+            def chunk_batch(rows: Sequence[Any], *args: Any) -> Any:
+                counted.lens.append(sum(len(row.tokens) for row in rows))
+                return make(rows, *args)
+
+            make = torch_module.chunk_batch
+            patch.setattr(torch_module, "chunk_batch", chunk_batch)
         yield counted

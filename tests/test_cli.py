@@ -95,7 +95,7 @@ def test_every_config_field_is_an_option_with_its_help(capsys: pytest.CaptureFix
         (["serve", "--max-runing=4"], "Did you mean --max-running?"),
         (["serv"], 'Did you mean "serve"?'),
         (["serve", "--port", "x"], "--port"),
-        (["serve", "--backend", "cuda"], 'Choose from: "auto", "mlx", "fake"'),
+        (["serve", "--backend", "cuda"], 'Choose from: "auto", "mlx", "torch", "fake"'),
         (["serve", "--max-running", "0"], "max_running must be at least 1, got 0"),
         (["serve", "--max-queue-tokens", "0"], "max_queue_tokens must be at least 1, got 0"),
         (["serve", "--engine-timeout", "0"], "engine_timeout must be at least 1, got 0"),

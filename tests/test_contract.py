@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ from pippin.backends.fake import FakeBackend
 from pippin.backends.masks import allow_only, full_masks
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.types import Component, Payload, SamplingParams, TokenLogprobs
-from serving import served
+from processes import is_installed
+from serving import BUNDLED, served
 
 pytestmark = pytest.mark.usefixtures("without_compiler")
 
@@ -41,6 +43,13 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "fake, by reference": lambda: FakeBackend(num_slots=NUM_SLOTS, restores_by_reference=True),
     "mlx": lambda: MLXBackend(served("qwen3_5"), num_slots=NUM_SLOTS, debug=True),
 }
+if is_installed("torch"):
+    from torch_serving import make_torch_backend
+
+    BACKENDS |= {
+        f"torch, {name}": partial(make_torch_backend, name, num_slots=NUM_SLOTS)
+        for name in ("qwen3_5", BUNDLED)
+    }
 every_backend = pytest.mark.parametrize("make_backend", BACKENDS.values(), ids=BACKENDS.keys())
 MakeBackend = Callable[[], Backend]
 

@@ -12,8 +12,8 @@ import mlx.core as mx
 import pytest
 
 from pippin import LLM, SamplingParams, doctor
+from pippin.backends.host import host_memory_bytes
 from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.device import host_memory_bytes
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.doctor import Finding
 from pippin.errors import LoadError

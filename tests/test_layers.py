@@ -16,6 +16,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "errors": set(),
     "logs": set(),
     "user_cache": set(),
+    "bridge": set(),
     "native_kernels": {"user_cache"},
     "config": {"types"},
     "messages": {"types"},
@@ -31,11 +32,18 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.sampling_noise": set(),
     "backends.sampling": {"types", "backends.base", "backends.sampling_noise"},
     "backends.warm_up": {"types", "backends.base"},
+    "backends.chunking": {"types", "backends.base"},
+    "backends.host": set(),
     "backends.masks": set(),
+    "backends.selection": {"backends.torch.config"},
     "backends.fake": {"types", "backends.base", "backends.masks"},
     "backends.mlx": {
-        *("types", "config", "native_kernels", "user_cache"),
-        *("backends.base", "backends.masks", "backends.sampling", "backends.sampling_noise"),
+        *("types", "config", "native_kernels", "user_cache", "backends.base", "backends.host"),
+        *("backends.chunking", "backends.masks", "backends.sampling", "backends.sampling_noise"),
+    },
+    "backends.torch": {
+        *("types", "backends.base", "backends.host"),
+        *("backends.chunking", "backends.masks", "backends.sampling", "backends.sampling_noise"),
     },
     "scheduler": {
         *("types", "cache", "decode", "messages", "metrics"),
@@ -51,7 +59,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     ),
     **dict.fromkeys(["doctor", "engine", "launch", "llm", "options", "resolve"], ANYTHING),
 }
-FOREIGN = {"mlx": "backends.mlx", "mlx_lm": "backends.mlx", "torch": "backends.torch"}
+FOREIGN = {
+    **dict.fromkeys(["mlx", "mlx_lm"], "backends.mlx"),
+    **dict.fromkeys(["torch", "triton", "safetensors"], "backends.torch"),
+}
 
 
 def module_name(path: Path) -> str:

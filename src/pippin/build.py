@@ -75,6 +75,8 @@ def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> 
 
         max_len = config.model.max_len or FAKE_MAX_LEN
         return FakeBackend(num_slots=config.engine.max_running, max_len=max_len)
+    if config.model.backend == "torch":
+        return _load_torch(config, progress)
     from pippin.backends.mlx import environment
 
     environment.launch_directly()
@@ -93,6 +95,23 @@ def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> 
         deterministic=config.engine.deterministic,
         builds_kernels=stays,
         wired=config.engine.wired,
+        progress=progress,
+    )
+
+
+def _load_torch(config: Config, progress: Progress) -> Backend:
+    try:
+        from pippin.backends.torch.backend import TorchBackend
+    except ImportError as error:
+        raise LoadError(f"torch is not there: pip install 'pippin[torch]' ({error})") from error
+    if config.engine.wired or config.engine.buffer_limit is not None:
+        raise LoadError("wired and buffer_limit are options of mlx, and this is torch")
+    return TorchBackend.load(
+        Path(config.model.model),
+        num_slots=config.engine.max_running,
+        dtype=config.model.dtype,
+        max_len=config.model.max_len,
+        deterministic=config.engine.deterministic,
         progress=progress,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pippin.api.http.keys import read_key_file
+from pippin.backends.selection import choose_backend
 from pippin.checkpoint import find_checkpoint, model_name
 from pippin.config import Config
 
@@ -17,7 +18,9 @@ def resolve(config: Config) -> Config:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(
-            model, model=str(path), backend="mlx" if model.backend == "auto" else model.backend
+            model,
+            model=str(path),
+            backend=choose_backend(path) if model.backend == "auto" else model.backend,
         ),
         server=dataclasses.replace(
             server,

@@ -16,8 +16,8 @@ from near_ties import assert_same
 from pippin.cache.components import ATTENTION, STATE, WINDOW
 from pippin.cache.eviction import Unit
 from serving import (
-    MODELS,
-    ONE_OF_EACH_KIND,
+    ON_EITHER_BACKEND,
+    TRIED_MOST,
     ask_all,
     cache_of,
     check_idle,
@@ -60,9 +60,9 @@ def check_warm(
         assert common - most_recomputed(name) <= found <= common
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ON_EITHER_BACKEND)
 def test_divergence_at_every_offset_around_the_grid(name: str) -> None:
-    offsets = OFFSETS if name in ONE_OF_EACH_KIND else FEW_OFFSETS
+    offsets = OFFSETS if name in TRIED_MOST else FEW_OFFSETS
     client = make_client(name)
     bases = [make_prompt(name, BASE_LEN, seed) for seed in range(len(offsets))]
     ask_all(client, bases, max_tokens=1)
@@ -73,10 +73,10 @@ def test_divergence_at_every_offset_around_the_grid(name: str) -> None:
     check_warm(client, name, prompts, offsets)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ON_EITHER_BACKEND)
 def test_the_same_prompt_again_and_one_token_more(name: str) -> None:
     client = make_client(name)
-    lens = LENS if name in ONE_OF_EACH_KIND else FEW_LENS
+    lens = LENS if name in TRIED_MOST else FEW_LENS
     bases = [make_prompt(name, n, seed=7) for n in lens]
     expected = cold(name, bases)
     assert_same(ask_all(client, bases), expected)
@@ -85,13 +85,13 @@ def test_the_same_prompt_again_and_one_token_more(name: str) -> None:
     check_warm(client, name, longer, lens)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ON_EITHER_BACKEND)
 def test_turns_find_the_replies_before_them(name: str) -> None:
     client = make_client(name)
     histories = [
-        make_prompt(name, n, seed=11) for n in ((40, 62, 90) if name in ONE_OF_EACH_KIND else (90,))
+        make_prompt(name, n, seed=11) for n in ((40, 62, 90) if name in TRIED_MOST else (90,))
     ]
-    for turn, max_tokens in enumerate((3, 70 if name in ONE_OF_EACH_KIND else 35)):
+    for turn, max_tokens in enumerate((3, 70 if name in TRIED_MOST else 35)):
         replies = ask_all(client, histories, max_tokens=max_tokens)
         answered = [[*h, *r.tokens] for h, r in zip(histories, replies, strict=True)]
         users = [make_prompt(name, 5 + turn, seed=20 + i) for i in range(len(answered))]
@@ -99,7 +99,7 @@ def test_turns_find_the_replies_before_them(name: str) -> None:
         check_warm(client, name, histories, [len(a) for a in answered])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ON_EITHER_BACKEND)
 def test_siblings_that_branch_in_the_middle(name: str) -> None:
     """All at once: the first computes what they share, the others wait for it."""
     client = make_client(name)
@@ -111,7 +111,7 @@ def test_siblings_that_branch_in_the_middle(name: str) -> None:
     check_warm(client, name, twigs, [90, 101, 128, 150])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ON_EITHER_BACKEND)
 def test_after_eviction_of_the_middle_of_a_path(name: str) -> None:
     """States and windows go from the middle; attention KV only from the end."""
     client = make_client(name)
@@ -135,7 +135,7 @@ def test_after_eviction_of_the_middle_of_a_path(name: str) -> None:
     check_warm(client, name, prompts, [200, 270, 200])  # what was evicted has been filled in
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ON_EITHER_BACKEND)
 def test_with_the_replys_state_evicted(name: str) -> None:
     client = make_client(name)
     base = make_prompt(name, 130, seed=71)

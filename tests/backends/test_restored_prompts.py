@@ -16,7 +16,8 @@ from pippin.backends.mlx.head import Head, measure_hidden
 from pippin.cache.components import HIDDEN
 from reference import BUNDLED
 from serving import (
-    MODELS,
+    ON_EITHER_BACKEND,
+    TORCH_MODELS,
     ask_all,
     check_idle,
     cold,
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.slow
 LENS = (1, 64, 150)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ON_EITHER_BACKEND)
 def test_no_forward_and_the_same_tokens(name: str) -> None:
     prompts = [make_prompt(name, n, seed=3) for n in LENS]
     expected = cold(name, prompts, max_tokens=6)
@@ -46,7 +47,7 @@ def test_no_forward_and_the_same_tokens(name: str) -> None:
     check_idle(client)
 
 
-@pytest.mark.parametrize("name", [BUNDLED, "gpt_oss", "llama"])
+@pytest.mark.parametrize("name", [BUNDLED, "gpt_oss", "llama", *TORCH_MODELS])
 def test_seeded_draws_are_those_of_a_cold_engine(name: str) -> None:
     """With penalties, which look at the prompt that is not run."""
     params = {

@@ -7,14 +7,14 @@ import pytest
 from builders import Reply
 from near_ties import count_same
 from pippin.scheduler import admission, claims
-from serving import BUNDLED, make_client, make_prompt
+from serving import BUNDLED, TORCH_MODELS, make_client, make_prompt
 
 NUM_REQUESTS = 40
 NUM_ROWS = 12  # that the budget holds
 REPLY_LEN = 30
 GROWTH = 4  # tokens that a row claims ahead; few, so that short replies outgrow it
 
-CHECKPOINTS = (BUNDLED, "gpt_oss", "llama")  # hybrid, windowed, plain
+CHECKPOINTS = (BUNDLED, "gpt_oss", "llama", *TORCH_MODELS)  # hybrid, windowed, plain
 
 
 def prompt_of(name: str, number: int) -> list[int]:

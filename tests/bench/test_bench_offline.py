@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +42,26 @@ def test_one_batch_times_every_size() -> None:
             96 * t["batch"]
         )
     assert "Ceilings are measured" in report.notes[-1]
+
+
+ON_TORCH_ALONE = """
+import sys
+sys.modules["mlx"] = None
+from pippin.bench.one_batch import one_batch
+from pippin.config import Config, ModelConfig
+config = Config(model=ModelConfig(backend="torch"))
+report = one_batch(config, batches=(1,), input_len=16, output_len=16, repeats=1)
+print(report.data["timings"][0]["batch"], *("torch" in report.machine, "mlx.core" in sys.modules))
+"""
+
+
+@pytest.mark.slow
+def test_one_batch_runs_on_torch_where_there_is_no_mlx() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+    run = subprocess.run(
+        [sys.executable, "-c", ON_TORCH_ALONE], capture_output=True, text=True, check=False
+    )
+    assert run.stdout.split() == ["1", "True", "False"], run.stderr
 
 
 def test_too_few_steps_is_an_error_not_a_number() -> None:

@@ -18,11 +18,11 @@ from near_ties import assert_same
 
 pytestmark = pytest.mark.usefixtures("without_compiler")
 
-MODEL = "qwen3_5"  # a small hybrid
+MODELS = ("qwen3_5", *serving.TORCH_MODELS[1:2])  # a small hybrid
 
 
-def make_client(overlap: bool) -> Client:
-    return serving.make_client(MODEL, chunk=48, num_slots=3, overlap=overlap)
+def make_client(name: str, overlap: bool) -> Client:
+    return serving.make_client(name, chunk=48, num_slots=3, overlap=overlap)
 
 
 def play(client: Client, rng: random.Random) -> list[Reply]:
@@ -56,9 +56,10 @@ def step(client: Client, ends: dict[str, int]) -> None:
             client.loop.finish(name)
 
 
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", range(20))
-def test_overlap_on_and_off_give_the_same_tokens(seed: int) -> None:
-    on = play(make_client(True), random.Random(seed))
-    off = play(make_client(False), random.Random(seed))
+def test_overlap_on_and_off_give_the_same_tokens(name: str, seed: int) -> None:
+    on = play(make_client(name, True), random.Random(seed))
+    off = play(make_client(name, False), random.Random(seed))
     assert_same(on, off)
     assert all(reply.tokens for reply in on)

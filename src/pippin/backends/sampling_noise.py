@@ -36,8 +36,8 @@ import numpy as np
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_THREEFRY_PARITY = 0x1BD11BDA
-_THREEFRY_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+THREEFRY_PARITY = 0x1BD11BDA
+THREEFRY_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def stream_of(seed: int) -> int:
@@ -69,10 +69,10 @@ def threefry(
     key0: np.ndarray, key1: np.ndarray, counter0: np.ndarray, counter1: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Threefry-2x32-20 (Salmon et al., 2011) of uint32 arrays that broadcast together."""
-    schedule = (key0, key1, key0 ^ key1 ^ np.uint32(_THREEFRY_PARITY))
+    schedule = (key0, key1, key0 ^ key1 ^ np.uint32(THREEFRY_PARITY))
     x0, x1 = counter0 + key0, counter1 + key1
     for four_rounds in range(5):
-        for rotation in _THREEFRY_ROTATIONS[four_rounds % 2]:
+        for rotation in THREEFRY_ROTATIONS[four_rounds % 2]:
             x0 = x0 + x1
             x1 = (x1 << np.uint32(rotation)) | (x1 >> np.uint32(32 - rotation))
             x1 = x1 ^ x0

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pippin import LLM
-from pippin.bench.ceilings import Ceilings, read_products
 from pippin.bench.plot import Lines
 from pippin.bench.report import Report, Table, busy_note, number, say
 from pippin.bench.samples import median
@@ -23,6 +23,9 @@ from pippin.bench.steps import (
     prompts_for,
 )
 from pippin.config import Config
+
+if TYPE_CHECKING:
+    from pippin.bench.ceilings import Ceilings
 
 GIGA = 1e9
 
@@ -114,6 +117,8 @@ def _steps_of_prefill(llm: LLM, num_tokens: int) -> int:
 def _find_ceilings(config: Config) -> Ceilings | None:
     if config.model.backend != "mlx":
         return None
+    from pippin.bench.ceilings import Ceilings, read_products  # mlx is not everywhere
+
     products = read_products(Path(config.model.model))
     return Ceilings(products, config.model.dtype) if products else None
 

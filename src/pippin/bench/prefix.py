@@ -137,7 +137,7 @@ def _measure_served(
 ) -> list[Pair]:
     pairs: list[Pair] = []
     with ExitStack() as stack:
-        if config.model.backend != "fake":
+        if config.model.backend not in ("fake", "torch"):
             build_kernels(str(model_dir), config.model.dtype)
         say("starting two servers")
         cached, uncached = (

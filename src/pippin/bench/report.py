@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -18,7 +19,7 @@ from pippin import __version__
 from pippin.bench.plot import Chart, draw
 from pippin.bench.stolen import read_ticks
 
-LIBRARIES = ("mlx", "mlx-lm", "numpy")
+LIBRARIES = ("mlx", "mlx-lm", "numpy", "torch", "triton")
 TICKS_AT_START = read_ticks()
 BUSY_LOAD = 0.5  # runnable processes besides ours that make timings doubtful
 
@@ -104,7 +105,8 @@ def describe_machine() -> dict[str, Any]:
         "pippin": __version__,
     }
     for name in LIBRARIES:
-        facts[name] = importlib.metadata.version(name)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            facts[name] = importlib.metadata.version(name)
     if TICKS_AT_START is not None and (now := read_ticks()) is not None:
         facts["stolen"] = f"{now.stolen_since(TICKS_AT_START):.1%}"
     return facts

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import mlx.core as mx
 
 from pippin.backends.base import DeviceInfo
+from pippin.backends.host import host_memory_bytes
 
 # What mlx may keep as buffers to use again: on CPUs a part of the budget; on GPUs, where they give
 # way to what is needed, a part of what the weights leave of it.
@@ -76,13 +74,3 @@ def max_buffers() -> int | None:
     """How many buffers prompts and the tree may hold; None where nobody counts them."""
     limit = device_info().max_buffers
     return None if limit is None else limit // LIVE_BUFFERS_DIVISOR
-
-
-def host_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Physical memory, or the container's limit if that is lower."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = cgroup.read_text().strip()
-    except OSError:
-        return physical
-    return min(physical, int(limit)) if limit.isdigit() else physical

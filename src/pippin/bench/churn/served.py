@@ -62,7 +62,7 @@ def churn(
         copy.mkdir()
         write_endless_copy(model_dir, copy, float32=False)
         config = replace(config, model=replace(config.model, model=str(copy)))
-        if config.model.backend != "fake":
+        if config.model.backend not in ("fake", "torch"):
             build_kernels(str(copy), config.model.dtype)
         model, *options = as_options(config)
         say("starting a server")

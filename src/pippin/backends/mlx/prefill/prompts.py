@@ -13,10 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Admit, PrefillRow
+from pippin.backends.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
-from pippin.backends.mlx.prefill.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.shapes import Exact
 from pippin.backends.mlx.step.pending import MLXPending

@@ -1,0 +1,1 @@
+"""Attention over cells of the KV pool. Knows no projections, no rotation and no gates."""

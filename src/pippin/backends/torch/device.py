@@ -1,0 +1,42 @@
+"""What torch computes on here, in which type, and how much memory that has. Knows no models."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from pippin.backends.base import DeviceInfo
+from pippin.backends.host import host_memory_bytes
+from pippin.errors import LoadError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def find_device() -> torch.device:
+    """The current CUDA device where there is one, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+
+
+def has_cuda() -> bool:
+    return bool(torch.cuda.is_available()) and torch.version.cuda is not None
+
+
+def device_info(device: torch.device) -> DeviceInfo:
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return DeviceInfo("cuda", found.name, int(found.total_memory), 0.85, prefill_tokens=8192)
+    name = platform.processor() or platform.machine()
+    return DeviceInfo("cpu", name, host_memory_bytes(), 0.5, prefill_tokens=512)
+
+
+def dtype_of(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """`auto`: what the checkpoint is stored in on GPUs; float32 on CPUs, which compute it fastest.
+
+    Whatever is not one of the three is stored in a way that is not served.
+    """
+    if name != "auto":
+        return DTYPES[name]
+    if stored not in DTYPES.values():
+        raise LoadError(f"weights of type {stored} are not served: {', '.join(DTYPES)} are")
+    return torch.float32 if device.type == "cpu" else stored

@@ -1,0 +1,254 @@
+"""One token's attention over cells: norms, rotation, the new cell, the softmax, the gate.
+
+Two kernels. Of the first, one program takes one stretch of one row's tokens, for all query heads
+that share a key head; whoever takes the last stretch also makes the new token's key and value and
+writes them into their cell, while it uses its own copy of them. The second adds the stretches up.
+Lengths are looked up, so a captured graph serves rows of any length.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pippin.backends.torch.kernels.products import precision_of
+from pippin.backends.torch.models.attention_layer import AttentionLayer
+
+BLOCK_T = 64
+PROGRAMS = 264  # of the first kernel, about: two for each processor of a large GPU
+
+
+@triton.jit
+def _normed(
+    x,
+    norm,
+    i,
+    partner,
+    rotates,
+    cos,
+    sin,
+    eps,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Rows of heads behind x, pointers [n, 1]: normed and rotated, float32 [n, D]."""
+    own = tl.load(x + i[None, :]).to(tl.float32)
+    other = tl.load(x + partner[None, :]).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(own * own, axis=1) / D + eps)[:, None]
+        own = own * scale * tl.load(norm + i)[None, :]
+        other = other * scale * tl.load(norm + partner)[None, :]
+    turned = own * cos[None, :] + tl.where(i < HALF, -other, other) * sin[None, :]
+    return tl.where(rotates[None, :], turned, own)
+
+
+@triton.jit
+def _normed_one(
+    x,
+    norm,
+    i,
+    partner,
+    rotates,
+    cos,
+    sin,
+    eps,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+):
+    """The same of one head, [D]."""
+    own = tl.load(x + i).to(tl.float32)
+    other = tl.load(x + partner).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(own * own, axis=0) / D + eps)
+        own = own * scale * tl.load(norm + i)
+        other = other * scale * tl.load(norm + partner)
+    turned = own * cos + tl.where(i < HALF, -other, other) * sin
+    return tl.where(rotates, turned, own)
+
+
+@triton.jit
+def _attend(
+    qkv,
+    q_norm,
+    k_norm,
+    cos_table,
+    sin_table,
+    kv,
+    table,
+    slots,
+    positions,
+    cells,
+    partial,
+    tops,
+    masses,
+    row_stride,
+    kv_stride,
+    table_stride,
+    eps,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    per_kv: tl.constexpr = HEADS // KV_HEADS
+    half: tl.constexpr = ROTATED // 2
+    position = tl.load(positions + row)
+    stretch = tl.cdiv(tl.cdiv(position + 1, SPLITS), BLOCK) * BLOCK
+    first = split * stretch
+    end = tl.minimum(first + stretch, position + 1)
+    g, i = tl.arange(0, GROUP), tl.arange(0, D)
+    head = kv_head * per_kv + tl.minimum(g, per_kv - 1)
+    at = (row * HEADS + head) * SPLITS + split
+    rotates = i < ROTATED
+    partner = tl.where(rotates, tl.where(i < half, i + half, i - half), i)
+    turn = position.to(tl.int64) * half + tl.where(i < half, i, i - half)
+    cos = tl.load(cos_table + turn, mask=rotates, other=1.0)
+    sin = tl.load(sin_table + turn, mask=rotates, other=0.0)
+    x = qkv + row.to(tl.int64) * row_stride
+    keys = x + HEADS * D * (2 if GATED else 1) + kv_head * D
+    q = _normed(x + head[:, None] * D, q_norm, i, partner, rotates, cos, sin, eps, half, NORM, D)
+    q = (q * scale).to(kv.dtype.element_ty)
+    top = tl.full([GROUP], float("-inf"), tl.float32)
+    mass = tl.zeros([GROUP], tl.float32)
+    found = tl.zeros([GROUP, D], tl.float32)
+    cells_of = table + tl.load(slots + row).to(tl.int64) * table_stride
+    here = kv + kv_head * D
+    for start in range(first, end, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        is_old = (t < end) & (t < position)
+        cell = tl.load(cells_of + t, mask=is_old, other=0).to(tl.int64) * kv_stride
+        block = here + cell[:, None] + i[None, :]
+        k = tl.load(block, mask=is_old[:, None], other=0.0)
+        v = tl.load(block + KV_HEADS * D, mask=is_old[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = tl.where(is_old[None, :], scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, axis=1))
+        safe = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp(scores - safe[:, None])
+        shrink = tl.exp(top - safe)
+        mass = mass * shrink + tl.sum(weights, axis=1)
+        found *= shrink[:, None]
+        found = tl.dot(weights.to(v.dtype), v, found, input_precision=PRECISION)
+        top = highest
+    if (first <= position) & (end == position + 1):  # the new token is in this stretch
+        k_new = _normed_one(keys, k_norm, i, partner, rotates, cos, sin, eps, half, NORM, D).to(
+            kv.dtype.element_ty
+        )
+        v_new = tl.load(keys + KV_HEADS * D + i)
+        new = here + tl.load(cells + row).to(tl.int64) * kv_stride + i
+        tl.store(new, k_new)
+        tl.store(new + KV_HEADS * D, v_new.to(kv.dtype.element_ty))
+        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1)
+        highest = tl.maximum(top, score)
+        weight = tl.exp(score - highest)
+        shrink = tl.exp(top - highest)
+        mass = mass * shrink + weight
+        found = found * shrink[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
+        top = highest
+    tl.store(tops + at, top, mask=g < per_kv)
+    tl.store(masses + at, mass, mask=g < per_kv)
+    tl.store(partial + at[:, None] * D + i[None, :], found, mask=(g < per_kv)[:, None])
+
+
+@triton.jit
+def _combine(
+    qkv,
+    partial,
+    tops,
+    masses,
+    out,
+    row_stride,
+    HEADS: tl.constexpr,
+    GATED: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    s, i = tl.arange(0, SPLITS), tl.arange(0, D)
+    at = (row * HEADS + head) * SPLITS + s
+    top = tl.load(tops + at)
+    weights = tl.exp(top - tl.max(top))
+    mass = tl.sum(weights * tl.load(masses + at))
+    parts = tl.load(partial + at[:, None] * D + i[None, :])
+    y = tl.sum(parts * weights[:, None], axis=0) / mass
+    if GATED:
+        gate = tl.load(qkv + row.to(tl.int64) * row_stride + (HEADS + head) * D + i)
+        y = y * tl.sigmoid(gate.to(tl.float32))
+    tl.store(out + (row * HEADS + head) * D + i, y.to(out.dtype.element_ty))
+
+
+def attention_step(
+    qkv: torch.Tensor,  # [rows, ..]: queries | gates, if there are any | keys | values
+    layer: AttentionLayer,
+    kv: torch.Tensor,  # [cells, 2, kv heads, channels], a view of the pool
+    table: torch.Tensor,  # int32 [slots, positions]: the cells of tokens before this one
+    slots: torch.Tensor,  # int32 [rows]
+    positions: torch.Tensor,  # int32 [rows]
+    cells: torch.Tensor,  # int32 [rows]: where the new KV goes
+) -> torch.Tensor:
+    """[rows, heads * channels], what the last product reads."""
+    num_rows, heads, dim = qkv.shape[0], layer.num_heads, layer.head_dim
+    splits = max(1, min(64, PROGRAMS // (num_rows * layer.num_kv_heads)))
+    splits = 1 << (splits.bit_length() - 1)
+    norms = layer.q_norm, layer.k_norm
+    options = {"dtype": torch.float32, "device": qkv.device}
+    tops, masses = (torch.empty(num_rows, heads, splits, **options) for _ in range(2))
+    partial = torch.empty(num_rows, heads, splits, dim, **options)
+    out = torch.empty(num_rows, heads * dim, dtype=qkv.dtype, device=qkv.device)
+    _attend[(num_rows, layer.num_kv_heads, splits)](
+        qkv,
+        norms[0].weight if norms[0] else None,
+        norms[1].weight if norms[1] else None,
+        layer.rope.cos,
+        layer.rope.sin,
+        kv,
+        table,
+        slots,
+        positions,
+        cells,
+        partial,
+        tops,
+        masses,
+        qkv.stride(0),
+        kv.stride(0),
+        table.stride(0),
+        norms[0].eps if norms[0] else 0.0,
+        dim**-0.5,
+        HEADS=heads,
+        KV_HEADS=layer.num_kv_heads,
+        GATED=layer.gated,
+        NORM=norms[0] is not None,
+        D=dim,
+        ROTATED=layer.rope.dim,
+        SPLITS=splits,
+        GROUP=max(16, triton.next_power_of_2(heads // layer.num_kv_heads)),
+        BLOCK=BLOCK_T if dim <= 128 else BLOCK_T // 2,
+        PRECISION=precision_of(qkv.dtype),
+        num_warps=4,
+        num_stages=2,
+    )
+    _combine[(num_rows, heads)](
+        qkv,
+        partial,
+        tops,
+        masses,
+        out,
+        qkv.stride(0),
+        HEADS=heads,
+        GATED=layer.gated,
+        D=dim,
+        SPLITS=splits,
+        num_warps=4,
+    )
+    return out

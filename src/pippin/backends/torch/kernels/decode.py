@@ -1,0 +1,117 @@
+"""A decode step out of kernels: few launches, no host, shapes that depend on its width alone.
+
+One row takes products of our own, with norms, sums and convolutions inside; more rows take
+cuBLAS, with kernels between. Equal to `forward.PlainForward.tokens` but for rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from pippin.backends.torch.kernels.attention_step import attention_step
+from pippin.backends.torch.kernels.delta_step import conv_step, delta_step
+from pippin.backends.torch.kernels.products import ConvStep, product
+from pippin.backends.torch.kernels.rows import add_norm, look_up, norm_rows, swiglu
+from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
+from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.parts import DenseMlp
+from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.step.decode_inputs import Inputs
+
+
+class DecodeKernels:
+    def __init__(
+        self,
+        decoder: Decoder,
+        pools: Pools,
+        table: torch.Tensor,  # int32 [slots, positions]
+    ) -> None:
+        self._decoder = decoder
+        self._pools = pools
+        self._table = table
+
+    def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
+        """[rows, vocab] of the tokens that `future`, int32 [slots], holds."""
+        rows = inputs.slot, inputs.position, inputs.cell
+        x = look_up(self._decoder.embed, future, self._table, *rows)
+        return self._one_row(x, inputs) if x.shape[0] == 1 else self._many_rows(x, inputs)
+
+    # ---- one row ---------------------------------------------------------------------------
+
+    def _one_row(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        for layer in self._decoder.layers:
+            mixer, norm = layer.mixer, layer.input_norm
+            if isinstance(mixer, AttentionLayer):
+                linear = mixer.qkv
+                projected = product(
+                    x, linear.weight, bias=linear.bias, norm=norm.weight, eps=norm.eps
+                )
+                y = self._attend(mixer, layer.number, projected, inputs)
+            else:
+                conv = ConvStep(
+                    self._pools.conv[layer.number], mixer.taps, inputs.state_in, inputs.state_out
+                )
+                weight = mixer.project.weight
+                projected = product(x, weight, norm=norm.weight, eps=norm.eps, conv=conv)
+                y = self._recur(mixer, layer.number, projected, inputs)
+            x = product(y, mixer.out.weight, bias=mixer.out.bias, residual=x)
+            x = self._one_row_mlp(layer, x)
+        norm = self._decoder.norm
+        return product(x, self._decoder.head.weight, norm=norm.weight, eps=norm.eps)
+
+    def _one_row_mlp(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
+        mlp, norm = layer.mlp, layer.mlp_norm
+        if not isinstance(mlp, DenseMlp):
+            return x + mlp(norm_rows(x, norm))
+        y = product(x, mlp.gate_up.weight, norm=norm.weight, eps=norm.eps, swiglu=True)
+        return product(y, mlp.down.weight, residual=x)
+
+    # ---- many rows -------------------------------------------------------------------------
+
+    def _many_rows(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        layers = self._decoder.layers
+        normed = norm_rows(x, layers[0].input_norm)
+        for index, layer in enumerate(layers):
+            x, normed = add_norm(x, self._mix(layer, normed, inputs), layer.mlp_norm)
+            last = index + 1 == len(layers)
+            following = self._decoder.norm if last else layers[index + 1].input_norm
+            x, normed = add_norm(x, self._mlp(layer, normed), following)
+        return self._decoder.head(normed)
+
+    def _mix(self, layer: DecoderLayer, normed: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionLayer):
+            return mixer.out(self._attend(mixer, layer.number, mixer.qkv(normed), inputs))
+        projected = mixer.project(normed)
+        conv = self._pools.conv[layer.number]
+        conv_step(projected, mixer, conv, inputs.state_in, inputs.state_out)
+        return mixer.out(self._recur(mixer, layer.number, projected, inputs))
+
+    def _mlp(self, layer: DecoderLayer, normed: torch.Tensor) -> torch.Tensor:
+        mlp = layer.mlp
+        if not isinstance(mlp, DenseMlp):
+            return mlp(normed)
+        return F.linear(swiglu(mlp.gate_up(normed)), mlp.down.weight)
+
+    # ---- either ----------------------------------------------------------------------------
+
+    def _attend(
+        self, mixer: AttentionLayer, number: int, projected: torch.Tensor, inputs: Inputs
+    ) -> torch.Tensor:
+        return attention_step(
+            projected,
+            mixer,
+            self._pools.kv[number],
+            self._table,
+            inputs.slot,
+            inputs.position,
+            inputs.cell,
+        )
+
+    def _recur(
+        self, mixer: DeltaLayer, number: int, projected: torch.Tensor, inputs: Inputs
+    ) -> torch.Tensor:
+        state = self._pools.recurrent[number]
+        return delta_step(projected, mixer, state, inputs.state_in, inputs.state_out)

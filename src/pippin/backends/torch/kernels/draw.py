@@ -1,0 +1,166 @@
+"""Rows of logits to tokens, in two kernels: temperature, thresholds, noise, the largest; then the
+largest of all blocks, which goes into the future map.
+
+The noise is that of `backends/sampling_noise.py`, to the bit. A row that is greedy has no noise;
+one without filters a threshold of -inf. Of equal sums the first token is taken.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pippin.backends.sampling import FAR
+from pippin.backends.sampling_noise import THREEFRY_PARITY, THREEFRY_ROTATIONS
+
+BLOCK = 2048
+_R0, _R1, _R2, _R3 = (tl.constexpr(r) for r in THREEFRY_ROTATIONS[0])
+_R4, _R5, _R6, _R7 = (tl.constexpr(r) for r in THREEFRY_ROTATIONS[1])
+_PARITY = tl.constexpr(THREEFRY_PARITY)
+_FAR = tl.constexpr(FAR)
+
+
+@triton.jit
+def _round(x0, x1, ROTATION: tl.constexpr):
+    x0 = x0 + x1
+    x1 = ((x1 << ROTATION) | (x1 >> (32 - ROTATION))) ^ x0
+    return x0, x1
+
+
+@triton.jit
+def _four(x0, x1, a, b, NUMBER: tl.constexpr):
+    if NUMBER % 2 == 0:
+        x0, x1 = _round(x0, x1, _R0)
+        x0, x1 = _round(x0, x1, _R1)
+        x0, x1 = _round(x0, x1, _R2)
+        x0, x1 = _round(x0, x1, _R3)
+    else:
+        x0, x1 = _round(x0, x1, _R4)
+        x0, x1 = _round(x0, x1, _R5)
+        x0, x1 = _round(x0, x1, _R6)
+        x0, x1 = _round(x0, x1, _R7)
+    return x0 + a, x1 + b + (NUMBER + 1)
+
+
+@triton.jit
+def _bits(key0, key1, token, num_counters):
+    """uint32, of the vocabulary's entries `token`."""
+    second = token >= num_counters
+    j = tl.where(second, token - num_counters, token).to(tl.uint32)
+    key2 = key0 ^ key1 ^ _PARITY
+    x0 = j + key0
+    x1 = j + num_counters.to(tl.uint32) + key1
+    x0, x1 = _four(x0, x1, key1, key2, 0)
+    x0, x1 = _four(x0, x1, key2, key0, 1)
+    x0, x1 = _four(x0, x1, key0, key1, 2)
+    x0, x1 = _four(x0, x1, key1, key2, 3)
+    x0, x1 = _four(x0, x1, key2, key0, 4)
+    return tl.where(second, x1, x0)
+
+
+@triton.jit
+def _largest_of_blocks(
+    logits,
+    inverse_temperature,
+    thresholds,
+    noisy,
+    keys,
+    values,
+    places,
+    vocab_size,
+    num_blocks,
+    NOISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, block = tl.program_id(0), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    at = row.to(tl.int64) * vocab_size + token
+    x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+    if NOISE:
+        x = x * tl.load(inverse_temperature + row)
+        dropped = x < tl.load(thresholds + row)
+        key0 = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
+        key1 = tl.load(keys + 2 * row + 1).to(tl.uint32, bitcast=True)
+        bits = _bits(key0, key1, token, (vocab_size + 1) // 2)
+        coarse = 1.0 - (bits >> 9).to(tl.float32) * (2.0**-23)
+        fine = (512 - (bits & 511).to(tl.int32)).to(tl.float32) * (2.0**-32)
+        noise = -tl.log(fine - tl.log(coarse))
+        x = tl.where(tl.load(noisy + row) != 0, x + noise, x)
+        x = tl.where(dropped & inside, x - _FAR, x)
+    best = tl.max(x, axis=0)
+    first = tl.min(tl.where((x == best) & inside, token, vocab_size), axis=0)
+    tl.store(values + row * num_blocks + block, best)
+    tl.store(places + row * num_blocks + block, first)
+
+
+@triton.jit
+def _largest_of_all(
+    logits,
+    values,
+    places,
+    slots,
+    future,
+    out,
+    num_rows,
+    vocab_size,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+):
+    """Row 0 of `out` the tokens, row 1 whether a row's logits are no numbers."""
+    row = tl.program_id(0)
+    block = tl.arange(0, BLOCKS)
+    inside = block < num_blocks
+    x = tl.load(values + row * num_blocks + block, mask=inside, other=float("-inf"))
+    place = tl.load(places + row * num_blocks + block, mask=inside, other=vocab_size)
+    token = tl.min(tl.where(x == tl.max(x, axis=0), place, vocab_size), axis=0)
+    token = tl.minimum(token, vocab_size - 1)
+    first = tl.load(logits + row.to(tl.int64) * vocab_size).to(tl.float32)
+    tl.store(out + row, token)
+    tl.store(out + num_rows + row, (first != first).to(tl.int32))
+    tl.store(future + tl.load(slots + row), token)
+
+
+def draw(
+    logits: torch.Tensor,  # [rows, vocab]
+    slots: torch.Tensor,  # int32 [rows]; 0 for padding
+    future: torch.Tensor,  # int32 [slots]: the future map
+    out: torch.Tensor,  # int32 [2, rows]: tokens, and whether logits are no numbers
+    *,
+    inverse_temperature: torch.Tensor | None = None,  # float32 [rows]; None: all greedy
+    thresholds: torch.Tensor | None = None,  # float32 [rows]: the least scaled logit that is kept
+    noisy: torch.Tensor | None = None,  # int32 [rows]: 0 where greedy
+    keys: torch.Tensor | None = None,  # int32 [rows, 2]
+) -> None:
+    num_rows, vocab_size = logits.shape
+    num_blocks = triton.cdiv(vocab_size, BLOCK)
+    values = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
+    places = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
+    _largest_of_blocks[(num_rows, num_blocks)](
+        logits,
+        inverse_temperature,
+        thresholds,
+        noisy,
+        keys,
+        values,
+        places,
+        vocab_size,
+        num_blocks,
+        NOISE=inverse_temperature is not None,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+    _largest_of_all[(num_rows,)](
+        logits,
+        values,
+        places,
+        slots,
+        future,
+        out,
+        num_rows,
+        vocab_size,
+        num_blocks,
+        BLOCKS=triton.next_power_of_2(num_blocks),
+        num_warps=1,
+    )

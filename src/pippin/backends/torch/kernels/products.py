@@ -1,0 +1,184 @@
+"""A row times a large weight, and what stands before and after it in a layer.
+
+    y = epilogue(prologue(x) W^T)        x [1, K], W [N, K]
+
+A decode step of one row costs what it costs to read the weights, once, with as few launches as
+there can be. So the norm before a product is done while its weight streams past (what is divided
+by is known at the end), and the residual sum, the gated product of a feed-forward layer, or the
+convolution of a recurrent one, on the sums that are still in registers. Two rows are cuBLAS's: it
+takes 1.25 ms for a step of eight where tiles of ours took 1.71 (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+PLAIN, RESIDUAL, SWIGLU, CONV = range(4)  # epilogues
+_RESIDUAL, _SWIGLU, _CONV = (tl.constexpr(i) for i in (RESIDUAL, SWIGLU, CONV))
+
+
+@dataclass(frozen=True)
+class Tile:
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_for(num_out: int) -> Tile:
+    """The fastest of those tried on an H200, for the products of a model of 0.8B parameters."""
+    if num_out <= 2048:
+        return Tile(4, 512, 4, 5)
+    return Tile(8, 512 if num_out > 65536 else 256, 4, 3)
+
+
+@triton.jit
+def _product(
+    x,
+    w,
+    bias,
+    norm,
+    residual,
+    conv,
+    taps,
+    state_in,
+    state_out,
+    out,
+    num_out,
+    K: tl.constexpr,
+    eps,
+    conv_stride,
+    num_channels,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = n < num_out
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    wide = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    wide2 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    rows_of_w = w + n.to(tl.int64)[:, None] * K
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        in_k = k < K
+        inside = in_n[:, None] & in_k[None, :]
+        w_block = tl.load(rows_of_w + k[None, :], mask=inside, other=0.0)
+        if EPILOGUE == _SWIGLU:
+            w_block2 = tl.load(rows_of_w + num_out * K + k[None, :], mask=inside, other=0.0)
+        row = tl.load(x + k, mask=in_k, other=0.0).to(tl.float32)
+        if NORM:
+            squares += row * row
+            row *= tl.load(norm + k, mask=in_k, other=0.0)
+        wide += w_block.to(tl.float32) * row[None, :]
+        if EPILOGUE == _SWIGLU:
+            wide2 += w_block2.to(tl.float32) * row[None, :]
+    sums = tl.sum(wide, axis=1)
+    sums2 = tl.sum(wide2, axis=1)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        sums *= scale
+        sums2 *= scale
+    if BIAS:
+        sums += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)
+    if EPILOGUE == _RESIDUAL:
+        sums += tl.load(residual + n, mask=in_n, other=0.0).to(tl.float32)
+    if EPILOGUE == _SWIGLU:
+        sums = sums * tl.sigmoid(sums) * sums2
+    if EPILOGUE == _CONV:
+        before = conv + tl.load(state_in).to(tl.int64) * conv_stride
+        after = conv + tl.load(state_out).to(tl.int64) * conv_stride
+        sums = _convolve(sums, before, after, taps, n, num_channels, TAPS)
+    tl.store(out + n, sums.to(out.dtype.element_ty), mask=in_n)
+
+
+@triton.jit
+def _convolve(sums, before, after, taps, n, num_channels, TAPS: tl.constexpr):
+    """Of channels: the causal convolution with the last inputs, its silu; the inputs move on.
+
+    A channel belongs to one program alone, which reads the old inputs and then writes the new
+    ones: the two may lie in the same place.
+    """
+    is_channel = n < num_channels
+    newest = sums.to(before.dtype.element_ty)
+    weight = tl.load(taps + (TAPS - 1) * num_channels + n, mask=is_channel, other=0.0)
+    found = newest.to(tl.float32) * weight.to(tl.float32)
+    for tap in tl.static_range(TAPS - 1):
+        at = tap * num_channels + n
+        value = tl.load(before + at, mask=is_channel, other=0.0)
+        weight = tl.load(taps + at, mask=is_channel, other=0.0)
+        found += value.to(tl.float32) * weight.to(tl.float32)
+        if tap > 0:
+            tl.store(after + at - num_channels, value, mask=is_channel)
+    tl.store(after + (TAPS - 2) * num_channels + n, newest, mask=is_channel)
+    return tl.where(is_channel, found * tl.sigmoid(found), sums)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """float32 is served to be exact; other types have no more than tf32 keeps."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+@dataclass(frozen=True)
+class ConvStep:
+    """Where the last inputs of a recurrent layer's channels lie."""
+
+    conv: torch.Tensor  # [slabs, taps - 1, channels], a view of the pool
+    taps: torch.Tensor  # [taps, channels]
+    state_in: torch.Tensor  # int32 [1]
+    state_out: torch.Tensor
+
+
+def product(
+    x: torch.Tensor,  # [1, K]
+    weight: torch.Tensor,  # [N, K]; [2 N, K] with `swiglu`
+    *,
+    bias: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,  # float32 [K]
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,  # [1, N]
+    swiglu: bool = False,
+    conv: ConvStep | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """[1, N]"""
+    num_rows, size = x.shape
+    assert num_rows == 1
+    num_out = weight.shape[0] // (2 if swiglu else 1)
+    tile = tile or tile_for(num_out)
+    out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
+    epilogue = RESIDUAL if residual is not None else SWIGLU if swiglu else CONV if conv else PLAIN
+    _product[(triton.cdiv(num_out, tile.block_n),)](
+        x,
+        weight,
+        bias,
+        norm,
+        residual,
+        conv.conv if conv else None,
+        conv.taps if conv else None,
+        conv.state_in if conv else None,
+        conv.state_out if conv else None,
+        out,
+        num_out,
+        size,
+        eps,
+        conv.conv.stride(0) if conv else 0,
+        conv.conv.shape[2] if conv else 0,
+        NORM=norm is not None,
+        BIAS=bias is not None,
+        EPILOGUE=epilogue,
+        TAPS=conv.taps.shape[0] if conv else 0,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=min(tile.block_k, triton.next_power_of_2(size)),
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+    return out

@@ -1,0 +1,150 @@
+"""Weights of a checkpoint to a decoder: products of one input are made one, rows in our order."""
+
+from __future__ import annotations
+
+import torch
+
+from pippin.backends.torch.checkpoint import Weights
+from pippin.backends.torch.config import DeltaShape, ModelShape
+from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
+from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear, Mlp, Norm
+from pippin.backends.torch.models.rope import Rope
+
+
+def build_decoder(
+    shape: ModelShape, weights: Weights, dtype: torch.dtype, device: torch.device, max_len: int
+) -> Decoder:
+    builder = _Builder(shape, weights, Rope.of(shape.rope, max_len, device))
+    embed = builder.take(f"{shape.prefix}embed_tokens.weight")
+    head = embed if shape.tied else builder.take("lm_head.weight")
+    counts = {"attention": 0, "delta": 0}
+    layers = []
+    for index, kind in enumerate(shape.layers):
+        layers.append(builder.layer(index, counts[kind]))
+        counts[kind] += 1
+    norm = builder.norm(f"{shape.prefix}norm.weight")
+    return Decoder(shape, dtype, embed, tuple(layers), norm, Linear(head), nbytes=builder.nbytes)
+
+
+class _Builder:
+    def __init__(self, shape: ModelShape, weights: Weights, rope: Rope) -> None:
+        self._shape = shape
+        self._weights = weights
+        self._rope = rope
+        self.nbytes = 0
+
+    def take(self, name: str, *, exact: bool = False) -> torch.Tensor:
+        tensor = self._weights.take(name, exact=exact)
+        self.nbytes += tensor.nbytes
+        return tensor
+
+    def layer(self, index: int, number: int) -> DecoderLayer:
+        name = f"{self._shape.prefix}layers.{index}."
+        is_delta = self._shape.layers[index] == "delta"
+        return DecoderLayer(
+            number=number,
+            input_norm=self.norm(f"{name}input_layernorm.weight"),
+            mixer=self._delta(f"{name}linear_attn.")
+            if is_delta
+            else self._attention(f"{name}self_attn."),
+            mlp_norm=self.norm(f"{name}post_attention_layernorm.weight"),
+            mlp=self._mlp(index, f"{name}mlp."),
+        )
+
+    def norm(self, name: str) -> Norm:
+        weight = self.take(name, exact=True)
+        return Norm(weight + self._shape.norm_offset, self._shape.eps)
+
+    def _linear(self, *names: str) -> Linear:
+        """Products of one input, one below the other."""
+        weight = torch.cat([self.take(f"{name}.weight") for name in names])
+        biased = [self._weights.has(f"{name}.bias") for name in names]
+        if not any(biased):
+            return Linear(weight)
+        assert all(biased), f"some of {names} have a bias, others do not"
+        return Linear(weight, torch.cat([self.take(f"{name}.bias") for name in names]))
+
+    def _attention(self, name: str) -> AttentionLayer:
+        shape = self._shape
+        qkv = self._linear(f"{name}q_proj", f"{name}k_proj", f"{name}v_proj")
+        if shape.gated_attention:
+            qkv = Linear(_gates_apart(qkv.weight, shape), qkv.bias)
+            assert qkv.bias is None, "a bias of gated attention"
+        return AttentionLayer(
+            qkv=qkv,
+            out=self._linear(f"{name}o_proj"),
+            rope=self._rope,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            gated=shape.gated_attention,
+            q_norm=self.norm(f"{name}q_norm.weight") if shape.qk_norm else None,
+            k_norm=self.norm(f"{name}k_norm.weight") if shape.qk_norm else None,
+        )
+
+    def _delta(self, name: str) -> DeltaLayer:
+        shape = self._shape.delta
+        assert shape is not None
+        if shape.interleaved:
+            qkvz, ba = self._linear(f"{name}in_proj_qkvz"), self._linear(f"{name}in_proj_ba")
+            project = Linear(_heads_apart(qkvz.weight, ba.weight, shape))
+        else:
+            project = self._linear(*(f"{name}in_proj_{part}" for part in ("qkv", "z", "b", "a")))
+        return DeltaLayer(
+            shape=shape,
+            project=project,
+            taps=self.take(f"{name}conv1d.weight").squeeze(1).T.contiguous(),
+            decay=-self.take(f"{name}A_log", exact=True).exp(),
+            dt_bias=self.take(f"{name}dt_bias", exact=True),
+            norm=Norm(self.take(f"{name}norm.weight", exact=True), self._shape.eps),
+            out=self._linear(f"{name}out_proj"),
+        )
+
+    def _mlp(self, index: int, name: str) -> Mlp:
+        experts = self._shape.experts
+        if experts is None or index not in experts.layers:
+            return self._dense(name)
+        has_shared = experts.shared_intermediate > 0
+        gate_up, down = self._expert_weights(f"{name}experts.", experts.num_experts)
+        return ExpertMlp(
+            shape=experts,
+            router=self._linear(f"{name}gate"),
+            gate_up=gate_up,
+            down=down,
+            shared=self._dense(f"{name}shared_expert.") if has_shared else None,
+            shared_gate=self._linear(f"{name}shared_expert_gate") if has_shared else None,
+        )
+
+    def _dense(self, name: str) -> DenseMlp:
+        return DenseMlp(
+            self._linear(f"{name}gate_proj", f"{name}up_proj"), self._linear(f"{name}down_proj")
+        )
+
+    def _expert_weights(self, name: str, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stored as one tensor for all experts, or expert by expert."""
+        if self._weights.has(f"{name}gate_up_proj"):
+            return self.take(f"{name}gate_up_proj"), self.take(f"{name}down_proj")
+        mlps = [self._dense(f"{name}{expert}.") for expert in range(num_experts)]
+        gate_up = torch.stack([mlp.gate_up.weight for mlp in mlps])
+        return gate_up, torch.stack([mlp.down.weight for mlp in mlps])
+
+
+def _gates_apart(weight: torch.Tensor, shape: ModelShape) -> torch.Tensor:
+    """Stored head by head as query and gate; here all queries come first."""
+    num_rows = shape.num_heads * shape.head_dim
+    queries, rest = weight[: 2 * num_rows], weight[2 * num_rows :]
+    by_head = queries.view(shape.num_heads, 2, shape.head_dim, -1)
+    q, gate = (by_head[:, part].reshape(num_rows, -1) for part in (0, 1))
+    return torch.cat([q, gate, rest])
+
+
+def _heads_apart(qkvz: torch.Tensor, ba: torch.Tensor, shape: DeltaShape) -> torch.Tensor:
+    """Stored key head by key head as q, k, values, z and as b, a; here part by part."""
+    per_key = shape.num_v_heads // shape.num_k_heads
+    v_rows = per_key * shape.v_dim
+    by_head = qkvz.unflatten(0, (shape.num_k_heads, -1))
+    q, k, v, z = by_head.split([shape.k_dim, shape.k_dim, v_rows, v_rows], dim=1)
+    b, a = ba.unflatten(0, (shape.num_k_heads, -1)).split([per_key, per_key], dim=1)
+    return torch.cat([part.flatten(0, 1) for part in (q, k, v, z, b, a)])

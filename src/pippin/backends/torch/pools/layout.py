@@ -1,0 +1,134 @@
+"""How KV cells and state slots share one memory: their sizes, and views of both. Allocates nothing.
+
+    memory   [ slab 0 | slab 1 | slab 2 | ... ]      a slab holds one state, or many cells
+    cell     KV of one token for all attention layers:  [layer, key or value, head, channel]
+    state    for all recurrent layers:                  [recurrent | last inputs of the convolution]
+
+Slab 0 is never written: a request that begins reads its zeros as its state, and padding reads its
+cells. Slab 1 is never read by anybody who counts: padding writes there. So no state has to be
+cleared, and no clearing can come too early or too late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pippin.backends.torch.config import ModelShape
+from pippin.types import Component, LayerSpec
+
+ZERO_SLAB, WASTE_SLAB, FIRST_SLAB = 0, 1, 2
+ZERO_CELL = 0
+CELLS_WITHOUT_STATES = 256  # of a slab, where there is no state to make room for
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    shape: ModelShape
+    dtype: torch.dtype
+
+    @property
+    def cell_bytes(self) -> int:
+        return self.shape.num_attention_layers * self._kv_layer_bytes
+
+    @property
+    def _item_bytes(self) -> int:
+        return int(self.dtype.itemsize)
+
+    @property
+    def _kv_layer_bytes(self) -> int:
+        return 2 * self.shape.num_kv_heads * self.shape.head_dim * self._item_bytes
+
+    @property
+    def num_delta_layers(self) -> int:
+        return self.shape.layers.count("delta")
+
+    @property
+    def recurrent_shape(self) -> tuple[int, int, int]:
+        delta = self.shape.delta
+        return (0, 0, 0) if delta is None else (delta.num_v_heads, delta.k_dim, delta.v_dim)
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """The last inputs, oldest first."""
+        delta = self.shape.delta
+        return (0, 0) if delta is None else (delta.num_taps - 1, delta.num_channels)
+
+    @property
+    def _recurrent_bytes(self) -> int:
+        heads, k_dim, v_dim = self.recurrent_shape
+        return heads * k_dim * v_dim * 4
+
+    @property
+    def _conv_bytes(self) -> int:
+        taps, channels = self.conv_shape
+        return taps * channels * self._item_bytes
+
+    @property
+    def cells_per_slab(self) -> int:
+        if not self.cell_bytes:
+            return 0
+        used = self.num_delta_layers * (self._recurrent_bytes + self._conv_bytes)
+        return -(-used // self.cell_bytes) if used else CELLS_WITHOUT_STATES
+
+    @property
+    def slab_bytes(self) -> int:
+        used = self.num_delta_layers * (self._recurrent_bytes + self._conv_bytes)
+        return self.cells_per_slab * self.cell_bytes or -(-used // 256) * 256
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a slab that holds a state: what rounding up to whole cells adds counts as its own."""
+        return self.slab_bytes if self.num_delta_layers else 0
+
+    @property
+    def waste_cell(self) -> int:
+        return WASTE_SLAB * self.cells_per_slab
+
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        specs = []
+        left = self.state_bytes
+        for index, kind in enumerate(self.shape.layers):
+            if kind == "attention":
+                specs.append(LayerSpec(index, Component.ATTENTION, self._kv_layer_bytes))
+                continue
+            is_last = "delta" not in self.shape.layers[index + 1 :]
+            own = left if is_last else self._recurrent_bytes + self._conv_bytes
+            specs.append(LayerSpec(index, Component.STATE, own))
+            left -= own
+        return tuple(specs)
+
+    # ---- views -----------------------------------------------------------------------------
+
+    def kv(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Of each attention layer [cells, 2, heads, channels]."""
+        layers = self.shape.num_attention_layers
+        if not layers:
+            return []
+        parts = (layers, 2, self.shape.num_kv_heads, self.shape.head_dim)
+        cells = memory.view(self.dtype).view(-1, *parts)
+        return [cells[:, layer] for layer in range(layers)]
+
+    def recurrent(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Of each recurrent layer, float32 [slabs, heads, keys, values]."""
+        heads, k_dim, v_dim = self.recurrent_shape
+        size = heads * k_dim * v_dim
+        slabs = memory.view(torch.float32).view(-1, self.slab_bytes // 4)
+        return [
+            slabs[:, layer * size : (layer + 1) * size].unflatten(1, (heads, k_dim, v_dim))
+            for layer in range(self.num_delta_layers)
+        ]
+
+    def conv(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Of each recurrent layer [slabs, taps - 1, channels]."""
+        taps, channels = self.conv_shape
+        slabs = memory.view(self.dtype).view(-1, self.slab_bytes // self._item_bytes)
+        start = self.num_delta_layers * self._recurrent_bytes // self._item_bytes
+        size = taps * channels
+        return [
+            slabs[:, start + layer * size : start + (layer + 1) * size].unflatten(
+                1, (taps, channels)
+            )
+            for layer in range(self.num_delta_layers)
+        ]

@@ -1,0 +1,54 @@
+"""The memory itself: views of KV and states, layer by layer, and the cells' moves."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pippin.backends.torch.pools.arena import Arena
+from pippin.backends.torch.pools.layout import FIRST_SLAB, ZERO_SLAB, PoolLayout
+
+
+class Pools:
+    """One tensor; `kv`, `recurrent` and `conv` are views of it, one for each layer of the kind."""
+
+    def __init__(self, layout: PoolLayout, capacity_bytes: int, device: torch.device) -> None:
+        num_slabs = FIRST_SLAB + max(-(-capacity_bytes // layout.slab_bytes), 1)
+        self.layout = layout
+        self.device = device
+        # Not touched before it is used: on CPUs what nobody uses takes no memory.
+        self.memory = torch.empty(num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
+        self._slab(ZERO_SLAB).zero_()
+        self.arena = Arena(layout, num_slabs, self._move_cells)
+        self.kv = layout.kv(self.memory)
+        self.recurrent = layout.recurrent(self.memory) if layout.num_delta_layers else []
+        self.conv = layout.conv(self.memory) if layout.num_delta_layers else []
+
+    @property
+    def capacity_bytes(self) -> int:
+        return (self.arena.num_slabs - FIRST_SLAB) * self.layout.slab_bytes
+
+    def index(self, values: np.ndarray) -> torch.Tensor:
+        """int64, on the device, for indexing; the host does not wait."""
+        host = torch.from_numpy(values.astype(np.int64))
+        if self.device.type == "cpu":
+            return host
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+    def cell_bytes(self, cells: np.ndarray) -> torch.Tensor:
+        """A copy, uint8 [cells, bytes]."""
+        return self._cells[self.index(cells)]
+
+    def state_bytes(self, slab: int) -> torch.Tensor:
+        return self._slab(slab)
+
+    @property
+    def _cells(self) -> torch.Tensor:
+        return self.memory.view(-1, self.layout.cell_bytes)
+
+    def _slab(self, slab: int) -> torch.Tensor:
+        size = self.layout.slab_bytes
+        return self.memory[slab * size : (slab + 1) * size]
+
+    def _move_cells(self, old: np.ndarray, new: np.ndarray) -> None:
+        self._cells[self.index(new)] = self._cells[self.index(old)]

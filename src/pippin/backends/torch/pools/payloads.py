@@ -1,0 +1,109 @@
+"""What the tree keeps for torch: cells of the KV pool, a state slot, a hidden vector.
+
+A payload holds what it names: nobody is given it before the payload is released. Splitting is
+arithmetic on the host. Nothing is copied to make a payload, nor to restore from one.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+
+from pippin.backends.torch.pools.memory import Pools
+from pippin.types import Payload
+
+
+class KVPayload:
+    """Consecutive tokens."""
+
+    def __init__(self, pools: Pools, cells: np.ndarray) -> None:
+        self._pools = pools
+        self._cells = cells  # int32, held
+        self._parts: tuple[KVPayload, ...] = ()  # who took over when it was split
+        self.num_tokens = len(cells)
+        self.nbytes = len(cells) * pools.layout.cell_bytes
+        pools.arena.holders.add(self)
+
+    @classmethod
+    def of(cls, pools: Pools, cells: np.ndarray) -> KVPayload:
+        """A new holder of cells that somebody else holds too."""
+        pools.arena.hold_cells(cells)
+        return cls(pools, cells.copy())
+
+    @property
+    def cells(self) -> np.ndarray:
+        if self._parts:  # lent to a plan before it was split
+            return np.concatenate([part.cells for part in self._parts])
+        return self._cells
+
+    def move(self, new_cells: np.ndarray) -> None:
+        self._cells = new_cells[self._cells]
+
+    def split(self, at: int) -> tuple[Payload, Payload]:
+        self._pools.arena.holders.remove(self)
+        head, tail = (
+            KVPayload(self._pools, self._cells[:at]),
+            KVPayload(self._pools, self._cells[at:]),
+        )
+        self._parts = (head, tail)
+        return head, tail
+
+    def release(self) -> None:
+        self._pools.arena.holders.remove(self)
+        self._pools.arena.release_cells(self._cells)
+
+    def fingerprint(self) -> int:
+        return _crc(self._pools.cell_bytes(self.cells))
+
+
+class StatePayload:
+    """The state slot after one position."""
+
+    num_tokens = 1
+
+    def __init__(self, pools: Pools, slab: int) -> None:
+        """Takes over one hold of the slot."""
+        self._pools = pools
+        self.slab = slab
+        self.nbytes = pools.layout.state_bytes
+
+    @classmethod
+    def of(cls, pools: Pools, slab: int) -> StatePayload:
+        """A new holder: who held it before may read it, but not write it any more."""
+        pools.arena.hold_state(slab)
+        return cls(pools, slab)
+
+    def split(self, at: int) -> tuple[Payload, Payload]:
+        raise TypeError("what belongs to one position cannot be divided")
+
+    def release(self) -> None:
+        self._pools.arena.release_state(self.slab)
+
+    def fingerprint(self) -> int:
+        return _crc(self._pools.state_bytes(self.slab))
+
+
+class HiddenPayload:
+    """What the head reads after one position: a tensor of its own, a few kilobytes."""
+
+    num_tokens = 1
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden: torch.Tensor | None = hidden  # [hidden]
+        self.nbytes = hidden.nbytes
+
+    def split(self, at: int) -> tuple[Payload, Payload]:
+        raise TypeError("what belongs to one position cannot be divided")
+
+    def release(self) -> None:
+        self.hidden = None
+
+    def fingerprint(self) -> int:
+        assert self.hidden is not None
+        return _crc(self.hidden.contiguous().view(torch.uint8))
+
+
+def _crc(content: torch.Tensor) -> int:
+    return zlib.crc32(content.cpu().contiguous().numpy().tobytes())

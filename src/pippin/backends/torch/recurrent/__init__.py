@@ -1,0 +1,1 @@
+"""Gated DeltaNet in plain torch operations: many tokens in blocks, and one token."""

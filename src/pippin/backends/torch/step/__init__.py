@@ -1,0 +1,1 @@
+"""A launched step: what it reads, samples and will tell. Knows no model."""

@@ -1,0 +1,128 @@
+"""A step's rows as index arrays: what a forward looks up and where it writes. Knows no model.
+
+Everything is decided on the host and sent without waiting; the device tells nothing back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pippin.backends.base import PrefillRow
+from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.pools.rows import Rows
+from pippin.types import GRID
+
+
+@dataclass(frozen=True)
+class Tap:
+    """The state after a block inside a chunk, for the tree."""
+
+    row: int
+    position: int
+    slab: int
+
+
+@dataclass(frozen=True)
+class ConvIndex:
+    """Inputs of a causal convolution over packed rows: places in [rows' last inputs | tokens]."""
+
+    inputs: torch.Tensor  # int64 [num_taps, tokens], the newest last
+    after: torch.Tensor  # int64 [rows + taps, num_taps - 1]: what comes next reads these first
+
+
+@dataclass(frozen=True)
+class ChunkBatch:
+    """Chunks of several prompts, packed one behind the other."""
+
+    rows: tuple[PrefillRow, ...]
+    tokens: torch.Tensor  # int64 [tokens]
+    positions: torch.Tensor  # int64 [tokens]
+    cells: torch.Tensor  # int64 [tokens]: where their KV goes
+    seen: tuple[torch.Tensor, ...]  # int64, of each row all its cells, the new ones last
+    last: torch.Tensor  # int64 [rows]: each row's last token
+    states_in: torch.Tensor  # int64 [rows]
+    states_out: torch.Tensor
+    taps: tuple[Tap, ...]
+    conv: ConvIndex | None
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row.tokens) for row in self.rows]
+
+    def tap_blocks(self, firsts: Sequence[int]) -> list[int]:
+        """Which block each tap is the end of, given each row's first block."""
+        found = []
+        for tap in self.taps:
+            behind = tap.position - self.rows[tap.row].start
+            assert behind % GRID == 0, "states inside a chunk are tapped every GRID tokens"
+            found.append(firsts[tap.row] + behind // GRID - 1)
+        return found
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One token of each row; the tokens themselves are in the future map."""
+
+    tokens: torch.Tensor  # int64 [rows]
+    positions: torch.Tensor  # int64 [rows]
+    cells: torch.Tensor  # int64 [rows]: where their KV goes
+    states_in: torch.Tensor
+    states_out: torch.Tensor
+    seen: tuple[torch.Tensor, ...]  # of each row all its cells, the new one last
+
+
+def chunk_batch(rows: Sequence[PrefillRow], held: Rows, pools: Pools) -> ChunkBatch:
+    """Takes the cells and states that the chunks write."""
+    slots = np.array([row.slot for row in rows])
+    cells = [held.grow(row.slot, len(row.tokens)) for row in rows]
+    states_in, states_out = held.next_states(slots)
+    taps = tuple(
+        Tap(number, position, pools.arena.take_state())
+        for number, row in enumerate(rows)
+        for position in inner_checkpoints(row)
+        if held.keeps_states
+    )
+    ends = np.cumsum([len(row.tokens) for row in rows])
+    index = pools.index
+    return ChunkBatch(
+        rows=tuple(rows),
+        tokens=index(np.concatenate([row.tokens for row in rows])),
+        positions=index(np.concatenate([np.arange(row.start, row.end) for row in rows])),
+        cells=index(np.concatenate(cells)),
+        seen=tuple(index(held.held(row.slot, 0, row.end)) for row in rows),
+        last=index(ends - 1),
+        states_in=index(states_in),
+        states_out=index(states_out),
+        taps=taps,
+        conv=_conv_index(rows, taps, pools) if held.keeps_states else None,
+    )
+
+
+def inner_checkpoints(row: PrefillRow) -> list[int]:
+    """Those before the chunk's end; at its end the row's own state is what is captured."""
+    return [at for at in row.checkpoints if at != row.end] if row.captures else []
+
+
+def _conv_index(rows: Sequence[PrefillRow], taps: Sequence[Tap], pools: Pools) -> ConvIndex:
+    kept = pools.layout.conv_shape[0]
+    starts = np.cumsum([0, *(len(row.tokens) for row in rows)])[:-1]
+    window = np.arange(-kept, 0)
+
+    def places(row: int, behind: np.ndarray) -> np.ndarray:
+        """Of inputs so many tokens behind the chunk's start; before it they are the state's."""
+        tokens = len(rows) * kept + starts[row] + behind
+        found: np.ndarray = np.where(behind < 0, row * kept + kept + behind, tokens)
+        return found
+
+    inputs = [
+        places(number, np.arange(len(row.tokens)) + np.arange(-kept, 1)[:, None])
+        for number, row in enumerate(rows)
+    ]
+    ends = [(number, len(row.tokens)) for number, row in enumerate(rows)]
+    ends += [(tap.row, tap.position - rows[tap.row].start) for tap in taps]
+    after = np.stack([places(number, window + end) for number, end in ends])
+    return ConvIndex(pools.index(np.concatenate(inputs, axis=1)), pools.index(after))

@@ -1,0 +1,86 @@
+"""What top_k, top_p and min_p take out of rows of scaled logits. Draws no tokens, knows no slots.
+
+The rules are those of `backends/sampling.py`: thresholds on masses counted in whole units, so that
+neither the order of a sort nor that of a sum matters.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from pippin.backends.sampling import MASS_UNITS, SHORT, Draw
+
+_OFF = 2.0  # a top_p that no sum of masses reaches
+
+
+class Filters(Protocol):
+    """Of rows that choose in the same way; columns [n, 1]."""
+
+    @property
+    def draw(self) -> Draw: ...
+    @property
+    def top_k(self) -> torch.Tensor: ...
+    @property
+    def top_p(self) -> torch.Tensor: ...
+    @property
+    def min_p(self) -> torch.Tensor: ...
+    @property
+    def has_min_p(self) -> bool: ...
+
+
+def dropped_tokens(x: torch.Tensor, filters: Filters) -> torch.Tensor | None:
+    """Which tokens, bool [n, V], the filters take out of scaled logits, float32 [n, V]."""
+    match filters.draw:
+        case Draw.SHORT_TOP_K:
+            return x < top_k_threshold(x.topk(min(SHORT, x.shape[-1]), dim=-1).values, filters)
+        case Draw.LONG_TOP_K:
+            return x < top_k_threshold(x.sort(dim=-1, descending=True).values, filters)
+        case Draw.TOP_P:
+            return _dropped_by_top_p(x, filters)
+    return (
+        x < _min_p_threshold(x.amax(dim=-1, keepdim=True), filters) if filters.has_min_p else None
+    )
+
+
+def top_k_threshold(descending: torch.Tensor, filters: Filters) -> torch.Tensor:
+    """The least logit [n, 1] that is kept, of rows that hold at least the top_k largest."""
+    places = torch.arange(descending.shape[-1], device=descending.device)
+    in_top_k = places < filters.top_k
+    units = _units(torch.exp(descending - descending[:, :1])) * in_top_k
+    kept = (_above(units) < _needed(units.sum(dim=-1, keepdim=True), filters)) & in_top_k
+    return torch.maximum(_least(descending, kept), _min_p_threshold(descending[:, :1], filters))
+
+
+def _dropped_by_top_p(x: torch.Tensor, filters: Filters) -> torch.Tensor:
+    mass = torch.exp(x - x.amax(dim=-1, keepdim=True))
+    descending = mass.sort(dim=-1, descending=True).values
+    units = _units(descending)
+    kept = _above(units) < _needed(units.sum(dim=-1, keepdim=True), filters)
+    return mass < torch.maximum(_least(descending, kept), filters.min_p)
+
+
+def _units(mass: torch.Tensor) -> torch.Tensor:
+    return (mass * MASS_UNITS).long()
+
+
+def _above(units: torch.Tensor) -> torch.Tensor:
+    """What is before each in a descending row."""
+    return units.cumsum(dim=-1) - units
+
+
+def _least(descending: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """[n, 1]: of those that are kept, the last of each row; one at least, be it no number."""
+    num_kept = kept.sum(dim=-1, keepdim=True).clamp_min(1)
+    return descending.gather(-1, num_kept - 1)
+
+
+def _needed(total: torch.Tensor, filters: Filters) -> torch.Tensor:
+    """The units, int64 [n, 1], above a token that leave it out."""
+    share = total.float() * filters.top_p.clamp_max(_OFF)
+    return share.ceil().long().clamp_min(1)
+
+
+def _min_p_threshold(largest: torch.Tensor, filters: Filters) -> torch.Tensor:
+    return largest + torch.log(filters.min_p)

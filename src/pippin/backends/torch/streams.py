@@ -1,0 +1,90 @@
+"""Where work runs: the forward's stream, and one that brings results back. Null off CUDA.
+
+    forward   everything that reads or writes pools, states, tokens: in the order of launches
+    copy      results to pinned host memory, behind the step that made them
+
+The schedule has no stream: nothing but `launch` touches the device, and what it sends goes out on
+the forward stream itself, ahead of the work that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+
+class Arrival(Protocol):
+    def wait(self) -> list[torch.Tensor]:
+        """On the host, once the step that makes them has run; no later step is waited for."""
+        ...
+
+
+class Streams(Protocol):
+    def forward(self) -> Iterator[None]: ...
+
+    def bring(self, results: Sequence[torch.Tensor]) -> Arrival: ...
+
+
+class Arrived:
+    """Results that are there already."""
+
+    def __init__(self, results: Sequence[torch.Tensor]) -> None:
+        self._results = list(results)
+
+    def wait(self) -> list[torch.Tensor]:
+        return self._results
+
+
+class NullStreams:
+    """A CPU has done what it was told when the call returns."""
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        yield
+
+    def bring(self, results: Sequence[torch.Tensor]) -> Arrival:
+        return Arrived(results)
+
+
+class CudaArrival:
+    def __init__(self, results: list[torch.Tensor], event: torch.cuda.Event) -> None:
+        self._results = results
+        self._event = event
+
+    def wait(self) -> list[torch.Tensor]:
+        self._event.synchronize()
+        return self._results
+
+
+class CudaStreams:
+    def __init__(self, device: torch.device) -> None:
+        self._forward = torch.cuda.Stream(device)
+        self._copy = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)  # weights were sent on another stream
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with torch.cuda.stream(self._forward):
+            yield
+
+    def bring(self, results: Sequence[torch.Tensor]) -> Arrival:
+        """The results are tensors of their own, which no later step writes."""
+        made = torch.cuda.Event()
+        made.record(self._forward)
+        self._copy.wait_event(made)
+        with torch.cuda.stream(self._copy):
+            arrived = []
+            for result in results:
+                result.record_stream(self._copy)  # not to be given to another step before
+                host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+                arrived.append(host.copy_(result, non_blocking=True))
+            event = torch.cuda.Event()
+            event.record(self._copy)
+        return CudaArrival(arrived, event)
+
+
+def make_streams(device: torch.device) -> NullStreams | CudaStreams:
+    return CudaStreams(device) if device.type == "cuda" else NullStreams()

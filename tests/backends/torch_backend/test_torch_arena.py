@@ -1,0 +1,175 @@
+"""Cells and states out of one memory: random holders against plain counting, and moves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+
+import torch
+
+from pippin.backends.torch.config import read_shape
+from pippin.backends.torch.pools.layout import FIRST_SLAB, ZERO_SLAB, PoolLayout
+from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.pools.payloads import KVPayload, StatePayload
+from pippin.backends.torch.pools.rows import Rows
+from pippin.errors import OutOfMemory
+from torch_families import TORCH_CONFIGS
+
+CPU = torch.device("cpu")
+
+
+def make_pools(name: str = "qwen3_5", num_slabs: int = 6) -> Pools:
+    layout = PoolLayout(read_shape(TORCH_CONFIGS[name]), torch.float32)
+    return Pools(layout, num_slabs * layout.slab_bytes, CPU)
+
+
+def take_payload(pools: Pools, num_tokens: int, mark: float) -> KVPayload:
+    """KV that nobody else holds, filled with a number of its own."""
+    pools.arena.make_room(num_tokens, 0)
+    cells = pools.arena.take_cells(num_tokens)
+    for kv in pools.kv:
+        kv[pools.index(cells)] = mark
+    return KVPayload(pools, cells)
+
+
+def marks_of(pools: Pools, cells: np.ndarray) -> set[float]:
+    return set(torch.stack([kv[pools.index(cells)] for kv in pools.kv]).unique().tolist())
+
+
+def test_states_and_cells_are_views_that_do_not_overlap() -> None:
+    pools = make_pools()
+    pools.memory.zero_()
+    slab = pools.arena.take_state()
+    for views in (pools.recurrent, pools.conv):
+        for number, view in enumerate(views):
+            assert not view[slab].any()
+            view[slab] = number + 1
+    for views in (pools.recurrent, pools.conv):
+        assert [set(view[slab].unique().tolist()) for view in views] == [
+            {number + 1} for number in range(len(views))
+        ]
+    payload = take_payload(pools, pools.layout.cells_per_slab + 1, mark=9.0)
+    assert pools.recurrent[0][slab].unique().tolist() == [1]
+    assert marks_of(pools, payload.cells) == {9.0}
+    assert not pools.state_bytes(ZERO_SLAB).any()
+
+
+def test_what_layers_say_they_keep_is_what_a_slab_and_a_cell_take() -> None:
+    for name in TORCH_CONFIGS:
+        layout = make_pools(name).layout
+        specs = layout.layer_specs()
+        by_component: dict[str, int] = {}
+        for spec in specs:
+            found = by_component.get(spec.component.value, 0)
+            by_component[spec.component.value] = found + spec.nbytes
+        assert by_component["attention"] == layout.cell_bytes
+        assert by_component.get("state", 0) == layout.state_bytes
+        assert len(specs) == len(layout.shape.layers)
+
+
+def test_a_state_finds_room_between_scattered_cells() -> None:
+    """Every slab holds a few cells: one is emptied, and whoever held its cells still does."""
+    pools = make_pools(num_slabs=4)
+    per_slab = pools.layout.cells_per_slab
+    assert per_slab > 4
+    payloads = [take_payload(pools, per_slab, mark=number) for number in range(4)]
+    kept = []
+    for number, payload in enumerate(payloads):
+        few, rest = payload.split(2)
+        rest.release()
+        kept.append((float(number), few))
+    assert not pools.arena._free
+    pools.arena.make_room(0, 2)
+    states = [StatePayload(pools, pools.arena.take_state()) for _ in range(2)]
+    for slab in (state.slab for state in states):
+        pools.recurrent[0][slab] = -1.0
+    for mark, payload in kept:
+        assert isinstance(payload, KVPayload)
+        assert marks_of(pools, payload.cells) == {mark}
+    pools.arena.check_integrity()
+
+
+def test_a_row_and_a_plan_that_was_lent_a_payload_follow_its_cells() -> None:
+    pools = make_pools(num_slabs=2)
+    rows = Rows(pools, num_slots=2, max_len=64)
+    per_slab = pools.layout.cells_per_slab
+    first, lent = (take_payload(pools, per_slab, mark=mark) for mark in (1.0, 2.0))
+    few, rest = first.split(3)
+    rest.release()
+    head, tail = lent.split(2)
+    tail.split(1)[1].release()
+    rows.borrow(1, head.cells, ZERO_SLAB)  # type: ignore[attr-defined]
+    pools.arena.make_room(0, 1)
+    assert marks_of(pools, rows.held(1, 0, 2)) == {2.0}
+    assert set(lent.cells[:2].tolist()) == set(rows.held(1, 0, 2).tolist())
+    assert marks_of(pools, few.cells) == {1.0}  # type: ignore[attr-defined]
+    pools.arena.check_integrity()
+
+
+def test_more_than_there_is_raises_and_changes_nothing() -> None:
+    pools = make_pools(num_slabs=2)
+    payload = take_payload(pools, 3, mark=1.0)
+    for cells, states in ((0, 2), (2 * pools.layout.cells_per_slab - 2, 0), (0, 3)):
+        with pytest.raises(OutOfMemory):
+            pools.arena.make_room(cells, states)
+    pools.arena.make_room(pools.layout.cells_per_slab - 3, 1)
+    payload.release()
+    pools.arena.check_integrity()
+
+
+def test_a_state_that_two_hold_is_written_elsewhere() -> None:
+    pools = make_pools()
+    rows = Rows(pools, num_slots=2, max_len=64)
+    slots = np.array([1])
+    (before,), (first,) = rows.next_states(slots)
+    assert before == ZERO_SLAB
+    assert rows.next_states(slots) == (np.array([first]), np.array([first]))
+    payload = StatePayload.of(pools, int(first))
+    (read,), (written,) = rows.next_states(slots)
+    assert (read, written != first) == (first, True)
+    payload.release()
+    rows.retire(1)
+    pools.arena.check_integrity()
+    assert len(pools.arena._free) == pools.arena.num_slabs - FIRST_SLAB
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_holders_keep_what_they_hold(seed: int) -> None:
+    """As long as the bytes fit, however they are scattered, what is asked for is found."""
+    rng = np.random.default_rng(seed)
+    pools = make_pools(num_slabs=8)
+    capacity = 8 * pools.layout.slab_bytes
+    kv: dict[KVPayload, float] = {}
+    states: dict[StatePayload, float] = {}
+    for mark in map(float, range(1, 200)):
+        held = sum(p.nbytes for p in (*kv, *states))
+        num_tokens = int(rng.integers(1, 2 * pools.layout.cells_per_slab))
+        action = rng.integers(5)
+        if action == 0 and held + pools.layout.state_bytes <= capacity:
+            pools.arena.make_room(0, 1)
+            state = StatePayload(pools, pools.arena.take_state())
+            pools.recurrent[0][state.slab] = mark
+            states[state] = mark
+        elif action <= 2 and held + num_tokens * pools.layout.cell_bytes <= capacity:
+            kv[take_payload(pools, num_tokens, mark)] = mark
+        elif action == 3 and kv:
+            payload = list(kv)[rng.integers(len(kv))]
+            number = kv.pop(payload)
+            if payload.num_tokens > 1:
+                head, tail = payload.split(int(rng.integers(1, payload.num_tokens)))
+                assert isinstance(head, KVPayload)
+                kv[head] = number
+                tail.release()
+            else:
+                payload.release()
+        elif states:
+            payload = list(states)[rng.integers(len(states))]
+            del states[payload]
+            payload.release()
+        pools.arena.check_integrity()
+        assert pools.arena.used_bytes == sum(p.nbytes for p in (*kv, *states))
+        assert all(marks_of(pools, p.cells) == {number} for p, number in kv.items())
+        for state, number in states.items():
+            assert pools.recurrent[0][state.slab].unique().tolist() == [number]

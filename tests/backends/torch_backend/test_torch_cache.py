@@ -1,0 +1,69 @@
+"""What the tree holds of torch's pools stays what it was: the canary looks at the bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+
+import torch
+
+from builders import Client
+from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
+from pippin.cache.canary import CacheCorruption, Canary
+from pippin.types import Payload
+from serving import TORCH, ask_all, cache_of, check_idle, make_client, make_prompt, nodes_of
+
+ROWS = {f"{TORCH}qwen3_5": 5, f"{TORCH}llama": 2}  # of 200 tokens, that a short pool has room for
+NAMES = tuple(ROWS)
+
+
+def row_bytes(name: str, num_tokens: int) -> int:
+    return int(make_client(name).loop.backend.row_bytes(num_tokens))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_that_the_tree_holds_is_written(name: str) -> None:
+    """Turns of conversations in a pool that is short: slots and cells change hands all the time."""
+    canary = Canary("raise")
+    client = make_client(name, canary=canary, capacity_bytes=ROWS[name] * row_bytes(name, 200))
+    histories = [make_prompt(name, 40 + 13 * number, seed=number) for number in range(6)]
+    for turn in range(3):
+        replies = ask_all(client, histories, max_tokens=6)
+        assert cache_of(client).sweep(1000) == 0
+        histories = [
+            [*history, *reply.tokens, *make_prompt(name, 3, seed=turn)]
+            for history, reply in zip(histories, replies, strict=True)
+        ]
+    assert canary.checked > 0
+    assert canary.faults == 0
+    assert cache_of(client).stats.bytes_evicted > 0
+    check_idle(client)
+
+
+def spoil(client: Client, payload: Payload) -> None:
+    """Change one number of it, where it lies."""
+    pools = client.loop.backend._pools  # type: ignore[attr-defined]
+    match payload:
+        case KVPayload():
+            pools.kv[-1][int(payload.cells[-1]), 1] += 1e-3
+        case StatePayload():
+            pools.recurrent[-1][payload.slab, 0, 0, 0] += 1e-3
+        case HiddenPayload():
+            assert payload.hidden is not None
+            payload.hidden = payload.hidden + 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_spoiled_payload_is_noticed_when_it_is_restored(name: str) -> None:
+    prompt = make_prompt(name, 131, seed=8)
+    for index in cache_of(make_client(name))._rules.indices:
+        client = make_client(name, canary=Canary("raise"))
+        client.ask(prompt, max_tokens=1)
+        nodes = nodes_of(client, prompt)
+        payload = [n for n in nodes if n.payloads[index] is not None][-1].payloads[index]
+        assert payload is not None
+        with torch.inference_mode():
+            spoil(client, payload)
+        with pytest.raises(CacheCorruption, match="bytes that have changed"):
+            client.ask(prompt)

@@ -1,0 +1,107 @@
+"""Every family that torch serves, against transformers and against mlx on the same checkpoint.
+
+Both judge what was said, given what was said before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+
+import mlx.core as mx
+import torch
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from builders import Reply
+from bundled import BUNDLED_PATH
+from near_ties import TOLERANCE, assert_best, log_softmax
+from pippin.backends.torch.config import FAMILIES, read_shape
+from pippin.errors import LoadError, UnsupportedLayout
+from reference import BUNDLED
+from serving import TORCH, make_client, make_prompt
+from torch_families import TORCH_CONFIGS, checkpoint
+
+MAX_TOKENS = 12
+NAMES = (BUNDLED, *TORCH_CONFIGS)
+# mlx-lm adds the norms' 1 while the bundled checkpoint is still float16.
+MLX_TOLERANCE = {BUNDLED: 1e-2}
+
+
+@cache
+def replies(name: str) -> list[Reply]:
+    """Of prompts shorter and longer than a block, together."""
+    client = make_client(f"{TORCH}{name}")
+    prompts = [make_prompt(f"{TORCH}{name}", length, seed=length) for length in (3, 64, 150)]
+    found = [client.submit(p, max_tokens=MAX_TOKENS, logprobs=5) for p in prompts]
+    client.run()
+    return found
+
+
+def check(reply: Reply, logprobs: np.ndarray, tolerance: float) -> None:
+    """`logprobs` [tokens, vocab]: of what may follow each token of prompt and reply."""
+    rows = logprobs[len(reply.prompt) - 1 : -1]
+    assert_best(reply.tokens, rows, margin=2 * tolerance)
+    for scored, row in zip(reply.logprobs, rows, strict=True):
+        expected = row[list(scored.top_ids)]
+        np.testing.assert_allclose(scored.top_logprobs, expected, rtol=0, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[object]:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.parametrize("name", NAMES)
+def test_replies_are_what_transformers_says(name: str, transformers) -> None:  # type: ignore[no-untyped-def]
+    path = BUNDLED_PATH if name == BUNDLED else checkpoint(name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for reply in replies(name):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*reply.prompt, *reply.tokens]])).logits[0]
+        check(reply, log_softmax(logits.numpy()), TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_replies_are_what_mlx_says(name: str) -> None:
+    path = BUNDLED_PATH if name == BUNDLED else checkpoint(name)
+    model, _ = load_model(path)
+    model.set_dtype(mx.float32)
+    for reply in replies(name):
+        tokens = mx.array([[*reply.prompt, *reply.tokens]])
+        logits = np.array(model(tokens, cache=make_prompt_cache(model))[0])
+        check(reply, log_softmax(logits), MLX_TOLERANCE.get(name, TOLERANCE))
+
+
+def test_what_it_lacks_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedLayout, match="gemma3_text models are not served by the torch"):
+        read_shape({"model_type": "gemma3_text"})
+    assert set(TORCH_CONFIGS) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"use_sliding_window": True}, "sliding"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "dynamic"),
+        ({"quantization_config": {}}, "quantized"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_attention"),
+    ],
+)
+def test_what_a_family_may_have_and_is_not_served_is_refused(
+    changed: dict[str, object], named: str
+) -> None:
+    with pytest.raises(LoadError, match=named):
+        read_shape(TORCH_CONFIGS["qwen3"] | changed)

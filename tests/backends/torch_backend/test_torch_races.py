@@ -1,0 +1,379 @@
+"""A museum of races: each by the name of what went wrong in other engines.
+
+Every exhibit is shown twice: as the backend is, and with the bug planted, when it has to be seen.
+A CPU runs everything in order, so there the bugs are planted as wrong orders and wrong places; on
+CUDA a kernel that only spins stands in front of every forward, so that nothing has run yet when the
+host goes on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from builders import AMPLE_BYTES
+from near_ties import assert_same
+from pippin.backends.base import Admit, DecodeRow, PrefillRow, Restore, Retire, StepPlan
+from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.pools.arena import Arena
+from pippin.backends.torch.pools.payloads import StatePayload
+from pippin.backends.torch.pools.rows import Rows
+from pippin.backends.torch.step.future_map import FutureMap
+from pippin.backends.torch.step.sampler import Sampler
+from pippin.backends.torch.streams import CudaStreams
+from pippin.types import Component, SamplingParams
+from scheduler.test_real_schedules import make_client, play
+from serving import TORCH
+from torch_serving import load_torch
+
+ON_CUDA = torch.cuda.is_available()
+SPIN_CYCLES = 20_000_000  # about ten milliseconds
+PROMPT = np.arange(5, 25, dtype=np.int32)
+OTHER = np.arange(40, 53, dtype=np.int32)
+
+
+class Steps:
+    """Launches plans; on CUDA nothing of them runs before the host has gone on."""
+
+    def __init__(self, *, spin: bool = True) -> None:
+        loaded = load_torch("qwen3_5")
+        kernels = None if ON_CUDA else False  # the interpreter would take minutes
+        self.backend = TorchBackend(
+            loaded, num_slots=3, pool_bytes=AMPLE_BYTES >> 6, kernels=kernels, debug=True
+        )
+        self._spins = spin and ON_CUDA
+        self._number = 0
+
+    def launch(self, **fields: Any) -> Any:
+        self._number += 1
+        if self._spins:
+            with self.backend._streams.forward():
+                torch.cuda._sleep(SPIN_CYCLES)
+        return self.backend.launch(StepPlan(self._number, **fields))
+
+    def start(self, slot: int, prompt: np.ndarray, end: int | None = None, **params: Any) -> Any:
+        """Admit a request and run its prompt, or the beginning of it."""
+        end = len(prompt) if end is None else end
+        chunk = PrefillRow(slot, 0, prompt[:end], samples=end == len(prompt))
+        return self.launch(admit=(admit(slot, prompt, **params),), prefill=(chunk,))
+
+    def states(self, slab: int) -> torch.Tensor:
+        """A copy of all that a state slot holds, once everything has run."""
+        if ON_CUDA:
+            torch.cuda.synchronize()
+        pools = self.backend._pools
+        views = [*pools.recurrent, *pools.conv]
+        return torch.cat([view[slab].float().flatten() for view in views]).cpu()
+
+    def state_of(self, slot: int) -> torch.Tensor:
+        return self.states(int(self.backend._rows.states[slot]))
+
+
+def admit(slot: int, prompt: np.ndarray, **params: Any) -> Admit:
+    return Admit(slot, SamplingParams(**{"temperature": 0.0} | params), (), prompt, seed=slot)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+# ---- the exhibits ------------------------------------------------------------------------------
+
+
+def state_donated_and_still_written() -> None:
+    """The tree was given a state at a checkpoint; the row that it is from goes on."""
+    steps = Steps()
+    chunk = PrefillRow(1, 0, PROMPT, samples=True, captures=True, checkpoints=(20,))
+    first = steps.launch(admit=(admit(1, PROMPT),), prefill=(chunk,))
+    payload = first.wait().captures[0].states[20]
+    before = steps.states(payload.slab)
+    for number in range(3):
+        steps.launch(decode=(DecodeRow(1, 20 + number),)).wait()
+    assert torch.equal(steps.states(payload.slab), before)
+
+
+def everybody_writes_in_place(patch: pytest.MonkeyPatch) -> None:
+    is_shared = Arena.is_shared
+    patch.setattr(
+        Arena,
+        "is_shared",
+        lambda self, slabs: is_shared(self, slabs) & (self._state_refs[slabs] == 0),
+    )
+
+
+def snapshot_on_the_wrong_stream() -> None:
+    """A checkpoint in a decode step is the state after that step, whatever runs behind it."""
+    steps = Steps()
+    pending = [steps.start(1, PROMPT)]
+    for number in range(3):
+        row = DecodeRow(1, 20 + number, checkpoint=number == 1)
+        pending.append(steps.launch(decode=(row,)))
+    results = [step.wait() for step in pending]
+    payload = results[2].captures[0].states[22]
+    alone = Steps(spin=False)
+    alone.start(1, PROMPT).wait()
+    for number in range(2):
+        alone.launch(decode=(DecodeRow(1, 20 + number),)).wait()
+    assert_close(steps.states(payload.slab), alone.state_of(1))
+
+
+def copies_when_it_is_planned(patch: pytest.MonkeyPatch) -> None:
+    def capture(self: TorchBackend, slot: int, position: int) -> dict[int, Any]:
+        pools = self._pools
+        slab = pools.arena.take_state()
+        stream = torch.cuda.Stream() if ON_CUDA else None
+        with torch.cuda.stream(stream):
+            pools.state_bytes(slab).copy_(pools.state_bytes(int(self._rows.states[slot])))
+        return {position: StatePayload(pools, slab)}
+
+    patch.setattr(TorchBackend, "_capture_state", capture)
+
+
+def clear_at_allocation_instead_of_in_the_forward() -> None:
+    """A request begins in the memory that another one, still running, has just left."""
+    steps = Steps()
+    pending = [steps.start(1, PROMPT), steps.launch(decode=(DecodeRow(1, 20),))]
+    rows, per_slab = steps.backend._rows, steps.backend._pools.layout.cells_per_slab
+    left = {int(rows.states[1]), *(rows.held(1, 0, 21) // per_slab).tolist()}
+    chunk = PrefillRow(2, 0, OTHER, samples=True)
+    admits = (admit(2, OTHER),)
+    pending.append(steps.launch(retire=(Retire(1),), admit=admits, prefill=(chunk,)))
+    assert int(rows.states[2]) in left
+    for step in pending:
+        step.wait()
+    alone = Steps(spin=False)
+    alone.start(2, OTHER).wait()
+    assert_close(steps.state_of(2), alone.state_of(2))
+
+
+def clears_when_it_is_allocated(patch: pytest.MonkeyPatch) -> None:
+    """The slot is cleared as soon as the host knows it; a CPU's last step writes it after that."""
+    next_states = Rows.next_states
+
+    def allocate(self: Rows, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        before, after = next_states(self, slots)
+        fresh = after[before == 0]
+        if ON_CUDA:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for slab in fresh.tolist():
+                    self._pools.state_bytes(slab).zero_()
+        return np.where(before == 0, after, before), after
+
+    patch.setattr(Rows, "next_states", allocate)
+
+
+def copy_on_write_repeated_by_a_second_pass() -> None:
+    """A prompt goes on from a restored state in two chunks: the second from what the first left."""
+    steps = Steps()
+    chunk = PrefillRow(1, 0, PROMPT[:8], captures=True, checkpoints=(8,))
+    capture = steps.launch(admit=(admit(1, PROMPT),), prefill=(chunk,)).wait().captures[0]
+    payloads = {
+        Component.ATTENTION: (capture.kv[Component.ATTENTION],),
+        Component.STATE: (capture.states[8],),
+    }
+    first = PrefillRow(2, 8, PROMPT[8:14], restore=Restore(8, payloads))
+    second = PrefillRow(2, 14, PROMPT[14:], samples=True)
+    pending = [
+        steps.launch(retire=(Retire(1),), admit=(admit(2, PROMPT),), prefill=(first,)),
+        steps.launch(prefill=(second,)),
+    ]
+    for step in pending:
+        step.wait()
+    alone = Steps(spin=False)
+    alone.start(1, PROMPT).wait()
+    assert_close(steps.state_of(2), alone.state_of(1))
+
+
+def reads_what_was_restored_again(patch: pytest.MonkeyPatch) -> None:
+    next_states, borrow = Rows.next_states, Rows.borrow
+    restored: dict[int, int] = {}
+
+    def remember(self: Rows, slot: int, cells: np.ndarray, slab: int) -> None:
+        restored[slot] = slab
+        borrow(self, slot, cells, slab)
+
+    def repeat(self: Rows, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        before, after = next_states(self, slots)
+        again = [restored.get(slot, slab) for slot, slab in zip(slots, before, strict=True)]
+        return np.array(again), after
+
+    patch.setattr(Rows, "borrow", remember)
+    patch.setattr(Rows, "next_states", repeat)
+
+
+def future_map_read_before_written() -> None:
+    """A row decodes whose prompt has not been run to its end: nobody wrote its token."""
+    steps = Steps()
+    steps.start(1, PROMPT, end=12).wait()
+    with pytest.raises(RuntimeError, match="has no token to read"):
+        steps.launch(decode=(DecodeRow(1, 12),))
+
+
+def nobody_looks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FutureMap, "note_read", lambda self, slots: None)
+
+
+def row_reused_under_a_prebuilt_batch() -> None:
+    """Batches of parameters are kept by their slots: another request in the slot has its own."""
+    steps = Steps()
+    for token in (7, 9):
+        steps.start(1, PROMPT, logit_bias={token: 1000.0}).wait()
+        pending = [steps.launch(decode=(DecodeRow(1, 20 + number),)) for number in range(2)]
+        pending.append(steps.launch(retire=(Retire(1),)))
+        assert [dict(step.wait().tokens) for step in pending] == [{1: token}, {1: token}, {}]
+
+
+def batches_are_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sampler, "_forget_batches", lambda self, slot: None)
+
+
+def slot_reused_while_its_step_is_in_flight() -> None:
+    """Its last step has not run when the slot gets another request; both say what they should."""
+
+    def run(wait: Callable[[Any], Any], steps: Steps) -> list[dict[int, int]]:
+        last = (DecodeRow(1, 20), DecodeRow(2, 13))
+        chunk = PrefillRow(1, 0, OTHER, samples=True)
+        plans: list[dict[str, Any]] = [
+            {"decode": last},
+            {"retire": (Retire(1),), "admit": (admit(1, OTHER),), "prefill": (chunk,)},
+            {"decode": (DecodeRow(2, 14), DecodeRow(1, 13))},
+        ]
+        pending = [wait(steps.start(1, PROMPT)), wait(steps.start(2, OTHER))]
+        pending += [wait(steps.launch(**plan)) for plan in plans]
+        return [dict(step.wait().tokens) for step in pending]
+
+    def waited(step: Any) -> Any:
+        if ON_CUDA:
+            torch.cuda.synchronize()
+        return step
+
+    expected = run(waited, Steps(spin=False))
+    assert run(lambda step: step, Steps()) == expected
+
+
+def launches_run_in_any_order(patch: pytest.MonkeyPatch) -> None:
+    """Each on a stream of its own."""
+
+    @contextmanager
+    def forward(self: CudaStreams) -> Iterator[None]:
+        self._forward = torch.cuda.Stream()
+        with torch.cuda.stream(self._forward):
+            yield
+
+    patch.setattr(CudaStreams, "forward", forward)
+
+
+class HostReads(TorchDispatchMode):
+    """Fails where the host asks for a number that the device has to compute first."""
+
+    ASKS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in self.ASKS, f"the host waits in {func}"
+        return func(*args, **(kwargs or {}))
+
+
+def host_sync_in_the_schedule_path() -> None:
+    """Nothing between a plan and its launch asks the device."""
+    sampled = {"temperature": 0.8, "top_k": 7, "presence_penalty": 0.5}
+    for params in ({"temperature": 0.0}, {"temperature": 0.8}, sampled):
+        steps = Steps(spin=False)
+
+        def launch_all(steps: Steps = steps, params: dict[str, Any] = params) -> list[Any]:
+            pending = [steps.start(1, PROMPT, **params)]
+            pending += [steps.launch(decode=(DecodeRow(1, 20 + n),)) for n in range(2)]
+            return [*pending, steps.launch(retire=(Retire(1),))]
+
+        for step in launch_all():  # kernels are built and steps captured
+            step.wait()
+        with nobody_asks():
+            pending = launch_all()
+        for step in pending:
+            step.wait()
+
+
+@contextmanager
+def nobody_asks() -> Iterator[None]:
+    if not ON_CUDA:
+        with HostReads():
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def looks_at_logits(patch: pytest.MonkeyPatch) -> None:
+    check = TorchBackend._check
+
+    def look(self: TorchBackend, step: Any, slots: Any, logits: torch.Tensor) -> None:
+        if not bool(logits[0, 0].isnan()):
+            check(self, step, slots, logits)
+
+    patch.setattr(TorchBackend, "_check", look)
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    show: Callable[[], None]
+    plant: Callable[[pytest.MonkeyPatch], None]
+    only_cuda: bool = False
+
+
+EXHIBITS = (
+    Exhibit(snapshot_on_the_wrong_stream, copies_when_it_is_planned),
+    Exhibit(clear_at_allocation_instead_of_in_the_forward, clears_when_it_is_allocated),
+    Exhibit(copy_on_write_repeated_by_a_second_pass, reads_what_was_restored_again),
+    Exhibit(slot_reused_while_its_step_is_in_flight, launches_run_in_any_order, only_cuda=True),
+    Exhibit(future_map_read_before_written, nobody_looks),
+    Exhibit(host_sync_in_the_schedule_path, looks_at_logits),
+    Exhibit(state_donated_and_still_written, everybody_writes_in_place),
+    Exhibit(row_reused_under_a_prebuilt_batch, batches_are_kept),
+)
+every_exhibit = pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda e: e.show.__name__)
+
+
+@every_exhibit
+def test_it_cannot_happen_here(exhibit: Exhibit) -> None:
+    exhibit.show()
+
+
+@every_exhibit
+def test_it_would_be_seen(exhibit: Exhibit, monkeypatch: pytest.MonkeyPatch) -> None:
+    if exhibit.only_cuda and not ON_CUDA:
+        pytest.skip("a CPU has no streams to mix up: needs CUDA")
+    exhibit.plant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, pytest.fail.Exception)):
+        exhibit.show()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_CUDA, reason="a CPU runs launches in order: needs CUDA")
+def test_two_hundred_random_schedules_say_what_they_say_without_overlap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = f"{TORCH}qwen3_5"
+    expected = [play(make_client(name, overlap=False), random.Random(s)) for s in range(200)]
+    launch = TorchBackend.launch
+
+    def launch_late(self: TorchBackend, plan: StepPlan) -> Any:
+        with self._streams.forward():
+            torch.cuda._sleep(SPIN_CYCLES // 10)
+        return launch(self, plan)
+
+    monkeypatch.setattr(TorchBackend, "launch", launch_late)
+    for seed, replies in enumerate(expected):
+        assert_same(play(make_client(name, overlap=True), random.Random(seed)), replies)

@@ -1,0 +1,166 @@
+"""Writes a hybrid of random weights as Hugging Face stores one: Qwen3.5-0.8B's shape, or a tiny one.
+
+    python tools/make_random_hybrid.py DIR [--shape tiny]
+    pippin serve --backend torch --model DIR
+
+What a model says is nonsense without training, but its speed is the same. The tokenizer is the
+bundled one, its vocabulary filled up, so that every token has text. Needs torch and safetensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+import torch
+from safetensors.torch import save_file
+
+from pippin.backends.torch.config import ModelShape, read_shape
+from pippin.backends.torch.models.build import build_decoder
+
+BUNDLED = ROOT / "src" / "pippin" / "models" / "stories-hybrid-20m"
+COPIED = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+QWEN3_5_0_8B: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "dtype": "bfloat16",
+    "eos_token_id": [2, 0],  # the bundled tokenizer's
+    "tie_word_embeddings": True,
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "tie_word_embeddings": True,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "vocab_size": 248_320,
+        "intermediate_size": 3584,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+}
+
+TINY = QWEN3_5_0_8B | {
+    "text_config": QWEN3_5_0_8B["text_config"]
+    | {"hidden_size": 128, "num_hidden_layers": 8, "vocab_size": 8500, "intermediate_size": 256}
+    | {"num_attention_heads": 4, "head_dim": 32, "max_position_embeddings": 4096}
+    | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+}
+SHAPES = {"0.8b": QWEN3_5_0_8B, "tiny": TINY}
+
+
+class RandomWeights:
+    """Of a hybrid's shape; the same for the same name."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._dtype, self._device = shape, dtype, device
+
+    def has(self, name: str) -> bool:
+        return not name.endswith("bias") or name.endswith("dt_bias")
+
+    def take(self, name: str, *, exact: bool = False) -> torch.Tensor:
+        size = self._size(name.split("layers.")[-1])
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        values = torch.randn(size, generator=generator, device=self._device)
+        if name.endswith("norm.weight"):
+            values = values * 0.0 + ("linear_attn.norm" in name)
+        elif len(size) > 1:
+            values = values * 0.02
+        return values.to(torch.float32 if exact else self._dtype)
+
+    def _size(self, name: str) -> tuple[int, ...]:
+        shape, delta = self._shape, self._shape.delta
+        assert delta is not None
+        heads, kv, hidden = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden
+        values = delta.num_v_heads * delta.v_dim
+        sizes: dict[str, tuple[int, ...]] = {
+            "embed_tokens": (shape.vocab_size, hidden),
+            "q_norm": (shape.head_dim,),
+            "k_norm": (shape.head_dim,),
+            "linear_attn.norm": (delta.v_dim,),
+            "norm": (hidden,),
+            "q_proj": (2 * heads, hidden),
+            "k_proj": (kv, hidden),
+            "v_proj": (kv, hidden),
+            "o_proj": (hidden, heads),
+            "in_proj_qkv": (delta.num_channels, hidden),
+            "in_proj_z": (values, hidden),
+            "in_proj_b": (delta.num_v_heads, hidden),
+            "in_proj_a": (delta.num_v_heads, hidden),
+            "conv1d": (delta.num_channels, 1, delta.num_taps),
+            "A_log": (delta.num_v_heads,),
+            "dt_bias": (delta.num_v_heads,),
+            "out_proj": (hidden, values),
+            "gate_proj": (shape.intermediate, hidden),
+            "up_proj": (shape.intermediate, hidden),
+            "down_proj": (hidden, shape.intermediate),
+        }
+        return next(size for part, size in sizes.items() if part in name)
+
+
+class Recorded(RandomWeights):
+    """Remembers what a model took, which is what a checkpoint has to hold."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, dtype, device)
+        self.taken: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, *, exact: bool = False) -> torch.Tensor:
+        tensor = super().take(name, exact=exact)
+        self.taken[name] = tensor.to(self._dtype).cpu()
+        return tensor
+
+
+def write_weights(target: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """config.json and model.safetensors."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = read_shape(config)
+    weights = Recorded(shape, dtype, device)
+    with torch.inference_mode():
+        build_decoder(shape, weights, dtype, device, shape.max_len)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    save_file(weights.taken, target / "model.safetensors", {"format": "pt"})
+
+
+def write_tokenizer(target: Path, vocab_size: int) -> None:
+    for name in COPIED:
+        shutil.copy(BUNDLED / name, target / name)
+    tokenizer = json.loads((BUNDLED / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    for token_id in range(max(vocab.values()) + 1, vocab_size):
+        vocab[f"Ġword{token_id}"] = token_id  # a word that no merge leads to
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("dir", type=Path, help="where to write it; made if need be")
+    parser.add_argument("--shape", choices=SHAPES, default="0.8b")
+    options = parser.parse_args()
+    config = SHAPES[options.shape]
+    write_weights(options.dir, config, torch.bfloat16)
+    write_tokenizer(options.dir, config["text_config"]["vocab_size"])
+    print(f"wrote {options.dir}; try: pippin serve --backend torch --model {options.dir}")
+
+
+if __name__ == "__main__":
+    main()
