@@ -35,7 +35,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.chunking": {"types", "backends.base"},
     "backends.host": set(),
     "backends.masks": set(),
-    "backends.selection": {"backends.torch.config"},
     "backends.fake": {"types", "backends.base", "backends.masks"},
     "backends.mlx": {
         *("types", "config", "native_kernels", "user_cache", "backends.base", "backends.host"),

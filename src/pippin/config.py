@@ -41,8 +41,8 @@ class ModelConfig:
     """The bundled model's name, a local directory, or a Hugging Face id."""
 
     backend: Literal["auto", "mlx", "torch", "fake"] = "auto"
-    """What runs the model. `auto`: torch on NVIDIA GPUs where it is installed and serves the
-    model, otherwise mlx. `fake` is a toy for testing clients: it emits nonsense, fast."""
+    """What runs the model. `auto`: mlx. `torch`: for CPUs and NVIDIA GPUs, new there. `fake` is a
+    toy for testing clients: it emits nonsense, fast."""
 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Arithmetic type. `auto`: float32 on CPUs, otherwise the checkpoint's own."""

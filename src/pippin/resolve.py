@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from pippin.api.http.keys import read_key_file
-from pippin.backends.selection import choose_backend
 from pippin.checkpoint import find_checkpoint, model_name
 from pippin.config import Config
 
@@ -20,7 +19,7 @@ def resolve(config: Config) -> Config:
         model=dataclasses.replace(
             model,
             model=str(path),
-            backend=choose_backend(path) if model.backend == "auto" else model.backend,
+            backend="mlx" if model.backend == "auto" else model.backend,
         ),
         server=dataclasses.replace(
             server,
