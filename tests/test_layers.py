@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("types", "cache", "decode", "messages", "metrics"),
         *("backends.base", "backends.masks", "backends.warm_up"),
     },
-    "api": {"types", "text", "messages", "sequences", "config"},
+    "api": {"types", "text", "messages", "sequences", "config", "decode.json_schema"},
     "supervision": {"messages", "config", "engine", "api.engine_client"},
     "bench": {"", "types", "config", "metrics"},
     "bench.ceilings": {"bench", "backends.mlx.cpu.blas"},

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.app import create_app
 from pippin.api.http.connection import uvicorn_config
-from pippin.api.openai import ModelInfo
+from pippin.api.request import ModelInfo
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import NotReady
 from pippin.messages import Submit, TokenDelta

@@ -12,12 +12,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from pippin.api.dialects.base import Dialect
+from pippin.api.dialects.chat import ChatDialect, parse_chat
+from pippin.api.dialects.completions import CompletionsDialect, parse_completion
 from pippin.api.engine_client import Engine
 from pippin.api.http.door import front_door
 from pippin.api.http.errors import (
     JSONResponse,
     ModelNotFound,
-    error_body,
     on_client_disconnect,
     on_http_exception,
     on_pippin_error,
@@ -28,10 +30,9 @@ from pippin.api.http.request_log import RequestLog, record_of
 from pippin.api.http.sending import StreamResponse, WholeResponse
 from pippin.api.http.workers import Workers
 from pippin.api.job_log import facts_of
-from pippin.api.openai import ModelInfo, parse_chat, parse_completion
 from pippin.api.prepare import Job, prepare_chat, prepare_completion
-from pippin.api.reply import DONE, OpenAIReply, as_event
-from pippin.api.shapes import ChatShape, CompletionShape, Shape
+from pippin.api.reply import reply_events, whole_reply
+from pippin.api.request import ModelInfo
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import NotReady, PippinError
 from pippin.text.bundle import TextBundle
@@ -87,15 +88,11 @@ class _Api:
 
     async def chat_completions(self, request: Request) -> Response:
         job = await self._prepare(request, self._chat_job)
-        with_logprobs = job.sequences[0].submit.params.logprobs is not None
-        shape = ChatShape(self._text.tokenizer, with_logprobs=with_logprobs)
-        return self._answer(request, job, shape)
+        return self._answer(job, ChatDialect(job, self._text.tokenizer))
 
     async def completions(self, request: Request) -> Response:
         job = await self._prepare(request, self._completion_job)
-        with_logprobs = job.sequences[0].submit.params.logprobs is not None
-        shape = CompletionShape(self._text.tokenizer, with_logprobs=with_logprobs)
-        return self._answer(request, job, shape)
+        return self._answer(job, CompletionsDialect(job, self._text.tokenizer))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._describe_model()]})
@@ -139,16 +136,11 @@ class _Api:
         completion = parse_completion(fields, self._model, self._text.defaults, self._limits)
         return prepare_completion(completion, self._text, self._model)
 
-    def _answer(self, request: Request, job: Job, shape: Shape) -> Response:
-        reply = OpenAIReply(job, shape, self._engine)
+    def _answer(self, job: Job, dialect: Dialect) -> Response:
         if not job.stream:
-            return WholeResponse(reply.whole, job.timeout_s)
-        return StreamResponse(
-            reply.events(),
-            tell=lambda error: as_event(error_body(error)),
-            end=DONE,
-            timeout_s=job.timeout_s,
-        )
+            return WholeResponse(lambda: whole_reply(job, dialect, self._engine), job.timeout_s)
+        events = reply_events(job, dialect, self._engine)
+        return StreamResponse(events, tell=dialect.error, timeout_s=job.timeout_s)
 
     def _describe_model(self) -> dict[str, Any]:
         return {

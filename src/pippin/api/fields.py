@@ -58,6 +58,10 @@ CHAT_HONOURED = frozenset(
         "messages",
         "max_completion_tokens",
         "top_logprobs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "reasoning_effort",
         # Labels for the operator's bookkeeping: they change no reply here or elsewhere.
         "metadata",
         "safety_identifier",
@@ -69,24 +73,19 @@ CHAT_HONOURED = frozenset(
 )
 COMPLETION_HONOURED = frozenset(_SHARED | {"prompt", "echo", "best_of"})
 
-_NO_TOOLS = "tool calls are not parsed"
 _TEXT_ONLY = "only text is generated"
 
 CHAT_REFUSED = {
     "audio": Refusal(_TEXT_ONLY),
-    "function_call": Refusal(_NO_TOOLS, ("none",)),
-    "functions": Refusal(_NO_TOOLS, ([],)),
+    "function_call": Refusal("it is the old name of tool_choice", ("none",)),
+    "functions": Refusal("it is the old name of tools", ([],)),
     "modalities": Refusal(_TEXT_ONLY, (["text"],)),
     "moderation": Refusal("there is no moderation"),
-    "parallel_tool_calls": Refusal(_NO_TOOLS, (True,)),
     "prediction": Refusal("predicted outputs are not used"),
     "prompt_cache_options": Refusal("caching is automatic", ({"mode": "implicit"},)),
     "prompt_cache_retention": Refusal("the cache lives in memory", ("in_memory",)),
-    "reasoning_effort": Refusal("use chat_template_kwargs to steer the model's own template"),
     "service_tier": Refusal("there is one tier", ("auto", "default")),
     "store": Refusal("replies are not stored", (False,)),
-    "tool_choice": Refusal(_NO_TOOLS, ("none",)),
-    "tools": Refusal(_NO_TOOLS, ([],)),
     "verbosity": Refusal("say it in the prompt", ("medium",)),
     "web_search_options": Refusal("there is no web search"),
 }
