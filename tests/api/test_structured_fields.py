@@ -11,6 +11,7 @@ from scripted_engine import MODEL, TEXT
 from pippin.api.dialects.chat import parse_chat
 from pippin.api.dialects.completions import parse_completion
 from pippin.api.parameters import check_sampling
+from pippin.config import LimitsConfig
 from pippin.errors import RequestError
 from pippin.types import GrammarSpec, SamplingParams
 
@@ -23,9 +24,9 @@ def asked(endpoint: str, **fields: Any) -> GrammarSpec | None:
     if endpoint == "chat":
         messages = [{"role": "user", "content": "Hi."}]
         body = {"model": "stories", "messages": messages} | fields
-        return parse_chat(body, MODEL, TEXT.defaults).options.params.grammar
+        return parse_chat(body, MODEL, TEXT.defaults, LimitsConfig()).options.params.grammar
     body = {"model": "stories", "prompt": "Hi."} | fields
-    return parse_completion(body, MODEL, TEXT.defaults).options.params.grammar
+    return parse_completion(body, MODEL, TEXT.defaults, LimitsConfig()).options.params.grammar
 
 
 def response_format(**described: Any) -> dict[str, Any]:
