@@ -154,6 +154,11 @@ class GeneratedSequence:
         """Those of them that are reasoning, and its marks."""
         return self._detokenizer.num_reasoning_tokens
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended the reply, if one did."""
+        return self._detokenizer.stop_string
+
     def take(self, delta: TokenDelta) -> SequencePiece:
         """The delta's part of the reply; raises if the engine gave up on it."""
         if delta.finish == "error" or delta.finish == "abort":

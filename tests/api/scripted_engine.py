@@ -184,10 +184,13 @@ def serving(
     engine: ScriptedEngine,
     config: ServerConfig | None = None,
     limits: LimitsConfig | None = None,
+    *,
+    text: TextBundle = TEXT,
+    model: ModelInfo = MODEL,
 ) -> Iterator[str]:
     """The app on a free port of this machine; yields its URL."""
     board = _switchboard()
-    board.app = create_app(engine, TEXT, config or ServerConfig(), MODEL, limits or LimitsConfig())
+    board.app = create_app(engine, text, config or ServerConfig(), model, limits or LimitsConfig())
     try:
         yield board.url
     finally:

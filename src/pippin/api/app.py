@@ -15,9 +15,14 @@ from starlette.types import ASGIApp
 from pippin.api.dialects.base import Dialect
 from pippin.api.dialects.chat import ChatDialect, parse_chat
 from pippin.api.dialects.completions import CompletionsDialect, parse_completion
+from pippin.api.dialects.messages.reply import MessagesDialect, messages_error
+from pippin.api.dialects.messages.request import parse_message_request
+from pippin.api.dialects.responses.reply import ResponsesDialect
+from pippin.api.dialects.responses.request import parse_responses_request
 from pippin.api.engine_client import Engine
 from pippin.api.http.door import front_door
 from pippin.api.http.errors import (
+    ErrorShapes,
     JSONResponse,
     ModelNotFound,
     on_client_disconnect,
@@ -30,12 +35,12 @@ from pippin.api.http.request_log import RequestLog, record_of
 from pippin.api.http.sending import StreamResponse, WholeResponse
 from pippin.api.http.workers import Workers
 from pippin.api.job_log import facts_of
-from pippin.api.prepare import Job, prepare_chat, prepare_completion
+from pippin.api.prepare import Job, prepare_chat, prepare_completion, prompt_of
 from pippin.api.reply import reply_events, whole_reply
 from pippin.api.request import ModelInfo
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import NotReady, PippinError
-from pippin.text.bundle import TextBundle
+from pippin.text.bundle import SamplingDefaults, TextBundle
 
 
 def create_app(
@@ -50,6 +55,9 @@ def create_app(
         routes=[
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
             Route("/v1/completions", api.completions, methods=["POST"]),
+            Route("/v1/responses", api.responses, methods=["POST"]),
+            Route("/v1/messages", api.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
             Route("/v1/models", api.models),
             Route("/v1/models/{id:path}", api.model),
             Route("/health", api.health),
@@ -65,7 +73,7 @@ def create_app(
             Exception: on_unexpected,
         },
     )
-    return RequestLog(app)
+    return RequestLog(ErrorShapes(app, {"/v1/messages": messages_error}))
 
 
 class _Api:
@@ -93,6 +101,26 @@ class _Api:
     async def completions(self, request: Request) -> Response:
         job = await self._prepare(request, self._completion_job)
         return self._answer(job, CompletionsDialect(job, self._text.tokenizer))
+
+    async def responses(self, request: Request) -> Response:
+        echo: dict[str, Any] = {}
+
+        def prepare(body: bytes) -> Job:
+            asked = parse_responses_request(parse_json(body), *self._rules)
+            echo.update(asked.echo)
+            return prepare_chat(asked.chat, self._text, self._model, prefix="resp_")
+
+        job = await self._prepare(request, prepare)
+        return self._answer(job, ResponsesDialect(job, echo))
+
+    async def messages(self, request: Request) -> Response:
+        job = await self._prepare(request, self._message_job)
+        return self._answer(job, MessagesDialect(job))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How long a prompt would be; nothing is computed."""
+        body = await read_body(request, self._limits)
+        return JSONResponse({"input_tokens": await self._workers.run(self._prompt_len, body)})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._describe_model()]})
@@ -127,13 +155,25 @@ class _Api:
         )
         return job
 
+    @property
+    def _rules(self) -> tuple[ModelInfo, SamplingDefaults, LimitsConfig]:
+        """What every dialect reads a request by."""
+        return self._model, self._text.defaults, self._limits
+
+    def _message_job(self, body: bytes) -> Job:
+        chat = parse_message_request(parse_json(body), *self._rules)
+        return prepare_chat(chat, self._text, self._model, prefix="msg_")
+
+    def _prompt_len(self, body: bytes) -> int:
+        chat = parse_message_request(parse_json(body), *self._rules, counts_only=True)
+        return len(prompt_of(chat, self._text).tokens)
+
     def _chat_job(self, body: bytes) -> Job:
-        chat = parse_chat(parse_json(body), self._model, self._text.defaults, self._limits)
+        chat = parse_chat(parse_json(body), *self._rules)
         return prepare_chat(chat, self._text, self._model)
 
     def _completion_job(self, body: bytes) -> Job:
-        fields = parse_json(body)
-        completion = parse_completion(fields, self._model, self._text.defaults, self._limits)
+        completion = parse_completion(parse_json(body), *self._rules)
         return prepare_completion(completion, self._text, self._model)
 
     def _answer(self, job: Job, dialect: Dialect) -> Response:

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from pippin.api.call_grammar import CallRules
 from pippin.api.lark import ANY_TEXT, Lark
-from pippin.api.request import ChatRequest
+from pippin.api.request import ChatRequest, Options
 from pippin.decode.json_schema import check_schema
-from pippin.errors import UnsupportedField
+from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import TextBundle
 from pippin.text.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from pippin.text.prompt import Prompt
@@ -36,11 +36,11 @@ def constrain(request: ChatRequest, prompt: Prompt, text: TextBundle) -> Samplin
     if not tool_use.allowed:
         if tool_use.tools and can_forbid_calls(text):
             _check_composes(params, "calls are forbidden")
-            return _with_grammar(params, lark, f"{reasoning} {content or ANY_TEXT}")
+            return _with_grammar(request.options, lark, f"{reasoning} {content or ANY_TEXT}")
         if params.grammar is None or not reasoning:
             return params
         _check_composes(params, "this model reasons first")
-        return _with_grammar(params, lark, f"{reasoning} {content}")
+        return _with_grammar(request.options, lark, f"{reasoning} {content}")
     constrained = tool_use.required or tool_use.strict or not tool_use.parallel
     if not constrained and params.grammar is None:
         return params
@@ -52,12 +52,12 @@ def constrain(request: ChatRequest, prompt: Prompt, text: TextBundle) -> Samplin
                 "a reply that has to be a call has no other content to constrain",
                 param="tool_choice",
             )
-        return _with_grammar(params, lark, f"{reasoning} {rules.calls()}")
+        return _with_grammar(request.options, lark, f"{reasoning} {rules.calls()}")
     rules.check_optional()
     _check_composes(params, "the reply may also be a call")
     if content:
-        return _with_grammar(params, lark, f"{reasoning} ({content} | {rules.calls()})")
-    return _with_grammar(params, lark, f"{reasoning} {ANY_TEXT} {rules.calls()}?")
+        return _with_grammar(request.options, lark, f"{reasoning} ({content} | {rules.calls()})")
+    return _with_grammar(request.options, lark, f"{reasoning} {ANY_TEXT} {rules.calls()}?")
 
 
 def _reasoning(lark: Lark, prompt: Prompt, text: TextBundle) -> str:
@@ -87,5 +87,13 @@ def _check_composes(params: SamplingParams, why: str) -> None:
             raise UnsupportedField(f"{field} cannot be kept, because {why}", param=field)
 
 
-def _with_grammar(params: SamplingParams, lark: Lark, start: str) -> SamplingParams:
-    return replace(params, json_schema=None, regex=None, ebnf=lark.text(start))
+def _with_grammar(options: Options, lark: Lark, start: str) -> SamplingParams:
+    grammar = lark.text(start)
+    nbytes = len(grammar.encode())
+    if nbytes > options.max_schema_bytes:
+        raise RequestError(
+            f"the tools' grammar holds {nbytes:,} bytes, at most {options.max_schema_bytes:,} are "
+            "allowed (--max-schema-bytes)",
+            param="tools",
+        )
+    return replace(options.params, json_schema=None, regex=None, ebnf=grammar)

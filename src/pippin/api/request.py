@@ -30,6 +30,7 @@ class Options:
     include_usage: bool
     timeout_s: float | None
     most_tokens: int | None  # that the server gives a reply
+    max_schema_bytes: int  # of a grammar
 
 
 @dataclass(frozen=True)

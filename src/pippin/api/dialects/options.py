@@ -58,6 +58,7 @@ def read_options(
         include_usage=_include_usage(body, stream),
         timeout_s=_timeout(body, limits),
         most_tokens=limits.max_tokens,
+        max_schema_bytes=limits.max_schema_bytes,
     )
 
 
