@@ -113,7 +113,7 @@ def prompt_of(request: ChatRequest, text: TextBundle) -> Prompt:
         request.reasoning_effort,
         "" if text.chat is None else text.chat.source,
         reasons=text.formats.reasoning is not None,
-        param="reasoning_effort",
+        param=request.effort_field,
     )
     return chat_prompt(
         request.messages,

@@ -65,7 +65,9 @@ class ChatRequest:
     add_generation_prompt: bool = True
     reasoning_effort: str | None = None  # None: as the template has it
     template_variables: dict[str, Any] = field(default_factory=dict)
-    messages_field: str = "messages"  # what the dialect calls them, for errors
+    # What the dialect calls them, for errors:
+    messages_field: str = "messages"
+    effort_field: str = "reasoning_effort"
 
 
 @dataclass(frozen=True)

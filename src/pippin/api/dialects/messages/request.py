@@ -49,6 +49,7 @@ def parse_message_request(
         messages=parse_conversation(body),
         tool_use=_tools(body),
         reasoning_effort=_effort(body),
+        effort_field="output_config.effort" if body.has("output_config") else "thinking",
     )
 
 

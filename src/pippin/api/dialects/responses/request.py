@@ -47,6 +47,7 @@ def parse_responses_request(
         tool_use=_tools(body),
         reasoning_effort=_effort(body),
         messages_field="input",
+        effort_field="reasoning.effort",
     )
     echo = {
         "instructions": body.get("instructions"),
