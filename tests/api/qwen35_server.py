@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from scripted_engine import Script, ScriptedEngine, say_tokens, serving
 
 from call_texts import write_calls
 from pippin.api.request import ModelInfo
 from pippin.config import ServerConfig
+from pippin.decode.compile import CompiledGrammar
+from pippin.decode.vocabulary import Vocabulary
+from pippin.grammars import vocabulary_of
 from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 from qwen35 import END_OF_TURN, load_qwen35
 
@@ -41,6 +45,17 @@ def serving_qwen(
     engine = ScriptedEngine(*scripts)
     with serving(engine, config, text=TEXT, model=MODEL) as url:
         yield url, engine
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    return vocabulary_of(TEXT.tokenizer, MODEL.vocab_size)
+
+
+def allows(grammar: CompiledGrammar, text: str) -> bool:
+    """Whether a text may be a whole reply."""
+    tokens = [*TEXT.tokenizer.encode(text, add_special_tokens=False), END_OF_TURN]
+    return grammar._matcher.validate_tokens(tokens) == len(tokens)
 
 
 def prompt_text(engine: ScriptedEngine, number: int = -1) -> str:
