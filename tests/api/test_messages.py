@@ -195,6 +195,13 @@ def test_keys_come_as_x_api_key_and_refusals_too_have_that_shape() -> None:
     assert caught.value.body["error"]["type"] == "authentication_error"
 
 
+@pytest.mark.parametrize(("key", "status"), [("right", 200), ("wrong", 401), ("", 401)])
+def test_a_key_alone_in_x_api_key(key: str, status: int) -> None:
+    with serving_qwen(says("Hm."), config=ServerConfig(api_key=("right",))) as (url, _):
+        reply = httpx.post(f"{url}/v1/messages", json=asked(), headers={"x-api-key": key})
+    assert reply.status_code == status
+
+
 def test_an_error_in_a_stream_is_an_event() -> None:
     with serving_qwen(fail("the device failed", after="x")) as (url, _):
         reply = httpx.post(f"{url}/v1/messages", json=asked(stream=True))
