@@ -36,6 +36,7 @@ from pippin.messages import (
     Finish,
     FlushCache,
     FromEngine,
+    GetCounters,
     GetStatus,
     Loading,
     Ready,
@@ -161,6 +162,8 @@ class MessagePump:
                     self._loop.finish(id)
                 case GetStatus(id):
                     self._answer(id, self._loop.status)
+                case GetCounters(id):
+                    self._answer(id, self._loop.counters)
                 case FlushCache(id):
                     self._answer(id, self._loop.flush_cache)
                 case Shutdown():

@@ -38,6 +38,12 @@ class GetStatus(msgspec.Struct, tag="get_status", frozen=True):
     id: str
 
 
+class GetCounters(msgspec.Struct, tag="get_counters", frozen=True):
+    """The numbers of a status: cheap to answer, however much is cached."""
+
+    id: str
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     pass
 
@@ -94,12 +100,12 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
 
 
 class Answer(msgspec.Struct, tag="answer", frozen=True):
-    """The answer to FlushCache or GetStatus."""
+    """The answer to FlushCache, GetStatus or GetCounters."""
 
     id: str
     data: dict[str, Any]
     error: str | None = None
 
 
-ToEngine = Submit | Abort | Finish | FlushCache | GetStatus | Shutdown
+ToEngine = Submit | Abort | Finish | FlushCache | GetStatus | GetCounters | Shutdown
 FromEngine = Started | TokenBatch | Alive | Ready | Loading | Failed | Answer

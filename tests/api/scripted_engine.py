@@ -105,6 +105,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.finished: list[str] = []
         self.reason: str | None = None
+        self.numbers: dict[str, Any] = {}  # what `counters` tells
 
     @property
     def healthy(self) -> bool:
@@ -137,6 +138,11 @@ class ScriptedEngine:
 
     async def status(self) -> dict[str, Any]:
         return {"running": 0}
+
+    async def counters(self) -> dict[str, Any]:
+        if self.reason is not None:
+            raise NotReady(self.reason)
+        return self.numbers
 
     async def flush_cache(self) -> dict[str, Any]:
         return {"freed_bytes": 0}

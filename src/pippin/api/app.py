@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from pippin.api.endpoints.metrics import MetricsEndpoint
 from pippin.api.engine_client import Engine
 from pippin.api.http.door import front_door
 from pippin.api.http.errors import (
@@ -28,6 +30,7 @@ from pippin.api.http.request_log import RequestLog, record_of
 from pippin.api.http.sending import StreamResponse, WholeResponse
 from pippin.api.http.workers import Workers
 from pippin.api.job_log import facts_of
+from pippin.api.metered_engine import MeteredEngine, ReplyTimes
 from pippin.api.openai import ModelInfo, parse_chat, parse_completion
 from pippin.api.prepare import Job, prepare_chat, prepare_completion
 from pippin.api.reply import DONE, OpenAIReply, as_event
@@ -44,6 +47,9 @@ def create_app(
     model: ModelInfo,
     limits: LimitsConfig,
 ) -> ASGIApp:
+    registry = CollectorRegistry()
+    engine = MeteredEngine(engine, ReplyTimes(registry))
+    metrics = MetricsEndpoint(engine, registry)
     api = _Api(engine, text, config, model, limits)
     app = Starlette(
         routes=[
@@ -54,6 +60,7 @@ def create_app(
             Route("/health", api.health),
             Route("/ready", api.ready),
             Route("/status", api.status),
+            Route("/metrics", metrics.show),
             Route("/flush_cache", api.flush_cache, methods=["POST"]),
         ],
         middleware=front_door(config),
