@@ -125,6 +125,10 @@ class ServerConfig:
     served_name: str | None = None
     """Model name in the API. Default: the last part of the model's path or id."""
 
+    alias: tuple[str, ...] = ()
+    """Another name that the model answers to; may be given several times. Tools that ask for a
+    model of their own, such as gpt-4o, then get this one."""
+
     api_key: tuple[str, ...] = field(default=(), repr=False)
     """A key that requests must carry as a bearer token; may be given several times. Others can read
     a command line: better from a file, or from the environment (separated by spaces)."""

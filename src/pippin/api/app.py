@@ -18,7 +18,6 @@ from pippin.api.engine_client import Engine
 from pippin.api.http.door import front_door
 from pippin.api.http.errors import (
     JSONResponse,
-    ModelNotFound,
     error_body,
     on_client_disconnect,
     on_http_exception,
@@ -31,7 +30,8 @@ from pippin.api.http.sending import StreamResponse, WholeResponse
 from pippin.api.http.workers import Workers
 from pippin.api.job_log import facts_of
 from pippin.api.metered_engine import MeteredEngine, ReplyTimes
-from pippin.api.openai import ModelInfo, parse_chat, parse_completion
+from pippin.api.model_info import ModelInfo
+from pippin.api.openai import parse_chat, parse_completion
 from pippin.api.prepare import Job, prepare_chat, prepare_completion
 from pippin.api.reply import DONE, OpenAIReply, as_event
 from pippin.api.shapes import ChatShape, CompletionShape, Shape
@@ -105,13 +105,14 @@ class _Api:
         return self._answer(request, job, shape)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._describe_model()]})
+        return JSONResponse(
+            {"object": "list", "data": [self._describe_model(name) for name in self._model.names]}
+        )
 
     async def model(self, request: Request) -> Response:
         id = request.path_params["id"]
-        if id != self._model.name:
-            raise ModelNotFound(f"the model {id!r} does not exist", param="model")
-        return JSONResponse(self._describe_model())
+        self._model.check_name(id)
+        return JSONResponse(self._describe_model(id))
 
     async def health(self, request: Request) -> Response:
         if not self._engine.healthy:
@@ -157,9 +158,9 @@ class _Api:
             timeout_s=job.timeout_s,
         )
 
-    def _describe_model(self) -> dict[str, Any]:
+    def _describe_model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._model.name,
+            "id": name,
             "object": "model",
             "created": self._model.created_s,
             "owned_by": "pippin",

@@ -17,7 +17,7 @@ from pippin.api.fields import (
     COMPLETION_REFUSED,
     check_fields,
 )
-from pippin.api.http.errors import ModelNotFound
+from pippin.api.model_info import ModelInfo
 from pippin.api.parameters import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -31,16 +31,6 @@ from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import SamplingDefaults
 from pippin.text.chat_template import RESERVED_VARIABLES
 from pippin.types import SamplingParams
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """The served model, as clients know it."""
-
-    name: str
-    max_len: int  # tokens, prompt and reply together
-    vocab_size: int
-    created_s: int  # unix time
 
 
 @dataclass(frozen=True)
@@ -127,12 +117,7 @@ def parse_completion(
 
 def _check_model(body: Body, model: ModelInfo) -> None:
     body.require("model")
-    name = body.string("model", "")
-    if name != model.name:
-        raise ModelNotFound(
-            f"the model {shown(name)} does not exist; this server serves {shown(model.name)}",
-            param="model",
-        )
+    model.check_name(body.string("model", ""))
 
 
 def _options(

@@ -6,7 +6,8 @@ import time
 import uuid
 from dataclasses import dataclass, field, replace
 
-from pippin.api.openai import ChatRequest, CompletionRequest, ModelInfo, Options
+from pippin.api.model_info import ModelInfo
+from pippin.api.openai import ChatRequest, CompletionRequest, Options
 from pippin.sequences import (
     GeneratedSequence,
     context_overflow,
