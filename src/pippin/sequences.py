@@ -149,6 +149,11 @@ class GeneratedSequence:
         """Tokens of the reply that were asked for and generated."""
         return 0 if self._hides_reply else self._detokenizer.num_tokens + self._num_unseen
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended the reply; None if none did."""
+        return self._detokenizer.stop_string
+
     def take(self, delta: TokenDelta) -> SequencePiece:
         """The delta's part of the reply; raises if the engine gave up on it."""
         if delta.finish == "error" or delta.finish == "abort":

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from pippin.api.endpoints.metrics import MetricsEndpoint
+from pippin.api.endpoints.routes import Endpoints
 from pippin.api.engine_client import Engine
 from pippin.api.http.door import front_door
 from pippin.api.http.errors import (
@@ -49,7 +49,7 @@ def create_app(
 ) -> ASGIApp:
     registry = CollectorRegistry()
     engine = MeteredEngine(engine, ReplyTimes(registry))
-    metrics = MetricsEndpoint(engine, registry)
+    endpoints = Endpoints(engine, text, config, model, limits, registry)
     api = _Api(engine, text, config, model, limits)
     app = Starlette(
         routes=[
@@ -60,8 +60,8 @@ def create_app(
             Route("/health", api.health),
             Route("/ready", api.ready),
             Route("/status", api.status),
-            Route("/metrics", metrics.show),
             Route("/flush_cache", api.flush_cache, methods=["POST"]),
+            *endpoints.routes(),
         ],
         middleware=front_door(config),
         exception_handlers={

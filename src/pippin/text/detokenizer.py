@@ -135,6 +135,11 @@ class Detokenizer:
         self._waiting: deque[TokenSpan] = deque()  # decoded, not shown in full
         self.stopped = False
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended the reply."""
+        return None if self._matcher is None else self._matcher.matched
+
     def feed(self, ids: Sequence[int]) -> Decoded:
         """Take new tokens; what comes after a stop string is dropped."""
         shown: list[TextPiece] = []
