@@ -202,6 +202,9 @@ class LimitsConfig:
     max_logit_bias: int = 1024
     """Tokens that a request's logit_bias names."""
 
+    max_schema_bytes: int = 262_144
+    """Bytes of a JSON Schema or an expression that a reply must obey."""
+
     max_connections: int = 1024
     """Open connections; more get a 429, once there is no idle one to close."""
 
@@ -223,7 +226,8 @@ class LimitsConfig:
 
     def __post_init__(self) -> None:
         _check_at_least(self, max_body_bytes=1, max_choices=1, max_tokens=1, max_stops=0)
-        _check_at_least(self, max_logit_bias=0, max_connections=1, idle_timeout=1)
+        _check_at_least(self, max_logit_bias=0, max_schema_bytes=1, max_connections=1)
+        _check_at_least(self, idle_timeout=1)
         for name in ("header_timeout", "body_timeout", "send_timeout", "request_timeout"):
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0.0:

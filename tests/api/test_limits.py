@@ -20,7 +20,12 @@ CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]}
 COMPLETION = {"model": "stories", "prompt": "Hi."}
 JSON = {"content-type": "application/json"}
 SMALL = LimitsConfig(
-    max_body_bytes=2000, max_choices=6, max_tokens=50, max_stops=2, max_logit_bias=3
+    max_body_bytes=2000,
+    max_choices=6,
+    max_tokens=50,
+    max_stops=2,
+    max_logit_bias=3,
+    max_schema_bytes=40,
 )
 
 
@@ -44,6 +49,8 @@ def post(
         ({"max_tokens": 51}, "max_tokens", "--max-tokens"),
         ({"stop": ["a", "b", "c"]}, "stop", "--max-stops"),
         ({"logit_bias": {str(i): 1 for i in range(4)}}, "logit_bias", "--max-logit-bias"),
+        ({"regex": "a" * 41}, "regex", "--max-schema-bytes"),
+        ({"json_schema": {"enum": ["a" * 40]}}, "json_schema", "--max-schema-bytes"),
     ],
 )
 def test_a_request_for_more_names_the_limit(
@@ -62,6 +69,7 @@ def test_a_request_for_more_names_the_limit(
         {"max_tokens": 50},
         {"stop": ["a", "b"]},
         {"logit_bias": {str(i): 1 for i in range(3)}},
+        {"regex": "a" * 40},
     ],
 )
 def test_a_request_for_as_much_is_served(fields: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from scripted_engine import MODEL, TEXT
 
 from pippin.api.openai import parse_chat, parse_completion
 from pippin.api.parameters import check_sampling
+from pippin.config import LimitsConfig
 from pippin.errors import RequestError
 from pippin.types import GrammarSpec, SamplingParams
 
@@ -22,9 +23,9 @@ def asked(endpoint: str, **fields: Any) -> GrammarSpec | None:
     if endpoint == "chat":
         messages = [{"role": "user", "content": "Hi."}]
         body = {"model": "stories", "messages": messages} | fields
-        return parse_chat(body, MODEL, TEXT.defaults).options.params.grammar
+        return parse_chat(body, MODEL, TEXT.defaults, LimitsConfig()).options.params.grammar
     body = {"model": "stories", "prompt": "Hi."} | fields
-    return parse_completion(body, MODEL, TEXT.defaults).options.params.grammar
+    return parse_completion(body, MODEL, TEXT.defaults, LimitsConfig()).options.params.grammar
 
 
 def response_format(**described: Any) -> dict[str, Any]:

@@ -86,7 +86,6 @@ def make_loop(
     backend.holds_prompts_back = like_a_gpu
     if like_a_gpu and loaded.layout.pads:
         backend._prompts.shapes = Ladder()
-        backend._prompts.forward.compiles = True
     limits = Limits(max_running=num_slots, prefill_tokens=CHUNK)
     return Loop(Scheduler(backend, limits), backend)
 

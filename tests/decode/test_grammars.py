@@ -17,7 +17,7 @@ from bundled import BUNDLED_PATH
 from decode.walks import VOCAB, bundled_vocabulary, walk
 from pippin.backends.masks import allow_only, allowed_ids, full_masks, num_words, pack
 from pippin.decode import compiler as compiler_module
-from pippin.decode.compile import MAX_GRAMMAR_BYTES, CompiledGrammar, compile_grammar
+from pippin.decode.compile import CompiledGrammar, compile_grammar
 from pippin.decode.compiler import REMEMBERED_GRAMMARS, GrammarCompiler
 from pippin.decode.vocabulary import Vocabulary
 from pippin.errors import RequestError, UnsupportedField
@@ -113,12 +113,6 @@ def test_what_is_no_grammar_is_refused_in_words(
     with pytest.raises(RequestError, match=words) as caught:
         compile_grammar(spec, vocabulary)
     assert caught.value.param == spec.kind
-
-
-def test_a_grammar_that_is_too_large_is_refused_with_both_numbers(vocabulary: Vocabulary) -> None:
-    spec = GrammarSpec("regex", "a" * (MAX_GRAMMAR_BYTES + 1))
-    with pytest.raises(RequestError, match=r"regex is 262,145 bytes, at most 262,144"):
-        compile_grammar(spec, vocabulary)
 
 
 # ---- what a reply may say --------------------------------------------------------------------

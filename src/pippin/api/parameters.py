@@ -57,7 +57,7 @@ def read_sampling(
     max_tokens: int | None,
 ) -> SamplingParams:
     """All but the length of the reply and logprobs, which endpoints spell in their own ways."""
-    structure = read_structure(body)
+    structure = read_structure(body, limits.max_schema_bytes)
     return SamplingParams(
         min_tokens=body.integer("min_tokens", 0, max_tokens, 0),
         temperature=body.number("temperature", 0, 2, defaults.temperature),

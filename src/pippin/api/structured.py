@@ -24,7 +24,7 @@ class Structure:
     ebnf: str | None = None
 
 
-def read_structure(body: Body) -> Structure:
+def read_structure(body: Body, max_bytes: int) -> Structure:
     asked = [field for field in FIELDS if _asks(body, field)]
     if len(asked) > 1:
         raise RequestError(
@@ -33,13 +33,25 @@ def read_structure(body: Body) -> Structure:
         )
     if not asked:
         return Structure()
-    match asked[0]:
+    structure = _read(body, asked[0])
+    nbytes = len((structure.json_schema or structure.regex or structure.ebnf or "").encode())
+    if nbytes > max_bytes:
+        raise RequestError(
+            f"{asked[0]} holds {nbytes:,} bytes, at most {max_bytes:,} are allowed "
+            "(--max-schema-bytes)",
+            param=asked[0],
+        )
+    return structure
+
+
+def _read(body: Body, field: str) -> Structure:
+    match field:
         case "response_format":
-            return Structure(json_schema=_response_format(_as_object(body, "response_format")))
+            return Structure(json_schema=_response_format(_as_object(body, field)))
         case "json_schema":
-            return Structure(json_schema=_schema(body, "json_schema"))
+            return Structure(json_schema=_schema(body, field))
         case "regex":
-            return Structure(regex=body.string("regex", None))
+            return Structure(regex=body.string(field, None))
     return Structure(ebnf=body.string("ebnf", None))
 
 

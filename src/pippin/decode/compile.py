@@ -17,7 +17,6 @@ from pippin.decode.vocabulary import Vocabulary
 from pippin.errors import RequestError
 from pippin.types import GrammarSpec
 
-MAX_GRAMMAR_BYTES = 1 << 18  # of a schema or an expression: one of 256 kB takes seconds to compile
 MAX_MESSAGE_CHARS = 500
 ASCII_CLASSES = "dw"
 SILENT = 0
@@ -66,12 +65,6 @@ class CompiledGrammar:
 
 def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
     """The grammar before a reply's first token. Raises what a client is to be told."""
-    nbytes = len(spec.text.encode())
-    if nbytes > MAX_GRAMMAR_BYTES:
-        raise RequestError(
-            f"{spec.kind} is {nbytes:,} bytes, at most {MAX_GRAMMAR_BYTES:,} are compiled",
-            param=spec.kind,
-        )
     limits = LLParserLimits(verbose_errors=False)
     matcher = LLMatcher(vocabulary.tokenizer, _source(spec), log_level=SILENT, limits=limits)
     if not matcher.is_error():

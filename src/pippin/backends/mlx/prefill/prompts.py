@@ -7,6 +7,7 @@ Nothing here is launched: the backend decides when.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import mlx.core as mx
 import numpy as np
@@ -15,8 +16,8 @@ from pippin.backends.base import Admit, PrefillRow
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
-from pippin.backends.mlx.prefill.chunk_forward import ChunkForward
 from pippin.backends.mlx.prefill.chunking import grid_blocks, group_chunks
+from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.shapes import Exact
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
@@ -47,8 +48,6 @@ class Prompts:
         self._admitted = admitted
         self._score = score
         self.shapes = shapes
-        # Where lengths are those of a ladder, shapes come again.
-        self.forward = ChunkForward(loaded, compiled=shapes is not EXACT)
         self._seen = seen
         self._deterministic = deterministic
         self._states: dict[int, PromptState] = {}  # by slot
@@ -103,12 +102,13 @@ class Prompts:
             EXACT if whole else self.shapes,
         )
         step.note_prefill(is_new=self._seen.add(batch.shape))
-        result = self.forward(
-            batch,
-            None if whole else mx.array(batch.last_positions[:, None]),
-            taps=any(at != chunk.end for chunk in chunks for at in chunk.checkpoints),
-        )
-        logits = result.logits
+        head = self._loaded.head
+        head.positions = None if whole else mx.array(batch.last_positions[:, None])
+        taps = any(at != chunk.end for chunk in chunks for at in chunk.checkpoints)
+        with StateTaps(self._loaded.layout) if taps else nullcontext() as tapped:
+            logits = self._loaded.forward(batch.tokens, batch.caches)
+        head.positions = None
+        hidden = self._loaded.take_hidden()
         if whole:
             self._note_logprobs(step, chunks[0], logits[0])
             logits = logits[:, -1:]
@@ -119,7 +119,6 @@ class Prompts:
         new_kv = batch.new_kv()
         for row, (chunk, prompt) in enumerate(zip(chunks, states, strict=True)):
             if chunk.captures:
-                tapped, hidden = result.tapped, result.hidden
                 step.keep(self._captures.of_chunk(chunk, row, new_kv, prompt, tapped, hidden))
             if chunk.samples:
                 self._sample(step, chunk, logits[row])

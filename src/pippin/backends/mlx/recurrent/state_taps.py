@@ -67,18 +67,6 @@ class StateTaps:
         return states
 
     @property
-    def recorded(self) -> tuple[LayerStates, list[mx.array]]:
-        """Block states by layer, and inputs of convolutions."""
-        return self._blocks, self._convs
-
-    @classmethod
-    def of(cls, layout: Layout, blocks: LayerStates, convs: list[mx.array]) -> StateTaps:
-        """What a forward recorded that is not run again."""
-        taps = cls(layout)
-        taps._blocks, taps._convs = blocks, convs
-        return taps
-
-    @property
     def num_recorded(self) -> tuple[int, int]:
         return len(self._convs), len(self._blocks)
 
