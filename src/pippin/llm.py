@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import numpy as np
+
 from pippin.api.parameters import (
     are_token_ids,
     check_priority,
@@ -25,7 +27,9 @@ from pippin.api.parameters import (
 )
 from pippin.build import build_loop
 from pippin.config import Config, EngineConfig, ModelConfig
+from pippin.embedding import embedding_of, embedding_submit
 from pippin.errors import RequestError
+from pippin.messages import Submit
 from pippin.metrics import EngineMetrics
 from pippin.resolve import resolve
 from pippin.router import Inbox, Router
@@ -146,6 +150,25 @@ class LLM:
         with closing(self._run(sequences)) as pieces:
             yield from (piece.text for piece in pieces if piece.text)
 
+    def embed(
+        self, prompts: PromptInput | Sequence[PromptInput], *, priority: int | Sequence[int] = 0
+    ) -> np.ndarray:
+        """A vector of length 1 for every prompt: float32 [prompts, hidden].
+
+        It is what the model's head reads after the prompt's last token.
+        """
+        encoded = [self._completion_prompt(prompt) for prompt in _as_prompts(prompts)]
+        if not encoded:
+            raise RequestError("prompts is empty: there is nothing to embed", param="prompts")
+        priorities: Sequence[int] = _for_each(priority, len(encoded), "priority")
+        request_id = str(next(self._request_ids))
+        submits = []
+        for number, (prompt, level) in enumerate(zip(encoded, priorities, strict=True)):
+            room_for_reply(prompt, self.max_len, param="prompt")
+            id = f"{request_id}-{number}"
+            submits.append(embedding_submit(id, prompt.tokens, priority=check_priority(level)))
+        return self._embed(submits)
+
     @property
     def max_len(self) -> int:
         return self.loop.backend.spec.max_len
@@ -234,6 +257,21 @@ class LLM:
             for id in running:
                 self._router.abort(id)
             self._router.settle()
+
+    def _embed(self, submits: Sequence[Submit]) -> np.ndarray:
+        found: dict[str, np.ndarray] = {}
+        inbox = Inbox()
+        try:
+            for submit in submits:
+                self._router.submit(submit, inbox)
+            while len(found) < len(submits):
+                for delta in self._router.wait(inbox):
+                    found[delta.id] = embedding_of(delta)
+        finally:
+            for submit in submits:
+                self._router.abort(submit.id)
+            self._router.settle()
+        return np.stack([found[submit.id] for submit in submits])
 
     def _completion_prompt(self, given: PromptInput) -> Prompt:
         if isinstance(given, str):

@@ -18,6 +18,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     stop_ids: list[int] = []  # eos ids (unless ignored) and the user's stop_token_ids
     boundaries: list[int] = []
     priority: int = 0  # higher starts first, and is retracted last
+    # No reply is wanted, but the hidden vector after the prompt; `params.max_tokens` is 1.
+    embeds: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -63,6 +65,7 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first delta; [0] is position 1
     cached_tokens: int | None = None  # with the first delta: prompt tokens not computed
     queued_s: float | None = None  # with the first delta: how long it waited to be started
+    embedding: bytes | None = None  # float32 [hidden], as the head read it; with the terminal one
     finish: FinishReason | None = None
     error: str | None = None
     error_code: str | None = None

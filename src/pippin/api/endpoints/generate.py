@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pippin.api.body import Body
+from pippin.api.endpoints.timeouts import read_timeout
 from pippin.api.fields import Refusal, check_fields
 from pippin.api.model_info import ModelInfo
 from pippin.api.parameters import (
@@ -136,7 +137,7 @@ def parse_generate(
         sequences=sequences,
         stream=body.boolean("stream", False),
         include_usage=False,
-        timeout_s=_timeout(body, limits),
+        timeout_s=read_timeout(body, limits),
     )
     many = many or params.n > 1
     return job, replace(options, many=many, rids=_read_rids(body, id, num_replies, many=many))
@@ -205,9 +206,3 @@ def _read_rids(body: Body, id: str, count: int, *, many: bool) -> list[str]:
     if len(rids) != count or not all(isinstance(each, str) for each in rids):
         raise body.wrong("rid", "a string" if count == 1 else f"a list of {count} strings")
     return list(rids)
-
-
-def _timeout(body: Body, limits: LimitsConfig) -> float | None:
-    asked = body.number("timeout", 0, None, None, above_low=True)
-    given = [seconds for seconds in (asked, limits.request_timeout) if seconds is not None]
-    return min(given, default=None)

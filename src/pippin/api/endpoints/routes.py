@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pippin.api.endpoints.embeddings import EmbeddingReply, parse_embeddings
 from pippin.api.endpoints.generate import parse_generate
 from pippin.api.endpoints.generate_reply import GenerateReply
 from pippin.api.endpoints.metrics import MetricsEndpoint
@@ -52,12 +53,23 @@ class Endpoints:
     def routes(self) -> list[Route]:
         return [
             Route("/metrics", self._metrics.show),
+            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/generate", self.generate, methods=["POST"]),
             Route("/get_model_info", self.model_info),
             Route("/model_info", self.model_info),  # SGLang's newer name of it
         ]
+
+    async def embeddings(self, request: Request) -> Response:
+        self._engine.check_ready()
+        body = await read_body(request, self._limits)
+        job = await self._workers.run(
+            lambda body: parse_embeddings(parse_json(body), self._text, self._model, self._limits),
+            body,
+        )
+        record_of(request.scope).facts = lambda: {"prompt_tokens": job.prompt_tokens}
+        return WholeResponse(EmbeddingReply(job, self._engine, self._model).whole, job.timeout_s)
 
     async def tokenize(self, request: Request) -> Response:
         return await self._answer_text(request, tokenize)
