@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "text": {"types", "messages"},
     "sequences": {"types", "messages", "text"},
     "embedding": {"types", "messages", "sequences"},
+    "progress": set(),
     "router": {"messages", "scheduler.loop"},
     "decode": {"types"},
     "grammars": {"types", "text", "decode"},
@@ -50,7 +51,19 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         ["", "__main__", "build", "checkpoint", "cli", "cli_bench", "client", "terminal_chat"],
         ANYTHING,
     ),
-    **dict.fromkeys(["doctor", "engine", "launch", "llm", "options", "resolve"], ANYTHING),
+    **dict.fromkeys(
+        [
+            "async_llm",
+            "doctor",
+            "engine",
+            "launch",
+            "llm",
+            "offline_requests",
+            "options",
+            "resolve",
+        ],
+        ANYTHING,
+    ),
 }
 FOREIGN = {"mlx": "backends.mlx", "mlx_lm": "backends.mlx", "torch": "backends.torch"}
 

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -124,10 +124,20 @@ class Channel:
         self._context.destroy(linger=200)
 
 
+class Messages(Protocol):
+    """Both directions, wherever the other end is."""
+
+    def send(self, message: FromEngine) -> None: ...
+
+    def receive(self, wait_seconds: float) -> list[ToEngine]:
+        """Everything that has arrived; the first of it may take `wait_seconds`."""
+        ...
+
+
 class MessagePump:
     """Moves messages between the channel and the loop until it is told to stop, or cannot go on."""
 
-    def __init__(self, loop: Loop, channel: Channel) -> None:
+    def __init__(self, loop: Loop, channel: Messages) -> None:
         self._loop = loop
         self._channel = channel
         loop.on_start = lambda ids: channel.send(Started(ids))
