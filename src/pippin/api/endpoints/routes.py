@@ -11,9 +11,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pippin.api.endpoints.embeddings import EmbeddingReply, parse_embeddings
+from pippin.api.endpoints.field_schemas import request_schemas
 from pippin.api.endpoints.generate import parse_generate
 from pippin.api.endpoints.generate_reply import GenerateReply
 from pippin.api.endpoints.metrics import MetricsEndpoint
+from pippin.api.endpoints.openapi import openapi_document
 from pippin.api.endpoints.tokenize import detokenize, tokenize
 from pippin.api.engine_client import Engine
 from pippin.api.http.errors import JSONResponse, error_body
@@ -47,6 +49,7 @@ class Endpoints:
         self._model = model
         self._limits = limits
         self._log_prompts = config.log_prompts
+        self._needs_key = bool(config.api_key)
         self._metrics = MetricsEndpoint(engine, registry)
         self._workers = Workers()
 
@@ -59,6 +62,7 @@ class Endpoints:
             Route("/generate", self.generate, methods=["POST"]),
             Route("/get_model_info", self.model_info),
             Route("/model_info", self.model_info),  # SGLang's newer name of it
+            Route("/openapi.json", self.openapi),
         ]
 
     async def embeddings(self, request: Request) -> Response:
@@ -111,6 +115,11 @@ class Endpoints:
                 "has_audio_understanding": False,
             }
         )
+
+    async def openapi(self, request: Request) -> Response:
+        bodies = request_schemas(self._model, self._limits)
+        routes = request.app.routes
+        return JSONResponse(openapi_document(routes, bodies, needs_key=self._needs_key))
 
     async def _answer_text(self, request: Request, work: TextWork) -> Response:
         body = await read_body(request, self._limits)
