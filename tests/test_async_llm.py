@@ -72,6 +72,8 @@ def test_a_stop_string_ends_a_reply_and_frees_its_place() -> None:
             [cut] = await llm.generate("a fox", replace(ENDLESS, stop=(stop,)))
             assert cut.finish_reason == "stop"
             assert cut.text == whole.text[: whole.text.index(stop)]
+        told = await llm._engine.client.counters()
+        assert told["metrics"]["requests_aborted"] == 0  # such a reply is complete, and is kept
 
     run(work, max_running=1, max_queue=1)
 

@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import (
     negative_data_rejection,
     response_schema_conformance,
 )
-from scripted_engine import MODEL, TEXT, ScriptedEngine, serving
+from scripted_engine import MODEL, TEXT, ScriptedEngine, say_tokens, serving
 
 from pippin.api.app import create_app
 from pippin.api.endpoints.field_schemas import request_schemas
@@ -29,7 +29,7 @@ BODIES = request_schemas(MODEL, LimitsConfig())
 def answer(submit: Submit) -> list[TokenDelta]:
     if submit.embeds:
         return [TokenDelta(submit.id, embedding=b"\0\0\x80?" * 4, finish="stop")]
-    return [TokenDelta(submit.id, [5], finish="length")]
+    return say_tokens([5])(submit)
 
 
 def document() -> Any:
@@ -60,20 +60,17 @@ def test_a_server_with_keys_says_so() -> None:
         assert httpx.get(f"{url}/openapi.json", headers=headers).json()["security"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (
-            "/v1/chat/completions",
-            {"model": "stories", "messages": [USER]},
-        ),
-        ("/v1/completions", {"model": "gpt-4o", "prompt": [5, 6], "max_tokens": 3, "stop": None}),
-        ("/v1/embeddings", {"model": "stories", "input": ["a", "b"], "encoding_format": "base64"}),
-        ("/tokenize", {"prompt": "a", "tools": []}),
-        ("/detokenize", {"tokens": [[5], [6]]}),
-        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2, "stop": ["x"]}}),
-    ],
-)
+REAL: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "stories", "messages": [USER], "logprobs": True},
+    "/v1/completions": {"model": "gpt-4o", "prompt": [5, 6], "max_tokens": 3, "echo": True},
+    "/v1/embeddings": {"model": "stories", "input": ["a", "b"], "encoding_format": "base64"},
+    "/tokenize": {"prompt": "a", "tools": []},
+    "/detokenize": {"tokens": [[5], [6]]},
+    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2, "stop": ["x"]}},
+}
+
+
+@pytest.mark.parametrize(("path", "body"), REAL.items())
 def test_real_requests_are_allowed_and_answered(path: str, body: dict[str, Any]) -> None:
     jsonschema.validate(body, BODIES[path])
     with serving(ScriptedEngine(answer)) as url:
@@ -84,9 +81,62 @@ def test_real_requests_are_allowed_and_answered(path: str, body: dict[str, Any])
         jsonschema.validate(wrong, BODIES[path])
 
 
-APP = create_app(
-    ScriptedEngine(answer), TEXT, ServerConfig(allowed_host=("*",)), MODEL, LimitsConfig()
-)
+def bounds(schema: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Numbers at the ends of what is allowed, and those just outside."""
+    step = 1 if schema.get("type") == "integer" else 0.001
+    at, outside = [], []
+    for key, sign in (("minimum", -1), ("maximum", 1)):
+        if key in schema:
+            at.append(schema[key])
+            outside.append(schema[key] + sign * step)
+    if "exclusiveMinimum" in schema:
+        outside.append(schema["exclusiveMinimum"])
+    return at, outside
+
+
+def numeric_fields() -> list[tuple[str, str, dict[str, Any]]]:
+    return [
+        (path, name, option)
+        for path, body in BODIES.items()
+        for name, schema in body["properties"].items()
+        for option in schema.get("anyOf", [schema])
+        if option.get("type") in ("integer", "number")
+    ]
+
+
+@pytest.mark.parametrize(("path", "name", "schema"), numeric_fields())
+def test_numbers_are_taken_up_to_their_bounds_and_no_further(
+    path: str, name: str, schema: dict[str, Any]
+) -> None:
+    at, outside = bounds(schema)
+    assert outside, "a number without bounds"
+    with serving(ScriptedEngine(answer)) as url:
+        for value in outside:
+            refused = httpx.post(url + path, json=REAL[path] | {name: value})
+            assert refused.json()["error"]["param"] == name
+        for value in at:
+            told = httpx.post(url + path, json=REAL[path] | {name: value}).json().get("error", {})
+            # These two must also agree with what else is known.
+            assert told.get("param") != name or name in ("best_of", "dimensions"), told
+
+
+ODD_VALUES = (True, 0, -1, 1.5, "", "x", [], [[]], [None], [5], ["x"], {}, {"x": {}}, [{"x": 1}])
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_values_of_other_types_are_refused_where_the_document_says_so(path: str) -> None:
+    with serving(ScriptedEngine(answer)) as url, httpx.Client() as client:
+        for name in BODIES[path]["properties"]:
+            for value in ODD_VALUES:
+                body = REAL[path] | {name: value}
+                status = client.post(url + path, json=body).status_code
+                assert status < 500, body
+                if status == 200:
+                    jsonschema.validate(body, BODIES[path])
+
+
+ANY_HOST = ServerConfig(allowed_host=("*",))
+APP = create_app(ScriptedEngine(answer), TEXT, ANY_HOST, MODEL, LimitsConfig())
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
 SCHEMA.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 

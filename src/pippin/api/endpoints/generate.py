@@ -105,7 +105,7 @@ def parse_generate(
     body = Body(fields)
     check_fields(body, GENERATE_HONOURED, GENERATE_REFUSED)
     model.check_name(body.string("model", model.name))
-    given = body.get("sampling_params") or {}
+    given = body.get("sampling_params") if body.has("sampling_params") else {}
     check_fields(Body(given, "sampling_params"), PARAMS_HONOURED, PARAMS_REFUSED)
     params_body = _Params(given, "sampling_params")
     prompts, many = _read_prompts(body, text, model)

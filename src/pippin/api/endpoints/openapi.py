@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from starlette.routing import BaseRoute, Route
-
-import pippin
 
 OpenApi = dict[str, Any]
 STREAMS = "text/event-stream"
@@ -44,7 +43,7 @@ def openapi_document(
             }
     document: OpenApi = {
         "openapi": "3.1.0",
-        "info": {"title": "Pippin", "version": pippin.__version__},
+        "info": {"title": "Pippin", "version": version("pippin")},
         "paths": paths,
         "components": {"schemas": {"Error": ERROR_SCHEMA}},
     }

@@ -86,7 +86,7 @@ def _chat_tokens(body: Body, text: TextBundle) -> list[int]:
     if body.boolean("add_special_tokens", False):
         field = "add_special_tokens"
         raise RequestError(f"{field} goes with prompt: a template writes its own", param=field)
-    variables: dict[str, Any] = body.get("chat_template_kwargs") or {}
+    variables = body.get("chat_template_kwargs") if body.has("chat_template_kwargs") else {}
     for key in Body(variables, "chat_template_kwargs").fields():
         if key in RESERVED_VARIABLES:
             name = f"chat_template_kwargs.{key}"
