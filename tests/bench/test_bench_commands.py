@@ -77,7 +77,7 @@ def test_another_model_is_compared_without_the_bundled_one_s_targets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text("{}")
     argv = ["compare", "--model", str(tmp_path), "--no-float32"]
     model_dir, options = called_with(monkeypatch, "pippin.bench.compare.compare", *argv)
     assert model_dir == tmp_path
