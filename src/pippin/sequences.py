@@ -162,7 +162,7 @@ class GeneratedSequence:
     def take(self, delta: TokenDelta) -> SequencePiece:
         """The delta's part of the reply; raises if the engine gave up on it."""
         if delta.finish == "error" or delta.finish == "abort":
-            raise _error_of(delta)
+            raise error_of_delta(delta)
         is_first, self._began = not self._began, True
         if is_first:
             self.cached_tokens = delta.cached_tokens or 0
@@ -218,7 +218,8 @@ class GeneratedSequence:
         return text, [ShownToken(id, offset, known) for id, offset, known in rows]
 
 
-def _error_of(delta: TokenDelta) -> PippinError:
+def error_of_delta(delta: TokenDelta) -> PippinError:
+    """Why the engine gave up on a request."""
     if delta.finish == "abort":
         return error_of(delta.error or "the engine aborted the request", "aborted", 503)
     error = error_of(delta.error or "the request failed", delta.error_code, delta.error_status)

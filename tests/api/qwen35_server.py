@@ -9,7 +9,7 @@ from functools import cache
 from scripted_engine import Script, ScriptedEngine, say_tokens, serving
 
 from call_texts import write_calls
-from pippin.api.request import ModelInfo
+from pippin.api.model_info import ModelInfo
 from pippin.config import ServerConfig
 from pippin.decode.compile import CompiledGrammar
 from pippin.decode.vocabulary import Vocabulary

@@ -13,7 +13,8 @@ from pippin.api.call_grammar import CallRules
 from pippin.api.constrain import constrain
 from pippin.api.dialects.chat import parse_chat
 from pippin.api.lark import Lark
-from pippin.api.request import ModelInfo, ToolUse
+from pippin.api.model_info import ModelInfo
+from pippin.api.request import ToolUse
 from pippin.config import LimitsConfig
 from pippin.decode.compile import CompiledGrammar, compile_grammar
 from pippin.errors import RequestError, UnsupportedField

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -19,12 +20,12 @@ from pippin.api.dialects.messages.reply import MessagesDialect, messages_error
 from pippin.api.dialects.messages.request import parse_message_request
 from pippin.api.dialects.responses.reply import ResponsesDialect
 from pippin.api.dialects.responses.request import parse_responses_request
+from pippin.api.endpoints.routes import Endpoints
 from pippin.api.engine_client import Engine
 from pippin.api.http.door import front_door
 from pippin.api.http.errors import (
     ErrorShapes,
     JSONResponse,
-    ModelNotFound,
     on_client_disconnect,
     on_http_exception,
     on_pippin_error,
@@ -35,9 +36,10 @@ from pippin.api.http.request_log import RequestLog, record_of
 from pippin.api.http.sending import StreamResponse, WholeResponse
 from pippin.api.http.workers import Workers
 from pippin.api.job_log import facts_of
+from pippin.api.metered_engine import MeteredEngine, ReplyTimes
+from pippin.api.model_info import ModelInfo
 from pippin.api.prepare import Job, prepare_chat, prepare_completion, prompt_of
 from pippin.api.reply import reply_events, whole_reply
-from pippin.api.request import ModelInfo
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import NotReady, PippinError
 from pippin.text.bundle import SamplingDefaults, TextBundle
@@ -50,6 +52,9 @@ def create_app(
     model: ModelInfo,
     limits: LimitsConfig,
 ) -> ASGIApp:
+    registry = CollectorRegistry()
+    engine = MeteredEngine(engine, ReplyTimes(registry))
+    endpoints = Endpoints(engine, text, config, model, limits, registry)
     api = _Api(engine, text, config, model, limits)
     app = Starlette(
         routes=[
@@ -64,6 +69,7 @@ def create_app(
             Route("/ready", api.ready),
             Route("/status", api.status),
             Route("/flush_cache", api.flush_cache, methods=["POST"]),
+            *endpoints.routes(),
         ],
         middleware=front_door(config),
         exception_handlers={
@@ -123,13 +129,14 @@ class _Api:
         return JSONResponse({"input_tokens": await self._workers.run(self._prompt_len, body)})
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._describe_model()]})
+        return JSONResponse(
+            {"object": "list", "data": [self._describe_model(name) for name in self._model.names]}
+        )
 
     async def model(self, request: Request) -> Response:
         id = request.path_params["id"]
-        if id != self._model.name:
-            raise ModelNotFound(f"the model {id!r} does not exist", param="model")
-        return JSONResponse(self._describe_model())
+        self._model.check_name(id)
+        return JSONResponse(self._describe_model(id))
 
     async def health(self, request: Request) -> Response:
         if not self._engine.healthy:
@@ -182,9 +189,9 @@ class _Api:
         events = reply_events(job, dialect, self._engine)
         return StreamResponse(events, tell=dialect.error, timeout_s=job.timeout_s)
 
-    def _describe_model(self) -> dict[str, Any]:
+    def _describe_model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._model.name,
+            "id": name,
             "object": "model",
             "created": self._model.created_s,
             "owned_by": "pippin",

@@ -18,6 +18,9 @@ class Refusal:
     why: str
     neutral: tuple[Any, ...] = ()  # values that ask for nothing, and so are let pass
 
+    def lets_pass(self, value: Any) -> bool:
+        return any(type(value) is type(n) and value == n for n in self.neutral)  # 0 is not false
+
 
 _SAMPLING = {
     "temperature",
@@ -148,7 +151,7 @@ COMPLETION_REFUSED = {"suffix": Refusal("text is not inserted", ("",))}
 def check_fields(body: Body, honoured: frozenset[str], refused: dict[str, Refusal]) -> None:
     body.check_known(honoured | refused.keys())
     for field, refusal in refused.items():
-        if not body.has(field) or body.get(field) in refusal.neutral:
+        if not body.has(field) or refusal.lets_pass(body.get(field)):
             continue
         allowed = " or ".join(shown(neutral) for neutral in refusal.neutral)
         hint = f" (only {allowed} is accepted)" if allowed else ""

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from pippin.api.constrain import can_forbid_calls, constrain
+from pippin.api.model_info import ModelInfo
 from pippin.api.reasoning import reasoning_variables
-from pippin.api.request import ChatRequest, CompletionRequest, ModelInfo, Options
+from pippin.api.request import ChatRequest, CompletionRequest, Options
 from pippin.errors import UnsupportedField
 from pippin.sequences import (
     GeneratedSequence,

@@ -9,16 +9,6 @@ from pippin.types import SamplingParams
 
 
 @dataclass(frozen=True)
-class ModelInfo:
-    """The served model, as clients know it."""
-
-    name: str
-    max_len: int  # tokens, prompt and reply together
-    vocab_size: int
-    created_s: int  # unix time
-
-
-@dataclass(frozen=True)
 class Options:
     """What all requests share. `params.max_tokens` means nothing yet: see `max_tokens`."""
 

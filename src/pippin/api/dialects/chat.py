@@ -12,11 +12,12 @@ from pippin.api.dialects.completions import DONE, LEAST_LOGPROB
 from pippin.api.dialects.options import check_choices, check_metadata, check_model, read_options
 from pippin.api.fields import CHAT_HONOURED, CHAT_REFUSED, check_fields
 from pippin.api.http.errors import error_body
+from pippin.api.model_info import ModelInfo
 from pippin.api.parameters import MAX_LOGPROBS
 from pippin.api.prepare import Job
 from pippin.api.reasoning import EFFORTS
 from pippin.api.replies import FoldedChoice
-from pippin.api.request import ChatRequest, ModelInfo
+from pippin.api.request import ChatRequest
 from pippin.api.tools import read_chat_tools
 from pippin.config import LimitsConfig
 from pippin.errors import PippinError, RequestError

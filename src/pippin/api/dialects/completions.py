@@ -10,10 +10,11 @@ from pippin.api.dialects.base import data_event, openai_usage
 from pippin.api.dialects.options import check_choices, check_model, read_options
 from pippin.api.fields import COMPLETION_HONOURED, COMPLETION_REFUSED, check_fields
 from pippin.api.http.errors import error_body
+from pippin.api.model_info import ModelInfo
 from pippin.api.parameters import MAX_CHOICES, MAX_LOGPROBS, are_token_ids, token_ids_in_words
 from pippin.api.prepare import Job
 from pippin.api.replies import FoldedChoice
-from pippin.api.request import CompletionRequest, ModelInfo
+from pippin.api.request import CompletionRequest
 from pippin.config import LimitsConfig
 from pippin.errors import PippinError, UnsupportedField
 from pippin.sequences import SequencePiece, ShownToken

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pippin.api.body import Body, shown
-from pippin.api.http.errors import ModelNotFound
+from pippin.api.model_info import ModelInfo
 from pippin.api.parameters import read_priority, read_sampling
-from pippin.api.request import ModelInfo, Options
+from pippin.api.request import Options
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import SamplingDefaults
@@ -15,12 +15,7 @@ from pippin.text.bundle import SamplingDefaults
 
 def check_model(body: Body, model: ModelInfo) -> None:
     body.require("model")
-    name = body.string("model", "")
-    if name != model.name:
-        raise ModelNotFound(
-            f"the model {shown(name)} does not exist; this server serves {shown(model.name)}",
-            param="model",
-        )
+    model.check_name(body.string("model", ""))
 
 
 def read_options(

@@ -12,7 +12,8 @@ from pippin.api.body import Body, shown
 from pippin.api.dialects.messages.conversation import parse_conversation
 from pippin.api.dialects.options import check_model, read_options
 from pippin.api.fields import MESSAGES_HONOURED, MESSAGES_REFUSED, check_fields
-from pippin.api.request import ChatRequest, ModelInfo, ToolUse
+from pippin.api.model_info import ModelInfo
+from pippin.api.request import ChatRequest, ToolUse
 from pippin.api.tools import Choice, function_tool, tool_bodies, tool_use
 from pippin.config import LimitsConfig
 from pippin.errors import UnsupportedField

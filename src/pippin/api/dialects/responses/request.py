@@ -9,8 +9,9 @@ from pippin.api.body import Body, shown
 from pippin.api.dialects.options import check_metadata, check_model, read_options
 from pippin.api.dialects.responses.items import parse_input
 from pippin.api.fields import RESPONSES_HONOURED, RESPONSES_REFUSED, check_fields
+from pippin.api.model_info import ModelInfo
 from pippin.api.reasoning import EFFORTS
-from pippin.api.request import ChatRequest, ModelInfo, ToolUse
+from pippin.api.request import ChatRequest, ToolUse
 from pippin.api.tools import Choice, function_tool, read_mode, tool_bodies, tool_use
 from pippin.config import LimitsConfig
 from pippin.errors import UnsupportedField
