@@ -102,6 +102,7 @@ def test_a_cut_call_says_length(reply: Any) -> None:
         except openai.LengthFinishReasonError as error:
             choice = error.completion.choices[0]
     assert choice.finish_reason == "length"
+    assert not choice.message.content, "markup is no content"
 
 
 def test_arguments_are_streamed_while_they_come() -> None:
