@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 import tempfile
 from functools import cache
@@ -10,6 +11,7 @@ from pathlib import Path
 from pippin.text.bundle import TextBundle
 
 FIXTURE = Path(__file__).parent / "fixtures/qwen3.5"
+END_OF_TURN = 248046  # <|im_end|>
 
 
 def unpack(directory: Path) -> Path:
@@ -24,4 +26,7 @@ def unpack(directory: Path) -> Path:
 @cache
 def load_qwen35() -> TextBundle:
     with tempfile.TemporaryDirectory() as directory:
-        return TextBundle.load(unpack(Path(directory)))
+        unpack(Path(directory))
+        config = {"eos_token_id": END_OF_TURN}
+        (Path(directory) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return TextBundle.load(Path(directory))

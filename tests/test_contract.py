@@ -7,7 +7,7 @@ alone, in one chunk, waiting for every step: whatever else a plan does must not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -580,6 +580,27 @@ def test_a_prompts_scores_come_with_its_first_token(make_backend: MakeBackend) -
             assert score.top_logprobs[score.top_ids.index(token)] == score.logprob
         assert score.logprob <= max(score.top_logprobs)
     assert steps.run(decode=(DecodeRow(1, 9),)).prompt_logprobs == {}
+
+
+@every_backend
+def test_hidden_vectors_come_to_those_who_ask_computed_or_restored(
+    make_backend: MakeBackend,
+) -> None:
+    steps, prompt = Steps(make_backend()), make_tokens(40)
+    asks = [replace(admit(slot, prompt), embeds=slot != 2) for slot in (1, 2, 3)]
+    rows = [prefill(slot, prompt, 0, 40, captures=slot == 1) for slot in (1, 2)]
+    first = prefill(3, prompt, 0, 16)
+    result = steps.run(admit=tuple(asks), prefill=(*rows, first))
+    assert result.hidden.keys() == {1}
+    assert result.hidden[1].dtype == np.float32
+    rest = steps.run(prefill=(prefill(3, prompt, 16, 40),))
+    np.testing.assert_allclose(rest.hidden[3], result.hidden[1], rtol=1e-3, atol=1e-3)
+
+    kept = restore(result.captures, 40)
+    whole = PrefillRow(4, 40, prompt[40:], samples=True, restore=kept)
+    again = steps.run(admit=(replace(admit(4, prompt), embeds=True),), prefill=(whole,))
+    np.testing.assert_array_equal(again.hidden[4], result.hidden[1])
+    assert not steps.run(decode=(DecodeRow(1, 40),)).hidden
 
 
 @every_backend

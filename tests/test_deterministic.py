@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from pippin.config import EngineConfig
-from pippin.llm import LLM, Completion
+from pippin.llm import LLM
+from pippin.offline_requests import Completion
 from pippin.types import GRID, SamplingParams
 
 pytestmark = pytest.mark.slow

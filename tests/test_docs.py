@@ -15,6 +15,10 @@ from pippin.api.fields import (
     CHAT_REFUSED,
     COMPLETION_HONOURED,
     COMPLETION_REFUSED,
+    MESSAGES_HONOURED,
+    MESSAGES_REFUSED,
+    RESPONSES_HONOURED,
+    RESPONSES_REFUSED,
 )
 from pippin.config import Config
 
@@ -92,8 +96,10 @@ def chapters(document: Path) -> dict[str, str]:
     [
         ("`POST /v1/chat/completions`", CHAT_HONOURED, CHAT_REFUSED),
         ("`POST /v1/completions`", COMPLETION_HONOURED, COMPLETION_REFUSED),
+        ("`POST /v1/responses`", RESPONSES_HONOURED, RESPONSES_REFUSED),
+        ("`POST /v1/messages`", MESSAGES_HONOURED, MESSAGES_REFUSED),
     ],
-    ids=["chat", "completions"],
+    ids=["chat", "completions", "responses", "messages"],
 )
 def test_every_field_of_an_endpoint_is_documented(
     endpoint: str, honoured: frozenset[str], refused: dict[str, object]

@@ -113,7 +113,7 @@ def test_a_fault_found_by_a_raising_canary_is_why_the_engine_stopped(tmp_path: P
     assert talk_to(loop, tmp_path, scenario) == 1
 
 
-@pytest.mark.parametrize("question", ["status", "flush_cache"])
+@pytest.mark.parametrize("question", ["status", "counters", "flush_cache"])
 def test_a_question_that_cannot_be_answered_harms_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, question: str
 ) -> None:

@@ -24,6 +24,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "cache": {"types"},
     "text": {"types", "messages"},
     "sequences": {"types", "messages", "text"},
+    "embedding": {"types", "messages", "sequences"},
+    "progress": set(),
     "router": {"messages", "scheduler.loop"},
     "decode": {"types"},
     "grammars": {"types", "text", "decode"},
@@ -48,7 +50,9 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("types", "cache", "decode", "messages", "metrics"),
         *("backends.base", "backends.masks", "backends.warm_up"),
     },
-    "api": {"types", "text", "messages", "sequences", "config"},
+    "api": {
+        *("types", "text", "messages", "sequences", "embedding", "config", "decode.json_schema"),
+    },
     "supervision": {"messages", "config", "engine", "api.engine_client"},
     "bench": {"", "types", "config", "metrics"},
     "bench.ceilings": {"bench", "backends.mlx.cpu.blas"},
@@ -56,7 +60,19 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         ["", "__main__", "build", "checkpoint", "cli", "cli_bench", "client", "terminal_chat"],
         ANYTHING,
     ),
-    **dict.fromkeys(["doctor", "engine", "launch", "llm", "options", "resolve"], ANYTHING),
+    **dict.fromkeys(
+        [
+            "async_llm",
+            "doctor",
+            "engine",
+            "launch",
+            "llm",
+            "offline_requests",
+            "options",
+            "resolve",
+        ],
+        ANYTHING,
+    ),
 }
 FOREIGN = {
     **dict.fromkeys(["mlx", "mlx_lm"], "backends.mlx"),

@@ -1,4 +1,5 @@
-"""Pippin: the public API. Importing it loads no model library; `LLM` is imported on first use."""
+"""Pippin: the public API. Importing it loads no model library: `LLM` and `AsyncLLM` are imported on
+first use."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from pippin.types import SamplingParams
 
 if TYPE_CHECKING:
+    from pippin.async_llm import AsyncLLM
     from pippin.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from pippin.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from pippin.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -126,6 +126,16 @@ class ServerConfig:
     served_name: str | None = None
     """Model name in the API. Default: the last part of the model's path or id."""
 
+    alias: tuple[str, ...] = ()
+    """Another name that the model answers to; may be given several times. Tools that ask for a
+    model of their own, such as gpt-4o, then get this one."""
+
+    tool_parser: str = "auto"
+    """The format of the model's tool calls, or `off`. `auto`: by its chat template."""
+
+    reasoning_parser: str = "auto"
+    """The format of its reasoning, or `off`. `auto`: by its chat template."""
+
     api_key: tuple[str, ...] = field(default=(), repr=False)
     """A key that requests must carry as a bearer token; may be given several times. Others can read
     a command line: better from a file, or from the environment (separated by spaces)."""

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -36,6 +36,7 @@ from pippin.messages import (
     Finish,
     FlushCache,
     FromEngine,
+    GetCounters,
     GetStatus,
     Loading,
     Ready,
@@ -123,10 +124,20 @@ class Channel:
         self._context.destroy(linger=200)
 
 
+class Messages(Protocol):
+    """Both directions, wherever the other end is."""
+
+    def send(self, message: FromEngine) -> None: ...
+
+    def receive(self, wait_seconds: float) -> list[ToEngine]:
+        """Everything that has arrived; the first of it may take `wait_seconds`."""
+        ...
+
+
 class MessagePump:
     """Moves messages between the channel and the loop until it is told to stop, or cannot go on."""
 
-    def __init__(self, loop: Loop, channel: Channel) -> None:
+    def __init__(self, loop: Loop, channel: Messages) -> None:
         self._loop = loop
         self._channel = channel
         loop.on_start = lambda ids: channel.send(Started(ids))
@@ -161,6 +172,8 @@ class MessagePump:
                     self._loop.finish(id)
                 case GetStatus(id):
                     self._answer(id, self._loop.status)
+                case GetCounters(id):
+                    self._answer(id, self._loop.counters)
                 case FlushCache(id):
                     self._answer(id, self._loop.flush_cache)
                 case Shutdown():

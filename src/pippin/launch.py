@@ -24,7 +24,7 @@ from pippin.api.http.connection import allow_open_files, uvicorn_config
 from pippin.api.http.door import warn_if_open
 from pippin.api.http.errors import error_response
 from pippin.api.http.request_log import RequestLog
-from pippin.api.openai import ModelInfo
+from pippin.api.model_info import ModelInfo
 from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.errors import LoadError, NotReady
 from pippin.logs import configure_logging
@@ -120,7 +120,12 @@ async def _open(
     entrance: Entrance, config: Config, engine: EngineClient, supervisor: Supervisor
 ) -> None:
     """Let requests in once there is a model for them."""
-    text = await asyncio.to_thread(TextBundle.load, Path(config.model.model))
+    text = await asyncio.to_thread(
+        TextBundle.load,
+        Path(config.model.model),
+        tool_parser=config.server.tool_parser,
+        reasoning_parser=config.server.reasoning_parser,
+    )
     ready = await supervisor.loaded
     entrance.app = create_app(
         engine, text, config.server, _model_info(config, ready), config.limits
@@ -152,7 +157,11 @@ async def _first_of(*works: asyncio.Future[None], timeout: float | None = None) 
 def _model_info(config: Config, ready: Ready) -> ModelInfo:
     assert config.server.served_name is not None, "resolved"
     return ModelInfo(
-        config.server.served_name, ready.max_len, ready.vocab_size, created_s=int(time.time())
+        config.server.served_name,
+        ready.max_len,
+        ready.vocab_size,
+        created_s=int(time.time()),
+        aliases=config.server.alias,
     )
 
 

@@ -18,6 +18,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     stop_ids: list[int] = []  # eos ids (unless ignored) and the user's stop_token_ids
     boundaries: list[int] = []
     priority: int = 0  # higher starts first, and is retracted last
+    # No reply is wanted, but the hidden vector after the prompt; `params.max_tokens` is 1.
+    embeds: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -35,6 +37,12 @@ class FlushCache(msgspec.Struct, tag="flush_cache", frozen=True):
 
 
 class GetStatus(msgspec.Struct, tag="get_status", frozen=True):
+    id: str
+
+
+class GetCounters(msgspec.Struct, tag="get_counters", frozen=True):
+    """The numbers of a status: cheap to answer, however much is cached."""
+
     id: str
 
 
@@ -57,6 +65,7 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first delta; [0] is position 1
     cached_tokens: int | None = None  # with the first delta: prompt tokens not computed
     queued_s: float | None = None  # with the first delta: how long it waited to be started
+    embedding: bytes | None = None  # float32 [hidden], as the head read it; with the terminal one
     finish: FinishReason | None = None
     error: str | None = None
     error_code: str | None = None
@@ -94,12 +103,12 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
 
 
 class Answer(msgspec.Struct, tag="answer", frozen=True):
-    """The answer to FlushCache or GetStatus."""
+    """The answer to FlushCache, GetStatus or GetCounters."""
 
     id: str
     data: dict[str, Any]
     error: str | None = None
 
 
-ToEngine = Submit | Abort | Finish | FlushCache | GetStatus | Shutdown
+ToEngine = Submit | Abort | Finish | FlushCache | GetStatus | GetCounters | Shutdown
 FromEngine = Started | TokenBatch | Alive | Ready | Loading | Failed | Answer

@@ -149,10 +149,20 @@ class GeneratedSequence:
         """Tokens of the reply that were asked for and generated."""
         return 0 if self._hides_reply else self._detokenizer.num_tokens + self._num_unseen
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Those of them that are reasoning, and its marks."""
+        return self._detokenizer.num_reasoning_tokens
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended the reply, if one did."""
+        return self._detokenizer.stop_string
+
     def take(self, delta: TokenDelta) -> SequencePiece:
         """The delta's part of the reply; raises if the engine gave up on it."""
         if delta.finish == "error" or delta.finish == "abort":
-            raise _error_of(delta)
+            raise error_of_delta(delta)
         is_first, self._began = not self._began, True
         if is_first:
             self.cached_tokens = delta.cached_tokens or 0
@@ -208,7 +218,8 @@ class GeneratedSequence:
         return text, [ShownToken(id, offset, known) for id, offset, known in rows]
 
 
-def _error_of(delta: TokenDelta) -> PippinError:
+def error_of_delta(delta: TokenDelta) -> PippinError:
+    """Why the engine gave up on a request."""
     if delta.finish == "abort":
         return error_of(delta.error or "the engine aborted the request", "aborted", 503)
     error = error_of(delta.error or "the request failed", delta.error_code, delta.error_status)

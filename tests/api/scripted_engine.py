@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.app import create_app
 from pippin.api.http.connection import uvicorn_config
-from pippin.api.openai import ModelInfo
+from pippin.api.model_info import ModelInfo
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import NotReady
 from pippin.messages import Submit, TokenDelta
@@ -28,7 +28,7 @@ BUNDLED = Path(__file__).parents[2] / "src/pippin/models/stories-hybrid-20m"
 TEXT = TextBundle.load(BUNDLED)
 TOKENIZER = TEXT.tokenizer
 EOS = TOKENIZER.eos_ids[0]
-MODEL = ModelInfo(name="stories", max_len=8192, vocab_size=8192, created_s=1)
+MODEL = ModelInfo("stories", max_len=8192, vocab_size=8192, created_s=1, aliases=("gpt-4o",))
 
 Script = Callable[[Submit], list[TokenDelta]]
 
@@ -105,6 +105,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.finished: list[str] = []
         self.reason: str | None = None
+        self.numbers: dict[str, Any] = {}  # what `counters` tells
 
     @property
     def healthy(self) -> bool:
@@ -137,6 +138,11 @@ class ScriptedEngine:
 
     async def status(self) -> dict[str, Any]:
         return {"running": 0}
+
+    async def counters(self) -> dict[str, Any]:
+        if self.reason is not None:
+            raise NotReady(self.reason)
+        return self.numbers
 
     async def flush_cache(self) -> dict[str, Any]:
         return {"freed_bytes": 0}
@@ -184,10 +190,13 @@ def serving(
     engine: ScriptedEngine,
     config: ServerConfig | None = None,
     limits: LimitsConfig | None = None,
+    *,
+    text: TextBundle = TEXT,
+    model: ModelInfo = MODEL,
 ) -> Iterator[str]:
     """The app on a free port of this machine; yields its URL."""
     board = _switchboard()
-    board.app = create_app(engine, TEXT, config or ServerConfig(), MODEL, limits or LimitsConfig())
+    board.app = create_app(engine, text, config or ServerConfig(), model, limits or LimitsConfig())
     try:
         yield board.url
     finally:

@@ -109,6 +109,18 @@ def test_an_engine_that_does_not_answer_is_an_error(
     assert_openai_error(fetch(method, path, engine), status, "no answer")
 
 
+def test_the_model_answers_to_its_aliases() -> None:
+    names = ["stories", "gpt-4o"]
+    listed = fetch("GET", "/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == names
+    for name in names:
+        assert fetch("GET", f"/v1/models/{name}").json()["id"] == name
+        reply = fetch("POST", "/v1/chat/completions", json=CHAT | {"model": name})
+        assert reply.json()["model"] == "stories"
+    refused = fetch("POST", "/v1/chat/completions", json=CHAT | {"model": "gpt-4"})
+    assert_openai_error(refused, 404, '"stories", "gpt-4o"')
+
+
 def test_the_last_event_is_done() -> None:
     response = fetch("POST", "/v1/chat/completions", json=CHAT | {"stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")

@@ -10,6 +10,8 @@ from openai.types import completion_create_params as completion_types
 from openai.types.chat import completion_create_params as chat_types
 from scripted_engine import MODEL, TEXT
 
+from pippin.api.dialects.chat import parse_chat
+from pippin.api.dialects.completions import parse_completion
 from pippin.api.fields import (
     CHAT_HONOURED,
     CHAT_REFUSED,
@@ -17,7 +19,6 @@ from pippin.api.fields import (
     COMPLETION_REFUSED,
 )
 from pippin.api.http.errors import ModelNotFound
-from pippin.api.openai import parse_chat, parse_completion
 from pippin.api.prepare import Job, prepare_chat, prepare_completion
 from pippin.config import LimitsConfig
 from pippin.errors import ContextOverflow, PippinError, RequestError, UnsupportedField
@@ -208,7 +209,7 @@ def test_messages_render_with_text_parts_and_tool_history() -> None:
         {"role": "tool", "tool_call_id": "1", "content": "42"},
     )
     assert text.startswith("<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nab<|im_end|>")
-    assert '{"name": "f", "arguments": {"é": 1}}' in text
+    assert '{"name": "f", "arguments": {"é":1}}' in text  # as it came
     assert text.endswith("\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 

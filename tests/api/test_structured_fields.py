@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from scripted_engine import MODEL, TEXT
 
-from pippin.api.openai import parse_chat, parse_completion
+from pippin.api.dialects.chat import parse_chat
+from pippin.api.dialects.completions import parse_completion
 from pippin.api.parameters import check_sampling
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError

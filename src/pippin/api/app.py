@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -12,12 +13,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from pippin.api.dialects.base import Dialect
+from pippin.api.dialects.chat import ChatDialect, parse_chat
+from pippin.api.dialects.completions import CompletionsDialect, parse_completion
+from pippin.api.dialects.messages.reply import MessagesDialect, messages_error
+from pippin.api.dialects.messages.request import parse_message_request
+from pippin.api.dialects.responses.reply import ResponsesDialect
+from pippin.api.dialects.responses.request import parse_responses_request
+from pippin.api.endpoints.routes import Endpoints
 from pippin.api.engine_client import Engine
 from pippin.api.http.door import front_door
 from pippin.api.http.errors import (
+    ErrorShapes,
     JSONResponse,
-    ModelNotFound,
-    error_body,
     on_client_disconnect,
     on_http_exception,
     on_pippin_error,
@@ -28,13 +36,13 @@ from pippin.api.http.request_log import RequestLog, record_of
 from pippin.api.http.sending import StreamResponse, WholeResponse
 from pippin.api.http.workers import Workers
 from pippin.api.job_log import facts_of
-from pippin.api.openai import ModelInfo, parse_chat, parse_completion
-from pippin.api.prepare import Job, prepare_chat, prepare_completion
-from pippin.api.reply import DONE, OpenAIReply, as_event
-from pippin.api.shapes import ChatShape, CompletionShape, Shape
+from pippin.api.metered_engine import MeteredEngine, ReplyTimes
+from pippin.api.model_info import ModelInfo
+from pippin.api.prepare import Job, prepare_chat, prepare_completion, prompt_of
+from pippin.api.reply import reply_events, whole_reply
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import NotReady, PippinError
-from pippin.text.bundle import TextBundle
+from pippin.text.bundle import SamplingDefaults, TextBundle
 
 
 def create_app(
@@ -44,17 +52,24 @@ def create_app(
     model: ModelInfo,
     limits: LimitsConfig,
 ) -> ASGIApp:
+    registry = CollectorRegistry()
+    engine = MeteredEngine(engine, ReplyTimes(registry))
+    endpoints = Endpoints(engine, text, config, model, limits, registry)
     api = _Api(engine, text, config, model, limits)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
             Route("/v1/completions", api.completions, methods=["POST"]),
+            Route("/v1/responses", api.responses, methods=["POST"]),
+            Route("/v1/messages", api.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
             Route("/v1/models", api.models),
             Route("/v1/models/{id:path}", api.model),
             Route("/health", api.health),
             Route("/ready", api.ready),
             Route("/status", api.status),
             Route("/flush_cache", api.flush_cache, methods=["POST"]),
+            *endpoints.routes(),
         ],
         middleware=front_door(config),
         exception_handlers={
@@ -64,7 +79,7 @@ def create_app(
             Exception: on_unexpected,
         },
     )
-    return RequestLog(app)
+    return RequestLog(ErrorShapes(app, {"/v1/messages": messages_error}))
 
 
 class _Api:
@@ -87,24 +102,41 @@ class _Api:
 
     async def chat_completions(self, request: Request) -> Response:
         job = await self._prepare(request, self._chat_job)
-        with_logprobs = job.sequences[0].submit.params.logprobs is not None
-        shape = ChatShape(self._text.tokenizer, with_logprobs=with_logprobs)
-        return self._answer(request, job, shape)
+        return self._answer(job, ChatDialect(job, self._text.tokenizer))
 
     async def completions(self, request: Request) -> Response:
         job = await self._prepare(request, self._completion_job)
-        with_logprobs = job.sequences[0].submit.params.logprobs is not None
-        shape = CompletionShape(self._text.tokenizer, with_logprobs=with_logprobs)
-        return self._answer(request, job, shape)
+        return self._answer(job, CompletionsDialect(job, self._text.tokenizer))
+
+    async def responses(self, request: Request) -> Response:
+        echo: dict[str, Any] = {}
+
+        def prepare(body: bytes) -> Job:
+            asked = parse_responses_request(parse_json(body), *self._rules)
+            echo.update(asked.echo)
+            return prepare_chat(asked.chat, self._text, self._model, prefix="resp_")
+
+        job = await self._prepare(request, prepare)
+        return self._answer(job, ResponsesDialect(job, echo))
+
+    async def messages(self, request: Request) -> Response:
+        job = await self._prepare(request, self._message_job)
+        return self._answer(job, MessagesDialect(job))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How long a prompt would be; nothing is computed."""
+        body = await read_body(request, self._limits)
+        return JSONResponse({"input_tokens": await self._workers.run(self._prompt_len, body)})
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._describe_model()]})
+        return JSONResponse(
+            {"object": "list", "data": [self._describe_model(name) for name in self._model.names]}
+        )
 
     async def model(self, request: Request) -> Response:
         id = request.path_params["id"]
-        if id != self._model.name:
-            raise ModelNotFound(f"the model {id!r} does not exist", param="model")
-        return JSONResponse(self._describe_model())
+        self._model.check_name(id)
+        return JSONResponse(self._describe_model(id))
 
     async def health(self, request: Request) -> Response:
         if not self._engine.healthy:
@@ -130,29 +162,36 @@ class _Api:
         )
         return job
 
+    @property
+    def _rules(self) -> tuple[ModelInfo, SamplingDefaults, LimitsConfig]:
+        """What every dialect reads a request by."""
+        return self._model, self._text.defaults, self._limits
+
+    def _message_job(self, body: bytes) -> Job:
+        chat = parse_message_request(parse_json(body), *self._rules)
+        return prepare_chat(chat, self._text, self._model, prefix="msg_")
+
+    def _prompt_len(self, body: bytes) -> int:
+        chat = parse_message_request(parse_json(body), *self._rules, counts_only=True)
+        return len(prompt_of(chat, self._text).tokens)
+
     def _chat_job(self, body: bytes) -> Job:
-        chat = parse_chat(parse_json(body), self._model, self._text.defaults, self._limits)
+        chat = parse_chat(parse_json(body), *self._rules)
         return prepare_chat(chat, self._text, self._model)
 
     def _completion_job(self, body: bytes) -> Job:
-        fields = parse_json(body)
-        completion = parse_completion(fields, self._model, self._text.defaults, self._limits)
+        completion = parse_completion(parse_json(body), *self._rules)
         return prepare_completion(completion, self._text, self._model)
 
-    def _answer(self, request: Request, job: Job, shape: Shape) -> Response:
-        reply = OpenAIReply(job, shape, self._engine)
+    def _answer(self, job: Job, dialect: Dialect) -> Response:
         if not job.stream:
-            return WholeResponse(reply.whole, job.timeout_s)
-        return StreamResponse(
-            reply.events(),
-            tell=lambda error: as_event(error_body(error)),
-            end=DONE,
-            timeout_s=job.timeout_s,
-        )
+            return WholeResponse(lambda: whole_reply(job, dialect, self._engine), job.timeout_s)
+        events = reply_events(job, dialect, self._engine)
+        return StreamResponse(events, tell=dialect.error, timeout_s=job.timeout_s)
 
-    def _describe_model(self) -> dict[str, Any]:
+    def _describe_model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._model.name,
+            "id": name,
             "object": "model",
             "created": self._model.created_s,
             "owned_by": "pippin",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -105,6 +105,14 @@ class Body:
         if not isinstance(value, str):
             raise self.wrong(field, "a string")
         return value
+
+    def one_of(self, field: str, choices: Sequence[str]) -> str | None:
+        value = self.get(field)
+        if value is None:
+            return None
+        if value not in choices:
+            raise self.wrong(field, f"one of {', '.join(choices)}")
+        return str(value)
 
     def strings(self, field: str, most: int, option: str) -> tuple[str, ...]:
         """One string or a list of them, none empty, and not more than `option` allows."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pippin.api.body import Body, shown
@@ -102,14 +101,5 @@ def _parse_tool_call(call: Body) -> dict[str, Any]:
     return {
         "id": call.string("id", ""),
         "type": "function",
-        "function": {"name": function.string("name", ""), "arguments": _unpack(arguments)},
+        "function": {"name": function.string("name", ""), "arguments": arguments},
     }
-
-
-def _unpack(arguments: str) -> Any:
-    """Templates want the object, the API carries it as text; what is no object stays text."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments

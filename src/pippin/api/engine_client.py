@@ -21,6 +21,7 @@ from pippin.messages import (
     Answer,
     Finish,
     FlushCache,
+    GetCounters,
     GetStatus,
     Started,
     Submit,
@@ -64,6 +65,10 @@ class Engine(Protocol):
         ...
 
     async def status(self) -> dict[str, Any]: ...
+
+    async def counters(self) -> dict[str, Any]:
+        """The numbers of a status: cheap to tell, however much is cached."""
+        ...
 
     async def flush_cache(self) -> dict[str, Any]: ...
 
@@ -138,6 +143,9 @@ class EngineClient:
 
     async def status(self) -> dict[str, Any]:
         return await self._call(GetStatus(next(self._call_ids)))
+
+    async def counters(self) -> dict[str, Any]:
+        return await self._call(GetCounters(next(self._call_ids)))
 
     async def flush_cache(self) -> dict[str, Any]:
         return await self._call(FlushCache(next(self._call_ids)))
@@ -239,7 +247,7 @@ class EngineClient:
             self._none_open.set()
         return was_open
 
-    async def _call(self, message: GetStatus | FlushCache) -> dict[str, Any]:
+    async def _call(self, message: GetStatus | GetCounters | FlushCache) -> dict[str, Any]:
         if self._reason is not None:
             raise NotReady(self._reason)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()

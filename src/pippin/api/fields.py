@@ -18,6 +18,9 @@ class Refusal:
     why: str
     neutral: tuple[Any, ...] = ()  # values that ask for nothing, and so are let pass
 
+    def lets_pass(self, value: Any) -> bool:
+        return any(type(value) is type(n) and value == n for n in self.neutral)  # 0 is not false
+
 
 _SAMPLING = {
     "temperature",
@@ -58,6 +61,10 @@ CHAT_HONOURED = frozenset(
         "messages",
         "max_completion_tokens",
         "top_logprobs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "reasoning_effort",
         # Labels for the operator's bookkeeping: they change no reply here or elsewhere.
         "metadata",
         "safety_identifier",
@@ -69,34 +76,82 @@ CHAT_HONOURED = frozenset(
 )
 COMPLETION_HONOURED = frozenset(_SHARED | {"prompt", "echo", "best_of"})
 
-_NO_TOOLS = "tool calls are not parsed"
 _TEXT_ONLY = "only text is generated"
 
 CHAT_REFUSED = {
     "audio": Refusal(_TEXT_ONLY),
-    "function_call": Refusal(_NO_TOOLS, ("none",)),
-    "functions": Refusal(_NO_TOOLS, ([],)),
+    "function_call": Refusal("it is the old name of tool_choice", ("none",)),
+    "functions": Refusal("it is the old name of tools", ([],)),
     "modalities": Refusal(_TEXT_ONLY, (["text"],)),
     "moderation": Refusal("there is no moderation"),
-    "parallel_tool_calls": Refusal(_NO_TOOLS, (True,)),
     "prediction": Refusal("predicted outputs are not used"),
     "prompt_cache_options": Refusal("caching is automatic", ({"mode": "implicit"},)),
     "prompt_cache_retention": Refusal("the cache lives in memory", ("in_memory",)),
-    "reasoning_effort": Refusal("use chat_template_kwargs to steer the model's own template"),
     "service_tier": Refusal("there is one tier", ("auto", "default")),
     "store": Refusal("replies are not stored", (False,)),
-    "tool_choice": Refusal(_NO_TOOLS, ("none",)),
-    "tools": Refusal(_NO_TOOLS, ([],)),
     "verbosity": Refusal("say it in the prompt", ("medium",)),
     "web_search_options": Refusal("there is no web search"),
 }
+_NO_SERVICE = "this server runs nothing beside the model"
+_NO_STORE = "replies are not stored: send the conversation with each request"
+
+RESPONSES_HONOURED = frozenset(
+    {
+        *("model", "input", "instructions", "max_output_tokens", "temperature", "top_p"),
+        *("stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls"),
+        *("reasoning", "text", "include"),
+        # Clients that leave it out would be stored elsewhere; here they never are.
+        "store",
+        # Labels:
+        *("metadata", "user", "safety_identifier", "prompt_cache_key"),
+        # Not OpenAI's:
+        *("seed", "top_k", "min_p", "stop", "priority", "timeout"),
+    }
+)
+RESPONSES_REFUSED = {
+    "access_programs": Refusal(_NO_SERVICE),
+    "background": Refusal(_NO_STORE, (False,)),
+    "context_management": Refusal("contexts are not edited", ([],)),
+    "conversation": Refusal(_NO_STORE),
+    "image": Refusal(_TEXT_ONLY),
+    "max_tool_calls": Refusal(_NO_SERVICE),
+    "moderation": Refusal("there is no moderation"),
+    "previous_response_id": Refusal(_NO_STORE),
+    "prompt": Refusal("prompts are not stored"),
+    "prompt_cache_options": Refusal("caching is automatic", ({"mode": "implicit"},)),
+    "prompt_cache_retention": Refusal("the cache lives in memory", ("in_memory",)),
+    "service_tier": Refusal("there is one tier", ("auto", "default")),
+    "top_logprobs": Refusal("use chat completions for log probabilities", (0,)),
+    "truncation": Refusal("a conversation is never cut", ("disabled",)),
+}
+
+MESSAGES_HONOURED = frozenset(
+    {
+        *("model", "messages", "system", "max_tokens", "stop_sequences", "stream"),
+        *("tools", "tool_choice", "thinking", "output_config"),
+        # They change nothing: every prefix is cached, and labels are the operator's.
+        *("cache_control", "metadata", "user_profile_id"),
+        # Anthropic's own once, and still sent to other servers:
+        *("temperature", "top_p", "top_k"),
+        # Not Anthropic's:
+        *("priority", "timeout"),
+    }
+)
+MESSAGES_REFUSED = {
+    "container": Refusal(_NO_SERVICE),
+    "diagnostics": Refusal("the log and /status tell what was cached"),
+    "inference_geo": Refusal("it runs where it runs"),
+    "service_tier": Refusal("there is one tier", ("auto", "standard_only")),
+    "speed": Refusal("there is one speed", ("standard",)),
+}
+
 COMPLETION_REFUSED = {"suffix": Refusal("text is not inserted", ("",))}
 
 
 def check_fields(body: Body, honoured: frozenset[str], refused: dict[str, Refusal]) -> None:
     body.check_known(honoured | refused.keys())
     for field, refusal in refused.items():
-        if not body.has(field) or body.get(field) in refusal.neutral:
+        if not body.has(field) or refusal.lets_pass(body.get(field)):
             continue
         allowed = " or ".join(shown(neutral) for neutral in refusal.neutral)
         hint = f" (only {allowed} is accepted)" if allowed else ""

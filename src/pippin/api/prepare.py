@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from pippin.api.openai import ChatRequest, CompletionRequest, ModelInfo, Options
+from pippin.api.constrain import can_forbid_calls, constrain
+from pippin.api.model_info import ModelInfo
+from pippin.api.reasoning import reasoning_variables
+from pippin.api.request import ChatRequest, CompletionRequest, Options
+from pippin.errors import UnsupportedField
 from pippin.sequences import (
     GeneratedSequence,
     context_overflow,
@@ -14,6 +19,7 @@ from pippin.sequences import (
     room_for_reply,
 )
 from pippin.text.bundle import TextBundle
+from pippin.text.parsers.base import PlainText, ReplyParser, Tool
 from pippin.text.prompt import Prompt, chat_prompt, completion_prompt
 
 
@@ -60,25 +66,68 @@ class Job:
         return sum(min(cached[i : i + num_each]) for i in range(0, len(cached), num_each))
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Those of the replies that are reasoning, and its marks."""
+        return sum(sequence.num_reasoning_tokens for sequence in self.sequences)
+
+    @property
+    def with_logprobs(self) -> bool:
+        return self.sequences[0].submit.params.logprobs is not None
+
+    @property
     def queued_s(self) -> float | None:
         """How long the last of its sequences to start waited for that."""
         waits = [s.queued_s for s in self.sequences if s.queued_s is not None]
         return max(waits, default=None)
 
 
-def prepare_chat(request: ChatRequest, text: TextBundle, model: ModelInfo) -> Job:
-    prompt = chat_prompt(
+def prepare_chat(
+    request: ChatRequest, text: TextBundle, model: ModelInfo, *, prefix: str = "chatcmpl-"
+) -> Job:
+    prompt = prompt_of(request, text)
+    tools = request.tool_use.allowed
+    options = replace(request.options, params=constrain(request, prompt, text))
+    return _job(
+        prefix,
+        [prompt],
+        options,
+        text,
+        model,
+        param=request.messages_field,
+        new_parser=lambda: text.formats.parser(prompt.ending, tools),
+    )
+
+
+def prompt_of(request: ChatRequest, text: TextBundle) -> Prompt:
+    """A conversation, its tools and how much to reason, in the words of the model's template."""
+    tool_use = request.tool_use
+    tools: tuple[Tool, ...] | None = tool_use.tools
+    if tool_use.allowed and text.formats.tools is None:
+        raise UnsupportedField(
+            "tools are not supported: this model's chat template has no calls in it that this "
+            "server can read (--tool-parser names a format)",
+            param="tools",
+        )
+    if not tool_use.allowed and not can_forbid_calls(text):
+        tools = None  # what the model has not heard of, it does not call
+    effort = reasoning_variables(
+        request.reasoning_effort,
+        "" if text.chat is None else text.chat.source,
+        reasons=text.formats.reasoning is not None,
+        param=request.effort_field,
+    )
+    return chat_prompt(
         request.messages,
         text,
+        tools=tools,
         add_generation_prompt=request.add_generation_prompt,
-        variables=request.template_variables,
+        variables={**effort, **request.template_variables},
     )
-    return _job("chatcmpl", [prompt], request.options, text, model, param="messages")
 
 
 def prepare_completion(request: CompletionRequest, text: TextBundle, model: ModelInfo) -> Job:
     prompts = [completion_prompt(given, text, echo=request.echo) for given in request.prompts]
-    return _job("cmpl", prompts, request.options, text, model, param="prompt")
+    return _job("cmpl-", prompts, request.options, text, model, param="prompt")
 
 
 def _job(
@@ -89,8 +138,9 @@ def _job(
     model: ModelInfo,
     *,
     param: str,
+    new_parser: Callable[[], ReplyParser] = PlainText,
 ) -> Job:
-    id = f"{prefix}-{uuid.uuid4().hex}"
+    id = f"{prefix}{uuid.uuid4().hex}"
     sequences: list[GeneratedSequence] = []
     for prompt in prompts:
         params = replace(options.params, max_tokens=_max_tokens(prompt, options, model, param))
@@ -101,6 +151,7 @@ def _job(
             text.tokenizer,
             first_index=len(sequences),
             priority=options.priority,
+            new_parser=new_parser,
         )
     return Job(
         id=id,

@@ -12,6 +12,7 @@ from pippin.api.engine_client import Engine
 from pippin.api.prepare import Job
 from pippin.messages import Submit, TokenDelta
 from pippin.sequences import SequencePiece, ShownToken
+from pippin.text.pieces import CallEnd, FoldedText, TextPiece
 
 
 @dataclass
@@ -19,18 +20,26 @@ class FoldedChoice:
     """A whole choice, for replies that are not streamed."""
 
     index: int
-    texts: list[str] = field(default_factory=list)
+    text: FoldedText = field(default_factory=FoldedText)
     shown: list[ShownToken] = field(default_factory=list)
     finish: str | None = None
 
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
     def add(self, piece: SequencePiece) -> None:
-        self.texts.append(piece.text)
+        for part in piece.pieces:
+            self.text.add(_unless_cut(part) if piece.finish == "length" else part)
         self.shown += piece.shown
         self.finish = piece.finish
+
+    def finish_or(self, called: str) -> str | None:
+        """How it finished; `called`, if it did so to have functions called."""
+        return called if self.finish == "stop" and self.text.calls else self.finish
+
+
+def _unless_cut(part: TextPiece) -> TextPiece:
+    """A call that the end of the reply cut short is left out: as text it would be markup."""
+    if isinstance(part, CallEnd) and part.unparsed is not None:
+        return CallEnd(part.index, unparsed="")
+    return part
 
 
 async def run_sequences(engine: Engine, job: Job) -> AsyncGenerator[SequencePiece, None]:

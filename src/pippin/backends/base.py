@@ -74,6 +74,7 @@ class Admit:
     # int32 [n]: tokens that were sampled before the request was retracted. Its chunks run them
     # after the prompt; the next sample is the reply's token number n, and penalties count these.
     reply: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    embeds: bool = False  # tell the hidden vector after the prompt, with the token that is sampled
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,8 @@ class StepResult:
     dispatched: float = 0.0  # time.perf_counter() when the device was handed the step
     device: DeviceReading | None = None  # where a device keeps account of its work
     forwards: StepForwards = field(default_factory=StepForwards)
+    # float32 [n] by slot, of rows that sample after their prompt and whose Admit `embeds`.
+    hidden: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 class PendingStep(Protocol):

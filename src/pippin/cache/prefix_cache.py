@@ -21,7 +21,7 @@ from pippin.cache.eviction import NEVER
 from pippin.cache.integrity import check_integrity
 from pippin.cache.policy import CheckpointPolicy, Placement
 from pippin.cache.radix import Node, TokenArray, as_tokens
-from pippin.cache.report import report
+from pippin.cache.report import counters, recent_paths
 from pippin.cache.stats import CacheStats
 from pippin.cache.store import Filled, Store
 from pippin.types import Component, Payload
@@ -248,9 +248,13 @@ class PrefixCache:
         except AssertionError as error:
             self._canary.report(f"the cache does not add up: {error}")
 
+    def counters(self) -> dict[str, object]:
+        """The numbers of a report; does not look at the tree."""
+        return counters(self._store, capacity_bytes=self.capacity_bytes, num_locks=len(self._locks))
+
     def report(self) -> dict[str, object]:
         """What is held and what it was good for, as plain JSON values."""
-        return report(self._store, capacity_bytes=self.capacity_bytes, num_locks=len(self._locks))
+        return self.counters() | {"recent_paths": recent_paths(self._store)}
 
     # --- inside -------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from pippin.cache.store import Store
 NUM_SHOWN_TOKENS = 8
 
 
-def report(store: Store, *, capacity_bytes: int, num_locks: int) -> dict[str, object]:
-    """What is held, what it was good for, and the most recently used paths."""
+def counters(store: Store, *, capacity_bytes: int, num_locks: int) -> dict[str, object]:
+    """What is held and what it was good for, as numbers that are kept anyway."""
     stats = store.stats
     return {
         "nodes": store.tree.num_nodes,
@@ -35,8 +35,12 @@ def report(store: Store, *, capacity_bytes: int, num_locks: int) -> dict[str, ob
         "bytes_evicted": stats.bytes_evicted,
         "evictions": {component.value: count for component, count in stats.evictions.items()},
         "checkpoints": {kind.value: asdict(made) for kind, made in stats.placements.items()},
-        "recent_paths": [_describe(end) for end in store.recent if end.attached],
     }
+
+
+def recent_paths(store: Store) -> list[dict[str, object]]:
+    """The most recently used ones."""
+    return [_describe(end) for end in store.recent if end.attached]
 
 
 def _describe(end: Node) -> dict[str, object]:

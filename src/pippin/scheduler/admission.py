@@ -24,7 +24,7 @@ import numpy as np
 
 from pippin.backends.base import Costs
 from pippin.cache.prefix_cache import Match, PrefixCache
-from pippin.errors import ContextOverflow, OutOfMemory, Overloaded
+from pippin.errors import ContextOverflow, OutOfMemory, Overloaded, UnsupportedField
 from pippin.messages import Submit
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.claims import GROWTH_TOKENS
@@ -114,6 +114,11 @@ class Admission:
             raise ContextOverflow(
                 f"prompt is {prompt_len:,} tokens and max_tokens {max_tokens:,}, "
                 f"the model holds {max_len:,}"
+            )
+        if submit.embeds and not self._costs.spec.hidden_bytes:
+            raise UnsupportedField(
+                "this model gives no embeddings: what its head reads cannot be told apart",
+                param="model",
             )
         need, capacity = self._costs.row_bytes(prompt_len + 1), self._budget.capacity
         if need > capacity:
@@ -239,6 +244,7 @@ class Admission:
             lock=lock,
             start_len=length,
             branch=0 if match is None else match.branch,
+            keeps_last=not request.embeds,  # what it draws is nobody's
         )
 
     def _start(self, holding: Holding, waits: set[Request]) -> None:

@@ -38,7 +38,7 @@ class Holding:
     retracting: bool = False  # no more rows; goes back to the queue once it is fenced
     retired: bool = False  # a step that retires it is in flight
     captured_len: int = 0  # tokens that the tree gets with that step
-    keeps_last: bool = True  # False: no room was left to run the last token of the reply
+    keeps_last: bool = True  # False: the last token of the reply is not run: no room, or no use
     # States of the reply, by position. The tree takes them when it gets the KV they belong to.
     checkpoints: dict[int, Payload] = field(default_factory=dict)
     released: bool = False

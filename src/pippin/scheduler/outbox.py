@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from pippin.backends.base import StepResult
 from pippin.errors import PippinError
 from pippin.messages import TokenDelta
@@ -47,6 +49,18 @@ class Outbox:
                 cached_tokens=request.cached_len,
                 queued_s=request.queued_s,
                 finish=finish,
+            )
+        )
+
+    def embedding(self, request: Request, vector: np.ndarray) -> None:
+        """What a request wanted that embeds, and its end. `vector`: float32 [hidden]."""
+        self._deltas.append(
+            TokenDelta(
+                id=request.id,
+                cached_tokens=request.cached_len,
+                queued_s=request.queued_s,
+                embedding=vector.tobytes(),
+                finish="stop",
             )
         )
 

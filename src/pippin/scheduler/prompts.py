@@ -159,6 +159,7 @@ def _admit(holding: Holding) -> Admit:
         prompt=request.prompt,
         seed=request.seed,
         reply=np.asarray(request.output, dtype=np.int32),
+        embeds=request.embeds,
     )
 
 

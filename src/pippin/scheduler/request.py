@@ -40,6 +40,7 @@ class Request:
     key: bytes = b""  # of its first tokens: prompts that begin alike have the same; b"": too short
     priority: int = 0  # higher starts first, and is retracted last
     grammar: Grammar | None = None
+    embeds: bool = False  # it wants the hidden vector after its prompt, and no reply
 
     phase: Phase = "waiting"
     output: list[int] = field(default_factory=list)
@@ -75,6 +76,7 @@ class Request:
             key=prompt[:KEY_TOKENS].tobytes() if len(prompt) > KEY_TOKENS else b"",
             priority=submit.priority,
             grammar=grammar,
+            embeds=submit.embeds,
         )
 
     # ---- what is known ---------------------------------------------------------------------

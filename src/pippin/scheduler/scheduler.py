@@ -336,6 +336,11 @@ class Scheduler:
         self.last_ghosts = ghosts
 
     def _take_token(self, request: Request, slot: int, result: StepResult) -> None:
+        if request.embeds:
+            self._outbox.embedding(request, result.hidden[slot])
+            self._end(request, "stop")
+            self.metrics.requests_finished += 1
+            return
         try:
             tokens, reason = append_token(request, result.tokens[slot])
         except Exception as error:  # whatever a grammar's library raises

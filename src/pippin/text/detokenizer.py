@@ -129,11 +129,17 @@ class Detokenizer:
         self._matcher = StopMatcher(stop) if stop else None
         self._min_tokens = min_tokens
         self.num_tokens = 0  # taken in; less than fed if a stop string cut them off
+        self.num_reasoning_tokens = 0  # of these
         self._num_decoded = 0  # characters
         self._num_shown = 0
         self._unfinished: list[tuple[int, int, int]] = []  # (index, id, start): no end yet
         self._waiting: deque[TokenSpan] = deque()  # decoded, not shown in full
         self.stopped = False
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended the reply, if one did."""
+        return None if self._matcher is None else self._matcher.matched
 
     def feed(self, ids: Sequence[int]) -> Decoded:
         """Take new tokens; what comes after a stop string is dropped."""
@@ -141,7 +147,10 @@ class Detokenizer:
         for token in ids:
             if self.stopped:
                 break
-            shown += self._show(self._parser.feed(self._decode(token)))
+            was_reasoning = self._parser.in_reasoning
+            pieces = self._parser.feed(self._decode(token))
+            self.num_reasoning_tokens += was_reasoning or self._parser.in_reasoning
+            shown += self._show(pieces)
         return Decoded(joined(shown), self._take_spans())
 
     def close(self) -> Decoded:

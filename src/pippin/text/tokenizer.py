@@ -88,6 +88,10 @@ class Tokenizer:
         visible = [token for token in ids if token not in self.special_ids]
         return self._backend.decode(visible, skip_special_tokens=False)
 
+    def decode_with_special(self, ids: Sequence[int]) -> str:
+        """Text with special tokens in it, all at once."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
     def token_text(self, token: int) -> str:
         """One token on its own, special or not; a broken character shows as U+FFFD."""
         return self.token_bytes(token).decode(errors="replace")

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.http.errors import Forbidden, Unauthorized, error_response
-from pippin.api.http.keys import ApiKeys
+from pippin.api.http.keys import ApiKeys, key_in
 from pippin.api.http.request_log import PROBES
 from pippin.config import ServerConfig
 from pippin.errors import PippinError
@@ -121,8 +121,10 @@ class KeyCheck:
     def __call__(self, scope: Scope) -> None:
         if scope["path"] in PROBES:
             return
-        if not self._keys.accept(Headers(scope=scope).get("authorization", "")):
-            raise Unauthorized("the API key is missing or wrong: send it as a bearer token")
+        if not self._keys.accept(key_in(Headers(scope=scope))):
+            raise Unauthorized(
+                "the API key is missing or wrong: send it as a bearer token, or as x-api-key"
+            )
 
 
 def host_of(given: str) -> str:

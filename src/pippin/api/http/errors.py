@@ -1,4 +1,4 @@
-"""Errors as OpenAI clients expect them: one JSON shape for every status. Knows no engine.
+"""Errors as clients expect them: OpenAI's shape, unless a path has another. Knows no engine.
 
 PippinError (see `pippin.errors`)
 ├── ModelNotFound         404
@@ -14,13 +14,14 @@ PippinError (see `pippin.errors`)
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.http.request_log import record_of
 from pippin.errors import NotFound, PippinError
@@ -80,35 +81,47 @@ class JSONResponse(Response):
         return msgspec.json.encode(content)
 
 
-class ErrorResponse(JSONResponse):
-    """Any error, in the one shape; the request's line in the log names its code."""
+ErrorShape = Callable[[PippinError], dict[str, Any]]
 
-    def __init__(
-        self,
-        message: str,
-        status: int,
-        *,
-        code: str,
-        param: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        self._code = code
-        body = _body(message, status, param=param, code=code)
-        super().__init__(body, status_code=status, headers=headers)
+
+class ErrorShapes:
+    """Says how errors look below some paths: whatever goes wrong there, in front of a route too."""
+
+    def __init__(self, app: ASGIApp, shapes: Mapping[str, ErrorShape]) -> None:
+        self._app = app
+        self._shapes = shapes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record_of(scope).error = self._code
-        await super().__call__(scope, receive, send)
+        for path, shape in self._shapes.items():
+            if scope["type"] == "http" and f"{scope['path']}/".startswith(f"{path}/"):
+                scope["state"]["error_shape"] = shape
+        await self._app(scope, receive, send)
+
+
+class ErrorResponse(Response):
+    """Any error, in the shape of its path; the request's line in the log names its code."""
+
+    def __init__(self, error: PippinError, headers: dict[str, str] | None = None) -> None:
+        super().__init__(status_code=error.status)
+        self._error = error
+        self._extra_headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record_of(scope).error = self._error.code
+        shape: ErrorShape = scope["state"].get("error_shape", error_body)
+        response = JSONResponse(shape(self._error), self.status_code, self._extra_headers)
+        await response(scope, receive, send)
 
 
 def error_body(error: PippinError) -> dict[str, Any]:
-    return _body(error.message, error.status, param=error.param, code=error.code)
+    """OpenAI's shape."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    told = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return {"error": told}
 
 
 def error_response(error: PippinError) -> ErrorResponse:
-    return ErrorResponse(
-        error.message, error.status, code=error.code, param=error.param, headers=_headers(error)
-    )
+    return ErrorResponse(error, _headers(error))
 
 
 def internal_error() -> PippinError:
@@ -123,12 +136,9 @@ async def on_pippin_error(request: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own: no such route, wrong method."""
     assert isinstance(error, HTTPException)
-    return ErrorResponse(
-        f"{error.detail}: {request.method} {request.url.path}",
-        error.status_code,
-        code=error.detail.lower().replace(" ", "_"),
-        headers=dict(error.headers or {}),
-    )
+    told = PippinError(f"{error.detail}: {request.method} {request.url.path}")
+    told.status, told.code = error.status_code, error.detail.lower().replace(" ", "_")
+    return ErrorResponse(told, dict(error.headers or {}))
 
 
 async def on_client_disconnect(request: Request, error: Exception) -> Response:
@@ -149,8 +159,3 @@ def _headers(error: PippinError) -> dict[str, str]:
     if isinstance(error, DeadlinePassed):  # what took too long once does so again
         headers["x-should-retry"] = "false"
     return headers
-
-
-def _body(message: str, status: int, *, param: str | None, code: str) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pippin.errors import LoadError
@@ -16,12 +16,17 @@ class ApiKeys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def accept(self, authorization: str) -> bool:
-        """Whether an Authorization header (as starlette decodes it) carries one of the keys."""
-        scheme, _, token = authorization.partition(" ")
-        given = _digest(token.strip().encode("latin-1"))
+    def accept(self, key: str) -> bool:
+        """Whether a key, from a header as starlette decodes it, is one of them."""
+        given = _digest(key.strip().encode("latin-1"))
         known = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(known)
+        return any(known)
+
+
+def key_in(headers: Mapping[str, str]) -> str:
+    """The key that a request carries, as OpenAI's or as Anthropic's clients send it."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def read_key_file(path: str) -> tuple[str, ...]:

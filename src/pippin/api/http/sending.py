@@ -58,20 +58,18 @@ class WholeResponse(Response):
 
 
 class StreamResponse(Response):
-    """Sends `events` as they come, or what `tell` makes of an error in their place, then `end`."""
+    """Sends `events` as they come; after an error, what `tell` makes of it."""
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         *,
         tell: Callable[[PippinError], bytes],
-        end: bytes,
         timeout_s: float | None,
     ) -> None:
         super().__init__()
         self._events = events
         self._tell = tell
-        self._end = end
         self._timeout_s = timeout_s
         self._started = False
         self._sent_at = monotonic()
@@ -92,14 +90,14 @@ class StreamResponse(Response):
         finally:
             company.cancel()
         if failure is None:
-            await self._send(send, self._end, more=False)
+            await self._send(send, b"", more=False)
             return
         told = failure if isinstance(failure, PippinError) else internal_error()
         if not self._started:
             await error_response(told)(scope, receive, send)
         else:
             record_of(scope).error = told.code
-            await self._send(send, self._tell(told) + self._end, more=False)
+            await self._send(send, self._tell(told), more=False)
         if told is not failure:
             raise failure
 

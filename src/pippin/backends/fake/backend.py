@@ -39,6 +39,7 @@ class FakePending:
     plan: StepPlan
     tokens: dict[int, int] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    hidden: dict[int, np.ndarray] = field(default_factory=dict)
     captures: list[Capture] = field(default_factory=list)
     masks: dict[int, np.ndarray] | None = None  # by slot, once they are known
     dispatched: float = field(default_factory=perf_counter)
@@ -62,6 +63,7 @@ class FakePending:
             tokens=self.tokens,
             logprobs=self.backend.logprobs(self.tokens),
             prompt_logprobs=self.prompt_logprobs,
+            hidden=self.hidden,
             captures=tuple(self.captures),
             dispatched=self.dispatched,
         )
@@ -207,6 +209,7 @@ class FakeBackend:
                 row.num_sampled += len(chunk.tokens) - 1  # these were never drawn
             if chunk.samples:
                 self._score_prompt(pending, chunk.slot)
+                self._tell_hidden(pending, chunk.slot)
             if chunk.samples and not chunk.masked:
                 self._sample(pending, chunk.slot)
 
@@ -277,6 +280,12 @@ class FakeBackend:
         if num_top is not None:
             scores = tuple(self._score(token, num_top) for token in row.admit.prompt[1:].tolist())
             pending.prompt_logprobs[slot] = scores
+
+    def _tell_hidden(self, pending: FakePending, slot: int) -> None:
+        row = self._rows[slot]
+        if row.admit.embeds:
+            digests = row.hidden or row.digests(self.spec.components)
+            pending.hidden[slot] = np.array(digests, dtype=np.float32)
 
     def logprobs(self, tokens: Mapping[int, int]) -> dict[int, TokenLogprobs]:
         logprobs = {}

@@ -23,6 +23,7 @@ class ReplyParser(ABC):
     """One reply's text in, its pieces out."""
 
     marks: frozenset[str] = frozenset()  # special tokens in them must reach it as text
+    in_reasoning: bool = False  # whether what comes next is reasoning, as far as is known
 
     @abstractmethod
     def feed(self, text: str) -> list[TextPiece]: ...

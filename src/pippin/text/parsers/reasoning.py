@@ -42,6 +42,7 @@ class ReasoningParser(ReplyParser):
         self._begin, self._end = marks.begin, marks.end
         self._ends = Marks.of(marks.end, *other_ends)
         self._rest = rest
+        self.in_reasoning = is_open
         self._lexer = Lexer()
         self._pieces: list[TextPiece] = []
         self._space = ""
@@ -77,6 +78,7 @@ class ReasoningParser(ReplyParser):
             self._pieces += self._rest.feed(text)
 
     def _read_reasoning(self) -> Steps[None]:
+        self.in_reasoning = True
         while text := (yield from self._lexer.text_before(self._ends)):
             text = self._space + text
             visible = text.rstrip()
@@ -84,6 +86,7 @@ class ReasoningParser(ReplyParser):
             if visible:
                 self._pieces.append(Reasoning(visible))
         self._space = ""
+        self.in_reasoning = False
         if (yield from self._lexer.accept(self._end)):
             yield from self._lexer.space()
 

@@ -122,6 +122,7 @@ class Prompts:
                 step.keep(self._captures.of_chunk(chunk, row, new_kv, prompt, tapped, hidden))
             if chunk.samples:
                 self._sample(step, chunk, logits[row])
+                self._tell_hidden(step, chunk, hidden, row)
             step.written += prompt.arrays()
 
     # ---- prompts that are restored whole ---------------------------------------------------
@@ -138,6 +139,7 @@ class Prompts:
         step.check(np.array([row.slot for row in rows]), logits[:, -1])
         for number, row in enumerate(rows):
             self._sample(step, row, logits[number])
+            self._tell_hidden(step, row, hidden, number)
 
     def restore(self, step: MLXPending, rows: Sequence[PrefillRow]) -> None:
         for row in rows:
@@ -149,6 +151,14 @@ class Prompts:
         """The token after a prompt, or after what is known of a reply that goes on."""
         sample = SampleRow(row.slot, row.end - len(self._admitted[row.slot].prompt))
         step.to_sample.add([sample], logits, masked=row.masked)
+
+    def _tell_hidden(
+        self, step: MLXPending, chunk: PrefillRow, hidden: mx.array | None, row: int
+    ) -> None:
+        """`hidden` [rows, 1, n]: what the head read; None where that is not known."""
+        if self._admitted[chunk.slot].embeds:
+            assert hidden is not None, "this model's hidden vectors are not known"
+            step.tell_hidden(chunk.slot, hidden[row, 0])
 
     def _restored(self, chunk: PrefillRow) -> PromptState:
         prompt = self._states[chunk.slot]

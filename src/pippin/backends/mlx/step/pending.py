@@ -82,6 +82,7 @@ class MLXPending:
     captures: list[Capture] = field(default_factory=list)
     sampled: list[SampledRows] = field(default_factory=list)
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+    hidden: dict[int, mx.array] = field(default_factory=dict)  # [n], by slot: embeddings
     to_sample: ToSample = field(default_factory=ToSample)
     checks: list[tuple[np.ndarray, mx.array]] = field(default_factory=list)  # slots, bool each
     written: list[mx.array] = field(default_factory=list)
@@ -93,6 +94,10 @@ class MLXPending:
         self.captures.append(capture)
         for payload in capture.payloads:
             self.written += payload_arrays(payload)
+
+    def tell_hidden(self, slot: int, hidden: mx.array) -> None:
+        self.hidden[slot] = hidden.astype(mx.float32)
+        self.written.append(self.hidden[slot])
 
     def note_prefill(self, *, is_new: bool) -> None:
         ran = self.forwards
@@ -158,6 +163,7 @@ class MLXPending:
             dispatched=self.dispatched,
             device=None if self.clock is None else self.clock.read(),
             forwards=self.forwards,
+            hidden={slot: np.array(vector) for slot, vector in self.hidden.items()},
         )
 
     def _overflowed(self) -> frozenset[int]:

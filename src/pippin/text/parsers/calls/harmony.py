@@ -56,10 +56,11 @@ class HarmonyParser(JsonCallParser):
             return
         self.lexer.record()  # the header is no text
         channel = _CHANNEL.search(header)
-        is_reasoning = channel is not None and channel[1] == "analysis"
+        self.in_reasoning = channel is not None and channel[1] == "analysis"
         while text := (yield from self.lexer.text_before(_MARKS)):
-            (self.sink.reasoning if is_reasoning else self.sink.content)(text)
+            (self.sink.reasoning if self.in_reasoning else self.sink.content)(text)
             self.lexer.record()
+        self.in_reasoning = False
 
     def _read_header(self) -> Steps[str]:
         yield from self.lexer.accept(START)

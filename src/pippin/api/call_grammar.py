@@ -1,0 +1,126 @@
+"""A format's tool calls as rules of a grammar. Knows no prompt and no engine.
+
+What a format cannot be held to is refused by name: nothing is enforced less than it was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pippin.api.lark import Lark, one_of
+from pippin.api.request import ToolUse
+from pippin.decode.json_schema import check_schema
+from pippin.errors import RequestError, UnsupportedField
+from pippin.text.parsers.formats import HARMONY, TOOL_FORMATS
+from pippin.text.parsers.syntax import BareKeyArguments, CallSyntax, TaggedArguments
+
+Schema = dict[str, Any]
+_NUMBER = "{number}"
+_SAY_NOTHING = {"type", "title", "description", "default", "examples"}
+
+
+class CallRules:
+    """Writes the rules of one request's calls."""
+
+    def __init__(self, lark: Lark, format: str, tool_use: ToolUse) -> None:
+        self._lark = lark
+        self._format = format
+        self._syntax: CallSyntax = TOOL_FORMATS[format].parser.syntax
+        self._tool_use = tool_use
+        if format == HARMONY or isinstance(self._syntax.arguments, BareKeyArguments):
+            raise self._refused("calls in the format {format} cannot be constrained")
+
+    def calls(self) -> str:
+        """The calls of a reply, one at least."""
+        lark, syntax = self._lark, self._syntax
+        call = lark.rule(one_of([self._call(tool["function"]) for tool in self._tool_use.allowed]))
+        more = f"({self._literal(syntax.separator)} {call})*" if self._tool_use.parallel else ""
+        opening, closing = self._literal(syntax.opening), self._literal(syntax.closing)
+        return lark.rule(f"{opening} {call} {more} {closing}")
+
+    def check_optional(self) -> None:
+        """Whether calls can be told from content before they are complete."""
+        if not self._lark.begins_with_mark(self._syntax.trigger):
+            raise self._refused(
+                "calls in the format {format} can be constrained only if one is required"
+            )
+
+    def _refused(self, why: str) -> UnsupportedField:
+        asked = "tool_choice" if self._tool_use.required else "parallel_tool_calls"
+        param = "tools" if self._tool_use.strict else asked
+        what = {"tools": "strict", "tool_choice": "tool_choice"}.get(param, param)
+        why = why.format(format=self._format)
+        return UnsupportedField(f"{what} cannot be kept: {why}", param=param)
+
+    def _call(self, function: Schema) -> str:
+        syntax, name = self._syntax, function["name"]
+        head = self._literal(syntax.before_name + name + syntax.before_arguments)
+        arguments = self._arguments(function)
+        return f"{head} {arguments} {self._literal(syntax.after_arguments)}"
+
+    def _arguments(self, function: Schema) -> str:
+        schema = _object_schema(function)
+        tags = self._syntax.arguments
+        if not isinstance(tags, TaggedArguments):
+            return self._lark.json(schema if function.get("strict") else {"type": "object"})
+        if function.get("strict"):
+            return self._strict_tagged(function["name"], schema, tags)
+        value = self._lark.until(tags.after_value)
+        key = self._lark.until(tags.before_value)
+        return f"({self._literal(tags.before_key)} {key} {value})*"
+
+    def _strict_tagged(self, name: str, schema: Schema, tags: TaggedArguments) -> str:
+        """Every property in the order of the schema; what is not required may be left out."""
+        required = schema.get("required", ())
+        definitions: Schema = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+        parts = []
+        for key, declared in schema.get("properties", {}).items():
+            value = self._tagged_value(f"{name}: {key}", declared, definitions, tags)
+            head = self._literal(tags.before_key + key + tags.before_value)
+            parts.append(f"({head} {value})" + ("" if key in required else "?"))
+        return " ".join(parts)
+
+    def _tagged_value(
+        self, where: str, declared: Any, definitions: Schema, tags: TaggedArguments
+    ) -> str:
+        """Strings stand bare, and so a grammar must know which are strings."""
+        kind = declared.get("type") if isinstance(declared, dict) else None
+        end = self._literal(tags.after_value)
+        choices = declared.get("enum") if isinstance(declared, dict) else None
+        if choices and all(isinstance(choice, str) for choice in choices):
+            return f"{one_of([self._literal(choice) for choice in choices])} {end}"
+        if kind == "string" and declared.keys() <= _SAY_NOTHING:
+            return self._lark.until(tags.after_value)
+        if kind in ("integer", "number", "boolean", "array", "object", "null"):
+            return f"{self._lark.json({**declared, **definitions})} {end}"
+        raise UnsupportedField(
+            f"strict cannot be kept for {where}: in the format {self._format} an argument is "
+            "a plain string, an enum of strings, or of one other type",
+            param="tools",
+        )
+
+    def _literal(self, text: str) -> str:
+        before, number, after = text.partition(_NUMBER)
+        if not number:
+            return self._lark.literal(text) if text else ""
+        return f"{self._lark.literal(before)} /[0-9]+/ {self._literal(after)}"
+
+
+def _object_schema(function: Schema) -> Schema:
+    """What the arguments must be; checked here only if they are to be held to it."""
+    schema: Schema = function.get("parameters") or {"type": "object", "properties": {}}
+    if not function.get("strict"):
+        return schema
+    try:
+        check_schema(json.dumps(schema))
+    except RequestError as error:
+        why = error.message.removeprefix("json_schema: ")
+        message = f"strict cannot be kept for {function['name']}: {why}"
+        raise UnsupportedField(message, param="tools") from error
+    if schema.get("type") != "object":
+        raise UnsupportedField(
+            f"strict cannot be kept for {function['name']}: its parameters are no object",
+            param="tools",
+        )
+    return schema

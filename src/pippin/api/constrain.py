@@ -1,0 +1,99 @@
+"""What a whole reply must look like: reasoning, then calls or content. Knows no engine.
+
+A request that asks for a schema, for a call, or for none, is held to it behind the reasoning: that
+is free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pippin.api.call_grammar import CallRules
+from pippin.api.lark import ANY_TEXT, Lark
+from pippin.api.request import ChatRequest, Options
+from pippin.decode.json_schema import check_schema
+from pippin.errors import RequestError, UnsupportedField
+from pippin.text.bundle import TextBundle
+from pippin.text.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
+from pippin.text.prompt import Prompt
+from pippin.types import SamplingParams
+
+
+def can_forbid_calls(text: TextBundle) -> bool:
+    """Whether a model that knows of tools can be kept from calling them."""
+    if text.formats.tools is None or not text.tokenizer.spells_bytes:
+        return False
+    trigger = TOOL_FORMATS[text.formats.tools].parser.syntax.trigger
+    return bool(text.tokenizer.eos_ids) and Lark(text.tokenizer).begins_with_mark(trigger)
+
+
+def constrain(request: ChatRequest, prompt: Prompt, text: TextBundle) -> SamplingParams:
+    """The request's parameters, with a grammar of all that was asked for."""
+    params, tool_use = request.options.params, request.tool_use
+    lark = Lark(text.tokenizer)
+    reasoning = _reasoning(lark, prompt, text)
+    content = _content(lark, params)
+    if not tool_use.allowed:
+        if tool_use.tools and can_forbid_calls(text):
+            _check_composes(params, "calls are forbidden")
+            return _with_grammar(request.options, lark, f"{reasoning} {content or ANY_TEXT}")
+        if params.grammar is None or not reasoning:
+            return params
+        _check_composes(params, "this model reasons first")
+        return _with_grammar(request.options, lark, f"{reasoning} {content}")
+    constrained = tool_use.required or tool_use.strict or not tool_use.parallel
+    if not constrained and params.grammar is None:
+        return params
+    assert text.formats.tools is not None, "checked where the prompt was made"
+    rules = CallRules(lark, text.formats.tools, tool_use)
+    if tool_use.required:
+        if params.grammar is not None:
+            raise UnsupportedField(
+                "a reply that has to be a call has no other content to constrain",
+                param="tool_choice",
+            )
+        return _with_grammar(request.options, lark, f"{reasoning} {rules.calls()}")
+    rules.check_optional()
+    _check_composes(params, "the reply may also be a call")
+    if content:
+        return _with_grammar(request.options, lark, f"{reasoning} ({content} | {rules.calls()})")
+    return _with_grammar(request.options, lark, f"{reasoning} {ANY_TEXT} {rules.calls()}?")
+
+
+def _reasoning(lark: Lark, prompt: Prompt, text: TextBundle) -> str:
+    """The reasoning that may come first; nothing, if the prompt has closed it already."""
+    if text.formats.reasoning not in REASONING_FORMATS:
+        return ""
+    marks = REASONING_FORMATS[text.formats.reasoning]
+    if prompt.ending.rstrip().endswith(marks.end):
+        return ""
+    rest = f"{lark.until(marks.end)} /[ \\n]*/"
+    if marks.is_open_after(prompt.ending):
+        return lark.rule(rest)
+    return lark.rule(f"({lark.literal(marks.begin)} {rest})?")
+
+
+def _content(lark: Lark, params: SamplingParams) -> str:
+    """The schema that content must obey; nothing, if there is none."""
+    grammar = params.grammar
+    if grammar is None or grammar.kind != "json_schema":
+        return ""
+    return lark.json(check_schema(grammar.text))
+
+
+def _check_composes(params: SamplingParams, why: str) -> None:
+    for field in ("regex", "ebnf"):
+        if getattr(params, field) is not None:
+            raise UnsupportedField(f"{field} cannot be kept, because {why}", param=field)
+
+
+def _with_grammar(options: Options, lark: Lark, start: str) -> SamplingParams:
+    grammar = lark.text(start)
+    nbytes = len(grammar.encode())
+    if nbytes > options.max_schema_bytes:
+        raise RequestError(
+            f"the tools' grammar holds {nbytes:,} bytes, at most {options.max_schema_bytes:,} are "
+            "allowed (--max-schema-bytes)",
+            param="tools",
+        )
+    return replace(options.params, json_schema=None, regex=None, ebnf=grammar)

@@ -1,0 +1,159 @@
+"""A reply as Anthropic's message: blocks of thinking, text and tool use. Knows no request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pippin.api.dialects.base import named_event
+from pippin.api.prepare import Job
+from pippin.api.replies import FoldedChoice
+from pippin.errors import PippinError
+from pippin.sequences import SequencePiece
+from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def messages_error(error: PippinError) -> dict[str, Any]:
+    other = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = _ERROR_TYPES.get(error.status, other)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class MessagesDialect:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._num_blocks = 0
+        self._open_block: str | None = None  # its type
+        self._called = False
+        self._finish: str | None = None
+
+    def open(self) -> bytes:
+        message = self._message([], None) | {"usage": self._usage(output_tokens=0)}
+        return named_event({"type": "message_start", "message": message})
+
+    def events(self, piece: SequencePiece) -> bytes:
+        self._finish = piece.finish
+        return b"".join(self._part(part, piece.finish) for part in piece.pieces)
+
+    def close(self) -> bytes:
+        delta = {
+            "stop_reason": self._stop_reason(self._finish, called=self._called),
+            "stop_sequence": self._stop_sequence,
+        }
+        usage = self._usage(self._job.completion_tokens)
+        ended = self._end_block()
+        ended += named_event({"type": "message_delta", "delta": delta, "usage": usage})
+        return ended + named_event({"type": "message_stop"})
+
+    def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
+        (choice,) = choices
+        text = choice.text
+        blocks: list[dict[str, Any]] = []
+        if text.reasoning:
+            blocks.append(_thinking(text.reasoning))
+        if text.content:
+            blocks.append(_text(text.content))
+        for call in text.calls.values():
+            given = msgspec.Raw((call.arguments or "{}").encode())
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        stop_reason = self._stop_reason(choice.finish, called=bool(text.calls))
+        return self._message(blocks, stop_reason) | {
+            "stop_sequence": self._stop_sequence,
+            "usage": self._usage(self._job.completion_tokens),
+        }
+
+    def error(self, error: PippinError) -> bytes:
+        return named_event(messages_error(error))
+
+    def _part(self, part: TextPiece, finish: str | None) -> bytes:
+        match part:
+            case Content(text):
+                return self._text_delta(text)
+            case Reasoning(text):
+                begun = self._begin_block(_thinking(""), unless="thinking")
+                return begun + self._delta({"type": "thinking_delta", "thinking": text})
+            case CallBegin(_, id, name):
+                return self._begin_block({"type": "tool_use", "id": id, "name": name, "input": {}})
+            case CallArguments(_, text):
+                return self._delta({"type": "input_json_delta", "partial_json": text})
+            case CallEnd(_, unparsed):
+                self._called = self._called or unparsed is None
+                ended = self._end_block()
+                if unparsed is None or finish == "length":
+                    return ended
+                return ended + self._text_delta(unparsed)
+
+    def _text_delta(self, text: str) -> bytes:
+        begun = self._begin_block(_text(""), unless="text")
+        return begun + self._delta({"type": "text_delta", "text": text})
+
+    def _begin_block(self, block: dict[str, Any], *, unless: str | None = None) -> bytes:
+        if unless is not None and self._open_block == unless:
+            return b""
+        ended = self._end_block()
+        self._open_block = block["type"]
+        start = {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
+        return ended + named_event(start)
+
+    def _end_block(self) -> bytes:
+        if self._open_block is None:
+            return b""
+        self._open_block = None
+        self._num_blocks += 1
+        return named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return named_event(
+            {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+        )
+
+    def _message(self, blocks: list[dict[str, Any]], stop_reason: str | None) -> dict[str, Any]:
+        return {
+            "id": self._job.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._job.model,
+            "content": blocks,
+            "stop_reason": stop_reason,
+            "stop_sequence": None,
+        }
+
+    @property
+    def _stop_sequence(self) -> str | None:
+        return self._job.sequences[0].stop_string
+
+    def _stop_reason(self, finish: str | None, *, called: bool) -> str:
+        if finish == "length":
+            return "max_tokens"
+        if self._stop_sequence is not None:
+            return "stop_sequence"
+        return "tool_use" if called else "end_turn"
+
+    def _usage(self, output_tokens: int) -> dict[str, Any]:
+        cached = self._job.cached_tokens
+        return {
+            "input_tokens": self._job.prompt_tokens - cached,  # Anthropic counts them apart
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": output_tokens,
+        }
+
+
+def _thinking(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}  # nothing here is signed
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}

@@ -1,0 +1,111 @@
+"""The items of OpenAI's Responses API as messages that templates want. Knows no other field.
+
+What the assistant did in one turn (reasoning, text, calls) are several items there, one message
+here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pippin.api.body import Body, shown
+from pippin.errors import RequestError, UnsupportedField
+
+Message = dict[str, Any]
+_ROLES = ("system", "developer", "user", "assistant")
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_IGNORED = {"id", "status", "annotations", "logprobs", "phase"}  # as replies carry them
+
+
+def parse_input(body: Body) -> list[Message]:
+    messages: list[Message] = []
+    if (instructions := body.string("instructions", None)) is not None:
+        messages.append({"role": "system", "content": instructions})
+    given = body.require("input")
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise body.wrong("input", "a string or a list of at least one item")
+    for number, item in enumerate(given):
+        _add(Body(item, f"input[{number}]"), messages)
+    return messages
+
+
+def _add(item: Body, messages: list[Message]) -> None:
+    match item.get("type"):
+        case None | "message":
+            _add_message(item, messages)
+        case "reasoning":
+            turn = _turn(messages)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + _reasoning(item)
+        case "function_call":
+            _turn(messages).setdefault("tool_calls", []).append(_call(item))
+        case "function_call_output":
+            item.check_known({"type", "call_id", "output", *_IGNORED})
+            item.require("call_id")
+            call_id = item.string("call_id", "")
+            content = _text(item, "output")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        case kind:
+            name = item.name("type")
+            raise UnsupportedField(f"{name} is {shown(kind)}; it is not supported", param=name)
+
+
+def _add_message(item: Body, messages: list[Message]) -> None:
+    item.check_known({"type", "role", "content", *_IGNORED})
+    item.require("role")
+    role = item.one_of("role", _ROLES)
+    text = _text(item, "content")
+    if role == "assistant":
+        turn = _turn(messages)
+        turn["content"] += text
+    else:
+        messages.append({"role": role, "content": text})
+
+
+def _turn(messages: list[Message]) -> Message:
+    """The assistant's message that is being put together."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _call(item: Body) -> Message:
+    item.check_known({"type", "call_id", "name", "arguments", "namespace", *_IGNORED})
+    for field in ("call_id", "name"):
+        item.require(field)
+    function = {"name": item.string("name", ""), "arguments": item.string("arguments", "{}")}
+    return {"id": item.string("call_id", ""), "type": "function", "function": function}
+
+
+def _reasoning(item: Body) -> str:
+    """In the open, as it was sent out here. What others encrypted, nobody can read."""
+    item.check_known({"type", "summary", "content", "encrypted_content", *_IGNORED})
+    content = item.get("content") or []
+    if not isinstance(content, list):
+        raise item.wrong("content", "a list")
+    parts = [Body(part, f"{item.name('content')}[{i}]") for i, part in enumerate(content)]
+    return "".join(part.string("text", "") for part in parts)
+
+
+def _text(item: Body, field: str) -> str:
+    value = item.require(field)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise RequestError(
+            f"{item.name(field)} is {shown(value)}; it must be a string or a list of parts",
+            param=item.name(field),
+        )
+    parts = (Body(part, f"{item.name(field)}[{i}]") for i, part in enumerate(value))
+    return "".join(_part(part) for part in parts)
+
+
+def _part(part: Body) -> str:
+    kind = part.require("type")
+    if kind not in _TEXT_PARTS:
+        name = part.name("type")
+        raise UnsupportedField(f"{name} is {shown(kind)}; only text can be read", param=name)
+    part.check_known({"type", "text", *_IGNORED})
+    part.require("text")
+    return part.string("text", "")

@@ -1,0 +1,207 @@
+"""A reply as OpenAI's response: items of reasoning, text and calls. Knows no request's fields."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from pippin.api.dialects.base import named_event
+from pippin.api.http.errors import error_body
+from pippin.api.prepare import Job
+from pippin.api.replies import FoldedChoice
+from pippin.errors import PippinError
+from pippin.sequences import SequencePiece
+from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
+
+Item = dict[str, Any]
+
+
+class ResponsesDialect:
+    def __init__(self, job: Job, echo: dict[str, Any]) -> None:
+        self._job = job
+        self._echo = echo
+        self._num_events = 0
+        self._done: list[Item] = []
+        self._item: Item | None = None  # that grows now
+        self._text = ""  # of it, so far
+        self._finish: str | None = None
+
+    def open(self) -> bytes:
+        created = self._response("in_progress", [])
+        return b"".join(
+            self._event(kind, response=created)
+            for kind in ("response.created", "response.in_progress")
+        )
+
+    def events(self, piece: SequencePiece) -> bytes:
+        self._finish = piece.finish
+        return b"".join(self._part(part, piece.finish) for part in piece.pieces)
+
+    def close(self) -> bytes:
+        ended = self._end_item("incomplete" if self._finish == "length" else "completed")
+        whole = self._finished(self._finish, self._done)
+        return ended + self._event(f"response.{whole['status']}", response=whole)
+
+    def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
+        (choice,) = choices
+        items: list[Item] = []
+        if choice.text.reasoning:
+            items.append(_filled(_new_item("reasoning"), choice.text.reasoning))
+        if choice.text.content:
+            items.append(_filled(_new_item("message"), choice.text.content))
+        calls = choice.text.calls.values()
+        items += [_filled(_new_call(call.id, call.name), call.arguments) for call in calls]
+        return self._finished(choice.finish, items)
+
+    def error(self, error: PippinError) -> bytes:
+        told = error_body(error)["error"]
+        failed = self._response("failed", self._done) | {
+            "error": {"code": "server_error", "message": error.message}
+        }
+        return self._event(
+            "error", code=told["code"], message=error.message, param=told["param"]
+        ) + self._event("response.failed", response=failed)
+
+    def _part(self, part: TextPiece, finish: str | None) -> bytes:
+        match part:
+            case Content(text):
+                return self._begin_item("message") + self._delta(text)
+            case Reasoning(text):
+                return self._begin_item("reasoning") + self._delta(text)
+            case CallBegin(_, id, name):
+                return self._end_item() + self._start(_new_call(id, name))
+            case CallArguments(_, text):
+                return self._delta(text)
+            case CallEnd(_, unparsed):
+                if unparsed is None:
+                    return self._end_item()
+                ended = self._end_item("incomplete")
+                if finish == "length":
+                    return ended
+                return ended + self._begin_item("message") + self._delta(unparsed)
+
+    def _begin_item(self, kind: str) -> bytes:
+        if self._item is not None and self._item["type"] == kind:
+            return b""
+        return self._end_item() + self._start(_new_item(kind))
+
+    def _start(self, item: Item) -> bytes:
+        self._item, self._text = item, ""
+        added = self._event("response.output_item.added", output_index=self._index, item=item)
+        if item["type"] == "function_call":
+            return added
+        return added + self._item_event(
+            "response.content_part.added", content_index=0, part=_part_of(item, "")
+        )
+
+    def _delta(self, text: str) -> bytes:
+        assert self._item is not None, "a delta belongs to an item"
+        self._text += text
+        kind = self._item["type"]
+        if kind == "function_call":
+            return self._item_event("response.function_call_arguments.delta", delta=text)
+        if kind == "reasoning":
+            return self._item_event("response.reasoning_text.delta", content_index=0, delta=text)
+        return self._item_event(
+            "response.output_text.delta", content_index=0, delta=text, logprobs=[]
+        )
+
+    def _end_item(self, status: str = "completed") -> bytes:
+        if self._item is None:
+            return b""
+        kind = self._item["type"]
+        if kind == "function_call":
+            done = self._item_event(
+                "response.function_call_arguments.done",
+                name=self._item["name"],
+                arguments=self._text,
+            )
+        else:
+            place = {"content_index": 0}
+            logprobs: Item = {"logprobs": []} if kind == "message" else {}
+            name = "output_text" if kind == "message" else "reasoning_text"
+            done = self._item_event(f"response.{name}.done", text=self._text, **place, **logprobs)
+            part = _part_of(self._item, self._text)
+            done += self._item_event("response.content_part.done", part=part, **place)
+        item = _filled(self._item, self._text) | {"status": status}
+        done += self._event("response.output_item.done", output_index=self._index, item=item)
+        self._done.append(item)
+        self._item = None
+        return done
+
+    @property
+    def _index(self) -> int:
+        return len(self._done)
+
+    def _item_event(self, kind: str, **data: Any) -> bytes:
+        assert self._item is not None
+        return self._event(kind, item_id=self._item["id"], output_index=self._index, **data)
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return named_event({"type": kind, "sequence_number": number, **data})
+
+    def _finished(self, finish: str | None, items: list[Item]) -> dict[str, Any]:
+        if finish != "length":
+            return self._response("completed", items) | {"usage": self._usage()}
+        why = {"incomplete_details": {"reason": "max_output_tokens"}}
+        return self._response("incomplete", items) | why | {"usage": self._usage()}
+
+    def _response(self, status: str, items: list[Item]) -> dict[str, Any]:
+        return {
+            "id": self._job.id,
+            "object": "response",
+            "created_at": self._job.created_s,
+            "model": self._job.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": items,
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            "usage": None,
+            **self._echo,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        job = self._job
+        return {
+            "input_tokens": job.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": job.cached_tokens},
+            "output_tokens": job.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": job.reasoning_tokens},
+            "total_tokens": job.prompt_tokens + job.completion_tokens,
+        }
+
+
+def _new_item(kind: str) -> Item:
+    prefix = {"message": "msg", "reasoning": "rs"}[kind]
+    item: Item = {"id": _id(prefix), "type": kind, "status": "in_progress", "content": []}
+    own: Item = {"role": "assistant"} if kind == "message" else {"summary": []}
+    item |= own
+    return item
+
+
+def _new_call(call_id: str, name: str) -> Item:
+    call = {"type": "function_call", "status": "in_progress", "arguments": ""}
+    return {"id": _id("fc"), "call_id": call_id, "name": name, **call}
+
+
+def _filled(item: Item, text: str) -> Item:
+    """The item with all of its text."""
+    if item["type"] == "function_call":
+        return item | {"arguments": text, "status": "completed"}
+    return item | {"content": [_part_of(item, text)], "status": "completed"}
+
+
+def _part_of(item: Item, text: str) -> dict[str, Any]:
+    if item["type"] == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"

@@ -1,0 +1,135 @@
+"""A request of OpenAI's Responses API as a neutral one. Knows no replies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pippin.api.body import Body, shown
+from pippin.api.dialects.options import check_metadata, check_model, read_options
+from pippin.api.dialects.responses.items import parse_input
+from pippin.api.fields import RESPONSES_HONOURED, RESPONSES_REFUSED, check_fields
+from pippin.api.model_info import ModelInfo
+from pippin.api.reasoning import EFFORTS
+from pippin.api.request import ChatRequest, ToolUse
+from pippin.api.tools import Choice, function_tool, read_mode, tool_bodies, tool_use
+from pippin.config import LimitsConfig
+from pippin.errors import UnsupportedField
+from pippin.text.bundle import SamplingDefaults
+
+_SAME_FIELDS = ("temperature", "top_p", "stream", "stream_options", "max_output_tokens")
+_EXTRA_FIELDS = ("seed", "top_k", "min_p", "stop", "priority", "timeout")
+_INCLUDED = ("reasoning.encrypted_content",)  # reasoning comes in the open: there is none to add
+
+
+@dataclass(frozen=True)
+class ResponsesRequest:
+    chat: ChatRequest
+    echo: dict[str, Any]  # what the response repeats of the request
+
+
+def parse_responses_request(
+    fields: Any, model: ModelInfo, defaults: SamplingDefaults, limits: LimitsConfig
+) -> ResponsesRequest:
+    body = Body(fields)
+    check_fields(body, RESPONSES_HONOURED, RESPONSES_REFUSED)
+    check_model(body, model)
+    check_metadata(body)
+    for label in ("user", "safety_identifier", "prompt_cache_key"):
+        body.string(label, None)
+    body.boolean("store", False)
+    _check_include(body)
+    options = read_options(
+        _openai_body(body), model, defaults, limits, max_tokens_fields=("max_output_tokens",)
+    )
+    chat = ChatRequest(
+        options=options,
+        messages=parse_input(body),
+        tool_use=_tools(body),
+        reasoning_effort=_effort(body),
+        messages_field="input",
+        effort_field="reasoning.effort",
+    )
+    echo = {
+        "instructions": body.get("instructions"),
+        "max_output_tokens": options.max_tokens,
+        "metadata": body.get("metadata") or {},
+        "parallel_tool_calls": chat.tool_use.parallel,
+        "reasoning": {"effort": chat.reasoning_effort, "summary": None},
+        "temperature": options.params.temperature,
+        "text": body.get("text") or {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_p": options.params.top_p,
+        "user": body.get("user"),
+    }
+    return ResponsesRequest(chat, echo)
+
+
+def _openai_body(body: Body) -> Body:
+    """The fields that chat completions have too, by their names there."""
+    fields = {f: body.get(f) for f in (*_SAME_FIELDS, *_EXTRA_FIELDS) if body.has(f)}
+    if body.has("text"):
+        text = Body(body.get("text"), "text")
+        text.check_known({"format", "verbosity"})
+        if text.get("verbosity") not in (None, "medium"):
+            raise UnsupportedField(
+                'text.verbosity is not supported: say it in the prompt (only "medium" is accepted)',
+                param="text.verbosity",
+            )
+        if text.has("format"):
+            fields["response_format"] = _response_format(Body(text.get("format"), "text.format"))
+    return Body(fields)
+
+
+def _response_format(format: Body) -> dict[str, Any]:
+    """The same words, but for one level of nesting."""
+    if format.get("type") != "json_schema":
+        return {"type": format.get("type")}
+    format.check_known({"type", "name", "description", "schema", "strict"})
+    inner = {field: format.get(field) for field in format.fields() if field != "type"}
+    return {"type": "json_schema", "json_schema": inner}
+
+
+def _effort(body: Body) -> str | None:
+    if not body.has("reasoning"):
+        return None
+    reasoning = Body(body.get("reasoning"), "reasoning")
+    reasoning.check_known({"effort", "summary", "generate_summary", "context"})
+    for field in ("summary", "generate_summary"):
+        # All of the reasoning is there to be read: a summary is not written besides.
+        reasoning.one_of(field, ("auto", "concise", "detailed"))
+    return reasoning.one_of("effort", EFFORTS)
+
+
+def _check_include(body: Body) -> None:
+    included = body.get("include") or []
+    if not isinstance(included, list):
+        raise body.wrong("include", "a list")
+    for item in included:
+        if item not in _INCLUDED:
+            raise UnsupportedField(f"include: {shown(item)} is not supported", param="include")
+
+
+def _tools(body: Body) -> ToolUse:
+    tools = [_tool(tool) for tool in tool_bodies(body)]
+    value = body.get("tool_choice")
+    if not isinstance(value, dict):
+        return tool_use(body, tools, read_mode(body, value))
+    choice = Body(value, "tool_choice")
+    if choice.get("type") != "function":
+        name = choice.name("type")
+        raise UnsupportedField(
+            f'{name} is {shown(choice.get("type"))}; only "function" is supported', param=name
+        )
+    choice.require("name")
+    return tool_use(body, tools, Choice(named=choice.string("name", "")))
+
+
+def _tool(tool: Body) -> dict[str, Any]:
+    kind = tool.require("type")
+    if kind != "function":
+        name = tool.name("type")
+        raise UnsupportedField(f'{name} is {shown(kind)}; only "function" is supported', param=name)
+    tool.check_known({"type", "name", "description", "parameters", "strict"})
+    return function_tool(tool, "parameters")

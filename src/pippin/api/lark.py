@@ -1,0 +1,75 @@
+"""Writes grammars in llguidance's Lark. Knows no format and no tool.
+
+Marks (a tokenizer's added tokens) are no text to a grammar: where a string holds one, the grammar
+names the token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from pippin.text.tokenizer import Tokenizer
+
+ANY_TEXT = "TEXT"
+# As replies to a `json_schema` are written: on one line, in one way.
+_ONE_LINE = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+class Lark:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        ids = {*tokenizer.added_ids, *tokenizer.special_ids}
+        texts = {tokenizer.token_text(id): id for id in ids}
+        self._marks = {text: id for text, id in texts.items() if text.strip()}
+        longest_first = sorted(self._marks, key=len, reverse=True)
+        self._parts = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        self._rules = [f"{ANY_TEXT}: /(?s:.*)/"]
+
+    def text(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        """A new rule; its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def begins_with_mark(self, text: str) -> bool:
+        return self._split(text)[0] in self._marks
+
+    def literal(self, text: str) -> str:
+        parts = [
+            f"<[{self._marks[part]}]>" if part in self._marks else json.dumps(part)
+            for part in self._split(text)
+        ]
+        return " ".join(parts)
+
+    def until(self, end: str) -> str:
+        """Any text, up to and with the first `end`."""
+        first, *rest = self._split(end)
+        if first in self._marks:
+            return f"{ANY_TEXT} {self.literal(end)}"
+        lazy = self.rule(f"/(?s:.*){_as_regex(first)}/", "[lazy]")
+        return " ".join([lazy, *map(self.literal, rest)])
+
+    def json(self, schema: dict[str, object]) -> str:
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _ONE_LINE})}")
+
+    def _split(self, text: str) -> list[str]:
+        if not self._marks:
+            return [text]
+        return [part for part in self._parts.split(text) if part] or [""]
+
+
+def one_of(choices: list[str]) -> str:
+    return "(" + " | ".join(choices) + ")"
+
+
+def _as_regex(text: str) -> str:
+    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")

@@ -1,0 +1,30 @@
+"""The served model, as clients know it. Knows no request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pippin.api.body import shown
+from pippin.api.http.errors import ModelNotFound
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    name: str
+    max_len: int  # tokens, prompt and reply together
+    vocab_size: int
+    created_s: int  # unix time
+    aliases: tuple[str, ...] = ()  # other names that it answers to
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.name, *self.aliases)))
+
+    def check_name(self, given: str) -> None:
+        """Raise unless it is one of the model's names."""
+        if given not in self.names:
+            serves = ", ".join(shown(name) for name in self.names)
+            raise ModelNotFound(
+                f"the model {shown(given)} does not exist; this server serves {serves}",
+                param="model",
+            )

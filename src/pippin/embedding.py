@@ -1,0 +1,36 @@
+"""What an embedding is asked for and told with: shared by the server and `LLM`. Knows no engine.
+
+The vector of a text is what the model's head reads after its last token, at length 1: the last
+token is the only one that has seen all of the text, and models that are made for embeddings out of
+decoders (Qwen3-Embedding, E5-Mistral, GTE-Qwen2) are trained to be read there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pippin.errors import PippinError
+from pippin.messages import Submit, TokenDelta
+from pippin.sequences import error_of_delta
+from pippin.types import SamplingParams
+
+# A row that ends its prompt always draws a token: the cheapest, and nobody gets to see it.
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+def embedding_submit(id: str, tokens: Sequence[int], *, priority: int = 0) -> Submit:
+    return Submit(id, list(tokens), _ONE_TOKEN, priority=priority, embeds=True)
+
+
+def embedding_of(delta: TokenDelta) -> np.ndarray:
+    """float32 [hidden], at length 1; raises if the engine gave up on it."""
+    if delta.finish == "error" or delta.finish == "abort":
+        raise error_of_delta(delta)
+    assert delta.embedding is not None, "an embedding ends with its vector"
+    vector = np.frombuffer(delta.embedding, dtype=np.float32)
+    length = np.linalg.norm(vector)
+    if not np.isfinite(length) or length == 0.0:
+        raise PippinError("the model's hidden vector has no direction")
+    return np.asarray(vector / length, dtype=np.float32)

@@ -1,0 +1,93 @@
+"""Calls of every format that can be constrained: a grammar allows them, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from qwen35_server import ARGUMENTS, TEXT, WEATHER, allows, vocabulary
+
+from call_texts import write_calls
+from pippin.api.call_grammar import CallRules
+from pippin.api.constrain import constrain
+from pippin.api.dialects.chat import parse_chat
+from pippin.api.lark import Lark
+from pippin.api.model_info import ModelInfo
+from pippin.api.request import ToolUse
+from pippin.config import LimitsConfig
+from pippin.decode.compile import CompiledGrammar, compile_grammar
+from pippin.errors import RequestError, UnsupportedField
+from pippin.text.bundle import SamplingDefaults
+from pippin.text.parsers.formats import TOOL_FORMATS, ReplyFormats
+from pippin.text.prompt import Prompt
+from pippin.types import GrammarSpec
+
+NOT_CONSTRAINED = ("harmony", "gemma4", "function_gemma")
+CONSTRAINED = [name for name in TOOL_FORMATS if name not in NOT_CONSTRAINED]
+MODEL = ModelInfo(name="qwen", max_len=1000, vocab_size=248_320, created_s=1)
+
+
+def tool(name: str, *, strict: bool = False) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": WEATHER, "strict": strict}}
+
+
+def grammar_of(format: str, tool_use: ToolUse) -> CompiledGrammar:
+    lark = Lark(TEXT.tokenizer)
+    text = lark.text(CallRules(lark, format, tool_use).calls())
+    return compile_grammar(GrammarSpec("ebnf", text), vocabulary())
+
+
+def calls(format: str, *names: str, **arguments: Any) -> str:
+    given = ARGUMENTS | arguments
+    return write_calls(TOOL_FORMATS[format].parser.syntax, [(name, given) for name in names])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("format", CONSTRAINED)
+def test_a_grammar_allows_the_formats_calls(format: str, strict: bool) -> None:
+    tools = (tool("look", strict=strict), tool("go", strict=strict))
+    grammar = grammar_of(format, ToolUse(tools, required=True))
+    assert allows(grammar, calls(format, "look"))
+    assert allows(grammar, calls(format, "go", "look"))
+    assert not allows(grammar, calls(format, "run"))
+    assert not allows(grammar, "It rains.")
+    assert allows(grammar, calls(format, "look", days="three")) is not strict
+    one = grammar_of(format, ToolUse(tools, required=True, named="go", parallel=False))
+    assert allows(one, calls(format, "go"))
+    assert not allows(one, calls(format, "look"))
+    assert not allows(one, calls(format, "go", "go"))
+
+
+@pytest.mark.parametrize("format", NOT_CONSTRAINED)
+def test_what_cannot_be_constrained_is_refused(format: str) -> None:
+    with pytest.raises(UnsupportedField, match=f"{format} cannot be constrained"):
+        grammar_of(format, ToolUse((tool("look"),), required=True))
+
+
+def constrained(fields: dict[str, Any], formats: ReplyFormats, **limits: Any) -> str | None:
+    body = {"model": "qwen", "messages": [{"role": "user", "content": "Hi."}], **fields}
+    request = parse_chat(body, MODEL, SamplingDefaults(), LimitsConfig(**limits))
+    text = replace(TEXT, formats=formats)
+    return constrain(request, Prompt([1], ending="<think>\n"), text).ebnf
+
+
+def test_a_format_without_a_first_mark_is_free_or_required() -> None:
+    llama = ReplyFormats(tools="llama3")
+    tools = [tool("look", strict=True)]
+    assert constrained({"tools": tools, "tool_choice": "required"}, llama)
+    with pytest.raises(UnsupportedField, match="only if one is required"):
+        constrained({"tools": tools}, llama)
+
+
+@pytest.mark.parametrize("field", [{"regex": "a"}, {"ebnf": 'root ::= "a"'}])
+def test_expressions_do_not_combine_with_open_reasoning(field: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedField, match="reasons first"):
+        constrained(field, ReplyFormats(reasoning="think"))
+    assert constrained(field, ReplyFormats()) == field.get("ebnf")
+
+
+def test_a_grammar_of_tools_is_no_larger_than_allowed() -> None:
+    tools = [tool(f"f{i}", strict=True) for i in range(20)]
+    with pytest.raises(RequestError, match="--max-schema-bytes"):
+        constrained({"tools": tools}, TEXT.formats, max_schema_bytes=1000)

@@ -1,0 +1,139 @@
+"""`/metrics`, read by prometheus_client's own parsers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as read_text
+from scripted_engine import Script, ScriptedEngine, fail, hang, say, serving
+
+from builders import Client, make_loop
+from pippin.api.endpoints import metrics
+
+CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]}
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+def engine_after_a_run(*scripts: Script, cache: bool = True) -> ScriptedEngine:
+    """Tells what a real loop counted over two requests with the same prompt."""
+    client = Client(make_loop(cache=cache))
+    for _ in range(2):
+        client.submit(list(range(200)), max_tokens=5)
+        client.run()
+    engine = ScriptedEngine(*scripts)
+    engine.numbers = client.loop.counters()
+    return engine
+
+
+def samples(text: str) -> dict[str, float]:
+    """By name, with a label's value behind a slash."""
+    return {
+        "/".join([sample.name, *sample.labels.values()]): sample.value
+        for family in read_text(text)
+        for sample in family.samples
+    }
+
+
+def scrape(url: str) -> dict[str, float]:
+    response = httpx.get(f"{url}/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain")
+    return samples(response.text)
+
+
+def ask(url: str, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/chat/completions", json=CHAT | fields)
+
+
+def test_the_engines_numbers_are_told() -> None:
+    engine = engine_after_a_run()
+    with serving(engine) as url:
+        found = scrape(url)
+    status, cache = engine.numbers["metrics"], engine.numbers["cache"]
+    assert found["pippin_engine_up"] == 1
+    assert found["pippin_requests_running"] == found["pippin_requests_waiting"] == 0
+    assert found["pippin_generated_tokens_total"] == 10
+    assert found["pippin_prompt_tokens_total"] == 400
+    assert found["pippin_cached_tokens_total"] == status["cached_tokens"] > 0
+    assert found["pippin_cache_hit_tokens_total"] == cache["tokens_matched"] > 0
+    assert found["pippin_retractions_total"] == 0
+    assert found["pippin_device_idle_ratio"] == status["device_idle_share"]
+    for component, nbytes in cache["component_bytes"].items():
+        assert found[f"pippin_cache_bytes/{component}"] == nbytes > 0
+        assert f"pippin_cache_evictions_total/{component}" in found
+
+
+def test_both_formats_of_prometheus_hold_the_same_families() -> None:
+    engine = engine_after_a_run(say("Hi."))
+    with serving(engine) as url:
+        ask(url)
+        plain = httpx.get(f"{url}/metrics").text
+        modern = httpx.get(f"{url}/metrics", headers={"accept": OPENMETRICS})
+    assert modern.headers["content-type"].startswith("application/openmetrics-text")
+    names = {family.name for family in read_openmetrics(modern.text)}
+    assert names == {f.name for f in read_text(plain) if not f.name.endswith("_created")}
+    assert all(family.documentation for family in read_openmetrics(modern.text))
+
+
+def test_replies_are_timed_and_counted_by_their_end() -> None:
+    engine = engine_after_a_run(say("one two three four five"), fail("full"))
+    with serving(engine) as url:
+        ask(url)
+        ask(url)
+        found = scrape(url)
+    num_tokens = found["pippin_sequence_reply_tokens_sum"]
+    assert num_tokens >= 5
+    assert found["pippin_sequences_total/stop"] == found["pippin_sequences_total/error"] == 1
+    assert found["pippin_sequence_seconds_count"] == 2
+    assert found["pippin_sequence_prompt_tokens_count"] == 2
+    assert found["pippin_time_to_first_token_seconds_count"] == 1
+    assert found["pippin_token_gap_seconds_count"] == num_tokens - 1
+    assert found["pippin_queue_seconds_sum"] == 0.25  # as the engine said
+
+
+def test_a_stop_string_is_a_stop_and_a_client_that_leaves_a_cut() -> None:
+    engine = engine_after_a_run(say("one two three"), hang(after="one"))
+    with serving(engine) as url:
+        ask(url, stop=" two")
+        assert scrape(url)["pippin_sequences_total/stop"] == 1
+        assert ask(url, timeout=0.05).status_code == 408
+        found = scrape(url)
+    assert found["pippin_sequences_total/stop"] == found["pippin_sequences_total/cut"] == 1
+
+
+def test_a_lost_engine_is_told_and_its_numbers_are_not() -> None:
+    engine = engine_after_a_run()
+    with serving(engine) as url:
+        assert "pippin_steps_total" in scrape(url)
+        engine.reason = "the engine was killed by signal 9"
+        found = scrape(url)
+    assert found["pippin_engine_up"] == 0
+    assert "pippin_steps_total" not in found
+    assert "pippin_time_to_first_token_seconds_count" in found
+
+
+def test_a_server_without_a_prefix_cache_tells_the_rest() -> None:
+    engine = engine_after_a_run(cache=False)
+    with serving(engine) as url:
+        found = scrape(url)
+    assert found["pippin_generated_tokens_total"] == 10
+    assert not any(name.startswith("pippin_cache_") for name in found)
+
+
+def test_a_scrape_during_a_long_step_gets_what_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_after_a_run()
+    with serving(engine) as url:
+        scrape(url)
+
+        async def never() -> dict[str, Any]:
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+
+        monkeypatch.setattr(engine, "counters", never)
+        monkeypatch.setattr(metrics, "PATIENCE_SECONDS", 0.01)
+        found = scrape(url)
+    assert found["pippin_generated_tokens_total"] == 10
+    assert found["pippin_engine_counters_age_seconds"] > 0

@@ -1,0 +1,150 @@
+"""The OpenAPI document is true: what it forbids is refused, and nothing it allows is a 500."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    negative_data_rejection,
+    response_schema_conformance,
+)
+from scripted_engine import MODEL, TEXT, ScriptedEngine, say_tokens, serving
+
+from pippin.api.app import create_app
+from pippin.api.endpoints.field_schemas import request_schemas
+from pippin.config import LimitsConfig, ServerConfig
+from pippin.messages import Submit, TokenDelta
+
+USER = {"role": "user", "content": "a"}
+BODIES = request_schemas(MODEL, LimitsConfig())
+
+
+def answer(submit: Submit) -> list[TokenDelta]:
+    if submit.embeds:
+        return [TokenDelta(submit.id, embedding=b"\0\0\x80?" * 4, finish="stop")]
+    return say_tokens([5])(submit)
+
+
+def document() -> Any:
+    with serving(ScriptedEngine(answer)) as url:
+        return httpx.get(f"{url}/openapi.json").json()
+
+
+def test_every_route_is_described() -> None:
+    paths = document()["paths"]
+    assert paths["/v1/models/{id}"]["get"]["parameters"][0]["name"] == "id"
+    assert BODIES.keys() <= paths.keys()
+    for path, schema in BODIES.items():
+        content = paths[path]["post"]["requestBody"]["content"]
+        assert content == {"application/json": {"schema": schema}}
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_field_that_is_honoured_says_what_it_holds(path: str) -> None:
+    assert [name for name, schema in BODIES[path]["properties"].items() if not schema] == []
+
+
+def test_a_server_with_keys_says_so() -> None:
+    assert "security" not in document()
+    with serving(ScriptedEngine(), ServerConfig(api_key=("secret",))) as url:
+        assert httpx.get(f"{url}/openapi.json").status_code == 401
+        headers = {"authorization": "Bearer secret"}
+        assert httpx.get(f"{url}/openapi.json", headers=headers).json()["security"]
+
+
+REAL: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "stories", "messages": [USER], "logprobs": True},
+    "/v1/completions": {"model": "gpt-4o", "prompt": [5, 6], "max_tokens": 3, "echo": True},
+    "/v1/embeddings": {"model": "stories", "input": ["a", "b"], "encoding_format": "base64"},
+    "/tokenize": {"prompt": "a", "tools": []},
+    "/detokenize": {"tokens": [[5], [6]]},
+    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2, "stop": ["x"]}},
+}
+
+
+@pytest.mark.parametrize(("path", "body"), REAL.items())
+def test_real_requests_are_allowed_and_answered(path: str, body: dict[str, Any]) -> None:
+    jsonschema.validate(body, BODIES[path])
+    with serving(ScriptedEngine(answer)) as url:
+        assert httpx.post(url + path, json=body).status_code == 200
+        wrong = body | {"nonsense": 1}
+        assert httpx.post(url + path, json=wrong).status_code == 400
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, BODIES[path])
+
+
+def bounds(schema: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Numbers at the ends of what is allowed, and those just outside."""
+    step = 1 if schema.get("type") == "integer" else 0.001
+    at, outside = [], []
+    for key, sign in (("minimum", -1), ("maximum", 1)):
+        if key in schema:
+            at.append(schema[key])
+            outside.append(schema[key] + sign * step)
+    if "exclusiveMinimum" in schema:
+        outside.append(schema["exclusiveMinimum"])
+    return at, outside
+
+
+def numeric_fields() -> list[tuple[str, str, dict[str, Any]]]:
+    return [
+        (path, name, option)
+        for path, body in BODIES.items()
+        for name, schema in body["properties"].items()
+        for option in schema.get("anyOf", [schema])
+        if option.get("type") in ("integer", "number")
+    ]
+
+
+@pytest.mark.parametrize(("path", "name", "schema"), numeric_fields())
+def test_numbers_are_taken_up_to_their_bounds_and_no_further(
+    path: str, name: str, schema: dict[str, Any]
+) -> None:
+    at, outside = bounds(schema)
+    assert outside, "a number without bounds"
+    with serving(ScriptedEngine(answer)) as url:
+        for value in outside:
+            refused = httpx.post(url + path, json=REAL[path] | {name: value})
+            assert refused.json()["error"]["param"] == name
+        for value in at:
+            told = httpx.post(url + path, json=REAL[path] | {name: value}).json().get("error", {})
+            # These two must also agree with what else is known.
+            assert told.get("param") != name or name in ("best_of", "dimensions"), told
+
+
+ODD_VALUES = (True, 0, -1, 1.5, "", "x", [], [[]], [None], [5], ["x"], {}, {"x": {}}, [{"x": 1}])
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_values_of_other_types_are_refused_where_the_document_says_so(path: str) -> None:
+    with serving(ScriptedEngine(answer)) as url, httpx.Client() as client:
+        for name in BODIES[path]["properties"]:
+            for value in ODD_VALUES:
+                body = REAL[path] | {name: value}
+                status = client.post(url + path, json=body).status_code
+                assert status < 500, body
+                if status == 200:
+                    jsonschema.validate(body, BODIES[path])
+
+
+ANY_HOST = ServerConfig(allowed_host=("*",))
+APP = create_app(ScriptedEngine(answer), TEXT, ANY_HOST, MODEL, LimitsConfig())
+SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
+SCHEMA.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+
+
+@pytest.mark.slow
+@SCHEMA.include(path=list(BODIES)).parametrize()
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_what_the_document_forbids_is_refused_and_nothing_is_a_500(case: schemathesis.Case) -> None:
+    case.call_and_validate(
+        checks=[not_a_server_error, negative_data_rejection, response_schema_conformance]
+    )

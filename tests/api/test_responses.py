@@ -1,0 +1,168 @@
+"""OpenAI's Responses API, with the official client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
+from pydantic import BaseModel
+from qwen35_server import (
+    ARGUMENTS,
+    CALL,
+    THOUGHT,
+    TWO_CALLS,
+    WEATHER,
+    prompt_text,
+    says,
+    serving_qwen,
+)
+from scripted_engine import Script, ScriptedEngine, fail
+
+from pippin.api.fields import RESPONSES_HONOURED, RESPONSES_REFUSED
+
+QUESTION = "What is the weather?"
+TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
+OUR_OWN = {"seed", "top_k", "min_p", "stop", "priority", "timeout"}
+
+
+@contextmanager
+def client_of(*scripts: Script) -> Iterator[tuple[Any, ScriptedEngine]]:
+    with (
+        serving_qwen(*scripts) as (url, engine),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client, engine
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": "qwen", "input": QUESTION, "tools": [TOOL]} | fields
+
+
+def whole(client: Any, **fields: Any) -> Any:
+    return client.responses.create(**asked(**fields))
+
+
+def streamed(client: Any, **fields: Any) -> Any:
+    """The same, put together by the client's own helper."""
+    with client.responses.stream(**asked(**fields)) as stream:
+        return stream.get_final_response()
+
+
+either_way = pytest.mark.parametrize("reply", [whole, streamed])
+
+
+def test_every_documented_field_is_honoured_or_refused() -> None:
+    documented = set(ResponseCreateParamsStreaming.__annotations__)
+    for base in ResponseCreateParamsStreaming.__orig_bases__:
+        documented |= set(getattr(base, "__annotations__", ()))
+    assert documented == (RESPONSES_HONOURED | RESPONSES_REFUSED.keys()) - OUR_OWN
+
+
+@either_way
+def test_reasoning_text_and_calls_are_items(reply: Any) -> None:
+    with client_of(says(f"{THOUGHT}I look.\n\n{TWO_CALLS}")) as (client, _):
+        response = reply(client)
+    reasoning, message, first, second = response.output
+    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Let me think.")
+    assert (message.type, response.output_text) == ("message", "I look.")
+    assert (first.type, first.name) == ("function_call", "get_weather")
+    assert json.loads(first.arguments) == ARGUMENTS
+    assert first.call_id != second.call_id
+    assert response.status == "completed"
+    usage = response.usage
+    assert usage.input_tokens_details.cached_tokens == 3
+    assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+
+
+def test_events_are_numbered_and_every_item_is_added_and_done() -> None:
+    with client_of(says(f"{THOUGHT}I look.\n\n{CALL}")) as (client, _):
+        events = list(whole(client, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert kinds.count("response.output_item.added") == 3
+    assert kinds.count("response.output_item.done") == 3
+    assert kinds.count("response.function_call_arguments.delta") > 3
+
+
+def last_of_stream(client: Any, **fields: Any) -> Any:
+    return list(whole(client, stream=True, **fields))[-1].response
+
+
+@pytest.mark.parametrize("reply", [whole, last_of_stream])
+def test_a_cut_reply_is_incomplete(reply: Any) -> None:
+    with client_of(says(f"{THOUGHT}It rains.")) as (client, _):
+        response = reply(client, max_output_tokens=6)
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_conversation_is_sent_back_as_it_came() -> None:
+    with client_of(says(f"{THOUGHT}I look.\n\n{CALL}"), says("Rain.")) as (client, engine):
+        first = whole(client, store=False, include=["reasoning.encrypted_content"])
+        call = first.output[-1]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        user = {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}
+        whole(client, input=[user, *first.output, result])
+    prompt = prompt_text(engine)
+    assert prompt.startswith(prompt_text(engine, 0)), "the prefix cache holds the first turn"
+    assert f"Let me think.\n</think>\n\nI look.\n\n{CALL}" in prompt
+    assert "<tool_response>\nrain\n</tool_response>" in prompt
+
+
+def test_structured_output_is_parsed(obeys: Any) -> None:
+    class Weather(BaseModel):
+        city: str
+        days: int
+
+    with client_of(says(THOUGHT + json.dumps(ARGUMENTS))) as (client, engine):
+        response = client.responses.parse(model="qwen", input=QUESTION, text_format=Weather)
+    assert response.output_parsed == Weather(city="Tokyo", days=3)
+    assert not obeys(engine, f"{THOUGHT}It rains.")
+
+
+def test_a_named_call_is_kept_by_a_grammar(obeys: Any) -> None:
+    with client_of(says(THOUGHT + CALL)) as (client, engine):
+        whole(client, tool_choice={"type": "function", "name": "get_weather"})
+    assert obeys(engine, THOUGHT + CALL)
+    assert not obeys(engine, f"{THOUGHT}It rains.")
+
+
+def test_effort_switches_the_templates_reasoning() -> None:
+    with client_of(says("It rains.")) as (client, engine):
+        whole(client, reasoning={"effort": "none"})
+    assert prompt_text(engine).endswith("</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"background": True}, "background"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str | None) -> None:
+    with client_of(says("")) as (client, _), pytest.raises(openai.BadRequestError) as caught:
+        whole(client, **fields)
+    assert caught.value.param == (param or "input[0].content[0].type")
+
+
+def test_an_error_in_a_stream_ends_it() -> None:
+    with serving_qwen(fail("the device failed", after="x")) as (url, _):
+        reply = httpx.post(f"{url}/v1/responses", json=asked(stream=True))
+    events = [event.split("\n") for event in reply.text.strip().split("\n\n")]
+    assert [name for name, _ in events[-2:]] == ["event: error", "event: response.failed"]
+    assert "the device failed" in events[-1][1]
