@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -263,6 +264,7 @@ class TorchBackend:
         self._score_prompts(step, batch, hidden)
         hidden = hidden[batch.last]
         self._note_hidden(step, batch, hidden)
+        self._tell_hidden(step, chunks, hidden)
         logits = self._forward.logits(hidden)
         self._check(step, [chunk.slot for chunk in chunks], logits)
         self._sample_prompts(step, chunks, logits)
@@ -293,10 +295,26 @@ class TorchBackend:
                 payload = HiddenPayload(hidden[number].clone())
                 step.captures[index] = replace(capture, hidden=payload)
 
+    def _tell_hidden(
+        self, step: TorchPending, rows: Sequence[PrefillRow], hidden: torch.Tensor
+    ) -> None:
+        """What the head read at the ends of prompts that are embedded."""
+        ends = {
+            row.slot: number
+            for number, row in enumerate(rows)
+            if row.samples and self._admitted[row.slot].embeds
+        }
+        if ends:
+            told = hidden[self._pools.index(np.array(list(ends.values())))].float()
+            read = partial(step.read_hidden, list(ends))
+            step.told.append(Told(self._streams.bring([told]), lambda found: read(*found)))
+
     def _sample_restored(self, step: TorchPending, rows: Sequence[PrefillRow]) -> None:
         """Prompts that are restored whole: the head is all that is computed of them."""
         for group in [[row] for row in rows] if self._deterministic else [rows] if rows else []:
-            logits = self._forward.logits(torch.stack([_hidden_of(row) for row in group]))
+            hidden = torch.stack([_hidden_of(row) for row in group])
+            self._tell_hidden(step, group, hidden)
+            logits = self._forward.logits(hidden)
             self._check(step, [row.slot for row in group], logits)
             self._sample_prompts(step, group, logits)
 

@@ -36,6 +36,7 @@ class TorchPending:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     overflowed: set[int] = field(default_factory=set)
+    hidden: dict[int, np.ndarray] = field(default_factory=dict)  # float32 [n], by slot: embeddings
 
     def dispatch(self) -> None:
         """Its launches hold nothing back."""
@@ -58,6 +59,7 @@ class TorchPending:
             frozenset(self.overflowed),
             dispatched=self.dispatched,
             forwards=self.forwards,
+            hidden=self.hidden,
         )
 
     def discard(self) -> None:
@@ -69,6 +71,9 @@ class TorchPending:
 
     def read_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         self.tokens |= zip(slots, tokens.tolist(), strict=True)
+
+    def read_hidden(self, slots: Sequence[int], hidden: torch.Tensor) -> None:
+        self.hidden |= zip(slots, hidden.numpy().copy(), strict=True)
 
     def read_overflows(self, slots: Sequence[int], overflowed: torch.Tensor) -> None:
         flags = zip(slots, overflowed.tolist(), strict=True)
