@@ -98,19 +98,25 @@ class ErrorShapes:
         await self._app(scope, receive, send)
 
 
-class ErrorResponse(Response):
-    """Any error, in the shape of its path; the request's line in the log names its code."""
+class ErrorResponse(JSONResponse):
+    """Any error, in the shape of its path; the request's line in the log names its code.
+
+    Where there is no path yet (too many connections), its body has OpenAI's shape.
+    """
 
     def __init__(self, error: PippinError, headers: dict[str, str] | None = None) -> None:
-        super().__init__(status_code=error.status)
         self._error = error
         self._extra_headers = headers
+        super().__init__(error_body(error), error.status, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record_of(scope).error = self._error.code
-        shape: ErrorShape = scope["state"].get("error_shape", error_body)
-        response = JSONResponse(shape(self._error), self.status_code, self._extra_headers)
-        await response(scope, receive, send)
+        shape: ErrorShape | None = scope["state"].get("error_shape")
+        if shape is None:
+            await super().__call__(scope, receive, send)
+            return
+        shaped = JSONResponse(shape(self._error), self.status_code, self._extra_headers)
+        await shaped(scope, receive, send)
 
 
 def error_body(error: PippinError) -> dict[str, Any]:
