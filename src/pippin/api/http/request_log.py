@@ -21,7 +21,8 @@ log = logging.getLogger("pippin.requests")
 
 HEADER = "x-request-id"
 USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
-PROBES = frozenset({"/health", "/ready"})  # asked every second or so, by machines
+PROBES = frozenset({"/health", "/ready"})
+ASKED_BY_MACHINES = PROBES | {"/metrics"}  # every few seconds
 
 
 @dataclass
@@ -79,7 +80,7 @@ class RequestLog:
             record.error = "internal_error"
             log.exception("request %s failed", record.id)
         finally:
-            quiet = record.path in PROBES and record.error is None
+            quiet = record.path in ASKED_BY_MACHINES and record.error is None
             log.log(
                 logging.DEBUG if quiet else logging.INFO,
                 "request",
