@@ -304,7 +304,7 @@ def test_what_a_request_leaves_out_comes_from_the_checkpoint() -> None:
 
 def test_models_are_listed_and_found() -> None:
     with client_of(ScriptedEngine(say("Hi."))) as client:
-        assert [model.id for model in client.models.list()] == ["stories"]
+        assert [model.id for model in client.models.list()] == ["stories", "gpt-4o"]
         assert client.models.retrieve("stories").owned_by == "pippin"
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("gpt-4")
