@@ -388,8 +388,8 @@ def print_first_difference(expected: list[Ran], found: list[Ran]) -> None:
         if bits:
             print(f"step {number}: other bits in {bits}")
         if slots:
-            print(f"step {number} is the first to say otherwise, in slots {slots}: {wanted.tokens} with waits, {got.tokens} ahead")
-            print(f"    with waits: {'; '.join(wanted.how)}\n    ahead:      {'; '.join(got.how)}", flush=True)
+            print(f"step {number} is the first to say otherwise, in slots {slots}: {wanted.tokens} with waits, {got.tokens} here")
+            print(f"    with waits: {'; '.join(wanted.how)}\n    here:       {'; '.join(got.how)}", flush=True)
             return
 
 
