@@ -9,11 +9,13 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 
 import torch
 
+from pippin.backends.base import PrefillRow
 from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.pools.layout import FIRST_SLAB, ZERO_SLAB, PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import KVPayload, StatePayload
 from pippin.backends.torch.pools.rows import Rows
+from pippin.backends.torch.step.batches import chunk_batch
 from pippin.errors import OutOfMemory
 from torch_families import TORCH_CONFIGS
 
@@ -133,6 +135,26 @@ def test_a_state_that_two_hold_is_written_elsewhere() -> None:
     rows.retire(1)
     pools.arena.check_integrity()
     assert len(pools.arena._free) == pools.arena.num_slabs - FIRST_SLAB
+
+
+def test_no_row_of_a_forward_writes_the_state_that_another_one_reads() -> None:
+    """Two rows were restored from one state, which the tree has dropped meanwhile."""
+    pools = make_pools(num_slabs=100)
+    rows = Rows(pools, num_slots=3, max_len=256)
+    slab = pools.arena.take_state()
+    for slot in (1, 2):
+        rows.borrow(slot, np.zeros(0, dtype=np.int32), slab)
+    pools.arena.release_state(slab)
+    chunks = [
+        PrefillRow(slot, 0, np.zeros(128, dtype=np.int32), captures=True, checkpoints=(64,))
+        for slot in (1, 2, 3)
+    ]
+    batch = chunk_batch(chunks, rows, pools)
+    assert batch.states_in.tolist() == [slab, slab, ZERO_SLAB]
+    written = [*batch.states_out.tolist(), *(tap.slab for tap in batch.taps)]
+    assert slab not in written
+    assert len(set(written)) == 6
+    assert slab in pools.arena._free
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -57,6 +57,7 @@ def _product(
     BIAS: tl.constexpr,
     EPILOGUE: tl.constexpr,
     TAPS: tl.constexpr,
+    LINES: tl.constexpr,  # TAPS - 1, up to a power of two
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -96,28 +97,30 @@ def _product(
     if EPILOGUE == _CONV:
         before = conv + tl.load(state_in).to(tl.int64) * conv_stride
         after = conv + tl.load(state_out).to(tl.int64) * conv_stride
-        sums = _convolve(sums, before, after, taps, n, num_channels, TAPS)
+        sums = _convolve(sums, before, after, taps, n, num_channels, TAPS, LINES)
     tl.store(out + n, sums.to(out.dtype.element_ty), mask=in_n)
 
 
 @triton.jit
-def _convolve(sums, before, after, taps, n, num_channels, TAPS: tl.constexpr):
+def _convolve(sums, before, after, taps, n, num_channels, TAPS: tl.constexpr, LINES: tl.constexpr):
     """Of channels: the causal convolution with the last inputs, its silu; the inputs move on.
 
-    A channel belongs to one program alone, which reads the old inputs and then writes the new
-    ones: the two may lie in the same place.
+    A channel belongs to one program alone, but old and new inputs may lie in the same place, and
+    in so small a block one warp computes with a channel while another one stores it. So all of the
+    old inputs are read before any warp writes.
     """
     is_channel = n < num_channels
     newest = sums.to(before.dtype.element_ty)
     weight = tl.load(taps + (TAPS - 1) * num_channels + n, mask=is_channel, other=0.0)
     found = newest.to(tl.float32) * weight.to(tl.float32)
-    for tap in tl.static_range(TAPS - 1):
-        at = tap * num_channels + n
-        value = tl.load(before + at, mask=is_channel, other=0.0)
-        weight = tl.load(taps + at, mask=is_channel, other=0.0)
-        found += value.to(tl.float32) * weight.to(tl.float32)
-        if tap > 0:
-            tl.store(after + at - num_channels, value, mask=is_channel)
+    tap = tl.arange(0, LINES)[:, None]
+    at = tap * num_channels + n[None, :]
+    is_old = (tap < TAPS - 1) & is_channel[None, :]
+    old = tl.load(before + at, mask=is_old, other=0.0)
+    weights = tl.load(taps + at, mask=is_old, other=0.0)
+    found += tl.sum(old.to(tl.float32) * weights.to(tl.float32), axis=0)
+    tl.debug_barrier()
+    tl.store(after + at - num_channels, old, mask=is_old & (tap > 0))
     tl.store(after + (TAPS - 2) * num_channels + n, newest, mask=is_channel)
     return tl.where(is_channel, found * tl.sigmoid(found), sums)
 
@@ -176,6 +179,7 @@ def product(
         BIAS=bias is not None,
         EPILOGUE=epilogue,
         TAPS=conv.taps.shape[0] if conv else 0,
+        LINES=triton.next_power_of_2(conv.taps.shape[0] - 1) if conv else 0,
         BLOCK_N=tile.block_n,
         BLOCK_K=min(tile.block_k, triton.next_power_of_2(size)),
         STAGES=tile.num_stages,

@@ -66,13 +66,18 @@ class Rows:
         return int(np.count_nonzero(self._arena.is_shared(self.states[slots])))
 
     def next_states(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the next forward reads and writes these slots' states, int64."""
+        """Where the next forward reads and writes these slots' states, int64.
+
+        What slots let go of is free when all have taken theirs: rows of one forward run in any
+        order, so none may write what another one reads.
+        """
         before = self.states[slots]
         after = before.copy()
         if self.keeps_states:
-            for place in np.flatnonzero(self._arena.is_shared(before)).tolist():
-                after[place] = self._arena.take_state()
-                self._arena.release_state(int(before[place]))
+            places = np.flatnonzero(self._arena.is_shared(before))
+            after[places] = [self._arena.take_state() for _ in places]
+            for slab in before[places].tolist():
+                self._arena.release_state(slab)
             self.states[slots] = after
         return before, after
 

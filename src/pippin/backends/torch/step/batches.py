@@ -79,13 +79,13 @@ def chunk_batch(rows: Sequence[PrefillRow], held: Rows, pools: Pools) -> ChunkBa
     """Takes the cells and states that the chunks write."""
     slots = np.array([row.slot for row in rows])
     cells = [held.grow(row.slot, len(row.tokens)) for row in rows]
-    states_in, states_out = held.next_states(slots)
     taps = tuple(
         Tap(number, position, pools.arena.take_state())
         for number, row in enumerate(rows)
         for position in inner_checkpoints(row)
         if held.keeps_states
     )
+    states_in, states_out = held.next_states(slots)  # after the taps: it frees what rows still read
     ends = np.cumsum([len(row.tokens) for row in rows])
     index = pools.index
     return ChunkBatch(
