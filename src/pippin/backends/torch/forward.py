@@ -10,9 +10,8 @@ from typing import Protocol
 
 import torch
 
-from pippin.backends.torch.attention.plain import attend_rows
-from pippin.backends.torch.models.attention_layer import AttentionLayer
-from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
+from pippin.backends.torch.layer_run import LayerRun
+from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.recurrent.gated_delta import (
@@ -52,10 +51,9 @@ class PlainForward:
         return self.decoder.head(hidden)
 
 
-class _ChunkRun:
+class _ChunkRun(LayerRun[ChunkBatch]):
     def __init__(self, batch: ChunkBatch, pools: Pools) -> None:
-        self._batch = batch
-        self._pools = pools
+        super().__init__(batch, pools)
         if batch.conv is None:
             return
         self._blocks = Blocks(batch.lengths, pools.device)
@@ -67,18 +65,6 @@ class _ChunkRun:
             [tap.slab for tap in batch.taps], dtype=torch.int64, device=pools.device
         )
         self._slabs = torch.cat([batch.states_out, tapped])
-
-    def mix(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
-        mixer = layer.mixer
-        if isinstance(mixer, AttentionLayer):
-            return self._attend(mixer, layer.number, x)
-        return self._recur(mixer, layer.number, x)
-
-    def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
-        batch, kv = self._batch, self._pools.kv[number]
-        q, k, v, gate = mixer.project(x, batch.positions)
-        kv[batch.cells] = torch.stack([k, v], dim=1)
-        return mixer.finish(attend_rows(q, kv, batch.lengths, batch.seen), gate)
 
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         batch, index = self._batch, self._batch.conv
@@ -97,24 +83,7 @@ class _ChunkRun:
         return mixer.finish(y, z)
 
 
-class _TokenRun:
-    def __init__(self, batch: DecodeBatch, pools: Pools) -> None:
-        self._batch = batch
-        self._pools = pools
-        self._lengths = [1] * len(batch.positions)
-
-    def mix(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
-        mixer = layer.mixer
-        if isinstance(mixer, AttentionLayer):
-            return self._attend(mixer, layer.number, x)
-        return self._recur(mixer, layer.number, x)
-
-    def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
-        batch, kv = self._batch, self._pools.kv[number]
-        q, k, v, gate = mixer.project(x, batch.positions)
-        kv[batch.cells] = torch.stack([k, v], dim=1)
-        return mixer.finish(attend_rows(q, kv, self._lengths, batch.seen), gate)
-
+class _TokenRun(LayerRun[DecodeBatch]):
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         batch = self._batch
         recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]

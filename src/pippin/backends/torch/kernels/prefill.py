@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pippin.backends.torch.attention.plain import attend_rows
 from pippin.backends.torch.kernels.delta_blocks import BlockTable, delta_blocks
 from pippin.backends.torch.kernels.rows import (
     add_norm,
@@ -18,8 +17,8 @@ from pippin.backends.torch.kernels.rows import (
     norm_rows,
     swiglu,
 )
-from pippin.backends.torch.models.attention_layer import AttentionLayer
-from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
+from pippin.backends.torch.layer_run import LayerRun
+from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.models.parts import DenseMlp, Mlp
 from pippin.backends.torch.pools.memory import Pools
@@ -57,10 +56,9 @@ def _feed_forward(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
     return mlp.down(swiglu(mlp.gate_up(x))) if isinstance(mlp, DenseMlp) else mlp(x)
 
 
-class _ChunkRun:
+class _ChunkRun(LayerRun[ChunkBatch]):
     def __init__(self, batch: ChunkBatch, pools: Pools) -> None:
-        self._batch = batch
-        self._pools = pools
+        super().__init__(batch, pools)
         if batch.conv is None:
             return
         self._slabs = torch.cat([batch.states_out, pools.index(_tapped(batch))])
@@ -71,18 +69,6 @@ class _ChunkRun:
         self._is_from_before = (after < num_before)[..., None]
         self._from_before = after.clamp_max(num_before - 1)
         self._from_chunk = (after - num_before).clamp_min(0)
-
-    def mix(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
-        mixer = layer.mixer
-        if isinstance(mixer, AttentionLayer):
-            return self._attend(mixer, layer.number, x)
-        return self._recur(mixer, layer.number, x)
-
-    def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
-        batch, kv = self._batch, self._pools.kv[number]
-        q, k, v, gate = mixer.project(x, batch.positions)
-        kv[batch.cells] = torch.stack([k, v], dim=1)
-        return mixer.finish(attend_rows(q, kv, batch.lengths, batch.seen), gate)
 
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         batch, index = self._batch, self._batch.conv

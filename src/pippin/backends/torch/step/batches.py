@@ -74,6 +74,10 @@ class DecodeBatch:
     states_out: torch.Tensor
     seen: tuple[torch.Tensor, ...]  # of each row all its cells, the new one last
 
+    @property
+    def lengths(self) -> list[int]:
+        return [1] * len(self.cells)
+
 
 def chunk_batch(rows: Sequence[PrefillRow], held: Rows, pools: Pools) -> ChunkBatch:
     """Takes the cells and states that the chunks write."""
