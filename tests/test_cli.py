@@ -11,9 +11,9 @@ import pytest
 
 import pippin
 from pippin import cli
+from pippin.cli.options import field_help
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig, parse_memory
 from pippin.errors import LoadError
-from pippin.options import field_help
 from processes import environment
 
 

@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "bench": {"", "types", "config", "metrics"},
     "bench.ceilings": {"bench", "backends.mlx.cpu.blas"},
     **dict.fromkeys(
-        ["", "__main__", "build", "checkpoint", "cli", "cli_bench", "client", "terminal_chat"],
+        ["", "__main__", "build", "checkpoint", "cli", "client", "terminal_chat"],
         ANYTHING,
     ),
     **dict.fromkeys(
@@ -68,7 +68,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
             "launch",
             "llm",
             "offline_requests",
-            "options",
             "resolve",
         ],
         ANYTHING,

@@ -1,79 +1,24 @@
-"""The `pippin bench` commands: options in, a report out. Measures nothing itself."""
+"""`pippin bench serve`, `churn` and `compare`: load on servers, over HTTP."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated
 
-from cyclopts import App, CoercionError, Group, Parameter, Token
+from cyclopts import Parameter
 
-from pippin.bench.report import PRINT_ONLY, Outputs
+from pippin.bench.report import PRINT_ONLY
 from pippin.checkpoint import find_checkpoint
+from pippin.cli.bench.parameters import Files, Names, Numbers, Rates
+from pippin.cli.options import takes_config
 from pippin.config import Config, ModelConfig
-from pippin.options import takes_config
 
-bench = App(name="bench", help="Measure speed. Each command can write --json, --svg, --markdown.")
-
-
-def split_list(hint: Any, tokens: Sequence[Token]) -> list[Any]:
-    """`--batch 1,4,16` as well as `--batch 1 4 16`."""
-    (kind,) = get_args(hint)
-    texts = [text for token in tokens for text in token.value.split(",") if text]
-    try:
-        return [kind(text) for text in texts]
-    except ValueError as error:
-        raise CoercionError(token=tokens[0], target_type=kind) from error
-
-
-Files = Annotated[Outputs, Parameter(name="*", group=Group("Output", sort_key=1))]
-LIST = Parameter(converter=split_list, consume_multiple=True, negative="")
-Names = Annotated[list[str] | None, LIST]
-Numbers = Annotated[list[int] | None, LIST]
-Rates = Annotated[list[float] | None, LIST]
 OptionString = Annotated[str, Parameter(allow_leading_hyphen=True)]
 BUNDLED = ModelConfig.model
 
 
-@bench.command(name="one-batch")
-@takes_config("model", "engine", without=("prefix_cache",))  # every row is computed
-def one_batch(
-    config: Config,
-    *,
-    batch: Numbers = None,
-    input: int = 512,
-    output: int = 64,
-    repeats: int = 3,
-    outputs: Files = PRINT_ONLY,
-) -> None:
-    """Latency of prefill and decode for one batch, and how close that is to the machine's limits.
-
-    Parameters
-    ----------
-    batch
-        Sizes to measure. Default: 1,4,16.
-    input
-        Prompt tokens of each row.
-    output
-        Tokens that all rows decode together.
-    repeats
-        Runs of each size; the table shows medians.
-    """
-    from pippin.bench.one_batch import one_batch
-
-    report = one_batch(
-        config,
-        batches=batch or (1, 4, 16),
-        input_len=input,
-        output_len=output,
-        repeats=repeats,
-    )
-    report.publish(outputs)
-
-
-@bench.command(name="serve")
-def bench_serve(
+def serve(
     *,
     url: str = "http://127.0.0.1:8000",
     model: str | None = None,
@@ -129,7 +74,6 @@ def bench_serve(
     report.publish(outputs)
 
 
-@bench.command
 @takes_config("model", "engine")
 def churn(
     config: Config,
@@ -185,22 +129,6 @@ def churn(
     churn_at(url, load, seed=seed, model=model, api_key=api_key).publish(outputs)
 
 
-@bench.command
-@takes_config("model", "engine")
-def growth(config: Config, *, only: Names = None, outputs: Files = PRINT_ONLY) -> None:
-    """How a step grows with batch, context, skewed lengths, the cache's tree and requests.
-
-    Parameters
-    ----------
-    only
-        Parts to run: batch, context, skew, tree, requests. Default: everything.
-    """
-    from pippin.bench.growth import growth
-
-    growth(config, only=only or ()).publish(outputs)
-
-
-@bench.command
 def compare(
     model: str = BUNDLED,
     *,
@@ -241,87 +169,4 @@ def compare(
         pippin_options=shlex.split(pippin_options),
         mlx_lm_options=shlex.split(mlx_lm_options),
     )
-    report.publish(outputs)
-
-
-@bench.command
-@takes_config("model", "engine")
-def prefix(
-    config: Config,
-    *,
-    only: Names = None,
-    rounds: int = 3,
-    pairs: int = 12,
-    outputs: Files = PRINT_ONLY,
-) -> None:
-    """Time to the first token with and without the prefix cache, and what the cache costs.
-
-    Parameters
-    ----------
-    only
-        Parts to run: repeat, chat, fan-out, cost. Default: everything.
-    rounds
-        Prompts for `repeat`; the table shows medians.
-    pairs
-        New prompts for `cost`, each with and without a cache.
-    """
-    from pippin.bench.prefix import prefix
-
-    report = prefix(
-        config, find_checkpoint(config.model), only=only or (), rounds=rounds, num_pairs=pairs
-    )
-    report.publish(outputs)
-
-
-@bench.command
-@takes_config("model", "engine")
-def overlap(
-    config: Config,
-    *,
-    streams: int = 8,
-    output: int = 128,
-    pairs: int = 12,
-    outputs: Files = PRINT_ONLY,
-) -> None:
-    """The same streams with and without overlap, in turn: throughput, step, idle device.
-
-    Parameters
-    ----------
-    streams
-        Requests that decode together.
-    output
-        Tokens of each stream.
-    pairs
-        How often each way runs; ratios are taken within pairs.
-    """
-    from pippin.bench.overlap import overlap
-
-    report = overlap(config, num_streams=streams, num_tokens=output, num_pairs=pairs)
-    report.publish(outputs)
-
-
-@bench.command
-@takes_config("model", "engine")
-def grammar(
-    config: Config,
-    *,
-    streams: int = 16,
-    output: int = 96,
-    pairs: int = 8,
-    outputs: Files = PRINT_ONLY,
-) -> None:
-    """What constrained replies cost, and what running forced tokens in chunks saves.
-
-    Parameters
-    ----------
-    streams
-        Requests that decode together; every second one is constrained.
-    output
-        Tokens of each stream.
-    pairs
-        How often each way runs; ratios are taken within pairs.
-    """
-    from pippin.bench.grammar import grammar
-
-    report = grammar(config, num_streams=streams, num_tokens=output, num_pairs=pairs)
     report.publish(outputs)

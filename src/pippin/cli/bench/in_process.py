@@ -1,0 +1,138 @@
+"""`pippin bench one-batch`, `growth`, `prefix`, `overlap`, `grammar`: an engine in this process."""
+
+from __future__ import annotations
+
+from pippin.bench.report import PRINT_ONLY
+from pippin.checkpoint import find_checkpoint
+from pippin.cli.bench.parameters import Files, Names, Numbers
+from pippin.cli.options import takes_config
+from pippin.config import Config
+
+
+@takes_config("model", "engine", without=("prefix_cache",))  # every row is computed
+def one_batch(
+    config: Config,
+    *,
+    batch: Numbers = None,
+    input: int = 512,
+    output: int = 64,
+    repeats: int = 3,
+    outputs: Files = PRINT_ONLY,
+) -> None:
+    """Latency of prefill and decode for one batch, and how close that is to the machine's limits.
+
+    Parameters
+    ----------
+    batch
+        Sizes to measure. Default: 1,4,16.
+    input
+        Prompt tokens of each row.
+    output
+        Tokens that all rows decode together.
+    repeats
+        Runs of each size; the table shows medians.
+    """
+    from pippin.bench.one_batch import one_batch
+
+    report = one_batch(
+        config,
+        batches=batch or (1, 4, 16),
+        input_len=input,
+        output_len=output,
+        repeats=repeats,
+    )
+    report.publish(outputs)
+
+
+@takes_config("model", "engine")
+def growth(config: Config, *, only: Names = None, outputs: Files = PRINT_ONLY) -> None:
+    """How a step grows with batch, context, skewed lengths, the cache's tree and requests.
+
+    Parameters
+    ----------
+    only
+        Parts to run: batch, context, skew, tree, requests. Default: everything.
+    """
+    from pippin.bench.growth import growth
+
+    growth(config, only=only or ()).publish(outputs)
+
+
+@takes_config("model", "engine")
+def prefix(
+    config: Config,
+    *,
+    only: Names = None,
+    rounds: int = 3,
+    pairs: int = 12,
+    outputs: Files = PRINT_ONLY,
+) -> None:
+    """Time to the first token with and without the prefix cache, and what the cache costs.
+
+    Parameters
+    ----------
+    only
+        Parts to run: repeat, chat, fan-out, cost. Default: everything.
+    rounds
+        Prompts for `repeat`; the table shows medians.
+    pairs
+        New prompts for `cost`, each with and without a cache.
+    """
+    from pippin.bench.prefix import prefix
+
+    report = prefix(
+        config, find_checkpoint(config.model), only=only or (), rounds=rounds, num_pairs=pairs
+    )
+    report.publish(outputs)
+
+
+@takes_config("model", "engine")
+def overlap(
+    config: Config,
+    *,
+    streams: int = 8,
+    output: int = 128,
+    pairs: int = 12,
+    outputs: Files = PRINT_ONLY,
+) -> None:
+    """The same streams with and without overlap, in turn: throughput, step, idle device.
+
+    Parameters
+    ----------
+    streams
+        Requests that decode together.
+    output
+        Tokens of each stream.
+    pairs
+        How often each way runs; ratios are taken within pairs.
+    """
+    from pippin.bench.overlap import overlap
+
+    report = overlap(config, num_streams=streams, num_tokens=output, num_pairs=pairs)
+    report.publish(outputs)
+
+
+@takes_config("model", "engine")
+def grammar(
+    config: Config,
+    *,
+    streams: int = 16,
+    output: int = 96,
+    pairs: int = 8,
+    outputs: Files = PRINT_ONLY,
+) -> None:
+    """What constrained replies cost, and what running forced tokens in chunks saves.
+
+    Parameters
+    ----------
+    streams
+        Requests that decode together; every second one is constrained.
+    output
+        Tokens of each stream.
+    pairs
+        How often each way runs; ratios are taken within pairs.
+    """
+    from pippin.bench.grammar import grammar
+
+    report = grammar(config, num_streams=streams, num_tokens=output, num_pairs=pairs)
+    report.publish(outputs)
