@@ -1,0 +1,6 @@
+"""The cache on disk: entries in files, found by what they were computed from.
+
+Lives here: what an entry is (entries), how it is named (chain), the verbs of a store (base), a
+store in memory for tests (memory), and how paths are put together again from entries (rebuild).
+Knows bytes, files and digests. Knows no arrays of mlx or torch, no tree and no scheduler.
+"""

@@ -1,0 +1,51 @@
+"""Names for sequences of tokens, of one model. Knows no entries and no files.
+
+    key(p) = BLAKE2b(model fingerprint, token 0 ... token p-1)
+
+So a key says all that a payload at position `p` was computed from. It does not depend on where
+nodes of a tree begin and end: a path that was split later has the same keys. Nobody can find two
+sequences of one key, which a prompt written on purpose might otherwise try.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+
+import numpy as np
+import numpy.typing as npt
+
+KEY_BYTES = 32
+
+
+class Chain:
+    """All tokens from the root to one position, hashed so far; about 400 bytes.
+
+    A value: `extended` makes another. It costs the hash of the new tokens alone, at about a
+    gigabyte a second, so a node that keeps its chain names what hangs below it cheaply.
+    """
+
+    __slots__ = ("_hash", "key", "length")
+
+    def __init__(self, fingerprint: bytes) -> None:
+        """The root, for a model of this fingerprint (`fingerprint.py`)."""
+        self.length = 0
+        self._hash = hashlib.blake2b(fingerprint, digest_size=KEY_BYTES, person=b"pippin chain 1")
+        self.key = self._hash.digest()
+
+    def extended(self, tokens: npt.NDArray[np.int32] | bytes) -> Chain:
+        """The chain after these tokens too (int32, or their bytes as a tree node keeps them)."""
+        raw = tokens if isinstance(tokens, bytes) else tokens.astype(np.int32).tobytes()
+        chain = Chain.__new__(Chain)
+        chain._hash = self._hash.copy()
+        chain._hash.update(little_endian(raw))
+        chain.key = chain._hash.digest()
+        chain.length = self.length + len(raw) // 4
+        return chain
+
+
+def little_endian(raw: bytes) -> bytes:
+    """int32 tokens of this machine's order as they are written to files, or back."""
+    if sys.byteorder == "little":
+        return raw
+    return np.frombuffer(raw, dtype=np.int32).byteswap().tobytes()

@@ -1,0 +1,90 @@
+"""Chain keys do not depend on boundaries, and paths are found again from entries alone."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from disk_builders import FINGERPRINT, ROOT, kv_entry, state_entry, tokens
+
+from pippin.cache.disk.chain import Chain
+from pippin.cache.disk.entries import Entry
+from pippin.cache.disk.rebuild import rebuild
+
+
+def paths(entries: list[Entry]) -> dict[bytes, tuple[int, ...]]:
+    found = rebuild(entries, FINGERPRINT)
+    assert not found.orphans
+    return {
+        placed.entry.key.chain: tuple(np.frombuffer(placed.path_tokens(), np.int32).tolist())
+        for placed in found.placed
+    }
+
+
+def test_a_chain_key_does_not_depend_on_boundaries() -> None:
+    whole = ROOT.extended(tokens(1, 2, 3, 4))
+    parts = ROOT.extended(tokens(1)).extended(tokens(2, 3)).extended(np.array([4], np.int32))
+    assert whole.key == parts.key
+    assert whole.length == parts.length == 4
+
+
+def test_a_chain_key_says_tokens_order_and_model() -> None:
+    keys = [
+        ROOT.key,
+        ROOT.extended(tokens(1, 2)).key,
+        ROOT.extended(tokens(2, 1)).key,
+        ROOT.extended(tokens(1)).key,
+        Chain(b"another").extended(tokens(1, 2)).key,
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_an_entry_that_begins_inside_of_another_is_placed_there() -> None:
+    long, _ = kv_entry(ROOT, range(100))
+    forked, end = kv_entry(ROOT.extended(tokens(*range(60))), [7, 8, 9])
+    state, _ = state_entry(end, [10])
+    found = paths([state, forked, long])
+    assert found[forked.key.chain] == (*range(60), 7, 8, 9)
+    assert found[state.key.chain] == (*range(60), 7, 8, 9, 10)
+
+
+def test_a_state_without_tokens_of_its_own_hangs_at_its_place() -> None:
+    kv, end = kv_entry(ROOT, [1, 2, 3, 4])
+    inside, _ = state_entry(ROOT.extended(tokens(1, 2)))
+    at_end, _ = state_entry(end)
+    found = paths([inside, at_end, kv])
+    assert found[inside.key.chain] == (1, 2)
+    assert found[at_end.key.chain] == (1, 2, 3, 4)
+
+
+def test_what_hangs_on_nothing_is_an_orphan() -> None:
+    kv, end = kv_entry(ROOT, [1, 2])
+    below, _ = kv_entry(end, [3])
+    assert rebuild([below], FINGERPRINT).orphans == [below.key]
+    assert rebuild([kv, below], b"another model").placed == []
+
+
+def test_tokens_that_are_not_those_of_the_name_lead_nowhere() -> None:
+    kv, end = kv_entry(ROOT, [1, 2])
+    below, _ = kv_entry(end, [3])
+    lying = Entry(kv.key, kv.parent, kv.start, tokens(1, 9), kv.arrays)
+    found = rebuild([lying, below], FINGERPRINT)
+    assert set(found.orphans) == {kv.key, below.key}
+
+
+def test_random_paths_with_random_boundaries_are_found_again() -> None:
+    rng = random.Random(5)
+    sequences: list[list[int]] = [[]]
+    entries: dict[bytes, Entry] = {}
+    expected: dict[bytes, tuple[int, ...]] = {}
+    for _ in range(300):
+        before = rng.choice(sequences)
+        begin = before[: rng.randint(0, len(before))]
+        own = [rng.randrange(3) for _ in range(rng.randint(1, 9))]
+        entry, chain = kv_entry(ROOT.extended(tokens(*begin)), own)
+        entries[chain.key] = entry
+        expected[chain.key] = (*begin, *own)
+        sequences.append([*begin, *own])
+    shuffled = list(entries.values())
+    rng.shuffle(shuffled)
+    assert paths(shuffled) == expected
