@@ -151,6 +151,13 @@ class ServerConfig:
     """A site whose pages may use this server from a browser, such as https://chat.example.com; may
     be given several times. `*` is any site."""
 
+    stored_responses: int = 1024
+    """Responses of /v1/responses that are kept in memory, to be continued and read again; 0 stores
+    none. Those that were not asked for longest are dropped."""
+
+    stored_bytes: int = 64_000_000
+    """Bytes that they may take together."""
+
     log_format: Literal["text", "json"] = "text"
     """How log lines look."""
 
@@ -178,6 +185,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _check_at_least(self, engine_timeout=1, heartbeat_timeout=1)
         _check_at_least(self, engine_restarts=0, drain_timeout=0)
+        _check_at_least(self, stored_responses=0, stored_bytes=0)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
         if not all(key.strip() for key in self.api_key):

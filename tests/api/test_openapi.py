@@ -41,6 +41,7 @@ def test_every_route_is_described() -> None:
     paths = document()["paths"]
     assert paths["/v1/models/{id}"]["get"]["parameters"][0]["name"] == "id"
     assert BODIES.keys() <= paths.keys()
+    assert paths["/v1/responses/{id}"].keys() == {"get", "delete"}
     for path, schema in BODIES.items():
         content = paths[path]["post"]["requestBody"]["content"]
         assert content == {"application/json": {"schema": schema}}

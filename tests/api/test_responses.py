@@ -145,9 +145,12 @@ def test_effort_switches_the_templates_reasoning() -> None:
     ("fields", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"previous_response_id": 1}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+        ({"input": [{"type": "image_generation_call", "id": "x"}]}, "input[0].type"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

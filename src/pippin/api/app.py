@@ -19,10 +19,12 @@ from pippin.api.dialects.completions import CompletionsDialect, parse_completion
 from pippin.api.dialects.messages.reply import MessagesDialect, messages_error
 from pippin.api.dialects.messages.request import parse_message_request
 from pippin.api.dialects.responses.reply import ResponsesDialect
-from pippin.api.dialects.responses.request import parse_responses_request
+from pippin.api.dialects.responses.request import ResponsesRequest, parse_responses_request
+from pippin.api.dialects.responses.store import ResponseStore, Turn
 from pippin.api.endpoints.routes import Endpoints
+from pippin.api.endpoints.stored_responses import stored_routes
 from pippin.api.engine_client import Engine
-from pippin.api.http.door import front_door
+from pippin.api.http.door import front_door, owner_of
 from pippin.api.http.errors import (
     ErrorShapes,
     JSONResponse,
@@ -54,13 +56,15 @@ def create_app(
 ) -> ASGIApp:
     registry = CollectorRegistry()
     engine = MeteredEngine(engine, ReplyTimes(registry))
+    stored = ResponseStore(config.stored_responses, config.stored_bytes)
     endpoints = Endpoints(engine, text, config, model, limits, registry)
-    api = _Api(engine, text, config, model, limits)
+    api = _Api(engine, text, config, model, limits, stored)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
             Route("/v1/completions", api.completions, methods=["POST"]),
             Route("/v1/responses", api.responses, methods=["POST"]),
+            *stored_routes(stored),
             Route("/v1/messages", api.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
             Route("/v1/models", api.models),
@@ -92,11 +96,13 @@ class _Api:
         config: ServerConfig,
         model: ModelInfo,
         limits: LimitsConfig,
+        stored: ResponseStore,
     ) -> None:
         self._engine = engine
         self._text = text
         self._model = model
         self._limits = limits
+        self._stored = stored
         self._log_prompts = config.log_prompts
         self._workers = Workers()
 
@@ -109,15 +115,24 @@ class _Api:
         return self._answer(job, CompletionsDialect(job, self._text.tokenizer))
 
     async def responses(self, request: Request) -> Response:
-        echo: dict[str, Any] = {}
+        owner = owner_of(request.scope)
+        read: list[ResponsesRequest] = []
 
         def prepare(body: bytes) -> Job:
-            asked = parse_responses_request(parse_json(body), *self._rules)
-            echo.update(asked.echo)
+            fields = parse_json(body)
+            asked = parse_responses_request(fields, *self._rules, stored=self._stored, owner=owner)
+            read.append(asked)
             return prepare_chat(asked.chat, self._text, self._model, prefix="resp_")
 
+        def keep(response: dict[str, Any]) -> bool:
+            if not asked.store:
+                return False
+            turn = Turn.of(owner, asked.items, response["output"], asked.previous)
+            return self._stored.put(response, turn)
+
         job = await self._prepare(request, prepare)
-        return self._answer(job, ResponsesDialect(job, echo))
+        (asked,) = read
+        return self._answer(job, ResponsesDialect(job, asked.echo, keep))
 
     async def messages(self, request: Request) -> Response:
         job = await self._prepare(request, self._message_job)

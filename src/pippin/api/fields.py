@@ -93,15 +93,12 @@ CHAT_REFUSED = {
     "web_search_options": Refusal("there is no web search"),
 }
 _NO_SERVICE = "this server runs nothing beside the model"
-_NO_STORE = "replies are not stored: send the conversation with each request"
 
 RESPONSES_HONOURED = frozenset(
     {
         *("model", "input", "instructions", "max_output_tokens", "temperature", "top_p"),
         *("stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls"),
-        *("reasoning", "text", "include"),
-        # Clients that leave it out would be stored elsewhere; here they never are.
-        "store",
+        *("reasoning", "text", "include", "store", "previous_response_id"),
         # Labels:
         *("metadata", "user", "safety_identifier", "prompt_cache_key"),
         # Not OpenAI's:
@@ -110,13 +107,12 @@ RESPONSES_HONOURED = frozenset(
 )
 RESPONSES_REFUSED = {
     "access_programs": Refusal(_NO_SERVICE),
-    "background": Refusal(_NO_STORE, (False,)),
+    "background": Refusal("a reply is computed while its client waits", (False,)),
     "context_management": Refusal("contexts are not edited", ([],)),
-    "conversation": Refusal(_NO_STORE),
+    "conversation": Refusal("use previous_response_id"),
     "image": Refusal(_TEXT_ONLY),
     "max_tool_calls": Refusal(_NO_SERVICE),
     "moderation": Refusal("there is no moderation"),
-    "previous_response_id": Refusal(_NO_STORE),
     "prompt": Refusal("prompts are not stored"),
     "prompt_cache_options": Refusal("caching is automatic", ({"mode": "implicit"},)),
     "prompt_cache_retention": Refusal("the cache lives in memory", ("in_memory",)),

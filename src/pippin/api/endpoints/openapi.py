@@ -36,11 +36,11 @@ def openapi_document(
     paths: dict[str, Any] = {}
     for route in routes:
         if isinstance(route, Route):
-            paths[route.path_format] = {
-                method.lower(): _operation(route, method, bodies)
+            paths.setdefault(route.path_format, {}).update(
+                (method.lower(), _operation(route, method, bodies))
                 for method in sorted(route.methods or ())
                 if method != "HEAD"
-            }
+            )
     document: OpenApi = {
         "openapi": "3.1.0",
         "info": {"title": "Pippin", "version": version("pippin")},

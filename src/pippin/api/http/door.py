@@ -38,7 +38,7 @@ def front_door(config: ServerConfig) -> list[Middleware]:
             Middleware(
                 CORSMiddleware,
                 allow_origins=config.cors_origin,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 allow_private_network=True,
                 expose_headers=["x-request-id", "retry-after"],
@@ -121,10 +121,18 @@ class KeyCheck:
     def __call__(self, scope: Scope) -> None:
         if scope["path"] in PROBES:
             return
-        if not self._keys.accept(key_in(Headers(scope=scope))):
+        owner = self._keys.owner(key_in(Headers(scope=scope)))
+        if owner is None:
             raise Unauthorized(
                 "the API key is missing or wrong: send it as a bearer token, or as x-api-key"
             )
+        scope["state"]["owner"] = owner
+
+
+def owner_of(scope: Scope) -> bytes:
+    """Whose request it is. Without keys all are one."""
+    owner: bytes = scope["state"].get("owner", b"")
+    return owner
 
 
 def host_of(given: str) -> str:

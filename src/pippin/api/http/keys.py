@@ -16,11 +16,11 @@ class ApiKeys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def accept(self, key: str) -> bool:
-        """Whether a key, from a header as starlette decodes it, is one of them."""
+    def owner(self, key: str) -> bytes | None:
+        """Whose key this is, from a header as starlette decodes it: its digest, if it is known."""
         given = _digest(key.strip().encode("latin-1"))
         known = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return any(known)
+        return given if any(known) else None
 
 
 def key_in(headers: Mapping[str, str]) -> str:

@@ -6,29 +6,77 @@ here.
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pippin.api.body import Body, shown
 from pippin.errors import RequestError, UnsupportedField
 
+Item = dict[str, Any]
 Message = dict[str, Any]
+FindItem = Callable[[str], Item | None]  # by its id, among those that are stored
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _IGNORED = {"id", "status", "annotations", "logprobs", "phase"}  # as replies carry them
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
 
 
-def parse_input(body: Body) -> list[Message]:
-    messages: list[Message] = []
-    if (instructions := body.string("instructions", None)) is not None:
-        messages.append({"role": "system", "content": instructions})
+def read_items(body: Body, find_item: FindItem) -> list[Item]:
+    """The input as items with ids: as they are stored, and listed again."""
     given = body.require("input")
     if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
+        given = [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise body.wrong("input", "a string or a list of at least one item")
-    for number, item in enumerate(given):
-        _add(Body(item, f"input[{number}]"), messages)
+    bodies = (Body(item, f"input[{number}]") for number, item in enumerate(given))
+    return [_whole_item(item, find_item) for item in bodies]
+
+
+def messages_of(
+    instructions: str | None, before: Sequence[Item], items: Sequence[Item]
+) -> list[Message]:
+    """A conversation. What came `before` has been checked once."""
+    messages: list[Message] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    for name, part in (("previous", before), ("input", items)):
+        for number, item in enumerate(part):
+            _add(Body(item, f"{name}[{number}]"), messages)
     return messages
+
+
+def _whole_item(item: Body, find_item: FindItem) -> Item:
+    """The item itself, if it is a reference; with an id, and its text as parts."""
+    fields = {field: item.get(field) for field in item.fields()}
+    kind = fields.get("type") or "message"
+    if kind == "item_reference":
+        return _referred(item, find_item)
+    id = item.string("id", None) or f"{_PREFIXES.get(str(kind), 'item')}_{uuid.uuid4().hex}"
+    content = fields.get("content")
+    if kind == "message" and isinstance(content, str):
+        part_kind = "output_text" if fields.get("role") == "assistant" else "input_text"
+        fields["content"] = [{"type": part_kind, "text": content}]
+    return {**fields, "type": kind, "id": id}
+
+
+def _referred(item: Body, find_item: FindItem) -> Item:
+    item.check_known({"type", "id"})
+    item.require("id")
+    id = item.string("id", "")
+    found = find_item(id)
+    if found is None:
+        raise RequestError(
+            f"Item with id '{id}' not found. Items are not persisted when `store` is set to "
+            "false, and dropped when too many are stored.",
+            param=item.name("id"),
+        )
+    return found
 
 
 def _add(item: Body, messages: list[Message]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pippin.api.dialects.base import named_event
@@ -15,12 +15,14 @@ from pippin.sequences import SequencePiece
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
 
 Item = dict[str, Any]
+Keep = Callable[[dict[str, Any]], bool]  # stores a response; whether it did
 
 
 class ResponsesDialect:
-    def __init__(self, job: Job, echo: dict[str, Any]) -> None:
+    def __init__(self, job: Job, echo: dict[str, Any], keep: Keep) -> None:
         self._job = job
         self._echo = echo
+        self._keep = keep
         self._num_events = 0
         self._done: list[Item] = []
         self._item: Item | None = None  # that grows now
@@ -144,10 +146,12 @@ class ResponsesDialect:
         return named_event({"type": kind, "sequence_number": number, **data})
 
     def _finished(self, finish: str | None, items: list[Item]) -> dict[str, Any]:
-        if finish != "length":
-            return self._response("completed", items) | {"usage": self._usage()}
-        why = {"incomplete_details": {"reason": "max_output_tokens"}}
-        return self._response("incomplete", items) | why | {"usage": self._usage()}
+        whole = self._response("incomplete" if finish == "length" else "completed", items)
+        whole["usage"] = self._usage()
+        if finish == "length":
+            whole["incomplete_details"] = {"reason": "max_output_tokens"}
+        whole["store"] = self._keep(whole)
+        return whole
 
     def _response(self, status: str, items: list[Item]) -> dict[str, Any]:
         return {
@@ -159,8 +163,6 @@ class ResponsesDialect:
             "error": None,
             "incomplete_details": None,
             "output": items,
-            "previous_response_id": None,
-            "store": False,
             "truncation": "disabled",
             "usage": None,
             **self._echo,

@@ -7,7 +7,8 @@ from typing import Any
 
 from pippin.api.body import Body, shown
 from pippin.api.dialects.options import check_metadata, check_model, read_options
-from pippin.api.dialects.responses.items import parse_input
+from pippin.api.dialects.responses.items import Item, messages_of, read_items
+from pippin.api.dialects.responses.store import Owner, ResponseStore, Turn
 from pippin.api.fields import RESPONSES_HONOURED, RESPONSES_REFUSED, check_fields
 from pippin.api.model_info import ModelInfo
 from pippin.api.reasoning import EFFORTS
@@ -26,10 +27,19 @@ _INCLUDED = ("reasoning.encrypted_content",)  # reasoning comes in the open: the
 class ResponsesRequest:
     chat: ChatRequest
     echo: dict[str, Any]  # what the response repeats of the request
+    items: list[Item]  # of this turn
+    previous: Turn | None  # that it goes on from
+    store: bool
 
 
 def parse_responses_request(
-    fields: Any, model: ModelInfo, defaults: SamplingDefaults, limits: LimitsConfig
+    fields: Any,
+    model: ModelInfo,
+    defaults: SamplingDefaults,
+    limits: LimitsConfig,
+    *,
+    stored: ResponseStore,
+    owner: Owner,
 ) -> ResponsesRequest:
     body = Body(fields)
     check_fields(body, RESPONSES_HONOURED, RESPONSES_REFUSED)
@@ -37,14 +47,19 @@ def parse_responses_request(
     check_metadata(body)
     for label in ("user", "safety_identifier", "prompt_cache_key"):
         body.string(label, None)
-    body.boolean("store", False)
+    store = _store(body, stored)
     _check_include(body)
     options = read_options(
         _openai_body(body), model, defaults, limits, max_tokens_fields=("max_output_tokens",)
     )
+    previous = None
+    if (previous_id := body.string("previous_response_id", None)) is not None:
+        previous = stored.previous(previous_id, owner)
+    items = read_items(body, lambda id: stored.item(id, owner))
+    before = [] if previous is None else previous.items()
     chat = ChatRequest(
         options=options,
-        messages=parse_input(body),
+        messages=messages_of(body.string("instructions", None), before, items),
         tool_use=_tools(body),
         reasoning_effort=_effort(body),
         messages_field="input",
@@ -55,7 +70,9 @@ def parse_responses_request(
         "max_output_tokens": options.max_tokens,
         "metadata": body.get("metadata") or {},
         "parallel_tool_calls": chat.tool_use.parallel,
+        "previous_response_id": previous_id,
         "reasoning": {"effort": chat.reasoning_effort, "summary": None},
+        "store": store,
         "temperature": options.params.temperature,
         "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
@@ -63,7 +80,17 @@ def parse_responses_request(
         "top_p": options.params.top_p,
         "user": body.get("user"),
     }
-    return ResponsesRequest(chat, echo)
+    return ResponsesRequest(chat, echo, items, previous, store)
+
+
+def _store(body: Body, stored: ResponseStore) -> bool:
+    """Whether to keep the response: yes if nothing is said, as with OpenAI."""
+    if body.boolean("store", stored.enabled) and not stored.enabled:
+        raise UnsupportedField(
+            "store is true, and this server stores no responses (--stored-responses)",
+            param="store",
+        )
+    return body.boolean("store", stored.enabled)
 
 
 def _openai_body(body: Body) -> Body:

@@ -1,0 +1,175 @@
+"""Responses that are kept to be continued and read again, while there is room. Knows no HTTP.
+
+response  r3 ───> turn 3 ─┐             a turn: what went in, what came out
+response  r2 ───────────> turn 2 ─┐     kept, and counted once, while a response
+(r1 was dropped)                turn 1  leads to it
+
+The response that nobody asked for longest goes first. Those that were built on it stay whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pippin.errors import NotFound, RequestError
+
+Item = dict[str, Any]
+Owner = bytes  # whose key it was: nobody else's requests find it
+
+
+class ResponseNotFound(NotFound):
+    code = "response_not_found"
+
+
+class PreviousResponseNotFound(RequestError):
+    code = "previous_response_not_found"
+
+
+@dataclass(eq=False)
+class Turn:
+    """One request's items and its reply's, as JSON, behind those of the turns before."""
+
+    owner: Owner
+    input: bytes
+    output: bytes
+    ids: tuple[str, ...]  # of its items
+    previous: Turn | None
+    num_holders: int = 0  # responses that are found and turns that are kept, which lead to it
+
+    @classmethod
+    def of(cls, owner: Owner, input: list[Item], output: list[Item], previous: Turn | None) -> Turn:
+        ids = tuple(item["id"] for item in (*input, *output))
+        encode = msgspec.json.encode
+        return cls(owner, encode(input), encode(output), ids, previous)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.input) + len(self.output)
+
+    def chain(self) -> Iterator[Turn]:
+        """This turn and those before it, the last one first."""
+        turn: Turn | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.previous
+
+    def input_items(self) -> list[Item]:
+        """All that the model was shown in this turn."""
+        before = [] if self.previous is None else self.previous.items()
+        return [*before, *msgspec.json.decode(self.input)]
+
+    def items(self) -> list[Item]:
+        """All that was said up to the end of this turn."""
+        turns = reversed(list(self.chain()))
+        parts = (part for turn in turns for part in (turn.input, turn.output))
+        return [item for part in parts for item in msgspec.json.decode(part)]
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    owner: Owner
+    told: bytes  # the response but for its output, as JSON
+    turn: Turn
+
+    def response(self) -> dict[str, Any]:
+        told: dict[str, Any] = msgspec.json.decode(self.told)
+        return told | {"output": msgspec.json.decode(self.turn.output)}
+
+
+@dataclass
+class ResponseStore:
+    """Bounded in number and in bytes of JSON. Threads may share it."""
+
+    max_responses: int
+    max_bytes: int
+    nbytes: int = 0
+    _responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    _turns: dict[str, Turn] = field(default_factory=dict)  # by the ids of their items
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def enabled(self) -> bool:
+        return self.max_responses > 0 and self.max_bytes > 0
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def put(self, response: dict[str, Any], turn: Turn) -> bool:
+        """Whether it is kept: one that is too large by itself is not."""
+        told = msgspec.json.encode(response | {"output": []})
+        if not self.enabled or self._bytes_alone(told, turn) > self.max_bytes:
+            return False
+        with self._lock:
+            self._responses[response["id"]] = StoredResponse(turn.owner, told, turn)
+            self.nbytes += len(told)
+            self._hold(turn)
+            while len(self._responses) > self.max_responses or self.nbytes > self.max_bytes:
+                self._drop(next(iter(self._responses)))
+        return True
+
+    def get(self, id: str, owner: Owner) -> StoredResponse:
+        with self._lock:
+            stored = self._find(id, owner)
+            self._responses.move_to_end(id)
+            return stored
+
+    def previous(self, id: str, owner: Owner) -> Turn:
+        """The turn that a request goes on from."""
+        try:
+            return self.get(id, owner).turn
+        except ResponseNotFound as error:
+            raise PreviousResponseNotFound(
+                f"Previous response with id '{id}' not found.", param="previous_response_id"
+            ) from error
+
+    def item(self, id: str, owner: Owner) -> Item | None:
+        """An item of any turn that is kept."""
+        with self._lock:
+            turn = self._turns.get(id)
+        if turn is None or turn.owner != owner:
+            return None
+        items: list[Item] = [*msgspec.json.decode(turn.input), *msgspec.json.decode(turn.output)]
+        return next(item for item in items if item["id"] == id)
+
+    def delete(self, id: str, owner: Owner) -> None:
+        with self._lock:
+            self._find(id, owner)
+            self._drop(id)
+
+    def _find(self, id: str, owner: Owner) -> StoredResponse:
+        stored = self._responses.get(id)
+        if stored is None or stored.owner != owner:
+            raise ResponseNotFound(f"Response with id '{id}' not found.")
+        return stored
+
+    def _bytes_alone(self, told: bytes, turn: Turn) -> int:
+        return len(told) + sum(each.nbytes for each in turn.chain())
+
+    def _drop(self, id: str) -> None:
+        stored = self._responses.pop(id)
+        self.nbytes -= len(stored.told)
+        self._release(stored.turn)
+
+    def _hold(self, last: Turn) -> None:
+        for turn in last.chain():
+            turn.num_holders += 1
+            if turn.num_holders > 1:
+                return
+            self.nbytes += turn.nbytes
+            self._turns.update(dict.fromkeys(turn.ids, turn))
+
+    def _release(self, last: Turn) -> None:
+        for turn in last.chain():
+            turn.num_holders -= 1
+            if turn.num_holders:
+                return
+            self.nbytes -= turn.nbytes
+            for id in turn.ids:
+                if self._turns.get(id) is turn:  # a client may send an item twice
+                    del self._turns[id]

@@ -1,0 +1,180 @@
+"""Responses that are stored: continued, read, listed and deleted with the official client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from qwen35_server import CALL, THOUGHT, WEATHER, prompt_text, says, serving_qwen
+from scripted_engine import Script, ScriptedEngine, fail
+
+from pippin.config import ServerConfig
+
+QUESTION = "What is the weather?"
+TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
+REPLY = f"{THOUGHT}I look.\n\n{CALL}"
+KEYS = ServerConfig(api_key=("mine", "yours"))
+
+
+@contextmanager
+def client_of(
+    *scripts: Script, config: ServerConfig | None = None
+) -> Iterator[tuple[Any, ScriptedEngine]]:
+    with (
+        serving_qwen(*scripts, config=config) as (url, engine),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="mine", max_retries=0) as client,
+    ):
+        yield client, engine
+
+
+def ask(client: Any, input: Any = QUESTION, **fields: Any) -> Any:
+    return client.responses.create(model="qwen", input=input, tools=[TOOL], **fields)
+
+
+def streamed(client: Any, input: Any = QUESTION, **fields: Any) -> Any:
+    return list(ask(client, input, stream=True, **fields))[-1].response
+
+
+def result_of(response: Any) -> list[dict[str, Any]]:
+    call_id = response.output[-1].call_id
+    return [{"type": "function_call_output", "call_id": call_id, "output": "rain"}]
+
+
+@pytest.mark.parametrize("reply", [ask, streamed])
+def test_a_conversation_goes_on_from_a_stored_response(reply: Any) -> None:
+    with client_of(says(REPLY), says("Rain.")) as (client, engine):
+        first = reply(client)
+        second = reply(client, result_of(first), previous_response_id=first.id)
+    assert first.store
+    assert second.previous_response_id == first.id
+    prompt = prompt_text(engine)
+    assert prompt.startswith(prompt_text(engine, 0)), "the prefix cache holds the first turn"
+    assert f"Let me think.\n</think>\n\nI look.\n\n{CALL}" in prompt
+    assert "<tool_response>\nrain\n</tool_response>" in prompt
+
+
+def test_instructions_are_not_carried_over() -> None:
+    with client_of(says("Yes.")) as (client, engine):
+        first = ask(client, instructions="Be rude.")
+        ask(client, "Again.", previous_response_id=first.id, instructions="Be kind.")
+    assert "Be kind." in prompt_text(engine)
+    assert "Be rude." not in prompt_text(engine)
+
+
+@pytest.mark.parametrize("reply", [ask, streamed])
+def test_a_response_is_read_again_as_it_was_told(reply: Any) -> None:
+    with client_of(says(REPLY)) as (client, _):
+        told = reply(client, metadata={"a": "b"})
+        again = client.responses.retrieve(told.id, include=["reasoning.encrypted_content"])
+    assert again.to_dict() == told.to_dict()
+
+
+def test_items_that_went_in_are_listed_in_pages() -> None:
+    with client_of(says(REPLY), says("Rain.")) as (client, _):
+        first = ask(client)
+        second = ask(client, result_of(first), previous_response_id=first.id)
+        listed = client.responses.input_items.list(second.id, order="asc", limit=2)
+        assert [item.type for item in listed.data] == ["message", "reasoning"]
+        kinds = [item.type for item in listed]  # fetches the other pages
+        latest = client.responses.input_items.list(second.id).data[0]
+    assert kinds == ["message", "reasoning", "message", "function_call", "function_call_output"]
+    assert latest.output == "rain"
+    assert listed.data[0].content[0].text == QUESTION
+
+
+def test_a_stored_item_can_be_referred_to() -> None:
+    with client_of(says(REPLY), says("Rain.")) as (client, engine):
+        first = ask(client)
+        referred = [{"type": "item_reference", "id": item.id} for item in first.output]
+        ask(client, [{"role": "user", "content": QUESTION}, *referred, *result_of(first)])
+    assert f"Let me think.\n</think>\n\nI look.\n\n{CALL}" in prompt_text(engine)
+
+
+def test_a_deleted_response_is_gone() -> None:
+    with client_of(says("Yes.")) as (client, _):
+        first = ask(client)
+        assert client.responses.delete(first.id) is None
+        for gone in (client.responses.retrieve, client.responses.delete):
+            with pytest.raises(openai.NotFoundError, match=f"Response with id '{first.id}'"):
+                gone(first.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.input_items.list(first.id)
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(client, previous_response_id=first.id)
+    assert caught.value.code == "previous_response_not_found"
+    assert caught.value.param == "previous_response_id"
+
+
+@pytest.mark.parametrize("reply", [ask, streamed])
+def test_nothing_is_kept_that_was_not_to_be_stored(reply: Any) -> None:
+    with client_of(says("Yes.")) as (client, _):
+        told = reply(client, store=False)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(told.id)
+    assert told.store is False
+
+
+def test_the_oldest_are_dropped_and_a_large_one_says_that_it_was_not_stored() -> None:
+    config = ServerConfig(stored_responses=2, stored_bytes=20_000)
+    with client_of(says("Yes."), config=config) as (client, _):
+        first, *later = [ask(client) for _ in range(3)]
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(first.id)
+        assert all(client.responses.retrieve(each.id).id == each.id for each in later)
+        assert ask(client, "x" * 20_000).store is False
+
+
+def test_a_server_that_stores_nothing_says_so() -> None:
+    config = ServerConfig(stored_responses=0)
+    with client_of(says("Yes."), config=config) as (client, _):
+        assert ask(client).store is False
+        with pytest.raises(openai.BadRequestError, match="--stored-responses") as caught:
+            ask(client, store=True)
+    assert caught.value.param == "store"
+
+
+def test_responses_belong_to_the_key_that_made_them() -> None:
+    with client_of(says("Yes."), config=KEYS) as (client, _):
+        told = ask(client)
+        other = client.with_options(api_key="yours")
+        with pytest.raises(openai.NotFoundError):
+            other.responses.retrieve(told.id)
+        with pytest.raises(openai.NotFoundError):
+            other.responses.delete(told.id)
+        with pytest.raises(openai.BadRequestError):
+            ask(other, previous_response_id=told.id)
+        with pytest.raises(openai.BadRequestError, match="not found"):
+            ask(other, [{"type": "item_reference", "id": told.output[0].id}])
+        assert client.responses.retrieve(told.id).id == told.id
+
+
+def test_a_reply_that_failed_is_not_stored() -> None:
+    with client_of(fail("the device failed", after="x")) as (client, _):
+        events = list(ask(client, stream=True))
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(events[0].response.id)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("input_items?limit=0", "limit"),
+        ("input_items?limit=101", "limit"),
+        ("input_items?limit=many", "limit"),
+        ("input_items?order=up", "order"),
+        ("input_items?after=nobody", "after"),
+        ("input_items?nonsense=1", "nonsense"),
+        ("?stream=true", "stream"),
+        ("?include[]=message.output_text.logprobs", "include"),
+    ],
+)
+def test_a_wrong_query_is_named(query: str, param: str) -> None:
+    with client_of(says("Yes.")) as (client, _):
+        told = ask(client)
+        path = f"{client.base_url}responses/{told.id}"
+        refused = httpx.get(path + (query if query[0] == "?" else f"/{query}"))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
