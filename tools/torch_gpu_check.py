@@ -54,6 +54,7 @@ import torch
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.capture import CudaGraphs
 from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.load import LoadedModel, load
 from pippin.backends.torch.models.build import build_decoder
@@ -147,6 +148,14 @@ def gpu_ms(run: Callable[[], object], repeats: int = 30) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end))
     return statistics.median(times)
+
+
+def replayed_ms(run: Callable[[], object]) -> float:
+    """The same of a captured graph, on a stream of its own: the usual one takes no captures."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+        torch.cuda.synchronize()
+        return gpu_ms(CudaGraphs().record(run).replay, repeats=5)
 
 
 # ---- is it right? ------------------------------------------------------------------------------
@@ -311,7 +320,7 @@ def replays(backend: TorchBackend) -> Iterator[list[str]]:
 
     def noted(words: np.ndarray, choice: Any) -> Any:
         in_place = [bool(same) for same in words[3] == words[4]]
-        way = "replay" if steps._captures else "eager"
+        way = "replay" if steps._recorder else "eager"
         how.append(f"{way} of width {words.shape[1]}, {choice.name}, slots {words[0].tolist()}, states in place {in_place}")
         return run(words, choice)
 
@@ -433,7 +442,7 @@ def replay_ms(backend: TorchBackend, play: Play, params: SamplingParams) -> floa
     width, choice = min(key for key in graphs if key[1] == (0 if params is GREEDY else 1))
     graph = steps._graphs[width, choice]
     with torch.cuda.stream(backend._streams._forward):
-        return gpu_ms(lambda: [graph.replay() for _ in range(20)], repeats=8) / 20
+        return gpu_ms(lambda: [graph.step.replay() for _ in range(20)], repeats=8) / 20
 
 
 def decode() -> None:
@@ -469,13 +478,7 @@ def recurrence() -> None:
         found = {}
         tiles = [StateTile(c, w, s) for c in (16, 32, 64, 128) for w in (2, 4, 8) for s in (1, 2, 3) if c * s <= 192]
         for tile in tiles:
-            graph = torch.cuda.CUDAGraph()
-            delta_step(projected, mixer, state, slabs, slabs, tile)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                for _ in range(20):
-                    delta_step(projected, mixer, state, slabs, slabs, tile)
-            found[tile] = gpu_ms(graph.replay, repeats=5) / 20 * 1e3
+            found[tile] = replayed_ms(lambda t=tile: [delta_step(projected, mixer, state, slabs, slabs, t) for _ in range(20)]) / 20 * 1e3
         ours = state_tile_for(num_rows * 16, 128)
         best = sorted(found.items(), key=lambda item: item[1])[:4]
         names = "; ".join(f"{t.columns} columns, {t.num_warps} warps, {t.num_stages} stages {us:.1f}" for t, us in best)
@@ -525,14 +528,7 @@ def products() -> None:
         found = {}
 
         def timed(run: Callable[[torch.Tensor], object]) -> float:
-            graph = torch.cuda.CUDAGraph()
-            for w in weights:
-                run(w)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                for w in weights:
-                    run(w)
-            return gpu_ms(graph.replay, repeats=5) / copies * 1e3
+            return replayed_ms(lambda: [run(w) for w in weights]) / copies * 1e3
 
         found["cuBLAS"] = timed(lambda w: F.linear(x, w))
         ns = (4, 8, 16, 32)

@@ -1,24 +1,65 @@
-"""The backend on its kernels: whole steps, on a GPU captured and replayed, else interpreted."""
+"""The backend on its kernels: whole steps, on a GPU captured and replayed, else interpreted.
+
+On a CPU a stand-in for CUDA graphs runs again what it recorded, on the same tensors.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 pytest.importorskip("interpreted")
 
+import torch
+
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
+from pippin.backends.sampling import SlotSampling
 from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.capture import Recorded
+from pippin.backends.torch.graphs import DecodeSteps, Stepped
+from pippin.backends.torch.step.decode_inputs import (
+    Choice,
+    Inputs,
+    RowArrays,
+    SamplingColumns,
+    pack_inputs,
+)
+from pippin.backends.torch.step.widths import width_for
 from pippin.types import SamplingParams
 from torch_serving import load_torch
 
+VOCAB = 40
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_k": 7, "top_p": 0.9},
     {"temperature": 1.0, "min_p": 0.02, "frequency_penalty": 0.5},  # takes the sampler
 )
+
+
+class RunAgain:
+    """Graphs of one memory, off CUDA: what a replay left is spoilt when another has run."""
+
+    def __init__(self) -> None:
+        self._left: list[Stepped] = []
+        self.num_replays = 0
+
+    def record(self, run: Callable[[], Stepped]) -> Recorded[Stepped]:
+        result = run()
+        self._left.append(result)
+
+        def replay() -> None:
+            self.num_replays += 1
+            found = run()
+            for left in self._left:
+                left.told.fill_(-1)
+                left.logits.fill_(torch.nan)
+            result.told.copy_(found.told)
+            result.logits.copy_(found.logits)
+
+        return Recorded(result, replay)
 
 
 def play(backend: TorchBackend, params: dict[str, Any], num_steps: int) -> list[StepResult]:
@@ -49,3 +90,43 @@ def test_steps_of_kernels_say_what_plain_steps_say(params: dict[str, Any]) -> No
     found = [dict(result.tokens) for result in play(kernels, params, 3)]
     assert found == expected
     assert [len(tokens) for tokens in found] == [2, 2, 2, 1, 0]
+
+
+class Table:
+    """Stands for a model's kernels: what follows a token at a position, looked up."""
+
+    def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
+        rows = torch.Generator().manual_seed(0)
+        table = torch.randn(VOCAB, VOCAB, generator=rows)
+        told = table[future[inputs.slot.long()].long()]
+        return (told + inputs.position[:, None] * 0.01).to(future.device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU steps are captured as it is")
+def test_steps_that_are_replayed_say_what_steps_say() -> None:
+    """Inputs go where a graph reads them, padding writes nothing, each width has its graphs."""
+    columns = SamplingColumns(4, VOCAB)
+    params = SamplingParams(temperature=0.8, top_k=7)
+    for slot in range(1, 5):
+        columns.admit(slot, SlotSampling(params, stop_ids=(), stream=slot))
+    recorder = RunAgain()
+    futures = [torch.arange(5, dtype=torch.int32) for _ in range(2)]
+    plain, replayed = (
+        DecodeSteps(cast(Any, Table()), future, waste_cell=9, recorder=found)
+        for future, found in zip(futures, (None, recorder), strict=True)
+    )
+    plays = [((1, 2, 3), Choice.DRAWN), ((4,), Choice.GREEDY), ((3, 1, 2), Choice.DRAWN)]
+    plays += [((2, 4), Choice.LOGITS), ((1, 2, 3), Choice.GREEDY), ((4,), Choice.DRAWN)]
+    for number, (slots, choice) in enumerate(plays):
+        owners = np.array(slots)
+        rows = RowArrays(owners, owners * 10 + number, *[owners] * 3)
+        words = pack_inputs(width_for(len(slots)), rows, waste_cell=9)
+        columns.fill(words, owners, np.full(len(slots), number))
+        expected, found = plain.run(words.copy(), choice), replayed.run(words, choice)
+        real = slice(len(slots))  # what padding says, nobody reads
+        assert torch.equal(found.logits[real], expected.logits[real])
+        said = slice(1, 2) if choice is Choice.LOGITS else slice(2)  # it leaves tokens to others
+        assert torch.equal(found.told[said, real], expected.told[said, real])
+        assert torch.equal(futures[1][1:], futures[0][1:])
+    assert recorder.num_replays == len(plays)
+    assert set(replayed._graphs) == {(width, choice) for width in (1, 2, 4) for choice in Choice}

@@ -28,6 +28,7 @@ from pippin.backends.base import (
     captured_bytes,
 )
 from pippin.backends.chunking import grid_blocks
+from pippin.backends.torch.capture import CudaGraphs
 from pippin.backends.torch.config import suit_kernels
 from pippin.backends.torch.device import device_info
 from pippin.backends.torch.forward import HEAD_TOKENS, ChunkForward, PlainForward
@@ -204,7 +205,7 @@ class TorchBackend:
             DecodeKernels(self._decoder, self._pools, self._rows.table),
             self._future_map.tokens,
             self._layout.waste_cell,
-            capture=self._decoder.device.type == "cuda",
+            CudaGraphs() if self._decoder.device.type == "cuda" else None,
         )
 
     # ---- slots -----------------------------------------------------------------------------

@@ -7,13 +7,13 @@ choose tokens; rows that a step has not are padding, which reads zeros and write
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from pippin.backends.sampling import SHORT, Draw
+from pippin.backends.torch.capture import Recorded, Recorder
 from pippin.backends.torch.kernels.decode import DecodeKernels
 from pippin.backends.torch.kernels.draw import draw
 from pippin.backends.torch.step.decode_inputs import NO_ROWS, Choice, Inputs, pack_inputs
@@ -41,37 +41,41 @@ class _Filters:
 
 @dataclass(frozen=True)
 class _Graph:
-    words: torch.Tensor
-    replay: Callable[[], None]
-    result: Stepped
+    words: torch.Tensor  # what it reads
+    step: Recorded[Stepped]
 
 
 class DecodeSteps:
     """Runs packed inputs: by replaying, or where nothing is captured by launching it all again."""
 
     def __init__(
-        self, kernels: DecodeKernels, future: torch.Tensor, waste_cell: int, *, capture: bool
+        self,
+        kernels: DecodeKernels,
+        future: torch.Tensor,
+        waste_cell: int,
+        recorder: Recorder | None,
     ) -> None:
         self._kernels = kernels
         self._future = future
         self._waste_cell = waste_cell
-        self._captures = capture
+        self._recorder = recorder
         self._graphs: dict[tuple[int, Choice], _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if capture else None
 
     def run(self, words: np.ndarray, choice: Choice) -> Stepped:
         """words, int32 [fields, width]: in one copy, without waiting."""
         host = torch.from_numpy(words)
-        if not self._captures:
+        recorder = self._recorder
+        if recorder is None:
             return self._step(Inputs(host.to(self._future.device)), choice)
         width = words.shape[1]
         if (width, choice) not in self._graphs:
             for each in Choice:
-                self._graphs[width, each] = self._capture(width, each)
+                self._graphs[width, each] = self._capture(recorder, width, each)
         graph = self._graphs[width, choice]
-        graph.words.copy_(host.pin_memory(), non_blocking=True)
-        graph.replay()
-        return graph.result
+        on_cuda = self._future.is_cuda
+        graph.words.copy_(host.pin_memory() if on_cuda else host, non_blocking=on_cuda)
+        graph.step.replay()
+        return graph.step.result
 
     def _step(self, inputs: Inputs, choice: Choice) -> Stepped:
         logits = self._kernels.logits(inputs, self._future)
@@ -93,15 +97,12 @@ class DecodeSteps:
             told[1] = logits[:, 0].isnan()
         return Stepped(told, logits)
 
-    def _capture(self, width: int, choice: Choice) -> _Graph:
+    def _capture(self, recorder: Recorder, width: int, choice: Choice) -> _Graph:
         """On rows of padding. The first run compiles kernels, which a capture must not."""
         padding = pack_inputs(width, NO_ROWS, self._waste_cell)
         words = torch.from_numpy(padding).to(self._future.device)
         self._step(Inputs(words), choice)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
-            result = self._step(Inputs(words), choice)
-        return _Graph(words, graph.replay, result)
+        return _Graph(words, recorder.record(lambda: self._step(Inputs(words), choice)))
 
 
 def _thresholds(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
