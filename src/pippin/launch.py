@@ -18,15 +18,13 @@ import uvicorn
 from rich.console import Console
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pippin.api.app import create_app
+from pippin.api.app import create_app, create_waiting_app
 from pippin.api.engine_client import EngineClient
 from pippin.api.http.connection import allow_open_files, uvicorn_config
 from pippin.api.http.door import warn_if_open
-from pippin.api.http.errors import error_response
-from pippin.api.http.request_log import RequestLog
 from pippin.api.model_info import ModelInfo
 from pippin.config import Config, LimitsConfig, ServerConfig
-from pippin.errors import LoadError, NotReady
+from pippin.errors import LoadError
 from pippin.logs import configure_logging
 from pippin.messages import Ready
 from pippin.resolve import resolve
@@ -47,8 +45,8 @@ def run_server(config: Config) -> None:
 class Entrance:
     """The server's app: it answers before there is a model, and asks to come again."""
 
-    def __init__(self) -> None:
-        self.app: ASGIApp = RequestLog(error_response(NotReady("the model is being loaded")))
+    def __init__(self, config: ServerConfig) -> None:
+        self.app: ASGIApp = create_waiting_app(config, "the model is being loaded")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)
@@ -90,7 +88,7 @@ class StopSignals:
 async def _serve(config: Config, listener: socket.socket) -> None:
     stop = StopSignals()
     engine = EngineClient()
-    entrance = Entrance()
+    entrance = Entrance(config.server)
     server = Server(entrance, engine, config.limits)
     console = Console()
     with console.status(f"loading {config.server.served_name}") as progress:
@@ -191,7 +189,8 @@ def _banner(config: ServerConfig, listener: socket.socket) -> str:
         f'{{"model": "{config.served_name}", "stream": true, '
         '"messages": [{"role": "user", "content": "Tell me a story about a fox."}]}'
     )
+    invitation = "Open that in a browser, or try" if config.page else "Try"
     return (
-        f"Serving {config.served_name} at {url} (Ctrl-C stops it). Try:\n\n"
+        f"Serving {config.served_name} at {url} (Ctrl-C stops it). {invitation}:\n\n"
         f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
     )

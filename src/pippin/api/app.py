@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp
 
 from pippin.api.dialects.base import Dialect
@@ -28,6 +28,7 @@ from pippin.api.http.door import front_door, owner_of
 from pippin.api.http.errors import (
     ErrorShapes,
     JSONResponse,
+    error_response,
     on_client_disconnect,
     on_http_exception,
     on_pippin_error,
@@ -40,6 +41,7 @@ from pippin.api.http.workers import Workers
 from pippin.api.job_log import facts_of
 from pippin.api.metered_engine import MeteredEngine, ReplyTimes
 from pippin.api.model_info import ModelInfo
+from pippin.api.page.routes import page_paths, page_routes
 from pippin.api.prepare import Job, prepare_chat, prepare_completion, prompt_of
 from pippin.api.reply import reply_events, whole_reply
 from pippin.config import LimitsConfig, ServerConfig
@@ -74,8 +76,9 @@ def create_app(
             Route("/status", api.status),
             Route("/flush_cache", api.flush_cache, methods=["POST"]),
             *endpoints.routes(),
+            *(page_routes() if config.page else ()),
         ],
-        middleware=front_door(config),
+        middleware=front_door(config, page_paths() if config.page else frozenset()),
         exception_handlers={
             PippinError: on_pippin_error,
             HTTPException: on_http_exception,
@@ -84,6 +87,12 @@ def create_app(
         },
     )
     return RequestLog(ErrorShapes(app, {"/v1/messages": messages_error}))
+
+
+def create_waiting_app(config: ServerConfig, reason: str) -> ASGIApp:
+    """Before there is a model: the page, which says so, and a 503 to all else."""
+    refusal = Mount("", app=error_response(NotReady(reason)))
+    return RequestLog(Router([*(page_routes() if config.page else ()), refusal]))
 
 
 class _Api:

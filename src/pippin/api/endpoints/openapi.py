@@ -35,7 +35,7 @@ def openapi_document(
     """`bodies`: schemas of requests' bodies, by path. Others are any object."""
     paths: dict[str, Any] = {}
     for route in routes:
-        if isinstance(route, Route):
+        if isinstance(route, Route) and route.include_in_schema:
             paths.setdefault(route.path_format, {}).update(
                 (method.lower(), _operation(route, method, bodies))
                 for method in sorted(route.methods or ())

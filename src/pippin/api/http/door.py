@@ -2,7 +2,8 @@
 
 Host     a name that only a tricked resolver leads here is refused (DNS rebinding)
 Origin   a page of another site is refused, unless --cors-origin names it
-key      one of ours as a bearer token, if there are any; not to ask whether the server is alive
+key      one of ours as a bearer token, if there are any; not to ask whether the server is alive,
+         and not for paths that are told to be public
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ Check = Callable[[Scope], None]  # raises a PippinError
 ANY = "*"
 
 
-def front_door(config: ServerConfig) -> list[Middleware]:
-    """The checks of every request, outermost first."""
+def front_door(config: ServerConfig, public: frozenset[str] = frozenset()) -> list[Middleware]:
+    """The checks of every request, outermost first. `public` paths need no key."""
     door = [Middleware(Guard, check=HostCheck(config))]
     if config.cors_origin:
         door.append(
@@ -46,7 +47,7 @@ def front_door(config: ServerConfig) -> list[Middleware]:
         )
     door.append(Middleware(Guard, check=OriginCheck(config.cors_origin)))
     if config.api_key:
-        door.append(Middleware(Guard, check=KeyCheck(ApiKeys(config.api_key))))
+        door.append(Middleware(Guard, check=KeyCheck(ApiKeys(config.api_key), PROBES | public)))
     return door
 
 
@@ -115,11 +116,12 @@ class OriginCheck:
 
 
 class KeyCheck:
-    def __init__(self, keys: ApiKeys) -> None:
+    def __init__(self, keys: ApiKeys, public: frozenset[str]) -> None:
         self._keys = keys
+        self._public = public
 
     def __call__(self, scope: Scope) -> None:
-        if scope["path"] in PROBES:
+        if scope["path"] in self._public:
             return
         owner = self._keys.owner(key_in(Headers(scope=scope)))
         if owner is None:

@@ -36,6 +36,7 @@ class RequestRecord:
     status: int | None = None  # None: nothing was sent
     error: str | None = None  # its code
     facts: Callable[[], dict[str, Any]] = dict  # what it was about, asked for at its end
+    quiet: bool = False  # not worth a line, unless it goes wrong
 
     def fields(self) -> dict[str, Any]:
         told = {
@@ -80,9 +81,9 @@ class RequestLog:
             record.error = "internal_error"
             log.exception("request %s failed", record.id)
         finally:
-            quiet = record.path in ASKED_BY_MACHINES and record.error is None
+            quiet = record.quiet or record.path in ASKED_BY_MACHINES
             log.log(
-                logging.DEBUG if quiet else logging.INFO,
+                logging.DEBUG if quiet and record.error is None else logging.INFO,
                 "request",
                 extra={"fields": record.fields()},
             )

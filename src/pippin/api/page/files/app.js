@@ -1,0 +1,49 @@
+// Starts the page: two views, the theme, and the model's name once there is one.
+
+import { Chat } from "./chat/view.js";
+import { Engine } from "./engine/view.js";
+import { getJson } from "./lib/api.js";
+import { byId } from "./lib/dom.js";
+import { count } from "./lib/format.js";
+import { startTheme } from "./lib/theme.js";
+
+const RETRY_MS = 1500;
+const VIEWS = ["chat", "engine"];
+
+startTheme();
+const views = { chat: new Chat(byId("chat")), engine: new Engine(byId("engine")) };
+addEventListener("hashchange", showView);
+showView();
+findModel();
+
+function showView() {
+  const asked = location.hash.slice(1);
+  const shown = VIEWS.includes(asked) ? asked : "chat";
+  for (const name of VIEWS) {
+    byId(name).hidden = name !== shown;
+    if (name === shown) byId(`tab-${name}`).setAttribute("aria-current", "page");
+    else byId(`tab-${name}`).removeAttribute("aria-current");
+  }
+  document.title = shown === "engine" ? "Engine · Pippin" : "Pippin";
+  views.engine.isShown = shown === "engine"; // nothing is asked of the server for a hidden view
+  if (shown === "chat") views.chat.focus();
+}
+
+// A server that is loading its model says so with a 503: ask again until there is one.
+async function findModel() {
+  const place = byId("model");
+  for (;;) {
+    try {
+      const { data } = await getJson("v1/models");
+      views.chat.model = data[0];
+      place.textContent = data[0].id;
+      place.title = `${data[0].id}, ${count(data[0].max_model_len)} tokens of context`;
+      place.classList.remove("trouble");
+      return;
+    } catch (error) {
+      place.textContent = error.title ? `${error.title}: ${error.message}` : error.message;
+      place.classList.add("trouble");
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    }
+  }
+}

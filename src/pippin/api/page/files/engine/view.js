@@ -1,0 +1,4 @@
+export class Engine {
+  constructor(root) {}
+  set isShown(shown) {}
+}

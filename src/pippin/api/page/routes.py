@@ -1,0 +1,103 @@
+"""The page's files as routes. Knows no request but for its path and the ETag that it carries.
+
+The files are public: a browser that opens an address has no key to send. They hold no data; what
+the page shows comes from the API, which wants the key. No path is made of a request: every file
+was read at start and has a route of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pippin.api.http.request_log import record_of
+
+FILES = Path(__file__).parent / "files"
+MEDIA_TYPES = MappingProxyType(
+    {
+        ".html": "text/html; charset=utf-8",
+        ".css": "text/css; charset=utf-8",
+        ".js": "text/javascript; charset=utf-8",
+        ".svg": "image/svg+xml",
+    }
+)
+# Nothing but this server's own files and its API, no inline script or style, no strings that
+# become HTML (trusted types), and nobody else's frame around it.
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    ]
+)
+HEADERS = MappingProxyType(
+    {
+        "cache-control": "no-cache",  # asked for again, and mostly answered with a 304
+        "content-security-policy": POLICY,
+        "cross-origin-opener-policy": "same-origin",
+        "cross-origin-resource-policy": "same-origin",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+)
+
+
+@dataclass(frozen=True)
+class PageFile:
+    path: str  # in the server's address
+    content: bytes
+    media_type: str
+    etag: str
+
+    async def send(self, request: Request) -> Response:
+        record_of(request.scope).quiet = True  # one look at the page asks for dozens of files
+        headers = {**HEADERS, "etag": self.etag}
+        if _matches(request.headers.get("if-none-match", ""), self.etag):
+            return Response(status_code=304, headers=headers)
+        return Response(self.content, media_type=self.media_type, headers=headers)
+
+
+@cache
+def page_files() -> tuple[PageFile, ...]:
+    """`index.html` is `/`; `chat/reply.js` is `/page/chat/reply.js`."""
+    return tuple(
+        _read(path) for path in sorted(FILES.rglob("*")) if path.suffix in MEDIA_TYPES
+    )
+
+
+def page_paths() -> frozenset[str]:
+    return frozenset(file.path for file in page_files())
+
+
+def page_routes() -> list[Route]:
+    return [Route(file.path, file.send, include_in_schema=False) for file in page_files()]
+
+
+def _read(path: Path) -> PageFile:
+    content = path.read_bytes()
+    name = path.relative_to(FILES).as_posix()
+    return PageFile(
+        path="/" if name == "index.html" else f"/page/{name}",
+        content=content,
+        media_type=MEDIA_TYPES[path.suffix],
+        etag=f'"{hashlib.sha256(content).hexdigest()[:32]}"',
+    )
+
+
+def _matches(given: str, etag: str) -> bool:
+    """Whether an If-None-Match names it; a proxy may have made it weak."""
+    return etag in (name.strip().removeprefix("W/") for name in given.split(","))
