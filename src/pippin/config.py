@@ -157,6 +157,7 @@ class ServerConfig:
 
     stored_bytes: int = 64_000_000
     """Bytes that they may take together."""
+
     page: bool = True
     """Serve a page at / that chats with the model and shows what the engine does."""
 

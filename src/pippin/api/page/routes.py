@@ -74,9 +74,7 @@ class PageFile:
 @cache
 def page_files() -> tuple[PageFile, ...]:
     """`index.html` is `/`; `chat/reply.js` is `/page/chat/reply.js`."""
-    return tuple(
-        _read(path) for path in sorted(FILES.rglob("*")) if path.suffix in MEDIA_TYPES
-    )
+    return tuple(_read(path) for path in sorted(FILES.rglob("*")) if path.suffix in MEDIA_TYPES)
 
 
 def page_paths() -> frozenset[str]:
