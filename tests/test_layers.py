@@ -51,8 +51,11 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("types", "cache", "decode", "messages", "metrics"),
         *("backends.base", "backends.masks", "backends.warm_up"),
     },
+    "feed": {"types", "messages", "metrics", "cache", "scheduler", "backends.base"},
+    "feed.schema": {"types"},
     "api": {
         *("types", "text", "messages", "sequences", "embedding", "config", "decode.json_schema"),
+        "feed.schema",
     },
     "supervision": {"messages", "config", "engine", "api.engine_client"},
     "bench": {"", "types", "config", "metrics"},

@@ -32,6 +32,7 @@ from pippin.engine import MessagePump
 from pippin.errors import EngineDead
 from pippin.messages import (
     Answer,
+    Feed,
     FromEngine,
     Shutdown,
     Started,
@@ -245,7 +246,7 @@ class _EngineThread:
         loop.close()
 
     def send(self, message: FromEngine) -> None:
-        assert isinstance(message, TokenBatch | Started | Answer)
+        assert isinstance(message, TokenBatch | Started | Answer | Feed)
         if not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(self.client.deliver, message)
 

@@ -167,6 +167,10 @@ class ServerConfig:
     log_prompts: bool = False
     """Write prompts into the log, too."""
 
+    show_prompts: Literal["auto", "on", "off"] = "auto"
+    """Whether whoever may use the server can read the texts in the prefix cache, at /events/node.
+    `auto`: if there is one API key, or none and nobody else can reach the server."""
+
     engine_timeout: int = 300
     """Seconds that one step may take before the engine counts as hung and is replaced."""
 

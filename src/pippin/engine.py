@@ -9,6 +9,7 @@ that the server stopped, however it died. Then the engine leaves too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -27,6 +28,8 @@ from pippin.backends.warm_up import LOAD_SECONDS
 from pippin.build import build_loop
 from pippin.config import Config
 from pippin.errors import PippinError
+from pippin.feed.feed import Feed
+from pippin.feed.recorder import Recorder
 from pippin.logs import configure_logging
 from pippin.messages import (
     Abort,
@@ -37,6 +40,7 @@ from pippin.messages import (
     FlushCache,
     FromEngine,
     GetCounters,
+    GetNode,
     GetStatus,
     Loading,
     Ready,
@@ -45,6 +49,8 @@ from pippin.messages import (
     Submit,
     ToEngine,
     TokenBatch,
+    Unwatch,
+    Watch,
 )
 from pippin.metrics import StepLog
 from pippin.scheduler.loop import Loop
@@ -140,12 +146,14 @@ class MessagePump:
     def __init__(self, loop: Loop, channel: Messages) -> None:
         self._loop = loop
         self._channel = channel
+        self._feed = Feed(loop, Recorder(loop.scheduler), channel.send)
         loop.on_start = lambda ids: channel.send(Started(ids))
         self.turn_began = time.monotonic()
 
     def run(self) -> None:
-        while self._take_in(IDLE_SECONDS if self._nothing_to_do else 0.0):
+        while self._take_in(self._wait_seconds):
             self.turn_began = time.monotonic()
+            self._feed.flush()
             if self._loop.idle:
                 if not self._loop.warm_up.done:
                     self._loop.warm_up.run_next()
@@ -157,8 +165,11 @@ class MessagePump:
                 raise self._loop.failure
 
     @property
-    def _nothing_to_do(self) -> bool:
-        return self._loop.idle and self._loop.warm_up.done
+    def _wait_seconds(self) -> float:
+        """For something to come, where nothing is to be done before."""
+        if self._loop.idle and self._loop.warm_up.done:
+            return min(IDLE_SECONDS, self._feed.due_in)
+        return 0.0
 
     def _take_in(self, wait_seconds: float) -> bool:
         """Handle what has arrived; False once a Shutdown is among it."""
@@ -176,6 +187,12 @@ class MessagePump:
                     self._answer(id, self._loop.counters)
                 case FlushCache(id):
                     self._answer(id, self._loop.flush_cache)
+                case GetNode(id, node):
+                    self._answer(id, functools.partial(self._feed.node, node))
+                case Watch():
+                    self._feed.watch()
+                case Unwatch():
+                    self._feed.unwatch()
                 case Shutdown():
                     return False
         return True

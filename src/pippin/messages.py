@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -44,6 +44,21 @@ class GetCounters(msgspec.Struct, tag="get_counters", frozen=True):
     """The numbers of a status: cheap to answer, however much is cached."""
 
     id: str
+
+
+class Watch(msgspec.Struct, tag="watch", frozen=True):
+    """Somebody wants to see what the engine does: tell all of it, then what is new."""
+
+
+class Unwatch(msgspec.Struct, tag="unwatch", frozen=True):
+    """Nobody does any more."""
+
+
+class GetNode(msgspec.Struct, tag="get_node", frozen=True):
+    """The tokens of a node of the tree that watchers know."""
+
+    id: str
+    node: int
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
@@ -103,12 +118,20 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
 
 
 class Answer(msgspec.Struct, tag="answer", frozen=True):
-    """The answer to FlushCache, GetStatus or GetCounters."""
+    """The answer to a Question."""
 
     id: str
     data: dict[str, Any]
     error: str | None = None
 
 
-ToEngine = Submit | Abort | Finish | FlushCache | GetStatus | GetCounters | Shutdown
-FromEngine = Started | TokenBatch | Alive | Ready | Loading | Failed | Answer
+class Feed(msgspec.Struct, tag="feed", frozen=True):
+    """What watchers are told, as it is sent to them (`feed/schema.py`)."""
+
+    kind: Literal["snapshot", "frame"]
+    json: bytes
+
+
+Question = FlushCache | GetStatus | GetCounters | GetNode
+ToEngine = Submit | Abort | Finish | Question | Watch | Unwatch | Shutdown
+FromEngine = Started | TokenBatch | Feed | Alive | Ready | Loading | Failed | Answer

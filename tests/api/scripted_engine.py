@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pippin.api.app import create_app
 from pippin.api.http.connection import uvicorn_config
 from pippin.api.model_info import ModelInfo
+from pippin.api.watchers import WatchEvent
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import NotReady
 from pippin.messages import Submit, TokenDelta
@@ -106,6 +107,8 @@ class ScriptedEngine:
         self.finished: list[str] = []
         self.reason: str | None = None
         self.numbers: dict[str, Any] = {}  # what `counters` tells
+        self.events: list[WatchEvent] = []  # what watchers are told; then the stream ends
+        self.nodes: dict[int, dict[str, Any]] = {}
 
     @property
     def healthy(self) -> bool:
@@ -146,6 +149,13 @@ class ScriptedEngine:
 
     async def flush_cache(self) -> dict[str, Any]:
         return {"freed_bytes": 0}
+
+    async def watch(self) -> AsyncGenerator[WatchEvent, None]:
+        for event in self.events:
+            yield event
+
+    async def node(self, node: int) -> dict[str, Any]:
+        return self.nodes.get(node, {})
 
 
 class _Switchboard:

@@ -15,14 +15,18 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pippin.api.watchers import Watchers, WatchEvent
 from pippin.errors import DeviceFailed, EngineDead, NotReady, PippinError
 from pippin.messages import (
     Abort,
     Answer,
+    Feed,
     Finish,
     FlushCache,
     GetCounters,
+    GetNode,
     GetStatus,
+    Question,
     Started,
     Submit,
     ToEngine,
@@ -72,6 +76,14 @@ class Engine(Protocol):
 
     async def flush_cache(self) -> dict[str, Any]: ...
 
+    def watch(self) -> AsyncGenerator[WatchEvent, None]:
+        """What the engine does, from now on and over its restarts; Overloaded if too many watch."""
+        ...
+
+    async def node(self, node: int) -> dict[str, Any]:
+        """The tokens of a node that watchers were told of; {} if there is none."""
+        ...
+
 
 class Sender(Protocol):
     """The way to one engine."""
@@ -96,6 +108,7 @@ class EngineClient:
         self._call_ids = (f"call-{n}" for n in itertools.count())
         self._sender: Sender | None = None
         self._reason: str | None = "the model is being loaded"
+        self._watchers = Watchers(self._send)
         self._draining = False
         self._none_open = asyncio.Event()
         self._none_open.set()
@@ -150,6 +163,12 @@ class EngineClient:
     async def flush_cache(self) -> dict[str, Any]:
         return await self._call(FlushCache(next(self._call_ids)))
 
+    async def node(self, node: int) -> dict[str, Any]:
+        return await self._call(GetNode(next(self._call_ids), node))
+
+    def watch(self) -> AsyncGenerator[WatchEvent, None]:
+        return self._watchers.watch()
+
     # ---- engines that come and go ----------------------------------------------------------
 
     def engine_ready(self, sender: Sender) -> None:
@@ -158,8 +177,9 @@ class EngineClient:
         self._reason = None
         for request in self._requests.values():
             self._submit(request)
+        self._watchers.engine_ready()
 
-    def deliver(self, message: TokenBatch | Started | Answer) -> None:
+    def deliver(self, message: TokenBatch | Started | Answer | Feed) -> None:
         match message:
             case TokenBatch(deltas=deltas):
                 for delta in deltas:
@@ -170,12 +190,15 @@ class EngineClient:
                         request.begun = True
             case Answer(id=id, data=data, error=error):
                 self._answer(id, data, error)
+            case Feed():
+                self._watchers.tell(message)
 
     def engine_lost(self, reason: str) -> None:
         """What had begun ends; what had not waits for the next engine."""
         self._sender = None
         self._reason = reason if self._draining else f"{reason}; another is being started"
         self._end_questions(reason)
+        self._watchers.engine_lost(self._reason)
         for id, request in list(self._requests.items()):
             if request.begun or request.num_engines >= MAX_ENGINES or self._draining:
                 self._end(id, reason)
@@ -204,6 +227,7 @@ class EngineClient:
         self._sender = None
         self._reason = reason
         self._end_questions(reason)
+        self._watchers.close()
         for id in list(self._requests):
             self._end(id, reason)
 
@@ -247,7 +271,7 @@ class EngineClient:
             self._none_open.set()
         return was_open
 
-    async def _call(self, message: GetStatus | GetCounters | FlushCache) -> dict[str, Any]:
+    async def _call(self, message: Question) -> dict[str, Any]:
         if self._reason is not None:
             raise NotReady(self._reason)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()

@@ -14,6 +14,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from pippin.api.engine_client import Engine
+from pippin.api.watchers import WatchEvent
 from pippin.messages import Submit, TokenDelta
 
 WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -119,6 +120,12 @@ class MeteredEngine:
 
     async def flush_cache(self) -> dict[str, Any]:
         return await self._engine.flush_cache()
+
+    def watch(self) -> AsyncGenerator[WatchEvent, None]:
+        return self._engine.watch()
+
+    async def node(self, node: int) -> dict[str, Any]:
+        return await self._engine.node(node)
 
     def _end(self, id: str, finish: str) -> None:
         """Unless it has ended before."""

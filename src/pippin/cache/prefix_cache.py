@@ -19,6 +19,7 @@ from pippin.cache.canary import Canary
 from pippin.cache.components import HIDDEN, STATE, WINDOW, Rules
 from pippin.cache.eviction import NEVER
 from pippin.cache.integrity import check_integrity
+from pippin.cache.observer import TreeObserver
 from pippin.cache.policy import CheckpointPolicy, Placement
 from pippin.cache.radix import Node, TokenArray, as_tokens
 from pippin.cache.report import counters, recent_paths
@@ -110,6 +111,31 @@ class PrefixCache:
     @property
     def stats(self) -> CacheStats:
         return self._store.stats
+
+    # --- watch --------------------------------------------------------------------------------
+
+    def observe(self, observer: TreeObserver | None) -> None:
+        """Have `observer` hear of every change from now on; None: nobody."""
+        self._store.observer = observer
+
+    @property
+    def root(self) -> Node:
+        """To be looked at, never changed."""
+        return self._tree.root
+
+    @property
+    def num_nodes(self) -> int:
+        return self._tree.num_nodes
+
+    @property
+    def tick(self) -> int:
+        """Counts uses: a node's `stamp` has that of its last one."""
+        return self._store.tick
+
+    @property
+    def locked_ends(self) -> set[Node]:
+        """Where the paths end that are held."""
+        return {lock.node for lock in self._locks if not lock.node.is_root}
 
     # --- find ---------------------------------------------------------------------------------
 
@@ -287,6 +313,8 @@ class PrefixCache:
         self.stats.hits += 1
         self.stats.whole_hits += match.length == match.prompt_len
         self.stats.tokens_matched += match.length
+        match.node.hits += 1
+        self._store.tell_changed(match.node)
         self._rules.count_use(match.node)
         if self._rules.has_state:
             placement = self.stats.placements[match.node.placement]

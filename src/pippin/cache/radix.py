@@ -9,6 +9,7 @@ dictionary lookup per node, not one step per token.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 
@@ -32,7 +33,9 @@ class Node:
         "chain",
         "children",
         "end",
+        "hits",
         "holds",
+        "id",
         "parent",
         "payloads",
         "pins",
@@ -48,7 +51,8 @@ class Node:
         "window_uses",
     )
 
-    def __init__(self, tokens: bytes, start: int, parent: Node | None) -> None:
+    def __init__(self, tokens: bytes, start: int, parent: Node | None, id: int = 0) -> None:
+        self.id = id  # never used again in this tree
         self.tokens = tokens
         self.start = start
         self.end = start + len(tokens) // TOKEN_BYTES
@@ -63,6 +67,7 @@ class Node:
         self.stamp = (0.0, 0)  # eviction level and clock tick of the last use
         self.state_uses = 0
         self.window_uses = 0
+        self.hits = 0  # matches that ended here, and were locked
         self.placement = Placement.GRID  # why the state was placed here
         self.chain: npt.NDArray[np.uint64] | None = None  # the canary's hash beside each token
         self.prints: list[int | None] = [None] * 4  # and of each payload's bytes
@@ -109,6 +114,7 @@ class RadixTree:
         self.root = Node(b"", 0, None)
         self.num_nodes = 0
         self.num_tokens = 0
+        self._ids = itertools.count(1)
 
     def walk(self, tokens: TokenArray) -> tuple[list[Node], int]:
         """The nodes that share tokens with this sequence, and how many tokens they share.
@@ -137,7 +143,7 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         assert 0 < at < node.num_tokens
-        upper = Node(node.tokens[: at * TOKEN_BYTES], node.start, parent)
+        upper = Node(node.tokens[: at * TOKEN_BYTES], node.start, parent, next(self._ids))
         parent.children[_first(upper.tokens)] = upper
         node.tokens = node.tokens[at * TOKEN_BYTES :]
         node.start = upper.end
@@ -149,7 +155,7 @@ class RadixTree:
     def append(self, parent: Node, tokens: TokenArray) -> Node:
         raw = tokens.tobytes()
         assert _first(raw) not in parent.children
-        node = Node(raw, parent.end, parent)
+        node = Node(raw, parent.end, parent, next(self._ids))
         parent.children[_first(raw)] = node
         self.num_nodes += 1
         self.num_tokens += node.num_tokens

@@ -11,6 +11,7 @@ from pippin.cache.canary import Canary
 from pippin.cache.components import COMPONENTS, HIDDEN, INDEX, STATE, WINDOW, Rules
 from pippin.cache.eviction import EvictionQueue, Unit
 from pippin.cache.lookback import Lookback
+from pippin.cache.observer import TreeObserver
 from pippin.cache.pins import Pins
 from pippin.cache.policy import CheckpointPolicy, Placement
 from pippin.cache.radix import Node, RadixTree, TokenArray
@@ -36,6 +37,7 @@ class Store:
         self.version = 0  # changes with every payload that comes or goes
         self.tick = 0
         self.recent: list[Node] = []  # where the paths end that were used last; some may be gone
+        self.observer: TreeObserver | None = None  # None: nobody watches
         self._lookback = Lookback(rules)
 
     @property
@@ -55,6 +57,8 @@ class Store:
         if not node.is_root:
             others = [end for end in self.recent if end.stamp is not stamp]  # not on this path
             self.recent = [node, *others][:NUM_RECENT]
+            if self.observer is not None:
+                self.observer.used(node)
         return self.tick
 
     def pin(self, node: Node) -> int:
@@ -86,6 +90,8 @@ class Store:
             node = self.tree.append(node, ids[node.end : end])
             if self.canary is not None:
                 self.canary.mark(node)
+            if self.observer is not None:
+                self.observer.added(node)
         self.stats.tokens_inserted += len(ids) - reach
         if not self.rules.has_state:
             self._lookback.count(node)
@@ -132,6 +138,10 @@ class Store:
         while not node.is_root and not (node.children or node.pins or any_held(node)):
             node = self._cut_off(node)
         self.queue.update(node)
+
+    def tell_changed(self, node: Node) -> None:
+        if self.observer is not None:
+            self.observer.changed(node)
 
     def take(self, node: Node, unit: Unit) -> int:
         """Evict; returns the bytes freed."""
@@ -228,6 +238,8 @@ class Store:
                 self._lookback.count(parent)  # first, so that few counts fall to zero in between
             self._uncount(leaf)
         self.tree.remove(leaf)
+        if self.observer is not None:
+            self.observer.removed(leaf, parent)
         self.queue.update(leaf)
         return parent
 
@@ -251,6 +263,8 @@ class Store:
             self._count_bytes(node, index, growth)
         if self.canary is not None:
             self.canary.divide(upper, node)
+        if self.observer is not None:
+            self.observer.split(upper, node)
         for changed in (upper, node, *free):
             self.queue.update(changed)
         return upper
@@ -264,6 +278,7 @@ class Store:
             self._lookback.count(node)
         if self.canary is not None:
             self.canary.seal(node, index)
+        self.tell_changed(node)
 
     def _release(self, node: Node, index: int) -> None:
         payload = node.payloads[index]
@@ -278,6 +293,7 @@ class Store:
         self.version += 1
         self.stats.evictions[COMPONENTS[index]] += 1
         payload.release()
+        self.tell_changed(node)
 
     def _count_bytes(self, node: Node, index: int, change: int) -> None:
         self.component_bytes[COMPONENTS[index]] += change

@@ -198,7 +198,10 @@ class Loop:
                 self._in_flight = None
             deltas += self._fail(plan, error)
             return None
-        return _Launched(plan, pending, planned_at, perf_counter(), self._paused)
+        launched = _Launched(plan, pending, planned_at, perf_counter(), self._paused)
+        if self.scheduler.observer is not None:
+            self.scheduler.observer.step_launched(plan, self.scheduler.holdings)
+        return launched
 
     def _sampled(self, launched: _Launched, deltas: list[TokenDelta]) -> bool:
         """Launch the sampling of grammar rows: their masks need the tokens just committed."""
@@ -255,22 +258,23 @@ class Loop:
         )
         if timed is not None:
             self.scheduler.pace.observe(timed)
-        self.scheduler.metrics.add(
-            StepRecord(
-                step=plan.step,
-                planned=launched.planned_at,
-                dispatched=result.dispatched,
-                launched=launched.launched_at,
-                device_done=done,
-                resumed=resumed,
-                committed=perf_counter(),
-                waited=waited,
-                prefill_tokens=plan.num_prefill_tokens,
-                decode_rows=len(plan.decode),
-                ghosts=self.scheduler.last_ghosts,
-                device=result.device,
-                forwards=result.forwards,
-                after_pause=launched.after_pause,
-            )
+        record = StepRecord(
+            step=plan.step,
+            planned=launched.planned_at,
+            dispatched=result.dispatched,
+            launched=launched.launched_at,
+            device_done=done,
+            resumed=resumed,
+            committed=perf_counter(),
+            waited=waited,
+            prefill_tokens=plan.num_prefill_tokens,
+            decode_rows=len(plan.decode),
+            ghosts=self.scheduler.last_ghosts,
+            device=result.device,
+            forwards=result.forwards,
+            after_pause=launched.after_pause,
         )
+        self.scheduler.metrics.add(record)
+        if self.scheduler.observer is not None:
+            self.scheduler.observer.step_committed(plan, record)
         return deltas

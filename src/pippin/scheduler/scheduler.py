@@ -32,6 +32,7 @@ from pippin.scheduler.chunks import Chunker
 from pippin.scheduler.claims import Claims
 from pippin.scheduler.constraints import Compiling, append_token, as_told, make_masks
 from pippin.scheduler.holding import Holding
+from pippin.scheduler.observer import Observer
 from pippin.scheduler.outbox import Outbox
 from pippin.scheduler.pace import SMALLEST_CHUNK, Pace
 from pippin.scheduler.prompts import PromptPlanner
@@ -90,6 +91,7 @@ class Scheduler:
         self.compiling = Compiling(self.compiler)
         self.holdings: dict[int, Holding] = {}  # by slot: in use, or not yet released
         self.last_ghosts = 0
+        self.observer: Observer | None = None  # None: nobody watches
         self._leaving: list[Holding] = []  # their requests have ended or are being retracted
         self._in_flight: dict[int, _InFlight] = {}
         self._next_step = 0
@@ -153,6 +155,7 @@ class Scheduler:
             self.admission.add(request)
         else:
             self.compiling.add(request, spec)
+        self._tell_changed(request)
 
     def abort(self, request_id: str) -> None:
         self._end_early(request_id, "abort")
@@ -184,6 +187,7 @@ class Scheduler:
         step = self._next_step
         for request in self.compiling.take_done(self._fail):
             self.admission.add(request)
+            self._tell_changed(request)
         retire, retired = self._plan_retires(step)
         replies = self._replies.plan(step, self.holdings.values(), self.pace.pays_off)
         admit, prefill = self._prompts.plan(step, self.holdings, replies.num_streams)
@@ -233,6 +237,7 @@ class Scheduler:
         request.retract()
         self.admission.add(request)
         self.metrics.retractions += 1
+        self._tell_changed(request)
 
     # ---- when bytes are short --------------------------------------------------------------
 
@@ -386,6 +391,11 @@ class Scheduler:
             self._leaving.append(holding)
         request.end(reason)
         del self.requests[request.id]
+        self._tell_changed(request)
+
+    def _tell_changed(self, request: Request) -> None:
+        if self.observer is not None:
+            self.observer.request_changed(request)
 
     def _release(self, holding: Holding) -> None:
         holding.release(self.budget, self.slots, self.cache)

@@ -19,7 +19,17 @@ from typing import Any
 from pippin.api.engine_client import EngineClient
 from pippin.config import Config
 from pippin.errors import EngineDead, LoadError
-from pippin.messages import Alive, Answer, Failed, GetStatus, Loading, Ready, Started, TokenBatch
+from pippin.messages import (
+    Alive,
+    Answer,
+    Failed,
+    Feed,
+    GetStatus,
+    Loading,
+    Ready,
+    Started,
+    TokenBatch,
+)
 from pippin.supervision.connection import Connection
 from pippin.supervision.engine_process import EngineProcess
 from pippin.supervision.pulse import Pulse
@@ -126,7 +136,7 @@ class Supervisor:
                     if any(delta.finish in ("stop", "length") for delta in deltas):
                         self._backoff.finished_request()
                     self._client.deliver(message)
-                case Started() | Answer():
+                case Started() | Answer() | Feed():
                     self._client.deliver(message)
 
     def _serve_on(self, connection: Connection, ready: Ready, load_seconds: float) -> None:

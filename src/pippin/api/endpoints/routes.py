@@ -13,6 +13,7 @@ from starlette.routing import Route
 from pippin.api.dialects.base import data_event
 from pippin.api.dialects.completions import DONE
 from pippin.api.endpoints.embeddings import EmbeddingReply, parse_embeddings
+from pippin.api.endpoints.events import EventsEndpoint
 from pippin.api.endpoints.field_schemas import request_schemas
 from pippin.api.endpoints.generate import parse_generate
 from pippin.api.endpoints.generate_reply import GenerateReply
@@ -52,11 +53,13 @@ class Endpoints:
         self._log_prompts = config.log_prompts
         self._needs_key = bool(config.api_key)
         self._metrics = MetricsEndpoint(engine, registry)
+        self._events = EventsEndpoint(engine, text.tokenizer, config)
         self._workers = Workers()
 
     def routes(self) -> list[Route]:
         return [
             Route("/metrics", self._metrics.show),
+            *self._events.routes(),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),

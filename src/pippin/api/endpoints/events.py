@@ -1,0 +1,74 @@
+"""`GET /events`: what the engine does, as server-sent events; and the text of a node of the tree.
+
+Passes on what the engine wrote, as it is. Knows no field of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pippin.api.dialects.base import data_event
+from pippin.api.engine_client import Engine
+from pippin.api.http.door import is_loopback
+from pippin.api.http.errors import Forbidden, JSONResponse, error_body
+from pippin.api.http.sending import StreamResponse
+from pippin.config import ServerConfig
+from pippin.errors import NotFound
+from pippin.text.tokenizer import Tokenizer
+
+
+class EventsEndpoint:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._shows_prompts = shows_prompts(config)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/events", self.events),
+            Route("/events/node/{id:int}", self.node),
+        ]
+
+    async def events(self, request: Request) -> Response:
+        return StreamResponse(
+            self._stream(),
+            tell=lambda error: b"event: error\n" + data_event(error_body(error)),
+            timeout_s=None,
+        )
+
+    async def node(self, request: Request) -> Response:
+        """What a node of the tree stands for. Prompts are somebody's: see `shows_prompts`."""
+        if not self._shows_prompts:
+            raise Forbidden(
+                "this server does not show prompts to whoever may use it (--show-prompts)"
+            )
+        id = request.path_params["id"]
+        found = await self._engine.node(id)
+        if not found:
+            raise NotFound(f"no node {id} is in the tree, or nobody watches /events")
+        return JSONResponse(
+            {
+                "id": id,
+                "start": found["start"],
+                "tokens": found["num_tokens"],
+                "shown": len(found["tokens"]),
+                "text": self._tokenizer.decode_with_special(found["tokens"]),
+            }
+        )
+
+    async def _stream(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._engine.watch()) as events:
+            async for name, json in events:
+                yield b"event: %b\ndata: %b\n\n" % (name.encode(), json)
+
+
+def shows_prompts(config: ServerConfig) -> bool:
+    """Whether whoever is let in may read what others wrote. `auto`: where there are no others."""
+    if config.show_prompts != "auto":
+        return config.show_prompts == "on"
+    return len(config.api_key) == 1 or (not config.api_key and is_loopback(config.host))

@@ -1,0 +1,95 @@
+"""Those who watch what the engine does: one message for all of them. Knows no HTTP and no content.
+
+    engine ── Feed ──▶  Watchers  ──▶ a queue of a few messages each ──▶ whoever reads it
+
+Whoever does not keep up loses what it has not read and is told anew, by a snapshot. So nobody waits
+for a slow one. The engine is told when the first comes and when the last has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import NamedTuple
+
+import msgspec
+
+from pippin.errors import Overloaded
+from pippin.feed.schema import EngineLost
+from pippin.messages import Feed, ToEngine, Unwatch, Watch
+
+MAX_WATCHERS = 32
+MAX_UNREAD = 20  # messages: two seconds
+
+
+class WatchEvent(NamedTuple):
+    name: str  # "snapshot", "frame" or "engine"
+    json: bytes
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        self.unread: deque[WatchEvent] = deque()
+        self.in_step = False  # it has a snapshot, and every frame since
+        self.wakes = asyncio.Event()
+
+    def put(self, event: WatchEvent) -> None:
+        self.unread.append(event)
+        self.wakes.set()
+
+
+class Watchers:
+    def __init__(self, send: Callable[[ToEngine], None]) -> None:
+        self._send = send
+        self._watchers: set[_Watcher] = set()
+        self._closed = False
+
+    async def watch(self) -> AsyncGenerator[WatchEvent, None]:
+        """One more; Overloaded if there are too many."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise Overloaded(f"{MAX_WATCHERS} watch already")
+        watcher = _Watcher()
+        self._watchers.add(watcher)
+        self._send(Watch())
+        try:
+            while not self._closed:
+                await watcher.wakes.wait()
+                watcher.wakes.clear()
+                while watcher.unread:
+                    yield watcher.unread.popleft()
+                if not watcher.in_step:  # it had fallen behind, and has read what was left
+                    self._send(Watch())
+        finally:
+            self._watchers.remove(watcher)
+            if not self._watchers:
+                self._send(Unwatch())
+
+    def tell(self, message: Feed) -> None:
+        """Nobody is waited for."""
+        event = WatchEvent(message.kind, message.json)
+        for watcher in self._watchers:
+            if message.kind == "snapshot":
+                if not watcher.in_step:
+                    watcher.in_step = True
+                    watcher.put(event)
+            elif watcher.in_step and len(watcher.unread) < MAX_UNREAD:
+                watcher.put(event)
+            else:
+                watcher.in_step = False
+
+    def engine_ready(self) -> None:
+        if self._watchers:
+            self._send(Watch())
+
+    def engine_lost(self, reason: str) -> None:
+        event = WatchEvent("engine", msgspec.json.encode(EngineLost(reason)))
+        for watcher in self._watchers:
+            watcher.in_step = False
+            watcher.put(event)
+
+    def close(self) -> None:
+        """There will be no engine any more: streams end when they have been read."""
+        self._closed = True
+        for watcher in self._watchers:
+            watcher.wakes.set()

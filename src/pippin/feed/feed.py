@@ -1,0 +1,225 @@
+"""The feed: gathers what is new and sends it, at most ten times a second. Knows no watchers.
+
+watch     the next message is a snapshot, for those who have just come
+flush     called after every step: sends what is new, if the last message was long enough ago
+unwatch   from now on nothing is gathered
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pippin.feed.recorder import Recorder
+from pippin.feed.schema import Frame, Load, Memory, Progress, Request, Snapshot, Step
+from pippin.feed.tree import TreeMirror
+from pippin.messages import Feed as FeedMessage
+from pippin.scheduler.loop import Loop
+
+INTERVAL_SECONDS = 0.1
+MAX_STEPS = 100  # of a frame
+NUM_PAST_STEPS = 200  # of a snapshot
+MAX_REQUESTS = 200  # of either
+NUM_PAST_REQUESTS = 50  # of a snapshot
+MAX_NODE_TOKENS = 4096  # of an answer
+
+Send = Callable[[FeedMessage], None]
+
+
+class Feed:
+    """What one engine tells. Its sink of steps and requests is itself."""
+
+    def __init__(self, loop: Loop, recorder: Recorder, send: Send) -> None:
+        self._loop = loop
+        self._recorder = recorder
+        self._send = send
+        self._encoder = msgspec.json.Encoder()
+        self._watched = False
+        self._snapshot_wanted = False
+        self._last_at = -math.inf
+        self._last_generated = 0
+        self._number = 0
+        self._mirror: TreeMirror | None = None
+        self._steps: deque[Step] = deque(maxlen=MAX_STEPS)
+        self._num_steps = 0  # since the last frame
+        self._requests: dict[str, Request] = {}
+        self._past_steps: deque[Step] = deque(maxlen=NUM_PAST_STEPS)
+        self._past_requests: deque[Request] = deque(maxlen=NUM_PAST_REQUESTS)
+
+    # ---- watchers ----------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Somebody has come, or fell behind."""
+        self._snapshot_wanted = True
+        if not self._watched:
+            self._watched = True
+            self._last_generated = self._loop.scheduler.metrics.generated_tokens
+            cache = self._loop.scheduler.cache
+            self._mirror = None if cache is None else TreeMirror(cache)
+            self._recorder.add(self)
+        self.flush()
+
+    def unwatch(self) -> None:
+        if not self._watched:
+            return
+        self._watched = self._snapshot_wanted = False
+        self._recorder.remove(self)
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
+        self._take_steps()
+        self._requests.clear()
+        self._past_steps.clear()
+        self._past_requests.clear()
+
+    @property
+    def due_in(self) -> float:
+        """Seconds until something is to be sent if nothing more happens; infinite if nothing is."""
+        if not self._watched or not (self._snapshot_wanted or self._num_steps or self._requests):
+            return math.inf
+        return max(0.0, self._last_at + INTERVAL_SECONDS - self._recorder.now)
+
+    def flush(self) -> None:
+        """Send what is new, unless it is too soon."""
+        if not self._watched:
+            return
+        now = self._recorder.now
+        if now - self._last_at < INTERVAL_SECONDS:
+            return
+        load = self._load(now)
+        frame = self._frame(now, load)
+        if frame is not None:
+            self._last_at = now
+            self._send(FeedMessage("frame", self._encoder.encode(frame)))
+        if self._snapshot_wanted:
+            self._last_at = now
+            self._snapshot_wanted = False
+            self._send(FeedMessage("snapshot", self._encoder.encode(self._snapshot(now, load))))
+
+    def node(self, id: int) -> dict[str, Any]:
+        """The tokens of a node that watchers know, and the last few before it; {} of others.
+
+        Of a long one the first MAX_NODE_TOKENS.
+        """
+        node = None if self._mirror is None else self._mirror.find(id)
+        if node is None:
+            return {}
+        return {
+            "start": node.start,
+            "num_tokens": node.num_tokens,
+            "tokens": node.token_ids[:MAX_NODE_TOKENS].tolist(),
+        }
+
+    # ---- what the recorder tells -------------------------------------------------------------
+
+    def step(self, step: Step) -> None:
+        self._steps.append(step)
+        self._num_steps += 1
+        self._past_steps.append(step)
+
+    def request(self, request: Request) -> None:
+        self._requests.pop(request.id, None)
+        self._requests[request.id] = request
+        if request.ended is not None:
+            self._past_requests.append(request)
+
+    # ---- messages ----------------------------------------------------------------------------
+
+    def _frame(self, now: float, load: Load) -> Frame | None:
+        """None: nothing is new."""
+        tree = None if self._mirror is None else self._mirror.changes()
+        if not (self._num_steps or self._requests or tree is not None):
+            return None
+        self._number += 1
+        num_steps = self._num_steps
+        steps = self._take_steps()
+        requests, self._requests = list(self._requests.values()), {}
+        holdings = self._loop.scheduler.holdings.values()
+        return Frame(
+            at=now,
+            number=self._number,
+            steps=steps,
+            left_out=num_steps - len(steps),
+            requests=requests[-MAX_REQUESTS:],
+            progress=[
+                Progress(holding.slot, holding.held, len(holding.request.output))
+                for holding in holdings
+                if holding.runs
+            ],
+            tree=tree,
+            memory=self._memory(),
+            load=load,
+        )
+
+    def _snapshot(self, now: float, load: Load) -> Snapshot:
+        loop = self._loop
+        cache = loop.scheduler.cache
+        return Snapshot(
+            began=self._recorder.began,
+            at=now,
+            number=self._number,
+            device=loop.backend.device.name,
+            slots=loop.scheduler.slots.num_slots,
+            overlap=loop.overlap,
+            components=[] if cache is None else [kind.value for kind in cache.component_bytes],
+            steps=list(self._past_steps),
+            requests=[*self._past_requests, *self._recorder.requests()[:MAX_REQUESTS]],
+            tree=None if self._mirror is None else self._mirror.snapshot(),
+            memory=self._memory(),
+            load=load,
+        )
+
+    def _take_steps(self) -> list[Step]:
+        steps = list(self._steps)
+        self._steps.clear()
+        self._num_steps = 0
+        return steps
+
+    def _memory(self) -> Memory:
+        scheduler = self._loop.scheduler
+        budget, cache = scheduler.budget, scheduler.cache
+        rows = sum(holding.nbytes for holding in scheduler.holdings.values())
+        checkpoints = sum(holding.checkpoint_bytes for holding in scheduler.holdings.values())
+        tree = {} if cache is None else cache.component_bytes
+        return Memory(
+            device=self._loop.backend.memory_used(),
+            capacity=budget.capacity,
+            rows=rows,
+            checkpoints=checkpoints,
+            captures=budget.claimed - rows - checkpoints,
+            tree={kind.value: nbytes for kind, nbytes in tree.items()},
+            evictable=0 if cache is None else cache.evictable_bytes,
+            free=budget.free,
+        )
+
+    def _load(self, now: float) -> Load:
+        scheduler = self._loop.scheduler
+        metrics = scheduler.metrics
+        generated = metrics.generated_tokens - self._last_generated
+        self._last_generated = metrics.generated_tokens
+        began = self._steps[0].planned if self._steps else now
+        seconds = now - max(began, self._last_at)
+        return Load(
+            running=scheduler.num_running,
+            waiting=len(scheduler.admission.queue),
+            compiling=len(scheduler.compiling),
+            prompt_tokens=metrics.prompt_tokens,
+            cached_tokens=metrics.cached_tokens,
+            computed_tokens=metrics.computed_tokens,
+            generated_tokens=metrics.generated_tokens,
+            finished=metrics.requests_finished,
+            aborted=metrics.requests_aborted,
+            failed=metrics.requests_failed,
+            retractions=metrics.retractions,
+            tokens_per_second=round(generated / seconds, 1) if seconds else 0.0,
+            idle_share=self._idle_share(),
+        )
+
+    def _idle_share(self) -> float | None:
+        idle = sum(step.idle or 0.0 for step in self._steps)
+        span = sum(step.span or 0.0 for step in self._steps)
+        return round(min(max(0.0, idle / span), 1.0), 4) if span else None

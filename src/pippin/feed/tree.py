@@ -1,0 +1,154 @@
+"""The part of the tree that watchers know, kept up to date. Knows no requests and no messages.
+
+A tree may have 100,000 nodes. At most MAX_NODES of them are told, those used last: a use marks the
+whole path above, so a node is told whenever one below it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from pippin.cache.components import COMPONENTS
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.radix import Node
+from pippin.feed import schema
+from pippin.feed.schema import Change
+
+MAX_NODES = 768
+NUM_KEPT = MAX_NODES * 3 // 4  # when there are more than that
+
+
+class TreeMirror:
+    """The cache's observer from its making until `close`."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._shown: dict[int, Node] = {node.id: node for node in _used_last(cache.root)}
+        self._changes: dict[int, Change] = {}
+        self._evicted: list[int] = []
+        self._used: dict[int, None] = {}  # in order
+        self._locked: list[int] = []
+        cache.observe(self)
+
+    def close(self) -> None:
+        self._cache.observe(None)
+
+    def find(self, id: int) -> Node | None:
+        """A node that watchers know."""
+        return self._shown.get(id)
+
+    def snapshot(self) -> schema.Tree:
+        """All that watchers should know; what was new has been told by `changes` before."""
+        nodes = sorted(self._shown.values(), key=lambda node: node.start)
+        return self._tell([_view(node, "show") for node in nodes], [], [], [])
+
+    def changes(self) -> schema.Tree | None:
+        """What is new since the last call, if anything is."""
+        hidden = self._hide() if len(self._shown) > MAX_NODES else []
+        locked = sorted(node.id for node in self._cache.locked_ends if node.id in self._shown)
+        nothing_new = not (self._changes or self._evicted or hidden or self._used)
+        if nothing_new and locked == self._locked:
+            return None
+        nodes = sorted((self._shown[id] for id in self._changes), key=lambda node: node.start)
+        told = [_view(node, self._changes[node.id]) for node in nodes]
+        used = [id for id in self._used if id in self._shown]
+        tree = self._tell(told, self._evicted, hidden, used)
+        self._changes, self._evicted, self._used = {}, [], {}
+        self._locked = locked
+        return tree
+
+    # ---- what the cache tells ------------------------------------------------------------------
+
+    def added(self, node: Node) -> None:
+        self._show(node, "add")
+        assert node.parent is not None
+        self._show_path(node.parent)
+        self.changed(node.parent)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        if lower.id in self._shown:
+            self._show(upper, "split")
+            self.changed(lower)
+
+    def changed(self, node: Node) -> None:
+        if node.id in self._shown:
+            self._changes.setdefault(node.id, "change")
+
+    def removed(self, leaf: Node, parent: Node) -> None:
+        if self._forget(leaf.id):
+            self._evicted.append(leaf.id)
+        self._used.pop(leaf.id, None)
+        self.changed(parent)
+
+    def used(self, node: Node) -> None:
+        self._show_path(node)
+        self._used.pop(node.id, None)
+        self._used[node.id] = None
+
+    # --------------------------------------------------------------------------------------------
+
+    def _show(self, node: Node, why: Change) -> None:
+        self._shown[node.id] = node
+        self._changes[node.id] = why
+
+    def _show_path(self, node: Node) -> None:
+        for above in node.ancestors():
+            if above.id in self._shown:
+                break  # and so is all above it
+            self._show(above, "show")
+
+    def _forget(self, id: int) -> bool:
+        """Whether watchers knew it."""
+        if self._shown.pop(id, None) is None:
+            return False
+        return self._changes.pop(id, "change") == "change"
+
+    def _hide(self) -> list[int]:
+        """Forget those that were not used for longest."""
+        kept = {node.id for node in _used_last(self._cache.root, NUM_KEPT)}
+        return [id for id in list(self._shown) if id not in kept and self._forget(id)]
+
+    def _tell(
+        self, nodes: list[schema.Node], evicted: list[int], hidden: list[int], used: list[int]
+    ) -> schema.Tree:
+        cache = self._cache
+        return schema.Tree(
+            nodes=nodes,
+            evicted=evicted,
+            hidden=hidden,
+            used=used,
+            locked=sorted(node.id for node in cache.locked_ends if node.id in self._shown),
+            tick=cache.tick,
+            num_nodes=cache.num_nodes,
+            num_tokens=cache.num_tokens,
+            num_roots=len(cache.root.children),
+        )
+
+
+def _used_last(root: Node, limit: int = MAX_NODES) -> list[Node]:
+    """Parents before children; a parent was used whenever its child was."""
+    found: list[Node] = []
+    heap = [(-node.stamp[1], node.id, node) for node in root.children.values()]
+    heapq.heapify(heap)
+    while heap and len(found) < limit:
+        node = heapq.heappop(heap)[2]
+        found.append(node)
+        for child in node.children.values():
+            heapq.heappush(heap, (-child.stamp[1], child.id, child))
+    return found
+
+
+def _view(node: Node, why: Change) -> schema.Node:
+    held = zip(COMPONENTS, node.payloads, strict=True)
+    return schema.Node(
+        id=node.id,
+        parent=0 if node.parent is None else node.parent.id,
+        start=node.start,
+        tokens=node.num_tokens,
+        children=len(node.children),
+        bytes={kind.value: payload.nbytes for kind, payload in held if payload is not None},
+        tier="device",
+        hits=node.hits,
+        used=node.stamp[1],
+        change=why,
+    )

@@ -1,0 +1,25 @@
+"""What somebody who watches the scheduler hears. Knows nobody who does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from pippin.backends.base import StepPlan
+from pippin.metrics import StepRecord
+from pippin.scheduler.holding import Holding
+from pippin.scheduler.request import Request
+
+
+class Observer(Protocol):
+    """Called from the loop's thread, while the device works where that can be so."""
+
+    def request_changed(self, request: Request) -> None:
+        """It came, or is in another phase."""
+        ...
+
+    def step_launched(self, plan: StepPlan, holdings: Mapping[int, Holding]) -> None:
+        """`holdings`: who has which slot now."""
+        ...
+
+    def step_committed(self, plan: StepPlan, record: StepRecord) -> None: ...
