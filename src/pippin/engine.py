@@ -251,7 +251,7 @@ def run_engine(loop: Loop, channel: Channel) -> int:
 
 
 def keep_torch_out() -> None:
-    """mlx-lm imports transformers, which imports torch where it is installed: a second or more."""
+    """Old tokenizers are read by transformers, which imports torch too: a second or more."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # now as if not installed
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from pippin.backends.mlx.cpu import linear
 from pippin.backends.mlx.cpu.linear import (
     SMALL_PRODUCT,
+    Times,
     block_of,
     blocked_product,
     blocks_of,
@@ -53,9 +56,31 @@ def test_layers_made_over_equal_the_originals(monkeypatch: pytest.MonkeyPatch) -
         assert mx.abs(a - b).max().item() < 1e-4
 
 
-def test_only_numbers_of_rows_that_were_timed_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_numbers_of_rows_that_were_timed_are_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(linear, "_faster", {})
     weight = mx.random.normal((2048, 384))
-    chosen = choose_rows([weight])
+    chosen = choose_rows([weight], tmp_path / "times.json")
     assert set(chosen) == {(2048, 384)}
     assert chosen[(2048, 384)] <= set(linear.TIMED_ROWS)
+
+
+def test_blocks_are_chosen_where_they_are_clearly_faster_and_timed_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    timed = []
+
+    def time_both(weight: mx.array, num_rows: int, block: int) -> Times:
+        timed.append(num_rows)
+        return Times(plain_ms=1.0, blocks_ms=0.5 if num_rows < 4 else 0.95)
+
+    monkeypatch.setattr(linear, "_time_both", time_both)
+    weight, path = mx.zeros((2048, 384)), tmp_path / "times.json"
+    for _ in range(2):
+        monkeypatch.setattr(linear, "_faster", {})  # another process
+        assert choose_rows([weight], path) == {(2048, 384): frozenset({2, 3})}
+    with_a_block = [n for n in linear.TIMED_ROWS if block_of(n, *weight.shape)]
+    assert timed == with_a_block
+    choose_rows([weight.astype(mx.float16)], path)
+    assert timed == 2 * with_a_block

@@ -14,7 +14,6 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_model
 
 from pippin.backends.mlx import refusals, substitutions
 from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
@@ -26,12 +25,15 @@ from pippin.backends.mlx.gpu.cuda_layer import fuse_layers
 from pippin.backends.mlx.gpu.siblings import find_siblings, merge
 from pippin.backends.mlx.head import Head, measure_hidden
 from pippin.backends.mlx.layout import Layout, discover
+from pippin.backends.mlx.mlx_lm_package import import_load_model
 from pippin.backends.mlx.recurrent.calls import Kind, record_calls
 from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
 from pippin.backends.mlx.rehearsal import Forward, packed_rows, rehearsed
 from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.errors import LoadError, UnsupportedLayout
+
+load_model = import_load_model()
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 

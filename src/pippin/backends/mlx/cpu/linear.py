@@ -3,24 +3,32 @@
 For a large product OpenBLAS first copies the weights into its own order, which for a handful of
 rows costs more than the product. For small products it has kernels that read the weights as they
 lie. mlx runs a batch of products one after the other in a single operation, so the same weights,
-seen as blocks of output channels, take that road. Whether it is shorter here is timed at load.
+seen as blocks of output channels, take that road. Whether it is shorter here is timed at the first
+load, and remembered.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from time import perf_counter
 
 import mlx.core as mx
+import msgspec
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
+
+from pippin.backends.mlx.cpu.blas import load_fast_blas
+from pippin.backends.mlx.timing import RememberedTimes, machine, times_file
 
 SMALL_PRODUCT = 1_000_000  # rows x channels x inputs that OpenBLAS takes for small
 BLOCKS = (256, 192, 128, 96, 64, 48, 32)  # output channels
 TIMED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 REPEATS = 5
 WORTHWHILE = 0.9  # of the plain product's time
+SUBJECT = "linear-layers"
 
 Shape = tuple[int, ...]
 
@@ -94,29 +102,55 @@ def use_few_rows(part: Module) -> None:
         part.__class__ = FewRowsEmbedding
 
 
-def choose_rows(weights: Iterable[mx.array]) -> dict[Shape, frozenset[int]]:
-    """Time both roads on one of the model's own weights of each shape, for few and more rows."""
-    one_of_each = {weight.shape: weight for weight in weights}
-    for shape, weight in one_of_each.items():
-        _faster[shape] = frozenset(n for n in TIMED_ROWS if _blocks_are_faster(weight, n))
+class Times(msgspec.Struct, frozen=True):
+    """Milliseconds of one product, whole and in blocks."""
+
+    plain_ms: float
+    blocks_ms: float
+
+    @property
+    def blocks_are_faster(self) -> bool:
+        return self.blocks_ms < WORTHWHILE * self.plain_ms
+
+
+def choose_rows(
+    weights: Iterable[mx.array], path: Path | None = None
+) -> dict[Shape, frozenset[int]]:
+    """By the times of both roads on one weight of each shape: those in the file, or new ones."""
+    here = f"{machine((sys.modules[__name__],))}, {load_fast_blas().threads} threads"
+    remembered = RememberedTimes(path or times_file(SUBJECT), here, Times)
+
+    def times_of(weight: mx.array, num_rows: int, block: int) -> Times:
+        key = f"{num_rows} x {weight.shape[1]} x {weight.shape[0]}, {weight.dtype}"
+        times = remembered.get(key)
+        if times is None:
+            times = _time_both(weight, num_rows, block)
+            remembered.add(key, times)
+        return times
+
+    for shape, weight in {weight.shape: weight for weight in weights}.items():
+        blocks = ((num_rows, block_of(num_rows, *shape)) for num_rows in TIMED_ROWS)
+        _faster[shape] = frozenset(
+            num_rows
+            for num_rows, block in blocks
+            if block is not None and times_of(weight, num_rows, block).blocks_are_faster
+        )
+    remembered.save()
     return _faster
 
 
-def _blocks_are_faster(weight: mx.array, num_rows: int) -> bool:
-    block = block_of(num_rows, *weight.shape)
-    if block is None:
-        return False
+def _time_both(weight: mx.array, num_rows: int, block: int) -> Times:
+    """In turn: others may be using the machine."""
     x = mx.ones((num_rows, weight.shape[1]), dtype=weight.dtype)
-    plain = _seconds(x @ weight.T for _ in range(REPEATS))
     blocks = blocks_of(weight, block)
-    return _seconds(blocked_product(x, blocks) for _ in range(REPEATS)) < WORTHWHILE * plain
+    pairs = [
+        (_milliseconds(x @ weight.T), _milliseconds(blocked_product(x, blocks)))
+        for _ in range(REPEATS)
+    ]
+    return Times(min(plain for plain, _ in pairs), min(blocked for _, blocked in pairs))
 
 
-def _seconds(products: Iterable[mx.array]) -> float:
-    """The shortest of a few runs: others may be using the machine."""
-    shortest = float("inf")
-    for y in products:
-        began = perf_counter()
-        mx.eval(y)
-        shortest = min(shortest, perf_counter() - began)
-    return shortest
+def _milliseconds(product: mx.array) -> float:
+    began = perf_counter()
+    mx.eval(product)
+    return 1e3 * (perf_counter() - began)
