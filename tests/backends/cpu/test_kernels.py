@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bundled import BUNDLED_PATH
 from pippin.backends.mlx.cpu import kernels
 from pippin.backends.mlx.cpu.kernels import Kernels
 from processes import environment, wait_until_gone
@@ -124,3 +125,21 @@ def test_it_and_its_compilers_end_with_an_engine_that_is_killed() -> None:
     engine.stdout.close()
     for pid in pids:
         wait_until_gone(pid)
+
+
+def test_it_ends_with_an_engine_that_was_killed_before_it_had_begun(tmp_path: Path) -> None:
+    """It takes a second to import what it needs; an engine may be gone by then."""
+    engine_code = (
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "from pippin.backends.mlx.cpu.kernels import Kernels\n"
+        "kernels = Kernels(Path('marker'), available=False)\n"
+        f"kernels.build_in_background(Path({str(BUNDLED_PATH)!r}), 'float32')\n"
+        "print(kernels.builder.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    nothing_built = {**environment(), "TMPDIR": str(tmp_path)}
+    engine = subprocess.run(
+        [sys.executable, "-c", engine_code], env=nothing_built, stdout=subprocess.PIPE, check=False
+    )
+    wait_until_gone(int(engine.stdout))

@@ -75,8 +75,9 @@ class Kernels:
         """Start a process that builds what is missing, out of everybody's way."""
         if self.available or self.marker is None:
             return
-        command = [sys.executable, "-m", "pippin.backends.mlx.cpu.warm", str(path), dtype]
-        self.builder = start_builder(command)
+        module = "pippin.backends.mlx.cpu.warm"
+        arguments = [str(path), dtype, str(os.getpid())]
+        self.builder = start_builder([sys.executable, "-m", module, *arguments])
 
     def give_way(self, *, busy: bool) -> None:
         """Stop the builder while requests run; let it go on in between."""

@@ -1,4 +1,4 @@
-"""python -m pippin.backends.mlx.cpu.warm MODEL_DIR DTYPE: build a decode step's kernels, then end.
+"""python -m pippin.backends.mlx.cpu.warm MODEL_DIR DTYPE ENGINE_PID: build a decode step's kernels.
 
 Runs the compiled step on every form that its kernels can take: one row and several, mains that are
 full and mains with padding, rows that share what they begin with.
@@ -56,7 +56,10 @@ def run(loaded: LoadedModel, lengths: list[int], num_steps: int) -> None:
 
 
 def leave_with(engine: int) -> None:
-    """Once the engine that wanted the kernels is gone, end at once, and the compilers with us."""
+    """Once the engine that wanted the kernels is gone, end at once, and the compilers with us.
+
+    It says itself who it is: when we ask for our parent, that may be somebody else already.
+    """
     while os.getppid() == engine:
         time.sleep(WATCH_SECONDS)
     os.killpg(0, signal.SIGKILL)
@@ -64,8 +67,9 @@ def leave_with(engine: int) -> None:
 
 def main() -> int:
     os.nice(19)
-    threading.Thread(target=leave_with, args=(os.getppid(),), daemon=True).start()
-    loaded = load(Path(sys.argv[1]), dtype=sys.argv[2])
+    model_dir, dtype, engine = sys.argv[1:]
+    threading.Thread(target=leave_with, args=(int(engine),), daemon=True).start()
+    loaded = load(Path(model_dir), dtype=dtype)
     for lengths in (*FORMS, *SHARED_FORMS):
         run(loaded, lengths, num_steps=NUM_STEPS)
     marker_path(loaded).touch()
