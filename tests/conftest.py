@@ -1,4 +1,5 @@
-"""Tests draw the same numbers each time and keep out of each other's way and the user's cache.
+"""Tests draw the same numbers each time and keep out of each other's way and the user's
+directories.
 
 `pytest --hypothesis-profile=explore` draws new examples instead.
 """
@@ -41,9 +42,10 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def cache_dir_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def user_directories_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        for kind in ("cache", "config"):
+            patch.setenv(f"XDG_{kind.upper()}_HOME", str(tmp_path_factory.mktemp(kind)))
         yield
 
 

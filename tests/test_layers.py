@@ -15,9 +15,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "types": set(),
     "errors": set(),
     "logs": set(),
-    "user_cache": set(),
     "bridge": set(),
-    "native_kernels": {"user_cache"},
+    "native_kernels": set(),
     "config": {"types"},
     "messages": {"types"},
     "metrics": {"types"},
@@ -40,7 +39,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.masks": set(),
     "backends.fake": {"types", "backends.base", "backends.masks"},
     "backends.mlx": {
-        *("types", "config", "native_kernels", "user_cache", "backends.base", "backends.host"),
+        *("types", "config", "native_kernels", "backends.base", "backends.host"),
         *("backends.chunking", "backends.masks", "backends.sampling", "backends.sampling_noise"),
     },
     "backends.torch": {

@@ -7,8 +7,10 @@ Config (see `resolve.py`); nothing later looks at an unresolved value.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
+
+from pippin.errors import ConfigError
 
 MEMORY_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -17,7 +19,7 @@ def _check_at_least(section: Any, **minimums: int) -> None:
     for name, minimum in minimums.items():
         value = getattr(section, name)
         if value is not None and value < minimum:
-            raise ValueError(f"{name} must be at least {minimum}, got {value}")
+            raise ConfigError(f"{name} must be at least {minimum}, got {value}")
 
 
 def parse_memory(text: str) -> int | float:
@@ -31,7 +33,7 @@ def parse_memory(text: str) -> int | float:
     if unit == "" and 0.0 < value <= 1.0:
         return value
     if unit not in MEMORY_UNITS or value <= 0.0:
-        raise ValueError(f'memory must be like "6GB" or a fraction like "0.7", got {text!r}')
+        raise ConfigError(f'memory must be like "6GB" or a fraction like "0.7", got {text!r}')
     return int(value * MEMORY_UNITS[unit])
 
 
@@ -39,6 +41,8 @@ def parse_memory(text: str) -> int | float:
 class ModelConfig:
     model: str = "stories-hybrid-20m"
     """The bundled model's name, a local directory, or a Hugging Face id."""
+
+    _: KW_ONLY
 
     backend: Literal["auto", "mlx", "torch", "fake"] = "auto"
     """What runs the model. `auto`: mlx. `torch`: for CPUs and NVIDIA GPUs, new there. `fake` is a
@@ -107,12 +111,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_at_least(self, max_running=1, max_queue=1, max_queue_tokens=1, prefill_tokens=1)
         if not self.max_gap > 0.0:
-            raise ValueError(f"max_gap must be more than 0 seconds, got {self.max_gap}")
+            raise ConfigError(f"max_gap must be more than 0 seconds, got {self.max_gap}")
         _check_at_least(self, buffer_limit=1)
         if self.memory != "auto":
             parse_memory(self.memory)
         if self.canary != "off" and not self.prefix_cache:
-            raise ValueError("canary checks the prefix cache, which is switched off")
+            raise ConfigError("canary checks the prefix cache, which is switched off")
 
 
 @dataclass(frozen=True)
@@ -194,15 +198,15 @@ class ServerConfig:
         _check_at_least(self, engine_restarts=0, drain_timeout=0)
         _check_at_least(self, stored_responses=0, stored_bytes=0)
         if not 0 <= self.port <= 65535:
-            raise ValueError(f"port must be between 0 and 65535, got {self.port}")
+            raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
         if not all(key.strip() for key in self.api_key):
-            raise ValueError("api_key is empty: give a key, or leave the option out")
+            raise ConfigError("api_key is empty: give a key, or leave the option out")
         for name in self.allowed_host:
             if "*" in name.removeprefix("*.") and name != "*":
-                raise ValueError(f"allowed_host {name!r}: * stands alone or as in *.example.com")
+                raise ConfigError(f"allowed_host {name!r}: * stands alone or as in *.example.com")
         for origin in self.cors_origin:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/*]+", origin):
-                raise ValueError(f"cors_origin {origin!r} is not like https://chat.example.com")
+                raise ConfigError(f"cors_origin {origin!r} is not like https://chat.example.com")
 
 
 @dataclass(frozen=True)
@@ -253,7 +257,7 @@ class LimitsConfig:
         for name in ("header_timeout", "body_timeout", "send_timeout", "request_timeout"):
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0.0:
-                raise ValueError(f"{name} must be more than 0 seconds, got {seconds}")
+                raise ConfigError(f"{name} must be more than 0 seconds, got {seconds}")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ PippinError
 ├── EngineDead              503  the engine process is gone, and what it was doing with it
 │   └── DeviceFailed        503  several steps in a row failed: the engine stops
 ├── NotReady                503  loading, restarting or shutting down: try again
+├── ConfigError                  an option, a variable or a line of pippin.toml is wrong
 └── LoadError                    a checkpoint cannot be served; raised before the server starts
     └── UnsupportedLayout        layers that Pippin cannot serve
 """
@@ -78,6 +79,12 @@ class NotReady(PippinError):
     status = 503
     code = "not_ready"
     retry_after_s = 5
+
+
+class ConfigError(PippinError, ValueError):
+    """A value that no server can be started with; names the field and the number."""
+
+    code = "invalid_config"
 
 
 class LoadError(PippinError):

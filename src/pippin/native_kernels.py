@@ -21,7 +21,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from pippin.user_cache import user_cache
+from platformdirs import user_cache_path
 
 FLAGS = "-march=native"
 DIRECTORY = "PIPPIN_NATIVE_KERNELS"  # in the environment of processes that build such kernels
@@ -63,7 +63,7 @@ def build_for_this_cpu() -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         return
-    home = user_cache() / "kernels" / _identity(Path(compiler))
+    home = user_cache_path("pippin") / "kernels" / _identity(Path(compiler))
     script = home / "bin" / "g++"
     try:
         _write_script(script, compiler)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from bundled import BUNDLED_PATH
+from cli.commands import served_with
 from pippin.bench import scenarios, servers, suite
 from pippin.bench.cost import Cost
 from pippin.bench.pairs import Pairs
@@ -106,15 +107,15 @@ def test_the_cost_alone_has_a_plot_too() -> None:
     assert report.tables[0].rows[0][-1] == "at most +3%: missed"
 
 
-def test_a_config_survives_as_options() -> None:
+def test_a_config_survives_as_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the environment says otherwise of what is a default here."""
+    monkeypatch.setenv("PIPPIN_MAX_RUNNING", "3")
+    monkeypatch.setenv("PIPPIN_DETERMINISTIC", "true")
     config = Config(
         ModelConfig(model="m", backend="fake", max_len=100),
-        EngineConfig(overlap=False, deterministic=True, memory="6GB"),
+        EngineConfig(overlap=False, memory="6GB"),
     )
-    assert servers.as_options(config) == [
-        *("m", "--backend", "fake", "--max-len", "100"),
-        *("--no-overlap", "--memory", "6GB", "--deterministic"),
-    ]
+    assert served_with(monkeypatch, *servers.as_options(config)) == config
 
 
 def test_unknown_parts_are_named() -> None:

@@ -6,16 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The value below which `share` of them lie, interpolated between neighbours."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = math.ceil(place)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return float(np.quantile(values, share)) if values else math.nan
 
 
 def median(values: Sequence[float]) -> float:

@@ -42,9 +42,10 @@ main()
 
 @contextlib.contextmanager
 def pippin_server(model: str, options: Sequence[str] = ()) -> Iterator[Target]:
-    """`pippin serve MODEL OPTIONS` on a free port."""
+    """`pippin serve MODEL OPTIONS` on a free port, and nothing out of a pippin.toml."""
     port = free_port()
-    command = [sys.executable, "-m", "pippin", "serve", model, "--port", str(port), *options]
+    command = [sys.executable, "-m", "pippin", "serve", model, "--port", str(port)]
+    command += ["--config", os.devnull, *options]
     url = f"http://127.0.0.1:{port}"
     with _child("pippin", command, url):
         yield Target(url, first_model(url), extra={"ignore_eos": True})
@@ -57,7 +58,7 @@ def as_options(config: Config) -> list[str]:
         for field in dataclasses.fields(section):
             value = getattr(section, field.name)
             flag = field.name.replace("_", "-")
-            if field.name == "model" or value == field.default:
+            if field.name == "model" or value is None:
                 continue
             if isinstance(value, bool):
                 options.append(f"--{flag}" if value else f"--no-{flag}")

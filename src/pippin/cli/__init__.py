@@ -5,6 +5,7 @@ Imports no model library until a command needs one.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,19 +13,25 @@ from cyclopts import App
 
 from pippin import __version__
 from pippin.cli.cache_commands import cache
+from pippin.cli.completion_commands import add_completion
 from pippin.cli.model_commands import chat, doctor, serve
-from pippin.errors import PippinError
+from pippin.cli.options import option_name
+from pippin.cli.settings import SETTINGS
+from pippin.cli.settings_commands import config
+from pippin.errors import ConfigError, PippinError
 from pippin.native_kernels import build_for_this_cpu
 
 app = App(
     name="pippin",
     version=__version__,
-    help="Serve large language models on MLX. Every option of the model, the engine and the "
-    "server is also read from the environment: --port from PIPPIN_PORT.",
+    help="Serve large language models on MLX. What is not given as an option is read from the "
+    "environment (--port from PIPPIN_PORT), then from pippin.toml: `pippin config` shows it.",
+    config=SETTINGS,
 )
 
-for command in (serve, chat, cache, doctor):
+for command in (serve, chat, cache, doctor, config):
     app.command(command)
+add_completion(app)
 
 # By name, so that other commands do not wait for its imports.
 app.command(
@@ -40,12 +47,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         build_for_this_cpu()
     try:
         app(argv)
+    except ConfigError as error:
+        name = option_name(error.message.split()[0])  # by its convention, the field
+        place = SETTINGS.place_of(name)
+        fail(f"{place}: {error.message}" if place else error.message, status=2)
     except PippinError as error:
-        fail(error.message)
+        fail(error.message, status=1)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except BrokenPipeError:  # of `pippin config | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
 
 
-def fail(message: str) -> None:
+def fail(message: str, *, status: int) -> None:
     print(f"pippin: {message}", file=sys.stderr)
-    raise SystemExit(1)
+    raise SystemExit(status)

@@ -21,9 +21,9 @@ from types import ModuleType
 from typing import Generic, TypeVar
 
 import msgspec
+from platformdirs import user_cache_path
 
 from pippin.backends.mlx.device import device_info
-from pippin.user_cache import user_cache
 
 REPEATS = 5
 
@@ -54,7 +54,7 @@ def machine(modules: Iterable[ModuleType]) -> str:
 
 
 def times_file(subject: str) -> Path:
-    return user_cache() / f"{subject}.json"
+    return user_cache_path("pippin") / f"{subject}.json"
 
 
 class RememberedTimes(Generic[Times]):

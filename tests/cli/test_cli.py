@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import subprocess
 import sys
 from typing import get_type_hints
@@ -10,31 +11,12 @@ from typing import get_type_hints
 import pytest
 
 import pippin
+import pippin.config
+from cli.commands import error_of, output_of, served_with
 from pippin import cli
-from pippin.cli.options import field_help
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig, parse_memory
 from pippin.errors import LoadError
 from processes import environment
-
-
-def served_with(monkeypatch: pytest.MonkeyPatch, *argv: str) -> Config:
-    """The Config that `pippin serve ARGV` starts the server with."""
-    seen: list[Config] = []
-    monkeypatch.setattr("pippin.launch.run_server", seen.append)
-    with pytest.raises(SystemExit) as exited:
-        cli.main(["serve", *argv])
-    assert exited.value.code == 0
-    return seen[0]
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
-    """Exit status and message, unwrapped, of a command that must fail."""
-    with pytest.raises(SystemExit) as exited:
-        cli.main(argv)
-    assert isinstance(exited.value.code, int)
-    err = capsys.readouterr().err
-    assert "Traceback" not in err
-    return exited.value.code, " ".join(err.replace("│", " ").split())
 
 
 def test_no_options_means_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,15 +59,26 @@ def test_an_empty_variable_is_an_error(
 
 
 def test_every_config_field_is_an_option_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["serve", "--help"])
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    shown = " ".join(output_of(capsys, "serve", "--help").replace("│", " ").split())
+    arguments = cli.app["serve"].assemble_argument_collection(parse_docstring=True)
+    helps = {argument.name: str(argument.parameter.help) for argument in arguments}
     for section in get_type_hints(Config).values():
-        texts = field_help(section)
         for field in dataclasses.fields(section):
-            name = "MODEL" if field.name == "model" else "--" + field.name.replace("_", "-")
-            assert name in shown
-            assert texts[field.name].split()[0] in shown
+            name = "--" + field.name.replace("_", "-")
+            assert ("MODEL" if name == "--model" else name) in shown
+            assert helps[name].endswith(".")
+            assert helps[name].split()[0] in shown
+
+
+def test_every_check_of_a_value_is_an_error_that_the_command_line_tells() -> None:
+    """cyclopts shows a traceback of any other."""
+    assert "raise ValueError" not in inspect.getsource(pippin.config)
+
+
+def test_a_switch_can_be_turned_off_whatever_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPPIN_DETERMINISTIC", "true")
+    assert served_with(monkeypatch).engine.deterministic
+    assert not served_with(monkeypatch, "--no-deterministic").engine.deterministic
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""Where options come from that were not given: the environment, then `pippin.toml`. Runs nothing.
+
+    option  >  PIPPIN_ITS_NAME  >  pippin.toml  >  default
+
+cyclopts calls `Settings` for every command, after it has read the command line. Only the fields of
+config sections are looked for; a command's own options, such as --url, come from its line alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from cyclopts import App, Argument, ArgumentCollection, Token
+from cyclopts.config import Dict, Env
+
+from pippin.cli.config_file import Setting, find_config_file, read_config_file
+from pippin.cli.options import CONFIG_FILE, GROUPS, SECTIONS, option_name
+from pippin.errors import ConfigError
+
+PREFIX = "PIPPIN_"
+OPTION = "option"
+ENVIRONMENT = Env(PREFIX, command=False, show=False)
+KNOWN = {option_name(f.name) for section in SECTIONS.values() for f in dataclasses.fields(section)}
+
+
+class Settings:
+    """Fills in what the command line left open, and remembers where each value came from."""
+
+    def __init__(self) -> None:
+        self.file: Path | None = None
+        self.origins: dict[str, str] = {}  # by option, of those that are not defaults
+
+    def place_of(self, option: str) -> str | None:
+        """The variable, or the file and line, that set an option which the command line did not."""
+        origin = self.origins.get(option)
+        return None if origin == OPTION else origin
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        self.file, self.origins = None, {}
+        fields = ArgumentCollection(a for a in arguments if _is_field(a))
+        if not fields:
+            return
+        _refuse_empty_variables(fields)
+        ENVIRONMENT(app, commands, fields)
+        self.file = find_config_file(_named_file(arguments))
+        for setting in read_config_file(self.file, KNOWN) if self.file is not None else ():
+            _add(setting, app, commands, fields)
+        self.origins = {
+            argument.name.removeprefix("--"): _origin(argument.tokens[0])
+            for argument in fields
+            if argument.tokens
+        }
+
+
+def _is_field(argument: Argument) -> bool:
+    groups = argument.parameter.group
+    return isinstance(groups, tuple) and any(group in groups for group in GROUPS.values())
+
+
+def _named_file(arguments: ArgumentCollection) -> str | None:
+    for argument in arguments:
+        if CONFIG_FILE in argument.names and argument.tokens:
+            return argument.tokens[0].value
+    return None
+
+
+def _refuse_empty_variables(fields: ArgumentCollection) -> None:
+    """A variable that is set and empty says nothing; of a key it would say "none is needed"."""
+    for field in fields:
+        variable = PREFIX + field.name.removeprefix("--").replace("-", "_").upper()
+        if os.environ.get(variable) == "":
+            raise ConfigError(f"{variable} is set and empty: give it a value, or unset it")
+
+
+def _add(setting: Setting, app: App, commands: tuple[str, ...], fields: ArgumentCollection) -> None:
+    """What this command has no use for is passed over: a file is for all of them."""
+    if f"--{setting.name}" in (name for field in fields for name in field.names):
+        source = Dict(
+            {setting.name: setting.value}, source=setting.place, use_commands_as_keys=False
+        )
+        source(app, commands, fields)
+
+
+def _origin(token: Token) -> str:
+    if token.source == "env":
+        return str(token.keyword)
+    return OPTION if token.source == "cli" else token.source
+
+
+SETTINGS = Settings()

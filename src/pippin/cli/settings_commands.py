@@ -1,0 +1,53 @@
+"""`pippin config`: what is in force, and where each value came from. Starts nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pippin.cli.config_file import SECRETS, default_paths
+from pippin.cli.options import option_name, takes_config
+from pippin.cli.settings import SETTINGS
+from pippin.config import Config
+
+
+@takes_config("model", "engine", "server", "limits")
+def config(config: Config) -> None:
+    """Print the options that `pippin serve` would run with, as pippin.toml would say them.
+
+    Behind each stands where it came from: an option, a variable of the environment, a line of a
+    file. What is a default is commented out. API keys are counted, not shown.
+    """
+    print("\n".join(describe(config)), flush=True)
+
+
+def describe(config: Config) -> Iterator[str]:
+    yield f"# {_file_in_force()}"
+    for section in dataclasses.fields(config):
+        yield ""
+        yield f"# {section.name}"
+        values = getattr(config, section.name)
+        for field in dataclasses.fields(values):
+            yield _line(option_name(field.name), getattr(values, field.name))
+
+
+def _file_in_force() -> str:
+    if SETTINGS.file is not None:
+        return f"read from {SETTINGS.file}"
+    return f"no file was found: neither {' nor '.join(map(str, default_paths()))}"
+
+
+def _line(name: str, value: Any) -> str:
+    origin = SETTINGS.origins.get(name)
+    if name in SECRETS and value:
+        return f"# {name} = ({len(value)} given, not shown)  # {origin}"
+    if origin is None:
+        return f"# {name} =" if value in (None, ()) else f"# {name} = {_toml(value)}"
+    return f"{name} = {_toml(value)}  # {origin}"
+
+
+def _toml(value: Any) -> str:
+    """Strings, numbers, booleans and lists of strings are in TOML what they are in JSON."""
+    return json.dumps(value, ensure_ascii=False)

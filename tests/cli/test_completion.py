@@ -1,0 +1,74 @@
+"""Completion in a real bash, and scripts for other shells."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.commands import output_of
+from processes import environment
+
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+
+# What pressing Tab does: bash calls the function that was registered for the command.
+PRESS_TAB = """
+source "$1"
+COMP_WORDS=("${@:2}"); COMP_CWORD=$(( $# - 2 )); COMP_LINE="${*:2}"; COMP_POINT=${#COMP_LINE}
+completer=$(complete -p pippin | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+"$completer" pippin "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    path = tmp_path / "pippin.bash"
+    path.write_text(output_of(capsys, "completion", "bash"))
+    return path
+
+
+@pytest.fixture
+def command_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `pippin` such as an installation has, in case the script asks it."""
+    command = tmp_path / "bin" / "pippin"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pippin "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(command.parent), prepend=":")
+
+
+@needs_bash
+@pytest.mark.usefixtures("command_on_path")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["pippin", "ser"], {"serve"}),
+        (["pippin", "serve", "--max-r"], {"--max-running"}),
+        (["pippin", "serve", "--no-ov"], {"--no-overlap"}),
+        (["pippin", "serve", "--backend", ""], {"auto", "mlx", "torch", "fake"}),
+        (["pippin", "bench", "one"], {"one-batch"}),
+        (["pippin", "completion", "z"], {"zsh"}),
+    ],
+    ids=" ".join,
+)
+def test_bash_completes(script: Path, line: list[str], expected: set[str]) -> None:
+    done = subprocess.run(
+        ["bash", "-c", PRESS_TAB, "bash", str(script), *line],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {word.strip() for word in done.stdout.split("\n") if word.strip()} == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_have_a_script_too(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    printed = output_of(capsys, "completion", shell)
+    assert "max-running" in printed
+    assert "one-batch" in printed

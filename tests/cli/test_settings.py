@@ -1,0 +1,178 @@
+"""`pippin.toml` and `pippin config`: which value wins, and what is said of one that is wrong."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cli.commands import error_of, output_of, served_with
+from pippin.config import Config, EngineConfig, LimitsConfig, ModelConfig, ServerConfig
+
+
+@pytest.fixture(autouse=True)
+def empty_directories(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+
+
+def write(text: str, path: str = "pippin.toml", *, mode: int = 0o644) -> Path:
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(mode)
+    return file
+
+
+def test_a_file_says_what_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    write(
+        """
+        model = "some/model"
+        max-running = 3
+        overlap = false            # as --no-overlap
+        memory = "6GB"
+        port = 0
+        alias = ["gpt-4o", "with a space"]
+        body_timeout = 5           # either spelling
+        """
+    )
+    assert served_with(monkeypatch) == Config(
+        ModelConfig(model="some/model"),
+        EngineConfig(max_running=3, overlap=False, memory="6GB"),
+        ServerConfig(port=0, alias=("gpt-4o", "with a space")),
+        LimitsConfig(body_timeout=5.0),
+    )
+
+
+def test_option_before_environment_before_file_before_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write("port = 1\nmax-running = 1\nmax-queue = 1\nalias = ['file']")
+    monkeypatch.setenv("PIPPIN_PORT", "2")
+    monkeypatch.setenv("PIPPIN_MAX_RUNNING", "2")
+    monkeypatch.setenv("PIPPIN_ALIAS", "environment")
+    config = served_with(monkeypatch, "--port", "3", "--alias", "option")
+    assert (config.server.port, config.engine.max_running, config.engine.max_queue) == (3, 2, 1)
+    assert config.server.alias == ("option",)
+    assert config.engine.max_queue_tokens == EngineConfig.max_queue_tokens
+
+
+def test_the_working_directory_goes_before_the_users_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write("port = 1", str(tmp_path / "home" / "pippin" / "pippin.toml"))
+    assert served_with(monkeypatch).server.port == 1
+    write("host = '::1'")
+    assert served_with(monkeypatch).server == ServerConfig(host="::1")  # one file, not both
+
+
+def test_a_named_file_goes_before_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    write("port = 1")
+    write("port = 2", "other.toml")
+    assert served_with(monkeypatch, "--config", "other.toml").server.port == 2
+    monkeypatch.setenv("PIPPIN_CONFIG", "other.toml")
+    assert served_with(monkeypatch).server.port == 2
+    assert served_with(monkeypatch, "--config", "/dev/null") == Config()
+
+
+def test_what_a_command_has_no_use_for_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("port = 1\nmax-tokens = 7\nbackend = 'fake'")
+    seen: list[tuple[Config, int]] = []
+    monkeypatch.setattr(
+        "pippin.terminal_chat.run_chat",
+        lambda config, **own: seen.append((config, own["max_tokens"])),
+    )
+    output_of(capsys, "chat")
+    assert seen == [
+        (Config(ModelConfig(backend="fake")), 512)
+    ]  # chat's own --max-tokens is its own
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port = 1\n\nmax-runing = 3", "pippin.toml:3: max-runing is no option of `pippin serve`"),
+        ("max-runing = 3", "did you mean max-running?"),
+        ("zzz = 3", "as `pippin serve --help` lists them"),
+        ("# port\nport = 'x'", '[port] from pippin.toml:2: unable to convert "x" into int'),
+        ("port = [1, 2]", "[port] from pippin.toml:1: unable to convert"),
+        ("\nport = 70000", "pippin.toml:2: port must be between 0 and 65535, got 70000"),
+        ("backend = 'cuda'", "for [backend] from pippin.toml:1. Choose from: "),
+        ("\n[server]\nport = 1", "pippin.toml:2: no section [server] is known"),
+        ("max-queue = 1\n'max_queue' = 2", "max-queue is there already, at pippin.toml:1"),
+        ("\nport =\n", "pippin.toml: Invalid value (at line 2, column 7)"),
+        ("api-key = 'secret'", "pippin.toml:1: others can read api-key here (mode 644)"),
+    ],
+)
+def test_a_wrong_line_is_named_with_its_file(
+    capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    write(text)
+    status, error = error_of(capsys, "serve")
+    assert status in (1, 2)
+    assert message in error
+    assert "secret" not in error
+
+
+def test_a_file_that_was_named_must_be_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_of(capsys, "serve", "--config", "nothing.toml") == (
+        *(2, "pippin: cannot read nothing.toml: No such file or directory"),
+    )
+    assert "is a directory" in error_of(capsys, "serve", "--config", ".")[1]
+
+
+def test_config_prints_what_is_in_force_and_where_it_came_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("memory = '6GB'\nport = 1\nlog-prompts = true")
+    monkeypatch.setenv("PIPPIN_HOST", "::1")
+    lines = output_of(capsys, "config", "some/model", "--port", "3").splitlines()
+    assert lines[0] == "# read from pippin.toml"
+    assert {line for line in lines if line and line[0] != "#"} == {
+        'model = "some/model"  # option',
+        'memory = "6GB"  # pippin.toml:1',
+        'host = "::1"  # PIPPIN_HOST',
+        "port = 3  # option",
+        "log-prompts = true  # pippin.toml:3",
+    }
+    assert "# max-running = 64" in lines
+    assert "# revision =" in lines
+
+
+def test_what_config_prints_is_a_file_that_says_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["a/model", "--alias", 'x "y"', "--no-overlap", "--max-gap", "0.5", "--memory", "0.7"]
+    printed = output_of(capsys, "config", *argv)
+    write(printed)
+    assert served_with(monkeypatch) == served_with(monkeypatch, "--config", "/dev/null", *argv)
+    everything = printed.replace("\n# ", "\n").replace("\nmodel\n", "\n")
+    assert (
+        tomllib.loads("\n".join(x for x in everything.splitlines() if " = " in x))["port"] == 8000
+    )
+
+
+def test_keys_are_counted_and_never_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("api-key = ['secret-1', 'secret-2']", mode=0o600)
+    assert served_with(monkeypatch).server.api_key == ("secret-1", "secret-2")
+    printed = output_of(capsys, "config")
+    assert "# api-key = (2 given, not shown)  # pippin.toml:1" in printed
+    assert "secret" not in printed
+    monkeypatch.setenv("PIPPIN_API_KEY", "secret-3")
+    printed = output_of(capsys, "config")
+    assert "# api-key = (1 given, not shown)  # PIPPIN_API_KEY" in printed
+    assert "secret" not in printed
+
+
+def test_without_a_file_config_says_where_it_looked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first = output_of(capsys, "config").splitlines()[0]
+    users = tmp_path / "home" / "pippin" / "pippin.toml"
+    assert first == f"# no file was found: neither pippin.toml nor {users}"
