@@ -53,7 +53,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "feed": {"types", "messages", "metrics", "cache", "scheduler", "backends.base"},
     "feed.schema": {"types"},
     "api": {
-        *("types", "text", "messages", "sequences", "embedding", "config", "decode.json_schema"),
+        *("types", "text", "messages", "sequences", "embedding", "config"),
+        *("decode.expressions", "decode.json_schema"),
         "feed.schema",
     },
     "supervision": {"messages", "config", "engine", "api.engine_client"},

@@ -53,7 +53,7 @@ def test_a_grammar_allows_the_formats_calls(format: str, strict: bool) -> None:
     assert not allows(grammar, calls(format, "run"))
     assert not allows(grammar, "It rains.")
     assert allows(grammar, calls(format, "look", days="three")) is not strict
-    one = grammar_of(format, ToolUse(tools, required=True, named="go", parallel=False))
+    one = grammar_of(format, ToolUse(tools, required=True, only=frozenset({"go"}), parallel=False))
     assert allows(one, calls(format, "go"))
     assert not allows(one, calls(format, "look"))
     assert not allows(one, calls(format, "go", "go"))

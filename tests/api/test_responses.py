@@ -147,7 +147,6 @@ def test_effort_switches_the_templates_reasoning() -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"previous_response_id": 1}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
         ({"input": [{"type": "image_generation_call", "id": "x"}]}, "input[0].type"),
         ({"conversation": "conv_1"}, "conversation"),

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pippin.api.custom_tools import INPUT, input_schema
 from pippin.api.lark import Lark, one_of
-from pippin.api.request import ToolUse
+from pippin.api.request import InputGrammar, ToolUse
+from pippin.decode.expressions import regex_terminal
 from pippin.decode.json_schema import check_schema
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.parsers.formats import HARMONY, TOOL_FORMATS
@@ -60,6 +62,8 @@ class CallRules:
         return f"{head} {arguments} {self._literal(syntax.after_arguments)}"
 
     def _arguments(self, function: Schema) -> str:
+        if function["name"] in self._tool_use.custom:
+            return self._input(self._tool_use.custom[function["name"]])
         schema = _object_schema(function)
         tags = self._syntax.arguments
         if not isinstance(tags, TaggedArguments):
@@ -69,6 +73,31 @@ class CallRules:
         value = self._lark.until(tags.after_value)
         key = self._lark.until(tags.before_value)
         return f"({self._literal(tags.before_key)} {key} {value})*"
+
+    def _input(self, grammar: InputGrammar | None) -> str:
+        """The one argument of a custom tool."""
+        tags = self._syntax.arguments
+        if isinstance(tags, TaggedArguments):
+            head = self._literal(tags.before_key + INPUT + tags.before_value)
+            return f"{head} {self._text(grammar, tags.after_value)}"
+        schema = input_schema()
+        if grammar is not None and grammar.syntax == "lark":
+            raise UnsupportedField(
+                f"{grammar.field} cannot be kept: in the format {self._format} a call's input is "
+                "written as a JSON string, which a Lark grammar says nothing of; a regex can be",
+                param=grammar.field,
+            )
+        if grammar is not None:
+            schema["properties"][INPUT]["pattern"] = f"^(?:{grammar.definition})$"
+        return self._lark.json(schema)
+
+    def _text(self, grammar: InputGrammar | None, end: str) -> str:
+        """A text that stands as it is, and what ends it."""
+        if grammar is None:
+            return self._lark.until(end)
+        if grammar.syntax == "regex":
+            return self._lark.until(end, regex_terminal(grammar.definition))
+        return f"{self._lark.nested(grammar.definition)} {self._literal(end)}"
 
     def _strict_tagged(self, name: str, schema: Schema, tags: TaggedArguments) -> str:
         """Every property in the order of the schema; what is not required may be left out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pippin.api.body import Body, shown
+from pippin.api.custom_tools import arguments_of
 from pippin.errors import RequestError, UnsupportedField
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -91,15 +92,17 @@ def _parse_tool_calls(body: Body) -> list[dict[str, Any]]:
 
 
 def _parse_tool_call(call: Body) -> dict[str, Any]:
-    call.check_known({"id", "type", "function", "index"})
-    if call.get("type") not in (None, "function"):
-        raise call.wrong("type", '"function"')
-    function = Body(call.require("function"), call.name("function"))
-    function.check_known({"name", "arguments"})
-    function.require("name")
-    arguments = function.string("arguments", "{}")
+    kind = call.one_of("type", ("function", "custom")) or "function"
+    call.check_known({"id", "type", kind, "index"})
+    called = Body(call.require(kind), call.name(kind))
+    called.check_known({"name", "input" if kind == "custom" else "arguments"})
+    called.require("name")
+    if kind == "custom":
+        arguments = arguments_of(called.string("input", ""))
+    else:
+        arguments = called.string("arguments", "{}")
     return {
         "id": call.string("id", ""),
         "type": "function",
-        "function": {"name": function.string("name", ""), "arguments": arguments},
+        "function": {"name": called.string("name", ""), "arguments": arguments},
     }

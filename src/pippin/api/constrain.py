@@ -41,8 +41,7 @@ def constrain(request: ChatRequest, prompt: Prompt, text: TextBundle) -> Samplin
             return params
         _check_composes(params, "this model reasons first")
         return _with_grammar(request.options, lark, f"{reasoning} {content}")
-    constrained = tool_use.required or tool_use.strict or not tool_use.parallel
-    if not constrained and params.grammar is None:
+    if tool_use.is_free and params.grammar is None:
         return params
     assert text.formats.tools is not None, "checked where the prompt was made"
     rules = CallRules(lark, text.formats.tools, tool_use)

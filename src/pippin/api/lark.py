@@ -50,16 +50,20 @@ class Lark:
         ]
         return " ".join(parts)
 
-    def until(self, end: str) -> str:
-        """Any text, up to and with the first `end`."""
+    def until(self, end: str, text: str = "/(?s:.*)/") -> str:
+        """Any text, or what this terminal says, up to and with the first `end`."""
         first, *rest = self._split(end)
         if first in self._marks:
-            return f"{ANY_TEXT} {self.literal(end)}"
-        lazy = self.rule(f"/(?s:.*){_as_regex(first)}/", "[lazy]")
+            return f"{text} {self.literal(end)}"
+        lazy = self.rule(f"{text} {json.dumps(first)}", "[lazy]")
         return " ".join([lazy, *map(self.literal, rest)])
 
     def json(self, schema: dict[str, object]) -> str:
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _ONE_LINE})}")
+
+    def nested(self, lark: str) -> str:
+        """A grammar that stands by itself, with rules and terminals of its own."""
+        return self.rule(f"%lark {{\n{lark}\n}}")
 
     def _split(self, text: str) -> list[str]:
         if not self._marks:
@@ -69,7 +73,3 @@ class Lark:
 
 def one_of(choices: list[str]) -> str:
     return "(" + " | ".join(choices) + ")"
-
-
-def _as_regex(text: str) -> str:
-    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")

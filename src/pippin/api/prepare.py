@@ -48,6 +48,7 @@ class Job:
     stream: bool
     include_usage: bool
     timeout_s: float | None = None  # from being ready to the end of the reply
+    custom_tools: frozenset[str] = frozenset()  # whose calls have an input instead of arguments
     timing: Timing = field(default_factory=Timing)
 
     @property
@@ -87,7 +88,7 @@ def prepare_chat(
     prompt = prompt_of(request, text)
     tools = request.tool_use.allowed
     options = replace(request.options, params=constrain(request, prompt, text))
-    return _job(
+    job = _job(
         prefix,
         [prompt],
         options,
@@ -96,6 +97,7 @@ def prepare_chat(
         param=request.messages_field,
         new_parser=lambda: text.formats.parser(prompt.ending, tools),
     )
+    return replace(job, custom_tools=frozenset(request.tool_use.custom))
 
 
 def prompt_of(request: ChatRequest, text: TextBundle) -> Prompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,27 +25,46 @@ class Options:
 
 
 @dataclass(frozen=True)
+class InputGrammar:
+    """What the input of a custom tool must look like."""
+
+    syntax: str  # "lark" or "regex"
+    definition: str
+    field: str  # where it stands in the request, for errors
+
+
+@dataclass(frozen=True)
 class ToolUse:
     """The functions that a reply may call, as templates want them, and whether it has to."""
 
     tools: tuple[dict[str, Any], ...] = ()  # {"type": "function", "function": {"name": ...}}
     forbidden: bool = False  # shown to the model, but not to be called now
     required: bool = False
-    named: str | None = None  # the one to call
+    only: frozenset[str] | None = None  # those that may be called; None: all
     parallel: bool = True  # several calls in one reply
+    # Custom tools, which are shown as functions of one text, and what the text must look like:
+    custom: Mapping[str, InputGrammar | None] = field(default_factory=dict)
 
     @property
     def allowed(self) -> tuple[dict[str, Any], ...]:
         """Those that the reply may call."""
         if self.forbidden:
             return ()
-        if self.named is None:
+        if self.only is None:
             return self.tools
-        return tuple(tool for tool in self.tools if tool["function"]["name"] == self.named)
+        return tuple(tool for tool in self.tools if tool["function"]["name"] in self.only)
 
     @property
     def strict(self) -> bool:
-        return any(tool["function"].get("strict") for tool in self.allowed)
+        """Whether some call's arguments must be held to more than a format."""
+        functions = [tool["function"] for tool in self.allowed]
+        return any(f.get("strict") or self.custom.get(f["name"]) for f in functions)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a reply may call whatever was shown, in any way, or not at all."""
+        all_allowed = len(self.allowed) == len(self.tools)
+        return all_allowed and self.parallel and not self.required and not self.strict
 
 
 @dataclass(frozen=True)

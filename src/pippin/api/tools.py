@@ -1,4 +1,4 @@
-"""Declared functions and how a reply may call them, in OpenAI's words. Knows no format of calls."""
+"""Declared tools and how a reply may call them, for every dialect. Knows no format of calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pippin.api.body import Body, shown
-from pippin.api.request import ToolUse
+from pippin.api.custom_tools import as_function, read_grammar
+from pippin.api.request import InputGrammar, ToolUse
 from pippin.errors import RequestError, UnsupportedField
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -17,15 +18,28 @@ MODES = ("auto", "none", "required")
 
 @dataclass(frozen=True)
 class Choice:
-    """What `tool_choice` says: a mode, or the name of the one function to call."""
+    """What `tool_choice` says: a mode, and the names of those to choose from."""
 
     mode: str = "auto"
-    named: str | None = None
+    names: tuple[str, ...] | None = None  # None: any
+
+    @classmethod
+    def of(cls, name: str) -> Choice:
+        """The one to call."""
+        return cls("required", (name,))
 
 
-def read_chat_tools(body: Body) -> ToolUse:
-    tools = [_chat_tool(tool) for tool in tool_bodies(body)]
-    return tool_use(body, tools, _chat_choice(body))
+@dataclass(frozen=True)
+class Declared:
+    """A tool as templates want it."""
+
+    tool: dict[str, Any]
+    custom: bool = False
+    grammar: InputGrammar | None = None  # of a custom tool's input
+
+    @property
+    def name(self) -> str:
+        return str(self.tool["function"]["name"])
 
 
 def tool_bodies(body: Body) -> list[Body]:
@@ -34,38 +48,34 @@ def tool_bodies(body: Body) -> list[Body]:
         return []
     if not isinstance(tools, list):
         raise body.wrong("tools", "a list")
-    return [Body(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    return [Body(tool, f"{body.name('tools')}[{i}]") for i, tool in enumerate(tools)]
 
 
-def tool_use(body: Body, tools: Sequence[dict[str, Any]], choice: Choice) -> ToolUse:
-    names = [tool["function"]["name"] for tool in tools]
+def tool_use(body: Body, tools: Sequence[Declared], choice: Choice) -> ToolUse:
+    names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
             raise RequestError(f"two tools are called {shown(name)}", param="tools")
-    if choice.named is not None and choice.named not in names:
-        raise RequestError(
-            f"tool_choice names {shown(choice.named)}, which is none of the tools",
-            param="tool_choice",
-        )
+    for name in choice.names or ():
+        if name not in names:
+            raise RequestError(
+                f"tool_choice names {shown(name)}, which is none of the tools", param="tool_choice"
+            )
     if choice.mode == "required" and not tools:
         raise RequestError('tool_choice is "required", and there are no tools', param="tool_choice")
     return ToolUse(
-        tools=tuple(tools),
+        tools=tuple(tool.tool for tool in tools),
         forbidden=choice.mode == "none",
-        required=choice.mode == "required" or choice.named is not None,
-        named=choice.named,
+        required=choice.mode == "required",
+        only=None if choice.names is None else frozenset(choice.names),
         parallel=body.boolean("parallel_tool_calls", True),
+        custom={tool.name: tool.grammar for tool in tools if tool.custom},
     )
 
 
-def function_tool(
-    declared: Body, parameters_field: str, *, strict: bool | None = None
-) -> dict[str, Any]:
-    """A function as templates want it; `strict` only where it is asked for."""
-    declared.require("name")
-    name = declared.string("name", "")
-    if not NAME.fullmatch(name):
-        raise declared.wrong("name", "1 to 128 letters, digits, underscores, dots or hyphens")
+def function_tool(declared: Body, parameters_field: str) -> Declared:
+    """`strict` only where it is asked for."""
+    name = _name(declared)
     function: dict[str, Any] = {"name": name}
     if (description := declared.string("description", None)) is not None:
         function["description"] = description
@@ -73,9 +83,40 @@ def function_tool(
         schema = declared.get(parameters_field)
         Body(schema, declared.name(parameters_field))
         function["parameters"] = schema
-    if declared.boolean("strict", False) if strict is None else strict:
+    if declared.boolean("strict", False):
         function["strict"] = True
-    return {"type": "function", "function": function}
+    return Declared({"type": "function", "function": function})
+
+
+def custom_tool(declared: Body, grammar_field: str | None = None) -> Declared:
+    """`grammar_field`: where the format has its grammar, if not beside its type."""
+    name, grammar = _name(declared), None
+    if declared.has("format"):
+        format = Body(declared.get("format"), declared.name("format"))
+        format.require("type")
+        if format.one_of("type", ("text", "grammar")) == "grammar":
+            if grammar_field is not None:
+                format.check_known({"type", grammar_field})
+                format = Body(format.require(grammar_field), format.name(grammar_field))
+            format.check_known({"type", "syntax", "definition"})
+            grammar = read_grammar(format)
+    function = as_function(name, declared.string("description", None), grammar)
+    return Declared(function, custom=True, grammar=grammar)
+
+
+def _name(declared: Body) -> str:
+    declared.require("name")
+    name = declared.string("name", "")
+    if not NAME.fullmatch(name):
+        raise declared.wrong("name", "1 to 128 letters, digits, underscores, dots or hyphens")
+    return name
+
+
+def unknown_kind(tool: Body, known: str) -> UnsupportedField:
+    name = tool.name("type")
+    return UnsupportedField(
+        f"{name} is {shown(tool.get('type'))}; only {known} are supported", param=name
+    )
 
 
 def read_mode(body: Body, value: Any) -> Choice:
@@ -84,30 +125,3 @@ def read_mode(body: Body, value: Any) -> Choice:
     if value not in MODES:
         raise body.wrong("tool_choice", f"one of {', '.join(MODES)}, or an object with a function")
     return Choice(value)
-
-
-def _chat_tool(tool: Body) -> dict[str, Any]:
-    if tool.require("type") != "function":
-        name = tool.name("type")
-        raise UnsupportedField(
-            f'{name} is {shown(tool.get("type"))}; only "function" is supported', param=name
-        )
-    tool.check_known({"type", "function", "cache_control"})
-    function = Body(tool.require("function"), tool.name("function"))
-    function.check_known({"name", "description", "parameters", "strict"})
-    return function_tool(function, "parameters")
-
-
-def _chat_choice(body: Body) -> Choice:
-    value = body.get("tool_choice")
-    if not isinstance(value, dict):
-        return read_mode(body, value)
-    choice = Body(value, "tool_choice")
-    if choice.get("type") != "function":
-        name = choice.name("type")
-        raise UnsupportedField(
-            f'{name} is {shown(choice.get("type"))}; only "function" is supported', param=name
-        )
-    function = Body(choice.require("function"), choice.name("function"))
-    function.require("name")
-    return Choice(named=function.string("name", ""))

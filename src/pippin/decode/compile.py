@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
+from pippin.decode.expressions import in_one_line, regex_terminal
 from pippin.decode.json_schema import check_schema
 from pippin.decode.vocabulary import Vocabulary
 from pippin.errors import RequestError
 from pippin.types import GrammarSpec
 
-MAX_MESSAGE_CHARS = 500
-ASCII_CLASSES = "dw"
 SILENT = 0
 DISOBEYED = "doesn't satisfy the grammar"  # llguidance's words for a token that may not come
 
@@ -56,7 +55,7 @@ class CompiledGrammar:
     def _check(self) -> None:
         if not self._matcher.is_error():
             return
-        message = _in_one_line(self._matcher.get_error())
+        message = in_one_line(self._matcher.get_error())
         if DISOBEYED in message:
             raise RuntimeError(message)
         # Some grammars turn out to be more than llguidance can follow only within a reply.
@@ -71,7 +70,7 @@ def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGramma
         matcher.compute_bitmask()  # a grammar without any reply shows here; and it is kept
     complaints = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if complaints:
-        raise RequestError(f"{spec.kind}: {_in_one_line(complaints[0])}", param=spec.kind)
+        raise RequestError(f"{spec.kind}: {in_one_line(complaints[0])}", param=spec.kind)
     return CompiledGrammar(matcher)
 
 
@@ -81,7 +80,7 @@ def _source(spec: GrammarSpec) -> str:
             check_schema(spec.text)
             return _json_grammar(spec.text)
         case "regex":
-            return _regex_grammar(spec.text)
+            return LLMatcher.grammar_from_lark(f"start: {regex_terminal(spec.text)}")
         case "ebnf":
             return LLMatcher.grammar_from_lark(_as_lark(spec.text))
 
@@ -103,19 +102,9 @@ def _json_grammar(schema: str) -> str:
     )
 
 
-def _regex_grammar(regex: str) -> str:
-    """Digits and word characters are those of ASCII, as in the patterns of a JSON Schema."""
-    return LLMatcher.grammar_from_lark(f"start: /(?:{regex_to_lark(regex, ASCII_CLASSES)})/")
-
-
 def _as_lark(text: str) -> str:
     """llama.cpp's GBNF, which SGLang's `ebnf` is too, or Lark as it is."""
     try:
         return any_to_lark(text)
     except Exception as error:  # it raises bare ones for what a user wrote
         raise RequestError(f"ebnf: {error}", param="ebnf") from error
-
-
-def _in_one_line(message: str) -> str:
-    lines = (line.strip() for line in message.replace("<non-verbose/>", "").splitlines())
-    return " ".join(line for line in lines if line)[:MAX_MESSAGE_CHARS]

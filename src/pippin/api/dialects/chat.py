@@ -7,8 +7,10 @@ from typing import Any
 
 from pippin.api.body import Body
 from pippin.api.chat_messages import parse_messages
+from pippin.api.custom_tools import InputReader, input_of
 from pippin.api.dialects.base import data_event, openai_usage
 from pippin.api.dialects.completions import DONE, LEAST_LOGPROB
+from pippin.api.dialects.openai_tools import read_chat_tools
 from pippin.api.dialects.options import check_choices, check_metadata, check_model, read_options
 from pippin.api.fields import CHAT_HONOURED, CHAT_REFUSED, check_fields
 from pippin.api.http.errors import error_body
@@ -18,7 +20,6 @@ from pippin.api.prepare import Job
 from pippin.api.reasoning import EFFORTS
 from pippin.api.replies import FoldedChoice
 from pippin.api.request import ChatRequest
-from pippin.api.tools import read_chat_tools
 from pippin.config import LimitsConfig
 from pippin.errors import PippinError, RequestError
 from pippin.sequences import SequencePiece, ShownToken
@@ -73,6 +74,7 @@ class ChatDialect:
         self._job = job
         self._tokenizer = tokenizer
         self._num_calls: dict[int, int] = {}  # complete ones, by choice
+        self._inputs: dict[tuple[int, int], InputReader] = {}  # by choice and call
 
     def open(self) -> bytes:
         return b""
@@ -110,13 +112,17 @@ class ChatDialect:
             case Reasoning(text):
                 return {"reasoning_content": text}
             case CallBegin(index, id, name):
-                function = {"name": name, "arguments": ""}
-                call = {"index": index, "id": id, "type": "function", "function": function}
-                return {"tool_calls": [call]}
+                if name in self._job.custom_tools:
+                    self._inputs[piece.index, index] = InputReader()
+                return {"tool_calls": [{"index": index, **self._call(id, name, "")}]}
             case CallArguments(index, text):
+                if (reader := self._inputs.get((piece.index, index))) is not None:
+                    return _input_delta(index, reader.feed(text))
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-            case CallEnd(unparsed=None):
+            case CallEnd(index, unparsed=None):
                 self._num_calls[piece.index] = self._num_calls.get(piece.index, 0) + 1
+                if (reader := self._inputs.get((piece.index, index))) is not None:
+                    return _input_delta(index, reader.close())
             case CallEnd(unparsed=text) if piece.finish != "length":
                 return {"content": text}
         return None
@@ -135,12 +141,7 @@ class ChatDialect:
             message["reasoning_content"] = text.reasoning
         if text.calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in text.calls.values()
+                self._call(call.id, call.name, call.arguments) for call in text.calls.values()
             ]
         return {
             "index": choice.index,
@@ -148,6 +149,12 @@ class ChatDialect:
             "logprobs": self._logprobs(choice.shown) if self._job.with_logprobs else None,
             "finish_reason": choice.finish_or("tool_calls"),
         }
+
+    def _call(self, id: str, name: str, arguments: str) -> dict[str, Any]:
+        if name in self._job.custom_tools:
+            custom = {"name": name, "input": input_of(arguments)}
+            return {"id": id, "type": "custom", "custom": custom}
+        return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _chunk(
         self,
@@ -186,3 +193,7 @@ class ChatDialect:
             "bytes": list(self._tokenizer.token_bytes(id)),
             "logprob": max(logprob, LEAST_LOGPROB),
         }
+
+
+def _input_delta(index: int, text: str) -> dict[str, Any] | None:
+    return {"tool_calls": [{"index": index, "custom": {"input": text}}]} if text else None

@@ -8,15 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pippin.api.body import Body, shown
+from pippin.api.body import Body
 from pippin.api.dialects.messages.conversation import parse_conversation
 from pippin.api.dialects.options import check_model, read_options
 from pippin.api.fields import MESSAGES_HONOURED, MESSAGES_REFUSED, check_fields
 from pippin.api.model_info import ModelInfo
 from pippin.api.request import ChatRequest, ToolUse
-from pippin.api.tools import Choice, function_tool, tool_bodies, tool_use
+from pippin.api.tools import Choice, Declared, function_tool, tool_bodies, tool_use, unknown_kind
 from pippin.config import LimitsConfig
-from pippin.errors import UnsupportedField
 from pippin.text.bundle import SamplingDefaults
 
 _TOOL_FIELDS = {"type", "name", "description", "input_schema", "cache_control", "strict"}
@@ -105,19 +104,15 @@ def _tools(body: Body) -> ToolUse:
         parallel = not given.boolean("disable_parallel_tool_use", False)
         if kind == "tool":
             given.require("name")
-            choice = Choice(named=given.string("name", ""))
+            choice = Choice.of(given.string("name", ""))
         else:
             choice = Choice({"any": "required", "none": "none"}.get(kind or "auto", "auto"))
     return replace(tool_use(body, tools, choice), parallel=parallel)
 
 
-def _tool(tool: Body) -> dict[str, Any]:
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        name = tool.name("type")
-        raise UnsupportedField(
-            f"{name} is {shown(kind)}; only functions of your own are supported", param=name
-        )
+def _tool(tool: Body) -> Declared:
+    if tool.get("type") not in (None, "custom"):
+        raise unknown_kind(tool, "functions of your own")
     tool.check_known(_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
     tool.require("input_schema")
     return function_tool(tool, "input_schema")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pippin.api.body import Body, shown
+from pippin.api.custom_tools import arguments_of
 from pippin.errors import RequestError, UnsupportedField
 
 Item = dict[str, Any]
@@ -24,6 +25,8 @@ _PREFIXES = {
     "reasoning": "rs",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
 }
 
 
@@ -86,9 +89,9 @@ def _add(item: Body, messages: list[Message]) -> None:
         case "reasoning":
             turn = _turn(messages)
             turn["reasoning_content"] = turn.get("reasoning_content", "") + _reasoning(item)
-        case "function_call":
+        case "function_call" | "custom_tool_call":
             _turn(messages).setdefault("tool_calls", []).append(_call(item))
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output":
             item.check_known({"type", "call_id", "output", *_IGNORED})
             item.require("call_id")
             call_id = item.string("call_id", "")
@@ -119,10 +122,15 @@ def _turn(messages: list[Message]) -> Message:
 
 
 def _call(item: Body) -> Message:
-    item.check_known({"type", "call_id", "name", "arguments", "namespace", *_IGNORED})
+    text_field = "input" if item.get("type") == "custom_tool_call" else "arguments"
+    item.check_known({"type", "call_id", "name", text_field, "namespace", *_IGNORED})
     for field in ("call_id", "name"):
         item.require(field)
-    function = {"name": item.string("name", ""), "arguments": item.string("arguments", "{}")}
+    if text_field == "input":
+        arguments = arguments_of(item.string(text_field, ""))
+    else:
+        arguments = item.string(text_field, "{}")
+    function = {"name": item.string("name", ""), "arguments": arguments}
     return {"id": item.string("call_id", ""), "type": "function", "function": function}
 
 

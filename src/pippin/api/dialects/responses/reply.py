@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from pippin.api.custom_tools import InputReader, input_of
 from pippin.api.dialects.base import named_event
 from pippin.api.http.errors import error_body
 from pippin.api.prepare import Job
@@ -18,6 +20,26 @@ Item = dict[str, Any]
 Keep = Callable[[dict[str, Any]], bool]  # stores a response; whether it did
 
 
+@dataclass(frozen=True)
+class CallKind:
+    """How one kind of calls is told."""
+
+    prefix: str  # of its items' ids
+    field: str  # that holds its text
+    event: str
+    names_function: bool = False  # when it is done
+
+    def told(self, item: Item) -> Item:
+        return {"name": item["name"]} if self.names_function else {}
+
+
+FUNCTION, CUSTOM = "function_call", "custom_tool_call"
+CALLS = {
+    FUNCTION: CallKind("fc", "arguments", "function_call_arguments", names_function=True),
+    CUSTOM: CallKind("ctc", "input", "custom_tool_call_input"),
+}
+
+
 class ResponsesDialect:
     def __init__(self, job: Job, echo: dict[str, Any], keep: Keep) -> None:
         self._job = job
@@ -27,6 +49,7 @@ class ResponsesDialect:
         self._done: list[Item] = []
         self._item: Item | None = None  # that grows now
         self._text = ""  # of it, so far
+        self._input = InputReader()  # of the custom tool that is called now
         self._finish: str | None = None
 
     def open(self) -> bytes:
@@ -52,8 +75,10 @@ class ResponsesDialect:
             items.append(_filled(_new_item("reasoning"), choice.text.reasoning))
         if choice.text.content:
             items.append(_filled(_new_item("message"), choice.text.content))
-        calls = choice.text.calls.values()
-        items += [_filled(_new_call(call.id, call.name), call.arguments) for call in calls]
+        for call in choice.text.calls.values():
+            item = self._new_call(call.id, call.name)
+            is_custom = item["type"] == CUSTOM
+            items.append(_filled(item, input_of(call.arguments) if is_custom else call.arguments))
         return self._finished(choice.finish, items)
 
     def error(self, error: PippinError) -> bytes:
@@ -72,12 +97,14 @@ class ResponsesDialect:
             case Reasoning(text):
                 return self._begin_item("reasoning") + self._delta(text)
             case CallBegin(_, id, name):
-                return self._end_item() + self._start(_new_call(id, name))
+                self._input = InputReader()
+                return self._end_item() + self._start(self._new_call(id, name))
             case CallArguments(_, text):
-                return self._delta(text)
+                return self._delta(self._input.feed(text) if self._is_custom else text)
             case CallEnd(_, unparsed):
                 if unparsed is None:
-                    return self._end_item()
+                    rest = self._input.close() if self._is_custom else ""
+                    return self._delta(rest) + self._end_item()
                 ended = self._end_item("incomplete")
                 if finish == "length":
                     return ended
@@ -91,7 +118,7 @@ class ResponsesDialect:
     def _start(self, item: Item) -> bytes:
         self._item, self._text = item, ""
         added = self._event("response.output_item.added", output_index=self._index, item=item)
-        if item["type"] == "function_call":
+        if item["type"] in CALLS:
             return added
         return added + self._item_event(
             "response.content_part.added", content_index=0, part=_part_of(item, "")
@@ -99,10 +126,12 @@ class ResponsesDialect:
 
     def _delta(self, text: str) -> bytes:
         assert self._item is not None, "a delta belongs to an item"
+        if not text:
+            return b""
         self._text += text
         kind = self._item["type"]
-        if kind == "function_call":
-            return self._item_event("response.function_call_arguments.delta", delta=text)
+        if kind in CALLS:
+            return self._item_event(f"response.{CALLS[kind].event}.delta", delta=text)
         if kind == "reasoning":
             return self._item_event("response.reasoning_text.delta", content_index=0, delta=text)
         return self._item_event(
@@ -113,12 +142,9 @@ class ResponsesDialect:
         if self._item is None:
             return b""
         kind = self._item["type"]
-        if kind == "function_call":
-            done = self._item_event(
-                "response.function_call_arguments.done",
-                name=self._item["name"],
-                arguments=self._text,
-            )
+        if kind in CALLS:
+            told = {CALLS[kind].field: self._text, **CALLS[kind].told(self._item)}
+            done = self._item_event(f"response.{CALLS[kind].event}.done", **told)
         else:
             place = {"content_index": 0}
             logprobs: Item = {"logprobs": []} if kind == "message" else {}
@@ -131,6 +157,15 @@ class ResponsesDialect:
         self._done.append(item)
         self._item = None
         return done
+
+    def _new_call(self, call_id: str, name: str) -> Item:
+        kind = CUSTOM if name in self._job.custom_tools else FUNCTION
+        call = {"type": kind, "status": "in_progress", CALLS[kind].field: ""}
+        return {"id": _id(CALLS[kind].prefix), "call_id": call_id, "name": name, **call}
+
+    @property
+    def _is_custom(self) -> bool:
+        return self._item is not None and self._item["type"] == CUSTOM
 
     @property
     def _index(self) -> int:
@@ -187,15 +222,10 @@ def _new_item(kind: str) -> Item:
     return item
 
 
-def _new_call(call_id: str, name: str) -> Item:
-    call = {"type": "function_call", "status": "in_progress", "arguments": ""}
-    return {"id": _id("fc"), "call_id": call_id, "name": name, **call}
-
-
 def _filled(item: Item, text: str) -> Item:
     """The item with all of its text."""
-    if item["type"] == "function_call":
-        return item | {"arguments": text, "status": "completed"}
+    if item["type"] in CALLS:
+        return item | {CALLS[item["type"]].field: text, "status": "completed"}
     return item | {"content": [_part_of(item, text)], "status": "completed"}
 
 

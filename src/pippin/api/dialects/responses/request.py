@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pippin.api.body import Body, shown
+from pippin.api.dialects.openai_tools import read_responses_tools
 from pippin.api.dialects.options import check_metadata, check_model, read_options
 from pippin.api.dialects.responses.items import Item, messages_of, read_items
 from pippin.api.dialects.responses.store import Owner, ResponseStore, Turn
 from pippin.api.fields import RESPONSES_HONOURED, RESPONSES_REFUSED, check_fields
 from pippin.api.model_info import ModelInfo
 from pippin.api.reasoning import EFFORTS
-from pippin.api.request import ChatRequest, ToolUse
-from pippin.api.tools import Choice, function_tool, read_mode, tool_bodies, tool_use
+from pippin.api.request import ChatRequest
 from pippin.config import LimitsConfig
 from pippin.errors import UnsupportedField
 from pippin.text.bundle import SamplingDefaults
@@ -60,7 +60,7 @@ def parse_responses_request(
     chat = ChatRequest(
         options=options,
         messages=messages_of(body.string("instructions", None), before, items),
-        tool_use=_tools(body),
+        tool_use=read_responses_tools(body),
         reasoning_effort=_effort(body),
         messages_field="input",
         effort_field="reasoning.effort",
@@ -136,27 +136,3 @@ def _check_include(body: Body) -> None:
     for item in included:
         if item not in _INCLUDED:
             raise UnsupportedField(f"include: {shown(item)} is not supported", param="include")
-
-
-def _tools(body: Body) -> ToolUse:
-    tools = [_tool(tool) for tool in tool_bodies(body)]
-    value = body.get("tool_choice")
-    if not isinstance(value, dict):
-        return tool_use(body, tools, read_mode(body, value))
-    choice = Body(value, "tool_choice")
-    if choice.get("type") != "function":
-        name = choice.name("type")
-        raise UnsupportedField(
-            f'{name} is {shown(choice.get("type"))}; only "function" is supported', param=name
-        )
-    choice.require("name")
-    return tool_use(body, tools, Choice(named=choice.string("name", "")))
-
-
-def _tool(tool: Body) -> dict[str, Any]:
-    kind = tool.require("type")
-    if kind != "function":
-        name = tool.name("type")
-        raise UnsupportedField(f'{name} is {shown(kind)}; only "function" is supported', param=name)
-    tool.check_known({"type", "name", "description", "parameters", "strict"})
-    return function_tool(tool, "parameters")

@@ -1,0 +1,104 @@
+"""The tools of OpenAI's two dialects, and what a reply may do with them. Knows no other field.
+
+Both say the same; chat completions nest it one level deeper, under the name of its kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pippin.api.body import Body, shown
+from pippin.api.request import ToolUse
+from pippin.api.tools import (
+    Choice,
+    Declared,
+    custom_tool,
+    function_tool,
+    read_mode,
+    tool_bodies,
+    tool_use,
+    unknown_kind,
+)
+
+FUNCTION, CUSTOM, ALLOWED = "function", "custom", "allowed_tools"
+_KNOWN = '"function" and "custom"'
+_FUNCTION_FIELDS = {"name", "description", "parameters", "strict"}
+_CUSTOM_FIELDS = {"name", "description", "format"}
+# What tools of Responses have besides: they are shown at once here, and run by the client.
+_ONLY_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+}
+
+
+def read_chat_tools(body: Body) -> ToolUse:
+    tools = [_chat_tool(tool) for tool in tool_bodies(body)]
+    return tool_use(body, tools, _choice(body, nested=True))
+
+
+def read_responses_tools(body: Body) -> ToolUse:
+    tools = [_responses_tool(tool) for tool in tool_bodies(body)]
+    return tool_use(body, tools, _choice(body, nested=False))
+
+
+def _chat_tool(tool: Body) -> Declared:
+    match kind := tool.require("type"):
+        case "function":
+            tool.check_known({"type", kind, "cache_control"})
+            function = _inner(tool, kind)
+            function.check_known(_FUNCTION_FIELDS)
+            return function_tool(function, "parameters")
+        case "custom":
+            tool.check_known({"type", kind, "cache_control"})
+            custom = _inner(tool, kind)
+            custom.check_known(_CUSTOM_FIELDS)
+            return custom_tool(custom, grammar_field="grammar")
+    raise unknown_kind(tool, _KNOWN)
+
+
+def _responses_tool(tool: Body) -> Declared:
+    kind = tool.require("type")
+    if kind not in (FUNCTION, CUSTOM):
+        raise unknown_kind(tool, _KNOWN)
+    for field, neutral in _ONLY_NEUTRAL.items():
+        if tool.has(field) and tool.get(field) not in neutral:
+            raise tool.wrong(field, f"{shown(neutral[0])}, or be left out")
+    fields = _FUNCTION_FIELDS | {"output_schema"} if kind == FUNCTION else _CUSTOM_FIELDS
+    tool.check_known({"type", *fields, *_ONLY_NEUTRAL})
+    return function_tool(tool, "parameters") if kind == FUNCTION else custom_tool(tool)
+
+
+def _choice(body: Body, *, nested: bool) -> Choice:
+    value = body.get("tool_choice")
+    if not isinstance(value, dict):
+        return read_mode(body, value)
+    choice = Body(value, "tool_choice")
+    kind = choice.get("type")
+    if kind in (FUNCTION, CUSTOM):
+        return Choice.of(_name_in(choice, nested=nested))
+    if kind != ALLOWED:
+        raise unknown_kind(choice, f'{_KNOWN}, and "{ALLOWED}",')
+    allowed = _inner(choice, ALLOWED) if nested else choice
+    allowed.check_known({"type", "mode", "tools"})
+    for field in ("mode", "tools"):
+        allowed.require(field)
+    mode = allowed.one_of("mode", ("auto", "required")) or "auto"
+    tools = tool_bodies(allowed)
+    if not tools:
+        raise allowed.wrong("tools", "a list of at least one tool")
+    return Choice(mode, tuple(_name_in(tool, nested=nested) for tool in tools))
+
+
+def _name_in(tool: Body, *, nested: bool) -> str:
+    """The name of a tool that is not declared but chosen."""
+    kind = tool.require("type")
+    if kind not in (FUNCTION, CUSTOM):
+        raise unknown_kind(tool, _KNOWN)
+    named = _inner(tool, kind) if nested else tool
+    named.require("name")
+    return named.string("name", "")
+
+
+def _inner(body: Body, field: str) -> Body:
+    return Body(body.require(field), body.name(field))
