@@ -13,7 +13,8 @@ PippinError
 ├── NotReady                503  loading, restarting or shutting down: try again
 ├── ConfigError                  an option, a variable or a line of pippin.toml is wrong
 └── LoadError                    a checkpoint cannot be served; raised before the server starts
-    └── UnsupportedLayout        layers that Pippin cannot serve
+    ├── UnsupportedLayout        layers that Pippin cannot serve
+    └── DiskCacheError           a cache directory is in use, or cannot be one
 """
 
 from __future__ import annotations
@@ -93,6 +94,10 @@ class LoadError(PippinError):
 
 class UnsupportedLayout(LoadError):
     code = "unsupported_layout"
+
+
+class DiskCacheError(LoadError):
+    code = "disk_cache"
 
 
 def error_of(message: str, code: str | None, status: int) -> PippinError:

@@ -7,12 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from pippin.cache.disk.chain import Chain
-from pippin.cache.disk.entries import ArraySpec, Bytes, Entry, Key
+from pippin.cache.disk.entries import ArraySpec, Bytes, Entry, Key, Loaded
+from pippin.cache.disk.files import Files
 from pippin.types import Component
 
 FINGERPRINT = b"a model"
 ROOT = Chain(FINGERPRINT)
 KV = Component.ATTENTION
+
+
+class Unsynced(Files):
+    """Does not wait for the disk itself, which takes long and which no test can check."""
+
+    def sync(self, file: int) -> None:
+        pass
 
 
 def tokens(*ids: int) -> bytes:
@@ -46,3 +54,13 @@ def payload(entry: Entry) -> list[Bytes]:
     )
     generator = np.random.default_rng(list(name))
     return [generator.integers(0, 256, spec.nbytes, dtype=np.uint8) for spec in entry.arrays]
+
+
+def same_bytes(found: Sequence[Loaded | None], entries: Sequence[Entry]) -> bool:
+    """Whether each entry was found, and is what `payload` says, to the bit."""
+    return len(found) == len(entries) and all(
+        each is not None
+        and each.entry == entry
+        and all(map(np.array_equal, [array.data for array in each.arrays], payload(entry)))
+        for each, entry in zip(found, entries, strict=True)
+    )

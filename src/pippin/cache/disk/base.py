@@ -78,7 +78,10 @@ class EntryStore(Protocol):
         ...
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Drop them; unknown ones are ignored. May write a few bytes to the disk."""
+        """Drop them; unknown ones are ignored. Cheap: the disk is told by a later `write`.
+
+        After a crash before that they are there again, which does no harm.
+        """
         ...
 
     def take_lost(self) -> list[Key]:
@@ -107,5 +110,5 @@ def check_sizes(entry: Entry, data: Sequence[Bytes]) -> None:
     """A caller's mistake, not a disk's: these are not the bytes of this entry."""
     sizes = [part.nbytes for part in data]
     expected = [spec.nbytes for spec in entry.arrays]
-    if sizes != expected:
-        raise ValueError(f"arrays of {expected} bytes were announced, {sizes} came")
+    if sizes != expected or not all(part.flags.c_contiguous for part in data):
+        raise ValueError(f"whole arrays of {expected} bytes were announced, {sizes} came")

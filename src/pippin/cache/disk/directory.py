@@ -1,0 +1,131 @@
+"""What lies where in a cache directory, and who may write there. Knows no entries.
+
+    DIR/lock                    held (flock) by the one process that writes
+    DIR/<model>/00000001.data   segments, with an .index each
+    DIR/<model>/recency         in which order entries were used
+
+One server at a time: a second one is refused. Whoever only looks (`read_only`) needs no lock.
+The system lets go of a lock when its holder ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from pippin.cache.disk.files import Files
+from pippin.cache.disk.segment import index_path
+from pippin.errors import DiskCacheError
+
+NAME_DIGITS = 8
+RECENCY = "recency"
+
+
+class DirectoryLock:
+    """The right to write to a directory, until `release`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises DiskCacheError if somebody else has it, OSError if nobody can."""
+        self._file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            holder = os.pread(self._file, 32, 0).decode(errors="replace").strip()
+            os.close(self._file)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise DiskCacheError(
+                f"{directory} is in use by process {holder or '?'}: "
+                "each server needs a --cache-dir of its own"
+            ) from error
+
+    def release(self) -> None:
+        os.close(self._file)
+
+
+def model_folder(directory: Path, model: bytes) -> Path:
+    return directory / model.hex()[:32]
+
+
+def model_folders(directory: Path) -> Iterator[Path]:
+    """Of every model that has one."""
+    for path in sorted(directory.iterdir()):
+        if path.is_dir() and len(path.name) == 32 and _is_hex(path.name):
+            yield path
+
+
+def segment_paths(folder: Path) -> Iterator[Path]:
+    """Data files in the order in which they were begun."""
+    for path in sorted(folder.glob("*.data")):
+        if len(path.stem) == NAME_DIGITS and path.stem.isdecimal():
+            yield path
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:0{NAME_DIGITS}}.data"
+
+
+def sort_out(files: Files, folder: Path, *, read_only: bool) -> tuple[int, int]:
+    """Remove what a crash left half done; returns how many files are not ours, and how many
+    indexes have lost their data."""
+    known = {path.stem for path in segment_paths(folder)}
+    foreign = lost = 0
+    for path in list(folder.iterdir()):
+        if path.name == RECENCY or (path.suffix == ".data" and path.stem in known):
+            continue
+        if path.suffix == ".new" and not path.is_dir():
+            if not read_only:
+                files.remove(path)
+        elif path.suffix == ".index" and path.stem in known:
+            continue
+        elif path.suffix == ".index" and path.stem.isdecimal():
+            lost += 1
+            if not read_only:
+                files.remove(path)
+        else:
+            foreign += 1
+    return foreign, lost
+
+
+class OtherModels:
+    """Segments of models that are not served now: they count, and make room first."""
+
+    def __init__(self, files: Files, directory: Path, own: Path) -> None:
+        self._files = files
+        folders = [folder for folder in model_folders(directory) if folder != own]
+        found = [path for folder in folders for path in segment_paths(folder)]
+        self._segments = sorted(found, key=lambda path: path.stat().st_mtime)  # the oldest first
+        self.num_segments = len(found)
+        notes = [folder / RECENCY for folder in folders]
+        self.nbytes = sum(map(segment_bytes, found)) + sum(map(_size, notes))
+
+    def remove_oldest(self) -> bool:
+        """Give up one segment; False if there is none left."""
+        if not self._segments:
+            return False
+        path = self._segments.pop(0)
+        self.nbytes -= segment_bytes(path)
+        self._files.remove(index_path(path))
+        self._files.remove(path)
+        if all(other.parent != path.parent for other in self._segments):
+            self.nbytes -= _size(path.parent / RECENCY)
+            self._files.remove(path.parent / RECENCY)
+        return True
+
+
+def segment_bytes(path: Path) -> int:
+    """Of both files, whatever is there of them."""
+    return _size(path) + _size(index_path(path))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _is_hex(name: str) -> bool:
+    return all(letter in "0123456789abcdef" for letter in name)

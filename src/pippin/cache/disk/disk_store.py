@@ -1,0 +1,208 @@
+"""The store of entries in a directory: all its verbs, over segments. Knows no tree and no device.
+
+threads   one writes at a time; any may read, touch, forget and count, and none of these waits
+          for a write
+crash     `kill -9` costs what was being written: what `write` has answered for is found again
+power     segments are synced when they are full, at `flush` and at `close`; before that, a
+          system that stops may lose or tear what was written last. Digests notice: it costs hits
+errors    a write that fails is taken back and counted, and writing pauses for some seconds
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from threading import Lock
+
+from pippin.cache.disk.base import Destination, StoreCounters, as_loaded, check_sizes
+from pippin.cache.disk.catalog import Catalog
+from pippin.cache.disk.directory import DirectoryLock
+from pippin.cache.disk.entries import Bytes, Entry, Key, Loaded
+from pippin.cache.disk.files import Files
+from pippin.cache.disk.format import model_digest
+from pippin.cache.disk.reading import Readers, new_destination
+from pippin.cache.disk.segment_log import SegmentLog
+from pippin.errors import DiskCacheError
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S = 10.0  # after a write that failed
+RECENCY_S = 60.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def open_store(
+    directory: Path,
+    fingerprint: bytes,
+    max_bytes: int,
+    *,
+    read_only: bool = False,
+    files: Files | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> DiskStore:
+    """The store of a model in a directory, which is made if it is not there.
+
+    Raises DiskCacheError if another process has the directory, or if there can be none. Where
+    nothing can be written, what is there is served (`DiskStore.read_only`).
+    """
+    files = files or Files()
+    lock: DirectoryLock | None = None
+    try:
+        if not read_only:
+            files.make_folder(directory)
+            lock = _lock(directory)
+        return DiskStore(directory, fingerprint, max_bytes, lock=lock, files=files, clock=clock)
+    except OSError as error:
+        if lock is not None:
+            lock.release()
+        raise DiskCacheError(f"{directory} cannot be a cache directory: {error}") from error
+
+
+def _lock(directory: Path) -> DirectoryLock | None:
+    try:
+        return DirectoryLock(directory)
+    except OSError as error:
+        logger.warning("%s cannot be written, so what is there is read only: %s", directory, error)
+        return None
+
+
+class DiskStore:
+    def __init__(
+        self,
+        directory: Path,
+        fingerprint: bytes,
+        max_bytes: int,
+        *,
+        lock: DirectoryLock | None,
+        files: Files,
+        clock: Callable[[], float],
+    ) -> None:
+        """Reads all indexes. Without a lock nothing is ever written."""
+        self.fingerprint = fingerprint
+        self.read_only = lock is None
+        self._directory = directory
+        self._lock = lock
+        self._clock = clock
+        self._writing = Lock()
+        self._paused_until = -1.0
+        self._recency_due = clock() + RECENCY_S
+        self._catalog = Catalog()
+        model = model_digest(fingerprint)
+        self._log = SegmentLog(
+            files, directory, model, max_bytes, self._catalog, read_only=self.read_only
+        )
+        self._readers = Readers()
+
+    def entries(self) -> Sequence[Entry]:
+        return self._catalog.entries()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._catalog
+
+    def counters(self) -> StoreCounters:
+        return StoreCounters(
+            entries=len(self._catalog),
+            bytes=self._log.nbytes,
+            max_bytes=self._log.max_bytes,
+            **self._catalog.counts(),
+        )
+
+    def read(
+        self, keys: Sequence[Key], into: Sequence[Destination] | None = None
+    ) -> list[Loaded | None]:
+        slots = self._catalog.pin(keys)
+        there = [(index, slot) for index, slot in enumerate(slots) if slot is not None]
+        if into is None:
+            own = {slot: new_destination(slot) for _, slot in there}
+            into = [() if slot is None else own[slot] for slot in slots]
+        # One job for each place to read to; a key that came twice has the same place twice.
+        jobs = {id(into[index]): (slot, into[index]) for index, slot in there}
+        try:
+            outcomes = dict(zip(jobs, self._readers.read([*jobs.values()]), strict=True))
+        finally:
+            for _, slot in there:
+                slot.segment.unpin()
+        found: list[Loaded | None] = [None] * len(keys)
+        for index, slot in there:
+            match outcomes[id(into[index])]:
+                case "read":
+                    found[index] = as_loaded(slot.entry, into[index])
+                case "damaged":
+                    self._catalog.lose(slot, "damaged", note=True)
+                case "refused":
+                    self._catalog.lose(slot, "read_errors")
+        hits = [each.entry.nbytes for each in found if each is not None]
+        misses = len(found) - len(hits)
+        self._catalog.count(hits=len(hits), read_bytes=sum(hits), misses=misses)
+        return found
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        self._catalog.touch(keys)
+
+    def write(self, entry: Entry, data: Sequence[Bytes]) -> bool:
+        check_sizes(entry, data)
+        with self._writing:
+            if entry.key in self._catalog:
+                return True
+            kept = False
+            if not self.read_only and self._clock() >= self._paused_until:
+                try:
+                    kept = self._write(entry, data)
+                except OSError as error:
+                    logger.warning("%s cannot be written: %s", self._directory, error)
+                    self._paused_until = self._clock() + PAUSE_S
+            if kept:
+                self._catalog.count(written=1, kept_bytes=entry.nbytes)
+            else:
+                self._catalog.count(write_errors=1)
+            return kept
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        self._catalog.forget(keys)
+
+    def take_lost(self) -> list[Key]:
+        return self._catalog.take_lost()
+
+    def clear(self) -> None:
+        with self._writing:
+            if not self.read_only:
+                self._log.remove_all()
+
+    def flush(self) -> None:
+        self._flush(closes=False)
+
+    def close(self) -> None:
+        self._flush(closes=True)
+        self._readers.close()
+        self._log.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _write(self, entry: Entry, data: Sequence[Bytes]) -> bool:
+        """Within the ceiling, and once more where the disk itself has no room for it."""
+        self._log.note_drops()
+        if not self._log.make_room(entry):
+            return False
+        try:
+            self._log.append(entry, data)
+        except OSError as error:
+            if error.errno not in FULL or not self._log.give_up_segment(move=False):
+                raise
+            self._log.append(entry, data)
+        return True
+
+    def _flush(self, *, closes: bool) -> None:
+        with self._writing:
+            if self.read_only:
+                return
+            try:
+                self._log.note_drops()
+                if closes or self._clock() >= self._recency_due:
+                    self._recency_due = self._clock() + RECENCY_S
+                    self._log.save_recency()
+                self._log.sync()
+            except OSError as error:
+                logger.warning("%s cannot be flushed: %s", self._directory, error)

@@ -1,0 +1,101 @@
+"""Every change to a file of the store, as few verbs. Knows no format.
+
+A write goes to a place that the caller names, whole or with an error; nothing is appended behind
+a caller's back. Tests put another `Files` in place of this one: one that notes each verb, so that a
+crash after any of them can be played, or one whose disk is full.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pippin.cache.disk.entries import Bytes
+
+MAX_PARTS = 512  # of one writev or preadv; systems allow 1,024
+
+
+class Files:
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: Path) -> int:
+        """A new, empty file; returns its descriptor."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def open(self, path: Path, *, read_only: bool) -> int:
+        return os.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC)
+
+    def write(self, file: int, at: int, parts: Sequence[Bytes | bytes]) -> None:
+        """All of the parts one after the other, from `at` on. By one thread at a time."""
+        left = views(parts)
+        os.lseek(file, at, os.SEEK_SET)
+        while left:
+            done = os.writev(file, left[:MAX_PARTS])
+            left = rest_of(left, done)
+
+    def truncate(self, file: int, size: int) -> None:
+        os.ftruncate(file, size)
+
+    def sync(self, file: int) -> None:
+        """On the disk itself, as far as the system says so."""
+        os.fsync(file)
+
+    def replace(self, path: Path, content: bytes) -> None:
+        """A file with this content in place of the one there was; never half of it."""
+        new = path.with_name(path.name + ".new")
+        self.remove(new)
+        file = self.create(new)
+        try:
+            self.write(file, 0, [content])
+            self.sync(file)
+        finally:
+            os.close(file)
+        self.rename(new, path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.replace(old, new)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+
+def read_into(file: int, path: Path, at: int, parts: Sequence[Bytes]) -> int:
+    """Fill the parts from `at` on; returns how many bytes there were. Any thread may call."""
+    left = views(parts)
+    total = 0
+    if hasattr(os, "preadv"):
+        while left:
+            done = os.preadv(file, left[:MAX_PARTS], at + total)
+            if not done:
+                break
+            total += done
+            left = rest_of(left, done)
+        return total
+    with path.open("rb", buffering=0) as own:  # a place in the file that no other thread moves
+        own.seek(at)
+        while left:
+            done = own.readinto(left[0])
+            if not done:
+                break
+            total += done
+            left = rest_of(left, done)
+    return total
+
+
+def views(parts: Sequence[Bytes | bytes]) -> list[memoryview]:
+    """Their memory, of those that have any."""
+    found = [part.data if isinstance(part, np.ndarray) else memoryview(part) for part in parts]
+    return [view.cast("B") for view in found if view.nbytes]
+
+
+def rest_of(parts: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of the parts after their first `done` bytes."""
+    for index, part in enumerate(parts):
+        if done < len(part):
+            return [part[done:], *parts[index + 1 :]]
+        done -= len(part)
+    return []

@@ -1,0 +1,377 @@
+"""The store in a directory: what is written is found again, within its ceiling, by one writer."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from disk_builders import (
+    FINGERPRINT,
+    ROOT,
+    Unsynced,
+    kv_entry,
+    payload,
+    same_bytes,
+    state_entry,
+)
+
+from pippin.cache.disk.chain import Chain
+from pippin.cache.disk.disk_store import PAUSE_S, RECENCY_S, DiskStore, open_store
+from pippin.cache.disk.entries import Bytes, Entry
+from pippin.cache.disk.files import Files
+from pippin.errors import DiskCacheError
+
+MB = 1 << 20
+
+
+def states(count: int, size: int = 1000) -> list[Entry]:
+    return [state_entry(ROOT, [number], size)[0] for number in range(count)]
+
+
+def write_all(store: DiskStore, entries: Sequence[Entry]) -> None:
+    for entry in entries:
+        assert store.write(entry, payload(entry))
+
+
+def files_in(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
+def bytes_in(directory: Path) -> int:
+    return sum(path.stat().st_size for path in files_in(directory) if path.name != "lock")
+
+
+def test_what_was_written_is_found_after_a_restart(tmp_path: Path) -> None:
+    kv, end = kv_entry(ROOT, range(50))
+    entries = [kv, state_entry(end)[0], kv_entry(end, range(9))[0]]
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    write_all(store, entries)
+    assert same_bytes(store.read([entry.key for entry in entries]), entries)
+    store.close()
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    assert list(store.entries()) == entries
+    assert same_bytes(store.read([entry.key for entry in entries]), entries)
+    store.close()
+
+
+def test_an_entry_is_written_once(tmp_path: Path) -> None:
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    write_all(store, states(2))
+    before = store.counters().written_bytes
+    write_all(store, states(2))
+    assert store.counters().written_bytes == before
+    store.close()
+
+
+def test_bytes_are_read_to_where_the_caller_says(tmp_path: Path) -> None:
+    store = open_store(tmp_path, FINGERPRINT, 64 * MB)
+    entries = states(5, size=200_000)  # enough for several threads
+    write_all(store, entries)
+    into = [[np.zeros(spec.nbytes, np.uint8) for spec in entry.arrays] for entry in entries]
+    keys = [entry.key for entry in entries]
+    assert same_bytes(store.read(keys, into), entries)
+    for entry, to in zip(entries, into, strict=True):
+        np.testing.assert_array_equal(to[0], payload(entry)[0])
+    twice = store.read([keys[0], keys[0]])
+    assert twice[0] is not None
+    assert twice[1] is not None
+    assert twice[0].arrays[0].data is twice[1].arrays[0].data
+    store.close()
+
+
+def test_another_model_finds_nothing_and_makes_room_first(tmp_path: Path) -> None:
+    store = open_store(tmp_path, b"another model", 100_000)
+    write_all(store, [state_entry(Chain(b"another model"), [n], 1000)[0] for n in range(15)])
+    store.close()
+    before = bytes_in(tmp_path)
+    store = open_store(tmp_path, FINGERPRINT, 100_000)
+    assert store.counters().entries == 0
+    assert store.counters().foreign > 0
+    assert store.counters().bytes == before
+    write_all(store, states(20))
+    assert store.counters().evicted == 0
+    assert bytes_in(tmp_path) <= 100_000
+    store.close()
+
+
+def test_the_ceiling_holds_after_every_write_and_old_ones_go_first(tmp_path: Path) -> None:
+    store = open_store(tmp_path, FINGERPRINT, 100_000, files=Unsynced())
+    entries = states(100)
+    for entry in entries:
+        assert store.write(entry, payload(entry))
+        assert bytes_in(tmp_path) == store.counters().bytes <= 100_000
+    kept = {entry.key for entry in store.entries()}
+    assert len(kept) > 18
+    lost = store.take_lost()
+    assert len(lost) == store.counters().evicted
+    assert kept | set(lost) == {entry.key for entry in entries}
+    assert kept.isdisjoint(lost)
+    assert entries[0].key in lost
+    assert entries[-1].key in kept
+    store.close()
+
+
+def test_what_is_used_stays_and_that_is_known_after_a_restart(tmp_path: Path) -> None:
+    entries = states(100)
+    favourite = entries[0]
+    store = open_store(tmp_path, FINGERPRINT, 100_000, files=Unsynced())
+    for number, entry in enumerate(entries):
+        assert store.write(entry, payload(entry))
+        store.touch([favourite.key])
+        if number % 10 == 9:
+            store.close()
+            store = open_store(tmp_path, FINGERPRINT, 100_000, files=Unsynced())
+    assert same_bytes(store.read([favourite.key]), [favourite])
+    assert store.counters().entries < 25
+    store.close()
+
+
+def test_notes_of_use_are_saved_once_a_minute(tmp_path: Path) -> None:
+    now = [0.0]
+    store = open_store(tmp_path, FINGERPRINT, MB, clock=lambda: now[0])
+    first, second = states(2)
+    write_all(store, [first, second])
+    store.touch([first.key])
+    store.flush()
+    assert not list(tmp_path.rglob("recency"))
+    now[0] = RECENCY_S
+    store.flush()
+    os.close(store._lock._file)  # as if the process had ended here
+    again = open_store(tmp_path, FINGERPRINT, MB)
+    assert list(again.entries()) == [second, first]
+    again.close()
+
+
+def test_what_was_forgotten_is_gone_and_leaves_no_bytes(tmp_path: Path) -> None:
+    store = open_store(tmp_path, FINGERPRINT, 160_000)
+    entries = states(30)
+    write_all(store, entries)
+    store.forget(entry.key for entry in entries[:29])
+    assert store.read([entries[0].key]) == [None]
+    store.flush()
+    assert bytes_in(tmp_path) < 30_000
+    assert store.take_lost() == []
+    store.close()
+    store = open_store(tmp_path, FINGERPRINT, 160_000)
+    assert list(store.entries()) == [entries[29]]
+    store.clear()
+    assert store.counters().entries == 0
+    store.close()
+
+
+def test_segments_are_few_and_bounded(tmp_path: Path) -> None:
+    store = open_store(tmp_path, FINGERPRINT, 1_000_000)
+    write_all(store, states(200, size=500))
+    data = [path for path in files_in(tmp_path) if path.suffix == ".data"]
+    assert 4 <= len(data) <= 10
+    assert max(path.stat().st_size for path in data) <= 1_000_000 // 16
+    store.close()
+
+
+def test_bytes_written_are_little_more_than_bytes_kept(tmp_path: Path) -> None:
+    """Also where everything is replaced several times, and some of it is used all the time."""
+    now = [0.0]
+    store = open_store(tmp_path, FINGERPRINT, 4 * MB, files=Unsynced(), clock=lambda: now[0])
+    popular = states(20, size=2500)
+    write_all(store, popular)
+    for number in range(1500):
+        entry, _ = state_entry(ROOT, [7, number], 2500)  # 10 KB
+        assert store.write(entry, payload(entry))
+        store.touch(entry.key for entry in popular)
+        now[0] += 1.0
+        store.flush()
+    store.close()
+    counters = store.counters()
+    assert counters.evicted > 1000
+    assert counters.written_bytes <= 1.1 * counters.kept_bytes
+    assert sum(entry.key in store for entry in popular) == len(popular)
+
+
+def test_an_entry_larger_than_the_ceiling_is_refused(tmp_path: Path) -> None:
+    store = open_store(tmp_path, FINGERPRINT, 100_000)
+    large, _ = state_entry(ROOT, [99], 30_000)
+    write_all(store, states(3))
+    assert not store.write(large, payload(large))
+    assert store.counters().write_errors == 1
+    assert store.counters().entries == 3
+    store.close()
+
+
+def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path) -> None:
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    (entry,) = states(1)
+    write_all(store, [entry])
+    with pytest.raises(DiskCacheError, match=f"in use by process {os.getpid()}"):
+        open_store(tmp_path, FINGERPRINT, MB)
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from pippin.cache.disk.disk_store import open_store\n"
+        "open_store(Path(sys.argv[1]), b'x', 1 << 20)"
+    )
+    second = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    assert "in use by process" in second.stderr
+    reader = open_store(tmp_path, FINGERPRINT, MB, read_only=True)
+    assert same_bytes(reader.read([entry.key]), [entry])
+    assert not reader.write(*_another())
+    reader.close()
+    store.close()
+
+
+def _another() -> tuple[Entry, list[Bytes]]:
+    entry, _ = state_entry(ROOT, [99])
+    return entry, payload(entry)
+
+
+def test_reads_writes_and_forgetting_beside_each_other(tmp_path: Path) -> None:
+    """Readers never see a wrong byte nor a false damage while segments come and go."""
+    store = open_store(tmp_path, FINGERPRINT, 200_000, files=Unsynced())
+    entries = states(300)
+    ends = threading.Event()
+    wrong: list[Entry] = []
+
+    def read() -> None:
+        rng = np.random.default_rng(3)
+        while not ends.is_set():
+            some = [entries[i] for i in rng.integers(0, len(entries), 8)]
+            for entry, found in zip(some, store.read([e.key for e in some]), strict=True):
+                if found is not None and not same_bytes([found], [entry]):
+                    wrong.append(entry)
+            store.touch(entry.key for entry in some)
+            store.forget([some[0].key])
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for _ in range(3):
+        write_all(store, entries)
+    ends.set()
+    for reader in readers:
+        reader.join()
+    counters = store.counters()
+    assert not wrong
+    assert (counters.damaged, counters.read_errors, counters.write_errors) == (0, 0, 0)
+    store.close()
+
+
+class FullDisk(Files):
+    """Takes `room` bytes, and then no more; a write that does not fit is done in part."""
+
+    def __init__(self, room: int, code: int = errno.ENOSPC) -> None:
+        self.room = room
+        self.code = code
+
+    def write(self, file: int, at: int, parts: Sequence[Bytes | bytes]) -> None:
+        whole = b"".join(bytes(part) for part in parts)
+        size = os.fstat(file).st_size
+        grows = max(0, at + len(whole) - size)
+        if grows > self.room:
+            super().write(file, at, [whole[: max(0, len(whole) - grows + self.room)]])
+            self.room = 0
+            raise OSError(self.code, os.strerror(self.code))
+        self.room -= grows
+        super().write(file, at, [whole])
+
+    def truncate(self, file: int, size: int) -> None:
+        self.room += max(0, os.fstat(file).st_size - size)
+        super().truncate(file, size)
+
+    def remove(self, path: Path) -> None:
+        if path.exists():
+            self.room += path.stat().st_size
+        super().remove(path)
+
+
+def test_a_full_disk_gives_up_old_segments_and_goes_on(tmp_path: Path) -> None:
+    store = open_store(tmp_path, FINGERPRINT, MB, files=FullDisk(150_000))
+    entries = states(200)
+    write_all(store, entries)
+    assert store.counters().evicted > 100
+    assert same_bytes(store.read([entries[-1].key]), [entries[-1]])
+    store.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_write_that_fails_costs_that_entry_alone(tmp_path: Path, code: int) -> None:
+    now = [0.0]
+    entries = states(6)
+    disk = FullDisk(10_000, code)
+    store = open_store(tmp_path, FINGERPRINT, MB, files=disk, clock=lambda: now[0])
+    outcomes = [store.write(entry, payload(entry)) for entry in entries[:4]]
+    if code != errno.ENOSPC:
+        assert outcomes == [True, True, False, False]  # one failed, one met the pause
+        assert store.counters().write_errors == 2
+    disk.room = 1 << 30
+    now[0] += PAUSE_S
+    write_all(store, entries[4:])
+    written = [entry for entry in entries if entry.key in store]
+    store.close()
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    assert set(store.entries()) == set(written)
+    assert same_bytes(store.read([entry.key for entry in written]), written)
+    assert store.counters().damaged == 0
+    store.close()
+
+
+def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    first, second = states(2)
+    write_all(store, [first, second])
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        patch.setattr("pippin.cache.disk.segment.read_into", fail)
+        assert store.read([first.key]) == [None]
+    assert store.take_lost() == [first.key]
+    assert store.counters().read_errors == 1
+    assert same_bytes(store.read([second.key]), [second])
+    store.close()
+
+
+def test_without_preadv_the_same_bytes_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "preadv", raising=False)
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    kv, _ = kv_entry(ROOT, range(50))
+    write_all(store, [kv])
+    assert same_bytes(store.read([kv.key]), [kv])
+    store.close()
+
+
+def test_what_cannot_be_a_directory_is_refused_with_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("not a directory")
+    with pytest.raises(DiskCacheError, match="file cannot be a cache directory"):
+        open_store(file, FINGERPRINT, MB)
+
+
+def test_where_no_lock_can_be_had_what_is_there_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    (entry,) = states(1)
+    write_all(store, [entry])
+    store.close()
+    before = {path: path.read_bytes() for path in files_in(tmp_path)}
+
+    def refuse(directory: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("pippin.cache.disk.disk_store.DirectoryLock", refuse)
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    assert store.read_only
+    assert same_bytes(store.read([entry.key]), [entry])
+    assert not store.write(*_another())
+    store.forget([entry.key])
+    store.close()
+    assert "read only" in caplog.text
+    assert {path: path.read_bytes() for path in files_in(tmp_path)} == before
