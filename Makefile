@@ -4,6 +4,7 @@
 # make simulate  run simulated worlds: clients, faults and short bytes, millions of steps
 # make mutants   break one rule of the scheduler or the cache at a time; a test must notice each
 # make soak      ten minutes of mixed load on a server whose engine is killed and frozen every 20 s
+# make dist      build the wheels of pippin and pippin-demo into dist/, and check them
 # make clean     remove the virtual environment and every cache
 #
 # Needs Python 3.11+ and pip; `make serve PYTHON=/path/to/python3` names one. Another model or
@@ -28,7 +29,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 EXTRA := $(shell nvidia-smi 2>/dev/null | grep -q 'CUDA.*Version: *1[3-9]' && echo cuda13,torch || \
 	{ nvidia-smi >/dev/null 2>&1 && echo cpu,torch || echo cpu; })
 
-.PHONY: serve test quick lint types simulate mutants soak install install-dev clean
+.PHONY: serve test quick lint types simulate mutants soak dist install install-dev clean
 .DELETE_ON_ERROR:
 
 serve: install
@@ -55,6 +56,9 @@ mutants: install-dev
 
 soak: install-dev
 	@$(VENV)/bin/python tools/soak.py $(ARGS)
+
+dist: install-dev
+	@$(VENV)/bin/python tools/dist.py
 
 install: $(VENV)/installed
 

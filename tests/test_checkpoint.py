@@ -57,6 +57,23 @@ def test_a_directory_is_served_under_its_name_however_it_is_spelt(
     assert served_name(ModelConfig()) == "stories-hybrid-20m"
 
 
+def test_the_demo_model_is_the_checkouts_or_an_installed_package_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("pippin.checkpoint.CHECKOUT_MODELS", tmp_path / "nothing")
+    monkeypatch.setattr("pippin.checkpoint.DEMO_PACKAGE", "some_demo")
+    with pytest.raises(LoadError, match=r'not installed: pip install "pippin\[demo\]", or name'):
+        find_checkpoint(ModelConfig())
+    with pytest.raises(LoadError, match=r"not bundled \(nothing is\)"):
+        find_checkpoint(ModelConfig(model="stories"))
+    package = tmp_path / "some_demo"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    checkpoint(package / "stories-hybrid-20m")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_checkpoint(ModelConfig()) == package / "stories-hybrid-20m"
+
+
 @pytest.mark.parametrize(
     ("error", "match"),
     [

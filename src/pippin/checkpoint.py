@@ -1,39 +1,53 @@
-"""Where a model's files are: bundled, a directory, or the Hugging Face hub. Reads no weights."""
+"""Where a model's files are: the demo's, a directory, or the Hugging Face hub. Reads no weights."""
 
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from pippin.config import ModelConfig
 from pippin.errors import LoadError
 from pippin.text.tokenizer import read_json
 
-BUNDLED_DIR = Path(__file__).parent / "models"
+CHECKOUT_MODELS = Path(__file__).parent / "models"  # in no wheel: 40 MB
+DEMO_PACKAGE = "pippin_demo"
 # What is read, and nothing else: no code, no second copy of the weights in another layout.
 HUB_FILES = ["model*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 HUB_FOLDERS = ["*/*"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def bundled_models() -> list[str]:
-    return sorted(path.parent.name for path in BUNDLED_DIR.glob("*/config.json"))
+def bundled_models() -> dict[str, Path]:
+    """Models that need no download, by name: a checkout's own, or those of pippin[demo]."""
+    demo = find_spec(DEMO_PACKAGE)
+    folders = [*map(Path, demo.submodule_search_locations or ())] if demo is not None else []
+    configs = [
+        path for folder in [*folders, CHECKOUT_MODELS] for path in folder.glob("*/config.json")
+    ]
+    return {path.parent.name: path.parent for path in configs}
 
 
 def find_checkpoint(config: ModelConfig) -> Path:
     """The directory of a model's files, downloaded if need be (with the hub's progress bars)."""
     name = config.model
-    if name in bundled_models():
-        return BUNDLED_DIR / name
+    bundled = bundled_models()
+    if name in bundled:
+        return bundled[name]
     path = Path(name).expanduser()
     if path.is_dir():
         return _checked(path)
     if path.exists():
         raise LoadError(f"{name} is a file: give the directory that holds config.json")
+    if name == ModelConfig.model:
+        raise LoadError(
+            'the demo model is not installed: pip install "pippin[demo]", or name a model: a '
+            "directory, or a Hugging Face id such as Qwen/Qwen3.5-0.8B"
+        )
     if not HUB_ID.fullmatch(name):
         raise LoadError(
             f"no model {name!r}: not a directory, not a Hugging Face id like owner/name, "
-            f"not bundled ({', '.join(bundled_models())})"
+            f"not bundled ({', '.join(sorted(bundled)) or 'nothing is'})"
         )
     return _checked(_download(name, config.revision))
 

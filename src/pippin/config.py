@@ -40,7 +40,7 @@ def parse_memory(text: str) -> int | float:
 @dataclass(frozen=True)
 class ModelConfig:
     model: str = "stories-hybrid-20m"
-    """The bundled model's name, a local directory, or a Hugging Face id."""
+    """A local directory, a Hugging Face id, or the name of the model that pippin[demo] brings."""
 
     _: KW_ONLY
 

@@ -1,0 +1,1 @@
+"""stories-hybrid-20m, a model for `pippin serve`. Holds files, and no code."""
