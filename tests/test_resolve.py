@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pippin.config import Config, ModelConfig, ServerConfig
 from pippin.errors import LoadError
-from pippin.resolve import resolve
+from pippin.resolve import choose_backend, resolve
 
 
 def test_a_missing_model_is_named_with_what_was_tried(tmp_path: Path) -> None:
@@ -30,3 +31,21 @@ def test_resolve_decides_what_was_left_open() -> None:
     assert resolved.server.served_name == "stories-hybrid-20m"
     named = resolve(Config(server=ServerConfig(served_name="mine")))
     assert named.server.served_name == "mine"
+
+
+def test_auto_is_what_can_run_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On Linux `mlx` is a wheel without a library: `pip install pippin[torch]` brings it so."""
+    (tmp_path / "lib").mkdir()
+    library = tmp_path / "lib" / "libmlx.so"
+    library.touch()
+    found = {"mlx": SimpleNamespace(submodule_search_locations=[str(tmp_path)]), "torch": object()}
+    monkeypatch.setattr("pippin.resolve.find_spec", found.get)
+    assert choose_backend("auto") == "mlx"
+    library.unlink()
+    assert choose_backend("auto") == "torch"
+    assert choose_backend("mlx") == "mlx"  # what was asked for is tried, and says what it lacks
+    del found["mlx"]
+    assert choose_backend("auto") == "torch"
+    del found["torch"]
+    with pytest.raises(LoadError, match="neither mlx nor torch"):
+        choose_backend("auto")

@@ -37,6 +37,9 @@ def parse_memory(text: str) -> int | float:
     return int(value * MEMORY_UNITS[unit])
 
 
+BackendName = Literal["mlx", "torch", "fake"]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     model: str = "stories-hybrid-20m"
@@ -45,8 +48,8 @@ class ModelConfig:
     _: KW_ONLY
 
     backend: Literal["auto", "mlx", "torch", "fake"] = "auto"
-    """What runs the model. `auto`: mlx. `torch`: for CPUs and NVIDIA GPUs, new there. `fake` is a
-    toy for testing clients: it emits nonsense, fast."""
+    """What runs the model. `auto`: mlx where it is installed, else torch. `torch`: for CPUs and
+    NVIDIA GPUs, new there. `fake` is a toy for testing clients: it emits nonsense, fast."""
 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Arithmetic type. `auto`: float32 on CPUs, otherwise the checkpoint's own."""

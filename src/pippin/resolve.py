@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
+from pathlib import Path
 
 from pippin.api.http.keys import read_key_file
 from pippin.checkpoint import find_checkpoint, model_name
-from pippin.config import Config
+from pippin.config import BackendName, Config
+from pippin.errors import LoadError
 
 
 def resolve(config: Config) -> Config:
@@ -19,7 +22,7 @@ def resolve(config: Config) -> Config:
         model=dataclasses.replace(
             model,
             model=str(path),
-            backend="mlx" if model.backend == "auto" else model.backend,
+            backend=choose_backend(model.backend),
         ),
         server=dataclasses.replace(
             server,
@@ -27,3 +30,22 @@ def resolve(config: Config) -> Config:
             api_key=(*server.api_key, *keys),
         ),
     )
+
+
+def choose_backend(name: str) -> BackendName:
+    """`auto`: mlx where it can run, else torch. Imports neither of them."""
+    match name:
+        case "mlx" | "torch" | "fake":
+            return name
+    if has_mlx():
+        return "mlx"
+    if find_spec("torch") is not None:
+        return "torch"
+    raise LoadError("neither mlx nor torch can run here: pip install 'pippin[cpu]' or '[torch]'")
+
+
+def has_mlx() -> bool:
+    """Whether its library is there: on Linux the wheel `mlx` comes without one."""
+    found = find_spec("mlx")
+    folders = found.submodule_search_locations if found is not None else None
+    return any(any(Path(folder, "lib").glob("libmlx.*")) for folder in folders or ())

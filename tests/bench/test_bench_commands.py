@@ -40,7 +40,8 @@ def test_lists_take_commas_or_spaces(monkeypatch: pytest.MonkeyPatch, sizes: lis
     argv = ["one-batch", "--max-running", "3", "--backend", "fake", "--batch", *sizes]
     config, options = called_with(monkeypatch, "pippin.bench.one_batch.one_batch", *argv)
     assert config == Config(ModelConfig(backend="fake"), EngineConfig(max_running=3))
-    assert options == {"batches": [1, 4, 32], "input_len": 512, "output_len": 64, "repeats": 3}
+    sizes_and_turns = {"batches": [1, 4, 32], "input_len": 512, "output_len": 64, "repeats": 3}
+    assert options == sizes_and_turns | {"wants_ceilings": True}
 
 
 def test_an_option_that_one_batch_would_ignore_is_refused(
@@ -65,12 +66,16 @@ def test_rates_and_concurrencies_become_loads(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_server_options_pass_through_as_one_string(monkeypatch: pytest.MonkeyPatch) -> None:
-    argv = ["compare", "--only", "decode", "--mlx-lm-options", "--prompt-cache-size 64"]
+    argv = ["compare", "--only", "decode", "--their-options", "--prompt-cache-size 64"]
     model_dir, options = called_with(monkeypatch, "pippin.bench.compare.compare", *argv)
     assert model_dir.name == "stories-hybrid-20m"
     assert options["only"] == ["decode"]
-    assert options["mlx_lm_options"] == ["--prompt-cache-size", "64"]
+    assert options["their_options"] == ["--prompt-cache-size", "64"]
     assert options["bundled"]
+    assert (options["against"].name, options["backend"]) == ("mlx-lm", "mlx")
+    argv = ["compare", "--against", "transformers", "--backend", "torch"]
+    _, options = called_with(monkeypatch, "pippin.bench.compare.compare", *argv)
+    assert (options["against"].name, options["backend"]) == ("transformers", "torch")
 
 
 def test_another_model_is_compared_without_the_bundled_one_s_targets(
@@ -158,6 +163,9 @@ def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["grammar", "--backend", "fake", "--streams", "1"], "streams must be at least 2, got 1"),
         (["overlap", "--backend", "fake", "--pairs", "0"], "pairs must be at least 1, got 0"),
         (["churn", "--clients", "3", "--rate", "1"], "not both"),
+        (["backends", "--backends", "mlx,jax"], "no backend 'jax'; there are mlx, torch, fake"),
+        (["backends", "--backends", "mlx,mlx"], "different backends are compared, two at least"),
+        (["compare", "--against", "vllm"], "nobody here is called 'vllm'"),
         (["churn", "--url", "http://x", "--memory", "0.5"], "leave the engine's options away"),
     ]:
         with pytest.raises(SystemExit) as exited:

@@ -1,4 +1,4 @@
-"""`pippin bench compare`: Pippin and mlx-lm's server, same weights, same BLAS, in turn. Any model.
+"""`pippin bench compare`: Pippin and another server, on the same weights, in turn. Any model.
 
 Both servers run from start to end, but only one has work at a time; each round swaps who goes
 first. Both get the same prompts, which nobody has seen before.
@@ -20,13 +20,14 @@ from pippin.bench.kernels import build_kernels, computes_on_cpu
 from pippin.bench.plot import Bar, Bars
 from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.report import Report, Table, busy_note, number, say
+from pippin.bench.rivals import MLX_LM, Rival
 from pippin.bench.samples import median
 from pippin.bench.scenarios import Numbers, warm_up
-from pippin.bench.servers import mlx_lm_server, pippin_server
-from pippin.bench.suite import Measure, Scenario, choose
+from pippin.bench.servers import pippin_server
+from pippin.bench.suite import Measure, Scenario, choose, without_targets
 from pippin.bench.wire import LoadClient, without_collections
 
-OURS, THEIRS = "pippin", "mlx-lm"
+OURS = "pippin"
 Rounds = dict[str, dict[str, list[Numbers]]]  # scenario -> server -> one for each round
 
 
@@ -34,28 +35,34 @@ def compare(
     model_dir: Path,
     *,
     bundled: bool,
+    against: Rival = MLX_LM,
+    backend: str = "mlx",
     float32: bool | None = None,
     only: Sequence[str] = (),
     rounds: int = 3,
     pippin_options: Sequence[str] = (),
-    mlx_lm_options: Sequence[str] = (),
+    their_options: Sequence[str] = (),
 ) -> Report:
     """`bundled`: the targets are those for the bundled model. `float32`: by default on CPUs."""
     scenarios = choose(only, bundled=bundled)
+    if against is not MLX_LM:
+        scenarios = without_targets(scenarios)
     notes = busy_note()
+    if float32 is None:
+        float32 = any(computes_on_cpu(library) for library in {backend, against.library})
     with ExitStack() as stack:
         say("copying the checkpoint")
         copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pippin-bench-")))
-        write_endless_copy(
-            model_dir, copy, float32=computes_on_cpu() if float32 is None else float32
-        )
+        write_endless_copy(model_dir, copy, float32=float32)
         model = describe_model(model_dir.name, copy)
         count = count_with(copy)
-        build_kernels(str(copy), "auto")
+        if backend == "mlx":
+            build_kernels(str(copy), "auto")
         say("starting both servers")
+        our_options = ["--backend", backend, *pippin_options]
         clients = {
-            THEIRS: LoadClient(stack.enter_context(mlx_lm_server(copy, mlx_lm_options))),
-            OURS: LoadClient(stack.enter_context(pippin_server(str(copy), pippin_options))),
+            against.name: LoadClient(stack.enter_context(against.serve(copy, their_options))),
+            OURS: LoadClient(stack.enter_context(pippin_server(str(copy), our_options))),
         }
         for name, client in clients.items():
             say(f"warming up {name}")
@@ -67,7 +74,7 @@ def compare(
                     say(f"{scenario.title}: {name}, round {turn + 1} of {rounds}")
                     prompts = Prompts(f"{scenario.name} {turn}", count)
                     results[scenario.name][name].append(measure(scenario, clients[name], prompts))
-    return summarize(model, scenarios, results, notes)
+    return summarize(model, scenarios, results, notes, against.name)
 
 
 def describe_model(name: str, model_dir: Path) -> str:
@@ -90,7 +97,7 @@ def measure(scenario: Scenario, client: LoadClient, prompts: Prompts) -> Numbers
 
 
 def summarize(
-    model: str, scenarios: Sequence[Scenario], results: Rounds, notes: list[str]
+    model: str, scenarios: Sequence[Scenario], results: Rounds, notes: list[str], against: str
 ) -> Report:
     rows: list[tuple[str, ...]] = []
     bars: list[Bar] = []
@@ -102,29 +109,29 @@ def summarize(
         }
         data[scenario.name] = {"rounds": results[scenario.name], "medians": medians}
         for index, m in enumerate(scenario.measures):
-            ours, theirs = medians[OURS][m.name], medians[THEIRS][m.name]
+            ours, theirs = medians[OURS][m.name], medians[against][m.name]
             title = scenario.title if index == 0 else ""
             rows.append((title, *_cells(m, ours, theirs)))
             bars.append(_bar(scenario, m, ours, theirs))
         data[scenario.name]["advantage"] = {
-            m.name: m.advantage(medians[OURS][m.name], medians[THEIRS][m.name])
+            m.name: m.advantage(medians[OURS][m.name], medians[against][m.name])
             for m in scenario.measures
         }
-    header = ("scenario", "measure", OURS, THEIRS, "times better", "target")
+    header = ("scenario", "measure", OURS, against, "times better", "target")
     return Report(
         name="compare",
-        tables=[Table(f"{model}: Pippin and mlx-lm's server, medians over rounds", header, rows)],
+        tables=[Table(f"{model}: Pippin and {against}, medians over rounds", header, rows)],
         charts=[
             Bars(
-                f"{model}: Pippin against mlx-lm's server",
+                f"{model}: Pippin against {against}",
                 "times better (below 1: worse)",
-                ("times better (pippin against mlx-lm)",),
+                (f"times better (pippin against {against})",),
                 bars,
                 unit="x",
                 log_x=True,
             )
         ],
-        data={"model": model, "scenarios": data},
+        data={"model": model, "against": against, "scenarios": data},
         notes=notes,
     )
 

@@ -28,12 +28,17 @@ def missing(path, dtype):
 sys.exit(warm.main() if on_cpu() and missing(*sys.argv[1:]) else 0)
 """
 
-ON_CPU = "from pippin.backends.mlx.device import on_cpu; print(on_cpu())"
+ON_CPU = {
+    "mlx": "from pippin.backends.mlx.device import on_cpu; print(on_cpu())",
+    "torch": (
+        "import torch; print(not (torch.cuda.is_available() or torch.backends.mps.is_available()))"
+    ),
+}
 
 
-def computes_on_cpu() -> bool:
-    """Whether mlx does: asked in a process of its own, since this one should not import it."""
-    answer = subprocess.check_output([sys.executable, "-c", ON_CPU], text=True)
+def computes_on_cpu(library: str) -> bool:
+    """Whether mlx or torch does: asked in a process of its own, since this one imports neither."""
+    answer = subprocess.check_output([sys.executable, "-c", ON_CPU[library]], text=True)
     return answer.split()[-1] == "True"
 
 

@@ -57,7 +57,13 @@ class Timing:
 
 
 def one_batch(
-    config: Config, *, batches: Sequence[int], input_len: int, output_len: int, repeats: int
+    config: Config,
+    *,
+    batches: Sequence[int],
+    input_len: int,
+    output_len: int,
+    repeats: int,
+    wants_ceilings: bool = True,
 ) -> Report:
     notes = busy_note()
     engine = dataclasses.replace(
@@ -70,11 +76,11 @@ def one_batch(
             say(f"batch of {batch}")
             timings.append(time_batch(llm, batch, input_len, output_len, repeats))
         chunks = [min(llm.prefill_tokens, batch * input_len) for batch in batches]
-        ceilings = _find_ceilings(llm.config)
+        ceilings = _find_ceilings(llm.config) if wants_ceilings else None
     memory = 0.0
-    if ceilings is None:
+    if ceilings is None and wants_ceilings:
         notes.append("Ceilings are measured for unquantized checkpoints on MLX only.")
-    else:
+    if ceilings is not None:
         say("measuring what the machine allows")
         memory = ceilings.memory_bytes_per_second()
         timings = [

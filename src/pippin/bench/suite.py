@@ -7,7 +7,7 @@ Metal; others for any checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -93,6 +93,14 @@ def choose(names: Sequence[str], *, bundled: bool = True) -> list[Scenario]:
             f"no scenario {unknown[0]!r}; there are {', '.join(s.name for s in scenarios)}"
         )
     return [s for s in scenarios if not names or s.name in names or _family(s) in names]
+
+
+def without_targets(scenarios: Sequence[Scenario]) -> list[Scenario]:
+    """How much better we want to be is said of mlx-lm alone."""
+    return [
+        replace(s, measures=tuple(replace(m, times_better=None) for m in s.measures))
+        for s in scenarios
+    ]
 
 
 def _family(scenario: Scenario) -> str:

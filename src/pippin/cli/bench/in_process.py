@@ -1,4 +1,4 @@
-"""`pippin bench one-batch`, `growth`, `prefix`, `overlap`, `grammar`: an engine in this process."""
+"""`pippin bench one-batch`, `backends`, `growth`, `prefix`, `overlap`, `grammar`: without HTTP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def one_batch(
     input: int = 512,
     output: int = 64,
     repeats: int = 3,
+    ceilings: bool = True,
     outputs: Files = PRINT_ONLY,
 ) -> None:
     """Latency of prefill and decode for one batch, and how close that is to the machine's limits.
@@ -31,6 +32,8 @@ def one_batch(
         Tokens that all rows decode together.
     repeats
         Runs of each size; the table shows medians.
+    ceilings
+        Measure what the machine allows, too: some seconds more.
     """
     from pippin.bench.one_batch import one_batch
 
@@ -40,8 +43,44 @@ def one_batch(
         input_len=input,
         output_len=output,
         repeats=repeats,
+        wants_ceilings=ceilings,
     )
     report.publish(outputs)
+
+
+@takes_config("model", "engine", without=("prefix_cache", "backend"))
+def backends(
+    config: Config,
+    *,
+    backends: Names = None,
+    batch: Numbers = None,
+    input: int = 512,
+    output: int = 64,
+    rounds: int = 3,
+    outputs: Files = PRINT_ONLY,
+) -> None:
+    """The same model on several backends, in turn: first token, prefill and decode by width.
+
+    Parameters
+    ----------
+    backends
+        Two or more of them; the others are compared with the first. Default: mlx,torch.
+    batch
+        Sizes to measure. Default: 1,4,16.
+    input
+        Prompt tokens of each row.
+    output
+        Tokens that all rows decode together.
+    rounds
+        How often each backend is started and measured; the table shows medians.
+    """
+    from pippin.bench.backends import Lengths
+    from pippin.bench.backends import backends as measure
+
+    lengths = Lengths(tuple(batch or (1, 4, 16)), input, output)
+    measure(config, names=backends or ("mlx", "torch"), lengths=lengths, rounds=rounds).publish(
+        outputs
+    )
 
 
 @takes_config("model", "engine")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -13,6 +13,7 @@ from pippin.checkpoint import find_checkpoint
 from pippin.cli.bench.parameters import Files, Names, Numbers, Rates
 from pippin.cli.options import takes_config
 from pippin.config import Config, ModelConfig
+from pippin.resolve import choose_backend
 
 OptionString = Annotated[str, Parameter(allow_leading_hyphen=True)]
 BUNDLED = ModelConfig.model
@@ -132,19 +133,27 @@ def churn(
 def compare(
     model: str = BUNDLED,
     *,
+    against: str = "mlx-lm",
+    backend: Literal["auto", "mlx", "torch"] = "auto",
     only: Names = None,
     rounds: int = 3,
     float32: bool | None = None,
     pippin_options: OptionString = "",
-    mlx_lm_options: OptionString = "",
+    their_options: OptionString = "",
     outputs: Files = PRINT_ONLY,
 ) -> None:
-    """Run mlx-lm's server and ours on the same weights and BLAS, in turn; print ratios.
+    """Run another server and ours on the same weights, in turn; print ratios.
 
     Parameters
     ----------
     model
         The bundled model's name, a local directory, or a Hugging Face id.
+    against
+        mlx-lm: its server, with the BLAS that Pippin has. transformers: `transformers serve`,
+        with its continuous batching where a model has attention layers alone; pip install
+        'transformers[serving]' accelerate.
+    backend
+        What Pippin computes with.
     only
         Scenarios to run: prefill, decode-1, decode-4, decode-8, decode-16, repeat, beside,
         interference, branches, chats-8, chats-4, churn. `decode` takes all four. Default:
@@ -155,18 +164,21 @@ def compare(
         Both compute in float32. Default: on CPUs; elsewhere in the checkpoint's own type.
     pippin_options
         More options for `pippin serve`, as one string.
-    mlx_lm_options
-        More options for mlx-lm's server, as one string: "--prompt-cache-size 64".
+    their_options
+        More options for the other server, as one string: "--prompt-cache-size 64".
     """
     from pippin.bench.compare import compare
+    from pippin.bench.rivals import rival_of
 
     report = compare(
         find_checkpoint(ModelConfig(model=model)),
         bundled=model == BUNDLED,
+        against=rival_of(against),
+        backend=choose_backend(backend),
         float32=float32,
         only=only or (),
         rounds=rounds,
         pippin_options=shlex.split(pippin_options),
-        mlx_lm_options=shlex.split(mlx_lm_options),
+        their_options=shlex.split(their_options),
     )
     report.publish(outputs)
