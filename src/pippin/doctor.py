@@ -23,6 +23,7 @@ from pippin import LLM, SamplingParams, __version__
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.blas import load_fast_blas
 from pippin.backends.mlx.cpu.compiler import compile_available
+from pippin.backends.mlx.cpu.few_rows import use_few_rows_kernel
 from pippin.backends.mlx.describe import describe
 from pippin.backends.mlx.device import device_info, max_buffers, on_cpu
 from pippin.backends.mlx.environment import products_are_exact, use_exact_products
@@ -119,6 +120,10 @@ def _device() -> Iterator[Finding]:
     blas = load_fast_blas()
     threads = f", {blas.threads} threads" if blas.threads else ""
     yield Finding("BLAS", f"{blas.name}{threads}" + (f" ({blas.reason})" if blas.reason else ""))
+    if on_cpu():
+        few = use_few_rows_kernel()
+        text = f"up to {few.max_rows} by a kernel of ours" if few.max_rows else f"{few.reason}"
+        yield Finding("products of few rows", text)
     compiles = compile_available()
     yield Finding("mx.compile", f"{'on' if compiles.available else 'off'}: {compiles.reason}")
 

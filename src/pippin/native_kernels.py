@@ -63,7 +63,7 @@ def build_for_this_cpu() -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         return
-    home = user_cache_path("pippin") / "kernels" / _identity(Path(compiler))
+    home = user_cache_path("pippin") / "kernels" / cpu_identity(Path(compiler))
     script = home / "bin" / "g++"
     try:
         _write_script(script, compiler)
@@ -84,8 +84,8 @@ def are_native() -> bool:
     return DIRECTORY in os.environ
 
 
-def _identity(compiler: Path) -> str:
-    """A home directory may be shared by machines, and a compiler replaced."""
+def cpu_identity(compiler: Path) -> str:
+    """Names what is built here: a home may be shared by machines, and a compiler replaced."""
     built = compiler.stat()
     facts = [SCRIPT, FLAGS, platform.machine(), str(compiler), built.st_size, built.st_mtime_ns]
     try:

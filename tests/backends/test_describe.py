@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from families import build
-from pippin.backends.mlx.describe import attention, describe, linear_layers, recurrences
-from pippin.backends.mlx.device import on_cpu
+from pippin.backends.mlx.describe import attention, describe, recurrences
 from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.load import prepare
 from pippin.backends.mlx.recurrent import choices
@@ -57,16 +56,10 @@ def test_times_come_with_the_file_that_holds_them(monkeypatch: pytest.MonkeyPatc
     assert [name for name, _ in recurrences([untimed])] == ["decode recurrence"]
 
 
-def test_linear_layers_are_one_line() -> None:
-    chosen = {(8, 4): frozenset({1, 2}), (4, 4): frozenset({2}), (2, 2): frozenset[int]()}
-    assert linear_layers(chosen) == ("small products for 1 row in 1, 2 rows in 2 of 3 shapes")
-    assert linear_layers({(2, 2): frozenset()}) == "1 shape, one product each"
-
-
 def test_a_loaded_model_is_described_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "on_metal", lambda: False)
     described = dict(describe(prepare(*build("qwen3_5"))))
     expected = {"attention", "prefill recurrence", "decode recurrence"}
-    assert set(described) == (expected | {"linear layers"} if on_cpu() else expected)
+    assert set(described) == expected
     assert described["decode recurrence"].startswith("ours: mlx-lm has only a Python loop here")
     assert "recurrence" not in " ".join(dict(describe(prepare(*build("qwen3")))))

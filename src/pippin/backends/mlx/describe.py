@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from pippin.backends.mlx.cpu.linear import TIMED_ROWS, Shape
 from pippin.backends.mlx.gpu.attention_times import SUBJECT as ATTENTION
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.load import LoadedModel
@@ -19,8 +18,6 @@ def describe(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
     yield "attention", attention(loaded.layout, timed=bool(loaded.attention.times))
     yield from attention_paths(loaded.attention)
     yield from recurrences(loaded.recurrences)
-    if loaded.blocked_rows:
-        yield "linear layers", linear_layers(loaded.blocked_rows)
 
 
 def attention(layout: Layout, *, timed: bool = False) -> str:
@@ -59,13 +56,6 @@ def recurrences(choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:
 
 def remembered_in(subject: str) -> str:
     return f"in {times_file(subject)}; delete it to time again"
-
-
-def linear_layers(blocked_rows: Mapping[Shape, frozenset[int]]) -> str:
-    counts = {n: sum(n in rows for rows in blocked_rows.values()) for n in TIMED_ROWS}
-    used = ", ".join(f"{_count(n, 'row')} in {count}" for n, count in counts.items() if count)
-    shapes = _count(len(blocked_rows), "shape")
-    return f"small products for {used} of {shapes}" if used else f"{shapes}, one product each"
 
 
 def _count(number: int, noun: str) -> str:

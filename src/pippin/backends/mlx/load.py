@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -10,14 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.nn.layers.embedding import Embedding
-from mlx.nn.layers.linear import Linear
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 
 from pippin.backends.mlx import refusals, substitutions
 from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
-from pippin.backends.mlx.cpu.linear import Shape, choose_rows
+from pippin.backends.mlx.cpu.few_rows import use_few_rows_kernel
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.gpu.attention_times import choose_attention
@@ -50,7 +48,6 @@ class LoadedModel:
     state_taps: bool = False
     hidden_bytes: int = 0  # of what the head reads of one token; 0: it can not be told apart
     recurrences: tuple[Choice, ...] = ()
-    blocked_rows: Mapping[Shape, frozenset[int]] = field(default_factory=dict)  # see linear.py
     attention: AttentionPaths = field(default_factory=AttentionPaths)  # of decode steps
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
@@ -84,6 +81,7 @@ def load(
     disable_compile_unless_available()
     if on_cpu():
         keep_large_buffers()
+        use_few_rows_kernel()
     progress("reading the checkpoint")
     try:
         model, config = load_model(path, lazy=True)
@@ -116,7 +114,6 @@ def prepare(
     mx.eval(model.parameters())
     model.eval()
     progress("preparing layers")
-    blocked_rows = _choose_products(model) if on_cpu() and not deterministic else {}
     head = substitutions.install(model, cpu=on_cpu())
     if not on_cpu():
         _merge_siblings(model)
@@ -144,7 +141,6 @@ def prepare(
         state_taps=can_tap(layout, forward),
         hidden_bytes=measure_hidden(head, lambda: one_token(make_prompt_cache(model))),
         recurrences=recurrences,
-        blocked_rows=blocked_rows,
         attention=_choose_attention(layout, forward, deterministic=deterministic),
     )
 
@@ -164,12 +160,6 @@ def _choose_attention(layout: Layout, forward: Forward, *, deterministic: bool) 
 def _merge_siblings(model: Module) -> None:
     run = partial(_forward, model, frozenset(), mx.zeros((1, 1), mx.int32))
     merge(find_siblings(model, lambda: run(make_prompt_cache(model))))
-
-
-def _choose_products(model: Module) -> Mapping[Shape, frozenset[int]]:
-    parts = [part for _, part in model.named_modules() if type(part) in (Linear, Embedding)]
-    chosen = choose_rows([part["weight"] for part in parts])
-    return {part["weight"].shape: chosen[part["weight"].shape] for part in parts}
 
 
 def _forward(

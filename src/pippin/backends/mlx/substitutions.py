@@ -6,7 +6,6 @@
     ssm_update                     likewise, for Mamba-2 layers
     Conv1d (depthwise)             shifted multiply-adds, on GPUs for one token; can be tapped
     Linear (GPU)                   those of one input as one product (siblings.py)
-    Linear, Embedding (CPU)        few rows as many small products (linear.py)
     silu, swiglu (CPU)             vector polynomials instead of one exp call per element
     the language-model head        computed only for the positions that are asked for (head.py)
 
@@ -32,7 +31,6 @@ from mlx_lm.models import base, gated_delta, ssm
 
 from pippin.backends.mlx.cpu import activations
 from pippin.backends.mlx.cpu.attention import attend
-from pippin.backends.mlx.cpu.linear import use_few_rows
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks
@@ -150,8 +148,6 @@ def install(model: Module, *, cpu: bool) -> Head:
             if getattr(module, name, None) is _ORIGINALS[name]:
                 setattr(module, name, _DISPATCHERS[name])
     for _, part in model.named_modules():
-        if cpu:
-            use_few_rows(part)
         if type(part) is Conv1d and is_depthwise(part):
             use_shift_conv1d(part, cpu=cpu)
     return Head(model)
