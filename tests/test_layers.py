@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "messages": {"types"},
     "metrics": {"types"},
     "cache": {"types"},
-    "cache.disk": {"types", "user_cache"},
+    "cache.disk": {"types"},
     "text": {"types", "messages"},
     "sequences": {"types", "messages", "text"},
     "embedding": {"types", "messages", "sequences"},

@@ -1,0 +1,103 @@
+"""What a model is, as a few bytes: entries of another model are never found. Knows no model.
+
+All bytes of all weights count, and of the file beside them that says how they are used: a model
+that was trained on, or whose rope was changed, is another one. Weights are hashed once (XXH3, as
+fast as the disk reads) and remembered in the user's cache directory by path, size and time of
+change; a file that is loaded is read anyway.
+
+Tokenizers and chat templates do not count: entries are named by tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import xxhash
+from platformdirs import user_cache_path
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 4 << 20
+COUNTED = ("config.json", "model*.safetensors")  # what is loaded
+
+
+def model_fingerprint(folder: Path, facts: Mapping[str, str]) -> bytes:
+    """Of the weights in a folder, and of what else decides what is computed from them.
+
+    `facts`: dtype, quantization, layout; in short, all that makes arrays other arrays.
+    """
+    remembered = _Remembered(user_cache_path("pippin") / "weights.json")
+    digest = hashlib.blake2b(digest_size=32, person=b"pippin weights")
+    for path in sorted(path for pattern in COUNTED for path in folder.glob(pattern)):
+        _frame(digest, path.name.encode(), remembered.digest(path))
+    for name, fact in sorted(facts.items()):
+        _frame(digest, name.encode(), fact.encode())
+    remembered.save()
+    return digest.digest()
+
+
+class _Remembered:
+    """Digests of files that have not changed since."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known = _load(path)
+        self._changed = False
+
+    def digest(self, path: Path) -> bytes:
+        real = path.resolve()
+        facts = real.stat()
+        name = f"{real}|{facts.st_size}|{facts.st_mtime_ns}|{facts.st_ino}"
+        if name not in self._known:
+            self._known[name] = hash_file(real).hex()
+            self._changed = True
+        return bytes.fromhex(self._known[name])
+
+    def save(self) -> None:
+        if not self._changed:
+            return
+        there = {name: hashed for name, hashed in self._known.items() if _is_there(name)}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            new.write_text(json.dumps(there, indent=1))
+            new.replace(self._path)
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", self._path, error)
+
+
+def hash_file(path: Path) -> bytes:
+    digest = xxhash.xxh3_128()
+    block = bytearray(READ_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(memoryview(block)[:count])
+    return digest.digest()
+
+
+def _load(path: Path) -> dict[str, str]:
+    try:
+        known = json.loads(path.read_text())
+        for hashed in known.values():
+            bytes.fromhex(hashed)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        logger.warning("%s is not what was written there: %s", path, error)
+        return {}
+    return dict(known)
+
+
+def _is_there(name: str) -> bool:
+    return os.path.exists(name.split("|")[0])
+
+
+def _frame(digest: hashlib.blake2b, *parts: bytes) -> None:
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
