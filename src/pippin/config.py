@@ -188,6 +188,10 @@ class ServerConfig:
     step_log: str | None = None
     """Write what each step did, and when, to this file: a line of JSON each."""
 
+    trace: str | None = None
+    """Write what the engine does to this file in Chrome's trace format, which Perfetto opens;
+    200 MB at most."""
+
     engine_restarts: int = 5
     """Engines in a row that may die, without one finished request between them, and be replaced.
     One more ends the server with status 1."""

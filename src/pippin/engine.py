@@ -30,6 +30,7 @@ from pippin.config import Config
 from pippin.errors import PippinError
 from pippin.feed.feed import Feed
 from pippin.feed.recorder import Recorder
+from pippin.feed.trace import TraceFile, TraceWriter
 from pippin.logs import configure_logging
 from pippin.messages import (
     Abort,
@@ -80,6 +81,10 @@ class EngineSpec:
     def open_step_log(self) -> StepLog | None:
         path = self.config.server.step_log
         return None if path is None else StepLog(Path(path))
+
+    def open_trace(self) -> TraceFile | None:
+        path = self.config.server.trace
+        return None if path is None else TraceFile(Path(path))
 
     def remove_sockets(self) -> None:
         """What a server that was killed could not clean up itself."""
@@ -143,10 +148,10 @@ class Messages(Protocol):
 class MessagePump:
     """Moves messages between the channel and the loop until it is told to stop, or cannot go on."""
 
-    def __init__(self, loop: Loop, channel: Messages) -> None:
+    def __init__(self, loop: Loop, channel: Messages, recorder: Recorder | None = None) -> None:
         self._loop = loop
         self._channel = channel
-        self._feed = Feed(loop, Recorder(loop.scheduler), channel.send)
+        self._feed = Feed(loop, recorder or Recorder(loop.scheduler), channel.send)
         loop.on_start = lambda ids: channel.send(Started(ids))
         self.turn_began = time.monotonic()
 
@@ -236,9 +241,9 @@ def leave_with_server(spec: EngineSpec, channel: Channel, serving: threading.Eve
     os._exit(1)
 
 
-def run_engine(loop: Loop, channel: Channel) -> int:
+def run_engine(loop: Loop, channel: Channel, recorder: Recorder | None = None) -> int:
     """Run until told to stop; tell the server what else ended it. Returns the exit status."""
-    pump = MessagePump(loop, channel)
+    pump = MessagePump(loop, channel, recorder)
     try:
         with signs_of_life(pump, channel):
             pump.run()
@@ -264,7 +269,7 @@ def main() -> int:
     channel = Channel(spec)  # first: whoever leaves removes the sockets, and none may come after
     threading.Thread(target=leave_with_server, args=(spec, channel, serving), daemon=True).start()
     try:
-        log = spec.open_step_log()
+        log, trace_file = spec.open_step_log(), spec.open_trace()
         loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)), stays=True)
         loop.scheduler.metrics.log = log
         if loop.scheduler.compiler is not None:
@@ -286,7 +291,14 @@ def main() -> int:
     model = loop.backend.spec
     channel.send(Ready(model.vocab_size, model.max_len))
     serving.set()
-    status = run_engine(loop, channel)
+    recorder = Recorder(loop.scheduler)
+    trace = None
+    if trace_file is not None:
+        num_slots = loop.scheduler.slots.num_slots
+        trace = TraceWriter(trace_file, recorder, num_slots=num_slots)
+    status = run_engine(loop, channel, recorder)
+    if trace is not None and status == 0:  # else another engine will add to it
+        trace.close()
     if log is not None:
         log.close()
     channel.close()

@@ -25,6 +25,7 @@ from pippin.api.http.door import warn_if_open
 from pippin.api.model_info import ModelInfo
 from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.errors import LoadError
+from pippin.feed.trace import TraceFile
 from pippin.logs import configure_logging
 from pippin.messages import Ready
 from pippin.resolve import resolve
@@ -36,6 +37,8 @@ def run_server(config: Config) -> None:
     """Load a model and serve it until SIGINT or SIGTERM."""
     configure_logging(config.server.log_format)
     with _listen(config.server) as listener:  # before a download that may take an hour
+        if config.server.trace is not None:
+            TraceFile.begin(Path(config.server.trace))
         config = resolve(config)
         warn_if_open(config.server)
         allow_open_files(config.limits)

@@ -32,6 +32,7 @@ class _Watcher:
     def __init__(self) -> None:
         self.unread: deque[WatchEvent] = deque()
         self.in_step = False  # it has a snapshot, and every frame since
+        self.waits = False  # for a snapshot that was asked for
         self.wakes = asyncio.Event()
 
     def put(self, event: WatchEvent) -> None:
@@ -51,15 +52,15 @@ class Watchers:
             raise Overloaded(f"{MAX_WATCHERS} watch already")
         watcher = _Watcher()
         self._watchers.add(watcher)
-        self._send(Watch())
         try:
             while not self._closed:
-                await watcher.wakes.wait()
-                watcher.wakes.clear()
                 while watcher.unread:
                     yield watcher.unread.popleft()
-                if not watcher.in_step:  # it had fallen behind, and has read what was left
+                if not (watcher.in_step or watcher.waits):  # it is new, or fell behind
+                    watcher.waits = True
                     self._send(Watch())
+                await watcher.wakes.wait()
+                watcher.wakes.clear()
         finally:
             self._watchers.remove(watcher)
             if not self._watchers:
@@ -71,7 +72,7 @@ class Watchers:
         for watcher in self._watchers:
             if message.kind == "snapshot":
                 if not watcher.in_step:
-                    watcher.in_step = True
+                    watcher.in_step, watcher.waits = True, False
                     watcher.put(event)
             elif watcher.in_step and len(watcher.unread) < MAX_UNREAD:
                 watcher.put(event)
@@ -85,7 +86,7 @@ class Watchers:
     def engine_lost(self, reason: str) -> None:
         event = WatchEvent("engine", msgspec.json.encode(EngineLost(reason)))
         for watcher in self._watchers:
-            watcher.in_step = False
+            watcher.in_step = watcher.waits = False
             watcher.put(event)
 
     def close(self) -> None:

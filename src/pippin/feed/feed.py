@@ -21,10 +21,11 @@ from pippin.messages import Feed as FeedMessage
 from pippin.scheduler.loop import Loop
 
 INTERVAL_SECONDS = 0.1
-MAX_STEPS = 100  # of a frame
-NUM_PAST_STEPS = 200  # of a snapshot
-MAX_REQUESTS = 200  # of either
-NUM_PAST_REQUESTS = 50  # of a snapshot
+MAX_STEPS = 100  # of a message
+MAX_ROWS = 4000  # in these steps together, where a chunk counts as CHUNK_ROWS
+CHUNK_ROWS = 20
+MAX_REQUESTS = 100  # of a message
+NUM_PAST_REQUESTS = 30  # of a snapshot, beside these
 MAX_NODE_TOKENS = 4096  # of an answer
 
 Send = Callable[[FeedMessage], None]
@@ -47,7 +48,7 @@ class Feed:
         self._steps: deque[Step] = deque(maxlen=MAX_STEPS)
         self._num_steps = 0  # since the last frame
         self._requests: dict[str, Request] = {}
-        self._past_steps: deque[Step] = deque(maxlen=NUM_PAST_STEPS)
+        self._past_steps: deque[Step] = deque(maxlen=MAX_STEPS)
         self._past_requests: deque[Request] = deque(maxlen=NUM_PAST_REQUESTS)
 
     # ---- watchers ----------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class Feed:
             slots=loop.scheduler.slots.num_slots,
             overlap=loop.overlap,
             components=[] if cache is None else [kind.value for kind in cache.component_bytes],
-            steps=list(self._past_steps),
+            steps=_newest(self._past_steps),
             requests=[*self._past_requests, *self._recorder.requests()[:MAX_REQUESTS]],
             tree=None if self._mirror is None else self._mirror.snapshot(),
             memory=self._memory(),
@@ -174,7 +175,7 @@ class Feed:
         )
 
     def _take_steps(self) -> list[Step]:
-        steps = list(self._steps)
+        steps = _newest(self._steps)
         self._steps.clear()
         self._num_steps = 0
         return steps
@@ -223,3 +224,15 @@ class Feed:
         idle = sum(step.idle or 0.0 for step in self._steps)
         span = sum(step.span or 0.0 for step in self._steps)
         return round(min(max(0.0, idle / span), 1.0), 4) if span else None
+
+
+def _newest(steps: deque[Step]) -> list[Step]:
+    """Those that have room in a message, the oldest first."""
+    found: list[Step] = []
+    room = MAX_ROWS
+    for step in reversed(steps):
+        room -= len(step.decode) + CHUNK_ROWS * len(step.chunks)
+        if room < 0:
+            break
+        found.append(step)
+    return found[::-1]

@@ -7,7 +7,7 @@ Without a sink the scheduler has no observer: nothing here runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter, time
 from typing import Protocol
@@ -54,9 +54,11 @@ class _LaunchedStep:
 class Recorder:
     """The scheduler's observer. Times that it tells began with itself."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = perf_counter) -> None:
+        """`clock`: that of the loop."""
         self._scheduler = scheduler
-        self._zero = perf_counter()
+        self._clock = clock
+        self.zero = clock()  # 0 s of what is told
         self.began = time()  # Unix time at 0 s
         self._sinks: list[Sink] = []
         self._lives: dict[str, _Life] = {}
@@ -66,7 +68,7 @@ class Recorder:
 
     @property
     def now(self) -> float:
-        return self._told(perf_counter())
+        return self._told(self._clock())
 
     def add(self, sink: Sink) -> None:
         """Tell it everything from now on."""
@@ -214,4 +216,4 @@ class Recorder:
 
     def _told(self, seconds: float) -> float:
         """A time of `perf_counter` as it is told, to the microsecond."""
-        return round(seconds - self._zero, 6)
+        return round(seconds - self.zero, 6)

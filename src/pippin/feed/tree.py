@@ -14,7 +14,7 @@ from pippin.cache.radix import Node
 from pippin.feed import schema
 from pippin.feed.schema import Change
 
-MAX_NODES = 768
+MAX_NODES = 512
 NUM_KEPT = MAX_NODES * 3 // 4  # when there are more than that
 
 

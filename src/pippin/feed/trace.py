@@ -1,0 +1,238 @@
+"""Steps and requests as a file in Chrome's trace format, which Perfetto opens. Knows no messages.
+
+    host      plan ▏ wait ▏ commit ▏ messages ▏ plan ...     every moment is in exactly one slice
+    device    idle ▏ step 7 ▏ step 8 ▏ idle ...              likewise
+    slot 1    prefill ▏ decode                               of whoever has the slot
+    queue     from coming to being started                   side by side
+
+The server writes the head of the file, engines append to it, each as a process of its own. JSON's
+closing bracket comes last, and readers do without: what a killed server leaves can be loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pippin.errors import LoadError
+from pippin.feed.recorder import Recorder
+from pippin.feed.schema import Phase, Request, Step
+
+MAX_BYTES = 200_000_000  # a browser holds several times as much when it has read them
+HOST, DEVICE, QUEUE, FIRST_SLOT = 1, 2, 3, 10  # lanes, in this order
+
+Event = dict[str, Any]
+logger = logging.getLogger(__name__)
+
+
+class TraceFile:
+    """A JSON array that grows by events, up to a limit."""
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        """Append to what `begin` has made."""
+        self._path = path
+        self._left = max_bytes - path.stat().st_size
+        self._file = path.open("ab", buffering=0)
+        self._full = False
+
+    @staticmethod
+    def begin(path: Path) -> None:
+        """Make the file, or empty it."""
+        head: Event = {"ph": "M", "name": "trace_format", "pid": 0, "args": {"by": "pippin"}}
+        try:
+            path.write_bytes(b"[\n" + msgspec.json.encode(head))
+        except OSError as error:
+            raise LoadError(f"cannot write a trace: {error}") from error
+
+    def write(self, events: list[Event]) -> None:
+        if self._full or not events:
+            return
+        lines = b"".join(b",\n" + msgspec.json.encode(event) for event in events)
+        self._left -= len(lines)
+        if self._left < 0:
+            self._full = True
+            logger.warning("the trace %s is full: nothing more is written to it", self._path)
+            return
+        self._file.write(lines)
+
+    def close(self) -> None:
+        self._file.write(b"\n]\n")
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A stretch of a lane, in seconds of the recorder's clock."""
+
+    begins: float
+    ends: float
+    name: str
+    args: Event
+    gap: str = "messages"  # what a lane did before it, where nothing else is known
+
+
+class _Lane:
+    """Slices one after the other; what is between them is a slice, too."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.end: float | None = None
+
+    def add(self, one: _Slice) -> list[_Slice]:
+        """The slice, and what came before it. Clocks are told to the microsecond."""
+        begins = one.begins if self.end is None else max(one.begins, self.end)
+        before = self.fill(begins, one.gap)
+        ends = self.end = max(begins, one.ends)
+        return [*before, _Slice(begins, ends, one.name, one.args)]
+
+    def fill(self, until: float, name: str) -> list[_Slice]:
+        begins = until if self.end is None else self.end
+        self.end = max(begins, until)
+        return [_Slice(begins, until, name, {})] if until > begins else []
+
+
+class TraceWriter:
+    """A recorder's sink."""
+
+    def __init__(self, file: TraceFile, recorder: Recorder, *, num_slots: int) -> None:
+        self._file = file
+        self._recorder = recorder
+        self._pid = os.getpid()
+        self._host, self._device = _Lane(HOST), _Lane(DEVICE)
+        self._untold: list[_Slice] = []  # of the host; the next step's plan may come before them
+        self._committed = 0.0
+        self._running: dict[str, tuple[Phase, float, int]] = {}  # phase, since when, slot
+        self._waiting: set[str] = set()
+        lanes = {HOST: "host", DEVICE: "device", QUEUE: "queue"}
+        lanes |= {FIRST_SLOT + slot: f"slot {slot}" for slot in range(1, num_slots + 1)}
+        file.write([self._named("process_name", 0, f"pippin engine {self._pid}")])
+        for lane, name in lanes.items():
+            file.write([self._named("thread_name", lane, name), self._sorted(lane)])
+        recorder.add(self)
+
+    def close(self) -> None:
+        """Tell what was held back; both lanes end together."""
+        self._recorder.remove(self)
+        events = self._tell_host(self._untold)
+        left = self._device.fill(self._committed, "idle")
+        self._file.write(events + [self._slice(one, DEVICE) for one in left])
+        self._file.close()
+
+    # ---- what the recorder tells ---------------------------------------------------------------
+
+    def step(self, step: Step) -> None:
+        plan = _Slice(
+            step.planned,
+            step.launched,
+            f"plan {step.step}",
+            {"started": step.started, "retracted": step.retracted},
+            "idle" if step.after_pause else "messages",
+        )
+        known = sorted([*self._untold, plan], key=lambda one: one.begins)
+        self._untold = [
+            _Slice(step.resumed - step.waited, step.resumed, f"wait {step.step}", {}),
+            _Slice(step.resumed, step.committed, f"commit {step.step}", {"ghosts": step.ghosts}),
+        ]
+        self._committed = step.committed
+        events = self._tell_host(known)
+        device = [] if self._device.end is not None else self._device.fill(step.planned, "idle")
+        work = _Slice(step.dispatched, step.done, f"step {step.step}", _work(step), "idle")
+        device += self._device.add(work)
+        events += [self._slice(one, DEVICE) for one in device]
+        events.append(self._counted(step))
+        self._file.write(events)
+
+    def request(self, request: Request) -> None:
+        now = self._recorder.now
+        events = self._wait(request, now)
+        was = self._running.pop(request.id, None)
+        if was is not None:
+            phase, since, slot = was
+            ends = request.ended if request.phase == "ended" else request.first_token
+            if ends is None or ends < since:  # retracted, or resumed after it had said something
+                ends = now
+            args = {"prompt": request.prompt, "cached": request.cached, "reply": request.reply}
+            name = f"{phase} {request.id}"
+            events.append(self._slice(_Slice(since, ends, name, args), FIRST_SLOT + slot))
+        if request.phase in ("prefill", "decode") and request.slot is not None:
+            first = request.started if request.phase == "prefill" else request.first_token
+            since = now if request.retractions or first is None else first
+            self._running[request.id] = (request.phase, since, request.slot)
+        self._file.write(events)
+
+    # ---- events --------------------------------------------------------------------------------
+
+    def _tell_host(self, slices: list[_Slice]) -> list[Event]:
+        return [self._slice(told, HOST) for one in slices for told in self._host.add(one)]
+
+    def _wait(self, request: Request, now: float) -> list[Event]:
+        """Its time in the queue begins or ends."""
+        waits = request.phase in ("compiling", "waiting")
+        if waits == (request.id in self._waiting):
+            return []
+        (self._waiting.add if waits else self._waiting.remove)(request.id)
+        at = now
+        if not request.retractions and request.phase != "ended":
+            at = request.came if waits or request.started is None else request.started
+        return [
+            {
+                "ph": "b" if waits else "e",
+                "cat": "queue",
+                "name": "waits",
+                "id": request.id,
+                "ts": self._us(at),
+                "pid": self._pid,
+                "tid": QUEUE,
+            }
+        ]
+
+    def _slice(self, one: _Slice, lane: int) -> Event:
+        begins, ends = self._us(one.begins), self._us(one.ends)
+        return {
+            "ph": "X",
+            "name": one.name,
+            "ts": begins,
+            "dur": ends - begins,
+            "pid": self._pid,
+            "tid": lane,
+            "args": one.args,
+        }
+
+    def _counted(self, step: Step) -> Event:
+        tokens = sum(chunk.tokens for chunk in step.chunks)
+        args = {"decode rows": len(step.decode), "prompt tokens": tokens}
+        at = self._us(step.dispatched)
+        return {"ph": "C", "name": "work", "ts": at, "pid": self._pid, "args": args}
+
+    def _named(self, what: str, lane: int, name: str) -> Event:
+        return {"ph": "M", "name": what, "pid": self._pid, "tid": lane, "args": {"name": name}}
+
+    def _sorted(self, lane: int) -> Event:
+        args = {"sort_index": lane}
+        return {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": self._pid,
+            "tid": lane,
+            "args": args,
+        }
+
+    def _us(self, seconds: float) -> int:
+        """Microseconds on the machine's clock, which all engines share."""
+        return round((self._recorder.zero + seconds) * 1e6)
+
+
+def _work(step: Step) -> Event:
+    return {
+        "chunks": step.chunks,
+        "decode": step.decode,
+        "ghosts": step.ghosts,
+        "captures": step.captures,
+        "forwards": step.forwards,
+        "seen": step.seen,
+    }

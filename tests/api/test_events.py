@@ -1,0 +1,84 @@
+"""`GET /events` sends what the engine wrote, and shows no text to whom it does not belong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from scripted_engine import TEXT, ScriptedEngine, serving
+
+from pippin.api.endpoints.events import shows_prompts
+from pippin.api.watchers import WatchEvent
+from pippin.config import ServerConfig
+
+KEY = {"authorization": "Bearer secret"}
+WATCHED = [WatchEvent("snapshot", b'{"number":3}'), WatchEvent("frame", b'{"number":4}')]
+
+
+@contextmanager
+def watched(config: ServerConfig | None = None) -> Iterator[str]:
+    engine = ScriptedEngine()
+    engine.events = WATCHED
+    tokens = TEXT.tokenizer.encode("Once upon a time", add_special_tokens=False)
+    engine.nodes = {7: {"start": 12, "num_tokens": 5000, "tokens": tokens}}
+    with serving(engine, config) as url:
+        yield url
+
+
+def test_what_the_engine_wrote_is_sent_as_it_is() -> None:
+    with watched() as url:
+        reply = httpx.get(f"{url}/events")
+    assert reply.status_code == 200
+    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert (
+        reply.text == 'event: snapshot\ndata: {"number":3}\n\nevent: frame\ndata: {"number":4}\n\n'
+    )
+
+
+@pytest.mark.parametrize("path", ["/events", "/events/node/7"])
+def test_a_key_a_host_and_an_origin_are_checked_as_everywhere(path: str) -> None:
+    with watched(ServerConfig(api_key=("secret",))) as url:
+        assert httpx.get(url + path).status_code == 401
+        assert httpx.get(url + path, headers=KEY).status_code == 200
+        for wrong in ({"host": "evil.example"}, {"origin": "https://evil.example"}):
+            assert httpx.get(url + path, headers=KEY | wrong).status_code == 403
+
+
+def test_the_text_of_a_node_is_told_on_its_own() -> None:
+    with watched() as url:
+        assert httpx.get(f"{url}/events/node/7").json() == {
+            "id": 7,
+            "start": 12,
+            "tokens": 5000,
+            "shown": len(TEXT.tokenizer.encode("Once upon a time", add_special_tokens=False)),
+            "text": "Once upon a time",
+        }
+        assert httpx.get(f"{url}/events/node/8").status_code == 404
+        assert httpx.get(f"{url}/events/node/x").status_code == 404
+
+
+def test_text_that_may_be_somebody_elses_is_refused() -> None:
+    with watched(ServerConfig(api_key=("secret", "another"))) as url:
+        reply = httpx.get(f"{url}/events/node/7", headers=KEY)
+        assert reply.status_code == 403
+        assert "--show-prompts" in reply.json()["error"]["message"]
+        assert httpx.get(f"{url}/events", headers=KEY).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (ServerConfig(), True),
+        (ServerConfig(api_key=("a",)), True),
+        (ServerConfig(host="0.0.0.0", api_key=("a",)), True),
+        (ServerConfig(api_key=("a", "b")), False),
+        (ServerConfig(host="0.0.0.0"), False),
+        (ServerConfig(show_prompts="off"), False),
+        (ServerConfig(host="0.0.0.0", show_prompts="on"), True),
+        (ServerConfig(api_key=("a", "b"), show_prompts="on"), True),
+    ],
+)
+def test_prompts_are_shown_where_there_are_no_others(config: ServerConfig, expected: bool) -> None:
+    assert shows_prompts(config) is expected

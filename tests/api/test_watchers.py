@@ -1,0 +1,145 @@
+"""Watchers: one message for all, nobody waits for a slow one, the engine knows if there are any."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from pippin.api.engine_client import EngineClient
+from pippin.api.watchers import MAX_UNREAD, MAX_WATCHERS, Watchers, WatchEvent
+from pippin.errors import Overloaded
+from pippin.messages import Feed, ToEngine, Unwatch, Watch
+
+Stream = AsyncGenerator[WatchEvent, None]
+Scenario = Callable[[Watchers, list[ToEngine]], Coroutine[Any, Any, None]]
+SNAPSHOT = Feed("snapshot", b"{}")
+
+
+def run(scenario: Scenario) -> None:
+    async def work() -> None:
+        sent: list[ToEngine] = []
+        await scenario(Watchers(sent.append), sent)
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def frame(number: int) -> Feed:
+    return Feed("frame", str(number).encode())
+
+
+async def begin(stream: Stream) -> asyncio.Task[WatchEvent]:
+    """Read until there is nothing; the first event that comes then."""
+    task = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    return task
+
+
+async def read(stream: Stream, count: int) -> list[str]:
+    return [(await anext(stream)).json.decode() for _ in range(count)]
+
+
+def test_the_engine_is_told_of_the_first_and_of_the_last() -> None:
+    async def scenario(watchers: Watchers, sent: list[ToEngine]) -> None:
+        one, two = watchers.watch(), watchers.watch()
+        tasks = [await begin(one), await begin(two)]
+        assert sent == [Watch(), Watch()]  # the second needs a snapshot, too
+        watchers.tell(SNAPSHOT)
+        await asyncio.gather(*tasks)
+        await one.aclose()
+        assert len(sent) == 2
+        await two.aclose()
+        assert sent == [Watch(), Watch(), Unwatch()]
+
+    run(scenario)
+
+
+def test_everybody_is_told_the_same_and_begins_with_a_snapshot() -> None:
+    async def scenario(watchers: Watchers, sent: list[ToEngine]) -> None:
+        async with aclosing(watchers.watch()) as one, aclosing(watchers.watch()) as two:
+            first = await begin(one)
+            watchers.tell(frame(1))  # before it has a snapshot: it means nothing to it
+            watchers.tell(SNAPSHOT)
+            watchers.tell(frame(2))
+            second = await begin(two)
+            watchers.tell(frame(3))
+            watchers.tell(SNAPSHOT)  # for the second alone
+            watchers.tell(frame(4))
+            assert [(await first).name, *await read(one, 3)] == ["snapshot", "2", "3", "4"]
+            assert [(await second).name, *await read(two, 1)] == ["snapshot", "4"]
+
+    run(scenario)
+
+
+def test_a_slow_one_skips_and_is_told_anew_while_others_miss_nothing() -> None:
+    async def scenario(watchers: Watchers, sent: list[ToEngine]) -> None:
+        async with aclosing(watchers.watch()) as slow, aclosing(watchers.watch()) as quick:
+            tasks = [await begin(slow), await begin(quick)]
+            watchers.tell(SNAPSHOT)
+            await asyncio.gather(*tasks)
+            for number in range(3 * MAX_UNREAD):
+                watchers.tell(frame(number))
+                assert await read(quick, 1) == [str(number)]
+            assert await read(slow, MAX_UNREAD) == [str(n) for n in range(MAX_UNREAD)]
+            num_sent = len(sent)
+            task = await begin(slow)
+            assert sent[num_sent:] == [Watch()]
+            watchers.tell(frame(100))
+            watchers.tell(Feed("snapshot", b"anew"))
+            watchers.tell(frame(101))
+            assert [(await task).json, *await read(slow, 1)] == [b"anew", "101"]
+            assert await read(quick, 2) == ["100", "101"]
+
+    run(scenario)
+
+
+def test_too_many_are_refused() -> None:
+    async def scenario(watchers: Watchers, sent: list[ToEngine]) -> None:
+        streams = [watchers.watch() for _ in range(MAX_WATCHERS)]
+        tasks = [await begin(stream) for stream in streams]
+        with pytest.raises(Overloaded, match=str(MAX_WATCHERS)):
+            await anext(watchers.watch())
+        watchers.tell(SNAPSHOT)
+        await asyncio.gather(*tasks)
+        for stream in streams:
+            await stream.aclose()
+        assert sent[-1] == Unwatch()
+        task = await begin(again := watchers.watch())
+        watchers.tell(SNAPSHOT)
+        await task
+        await again.aclose()
+
+    run(scenario)
+
+
+def test_watchers_survive_an_engine() -> None:
+    class Sent(list[ToEngine]):
+        send = list.append
+
+    async def work() -> None:
+        client, first, second = EngineClient(), Sent(), Sent()
+        client.engine_ready(first)
+        async with aclosing(client.watch()) as events:
+            task = await begin(events)
+            client.deliver(SNAPSHOT)
+            assert (await task).name == "snapshot"
+            client.engine_lost("it died")
+            lost = await anext(events)
+            assert lost.name == "engine"
+            assert b"it died; another is being started" in lost.json
+            task = await begin(events)
+            assert Watch() not in second
+            client.engine_ready(second)
+            assert Watch() in second
+            client.deliver(frame(7))  # nobody has a snapshot of this engine
+            client.deliver(SNAPSHOT)
+            assert (await task).name == "snapshot"
+            task = await begin(events)
+            client.close()
+            with pytest.raises(StopAsyncIteration):
+                await task
+
+    asyncio.run(asyncio.wait_for(work(), 30))

@@ -1,0 +1,255 @@
+"""What watchers are told is what happened, and nothing is told or gathered without them."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import msgspec
+import pytest
+from replica import Replica, Watched
+
+from builders import make_client, make_prompt
+from pippin.backends.fake import FakeBackend
+from pippin.feed import tree as tree_module
+from pippin.feed.feed import MAX_ROWS, MAX_STEPS
+from pippin.feed.schema import Frame
+from pippin.types import Component
+
+MAX_MESSAGE_BYTES = 250_000  # docs/feed.md
+
+
+def watched(**options: object) -> Watched:
+    one = Watched(make_client(**options))
+    one.feed.watch()
+    assert one.flush() == 1
+    return one
+
+
+def test_nothing_is_gathered_while_nobody_watches() -> None:
+    one = Watched(make_client())
+    scheduler = one.client.loop.scheduler
+    assert scheduler.cache is not None
+    store = scheduler.cache._store
+    one.client.ask(make_prompt(70))
+    assert scheduler.observer is None
+    assert store.observer is None
+    assert one.flush() == 0
+    assert one.feed.due_in == math.inf
+    one.feed.watch()
+    assert scheduler.observer is not None
+    assert store.observer is not None
+    one.feed.unwatch()
+    one.client.ask(make_prompt(80))
+    assert scheduler.observer is None
+    assert store.observer is None
+    assert one.flush() == 1  # the snapshot for whoever has left
+
+
+def test_steps_say_what_was_computed_reused_and_sampled() -> None:
+    one = watched(num_slots=2, chunk=64)
+    prompt = make_prompt(150)
+    first = one.client.submit(prompt, max_tokens=5)
+    one.run()
+    second = one.client.submit(prompt[:140] + [7] * 20, max_tokens=3)
+    one.run()
+    assert second.cached_tokens is not None
+    assert second.cached_tokens > 0
+    steps = one.replica.steps
+    assert [step.step for step in steps] == list(range(len(steps)))
+    chunks = [chunk for step in steps for chunk in step.chunks]
+    of_first = [chunk for chunk in chunks if chunk.request == first.id]
+    of_second = [chunk for chunk in chunks if chunk.request == second.id]
+    assert [(chunk.start, chunk.tokens) for chunk in of_first] == [(0, 64), (64, 64), (128, 22)]
+    assert [chunk.samples for chunk in of_first] == [False, False, True]
+    assert of_second[0].restored == of_second[0].start == second.cached_tokens
+    assert sum(chunk.tokens for chunk in of_second) == 160 - second.cached_tokens
+    metrics = one.client.loop.scheduler.metrics
+    assert sum(chunk.tokens for chunk in chunks) == metrics.computed_tokens
+    assert sum(step.ghosts for step in steps) == metrics.ghost_rows
+    assert [id for step in steps for id in step.started] == [first.id, second.id]
+    assert sum(len(step.retired) for step in steps) == 2
+    assert sum(len(step.decode) for step in steps) == sum(r.decode_rows for r in metrics.records)
+
+
+def test_a_request_is_told_in_each_of_its_phases() -> None:
+    one = watched(num_slots=1, chunk=64)
+    one.client.submit(make_prompt(100), id="a", max_tokens=4)
+    one.client.submit(make_prompt(40, 1), id="b", max_tokens=2)
+    one.flush()
+    assert one.replica.phases == {"a": ["waiting"], "b": ["waiting"]}
+    one.run()
+    assert one.replica.phases["a"] == ["waiting", "prefill", "decode", "ended"]
+    told = one.replica.requests["a"]
+    assert (told.prompt, told.reply, told.finish, told.slot) == (100, 4, "length", 1)
+    assert one.replica.requests["b"].finish == "length"
+    assert one.replica.last is not None
+    assert one.replica.last.load.finished == 2
+
+
+def test_progress_counts_what_a_running_request_holds() -> None:
+    one = watched(num_slots=1, chunk=64)
+    one.client.submit(make_prompt(100), max_tokens=50)
+    one.client.step(10)
+    one.flush()
+    (holding,) = one.client.loop.scheduler.holdings.values()
+    assert one.replica.last is not None
+    (progress,) = one.replica.last.progress  # type: ignore[union-attr]
+    assert (progress.slot, progress.held) == (holding.slot, holding.held)
+    assert progress.reply == len(holding.request.output) > 0
+
+
+def test_a_request_that_is_retracted_waits_again() -> None:
+    kinds = (Component.ATTENTION,)
+    capacity = 3 * FakeBackend(components=kinds).row_bytes(10 + 256)
+    client = make_client(num_slots=4, chunk=512, components=kinds, capacity_bytes=capacity)
+    one = Watched(client)
+    one.feed.watch()
+    for number in range(4):
+        client.submit(make_prompt(10, number), max_tokens=600)
+    one.run()
+    assert client.loop.scheduler.metrics.retractions > 0
+    retracted = [id for step in one.replica.steps for id in step.retracted]
+    assert len(retracted) == client.loop.scheduler.metrics.retractions
+    assert "waiting" in one.replica.phases[retracted[0]][1:]
+    assert one.replica.requests[retracted[0]].retractions > 0
+
+
+@pytest.mark.parametrize(
+    "components",
+    [
+        (Component.ATTENTION,),
+        (Component.ATTENTION, Component.STATE),
+        (Component.ATTENTION, Component.WINDOW, Component.STATE),
+    ],
+    ids=lambda kinds: "+".join(kind.value for kind in kinds),
+)
+@pytest.mark.parametrize("max_nodes", [512, 12], ids=["all of it", "a part"])
+def test_the_tree_that_is_told_is_the_tree(
+    components: tuple[Component, ...], max_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_module, "MAX_NODES", max_nodes)
+    monkeypatch.setattr(tree_module, "NUM_KEPT", max_nodes * 3 // 4)
+    rng = random.Random(7)
+    capacity = 4 * FakeBackend(components=components).row_bytes(400)
+    client = make_client(num_slots=3, chunk=128, components=components, capacity_bytes=capacity)
+    for number in range(3):
+        client.ask(make_prompt(200, number))
+    one = Watched(client)
+    one.feed.watch()
+    late = Replica()
+    for turn in range(60):
+        length = rng.randrange(1, 300)
+        prompt = make_prompt(length, rng.randrange(3)) + make_prompt(rng.randrange(60), turn)
+        client.submit(prompt, max_tokens=rng.randrange(1, 40))
+        client.step(rng.randrange(12))
+        if turn == 40:
+            client.loop.flush_cache()
+        if turn == 30:  # somebody else comes, and is told the same
+            one.feed.watch()
+        one.flush(rng.choice([0.02, 0.2]))
+        one.flush(0.11)
+        one.replica.check(client, complete=max_nodes == 512)
+        assert len(one.replica.nodes) <= max_nodes
+    one.run()
+    one.replica.check(client, complete=max_nodes == 512)
+    assert one.replica.evicted
+    one.feed.watch()
+    one.now += 1
+    one.feed.flush()
+    assert one.messages[-1].kind == "snapshot"
+    late.take(one.messages[-1])
+    assert late.nodes.keys() == one.replica.nodes.keys()
+    late.check(client, complete=max_nodes == 512)
+
+
+def test_at_most_ten_messages_come_in_a_second() -> None:
+    one = watched(num_slots=4)
+    num_messages = 0
+    for number in range(200):
+        one.client.submit(make_prompt(20, number), max_tokens=4)
+        one.client.step()
+        one.feed.watch()
+        num_messages += one.flush(0.005)
+    assert 8 <= num_messages / 2 <= 10  # each time a frame and a snapshot, which others skip
+
+
+def test_what_is_left_is_told_when_it_is_due() -> None:
+    one = watched()
+    one.client.ask(make_prompt(20))
+    assert one.flush(0.0) == 1
+    one.client.ask(make_prompt(30))
+    assert one.flush(0.01) == 0
+    assert one.feed.due_in == pytest.approx(0.09)
+    assert one.flush(one.feed.due_in + 1e-6) == 1
+    assert one.feed.due_in == math.inf
+    assert one.flush() == 0  # nothing is new
+
+
+def test_messages_are_bounded_in_bytes() -> None:
+    one = watched(num_slots=256, chunk=8192, max_queue=2000)
+    for number in range(600):
+        one.client.submit(make_prompt(330, number), id=f"chatcmpl-{number:032x}-0", max_tokens=20)
+    one.client.run()
+    assert one.client.loop.scheduler.cache is not None
+    assert one.client.loop.scheduler.cache.num_nodes > 4 * tree_module.MAX_NODES
+    one.feed.watch()
+    one.now += 1
+    one.feed.flush()
+    assert [message.kind for message in one.messages] == ["frame", "snapshot"]
+    assert max(len(message.json) for message in one.messages) < MAX_MESSAGE_BYTES
+    frame = msgspec.json.decode(one.messages[0].json, type=Frame)
+    assert sum(len(step.decode) for step in frame.steps) <= MAX_ROWS
+    assert frame.left_out > 0
+
+
+def test_steps_that_are_too_many_are_counted() -> None:
+    one = watched()
+    one.client.submit(make_prompt(20), max_tokens=3 * MAX_STEPS)
+    while not one.client.loop.idle:
+        one.client.step()
+    one.flush()
+    frame = one.replica.last
+    assert frame is not None
+    assert len(frame.steps) == MAX_STEPS
+    assert frame.left_out == frame.steps[0].step  # type: ignore[union-attr]
+    one.feed.watch()
+    one.flush()
+    assert [step.step for step in one.replica.steps] == [step.step for step in frame.steps]
+
+
+def test_without_a_prefix_cache_there_is_no_tree() -> None:
+    one = watched(cache=False)
+    one.client.submit(make_prompt(20))
+    one.run()
+    assert one.replica.last is not None
+    assert one.replica.last.tree is None
+    assert one.replica.last.memory.tree == {}
+    assert one.feed.node(1) == {}
+
+
+def test_the_tokens_of_a_node_are_told_to_whoever_asks() -> None:
+    one = watched()
+    prompt = make_prompt(90)
+    one.client.submit(prompt, max_tokens=1)
+    one.run()
+    told = [one.feed.node(id) for id in sorted(one.replica.nodes)]
+    tokens = sorted((node["start"], node["tokens"]) for node in told)
+    assert [token for _, part in tokens for token in part][:90] == prompt
+    assert one.feed.node(12345) == {}
+    one.feed.unwatch()
+    assert one.feed.node(min(one.replica.nodes)) == {}
+
+
+def test_memory_adds_up_while_requests_run() -> None:
+    one = watched(num_slots=3, chunk=64, capacity_bytes=200_000)
+    for number in range(6):
+        one.client.submit(make_prompt(150, number), max_tokens=80)
+    while not one.client.loop.idle:
+        one.client.step()
+        one.flush(0.11)
+        assert one.replica.last is not None
+        memory = one.replica.last.memory
+        held = memory.rows + memory.checkpoints + memory.captures + sum(memory.tree.values())
+        assert memory.capacity == held + memory.free
+        assert memory.captures >= 0
