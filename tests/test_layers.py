@@ -57,6 +57,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("decode.expressions", "decode.json_schema"),
         "feed.schema",
     },
+    "service": set(),
     "supervision": {"messages", "config", "engine", "api.engine_client"},
     "bench": {"", "types", "config", "metrics"},
     "bench.ceilings": {"bench", "backends.mlx.cpu.blas"},

@@ -46,7 +46,7 @@ def command_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (["pippin", "ser"], {"serve"}),
+        (["pippin", "ser"], {"serve", "service"}),
         (["pippin", "serve", "--max-r"], {"--max-running"}),
         (["pippin", "serve", "--no-ov"], {"--no-overlap"}),
         (["pippin", "serve", "--backend", ""], {"auto", "mlx", "torch", "fake"}),

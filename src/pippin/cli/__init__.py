@@ -33,7 +33,12 @@ for command in (serve, chat, cache, doctor, config):
     app.command(command)
 add_completion(app)
 
-# By name, so that other commands do not wait for its imports.
+# By name, so that other commands do not wait for their imports.
+app.command(
+    "pippin.cli.service_commands:service",
+    name="service",
+    help="Have `pippin serve` started by the system: systemd on Linux, launchd on macOS.",
+)
 app.command(
     "pippin.cli.bench:bench",
     name="bench",

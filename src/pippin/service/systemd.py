@@ -1,0 +1,98 @@
+"""A unit of the user's own systemd. Needs no root; logs go to the journal."""
+
+from __future__ import annotations
+
+import getpass
+
+from platformdirs import user_config_path
+
+from pippin.service.definition import RESTART_S, Definition, ServiceError
+from pippin.service.manager import Status, ask, tell, write_privately
+
+UNIT = """\
+# Written by `pippin service install`; `pippin service uninstall` removes it.
+[Unit]
+Description=Pippin, a server of language models
+StartLimitIntervalSec=600
+StartLimitBurst=10
+
+[Service]
+Type=exec
+WorkingDirectory={directory}
+ExecStart={command}
+{environment}Restart=on-failure
+RestartSec={restart_s}
+# Wrong options stay wrong.
+RestartPreventExitStatus=2
+# The server ends its engine itself, once requests have finished.
+KillMode=mixed
+TimeoutStopSec={stop_s}
+
+[Install]
+WantedBy=default.target
+"""
+
+
+class Systemd:
+    def __init__(self, name: str) -> None:
+        self.unit = f"{name}.service"
+        self.file = user_config_path("systemd") / "user" / self.unit
+        self.logs = f"journalctl --user -u {name} -f"
+
+    def text(self, definition: Definition) -> str:
+        environment = {"PYTHONUNBUFFERED": "1", **definition.environment}
+        return UNIT.format(
+            directory=str(definition.directory).replace("%", "%%"),
+            command=" ".join(map(quote, definition.command)),
+            environment="".join(
+                f"Environment={quote(f'{name}={value}')}\n" for name, value in environment.items()
+            ),
+            restart_s=RESTART_S,
+            stop_s=definition.stop_s,
+        )
+
+    def install(self, definition: Definition) -> None:
+        tell("systemctl", "--user", "show-environment")  # before anything is written
+        write_privately(self.file, self.text(definition))
+        tell("systemctl", "--user", "daemon-reload")
+        tell("systemctl", "--user", "enable", self.unit)
+        tell("systemctl", "--user", "restart", self.unit)
+
+    def status(self) -> Status:
+        if not self.file.exists():
+            raise ServiceError(f"no service is installed: there is no {self.file}")
+        shown = tell(
+            *("systemctl", "--user", "show", self.unit),
+            "--property=ActiveState,SubState,MainPID,NRestarts",
+        )
+        facts = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+        says = f"{facts.get('ActiveState', 'unknown')} ({facts.get('SubState', 'unknown')})"
+        if facts.get("MainPID", "0") != "0":
+            says += f", process {facts['MainPID']}"
+        if facts.get("NRestarts", "0") != "0":
+            says += f", restarted {facts['NRestarts']} times"
+        return Status(facts.get("ActiveState") == "active", says)
+
+    def uninstall(self) -> None:
+        if not self.file.exists():
+            raise ServiceError(f"no service is installed: there is no {self.file}")
+        tell("systemctl", "--user", "disable", "--now", self.unit)
+        self.file.unlink()
+        tell("systemctl", "--user", "daemon-reload")
+
+    def start_hint(self) -> str:
+        user = getpass.getuser()
+        lingering = ask("loginctl", "show-user", user, "--property=Linger")
+        if lingering.stdout.strip() == "Linger=yes":
+            return "It starts when the machine does."
+        return (
+            "It starts when you log in, and ends when you log out. To have it start with the "
+            f"machine: loginctl enable-linger {user}"
+        )
+
+
+def quote(word: str) -> str:
+    """As systemd reads words: $ and % have meanings of their own."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    escaped = escaped.replace("\n", "\\n")
+    return escaped if escaped and not any(c in escaped for c in " \t'\";\\") else f'"{escaped}"'
