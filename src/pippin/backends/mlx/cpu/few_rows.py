@@ -36,7 +36,7 @@ from pippin.native_kernels import cpu_identity
 SOURCE = Path(__file__).with_name("few_rows.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-shared", "-fPIC")
 BUILD_SECONDS = 120
-TIMED_ROWS = (4, 8, 12, 16, 24)
+TIMED_ROWS = (4, 8, 12, 16, 24, 32)
 TIMED_WEIGHTS = ((1536, 512), (512, 1536))
 REPEATS = 9
 WORTHWHILE = 0.95  # of OpenBLAS's time
@@ -78,8 +78,8 @@ def use_few_rows_kernel() -> FewRowsReport:
 
 
 def _built(compiler: Path) -> Path:
-    source = SOURCE.read_bytes()
-    name = hashlib.sha256(source + repr(FLAGS).encode()).hexdigest()[:12]
+    facts = (SOURCE.read_bytes(), FLAGS, TIMED_ROWS, TIMED_WEIGHTS)  # it, and what was timed
+    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     directory = user_cache_path("pippin") / "kernels" / cpu_identity(compiler)
     library = directory / f"few_rows-{name}.so"
     if not library.exists():
