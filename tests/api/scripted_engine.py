@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pippin.api.app import create_app
+from pippin.api.app import create_app, create_waiting_app
 from pippin.api.http.connection import uvicorn_config
 from pippin.api.model_info import ModelInfo
 from pippin.api.watchers import WatchEvent
@@ -207,6 +207,17 @@ def serving(
     """The app on a free port of this machine; yields its URL."""
     board = _switchboard()
     board.app = create_app(engine, text, config or ServerConfig(), model, limits or LimitsConfig())
+    try:
+        yield board.url
+    finally:
+        board.app = None
+
+
+@contextmanager
+def waiting(reason: str) -> Iterator[str]:
+    """The same server while there is no model yet; `serving` inside of it is when there is."""
+    board = _switchboard()
+    board.app = create_waiting_app(ServerConfig(), reason)
     try:
         yield board.url
     finally:

@@ -9,13 +9,14 @@ export function composer({ send, stop }) {
   const hint = h("p", { class: "hint", id: "composer-hint" });
   const form = h("form", { class: "composer" }, h("div", { class: "box" }, text, button), hint);
   let running = false;
+  let ready = false; // there is a model to send to
 
   const grow = () => {
     text.style.height = "auto";
     text.style.height = `${Math.min(text.scrollHeight, innerHeight * 0.4)}px`;
   };
   const submit = () => {
-    if (running || !text.value.trim()) return;
+    if (running || !ready || !text.value.trim()) return;
     const written = text.value;
     text.value = "";
     grow();
@@ -39,13 +40,16 @@ export function composer({ send, stop }) {
     grow();
     text.focus();
   };
-  form.show = (isRunning, note) => {
-    hint.textContent = ["Enter sends, Shift+Enter is a new line", note].filter(Boolean).join(" · ");
+  form.show = (isReady, isRunning, note) => {
+    const keys = isReady ? "Enter sends, Shift+Enter is a new line" : "Waiting for the model";
+    hint.textContent = [keys, note].filter(Boolean).join(" · ");
+    ready = isReady;
+    button.disabled = !ready;
     if (running === isRunning) return;
     running = isRunning;
     button.replaceChildren(icon(running ? "stop" : "send"));
     button.setAttribute("aria-label", running ? "Stop" : "Send");
   };
-  form.show(false);
+  form.show(false, false);
   return form;
 }

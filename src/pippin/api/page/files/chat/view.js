@@ -109,7 +109,6 @@ export class Chat {
   // Ask for an answer to `question`; one more than it has, if it has any.
   #reply(question) {
     const conversation = this.#current;
-    if (!this.#model) return this.#show();
     const node = add(conversation, question, { role: "assistant", content: "" });
     if (!this.#conversations.includes(conversation)) this.#conversations.unshift(conversation);
     this.#replies.start(conversation, node, this.#bodyFor(node));
@@ -195,7 +194,7 @@ export class Chat {
     title.textContent = titleOf(this.#current);
     list.show(this.#conversations, this.#current);
     settings.show();
-    write.show(this.#replies.runsIn(this.#current), this.#room(shown));
+    write.show(this.#model !== null, this.#replies.runsIn(this.#current), this.#room(shown));
   }
 
   #room(shown) {
