@@ -51,7 +51,10 @@ export function settingsPanel({ get, changed, close }) {
       "a JSON list, as in the API; you answer the calls"),
     h("p", { class: "note" }, "Empty fields are left to the model. They hold for this conversation and for new ones."),
   );
+  let shown = null;
   panel.show = () => {
+    if (shown === get()) return; // what is being written stays
+    shown = get();
     for (const { name, control, wrong } of fields) {
       control.value = get()[name] ?? "";
       control.setAttribute("aria-invalid", "false");

@@ -1,4 +1,113 @@
+// The engine, as it works: timeline, tree, memory, requests, times. Asks nothing while it is hidden.
+
+import { h } from "../lib/dom.js";
+import { count, plural } from "../lib/format.js";
+import { icon } from "../lib/icons.js";
+import { Histogram } from "./charts.js";
+import { Details } from "./details.js";
+import { Feed } from "./feed.js";
+import { Icicle } from "./icicle.js";
+import { Memory } from "./memory.js";
+import { Numbers } from "./numbers.js";
+import { Requests } from "./requests.js";
+import { State } from "./state.js";
+import { Timeline } from "./timeline.js";
+
+const LANE_KINDS = [["plan", "plans, hands over"], ["wait", "waits"], ["commit", "takes in"], ["prompt", "prompt’s chunk"], ["decode", "one token"], ["ghost", "ghost"], ["retracted", "retracted"]];
+const NODE_KINDS = [["attention", "attention KV"], ["window", "window KV"], ["state", "state at its end"], ["hidden", "head’s input"], ["locked", "locked"], ["hot", "hot"], ["evicted", "just evicted"]];
+
 export class Engine {
-  constructor(root) {}
-  set isShown(shown) {}
+  #state = new State();
+  #paused = false;
+  #shown = false;
+  #trouble = h("p", { class: "trouble", role: "status" });
+  #treeNote = h("span", { class: "note" });
+  #pause = h("button", { type: "button", class: "small", id: "pause", "aria-pressed": "false", onclick: () => this.#setPaused(!this.#paused) });
+  #feed = new Feed({ event: (name, data) => this.#heard(name, data), trouble: (text) => this.#tell(text) });
+  #numbers = new Numbers();
+  #memory = new Memory();
+  #ttft = new Histogram("Time to first token", "fill-prompt");
+  #gaps = new Histogram("Gaps between tokens", "fill-decode");
+  #details = new Details(() => {});
+  #timeline = new Timeline(this.#state, (step) => {
+    this.#setPaused(true);
+    this.#details.showStep(step, (slot, when) => this.#state.requestIn(slot, when));
+  });
+  #icicle = new Icicle(this.#state, (node, now) => this.#details.showNode(node, this.#state.tree, now));
+  #requests = new Requests(this.#state, (request) => this.#details.showRequest(request));
+
+  constructor(root) {
+    const span = h("span", { class: "note span" }, "5 s");
+    const zoom = (by, sign, label) => h("button", { type: "button", class: "small", "aria-label": label, onclick: () => (span.textContent = `${this.#timeline.zoom(by)} s`) }, sign);
+    root.append(
+      h("div", { class: "engine-scroll", tabindex: 0, role: "region", "aria-label": "What the engine does" },
+        h("div", { class: "engine-grid" },
+          this.#numbers.element,
+          this.#trouble,
+          card("timeline-card", "Timeline", [zoom(1, "−", "Show more time"), span, zoom(-1, "+", "Show less time"), this.#pause],
+            this.#timeline.element, legend(LANE_KINDS, "lane")),
+          card("tree-card", "Prefix cache", [this.#treeNote],
+            h("div", { class: "icicle-scroll" }, this.#icicle.axis, this.#icicle.element), legend(NODE_KINDS, "key")),
+          this.#details.element,
+          card("requests-card", "Requests", [], this.#requests.element),
+          card("memory-card", "Memory", [], this.#memory.element),
+          card("times-card", "Times", [], h("div", { class: "times" }, this.#ttft.element, this.#gaps.element)))),
+    );
+    this.#showPause();
+    this.#requests.draw();
+  }
+
+  set isShown(shown) {
+    if (this.#shown === shown) return;
+    this.#shown = shown;
+    if (!shown) return this.#feed.close();
+    this.#feed.open();
+    if (!this.#paused) this.#timeline.follow();
+  }
+
+  // Paused, what comes is not taken in; afterwards a new snapshot is asked for. The stream stays
+  // open meanwhile, since the server tells the text of nodes to those who watch.
+  #setPaused(paused) {
+    if (paused === this.#paused) return;
+    this.#paused = paused;
+    this.#showPause();
+    if (paused) return this.#timeline.hold();
+    this.#feed.close();
+    this.#feed.open();
+    this.#timeline.follow();
+  }
+
+  #showPause() {
+    this.#pause.replaceChildren(icon(this.#paused ? "play" : "pause"), this.#paused ? "Resume" : "Pause");
+    this.#pause.setAttribute("aria-pressed", String(this.#paused));
+  }
+
+  #heard(event, data) {
+    if (this.#paused) return;
+    this.#state.apply(event, data);
+    if (event === "engine") return;
+    this.#timeline.heard();
+    this.#icicle.draw();
+    this.#requests.draw();
+    this.#numbers.draw(this.#state);
+    this.#memory.draw(this.#state.memory);
+    this.#ttft.draw(this.#state.ttfts);
+    this.#gaps.draw(this.#state.gaps);
+    const { numNodes, numTokens, nodes, isThere } = this.#state.tree;
+    this.#treeNote.textContent = isThere
+      ? `${plural(numTokens, "token")} in ${plural(numNodes, "node")}${numNodes > nodes.size ? `, ${count(nodes.size)} of them shown` : ""}`
+      : "switched off (--no-prefix-cache)";
+  }
+
+  #tell(trouble) {
+    if (this.#trouble.textContent !== (trouble ?? "")) this.#trouble.textContent = trouble ?? "";
+  }
 }
+
+function card(name, title, head, ...body) {
+  return h("section", { class: `card ${name}`, "aria-label": title },
+    h("div", { class: "card-head" }, h("h2", {}, title), h("div", { class: "tools" }, head)), ...body);
+}
+
+const legend = (kinds, prefix) =>
+  h("ul", { class: "legend line" }, kinds.map(([kind, title]) => h("li", {}, h("i", { class: `swatch ${prefix}-${kind}` }), title)));

@@ -48,7 +48,7 @@ function firstRule(text, at, depth) {
     if (inWord && (text[at] === "_" || text[at] === "h")) continue; // snake_case is not emphasis
     pattern.lastIndex = at;
     const found = pattern.exec(text);
-    if (found) return { part: make(found, depth), end: pattern.lastIndex };
+    if (found) return { part: make(found, depth), end: at + found[0].length };
   }
   return null;
 }

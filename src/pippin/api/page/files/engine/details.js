@@ -1,0 +1,121 @@
+// The panel that tells all about one step, node or request.
+
+import { getJson } from "../lib/api.js";
+import { announce, h } from "../lib/dom.js";
+import { bytes, count, percent, plural, seconds } from "../lib/format.js";
+import { icon } from "../lib/icons.js";
+import { describeStep } from "./timeline.js";
+import { promptTokens } from "./timeline_layout.js";
+
+const PATIENCE_MS = 120; // of the pointer: text is asked for where it rests
+
+export class Details {
+  #body = h("div", { class: "details-body" });
+  #timer = 0;
+  #texts = new Map(); // node's id -> its text, while its tokens are the same
+
+  constructor(close) {
+    this.element = h("aside", { class: "card details", "aria-label": "Details" },
+      h("div", { class: "card-head" }, h("h2", {}, "Details"),
+        h("button", { type: "button", class: "quiet icon small", "aria-label": "Close details", onclick: () => { this.clear(); close(); } }, icon("close"))),
+      this.#body);
+    this.clear();
+  }
+
+  clear() {
+    clearTimeout(this.#timer);
+    this.element.classList.remove("open");
+    this.#body.replaceChildren(h("p", { class: "note" },
+      "Point at a node of the tree, or click a step or a request. With the keyboard: arrows, then Enter."));
+  }
+
+  showStep(step, requestIn) {
+    this.#show(`Step ${count(step.step)}`, [
+      ["Prompts", step.chunks.length ? `${plural(promptTokens(step), "token")} in ${plural(step.chunks.length, "chunk")}` : "none"],
+      ["Decode", step.decode.length ? plural(step.decode.length, "row") : "none"],
+      ["Ghosts", count(step.ghosts)],
+      ["Planned and handed over", seconds(step.launched - step.planned)],
+      ["On the device", `${step.seen ? "" : "at least "}${seconds(Math.max(0, step.done - step.dispatched))} after its dispatch`],
+      ["Host waited", seconds(step.waited)],
+      ["Taken in", seconds(step.committed - step.resumed)],
+      ["Device idle before", step.span ? `${seconds(Math.max(0, step.idle))} (${percent(Math.max(0, step.idle) / step.span)})` : "after a pause"],
+      ["Captured for the tree", plural(step.captures, "row")],
+      ["Started", names(step.started)],
+      ["Retracted", names(step.retracted)],
+      ["Slots given back", step.retired.join(", ") || "none"],
+      ["Forwards", Object.entries(step.forwards).map(([name, value]) => `${name} ${value}`).join(", ")],
+    ], rowsTable(step, requestIn));
+    announce(describeStep(step));
+  }
+
+  showRequest(request) {
+    this.#show("Request", [
+      ["Id", request.id],
+      ["Phase", request.finish ? `${request.phase}: ${request.finish}` : request.phase],
+      ["Slot", request.slot ?? "none"],
+      ["Prompt", `${plural(request.prompt, "token")}, ${count(request.cached)} reused`],
+      ["Reply", `${plural(request.reply, "token")} of ${count(request.max_tokens)} at most`],
+      ["Waited", seconds(request.started === null ? null : request.started - request.came)],
+      ["First token after", seconds(request.first_token === null ? null : request.first_token - request.came)],
+      ["Ended after", seconds(request.ended === null ? null : request.ended - request.came)],
+      ["Priority", request.priority],
+      ["Retracted", plural(request.retractions, "time")],
+    ]);
+  }
+
+  // `now`: the text is wanted at once, not when the pointer rests.
+  showNode(node, tree, now) {
+    const text = h("pre", { class: "text", tabindex: 0, role: "region", "aria-label": "Text" }, "…");
+    this.#show(plural(node.tokens, "token"), [
+      ["Positions", `${count(node.start)} to ${count(node.start + node.tokens - 1)}`],
+      ...Object.entries(node.bytes).map(([name, size]) => [name, bytes(size)]),
+      ["Where", node.tier === "device" ? "on the device" : `on ${node.tier}`],
+      ["Prompts that ended here", count(node.hits)],
+      ["Last used", node.used === tree.tick ? "just now" : `${plural(tree.tick - node.used, "use")} of the tree ago`],
+      ["Held by a running request", tree.locked.has(node.id) ? "yes" : "no"],
+      ["Children", count(node.children)],
+    ], text);
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => this.#fetchText(node, text), now ? 0 : PATIENCE_MS);
+  }
+
+  async #fetchText(node, place) {
+    const key = `${node.id}:${node.start}:${node.tokens}`;
+    try {
+      if (!this.#texts.has(key)) this.#texts.set(key, await getJson(`events/node/${node.id}`));
+      const { text, shown, tokens } = this.#texts.get(key);
+      place.textContent = shown < tokens ? `${text} …` : text;
+    } catch (error) {
+      place.textContent = error.status === 404 ? "(It is no longer in the tree.)" : `(${error.message})`;
+    }
+    if (this.#texts.size > 200) this.#texts.delete(this.#texts.keys().next().value);
+  }
+
+  #show(title, facts, more = null) {
+    this.element.classList.add("open");
+    this.#body.replaceChildren(
+      h("h3", {}, title),
+      h("dl", {}, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))])),
+      ...(more ? [more] : []),
+    );
+  }
+}
+
+const names = (ids) => ids.map(shortId).join(", ") || "none";
+
+export const shortId = (id) => {
+  const [, middle, choice] = /^[a-z]+[-_](.+?)(-\d+)?$/i.exec(id) ?? [null, id, ""];
+  return middle.slice(0, 6) + (choice && choice !== "-0" ? choice : "");
+};
+
+function rowsTable(step, requestIn) {
+  const rows = [
+    ...step.chunks.map((chunk) => [chunk.slot, shortId(chunk.request),
+      `${count(chunk.start)} + ${count(chunk.tokens)}${chunk.restored ? `, ${count(chunk.restored)} reused` : ""}`]),
+    ...step.decode.map((slot) => [slot, shortId(requestIn(slot, step.launched)?.id ?? "–"), "1 token"]),
+  ].sort((a, b) => a[0] - b[0]);
+  return h("div", { class: "table", tabindex: 0, role: "region", "aria-label": "Rows of the step" },
+    h("table", {},
+      h("thead", {}, h("tr", {}, ["Slot", "Request", "Tokens"].map((name) => h("th", { scope: "col" }, name)))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, String(cell))))))));
+}

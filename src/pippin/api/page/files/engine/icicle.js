@@ -1,0 +1,126 @@
+// The radix tree, drawn: a box for each node, of which one can be reached by keys.
+
+import { h } from "../lib/dom.js";
+import { plural } from "../lib/format.js";
+import { layoutTree, neighbour } from "./icicle_layout.js";
+
+const LEAF = 20; // pixels, while all fit
+const MIN_LEAF = 5;
+const ROOM = 320;
+
+export class Icicle {
+  #state;
+  #open;
+  #boxes = [];
+  #elements = new Map(); // id -> element
+  #current = null;
+
+  constructor(state, open) {
+    this.#state = state;
+    this.#open = open;
+    this.element = h("div", { class: "icicle", role: "tree", "aria-label": "Prefix cache", onkeydown: (event) => this.#key(event) });
+    this.axis = h("div", { class: "axis", "aria-hidden": "true" });
+  }
+
+  draw() {
+    const tree = this.#state.tree;
+    const { boxes, leaves, tokens } = layoutTree(tree.nodes);
+    this.#boxes = boxes;
+    const leaf = Math.max(MIN_LEAF, Math.min(LEAF, ROOM / Math.max(1, leaves)));
+    this.element.style.height = `${Math.max(leaf * leaves, leaf)}px`;
+    this.element.hidden = boxes.length === 0; // an empty tree is no tree
+    const gone = new Set(this.#elements.keys());
+    for (const box of boxes) {
+      gone.delete(box.id);
+      this.#place(box, tree, leaf, tokens);
+    }
+    for (const id of gone) {
+      this.#elements.get(id).remove();
+      this.#elements.delete(id);
+    }
+    if (!this.#elements.has(this.#current)) this.#current = boxes[0]?.id ?? null;
+    this.#elements.get(this.#current)?.setAttribute("tabindex", "0");
+    this.#drawAxis(tokens);
+  }
+
+  #place(box, tree, leaf, tokens) {
+    const { node } = box;
+    const element = this.#elements.get(box.id) ?? this.#make(box.id);
+    const set = (name, value) => element.style[name] === value || (element.style[name] = value);
+    set("left", `${((100 * box.x) / tokens).toFixed(3)}%`);
+    set("width", `max(3px, ${((100 * box.width) / tokens).toFixed(3)}% - 1px)`);
+    set("top", `${(box.top * leaf).toFixed(1)}px`);
+    set("height", `${((box.bottom - box.top) * leaf - 1).toFixed(1)}px`);
+    const names = ["node", `tier-${node.tier}`, ...Object.keys(node.bytes).map((name) => `has-${name}`)];
+    if (tree.locked.has(node.id)) names.push("locked");
+    if (tree.isHot(node)) names.push("hot");
+    if (node.evicted !== undefined) names.push("evicted");
+    const className = names.join(" ");
+    if (element.className !== className) element.className = className;
+    const label = labelOf(node, tree);
+    if (element.getAttribute("aria-label") !== label) {
+      element.setAttribute("aria-label", label);
+      element.setAttribute("aria-level", String(box.depth));
+    }
+  }
+
+  #make(id) {
+    const element = h("div", {
+      role: "treeitem", tabindex: -1, "data-node": id, "aria-selected": "false",
+      onclick: () => this.#show(id, true), onfocus: () => this.#show(id, false),
+      onpointerenter: () => this.#show(id, false),
+    });
+    this.#elements.set(id, element);
+    this.element.append(element);
+    return element;
+  }
+
+  #show(id, stay) {
+    const node = this.#state.tree.nodes.get(id);
+    if (!node) return;
+    if (stay || document.activeElement === this.#elements.get(id)) this.#become(id);
+    this.#open(node, stay);
+  }
+
+  #become(id) {
+    const before = this.#elements.get(this.#current);
+    before?.setAttribute("tabindex", "-1");
+    before?.setAttribute("aria-selected", "false");
+    this.#current = id;
+    this.#elements.get(id).setAttribute("tabindex", "0");
+    this.#elements.get(id).setAttribute("aria-selected", "true");
+  }
+
+  #key(event) {
+    if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      return this.#show(this.#current, true);
+    }
+    if (!event.key.startsWith("Arrow")) return;
+    event.preventDefault();
+    const box = neighbour(this.#boxes, this.#current, event.key);
+    if (box) this.#elements.get(box.id).focus();
+  }
+
+  #drawAxis(tokens) {
+    const every = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 200_000].find((step) => tokens / step <= 8) ?? 1_000_000;
+    if (this.axis.dataset.tokens === String(tokens)) return;
+    this.axis.dataset.tokens = String(tokens);
+    const marks = [];
+    for (let at = 0; at <= tokens * 0.97; at += every) {
+      const mark = h("span", {}, at ? at.toLocaleString("en-US") : "0 tokens");
+      mark.style.left = `${(100 * at) / tokens}%`;
+      marks.push(mark);
+    }
+    this.axis.replaceChildren(...marks);
+  }
+}
+
+export function labelOf(node, tree) {
+  const parts = [`${plural(node.tokens, "token")} from ${node.start.toLocaleString("en-US")}`, Object.keys(node.bytes).join(", ") || "nothing kept"];
+  if (node.tier !== "device") parts.push(`on ${node.tier}`);
+  if (tree.locked.has(node.id)) parts.push("locked");
+  if (tree.isHot(node)) parts.push("hot");
+  if (node.evicted !== undefined) parts.push("evicted");
+  return parts.join("; ");
+}

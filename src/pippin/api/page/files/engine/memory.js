@@ -1,0 +1,34 @@
+// The byte budget: who holds how much of it.
+
+import { h } from "../lib/dom.js";
+import { bytes, percent } from "../lib/format.js";
+
+const TITLES = { rows: "running requests", checkpoints: "checkpoints of replies", captures: "captures in flight", free: "free" };
+
+export class Memory {
+  #bar = h("div", { class: "stack", role: "img" });
+  #legend = h("ul", { class: "legend" });
+  #note = h("p", { class: "note" });
+
+  constructor() {
+    this.element = h("div", { class: "memory" }, this.#bar, this.#legend, this.#note);
+  }
+
+  draw(memory) {
+    const parts = [
+      ...Object.entries(memory.tree).map(([name, size]) => [name, `tree: ${name}`, size]),
+      ...["rows", "checkpoints", "captures", "free"].map((name) => [name, TITLES[name], memory[name]]),
+    ];
+    this.#bar.replaceChildren(...parts.map(([name, , size]) => {
+      const part = h("span", { class: `fill-${name}` });
+      part.style.flexGrow = String(size / memory.capacity);
+      return part;
+    }));
+    const used = memory.capacity - memory.free;
+    this.#bar.setAttribute("aria-label", `${bytes(used)} of ${bytes(memory.capacity)} in use`);
+    this.#legend.replaceChildren(...parts.map(([name, title, size]) =>
+      h("li", {}, h("i", { class: `swatch fill-${name}` }), h("span", {}, title), h("b", {}, bytes(size)))));
+    this.#note.textContent = `${bytes(used)} of ${bytes(memory.capacity)} (${percent(used / memory.capacity)}); ` +
+      `${bytes(memory.evictable)} of the tree could be evicted. The device holds ${bytes(memory.device)}, weights included.`;
+  }
+}
