@@ -4,9 +4,10 @@ import { h } from "../lib/dom.js";
 import { plural } from "../lib/format.js";
 import { layoutTree, neighbour } from "./icicle_layout.js";
 
-const LEAF = 20; // pixels, while all fit
+const LEAF = 32; // pixels, while all fit
 const MIN_LEAF = 5;
 const ROOM = 320;
+const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 200_000];
 
 export class Icicle {
   #state;
@@ -103,9 +104,11 @@ export class Icicle {
   }
 
   #drawAxis(tokens) {
-    const every = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 200_000].find((step) => tokens / step <= 8) ?? 1_000_000;
-    if (this.axis.dataset.tokens === String(tokens)) return;
-    this.axis.dataset.tokens = String(tokens);
+    const marksThatFit = Math.max(2, Math.floor(this.element.clientWidth / 90));
+    const key = `${tokens} ${marksThatFit}`;
+    if (this.axis.dataset.drawn === key) return;
+    this.axis.dataset.drawn = key;
+    const every = STEPS.find((step) => tokens / step <= marksThatFit) ?? 1_000_000;
     const marks = [];
     for (let at = 0; at <= tokens * 0.97; at += every) {
       const mark = h("span", {}, at ? at.toLocaleString("en-US") : "0 tokens");

@@ -22,6 +22,7 @@ export class Memory {
     this.#bar.replaceChildren(...parts.map(([name, , size]) => {
       const part = h("span", { class: `fill-${name}` });
       part.style.flexGrow = String(size / memory.capacity);
+      part.style.minWidth = size ? "2px" : "0";
       return part;
     }));
     const used = memory.capacity - memory.free;

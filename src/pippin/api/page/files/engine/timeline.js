@@ -84,7 +84,10 @@ export class Timeline {
     this.#open(step);
     this.hold();
     const from = this.#end - this.#span;
-    if (step.done > this.#end || step.planned < from) this.#end = (step.planned + step.done + this.#span) / 2;
+    if (step.done > this.#end || step.planned < from) {
+      const centred = (step.planned + step.done + this.#span) / 2;
+      this.#end = Math.min(centred, this.#state.steps.at(-1).committed + this.#span / 20);
+    }
     this.#describe();
     this.draw();
   }

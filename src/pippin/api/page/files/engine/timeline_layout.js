@@ -1,6 +1,6 @@
 // Steps as spans on lanes. Knows no canvas: times in, times out.
 //
-//   host    [plan][wait ......][commit][plan][wait ...
+//   host    [plan|launch][wait ...][commit][plan|launch][wait ...
 //   device       [ step 7 ..........][ step 8 ..........
 //   slot 1       [chunk of a prompt ][ one token         ]
 //   slot 2       [ one token        ][ ghost             ]
@@ -12,7 +12,8 @@ export function layoutSteps(steps, requestIn) {
   let before = null; // when the device was done with the step before
   for (const step of steps) {
     const host = (kind, from, to) => spans.push({ lane: "host", kind, from, to, step });
-    host("plan", step.planned, step.launched);
+    host("plan", step.planned, step.dispatched);
+    host("launch", step.dispatched, step.launched);
     if (step.waited > 0) host("wait", step.resumed - step.waited, step.resumed);
     host("commit", step.resumed, step.committed);
     const from = before === null ? step.dispatched : Math.max(step.dispatched, before);

@@ -36,7 +36,7 @@ export function paint(canvas, { spans, from, to, selected, slots }) {
 // Slots in use share the room: lanes are as high as their number allows.
 function rowsOf(seen, slots) {
   const used = [...new Set(seen.map(({ lane }) => lane).filter(Number.isInteger))].sort((a, b) => a - b);
-  const height = Math.max(3, Math.min(16, SLOTS.height / Math.max(used.length, Math.min(8, slots))));
+  const height = Math.max(3, Math.min(18, SLOTS.height / Math.max(used.length, Math.min(8, slots))));
   return new Map(used.map((slot, n) => [slot, { top: SLOTS.top + n * height, height: height - (height > 6 ? 2 : 1) }]));
 }
 
@@ -139,4 +139,4 @@ function coloursOf(canvas) {
   return known;
 }
 
-const NAMES = { prompt: "--prompt", decode: "--decode", plan: "--plan", commit: "--commit", onData: "--on-data", line: "--line", muted: "--muted", text: "--text", bad: "--bad" };
+const NAMES = { prompt: "--prompt", decode: "--decode", plan: "--plan", launch: "--launch", commit: "--commit", onData: "--on-data", line: "--line", muted: "--muted", text: "--text", bad: "--bad" };

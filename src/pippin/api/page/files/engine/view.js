@@ -13,7 +13,7 @@ import { Requests } from "./requests.js";
 import { State } from "./state.js";
 import { Timeline } from "./timeline.js";
 
-const LANE_KINDS = [["plan", "plans, hands over"], ["wait", "waits"], ["commit", "takes in"], ["prompt", "prompt’s chunk"], ["decode", "one token"], ["ghost", "ghost"], ["retracted", "retracted"]];
+const LANE_KINDS = [["plan", "plans"], ["launch", "hands over"], ["wait", "waits"], ["commit", "takes in"], ["prompt", "prompt’s chunk"], ["decode", "one token"], ["ghost", "ghost"], ["retracted", "retracted"]];
 const NODE_KINDS = [["attention", "attention KV"], ["window", "window KV"], ["state", "state at its end"], ["hidden", "head’s input"], ["locked", "locked"], ["hot", "hot"], ["evicted", "just evicted"]];
 
 export class Engine {
@@ -44,14 +44,16 @@ export class Engine {
         h("div", { class: "engine-grid" },
           this.#numbers.element,
           this.#trouble,
-          card("timeline-card", "Timeline", [zoom(1, "−", "Show more time"), span, zoom(-1, "+", "Show less time"), this.#pause],
-            this.#timeline.element, legend(LANE_KINDS, "lane")),
-          card("tree-card", "Prefix cache", [this.#treeNote],
-            h("div", { class: "icicle-scroll" }, this.#icicle.axis, this.#icicle.element), legend(NODE_KINDS, "key")),
-          this.#details.element,
-          card("requests-card", "Requests", [], this.#requests.element),
-          card("memory-card", "Memory", [], this.#memory.element),
-          card("times-card", "Times", [], h("div", { class: "times" }, this.#ttft.element, this.#gaps.element)))),
+          h("div", { class: "column" },
+            card("timeline-card", "Timeline", [zoom(1, "−", "Show more time"), span, zoom(-1, "+", "Show less time"), this.#pause],
+              this.#timeline.element, legend(LANE_KINDS, "lane")),
+            card("tree-card", "Prefix cache", [this.#treeNote],
+              h("div", { class: "icicle-scroll" }, this.#icicle.axis, this.#icicle.element), legend(NODE_KINDS, "key")),
+            card("requests-card", "Requests", [], this.#requests.element)),
+          h("div", { class: "column" },
+            this.#details.element,
+            card("memory-card", "Memory", [], this.#memory.element),
+            card("times-card", "Times", [], h("div", { class: "times" }, this.#ttft.element, this.#gaps.element))))),
     );
     this.#showPause();
     this.#requests.draw();
