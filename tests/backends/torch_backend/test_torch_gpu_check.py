@@ -1,0 +1,66 @@
+"""The check for GPUs, as far as a CPU can run it: so that it works where nobody can mend it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[3] / "tools"))
+
+from torch_gpu import races, right
+
+from pippin.backends.torch.pools.arena import Arena
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that has done everything when a call returns."""
+    if torch.cuda.is_available():
+        pytest.skip("python tools/torch_gpu_check.py runs all of it here")
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(races, "NUM_SCHEDULES", 2)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    with torch.inference_mode():
+        races.races()
+    assert "kept other bits, though they said the same: none" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_schedule_that_differs_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """States are written in place although the tree holds them: what was kept is read later."""
+    is_shared = Arena.is_shared
+    monkeypatch.setattr(
+        Arena, "is_shared", lambda self, slabs: is_shared(self, slabs) & (slabs == 0)
+    )
+    with torch.inference_mode(), pytest.raises(AssertionError, match="launched ahead"):
+        races.races()
+    assert (
+        "1 steps ahead: 5 of 5 say what another run with waits said, 0 of 5 keep the same bits"
+        in (capsys.readouterr().out)
+    )
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_ways_to_compute_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(right, "WAYS", (("cpu, plain", "cpu", False), ("again", "cpu", False)))
+    with torch.inference_mode():
+        right.correct()
+    said = capsys.readouterr().out
+    assert said.count("again: same") == 6
+    assert "DIFFERS" not in said

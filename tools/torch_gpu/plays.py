@@ -1,0 +1,124 @@
+"""What the sections of `torch_gpu_check.py` share: a model of random weights, requests, clocks."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
+try:
+    import msgspec  # noqa: F401
+except ImportError:  # a machine with torch alone: rows of plans need no more of it than this
+
+    class Struct:
+        def __init_subclass__(cls, **_: Any) -> None: ...
+
+        def __init__(self, *values: Any, **named: Any) -> None:
+            names = list(type(self).__annotations__)
+            for name, value in [*zip(names, values), *named.items()]:
+                setattr(self, name, value)
+
+    sys.modules["msgspec"] = types.SimpleNamespace(Struct=Struct)  # type: ignore[assignment]
+
+import numpy as np
+import torch
+
+from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
+from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.capture import CudaGraphs
+from pippin.backends.torch.config import read_shape
+from pippin.backends.torch.load import LoadedModel
+from pippin.backends.torch.models.build import build_decoder
+from pippin.types import SamplingParams
+
+from make_random_hybrid import QWEN3_5_0_8B, RandomWeights  # isort: skip
+
+GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(temperature=0.8, top_k=20, top_p=0.95)
+PENALISED = SamplingParams(temperature=1.0, frequency_penalty=0.5)
+CONTEXT = 512
+
+
+@cache
+def random_model() -> LoadedModel:
+    device, shape = torch.device("cuda"), read_shape(QWEN3_5_0_8B)
+    weights = RandomWeights(shape, torch.bfloat16, device)
+    with torch.inference_mode():
+        decoder = build_decoder(shape, weights, torch.bfloat16, device, shape.max_len)
+    return LoadedModel(decoder, "random", shape.max_len)
+
+
+class Play:
+    """Requests through the backend's own launches, two steps in flight."""
+
+    def __init__(self, backend: TorchBackend, num_rows: int, context: int, params: SamplingParams = GREEDY) -> None:
+        self.backend, self.context = backend, context
+        self.slots = range(1, num_rows + 1)
+        self.steps = 0
+        rng = np.random.default_rng(0)
+        vocab = backend.spec.vocab_size
+        prompts = {s: rng.integers(10, vocab, context).astype(np.int32) for s in self.slots}
+        self.tokens: dict[int, list[int]] = {slot: [] for slot in self.slots}
+        self.logprobs: dict[int, list[Any]] = {slot: [] for slot in self.slots}
+        for slot, prompt in prompts.items():
+            admit = Admit(slot, params, (), prompt, seed=slot)
+            row = PrefillRow(slot, 0, prompt, samples=True)
+            self.take(self.launch(admit=(admit,), prefill=(row,)).wait())
+
+    def launch(self, **fields: Any) -> Any:
+        self.steps += 1
+        return self.backend.launch(StepPlan(self.steps, **fields))
+
+    def take(self, result: Any) -> None:
+        for slot, token in result.tokens.items():
+            self.tokens[slot].append(token)
+            self.logprobs[slot].append(result.logprobs.get(slot))
+
+    def decode(self, num_steps: int) -> list[float]:
+        """Seconds between results."""
+        times, waiting = [], None
+        for _ in range(num_steps):
+            began = time.perf_counter()
+            rows = tuple(DecodeRow(slot, self.context) for slot in self.slots)
+            self.context += 1
+            launched = self.launch(decode=rows)
+            if waiting is not None:
+                self.take(waiting.wait())
+            waiting = launched
+            times.append(time.perf_counter() - began)
+        self.take(waiting.wait())
+        return times
+
+    def end(self) -> None:
+        self.launch(retire=tuple(Retire(slot) for slot in self.slots)).wait()
+
+
+def gpu_ms(run: Callable[[], object], repeats: int = 30) -> float:
+    """Median milliseconds on the GPU, launches included if they are slower."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def replayed_ms(run: Callable[[], object]) -> float:
+    """The same of a captured graph, on a stream of its own: the usual one takes no captures."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+        torch.cuda.synchronize()
+        return gpu_ms(CudaGraphs().record(run).replay, repeats=5)

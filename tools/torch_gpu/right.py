@@ -1,0 +1,70 @@
+"""Is it right? Kernels and captured graphs against plain operations, on the GPU and on the CPU."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from torch_gpu.plays import DRAWN, GREEDY, PENALISED, Play
+
+from make_random_hybrid import TINY, write_weights
+from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.load import load
+from pippin.types import SamplingParams
+
+WAYS = (("cpu, plain", "cpu", False), ("gpu, plain", "cuda", False), ("gpu, kernels", "cuda", True))
+
+
+def correct() -> None:
+    """A tiny hybrid on three ways: the same tokens in float32, much the same numbers in bfloat16."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_weights(Path(folder), TINY, torch.float32)
+        for dtype in ("float32", "bfloat16"):
+            backends = {
+                name: TorchBackend(load(Path(folder), dtype=dtype, device=torch.device(device)), num_slots=8, kernels=kernels)
+                for name, device, kernels in WAYS
+            }
+            for rows in (1, 3):
+                if dtype == "float32":
+                    for params in (GREEDY, DRAWN, PENALISED):
+                        same_tokens(backends, rows, params)
+                near_numbers(dtype, backends, rows)
+            for backend in backends.values():
+                backend._pools.arena.check_integrity()
+
+
+def same_tokens(backends: dict[str, TorchBackend], num_rows: int, params: SamplingParams) -> None:
+    said = {name: reply_of(backend, num_rows, params).tokens for name, backend in backends.items()}
+    expected = said["cpu, plain"]
+    for name, tokens in said.items():
+        same = tokens == expected
+        print(f"float32, {num_rows} rows, temperature {params.temperature}: {name}: {'same' if same else 'DIFFERS'}", flush=True)
+        if not same:
+            print("   ", tokens[1][:16], "\n   ", expected[1][:16])
+
+
+def reply_of(backend: TorchBackend, num_rows: int, params: SamplingParams) -> Play:
+    play = Play(backend, num_rows, 150, params)
+    play.decode(24)
+    play.end()
+    return play
+
+
+def near_numbers(dtype: str, backends: dict[str, TorchBackend], num_rows: int) -> None:
+    """Log probabilities of the five likeliest tokens, as long as the same tokens were said."""
+    params = SamplingParams(temperature=0.0, logprobs=5)
+    plays = {name: reply_of(backend, num_rows, params) for name, backend in backends.items()}
+    expected = plays["cpu, plain"]
+    for name, play in plays.items():
+        worst, compared = 0.0, 0
+        for slot in play.slots:
+            pairs = zip(play.tokens[slot], expected.tokens[slot], play.logprobs[slot], expected.logprobs[slot])
+            for token, other, found, wanted in pairs:
+                if token != other:
+                    break
+                compared += 1
+                worst = max(worst, *(abs(a - b) for a, b in zip(found.top_logprobs, wanted.top_logprobs)))
+        print(f"{dtype}, {num_rows} rows: {name}: log probabilities differ by {worst:.1e} at most, in {compared} tokens", flush=True)
+        assert dtype != "float32" or worst < 1e-2, f"{name} computes something else"

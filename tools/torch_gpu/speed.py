@@ -1,0 +1,98 @@
+"""How fast are decode steps and prompts, in process and served?"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from torch_gpu.plays import CONTEXT, DRAWN, GREEDY, Play, gpu_ms, random_model
+
+from make_random_hybrid import QWEN3_5_0_8B, write_tokenizer, write_weights
+from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
+from pippin.backends.torch.backend import TorchBackend
+from pippin.types import SamplingParams
+
+CHURN_CLIENTS, CHURN_SECONDS = 64, 30.0
+
+
+def replay_ms(backend: TorchBackend, play: Play, params: SamplingParams) -> float:
+    """One replay after the other, nothing of the host in between."""
+    steps = backend._decode_steps
+    assert steps is not None
+    graphs = {key: g for key, g in steps._graphs.items() if key[0] >= len(play.slots)}
+    width, choice = min(key for key in graphs if key[1] == (0 if params is GREEDY else 1))
+    graph = steps._graphs[width, choice]
+    with torch.cuda.stream(backend._streams._forward):
+        return gpu_ms(lambda: [graph.step.replay() for _ in range(20)], repeats=8) / 20
+
+
+def decode() -> None:
+    table = []
+    backend = TorchBackend(random_model(), num_slots=64, pool_bytes=8 << 30)
+    for num_rows in (1, 2, 4, 8, 32, 64):
+        for params, name in ((GREEDY, "greedy"), (DRAWN, "drawn")):
+            play = Play(backend, num_rows, CONTEXT, params)
+            began = time.perf_counter()
+            play.decode(2)
+            captured = time.perf_counter() - began
+            wall = statistics.median(play.decode(60)[20:]) * 1e3
+            device = replay_ms(backend, play, params)
+            play.end()
+            table.append((num_rows, name, device, wall))
+            print(f"{num_rows:3} rows, {name}: replay {device:.3f} ms, served {wall:.3f} ms a step, first {captured:.1f} s", flush=True)
+    print("\n| rows | tokens | replay, ms | served, ms a step |\n|---|---|---|---|")
+    for num_rows, name, device, wall in table:
+        print(f"| {num_rows} | {name} | {device:.3f} | {wall:.3f} |")
+
+
+def prefill() -> None:
+    for kernels in (True, False):
+        backend = TorchBackend(random_model(), num_slots=4, pool_bytes=16 << 30, kernels=kernels)
+        prompt = np.random.default_rng(0).integers(10, 200_000, 8192).astype(np.int32)
+        for chunk, every in ((8192, 0), (8192, 1024), (8192, 64), (2048, 0), (512, 0)):
+            if not kernels and (chunk, every) != (8192, 0):
+                continue
+            times = []
+            for turn in range(4):
+                steps = [StepPlan(turn * 100, admit=(Admit(1, GREEDY, (), prompt, 1),))]
+                for start in range(0, len(prompt), chunk):
+                    marks = tuple(range(start + every, start + chunk + 1, every)) if every else ()
+                    row = PrefillRow(1, start, prompt[start : start + chunk], samples=start + chunk >= len(prompt), captures=bool(every), checkpoints=marks)
+                    steps.append(StepPlan(turn * 100 + len(steps), prefill=(row,)))
+                began = time.perf_counter()
+                pending = [backend.launch(plan) for plan in steps]
+                launched = time.perf_counter() - began
+                results = [step.wait() for step in pending]
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - began, launched))
+                for result in results:
+                    for capture in result.captures:
+                        capture.release()
+                backend.launch(StepPlan(turn * 100 + 99, retire=(Retire(1),))).wait()
+            best, launching = min(times[1:])
+            print(f"kernels {kernels}, 8,192 tokens in chunks of {chunk}, states every {every}: {best * 1e3:.1f} ms ({launching * 1e3:.1f} of launching), first {times[0][0]:.1f} s", flush=True)
+
+
+def churn() -> None:
+    """A server of the same shape under 64 clients whose requests come and go."""
+    from pippin.bench.churn.load import ChurnLoad
+    from pippin.bench.churn.served import churn_at
+    from pippin.bench.servers import pippin_server
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "hybrid")
+        write_weights(path, QWEN3_5_0_8B, torch.bfloat16)
+        write_tokenizer(path, QWEN3_5_0_8B["text_config"]["vocab_size"])
+        torch.cuda.empty_cache()
+        options = ["--backend", "torch", "--max-running", str(CHURN_CLIENTS), "--memory", "0.5"]
+        began = time.perf_counter()
+        with pippin_server(str(path), options) as target:
+            print(f"serving after {time.perf_counter() - began:.1f} s", flush=True)
+            load = ChurnLoad(CHURN_SECONDS, num_clients=CHURN_CLIENTS)
+            for seed in range(2):  # graphs are captured while the first one runs
+                churn_at(target.url, load, seed=seed).print()
