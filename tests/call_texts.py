@@ -114,7 +114,7 @@ class Maker:
         self.format = format
         self.syntax = TOOL_FORMATS[format].parser.syntax
 
-    def call(self) -> Call:
+    def call(self, most_arguments: int = 4) -> Call:
         makers = {
             "text": self._string,
             "ключ": self._string,
@@ -125,7 +125,7 @@ class Maker:
             "tree": lambda: {"a": [self._string(), {"b": None}], "c_d": {"e": True}},
             "list": lambda: [1, [2, [self._string()]], {}, 2**70],
         }
-        keys = self.random.sample(list(makers), self.random.randint(0, 4))
+        keys = self.random.sample(list(makers), self.random.randint(0, most_arguments))
         return self.random.choice(NAMES), {key: makers[key]() for key in keys}
 
     def good(self) -> Example:
@@ -140,6 +140,11 @@ class Maker:
         if self.format == "harmony" and before:
             before = f"<|channel|>final<|message|>{before}<|end|><|start|>assistant"
         return Example(before + text + after, calls, letters)
+
+    def short(self) -> Example:
+        """One call and nothing else, so that it can be cut at every place in no time."""
+        call = self.call(most_arguments=1)
+        return Example(write_calls(self.syntax, [call]), [call])
 
     def cut(self) -> Example:
         text = self.good().text
@@ -163,3 +168,9 @@ def examples(format: str, num: int = 200) -> list[Example]:
     maker = Maker(format, 0)
     kinds = [maker.good, maker.good, maker.cut, maker.malformed]
     return [kinds[i % len(kinds)]() for i in range(num)]
+
+
+@cache
+def short_calls(format: str, num: int = 200) -> list[Example]:
+    maker = Maker(format, 1)
+    return [maker.short() for _ in range(num)]

@@ -9,12 +9,21 @@ from collections.abc import Iterable
 
 import pytest
 
-from call_texts import STRINGS, TOOLS, WORDS, Example, Maker, examples, write_calls
+from call_texts import (
+    STRINGS,
+    TOOLS,
+    WORDS,
+    Example,
+    Maker,
+    examples,
+    short_calls,
+    write_calls,
+)
 from pippin.text.parsers.formats import TOOL_FORMATS
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, FoldedText, TextPiece, joined
 
 FORMATS = list(TOOL_FORMATS)
-NUM_CUT_EVERYWHERE = 6  # of the 200; with all of them this takes minutes
+NUM_CUT_EVERYWHERE = 6  # of the 200 replies; with all of them this takes minutes
 
 
 def parse(format: str, parts: Iterable[str]) -> list[TextPiece]:
@@ -47,6 +56,18 @@ def test_the_pieces_do_not_depend_on_how_the_text_was_cut(format: str) -> None:
         for _ in range(2):
             assert parse(format, random_parts(example.text, rng)) == whole, example.text
     check_every_cut(format, examples(format, NUM_CUT_EVERYWHERE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+def test_each_of_200_calls_is_cut_in_two_at_every_place(format: str) -> None:
+    calls = short_calls(format)
+    assert len(calls) == 200
+    for example in calls:
+        folded = FoldedText.of(parse(format, [example.text]))
+        found = [(call.name, json.loads(call.arguments)) for call in folded.calls.values()]
+        assert (found, folded.content) == (example.calls, ""), example.text
+    check_every_cut(format, calls)
 
 
 @pytest.mark.parametrize("format", FORMATS)
