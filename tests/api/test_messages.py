@@ -29,6 +29,7 @@ from pippin.config import ServerConfig
 USER = {"role": "user", "content": "What is the weather?"}
 TOOL = {"name": "get_weather", "description": "Looks.", "input_schema": WEATHER}
 OUR_OWN = {"temperature", "top_p", "top_k", "priority", "timeout"}
+BETA = {"context_management"}
 HEADERS = {"workspace_id"}
 
 
@@ -65,7 +66,7 @@ def test_every_documented_field_is_honoured_or_refused() -> None:
     documented = set(MessageCreateParamsStreaming.__annotations__)
     for base in MessageCreateParamsStreaming.__orig_bases__:
         documented |= set(getattr(base, "__annotations__", ()))
-    assert documented - HEADERS == (MESSAGES_HONOURED | MESSAGES_REFUSED.keys()) - OUR_OWN
+    assert documented - HEADERS == (MESSAGES_HONOURED | MESSAGES_REFUSED.keys()) - OUR_OWN - BETA
 
 
 @either_way
@@ -162,6 +163,16 @@ def test_thinking_is_switched_by_the_template() -> None:
     assert message.content[0].text == "It rains."
 
 
+def test_what_claude_code_sends_besides_is_understood() -> None:
+    reminder = {"role": "system", "content": "Be brief."}
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    with client_of(says("It rains.")) as (client, engine):
+        body = {"context_management": {"edits": edits}}
+        whole(client, system="You help.", messages=[USER, reminder], extra_body=body)
+    assert prompt_text(engine).count("<|im_start|>system") == 1
+    assert "<|im_start|>user\nBe brief.<|im_end|>" in prompt_text(engine)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -169,6 +180,7 @@ def test_thinking_is_switched_by_the_template() -> None:
         ({"extra_body": {"temperature": 1.5}}, "temperature is 1.5"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"tools\[0\].type"),
         ({"extra_body": {"container": "c"}}, "container is not supported"),
+        ({"extra_body": {"context_management": {"edits": [{"type": "x"}]}}}, "edits"),
         ({"messages": [USER, {"role": "assistant", "content": "It"}]}, "not continued"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
     ],

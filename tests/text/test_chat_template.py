@@ -320,6 +320,30 @@ def test_reasoning_and_content_beside_a_call_are_one_where_a_template_refuses_bo
     assert ChatTemplate(source.replace("REFUSE", "")).render([message]) == "[Hm.|I look.]"
 
 
+SHOWN = "[{{ m.role }}: {{ m.content }}]"
+FIRST_ONLY = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+DROPPED = "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}"
+IN_TURN = (
+    "{% if not loop.first and m.role == loop.previtem.role %}{{ raise_exception('no') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("rules", "shown"),
+    [
+        ("", "[system: a][system: b][user: c][system: d][assistant: e][system: f]"),
+        (FIRST_ONLY, "[system: a\n\nb][user: c][user: d][assistant: e][user: f]"),
+        (DROPPED, "[system: a\n\nb][user: c][user: d][assistant: e][user: f]"),
+        (FIRST_ONLY + IN_TURN, "[system: a\n\nb][user: c\n\nd][assistant: e][user: f]"),
+    ],
+)
+def test_reminders_in_mid_conversation_are_shown_by_every_template(rules: str, shown: str) -> None:
+    roles = ("system", "system", "user", "system", "assistant", "system")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, "abcdef", strict=True)]
+    template = ChatTemplate("{% for m in messages %}" + rules + SHOWN + "{% endfor %}")
+    assert template.render(messages) == shown
+
+
 def test_a_template_for_tools_is_used_where_there_are_tools(tmp_path: Path) -> None:
     named = [
         {"name": "default", "template": "plain"},

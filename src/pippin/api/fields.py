@@ -127,6 +127,7 @@ MESSAGES_HONOURED = frozenset(
         *("tools", "tool_choice", "thinking", "output_config"),
         # They change nothing: every prefix is cached, and labels are the operator's.
         *("cache_control", "metadata", "user_profile_id"),
+        "context_management",  # Claude Code sends it, and asks for no edit by it
         # Anthropic's own once, and still sent to other servers:
         *("temperature", "top_p", "top_k"),
         # Not Anthropic's:

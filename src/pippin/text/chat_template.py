@@ -79,7 +79,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         return self._render(
-            [self._shape.apply(message) for message in messages],
+            self._shape.apply(messages),
             tools,
             add_generation_prompt=add_generation_prompt,
             variables=variables,

@@ -27,6 +27,7 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"probe": {"type": "string"}}},
     },
 }
+_MARK = "probe-mark"
 _PROBE_ID = "probe0000"  # nine letters and digits: some templates refuse any other id
 
 
@@ -36,6 +37,8 @@ class MessageShape:
     # space for space, and the prefix cache holds it.
     text_arguments: bool
     one_text_beside_calls: bool  # a turn with calls may have reasoning or content, not both
+    one_system: bool = False  # a system message stands at the beginning, or not at all
+    one_user: bool = False  # no two user messages in a row
 
     @classmethod
     def of(cls, render: Render) -> MessageShape:
@@ -44,10 +47,31 @@ class MessageShape:
         text_arguments = as_text is not None and as_mapping in (None, as_text)
         shape = cls(text_arguments, one_text_beside_calls=False)
         with_both = _try_call(render, shape._arguments(_PROBE_ARGUMENTS), "probe", "probe")
-        return replace(shape, one_text_beside_calls=with_both is None)
+        return replace(
+            shape,
+            one_text_beside_calls=with_both is None,
+            one_system=_MARK not in (_try(render, "user", "assistant", "user", "system") or ""),
+            one_user=_try(render, "user", "user") is None,
+        )
 
-    def apply(self, message: Message) -> dict[str, Any]:
-        """The message, with its reasoning under every name and its calls as they should be."""
+    def apply(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Agents remind a model of its rules in mid-conversation. A template that knows no such
+        thing is shown the user's words: nothing that was said is left out."""
+        shaped: list[dict[str, Any]] = []
+        for message in map(self._message, messages):
+            last = shaped[-1] if shaped else None
+            if self.one_system and message["role"] == "system" and last is not None:
+                message["role"] = "system" if last["role"] == "system" else "user"
+            only_one = message["role"] == "system" and self.one_system
+            only_one |= message["role"] == "user" and self.one_user
+            if only_one and last is not None and _can_join(last, message):
+                last["content"] += f"\n\n{message['content']}"
+            else:
+                shaped.append(message)
+        return shaped
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        """With its reasoning under every name and its calls as they should be."""
         result = _with_reasoning_names(message)
         if calls := message.get("tool_calls"):
             result["tool_calls"] = [self._call(call) for call in calls]
@@ -81,6 +105,20 @@ def _try_call(
         return render([{"role": "user", "content": "probe"}, reply], [_PROBE_TOOL])
     except RequestError:
         return None
+
+
+def _try(render: Render, *roles: str) -> str | None:
+    """What becomes of messages of these roles, the last of them marked; None if refused."""
+    *before, last = [{"role": role, "content": "probe"} for role in roles]
+    try:
+        return render([*before, {**last, "content": _MARK}], None)
+    except RequestError:
+        return None
+
+
+def _can_join(last: Message, message: Message) -> bool:
+    contents = (last.get("content"), message.get("content"))
+    return last["role"] == message["role"] and all(isinstance(each, str) for each in contents)
 
 
 def _with_reasoning_names(message: Message) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pippin.api.body import Body
+from pippin.api.body import Body, shown
 from pippin.api.dialects.messages.conversation import parse_conversation
 from pippin.api.dialects.options import check_model, read_options
 from pippin.api.fields import MESSAGES_HONOURED, MESSAGES_REFUSED, check_fields
@@ -16,10 +16,12 @@ from pippin.api.model_info import ModelInfo
 from pippin.api.request import ChatRequest, ToolUse
 from pippin.api.tools import Choice, Declared, function_tool, tool_bodies, tool_use, unknown_kind
 from pippin.config import LimitsConfig
+from pippin.errors import UnsupportedField
 from pippin.text.bundle import SamplingDefaults
 
 _TOOL_FIELDS = {"type", "name", "description", "input_schema", "cache_control", "strict"}
 _HARMLESS_TOOL_FIELDS = {"eager_input_streaming", "input_examples"}
+_KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 
 
@@ -40,6 +42,7 @@ def parse_message_request(
     body.string("user_profile_id", None)
     if body.has("metadata"):
         Body(body.get("metadata"), "metadata").check_known({"user_id"})
+    _check_edits(body)
     options = read_options(_openai_body(body, limits), model, defaults, limits)
     if options.max_tokens is not None:
         # Clients ask for what Claude could say: what fits is as good.
@@ -79,6 +82,18 @@ def _schema(body: Body) -> dict[str, Any] | None:
     schema = format.require("schema")
     Body(schema, format.name("schema"))
     return dict(schema)
+
+
+def _check_edits(body: Body) -> None:
+    """A conversation is shown as it came: an edit is let pass that would change nothing."""
+    management = _object(body, "context_management")
+    edits = [] if management is None else management.get("edits") or []
+    if edits not in ([], [_KEEP_ALL_THINKING]):
+        raise UnsupportedField(
+            f"context_management.edits is {shown(edits)}; contexts are not edited (only "
+            f"{shown([_KEEP_ALL_THINKING])} is accepted)",
+            param="context_management.edits",
+        )
 
 
 def _effort(body: Body) -> str | None:
