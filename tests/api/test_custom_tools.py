@@ -238,6 +238,25 @@ def test_a_streamed_chat_tells_the_input_as_it_comes() -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+def test_tools_of_a_namespace_are_called_by_both_names() -> None:
+    inner = [{"type": "custom", "name": "run"}, *tools("stop")]
+    space = {"type": "namespace", "name": "agents", "description": "Helpers.", "tools": inner}
+    call = write_calls(
+        Qwen3CoderParser.syntax, [("agents.stop", {}), ("agents.run", {"input": "a"})]
+    )
+    with client_of(says(THOUGHT + call), says("Ok.")) as (client, engine):
+        first = respond(client, tools=[space, *tools("stop")])
+        stop, run = first.output[1:]
+        assert (stop.type, stop.namespace, stop.name) == ("function_call", "agents", "stop")
+        assert (run.type, run.namespace, run.name, run.input) == (
+            "custom_tool_call", "agents", "run", "a",
+        )  # fmt: skip
+        output = {"type": "function_call_output", "call_id": stop.call_id, "output": "ok"}
+        respond(client, input=[output], previous_response_id=first.id)
+    assert call in prompt_text(engine)
+    assert "Helpers." in prompt_text(engine, 0)
+
+
 # ---- some of the tools -------------------------------------------------------------------------
 
 

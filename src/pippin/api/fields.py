@@ -99,8 +99,8 @@ RESPONSES_HONOURED = frozenset(
         *("model", "input", "instructions", "max_output_tokens", "temperature", "top_p"),
         *("stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls"),
         *("reasoning", "text", "include", "store", "previous_response_id"),
-        # Labels:
-        *("metadata", "user", "safety_identifier", "prompt_cache_key"),
+        # Labels; the last one is Codex's:
+        *("metadata", "user", "safety_identifier", "prompt_cache_key", "client_metadata"),
         # Not OpenAI's:
         *("seed", "top_k", "min_p", "stop", "priority", "timeout"),
     }

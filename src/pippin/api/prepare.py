@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pippin.api.constrain import can_forbid_calls, constrain
 from pippin.api.model_info import ModelInfo
 from pippin.api.reasoning import reasoning_variables
-from pippin.api.request import ChatRequest, CompletionRequest, Options
+from pippin.api.request import ChatRequest, CompletionRequest, Options, ToolUse
 from pippin.errors import UnsupportedField
 from pippin.sequences import (
     GeneratedSequence,
@@ -48,7 +48,7 @@ class Job:
     stream: bool
     include_usage: bool
     timeout_s: float | None = None  # from being ready to the end of the reply
-    custom_tools: frozenset[str] = frozenset()  # whose calls have an input instead of arguments
+    tool_use: ToolUse = field(default_factory=ToolUse)
     timing: Timing = field(default_factory=Timing)
 
     @property
@@ -97,7 +97,7 @@ def prepare_chat(
         param=request.messages_field,
         new_parser=lambda: text.formats.parser(prompt.ending, tools),
     )
-    return replace(job, custom_tools=frozenset(request.tool_use.custom))
+    return replace(job, tool_use=request.tool_use)
 
 
 def prompt_of(request: ChatRequest, text: TextBundle) -> Prompt:

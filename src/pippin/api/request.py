@@ -44,6 +44,7 @@ class ToolUse:
     parallel: bool = True  # several calls in one reply
     # Custom tools, which are shown as functions of one text, and what the text must look like:
     custom: Mapping[str, InputGrammar | None] = field(default_factory=dict)
+    namespaces: frozenset[str] = frozenset()  # whose tools are shown as `namespace.name`
 
     @property
     def allowed(self) -> tuple[dict[str, Any], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pippin.api.body import Body, shown
@@ -36,10 +36,24 @@ class Declared:
     tool: dict[str, Any]
     custom: bool = False
     grammar: InputGrammar | None = None  # of a custom tool's input
+    namespace: str | None = None
 
     @property
     def name(self) -> str:
         return str(self.tool["function"]["name"])
+
+    def within(self, namespace: str, description: str) -> Declared:
+        """The tool as one of a namespace, whose name and description stand before its own."""
+        function = self.tool["function"]
+        told = "\n\n".join(filter(None, (description, function.get("description"))))
+        name = full_name(namespace, self.name)
+        function = {**function, "name": name, "description": told}
+        return replace(self, tool={**self.tool, "function": function}, namespace=namespace)
+
+
+def full_name(namespace: str, name: str) -> str:
+    """What the model is shown, and calls."""
+    return f"{namespace}.{name}"
 
 
 def tool_bodies(body: Body) -> list[Body]:
@@ -70,12 +84,13 @@ def tool_use(body: Body, tools: Sequence[Declared], choice: Choice) -> ToolUse:
         only=None if choice.names is None else frozenset(choice.names),
         parallel=body.boolean("parallel_tool_calls", True),
         custom={tool.name: tool.grammar for tool in tools if tool.custom},
+        namespaces=frozenset(tool.namespace for tool in tools if tool.namespace is not None),
     )
 
 
 def function_tool(declared: Body, parameters_field: str) -> Declared:
     """`strict` only where it is asked for."""
-    name = _name(declared)
+    name = tool_name(declared)
     function: dict[str, Any] = {"name": name}
     if (description := declared.string("description", None)) is not None:
         function["description"] = description
@@ -90,7 +105,7 @@ def function_tool(declared: Body, parameters_field: str) -> Declared:
 
 def custom_tool(declared: Body, grammar_field: str | None = None) -> Declared:
     """`grammar_field`: where the format has its grammar, if not beside its type."""
-    name, grammar = _name(declared), None
+    name, grammar = tool_name(declared), None
     if declared.has("format"):
         format = Body(declared.get("format"), declared.name("format"))
         format.require("type")
@@ -104,7 +119,7 @@ def custom_tool(declared: Body, grammar_field: str | None = None) -> Declared:
     return Declared(function, custom=True, grammar=grammar)
 
 
-def _name(declared: Body) -> str:
+def tool_name(declared: Body) -> str:
     declared.require("name")
     name = declared.string("name", "")
     if not NAME.fullmatch(name):

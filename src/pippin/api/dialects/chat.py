@@ -112,7 +112,7 @@ class ChatDialect:
             case Reasoning(text):
                 return {"reasoning_content": text}
             case CallBegin(index, id, name):
-                if name in self._job.custom_tools:
+                if name in self._job.tool_use.custom:
                     self._inputs[piece.index, index] = InputReader()
                 return {"tool_calls": [{"index": index, **self._call(id, name, "")}]}
             case CallArguments(index, text):
@@ -151,7 +151,7 @@ class ChatDialect:
         }
 
     def _call(self, id: str, name: str, arguments: str) -> dict[str, Any]:
-        if name in self._job.custom_tools:
+        if name in self._job.tool_use.custom:
             custom = {"name": name, "input": input_of(arguments)}
             return {"id": id, "type": "custom", "custom": custom}
         return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

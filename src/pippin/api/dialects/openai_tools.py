@@ -16,11 +16,12 @@ from pippin.api.tools import (
     function_tool,
     read_mode,
     tool_bodies,
+    tool_name,
     tool_use,
     unknown_kind,
 )
 
-FUNCTION, CUSTOM, ALLOWED = "function", "custom", "allowed_tools"
+FUNCTION, CUSTOM, NAMESPACE, ALLOWED = "function", "custom", "namespace", "allowed_tools"
 _KNOWN = '"function" and "custom"'
 _FUNCTION_FIELDS = {"name", "description", "parameters", "strict"}
 _CUSTOM_FIELDS = {"name", "description", "format"}
@@ -38,7 +39,7 @@ def read_chat_tools(body: Body) -> ToolUse:
 
 
 def read_responses_tools(body: Body) -> ToolUse:
-    tools = [_responses_tool(tool) for tool in tool_bodies(body)]
+    tools = [each for tool in tool_bodies(body) for each in _responses_tools(tool)]
     return tool_use(body, tools, _choice(body, nested=False))
 
 
@@ -57,10 +58,19 @@ def _chat_tool(tool: Body) -> Declared:
     raise unknown_kind(tool, _KNOWN)
 
 
+def _responses_tools(tool: Body) -> list[Declared]:
+    """A tool, or those of a namespace."""
+    if tool.require("type") != NAMESPACE:
+        return [_responses_tool(tool)]
+    tool.check_known({"type", "name", "description", "tools"})
+    name, told = tool_name(tool), tool.string("description", "")
+    return [_responses_tool(each).within(name, told) for each in tool_bodies(tool)]
+
+
 def _responses_tool(tool: Body) -> Declared:
     kind = tool.require("type")
     if kind not in (FUNCTION, CUSTOM):
-        raise unknown_kind(tool, _KNOWN)
+        raise unknown_kind(tool, '"function", "custom" and namespaces of them')
     for field, neutral in _ONLY_NEUTRAL.items():
         if tool.has(field) and tool.get(field) not in neutral:
             raise tool.wrong(field, f"{shown(neutral[0])}, or be left out")

@@ -67,11 +67,11 @@ def check_choices(num_prompts: int, options: Options, limits: LimitsConfig) -> N
         )
 
 
-def check_metadata(body: Body) -> None:
+def check_metadata(body: Body, field: str = "metadata") -> None:
     """Labels for the operator's bookkeeping: strings by name."""
-    if not body.has("metadata"):
+    if not body.has(field):
         return
-    metadata = Body(body.get("metadata"), "metadata")
+    metadata = Body(body.get(field), field)
     for key in metadata.fields():
         metadata.string(key, None)
 

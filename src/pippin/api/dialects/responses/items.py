@@ -12,6 +12,7 @@ from typing import Any
 
 from pippin.api.body import Body, shown
 from pippin.api.custom_tools import arguments_of
+from pippin.api.tools import full_name
 from pippin.errors import RequestError, UnsupportedField
 
 Item = dict[str, Any]
@@ -130,7 +131,10 @@ def _call(item: Body) -> Message:
         arguments = arguments_of(item.string(text_field, ""))
     else:
         arguments = item.string(text_field, "{}")
-    function = {"name": item.string("name", ""), "arguments": arguments}
+    name = item.string("name", "")
+    if (namespace := item.string("namespace", None)) is not None:
+        name = full_name(namespace, name)
+    function = {"name": name, "arguments": arguments}
     return {"id": item.string("call_id", ""), "type": "function", "function": function}
 
 

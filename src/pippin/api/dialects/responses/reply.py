@@ -12,6 +12,7 @@ from pippin.api.dialects.base import named_event
 from pippin.api.http.errors import error_body
 from pippin.api.prepare import Job
 from pippin.api.replies import FoldedChoice
+from pippin.api.tools import full_name
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
@@ -159,8 +160,12 @@ class ResponsesDialect:
         return done
 
     def _new_call(self, call_id: str, name: str) -> Item:
-        kind = CUSTOM if name in self._job.custom_tools else FUNCTION
+        kind = CUSTOM if name in self._job.tool_use.custom else FUNCTION
         call = {"type": kind, "status": "in_progress", CALLS[kind].field: ""}
+        for namespace in self._job.tool_use.namespaces:
+            if name.startswith(full_name(namespace, "")):
+                name = name.removeprefix(full_name(namespace, ""))
+                call["namespace"] = namespace
         return {"id": _id(CALLS[kind].prefix), "call_id": call_id, "name": name, **call}
 
     @property

@@ -45,6 +45,7 @@ def parse_responses_request(
     check_fields(body, RESPONSES_HONOURED, RESPONSES_REFUSED)
     check_model(body, model)
     check_metadata(body)
+    check_metadata(body, "client_metadata")
     for label in ("user", "safety_identifier", "prompt_cache_key"):
         body.string(label, None)
     store = _store(body, stored)
