@@ -7,17 +7,23 @@ directories.
 from __future__ import annotations
 
 import os
+import ssl
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 LONGEST_FILES = ("test_mutants", "test_worlds", "test_soak")
 
 settings.register_profile("repeat", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
+# That a test fails is enough: no example is made smaller.
+settings.register_profile(
+    "notice", deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate)
+)
 settings.load_profile("repeat")
 
 try:
@@ -31,6 +37,8 @@ else:
 # The models here are small, and several processes that each use every core stand in each other's
 # way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Every client of HTTP first reads all certificates there are, which takes longer than most tests.
+ssl.create_default_context = cache(ssl.create_default_context)
 # GPUs may round float32 products to ten bits: no tolerance here allows for that.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 

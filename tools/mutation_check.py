@@ -4,14 +4,17 @@
 
 `--trust-tests`: do not run them without a mutant first, where they have just been run.
 
-Works on a copy in a temporary directory. Exits 1 if a mutant survives, 2 if its text is gone from
-the source (then the mutant must be written anew) or the tests fail without one.
+Works on a copy in a temporary directory. Each run of tests is a fork of this process, which has
+imported pytest and what else takes long, and nothing of the project. Exits 1 if a mutant survives,
+2 if its text is gone from the source (then the mutant must be written anew) or the tests fail
+without one.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -19,9 +22,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis.extra.numpy  # noqa: F401  # and so numpy: what most tests import
+import llguidance  # noqa: F401
+import msgspec  # noqa: F401
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tools" / "mutants"
 TRUST = "--trust-tests"
+PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")  # what is used of those installed
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=notice")
 
 
 @dataclass(frozen=True)
@@ -58,22 +68,49 @@ def copy_project(target: Path) -> None:
 
 
 def tests_pass(project: Path, tests: Iterable[str]) -> bool:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    result = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
-    if result.returncode not in (0, 1):  # neither passed nor failed: the run itself broke
-        raise RuntimeError(f"pytest could not run\n{result.stdout}{result.stderr}")
-    return result.returncode == 0
+    output = project.parent / "output"
+    child = os.fork()
+    if child == 0:
+        run_tests(project, tests, output)
+    _, status = os.waitpid(child, 0)
+    if os.waitstatus_to_exitcode(status) not in (0, 1):  # neither passed nor failed: the run broke
+        raise RuntimeError(f"pytest could not run\n{output.read_text()}")
+    return status == 0
+
+
+def run_tests(project: Path, tests: Iterable[str], output: Path) -> None:
+    """Ends the process, with pytest's exit status."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(project)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    sys.modules.setdefault("torch", None)  # which the tests' set-up imports where it is installed
+    status = 3  # pytest's own, for an internal error
+    try:
+        plugins = itertools.chain.from_iterable(("-p", name) for name in PLUGINS)
+        status = int(pytest.main([*plugins, *OPTIONS, *tests]))
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
 
 
 def is_killed(mutant: Mutant, project: Path) -> bool:
     """Whether one of the mutant's tests fails; the file is put back afterwards."""
     path = project / mutant.file
     source = path.read_text(encoding="utf-8")
-    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    write_newer(path, source.replace(mutant.old, mutant.new))
     try:
         return not tests_pass(project, mutant.tests)
     finally:
-        path.write_text(source, encoding="utf-8")
+        write_newer(path, source)
+
+
+def write_newer(path: Path, source: str) -> None:
+    """What was compiled of the file is told by its size and the second in which it was written."""
+    written = path.stat().st_mtime + 1
+    path.write_text(source, encoding="utf-8")
+    os.utime(path, (written, written))
 
 
 def stale_mutants() -> list[str]:

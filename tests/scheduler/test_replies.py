@@ -6,6 +6,7 @@ import pytest
 
 from builders import ALL, Client, check_idle, make_client, make_prompt, oracle
 from pippin.backends.fake import BYTES_PER_TOKEN
+from pippin.cache.policy import MAX_STRIDE
 from pippin.messages import Submit
 from pippin.types import Component, SamplingParams
 
@@ -218,3 +219,10 @@ def test_memory_used_follows_the_rows() -> None:
     assert client.loop.status()["memory"]["device_bytes"] >= 10 * BYTES_PER_TOKEN
     client.run()
     assert client.loop.status()["memory"]["device_bytes"] == 0
+
+
+@both_modes
+def test_a_reply_that_ends_where_a_checkpoint_is_leaves_no_second_state(overlap: bool) -> None:
+    client = make_client(overlap=overlap, components=ALL)
+    client.ask(make_prompt(MAX_STRIDE - 28), max_tokens=28)
+    check_idle(client)
