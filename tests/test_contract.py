@@ -50,7 +50,13 @@ if is_installed("torch"):
         f"torch, {name}": partial(make_torch_backend, name, num_slots=NUM_SLOTS)
         for name in ("qwen3_5", BUNDLED)
     }
-every_backend = pytest.mark.parametrize("make_backend", BACKENDS.values(), ids=BACKENDS.keys())
+every_backend = pytest.mark.parametrize(
+    "make_backend",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.slow] if BUNDLED in name else [])
+        for name, make in BACKENDS.items()
+    ],
+)
 MakeBackend = Callable[[], Backend]
 
 

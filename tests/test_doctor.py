@@ -121,6 +121,7 @@ def test_a_container_s_limit_bounds_the_memory(
     assert host_memory_bytes(path) == (expected or unlimited)
 
 
+@pytest.mark.slow
 def test_the_model_is_loaded_once_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[str] = []
     load = MLXBackend.load

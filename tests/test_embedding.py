@@ -49,6 +49,7 @@ def plain_embedding(name: str, tokens: Sequence[int]) -> np.ndarray:
     return vector / np.linalg.norm(vector)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("name", [BUNDLED, "llama", "qwen3_5", "gpt_oss"])
 def test_vectors_are_those_of_the_plain_model(name: str) -> None:

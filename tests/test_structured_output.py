@@ -46,6 +46,7 @@ def test_every_finished_reply_is_valid_and_a_cut_one_says_so(
     assert finished >= len(names) // 2  # the others are numbers and strings without an end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "extra",
     [
@@ -73,6 +74,7 @@ def test_a_schema_combines_with_other_parameters(
             assert len(completion.logprobs) == len(completion.tokens)
 
 
+@pytest.mark.slow
 def test_log_probabilities_change_no_token(llm: LLM) -> None:
     """Forced tokens are then drawn one by one, and are the same."""
     for params in (GREEDY, SAMPLED):

@@ -224,6 +224,7 @@ def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("session", [chat_session, responses_session, messages_session])
 def test_what_a_turn_shares_with_the_last_one_is_cached(
     session: Callable[[str], list[int]],

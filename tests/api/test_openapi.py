@@ -105,6 +105,7 @@ def numeric_fields() -> list[tuple[str, str, dict[str, Any]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "name", "schema"), numeric_fields())
 def test_numbers_are_taken_up_to_their_bounds_and_no_further(
     path: str, name: str, schema: dict[str, Any]
@@ -124,6 +125,7 @@ def test_numbers_are_taken_up_to_their_bounds_and_no_further(
 ODD_VALUES = (True, 0, -1, 1.5, "", "x", [], [[]], [None], [5], ["x"], {}, {"x": {}}, [{"x": 1}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 def test_values_of_other_types_are_refused_where_the_document_says_so(path: str) -> None:
     with serving(ScriptedEngine(answer)) as url, httpx.Client() as client:

@@ -66,7 +66,7 @@ def operate(checked: CheckedCache, rng: random.Random) -> None:
         checked.flush()
 
 
-@pytest.mark.parametrize("capacity", [1 << 40, 200])
+@pytest.mark.parametrize("capacity", [pytest.param(1 << 40, marks=pytest.mark.slow), 200])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_thousands_of_random_operations_agree_with_the_naive_model(
     layout: str, capacity: int, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -205,6 +206,7 @@ def has_no_room(error: str, capacity: int) -> bool:
     return need + others > capacity
 
 
+@pytest.mark.slow
 @SCHEDULES
 @given(engine=engines, workload=st.lists(jobs, min_size=1, max_size=6))
 def test_overlap_on_and_off_give_the_oracles_tokens(engine: Engine, workload: list[Job]) -> None:

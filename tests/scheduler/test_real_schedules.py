@@ -56,6 +56,7 @@ def step(client: Client, ends: dict[str, int]) -> None:
             client.loop.finish(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", range(20))
 def test_overlap_on_and_off_give_the_same_tokens(name: str, seed: int) -> None:

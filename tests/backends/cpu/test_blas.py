@@ -82,6 +82,7 @@ def test_thread_count_follows_the_environment_and_else_the_physical_cores() -> N
     assert run_python(code, OPENBLAS_NUM_THREADS="", **quiet) == str(blas.physical_cores())
 
 
+@pytest.mark.slow
 @linux_only
 @pytest.mark.skipif(not is_installed("torch"), reason="torch is not installed")
 def test_torch_can_be_imported_and_multiplies_after_the_redirect() -> None:

@@ -190,6 +190,7 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
         np.testing.assert_array_equal(kept_by(params, logits), tied)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [

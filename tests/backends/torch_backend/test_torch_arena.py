@@ -157,6 +157,7 @@ def test_no_row_of_a_forward_writes_the_state_that_another_one_reads() -> None:
     assert slab in pools.arena._free
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_random_holders_keep_what_they_hold(seed: int) -> None:
     """As long as the bytes fit, however they are scattered, what is asked for is found."""

@@ -47,6 +47,7 @@ def check_every_cut(format: str, made: list[Example]) -> None:
             assert parse(format, [example.text[:at], example.text[at:]]) == whole, example.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_pieces_do_not_depend_on_how_the_text_was_cut(format: str) -> None:
     rng = random.Random(format)
