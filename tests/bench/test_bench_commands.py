@@ -56,13 +56,14 @@ def test_an_option_that_one_batch_would_ignore_is_refused(
 
 def test_rates_and_concurrencies_become_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["serve", "--url", "http://x", "--rate", "0.5,2", "--requests", "7", "--streams", "4"]
+    argv += ["--watchers", "10"]
     url, loads, options = called_with(monkeypatch, "pippin.bench.serving.measure_server", *argv)
     assert url == "http://x"
     assert [(load.kind, load.level, load.num_requests) for load in loads] == [
         ("rate", 0.5, 7),
         ("rate", 2.0, 7),
     ]
-    assert options["num_streams"] == 4
+    assert (options["num_streams"], options["num_watchers"]) == (4, 10)
 
 
 def test_server_options_pass_through_as_one_string(monkeypatch: pytest.MonkeyPatch) -> None:

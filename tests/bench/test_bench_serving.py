@@ -6,6 +6,7 @@ import asyncio
 import math
 import signal
 import sys
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -14,11 +15,13 @@ from bundled import BUNDLED_PATH
 from cli.commands import served_with
 from pippin.bench import scenarios, servers, suite
 from pippin.bench.cost import Cost
+from pippin.bench.loads import Load
 from pippin.bench.pairs import Pairs
 from pippin.bench.plot import draw
 from pippin.bench.prefix import Pair, prefix, summarize
 from pippin.bench.prompts import Prompts
-from pippin.bench.serving import Load, find_target, measure_server
+from pippin.bench.serving import find_target, measure_server
+from pippin.bench.watching import cost_of_watching
 from pippin.bench.wire import BenchError, LoadClient, Target
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
@@ -69,6 +72,27 @@ def test_loads_and_interference_of_a_running_server(monkeypatch: pytest.MonkeyPa
     svg = draw(report.charts)
     assert f"{report.data['interference']['longest stop']:.3g} ms" in svg
     assert all(f"{load['tokens_per_second']:,.0f}<" in svg for load in report.data["loads"])
+
+
+def test_watchers_are_compared_with_none_in_turn() -> None:
+    loads = [Load("concurrency", 2, 4, 40, 6)]
+    with servers.pippin_server(str(BUNDLED_PATH), TOY) as target:
+        report = measure_server(target.url, loads, num_watchers=3, num_pairs=2)
+        assert httpx.get(f"{target.url}/status").json()["running"] == 0
+    [cost] = report.data["watching"]
+    assert len(cost["tried"]) == len(cost["base"]) == 2
+    assert cost["bytes_each"] > 1000  # they were told something
+    table = report.tables[-1]
+    assert table.title.startswith("3 watchers, each of whom got")
+    assert table.rows[0][-1].startswith("at least 99%: ")
+    assert draw(report.charts)
+
+
+def test_a_server_without_a_feed_cannot_be_watched() -> None:
+    with servers.pippin_server(str(BUNDLED_PATH), TOY) as target:
+        client = LoadClient(replace(target, url=f"{target.url}/nothing"))
+        with pytest.raises(BenchError, match="/nothing/events is refused"):
+            cost_of_watching(client, [Load("rate", 1, 1, 1, 1)], num_watchers=1, num_pairs=1)
 
 
 def test_requests_that_a_server_refuses_are_counted_and_the_others_measured() -> None:

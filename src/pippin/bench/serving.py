@@ -1,126 +1,33 @@
 """`pippin bench serve`: latency and throughput of any OpenAI endpoint under load. Knows only HTTP.
 
-Requests arrive at a rate (as a Poisson process) or keep a fixed number in flight. If the server is
-Pippin, its own account of the overlap is printed beside what clients saw.
+If the server is Pippin, its own account of the overlap is printed beside what clients saw.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any
 
 import httpx
 
+from pippin.bench.loads import Load, LoadOutcome, run_load, summarize_load
 from pippin.bench.plot import Bar, Bars, Chart, Lines
 from pippin.bench.prompts import Prompts
 from pippin.bench.report import Report, Table, busy_note, number, say
-from pippin.bench.samples import Spread
 from pippin.bench.scenarios import Interference, Numbers, interfere, warm_up
 from pippin.bench.servers import first_model
-from pippin.bench.sse import TimedReply, parse
 from pippin.bench.suite import INTERFERENCE
-from pippin.bench.wire import BenchError, LoadClient, Recording, Target
+from pippin.bench.watching import (
+    WatchingCost,
+    cost_of_watching,
+    watching_chart,
+    watching_table,
+)
+from pippin.bench.wire import LoadClient, Target
 
 SHARES = ("device_idle_share", "host_hidden_share")
-
-
-@dataclass(frozen=True)
-class Load:
-    """How requests come: `level` in flight at a time, or `level` a second."""
-
-    kind: Literal["concurrency", "rate"]
-    level: float
-    num_requests: int
-    prompt_tokens: int
-    output_tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.level:g} at a time" if self.kind == "concurrency" else f"{self.level:g}/s"
-
-
-@dataclass(frozen=True)
-class LoadOutcome:
-    """What clients saw under one load. Times in seconds."""
-
-    load: Load
-    seconds: float
-    generated_tokens: int
-    prompt_tokens: int
-    ttft: Spread
-    gap: Spread
-    shares: dict[str, float]  # of Pippin's own metrics; empty for other servers
-    errors: list[str]  # of requests that were refused or failed; the rest is about the others
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.generated_tokens / self.seconds
-
-
-@dataclass(frozen=True)
-class Replies:
-    """What came of a load's requests."""
-
-    whole: list[TimedReply]
-    errors: list[str]
-
-
-async def run_load(client: LoadClient, load: Load, prompts: Prompts) -> Replies:
-    """Send every request when it is due; parse nothing until all are done."""
-    texts = [prompts.text(load.prompt_tokens) for _ in range(load.num_requests)]
-    if load.kind == "rate":
-        recordings = await _at_rate(client, load, texts)
-    else:
-        recordings = await _at_concurrency(client, load, texts)
-    return _parse_all(recordings)
-
-
-def _parse_all(recordings: Sequence[Recording]) -> Replies:
-    """A server under load may refuse some; only if it refuses all is there nothing to tell."""
-    replies = Replies([], [])
-    for recording in recordings:
-        try:
-            replies.whole.append(parse(recording))
-        except BenchError as error:
-            replies.errors.append(error.message)
-    if not replies.whole:
-        raise BenchError(replies.errors[0])
-    return replies
-
-
-async def _at_concurrency(client: LoadClient, load: Load, texts: list[str]) -> list[Recording]:
-    room = asyncio.Semaphore(int(load.level))
-
-    async def one(text: str) -> Recording:
-        async with room:
-            return await client.complete(text, load.output_tokens)
-
-    return list(await asyncio.gather(*(one(text) for text in texts)))
-
-
-async def _at_rate(client: LoadClient, load: Load, texts: list[str]) -> list[Recording]:
-    clock = random.Random(f"arrivals {load.level}")
-    sent: list[asyncio.Task[Recording]] = []
-    for text in texts:
-        sent.append(asyncio.create_task(client.complete(text, load.output_tokens)))
-        await asyncio.sleep(clock.expovariate(load.level))
-    return list(await asyncio.gather(*sent))
-
-
-def summarize_load(load: Load, replies: Replies, shares: dict[str, float]) -> LoadOutcome:
-    whole = replies.whole
-    return LoadOutcome(
-        load=load,
-        seconds=max(reply.last for reply in whole) - min(reply.sent for reply in whole),
-        generated_tokens=sum(reply.num_tokens for reply in whole),
-        prompt_tokens=sum(reply.prompt_tokens or 0 for reply in whole),
-        ttft=Spread.of([reply.ttft for reply in whole]),
-        gap=Spread.of([gap for reply in whole for gap in reply.gaps()]),
-        shares=shares,
-        errors=replies.errors,
-    )
 
 
 def find_target(url: str, model: str | None, api_key: str | None) -> tuple[Target, bool]:
@@ -151,8 +58,11 @@ def measure_server(
     api_key: str | None = None,
     num_streams: int = 0,
     long_prompt_tokens: int = 2000,
+    num_watchers: int = 0,
+    num_pairs: int = 8,
 ) -> Report:
-    """Every load in turn; with `num_streams`, also streams while long prompts arrive."""
+    """Every load in turn; with `num_streams`, also streams while long prompts arrive; with
+    `num_watchers`, also what they cost each load."""
     notes = busy_note()
     target, is_pippin = find_target(url, model, api_key)
     client = LoadClient(target)
@@ -175,17 +85,24 @@ def measure_server(
                 prompt_tokens=long_prompt_tokens,
             )
         )
+    costs = []
+    if num_watchers:
+        costs = cost_of_watching(client, loads, num_watchers=num_watchers, num_pairs=num_pairs)
     notes += [
         f"{o.load}: {len(o.errors)} of {o.load.num_requests} requests failed, "
         f"the first with: {o.errors[0]}"
         for o in outcomes
         if o.errors
     ]
-    return summarize(target, outcomes, met, notes)
+    return summarize(target, outcomes, met, costs, notes)
 
 
 def summarize(
-    target: Target, outcomes: list[LoadOutcome], met: Interference | None, notes: list[str]
+    target: Target,
+    outcomes: list[LoadOutcome],
+    met: Interference | None,
+    costs: list[WatchingCost],
+    notes: list[str],
 ) -> Report:
     tables = [_load_table(outcomes)] if outcomes else []
     charts = _charts(outcomes)
@@ -201,6 +118,10 @@ def summarize(
         tables.append(Table("Streams while long prompts arrive", ("measure", "value"), rows))
         charts.append(_interference_chart(numbers))
         data["interference"] = numbers
+    if costs:
+        tables.append(watching_table(costs))
+        charts += [watching_chart(cost) for cost in costs]
+        data["watching"] = [cost.as_dict() for cost in costs]
     return Report("serve", tables, charts, data, notes)
 
 

@@ -130,7 +130,15 @@ class LoadClient:
             **fields,
             **self.target.extra,
         }
-        request = self._request(self._path + path, json.dumps(body).encode())
+        return await self._exchange("POST", path, json.dumps(body).encode(), leave_after)
+
+    async def start_get(self, path: str) -> Exchange:
+        return await self._exchange("GET", path, b"")
+
+    async def _exchange(
+        self, method: str, path: str, body: bytes, leave_after: int | None = None
+    ) -> Exchange:
+        request = self._request(method, self._path + path, body)
         loop = asyncio.get_running_loop()
         tls = self._tls or None
         try:
@@ -141,7 +149,7 @@ class LoadClient:
             raise BenchError(f"{self.target.url}: {error}") from error
         return exchange
 
-    def _request(self, path: str, body: bytes) -> bytes:
+    def _request(self, method: str, path: str, body: bytes) -> bytes:
         headers = {
             "Host": f"{self._host}:{self._port}",
             "Content-Type": "application/json",
@@ -150,5 +158,8 @@ class LoadClient:
         }
         if self.target.api_key:
             headers["Authorization"] = f"Bearer {self.target.api_key}"
-        lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        lines = [
+            f"{method} {path} HTTP/1.1",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        ]
         return "\r\n".join([*lines, "", ""]).encode() + body

@@ -31,6 +31,8 @@ def serve(
     output: int = 64,
     streams: int = 0,
     long_input: int = 2000,
+    watchers: int = 0,
+    pairs: int = 8,
     outputs: Files = PRINT_ONLY,
 ) -> None:
     """Load any OpenAI endpoint: time to the first token, gaps between tokens, throughput.
@@ -57,8 +59,13 @@ def serve(
         If not 0: also keep this many streams running while long prompts arrive.
     long_input
         Words of those long prompts.
+    watchers
+        If not 0: also compare each load with so many watchers of Pippin's /events and without.
+    pairs
+        How often, in turn.
     """
-    from pippin.bench.serving import Load, measure_server
+    from pippin.bench.loads import Load
+    from pippin.bench.serving import measure_server
 
     if concurrency is None and rate is None:
         concurrency = [1, 4, 16]
@@ -71,6 +78,8 @@ def serve(
         api_key=api_key,
         num_streams=streams,
         long_prompt_tokens=long_input,
+        num_watchers=watchers,
+        num_pairs=pairs,
     )
     report.publish(outputs)
 
