@@ -8,8 +8,10 @@ A plan carries every device-side effect of a step, and a backend executes it in 
     prefill  restore a matched prefix, then run chunks of prompts, and of replies whose next tokens
              are known; sample where one ends, or at once where all of a prompt was restored with
              its hidden vector
+    spill    read payloads of the tree as bytes, on their way to another tier
+    load     make payloads of bytes that came from there
 
-The last two concern different slots: either may come first, but streams are waiting for theirs.
+Decode and prefill concern different slots: either may come first, but streams wait for theirs.
 Rows that obey a grammar are sampled when the host has made their masks: `PendingStep.sample`.
 Only `Backend.launch` touches the device, so no schedule-versus-forward race can be written.
 """
@@ -24,6 +26,7 @@ from typing import Literal, Protocol
 import msgspec
 import numpy as np
 
+from pippin.cache.disk.entries import ArraySpec, Bytes
 from pippin.types import (
     Component,
     DeviceReading,
@@ -131,12 +134,49 @@ class Retire:
 
 
 @dataclass(frozen=True)
+class Spill:
+    """Read consecutive payloads of one component, which the tree has held since before this step.
+
+    Borrowed until `launch` returns: what a backend reads later it keeps by itself.
+    """
+
+    component: Component
+    payloads: tuple[Payload, ...]
+
+
+class Spilled(Protocol):
+    """The bytes of one `Spill`, on the host or on their way there."""
+
+    def arrays(self) -> Sequence[Bytes]:
+        """One for each of `Backend.payload_arrays`; from any thread, which waits for the copy."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory back; exactly once, from the thread that read it or the engine's."""
+        ...
+
+
+@dataclass(frozen=True)
+class Load:
+    """Make one payload of bytes, in the arrays of `Backend.payload_arrays`.
+
+    They stay as they are until the step has been committed, or is known to have failed.
+    """
+
+    component: Component
+    num_tokens: int  # 1 for a state or a hidden vector
+    arrays: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True)
 class StepPlan:
     step: int
     retire: tuple[Retire, ...] = ()
     admit: tuple[Admit, ...] = ()
     prefill: tuple[PrefillRow, ...] = ()
     decode: tuple[DecodeRow, ...] = ()
+    spill: tuple[Spill, ...] = ()
+    load: tuple[Load, ...] = ()
 
     @property
     def rows(self) -> tuple[PrefillRow | DecodeRow, ...]:
@@ -167,7 +207,9 @@ class StepPlan:
 
     @property
     def empty(self) -> bool:
-        return not (self.retire or self.admit or self.prefill or self.decode)
+        return not (
+            self.retire or self.admit or self.prefill or self.decode or self.spill or self.load
+        )
 
 
 @dataclass(frozen=True)
@@ -216,6 +258,8 @@ class StepResult:
     forwards: StepForwards = field(default_factory=StepForwards)
     # float32 [n] by slot, of rows that sample after their prompt and whose Admit `embeds`.
     hidden: Mapping[int, np.ndarray] = field(default_factory=dict)
+    spilled: tuple[Spilled, ...] = ()  # in the order of the plan's `spill`
+    loaded: tuple[Payload, ...] = ()  # in the order of its `load`
 
 
 class PendingStep(Protocol):
@@ -242,7 +286,7 @@ class PendingStep(Protocol):
         ...
 
     def discard(self) -> None:
-        """Release what the step captured: nobody will take it.
+        """Release what the step captured, spilled and loaded: nobody will take it.
 
         Called instead of `wait`, or after it raised; at most once. The rows stay as they are.
         """
@@ -269,10 +313,11 @@ class Costs(Protocol):
         ...
 
     def transient_bytes(self, plan: StepPlan) -> int:
-        """What a launched plan holds beside rows and tree until it is committed: its captures.
+        """What a launched plan holds beside rows and tree until it is committed: its captures, and
+        what it loads.
 
-        A sum over the plan's rows, so that a scheduler may ask for each row alone. Activations are
-        not in it: `limit_memory` sets them aside.
+        A sum over the plan's rows and loads, so that a scheduler may ask for each alone.
+        Activations are not in it: `limit_memory` sets them aside.
         """
         ...
 
@@ -299,6 +344,17 @@ class Backend(Costs, Protocol):
     def limit_memory(self, budget_bytes: int) -> int:
         """Keep within a budget that includes the weights; returns what is left for rows, tree and
         transients together. It may be negative: then the weights alone are too much."""
+        ...
+
+    def payload_arrays(self, component: Component, num_tokens: int) -> tuple[ArraySpec, ...]:
+        """How a payload looks as bytes; KV with its tokens along the first axis.
+
+        Backends that say the same can read what the other wrote.
+        """
+        ...
+
+    def host_memory(self, nbytes: int) -> Bytes:
+        """Memory of the host from which a `Load` is made without waiting; any other will do."""
         ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -334,4 +390,16 @@ def captured_bytes(spec: ModelSpec, plan: StepPlan) -> int:
     for row in plan.decode:
         if row.checkpoint:
             total += spec.state_bytes
-    return total
+    return total + sum(loaded_bytes(spec, load.component, load.num_tokens) for load in plan.load)
+
+
+def loaded_bytes(spec: ModelSpec, component: Component, num_tokens: int) -> int:
+    """What a payload occupies on the device."""
+    match component:
+        case Component.ATTENTION:
+            return num_tokens * spec.kv_bytes_per_token
+        case Component.WINDOW:
+            return num_tokens * spec.window_bytes_per_token
+        case Component.STATE:
+            return spec.state_bytes
+    return spec.hidden_bytes

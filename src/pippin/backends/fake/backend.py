@@ -13,17 +13,21 @@ from pippin.backends.base import (
     Capture,
     DecodeRow,
     DeviceInfo,
+    Load,
     PrefillRow,
     Retire,
     StepPlan,
     StepResult,
     WarmUpShape,
     captured_bytes,
+    loaded_bytes,
 )
+from pippin.backends.fake import transfers
 from pippin.backends.fake.device import FakeDevice, FutureMap
 from pippin.backends.fake.payloads import FakePayload, Ledger
 from pippin.backends.fake.toy import ToyRow
 from pippin.backends.masks import allowed_ids
+from pippin.cache.disk.entries import ArraySpec, Bytes
 from pippin.types import Component, LayerSpec, ModelSpec, Payload, TokenLogprobs
 
 BYTES_PER_TOKEN = 64
@@ -41,6 +45,8 @@ class FakePending:
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
     captures: list[Capture] = field(default_factory=list)
+    spilled: list[transfers.FakeSpilled] = field(default_factory=list)
+    loaded: list[FakePayload] = field(default_factory=list)
     masks: dict[int, np.ndarray] | None = None  # by slot, once they are known
     dispatched: float = field(default_factory=perf_counter)
 
@@ -66,12 +72,18 @@ class FakePending:
             hidden=self.hidden,
             captures=tuple(self.captures),
             dispatched=self.dispatched,
+            spilled=tuple(self.spilled),
+            loaded=tuple(self.loaded),
         )
 
     def discard(self) -> None:
         for capture in self.captures:
             capture.release()
-        self.captures = []
+        for spilled in self.spilled:
+            spilled.release()
+        for payload in self.loaded:
+            payload.release()
+        self.captures, self.spilled, self.loaded = [], [], []
 
 
 class FakeBackend:
@@ -128,6 +140,13 @@ class FakeBackend:
     def limit_memory(self, budget_bytes: int) -> int:
         return budget_bytes
 
+    def payload_arrays(self, component: Component, num_tokens: int) -> tuple[ArraySpec, ...]:
+        num_digests = 1 + len([c for c in self.spec.components if c is not Component.HIDDEN])
+        return transfers.payload_arrays(component, num_tokens, num_digests)
+
+    def host_memory(self, nbytes: int) -> Bytes:
+        return np.empty(nbytes, dtype=np.uint8)
+
     def make_way(self, *, busy: bool) -> None:
         """It has no work of its own."""
 
@@ -150,6 +169,9 @@ class FakeBackend:
         for prefill in plan.prefill:
             self._prefill(pending, prefill)
         self._decode(pending)
+        pending.spilled += [transfers.spilled(spill) for spill in plan.spill]
+        for load in plan.load:
+            self._load(pending, load)
         return pending
 
     def close(self) -> None:
@@ -230,6 +252,16 @@ class FakeBackend:
             row.hidden = kept[Component.HIDDEN]
         if self.restores_by_reference:
             row.borrowed = _as_fake(payloads.get(Component.ATTENTION, ()))
+
+    def _load(self, pending: FakePending, load: Load) -> None:
+        nbytes = loaded_bytes(self.spec, load.component, load.num_tokens)
+        payload = FakePayload(load.num_tokens, nbytes, self.ledger)
+        pending.loaded.append(payload)
+
+        def work() -> None:
+            payload.content = transfers.content_of(load)
+
+        self.device_queue.enqueue(pending.plan.step, work)
 
     def _decode(self, pending: FakePending) -> None:
         plan = pending.plan

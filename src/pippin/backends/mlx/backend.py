@@ -46,8 +46,11 @@ from pippin.backends.mlx.step.pending import MLXPending, SampledRows
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import Sampler, SampleRow
 from pippin.backends.mlx.tree.captures import Captures
+from pippin.backends.mlx.tree.packing import Packer
+from pippin.backends.mlx.tree.transfers import Transfers
+from pippin.cache.disk.entries import ArraySpec, Bytes
 from pippin.errors import LoadError
-from pippin.types import ModelSpec
+from pippin.types import Component, ModelSpec
 
 # Of what the weights leave:
 ACTIVATION_SHARE = 0.1  # activations, and copies on their way
@@ -74,7 +77,11 @@ class MLXBackend:
         self._wired = wired
         self._num_weights = len(tree_flatten(loaded.model.parameters()))
         self._deterministic = deterministic
-        self._captures = Captures(loaded.layout)
+        packer = Packer(loaded.layout)
+        self._captures = Captures(loaded.layout, packer)
+        self._transfers = Transfers(
+            loaded.layout, packer, loaded.hidden_bytes, loaded.head.dtype or loaded.dtype
+        )
         self._footprint = Footprint(loaded.layout)
         self._future_map = FutureMap(num_slots, debug=debug)
         self._sampler = Sampler(loaded.vocab_size, num_slots)
@@ -168,7 +175,24 @@ class MLXBackend:
             self._sample(step)
             if not (plan.decode and self.holds_prompts_back):  # else `dispatch` hands them over
                 step.launch()
+        self._transfer(step, plan)
         return step
+
+    def _transfer(self, step: MLXPending, plan: StepPlan) -> None:
+        """After all that somebody waits for."""
+        for spill in plan.spill:
+            step.spill(self._transfers.spill(spill))
+        for content in plan.load:
+            step.load(self._transfers.load(content))
+        held_back = plan.decode and plan.prefill and self.holds_prompts_back
+        if (plan.spill or plan.load) and not held_back:
+            step.launch()
+
+    def payload_arrays(self, component: Component, num_tokens: int) -> tuple[ArraySpec, ...]:
+        return self._transfers.payload_arrays(component, num_tokens)
+
+    def host_memory(self, nbytes: int) -> Bytes:
+        return np.empty(nbytes, dtype=np.uint8)
 
     def _prefill(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
         prompts = self._prompts

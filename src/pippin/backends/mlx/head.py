@@ -26,6 +26,7 @@ class Head:
 
     def __init__(self, model: Module) -> None:
         self.positions: mx.array | None = None  # int32 [rows, n], or None for every position
+        self.dtype: mx.Dtype | None = None  # of what it reads, where that was measured
         self._selected: mx.array | None = None  # what the head was given last of `positions`
         self._replayed: mx.array | None = None  # what it is to be given instead
         heads = [part for name, part in model.named_modules() if name.split(".")[-1] in _NAMES]
@@ -69,6 +70,7 @@ def measure_hidden(head: Head, forward: Callable[[], mx.array]) -> int:
     hidden = head.take_selected()
     if hidden is None:
         return 0
+    head.dtype = hidden.dtype
     with head.replaying(hidden):
         again = forward()
     return int(hidden.nbytes) if mx.allclose(again, logits).item() else 0

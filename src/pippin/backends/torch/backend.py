@@ -37,6 +37,7 @@ from pippin.backends.torch.pools.layout import ZERO_SLAB, PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
 from pippin.backends.torch.pools.rows import Rows
+from pippin.backends.torch.pools.transfers import Transfers, host_memory, payload_arrays
 from pippin.backends.torch.step.batches import (
     ChunkBatch,
     DecodeBatch,
@@ -49,6 +50,7 @@ from pippin.backends.torch.step.pending import Told, TorchPending, lines_of
 from pippin.backends.torch.step.sampler import Sampler, SampleRow, token_logprobs
 from pippin.backends.torch.step.widths import WIDTHS, width_for
 from pippin.backends.torch.streams import Arrival, make_streams
+from pippin.cache.disk.entries import ArraySpec, Bytes
 from pippin.types import Component, ModelSpec, Payload
 
 if TYPE_CHECKING:
@@ -151,6 +153,11 @@ class TorchBackend:
         self._sample_restored(step, [row for row in plan.prefill if not len(row.tokens)])
         for chunks in self._chunk_groups([row for row in plan.prefill if len(row.tokens)]):
             self._prefill(step, chunks)
+        step.spilled += [self._transfers.spill(spill) for spill in plan.spill]
+        if plan.load:
+            step.loaded += self._transfers.load(plan.load)
+            # Whoever takes the step in may use what it was loaded from for something else.
+            step.told.append(Told(self._streams.bring([]), lambda _: None))
 
     # ---- bytes -----------------------------------------------------------------------------
 
@@ -161,6 +168,12 @@ class TorchBackend:
 
     def transient_bytes(self, plan: StepPlan) -> int:
         return captured_bytes(self.spec, plan)
+
+    def payload_arrays(self, component: Component, num_tokens: int) -> tuple[ArraySpec, ...]:
+        return payload_arrays(self._layout, component, num_tokens)
+
+    def host_memory(self, nbytes: int) -> Bytes:
+        return host_memory(self._decoder.device, nbytes)
 
     def limit_memory(self, budget_bytes: int) -> int:
         """Makes pools of that size, unless another engine over this model already holds some."""
@@ -189,6 +202,7 @@ class TorchBackend:
         assert not self._admitted, "pools are made before requests run"
         self._pools = Pools(self._layout, capacity_bytes, self._decoder.device)
         self._rows = Rows(self._pools, self._num_slots, self.spec.max_len)
+        self._transfers = Transfers(self._pools, self._streams)
         self._plain = PlainForward(self._decoder, self._pools)
         self._forward: ChunkForward = self._plain
         self._decode_steps: DecodeSteps | None = None

@@ -13,7 +13,8 @@ from pippin.backends.base import Capture, StepPlan, StepResult
 from pippin.backends.mlx.cpu.stream_clock import StreamClock
 from pippin.backends.mlx.step.sampler import Logprobs, Sampled, SampleRow
 from pippin.backends.mlx.tree.packing import payload_arrays
-from pippin.types import StepForwards, TokenLogprobs
+from pippin.backends.mlx.tree.transfers import MLXSpilled
+from pippin.types import Payload, StepForwards, TokenLogprobs
 
 
 @dataclass
@@ -80,6 +81,8 @@ class MLXPending:
     num_top_logprobs: Callable[[int], int | None]  # by slot
     clock: StreamClock | None = None
     captures: list[Capture] = field(default_factory=list)
+    spilled: list[MLXSpilled] = field(default_factory=list)
+    loaded: list[Payload] = field(default_factory=list)
     sampled: list[SampledRows] = field(default_factory=list)
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
     hidden: dict[int, mx.array] = field(default_factory=dict)  # [n], by slot: embeddings
@@ -94,6 +97,14 @@ class MLXPending:
         self.captures.append(capture)
         for payload in capture.payloads:
             self.written += payload_arrays(payload)
+
+    def spill(self, spilled: MLXSpilled) -> None:
+        self.spilled.append(spilled)
+        self.written += spilled.written
+
+    def load(self, payload: Payload) -> None:
+        self.loaded.append(payload)
+        self.written += payload_arrays(payload)
 
     def tell_hidden(self, slot: int, hidden: mx.array) -> None:
         self.hidden[slot] = hidden.astype(mx.float32)
@@ -164,6 +175,8 @@ class MLXPending:
             device=None if self.clock is None else self.clock.read(),
             forwards=self.forwards,
             hidden={slot: np.array(vector) for slot, vector in self.hidden.items()},
+            spilled=tuple(self.spilled),
+            loaded=tuple(self.loaded),
         )
 
     def _overflowed(self) -> frozenset[int]:
@@ -173,7 +186,13 @@ class MLXPending:
     def discard(self) -> None:
         for capture in self.captures:
             capture.release()
+        for spilled in self.spilled:
+            spilled.release()
+        for payload in self.loaded:
+            payload.release()
         self.captures.clear()
+        self.spilled.clear()
+        self.loaded.clear()
 
 
 def token_logprobs(logprobs: Logprobs) -> Iterator[TokenLogprobs]:

@@ -22,9 +22,9 @@ KV_COMPONENTS = (Component.ATTENTION, Component.WINDOW)
 
 
 class Captures:
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, packer: Packer) -> None:
         self._layout = layout
-        self._packer = Packer(layout)
+        self._packer = packer
         self._kv_components = tuple(c for c in KV_COMPONENTS if layout.indices(c))
 
     @property

@@ -31,6 +31,10 @@ class Packer:
             if layout.indices(component)
         }
 
+    def groups(self, component: Component) -> Sequence[tuple[int, ...]]:
+        """Leaves that are stacked, in the order of a block's arrays."""
+        return self._groups[component]
+
     @property
     def least_buffer_bytes(self) -> int:
         """Of a payload's buffers, on average: a KV block has one token at least."""
@@ -105,13 +109,13 @@ class Packer:
                     arrays.append(turned.swapaxes(-1, -2))
                 else:
                     arrays.append(mx.contiguous(entry[row : row + 1]))
-        return self._counted(StatePayload(tuple(arrays)))
+        return self.counted(StatePayload(tuple(arrays)))
 
     def hidden_payload(self, hidden: mx.array, row: int) -> StatePayload:
         """`hidden` [rows, 1, hidden]"""
-        return self._counted(StatePayload((mx.contiguous(hidden[row : row + 1]),)))
+        return self.counted(StatePayload((mx.contiguous(hidden[row : row + 1]),)))
 
-    def _counted(self, payload: StatePayload) -> StatePayload:
+    def counted(self, payload: StatePayload) -> StatePayload:
         self.buffers.count(payload)
         return payload
 

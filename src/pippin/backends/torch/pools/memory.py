@@ -39,6 +39,11 @@ class Pools:
         """A copy, uint8 [cells, bytes]."""
         return self._cells[self.index(cells)]
 
+    def set_cells(self, cells: np.ndarray, content: torch.Tensor) -> None:
+        """One scatter. `content`: as many bytes as these cells have, cell by cell."""
+        rows = content.reshape(len(cells), -1).view(torch.uint8)
+        self._cells[self.index(cells)] = rows
+
     def state_bytes(self, slab: int) -> torch.Tensor:
         return self._slab(slab)
 

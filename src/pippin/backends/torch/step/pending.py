@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from pippin.backends.base import Capture, StepPlan, StepResult
+from pippin.backends.torch.pools.transfers import TorchSpilled
 from pippin.backends.torch.step.sampler import SampleRow
 from pippin.backends.torch.streams import Arrival
-from pippin.types import StepForwards, TokenLogprobs
+from pippin.types import Payload, StepForwards, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class TorchPending:
     sample_masked: Callable[[TorchPending, np.ndarray], None]  # with masks of `masked`
     num_top_logprobs: Callable[[int], int | None]  # by slot
     captures: list[Capture] = field(default_factory=list)
+    spilled: list[TorchSpilled] = field(default_factory=list)
+    loaded: list[Payload] = field(default_factory=list)
     masked: list[tuple[SampleRow, torch.Tensor]] = field(default_factory=list)  # with their logits
     told: list[Told] = field(default_factory=list)
     dispatched: float = 0.0
@@ -60,12 +63,18 @@ class TorchPending:
             dispatched=self.dispatched,
             forwards=self.forwards,
             hidden=self.hidden,
+            spilled=tuple(self.spilled),
+            loaded=tuple(self.loaded),
         )
 
     def discard(self) -> None:
         for capture in self.captures:
             capture.release()
-        self.captures = []
+        for spilled in self.spilled:
+            spilled.release()
+        for payload in self.loaded:
+            payload.release()
+        self.captures, self.spilled, self.loaded = [], [], []
 
     # ---- what arrives ----------------------------------------------------------------------
 

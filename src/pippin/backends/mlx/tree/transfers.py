@@ -1,0 +1,163 @@
+"""Payloads as bytes on their way to another tier, and back. Knows the layout; knows no tree.
+
+KV is laid out token by token, so that any run of tokens is one piece of memory and several entries
+become one payload with one copy:
+
+    layers of one shape, keys like values   [tokens, layers, keys or values, heads, dim]
+    otherwise keys and values by themselves [tokens, layers, heads, dim]
+
+That is not how blocks of the tree lie: they are turned by the step that spills or loads them, in
+the order of all that steps do, and nobody waits for it but the thread that writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.base import Load, Spill
+from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.tree.packing import Packer
+from pippin.backends.mlx.tree.payloads import Block, KVPayload, Span, StatePayload
+from pippin.cache.disk.entries import ArraySpec, Bytes
+from pippin.types import GRID, Component, Payload
+
+
+class MLXSpilled:
+    """Arrays of uint8, which a step writes."""
+
+    def __init__(self, arrays: Sequence[mx.array]) -> None:
+        self.written = list(arrays)
+
+    def arrays(self) -> Sequence[Bytes]:
+        """Views of the arrays' own buffers: reading them is no device work."""
+        return [np.asarray(array).reshape(-1) for array in self.written]
+
+    def release(self) -> None:
+        self.written.clear()
+
+
+class Transfers:
+    def __init__(
+        self, layout: Layout, packer: Packer, hidden_bytes: int, hidden_type: mx.Dtype
+    ) -> None:
+        """`hidden_bytes`: of what the head reads of one token, which are numbers of that type."""
+        self._layout = layout
+        self._packer = packer
+        self._hidden = ArraySpec("hidden", _name(hidden_type), (hidden_bytes // hidden_type.size,))
+
+    # ---- how bytes look --------------------------------------------------------------------
+
+    def payload_arrays(self, component: Component, num_tokens: int) -> tuple[ArraySpec, ...]:
+        if component is Component.STATE:
+            return tuple(self._state_arrays())
+        if component is Component.HIDDEN:
+            return (self._hidden,)
+        return tuple(self._kv_arrays(component, num_tokens))
+
+    def _state_arrays(self) -> Iterator[ArraySpec]:
+        for index in self._layout.state_indices:
+            leaf = self._layout.leaves[index]
+            for number, (shape, dtype) in enumerate(zip(leaf.shapes, leaf.dtypes, strict=True)):
+                yield ArraySpec(f"{self._leaf_name(index)}.state.{number}", _name(dtype), shape)
+
+    def _kv_arrays(self, component: Component, num_tokens: int) -> Iterator[ArraySpec]:
+        for group in self._packer.groups(component):
+            leaf = self._layout.leaves[group[0]]
+            layers = ",".join(map(self._leaf_name, group))
+            (keys, values), (keys_type, values_type) = leaf.shapes, leaf.dtypes
+            lead = (num_tokens, len(group))
+            if _is_even(leaf.shapes, leaf.dtypes):
+                yield ArraySpec(f"{layers}.kv", _name(keys_type), (*lead, 2, *keys), token_axis=0)
+            else:
+                yield ArraySpec(f"{layers}.keys", _name(keys_type), (*lead, *keys), token_axis=0)
+                yield ArraySpec(
+                    f"{layers}.values", _name(values_type), (*lead, *values), token_axis=0
+                )
+
+    def _leaf_name(self, index: int) -> str:
+        """The layer's number, with its cache's where it keeps several."""
+        leaves = self._layout.leaves
+        within = sum(leaf.layer == leaves[index].layer for leaf in leaves[:index])
+        return f"{leaves[index].layer}" + (f"+{within}" if within else "")
+
+    # ---- towards the disk ------------------------------------------------------------------
+
+    def spill(self, spill: Spill) -> MLXSpilled:
+        """Lazy: the step that spills evaluates what is in it."""
+        if spill.component in (Component.STATE, Component.HIDDEN):
+            (payload,) = spill.payloads
+            assert isinstance(payload, StatePayload)
+            return MLXSpilled([_bytes(array) for array in payload.arrays])
+        return MLXSpilled([_bytes(array) for array in self._turned_out(spill)])
+
+    def _turned_out(self, spill: Spill) -> Iterator[mx.array]:
+        spans = [span for payload in spill.payloads for span in _kv(payload).spans]
+        columns = list(zip(*(span.arrays() for span in spans), strict=True))
+        for number, group in enumerate(self._packer.groups(spill.component)):
+            leaf = self._layout.leaves[group[0]]
+            sides = [
+                mx.concatenate([part.transpose(2, 0, 1, 3) for part in columns[2 * number + side]])
+                for side in (0, 1)
+            ]
+            if _is_even(leaf.shapes, leaf.dtypes):
+                yield mx.stack(sides, axis=2)
+            else:
+                yield from sides
+
+    # ---- and back --------------------------------------------------------------------------
+
+    def load(self, load: Load) -> Payload:
+        """One copy of the bytes; the payload's arrays are cut out of it by the step."""
+        specs = self.payload_arrays(load.component, load.num_tokens)
+        arrays = [_array(spec, data) for spec, data in zip(specs, load.arrays, strict=True)]
+        if load.component is Component.STATE:
+            return self._packer.counted(StatePayload(tuple(array[None] for array in arrays)))
+        if load.component is Component.HIDDEN:
+            return self._packer.counted(StatePayload((arrays[0][None, None],)))
+        sides = list(self._sides(load.component, arrays))
+        spans = []
+        for at in range(0, load.num_tokens, GRID):
+            end = min(at + GRID, load.num_tokens)
+            cut = [mx.contiguous(side[at:end].transpose(1, 2, 0, 3)) for side in sides]
+            block = Block(tuple(cut), end - at)
+            self._packer.buffers.count(block)
+            spans.append(Span(block, 0, end - at))
+        return KVPayload(tuple(spans))
+
+    def _sides(self, component: Component, arrays: Sequence[mx.array]) -> Iterator[mx.array]:
+        """Keys and values of each group, [tokens, layers, heads, dim]."""
+        rest = iter(arrays)
+        for group in self._packer.groups(component):
+            leaf = self._layout.leaves[group[0]]
+            if _is_even(leaf.shapes, leaf.dtypes):
+                both = next(rest)
+                yield from (both[:, :, 0], both[:, :, 1])
+            else:
+                yield from (next(rest), next(rest))
+
+
+def _is_even(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[mx.Dtype]) -> bool:
+    """Keys look like values."""
+    return shapes[0] == shapes[1] and dtypes[0] == dtypes[1]
+
+
+def _bytes(array: mx.array) -> mx.array:
+    return mx.contiguous(array).reshape(-1).view(mx.uint8)
+
+
+def _array(spec: ArraySpec, data: Bytes) -> mx.array:
+    dtype: mx.Dtype = getattr(mx, spec.dtype)
+    return mx.array(data).view(dtype).reshape(spec.shape)
+
+
+def _name(dtype: mx.Dtype) -> str:
+    """As numpy and torch call it."""
+    return str(dtype).rpartition(".")[2]
+
+
+def _kv(payload: Payload) -> KVPayload:
+    assert isinstance(payload, KVPayload)
+    return payload

@@ -1,0 +1,124 @@
+"""Payloads as bytes on their way to another tier, and back. Knows pools; knows no tree.
+
+    spill   one gather out of the pools, in the order of launches; then the copy stream's business
+    load    one copy to the device and one scatter into cells, for however many entries it came from
+
+The bytes are those that mlx writes: a cell lies as they do, a recurrent state is turned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pippin.backends.base import Load, Spill
+from pippin.backends.torch.pools.layout import PoolLayout
+from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
+from pippin.backends.torch.streams import Arrival, CudaStreams, NullStreams
+from pippin.cache.disk.entries import ArraySpec, Bytes
+from pippin.types import Component, Payload
+
+
+class TorchSpilled:
+    def __init__(self, arrival: Arrival) -> None:
+        self._arrival: Arrival | None = arrival
+
+    def arrays(self) -> Sequence[Bytes]:
+        assert self._arrival is not None
+        return [_as_bytes(found) for found in self._arrival.wait()]
+
+    def release(self) -> None:
+        self._arrival = None
+
+
+def payload_arrays(
+    layout: PoolLayout, component: Component, num_tokens: int
+) -> tuple[ArraySpec, ...]:
+    shape, dtype = layout.shape, str(layout.dtype).rpartition(".")[2]
+    if component is Component.HIDDEN:
+        return (ArraySpec("hidden", dtype, (shape.hidden,)),)
+    if component is Component.ATTENTION:
+        layers = [str(i) for i, kind in enumerate(shape.layers) if kind == "attention"]
+        parts = (num_tokens, len(layers), 2, shape.num_kv_heads, shape.head_dim)
+        return (ArraySpec(f"{','.join(layers)}.kv", dtype, parts, token_axis=0),)
+    assert component is Component.STATE
+    heads, k_dim, v_dim = layout.recurrent_shape
+    specs: list[ArraySpec] = []
+    for index, kind in enumerate(shape.layers):
+        if kind == "delta":
+            specs.append(ArraySpec(f"{index}.state.0", dtype, layout.conv_shape))
+            specs.append(ArraySpec(f"{index}.state.1", "float32", (heads, v_dim, k_dim)))
+    return tuple(specs)
+
+
+def host_memory(device: torch.device, nbytes: int) -> Bytes:
+    """Pinned where there is a device to send from it: then a copy need not be waited for."""
+    held = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    memory: Bytes = held.numpy()
+    return memory
+
+
+class Transfers:
+    def __init__(self, pools: Pools, streams: NullStreams | CudaStreams) -> None:
+        self._pools = pools
+        self._streams = streams
+
+    def spill(self, spill: Spill) -> TorchSpilled:
+        return TorchSpilled(self._streams.bring(self._gathered(spill)))
+
+    def _gathered(self, spill: Spill) -> list[torch.Tensor]:
+        """Copies: pools are written in place."""
+        pools = self._pools
+        if spill.component is Component.ATTENTION:
+            cells = [payload.cells for payload in spill.payloads if isinstance(payload, KVPayload)]
+            return [pools.cell_bytes(np.concatenate(cells))]
+        (payload,) = spill.payloads
+        if isinstance(payload, HiddenPayload):
+            assert payload.hidden is not None
+            return [payload.hidden]
+        assert isinstance(payload, StatePayload)
+        found: list[torch.Tensor] = []
+        for conv, recurrent in zip(pools.conv, pools.recurrent, strict=True):
+            found.append(conv[payload.slab].clone())
+            found.append(recurrent[payload.slab].transpose(-1, -2).contiguous())
+        return found
+
+    def load(self, loads: Sequence[Load]) -> list[Payload]:
+        cells = sum(load.num_tokens for load in loads if load.component is Component.ATTENTION)
+        states = sum(load.component is Component.STATE for load in loads)
+        self._pools.arena.make_room(cells, states)
+        return [self._load(load) for load in loads]
+
+    def _load(self, load: Load) -> Payload:
+        pools = self._pools
+        specs = payload_arrays(pools.layout, load.component, load.num_tokens)
+        sent = [self._sent(data, spec) for data, spec in zip(load.arrays, specs, strict=True)]
+        if load.component is Component.ATTENTION:
+            cells = pools.arena.take_cells(load.num_tokens)
+            pools.set_cells(cells, sent[0])
+            return KVPayload(pools, cells)
+        if load.component is Component.HIDDEN:
+            return HiddenPayload(sent[0])
+        slab = pools.arena.take_state()
+        for layer, (conv, recurrent) in enumerate(zip(pools.conv, pools.recurrent, strict=True)):
+            conv[slab] = sent[2 * layer]
+            recurrent[slab] = sent[2 * layer + 1].transpose(-1, -2)
+        return StatePayload(pools, slab)
+
+    def _sent(self, data: Bytes, spec: ArraySpec) -> torch.Tensor:
+        host = torch.from_numpy(data)
+        sent = (
+            host.clone()
+            if self._pools.device.type == "cpu"
+            else host.to(self._pools.device, non_blocking=True)
+        )
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        return sent.view(dtype).view(spec.shape)
+
+
+def _as_bytes(found: torch.Tensor) -> Bytes:
+    data: Bytes = found.contiguous().view(-1).view(torch.uint8).numpy()
+    return data
