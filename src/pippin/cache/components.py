@@ -97,6 +97,7 @@ class Rules:
         """Share `lower`'s payloads with the node just split off it; returns the change in bytes."""
         upper.window_uses = lower.window_uses
         upper.stamp = lower.stamp
+        upper.copied = lower.copied & (1 << ATTENTION | 1 << WINDOW)
         growth: dict[int, int] = {}
         for index in (ATTENTION, WINDOW):
             payload = lower.payloads[index]
@@ -112,6 +113,11 @@ class Rules:
         return (self.has_state and leaf.payloads[STATE] is None) or (
             self.has_window and leaf.payloads[WINDOW] is None
         )
+
+    def is_copied(self, node: Node) -> bool:
+        """Whether all that the node carries is in the tier below, too."""
+        payloads = node.payloads
+        return all(payloads[i] is None or node.copied >> i & 1 for i in self.indices)
 
     def is_end(self, node: Node) -> bool:
         """Whether windows are kept so that a match can end with this node."""

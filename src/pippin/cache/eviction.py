@@ -30,6 +30,7 @@ from pippin.cache.radix import Node
 MAX_CANDIDATES = 16
 MIN_LOOKS = 4
 NEVER = 1 << 62  # a tick that no use will have
+COPIED = 0.25  # of its worth has what can be had from the tier below
 USELESS = -1.0  # a rank below every level: no match can reach it
 
 
@@ -77,7 +78,8 @@ class Leaves(UnitHeap):
         if self._rules.is_dead(node):
             return USELESS, tick
         num_saved = self._rules.num_saved(node)
-        return level + self._policy.leaf_value(node.state_uses, num_saved, node.nbytes), tick
+        worth = self._policy.leaf_value(node.state_uses, num_saved, node.nbytes)
+        return level + (worth * COPIED if self._rules.is_copied(node) else worth), tick
 
 
 class Windows(UnitHeap):
@@ -112,7 +114,7 @@ class States(UnitHeap):
         nbytes = state.nbytes + (0 if window is None else window.nbytes)
         num_saved = self._rules.num_saved(node)
         worth = self._policy.state_value(node.placement, node.state_uses, num_saved, nbytes)
-        return level + worth, tick
+        return level + (worth * COPIED if node.copied >> STATE & 1 else worth), tick
 
 
 @dataclass(frozen=True)

@@ -10,60 +10,25 @@ Payloads are owned by the tree from `insert` on and released exactly once. One t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy.typing as npt
 
 from pippin.cache.canary import Canary
-from pippin.cache.components import HIDDEN, STATE, WINDOW, Rules
+from pippin.cache.components import HIDDEN, INDEX, STATE, WINDOW, Rules
 from pippin.cache.eviction import NEVER
 from pippin.cache.integrity import check_integrity
 from pippin.cache.observer import TreeObserver
 from pippin.cache.policy import CheckpointPolicy, Placement
 from pippin.cache.radix import Node, TokenArray, as_tokens
 from pippin.cache.report import counters, recent_paths
+from pippin.cache.results import InsertResult, Lock, Match
 from pippin.cache.stats import CacheStats
 from pippin.cache.store import Filled, Store
 from pippin.types import Component, Payload
 
 NUM_SWEPT = 64  # nodes that the canary checks at a time
 MAX_COUNTED = 1_000  # nodes: some milliseconds
-
-
-@dataclass(frozen=True)
-class Match:
-    """The longest prefix of a prompt that every component can restore.
-
-    `payloads` are borrowed and good until the next call that changes the tree; a request that was
-    locked asks `PrefixCache.payloads` again when its plan is made.
-    """
-
-    length: int
-    branch: int  # prompt tokens in the tree at all (>= length): where the prompt leaves it
-    prompt_len: int
-    node: Node = field(repr=False)  # ends at `length`
-    payloads: Mapping[Component, tuple[Payload, ...]] = field(repr=False)  # in token order
-
-
-@dataclass(frozen=True, eq=False)
-class Lock:
-    """Holds a path, its window segment and its state. Given back with `PrefixCache.unlock`."""
-
-    length: int
-    node: Node = field(repr=False)
-    floor: int = field(repr=False)  # where the pinned window segment starts
-
-
-@dataclass(frozen=True)
-class InsertResult:
-    length: int  # tokens of the sequence that the tree holds now, this insert's path included
-    gap: int  # tokens before `start` that were missing; if any, nothing was inserted
-    node: Node = field(repr=False)  # ends at `length`; `lock` takes it
-
-    @property
-    def inserted(self) -> bool:
-        return self.gap == 0
 
 
 class PrefixCache:
@@ -170,11 +135,29 @@ class PrefixCache:
         path, branch = self._tree.walk(ids)
         return self._found(ids, branch, *self._rules.deepest_for_prompt(path, branch, len(ids)))
 
+    def walk(self, tokens: npt.ArrayLike) -> tuple[list[Node], int]:
+        """The nodes that share tokens with these, and how many they share. Touches nothing."""
+        return self._tree.walk(as_tokens(tokens))
+
+    def nodes(self) -> Iterator[Node]:
+        """All of them, parents before children."""
+        return self._tree.nodes()
+
+    def cut(self, node: Node, position: int) -> Node:
+        """The node on the path to `node` that ends at `position`, split off if need be."""
+        return self._store.end_node(node, position)
+
     def payloads(self, lock: Lock) -> dict[Component, tuple[Payload, ...]]:
         """What restores a locked match, as the tree holds it now: others may have split nodes."""
         return self._rules.gather(lock.node)
 
     # --- hold ---------------------------------------------------------------------------------
+
+    def hold(self, tokens: npt.ArrayLike) -> Lock:
+        """Keep what lies along these tokens, restorable or not, so that more can connect to it."""
+        path, reach = self._tree.walk(as_tokens(tokens))
+        node = self._store.end_node(path[-1], reach) if path else self._tree.root
+        return self.lock(InsertResult(reach, 0, node))
 
     def lock(self, at: Match | InsertResult) -> Lock:
         """Keep what `at` found until `unlock`; nothing may be evicted between the two calls."""
@@ -238,6 +221,27 @@ class PrefixCache:
     def evict(self, nbytes: int) -> int:
         """Free at least `nbytes`, or all `evictable_bytes` if that is less; returns the bytes."""
         return self._evict(nbytes, spare_since=NEVER)
+
+    def discard(self, node: Node, component: Component) -> bool:
+        """Drop a component of a node, and of attention all that hangs below; False if locked."""
+        index = INDEX[component]
+        if self._store.pins.holds(node, index):
+            return False
+        if component is Component.ATTENTION:
+            self._store.remove_below(node)
+        else:
+            self._store.drop(node, index)
+        return True
+
+    def mark_copied(self, tokens: npt.ArrayLike, component: Component, start: int) -> None:
+        """The tier below has a component of this path too: of [start, end), or at its end."""
+        ids = as_tokens(tokens)
+        path, _ = self._tree.walk(ids)
+        divides = component in (Component.ATTENTION, Component.WINDOW)
+        for node in path:
+            within = node.start >= start if divides else node.end == len(ids)
+            if within and node.end <= len(ids):
+                self._store.mark_copied(node, INDEX[component])
 
     def set_capacity(self, capacity_bytes: int) -> None:
         """Move the ceiling, and come down to it as far as locks allow."""

@@ -32,6 +32,7 @@ class Node:
     __slots__ = (
         "chain",
         "children",
+        "copied",
         "end",
         "hits",
         "holds",
@@ -59,6 +60,7 @@ class Node:
         self.parent = parent  # None: the root, or a node that was removed
         self.children: dict[int, Node] = {}
         self.payloads: list[Payload | None] = [None] * 4  # attention, window, state, hidden
+        self.copied = 0  # bit i: payload i is in the tier below, too
         self.pins = 0  # locks that end here: they hold the state
         self.holds = 0  # locks that end here and children that are held: they hold attention KV
         self.window_pins = 0  # locks whose window reaches over this node
@@ -105,6 +107,14 @@ class Node:
         while node.parent is not None and node.end > position:
             yield node
             node = node.parent
+
+    def with_descendants(self) -> Iterator[Node]:
+        """This node and those below it, parents before children."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
 
 
 class RadixTree:
@@ -174,11 +184,8 @@ class RadixTree:
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the root, parents before children."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        for child in list(self.root.children.values()):
+            yield from child.with_descendants()
 
 
 def as_tokens(tokens: npt.ArrayLike) -> TokenArray:

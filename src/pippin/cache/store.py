@@ -127,6 +127,12 @@ class Store:
         self.queue.update(tip)
         return [(tip, HIDDEN)]
 
+    def mark_copied(self, node: Node, index: int) -> None:
+        """A payload is in the tier below from now on: it costs less to lose."""
+        if node.payloads[index] is not None:
+            node.copied |= 1 << index
+            self.queue.update(node)
+
     def refuse(self, *payloads: Payload) -> None:
         """Release what was handed in but is not wanted."""
         for payload in payloads:
@@ -171,6 +177,13 @@ class Store:
         for index in range(len(COMPONENTS)):
             self._release(leaf, index)
         self.settle(self._cut_off(leaf))
+
+    def remove_below(self, node: Node) -> None:
+        """Take a node off the tree with all that hangs below it; no lock may hold any of it."""
+        assert not node.holds, f"a node at {node.end} is locked"
+        for below in reversed(list(node.with_descendants())):
+            if below.attached:  # or else pruned with its last child
+                self.remove(below)
 
     def drop(self, node: Node, index: int) -> None:
         """Leave a tombstone: the node stays, one component is gone."""
@@ -289,6 +302,7 @@ class Store:
             self.stats.placements[node.placement].evicted += 1
         node.payloads[index] = None
         node.prints[index] = None
+        node.copied &= ~(1 << index)
         self._count_bytes(node, index, -payload.nbytes)
         self.version += 1
         self.stats.evictions[COMPONENTS[index]] += 1

@@ -1,0 +1,123 @@
+"""Carries bytes to and from the store, in threads of its own. Knows no tree and no steps.
+
+One thread writes, another one reads: a load does not wait for what is written behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from pippin.cache.disk.base import EntryStore
+from pippin.cache.disk.entries import ArraySpec, Bytes, Entry, Key
+from pippin.cache.tiers.pieces import Piece, num_bytes, read
+
+MAX_IDLE_BUFFERS = 4
+
+logger = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Bytes that a step has spilled."""
+
+    def arrays(self) -> Sequence[Bytes]: ...
+
+    def release(self) -> None: ...
+
+
+class ReadPiece(NamedTuple):
+    """A piece whose bytes are there; or keys that could not be read."""
+
+    arrays: tuple[Bytes, ...]
+    lost: list[Key]
+    seconds: float
+
+
+class Buffers:
+    """Memory that pieces are read to, used again and again: fresh pages cost more than a copy."""
+
+    def __init__(self, allocate: Callable[[int], Bytes]) -> None:
+        self._allocate = allocate
+        self._idle: list[Bytes] = []
+
+    def take(self, nbytes: int) -> Bytes:
+        fitting = [buffer for buffer in self._idle if buffer.nbytes >= nbytes]
+        if not fitting:
+            return self._allocate(nbytes)
+        buffer = min(fitting, key=lambda buffer: buffer.nbytes)
+        self._idle = [idle for idle in self._idle if idle is not buffer]
+        return buffer
+
+    def give_back(self, buffer: Bytes) -> None:
+        self._idle.append(buffer)
+        if len(self._idle) > MAX_IDLE_BUFFERS:
+            smallest = min(self._idle, key=lambda buffer: buffer.nbytes)
+            self._idle = [idle for idle in self._idle if idle is not smallest]
+
+
+def plain_memory(nbytes: int) -> Bytes:
+    return np.empty(nbytes, dtype=np.uint8)
+
+
+class Courier:
+    def __init__(
+        self,
+        store: EntryStore,
+        *,
+        allocate: Callable[[int], Bytes] = plain_memory,
+        writer: Executor | None = None,
+        reader: Executor | None = None,
+    ) -> None:
+        self.store = store
+        self.buffers = Buffers(allocate)
+        self._writer = writer or ThreadPoolExecutor(1, "pippin-cache-writer")
+        self._reader = reader or ThreadPoolExecutor(1, "pippin-cache-reader")
+
+    def write(self, entries: Sequence[Entry], sources: Sequence[Source]) -> Future[list[bool]]:
+        """Which of these were kept, in order; nothing is tried any more after one that was not."""
+        return self._writer.submit(self._write, entries, sources)
+
+    def read(self, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes) -> Future[ReadPiece]:
+        return self._reader.submit(self._read, piece, specs, buffer)
+
+    def take_buffer(self, specs: Sequence[ArraySpec]) -> Bytes:
+        return self.buffers.take(num_bytes(specs))
+
+    def tell(self, verb: Callable[..., None], *arguments: Any) -> None:
+        """Have the store do something that nobody waits for."""
+        self._writer.submit(self._told, verb, arguments)
+
+    def close(self) -> None:
+        """Whatever is under way ends first."""
+        self._reader.shutdown(cancel_futures=True)
+        self._writer.shutdown()
+
+    def _write(self, entries: Sequence[Entry], sources: Sequence[Source]) -> list[bool]:
+        kept: list[bool] = []
+        try:
+            for entry, source in zip(entries, sources, strict=True):
+                kept.append(all(kept) and self.store.write(entry, source.arrays()))
+        finally:
+            for source in sources:
+                source.release()
+        return kept
+
+    def _read(self, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes) -> ReadPiece:
+        began = perf_counter()
+        found = read(self.store, piece, specs, buffer)
+        seconds = perf_counter() - began
+        if isinstance(found, list):
+            return ReadPiece((), found, seconds)
+        return ReadPiece(found, [], seconds)
+
+    @staticmethod
+    def _told(verb: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        try:
+            verb(*arguments)
+        except Exception:  # nobody waits for it who could be told
+            logger.exception("the cache on disk: %s failed", verb)

@@ -1,0 +1,161 @@
+"""What the disk lacks of a sequence that memory holds. Knows both trees, no files and no steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pippin.cache.components import HIDDEN, INDEX, STATE, WINDOW, Rules
+from pippin.cache.policy import Placement
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.radix import Node, TokenArray
+from pippin.types import GRID, Component, Payload
+
+STATE_STRIDE = 1024  # tokens between states on disk where nobody is expected to come back to one
+
+Sizes = Callable[[Component, int], int]  # bytes of a payload of so many tokens, as bytes
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one entry is to hold: KV of [start, end), or what is kept after `end`."""
+
+    component: Component
+    start: int  # of the latter, how far the path lies on disk by then
+    end: int
+    payloads: tuple[Payload, ...]  # borrowed from the tree in memory
+
+
+def is_worth_writing(node: Node) -> bool:
+    """States are large. Those on the grid are many, and few of them are used again."""
+    likely = node.placement is not Placement.GRID or node.state_uses > 0
+    return likely or node.end % STATE_STRIDE == 0
+
+
+class Diff:
+    """The runs to write next, of one sequence, within `max_bytes`; none where all is there."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        memory: PrefixCache,
+        disk: PrefixCache,
+        sizes: Sizes,
+        max_bytes: int,
+    ) -> None:
+        self._rules = rules
+        self._memory = memory
+        self._disk = disk
+        self._sizes = sizes
+        self._left = max_bytes
+        self.runs: list[Run] = []
+
+    def find(self, ids: TokenArray) -> list[Run]:
+        path, reach = self._memory.walk(ids)
+        held = path[:-1] if path and path[-1].end > reach else path
+        if not held:
+            return []
+        on_disk, disk_reach = self._disk.walk(ids[: held[-1].end])
+        top = disk_reach
+        if self._rules.has_attention:
+            top = self._add_attention(held[-1], disk_reach)
+        kept = list(held[-1].ancestors())[::-1]  # once more: nodes may have been cut
+        ends = self._add_ends(kept, on_disk, top)
+        self._add_windows(ends, on_disk)
+        self._add_hidden(ends, on_disk)
+        return self.runs
+
+    def _add_attention(self, last: Node, disk_reach: int) -> int:
+        """Whatever lies below what the disk has; returns how far it will have it."""
+        if disk_reach >= last.end:
+            return disk_reach
+        most = self._left // self._sizes(Component.ATTENTION, 1)
+        end = min(last.end, disk_reach + most)
+        if end < last.end:
+            end -= end % GRID
+        if end <= disk_reach:
+            return disk_reach
+        for position in (end, disk_reach):
+            if position:
+                self._memory.cut(last, position)
+        nodes = [node for node in last.ancestors() if disk_reach < node.end <= end][::-1]
+        self._add(Component.ATTENTION, disk_reach, nodes)
+        return end
+
+    def _add_ends(self, held: Sequence[Node], on_disk: Sequence[Node], top: int) -> list[Node]:
+        """Where matches can end on disk: the states there, as far as there is room for them."""
+        if not self._rules.has_state:
+            return [node for node in held if node.end <= top][-1:]
+        known = _by_end(on_disk)
+        ends: list[Node] = []
+        reach = top
+        for node in held:
+            connects = not self._rules.has_attention or node.end <= top
+            if node.payloads[STATE] is None or not connects:
+                continue
+            there = known.get(node.end)
+            if there is not None and there.payloads[STATE] is not None:
+                ends.append(node)
+            elif is_worth_writing(node) and self._fits(Component.STATE, 1):
+                self._add(Component.STATE, min(reach, node.end), [node])
+                reach = max(reach, node.end)
+                ends.append(node)
+        return ends
+
+    def _add_windows(self, ends: Iterable[Node], on_disk: Sequence[Node]) -> None:
+        """The windows that a restore at these ends needs, each run of tokens once."""
+        if not self._rules.has_window:
+            return
+        wanted: dict[int, Node] = {}  # by start
+        for end in ends:
+            floor = end.end - self._rules.window
+            if floor > 0:
+                self._memory.cut(end, floor)
+            for node in end.back_to(floor):
+                if node.payloads[WINDOW] is not None and _lacks_window(on_disk, node):
+                    wanted[node.start] = node
+        run: list[Node] = []
+        for _, node in sorted(wanted.items()):
+            if run and run[-1].end != node.start:
+                self._add(Component.WINDOW, run[0].start, run)
+                run = []
+            if self._fits(Component.WINDOW, node.num_tokens):
+                run.append(node)
+        if run:
+            self._add(Component.WINDOW, run[0].start, run)
+
+    def _add_hidden(self, ends: Sequence[Node], on_disk: Sequence[Node]) -> None:
+        if not self._rules.has_hidden:
+            return
+        known = _by_end(on_disk)
+        for node in ends:
+            there = known.get(node.end)
+            missing = there is None or there.payloads[HIDDEN] is None
+            if node.payloads[HIDDEN] is not None and missing and self._fits(Component.HIDDEN, 1):
+                self._add(Component.HIDDEN, node.end, [node])
+
+    def _fits(self, component: Component, num_tokens: int) -> bool:
+        """Whether there is room for so much; if so it is taken."""
+        nbytes = self._sizes(component, num_tokens)
+        if nbytes > self._left:
+            return False
+        self._left -= nbytes
+        return True
+
+    def _add(self, component: Component, start: int, nodes: Sequence[Node]) -> None:
+        payloads = [node.payloads[INDEX[component]] for node in nodes]
+        held = tuple(payload for payload in payloads if payload is not None)
+        assert len(held) == len(nodes)
+        if component is Component.ATTENTION:
+            self._left -= self._sizes(component, nodes[-1].end - start)
+        self.runs.append(Run(component, start, nodes[-1].end, held))
+
+
+def _by_end(nodes: Sequence[Node]) -> dict[int, Node]:
+    return {node.end: node for node in nodes}
+
+
+def _lacks_window(on_disk: Sequence[Node], node: Node) -> bool:
+    across = [n for n in on_disk if n.start < node.end and n.end > node.start]
+    covered = sum(min(n.end, node.end) - max(n.start, node.start) for n in across)
+    return covered < node.num_tokens or any(n.payloads[WINDOW] is None for n in across)

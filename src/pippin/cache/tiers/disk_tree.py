@@ -1,0 +1,160 @@
+"""The tree of what is on disk: the rules of the one in memory, over parts of entries.
+
+It has no ceiling of its own. The store keeps within its bytes and says what it gave up; that, and
+what hangs below it, leaves the tree, as soon as nobody reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from pippin.cache.canary import Canary
+from pippin.cache.disk.base import EntryStore
+from pippin.cache.disk.chain import Chain
+from pippin.cache.disk.entries import ArraySpec, Entry, Key
+from pippin.cache.disk.rebuild import rebuild
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.radix import Node, TokenArray
+from pippin.cache.results import InsertResult
+from pippin.cache.tiers.parts import EntryPart, Owned, num_parts
+from pippin.types import Component, Payload
+
+NO_CEILING = 1 << 62
+# A path first, then where it can end, then what is kept only at such an end.
+ORDER = {
+    component: place
+    for place, component in enumerate(
+        (Component.ATTENTION, Component.STATE, Component.WINDOW, Component.HIDDEN)
+    )
+}
+
+# How a payload of so many tokens looks as bytes: `Backend.payload_arrays`.
+Format = Callable[[Component, int], tuple[ArraySpec, ...]]
+
+
+class DiskTree:
+    def __init__(
+        self,
+        fingerprint: bytes,
+        components: Sequence[Component],
+        window: int,
+        format: Format,
+        canary: Canary,
+    ) -> None:
+        self.cache = PrefixCache(
+            components, window=window, capacity_bytes=NO_CEILING, canary=canary
+        )
+        self._fingerprint = fingerprint
+        self._format = format
+        self._owned: dict[Key, Owned] = {}
+        self._lost: list[Owned] = []  # these leave the tree once no lock holds them
+        self._unused: list[Key] = []  # nothing of these is in the tree any more
+        self.num_unreadable = 0  # entries that did not read back as they were written
+
+    @property
+    def num_entries(self) -> int:
+        return len(self._owned)
+
+    def fill(self, store: EntryStore) -> None:
+        """Take in what an earlier process wrote; what leads nowhere is not wanted any more."""
+        found = rebuild(store.entries(), self._fingerprint)
+        self._unused += found.orphans
+        for placed in sorted(found.placed, key=lambda placed: ORDER[placed.entry.key.component]):
+            entry = placed.entry
+            if entry.arrays == self._format(entry.key.component, num_parts(entry)):
+                self.add(np.frombuffer(placed.path_tokens(), dtype=np.int32), entry)
+            else:
+                self._unused.append(entry.key)  # of a backend that lays things out differently
+
+    def entry(self, ids: TokenArray, component: Component, start: int) -> Entry:
+        """What would hold a component of the path `ids`: KV of [start, end), or what is at its end.
+
+        In the latter case `start` is how far the path lies in this tree already.
+        """
+        chain = Chain(self._fingerprint).extended(ids[:start])
+        divides = component in (Component.ATTENTION, Component.WINDOW)
+        num_tokens = len(ids) - start if divides else 0
+        return Entry(
+            Key(chain.extended(ids[start:]).key, component, num_tokens),
+            chain.key,
+            start,
+            ids[start:].tobytes(),
+            self._format(component, num_tokens or 1),
+        )
+
+    def add(self, ids: TokenArray, entry: Entry) -> None:
+        """An entry has been written; it is not wanted where it does not connect."""
+        if entry.key in self._owned:
+            return
+        owner = Owned(entry, self._forget)
+        self._owned[entry.key] = owner
+        found = self._insert(ids, entry, owner.part())
+        if found.inserted and found.length == len(ids):
+            owner.node = found.node
+
+    def _insert(self, ids: TokenArray, entry: Entry, part: EntryPart) -> InsertResult:
+        end = len(ids)
+        component = entry.key.component
+        if component is Component.STATE:
+            return self.cache.insert(ids, end, {}, {end: part})
+        if component is Component.HIDDEN:
+            return self.cache.insert(ids, end, {}, {}, part)
+        kv: dict[Component, Payload] = {component: part}
+        return self.cache.insert(ids, entry.start, kv, {})
+
+    def lose(self, keys: Iterable[Key], *, unreadable: bool = False) -> None:
+        """The store does not have these any more, or they cannot be used."""
+        for key in keys:
+            owner = self._owned.get(key)
+            if owner is not None and owner not in self._lost:
+                self._lost.append(owner)
+                self.num_unreadable += unreadable
+
+    def settle(self) -> list[Key]:
+        """Take what was lost out of the tree; returns keys that the store may forget."""
+        self._lost = [owner for owner in self._lost if not self._removed(owner)]
+        unused, self._unused = self._unused, []
+        return unused
+
+    def is_sound(self, keys: Iterable[Key]) -> bool:
+        """Whether none of these is known to be lost."""
+        lost = {owner.key for owner in self._lost}
+        return not lost.intersection(keys)
+
+    def check_integrity(self) -> None:
+        self.cache.check_integrity()
+        live: dict[Key, int] = {}
+        for node in self.cache.nodes():
+            for payload in node.payloads:
+                if payload is not None:
+                    assert isinstance(payload, EntryPart)
+                    key = payload.owner.key
+                    live[key] = live.get(key, 0) + payload.num_tokens
+        owned = {key: owner.num_live for key, owner in self._owned.items()}
+        assert live == owned, "entries on disk and parts in their tree do not add up"
+
+    def _removed(self, owner: Owned) -> bool:
+        """Whether nothing of the entry is left in the tree."""
+        for node in self._nodes_of(owner):
+            if node.attached and _holds_part(node.payloads, owner):
+                self.cache.discard(node, owner.key.component)
+        return not owner.num_live
+
+    def _nodes_of(self, owner: Owned) -> list[Node]:
+        """Nodes that may hold parts of an entry, parents before children."""
+        node = owner.node
+        if node is None or not node.attached:  # its end went with something else: rare
+            return list(self.cache.nodes())
+        if not owner.key.num_tokens:
+            return [node]
+        return list(node.back_to(owner.entry.start))[::-1]
+
+    def _forget(self, owner: Owned) -> None:
+        del self._owned[owner.key]
+        self._unused.append(owner.key)
+
+
+def _holds_part(payloads: Sequence[Payload | None], owner: Owned) -> bool:
+    return any(isinstance(p, EntryPart) and p.owner is owner for p in payloads)

@@ -1,0 +1,162 @@
+"""What is read from disk for a prompt, piece by piece: several entries become one payload each.
+
+Knows entries and buffers; knows no tree and no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from pippin.cache.disk.base import EntryStore
+from pippin.cache.disk.entries import ArraySpec, Bytes, Key
+from pippin.cache.results import Match
+from pippin.cache.tiers.parts import EntryPart, Span
+from pippin.types import Component
+
+KV = (Component.ATTENTION, Component.WINDOW)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [start, end) of one component, or what is kept after `end`."""
+
+    component: Component
+    start: int
+    end: int
+    spans: tuple[Span, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the payload that it becomes."""
+        return self.end - self.start if self.component in KV else 1
+
+    @property
+    def nbytes(self) -> int:
+        """To read: entries are read whole."""
+        return sum(span.entry.nbytes for span in self.spans)
+
+    @property
+    def keys(self) -> list[Key]:
+        return [span.entry.key for span in self.spans]
+
+
+def pieces(match: Match, held: int, max_bytes: int) -> list[Piece]:
+    """What restores a match on disk where memory holds the KV of the first `held` tokens.
+
+    In the order in which a tree can take them.
+    """
+    found: list[Piece] = []
+    for component in Component:
+        spans = _spans(match, component)
+        if not spans or (component is Component.HIDDEN and match.length < match.prompt_len):
+            continue
+        if component in KV:
+            first = held if component is Component.ATTENTION else 0
+            found += _grouped(component, _from(first, match.length, spans), max_bytes)
+        else:
+            found.append(Piece(component, match.length, match.length, tuple(spans)))
+    return found
+
+
+def _spans(match: Match, component: Component) -> list[Span]:
+    parts = match.payloads.get(component, ())
+    assert all(isinstance(part, EntryPart) for part in parts)
+    return [part.span for part in parts if isinstance(part, EntryPart)]
+
+
+def _from(first: int, end: int, spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
+    """Spans that end at `end`, with their positions, less what lies before `first`."""
+    start = end - sum(span.num_tokens for span in spans)
+    for span in spans:
+        stop = start + span.num_tokens
+        if stop > first:
+            skipped = max(0, first - start)
+            yield start + skipped, Span(span.entry, span.start + skipped, span.stop)
+        start = stop
+
+
+def _grouped(
+    component: Component, placed: Iterator[tuple[int, Span]], max_bytes: int
+) -> Iterator[Piece]:
+    """As many spans together as make a piece of `max_bytes`."""
+    group: list[Span] = []
+    start = nbytes = 0
+    for position, span in placed:
+        if group and nbytes + span.entry.nbytes > max_bytes:
+            yield _piece(component, start, group)
+            group, nbytes = [], 0
+        if not group:
+            start = position
+        group.append(span)
+        nbytes += span.entry.nbytes
+    if group:
+        yield _piece(component, start, group)
+
+
+def _piece(component: Component, start: int, spans: Sequence[Span]) -> Piece:
+    end = start + sum(span.num_tokens for span in spans)
+    return Piece(component, start, end, tuple(spans))
+
+
+def read(
+    store: EntryStore, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes
+) -> tuple[Bytes, ...] | list[Key]:
+    """The piece's arrays, in `buffer`; or the keys that could not be read. From any thread."""
+    arrays = _divided(buffer, specs)
+    into: list[list[Bytes]] = []
+    at = 0
+    for span in piece.spans:
+        into.append(_destinations(span, arrays, specs, at))
+        at += span.num_tokens
+    loaded = store.read(piece.keys, into)
+    lost = [key for key, found in zip(piece.keys, loaded, strict=True) if found is None]
+    if lost:
+        return lost
+    at = 0
+    for span, found in zip(piece.spans, loaded, strict=True):
+        assert found is not None
+        if not span.is_whole:
+            for whole, array, spec in zip(found.arrays, arrays, specs, strict=True):
+                size = _token_bytes(spec)
+                array[at * size : (at + span.num_tokens) * size] = whole.tokens(
+                    span.start, span.stop
+                ).reshape(-1)
+        at += span.num_tokens
+    return arrays
+
+
+def num_bytes(specs: Sequence[ArraySpec]) -> int:
+    return sum(spec.nbytes for spec in specs)
+
+
+def _divided(buffer: Bytes, specs: Sequence[ArraySpec]) -> tuple[Bytes, ...]:
+    arrays = []
+    at = 0
+    for spec in specs:
+        arrays.append(buffer[at : at + spec.nbytes])
+        at += spec.nbytes
+    return tuple(arrays)
+
+
+def _destinations(
+    span: Span, arrays: Sequence[Bytes], specs: Sequence[ArraySpec], at: int
+) -> list[Bytes]:
+    """Where the bytes of an entry belong; of a part, memory of its own."""
+    if not span.is_whole:
+        return [np.empty(spec.nbytes, dtype=np.uint8) for spec in span.entry.arrays]
+    if not span.entry.key.num_tokens:
+        return list(arrays)
+    sizes = [_token_bytes(spec) for spec in specs]
+    return [
+        array[at * size : (at + span.num_tokens) * size]
+        for array, size in zip(arrays, sizes, strict=True)
+    ]
+
+
+def _token_bytes(spec: ArraySpec) -> int:
+    assert spec.token_axis == 0, "KV has its tokens along the first axis"
+    return spec.nbytes // max(prod(spec.shape[:1]), 1)
