@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,8 +15,11 @@ from pippin.backends import fake
 from pippin.backends.fake import FakeBackend, mix
 from pippin.backends.masks import allowed_ids, num_words, pack
 from pippin.cache.canary import Canary
+from pippin.cache.disk.base import EntryStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.tiers.courier import Courier
+from pippin.cache.tiers.tiers import Tiers
 from pippin.decode.grammar import Grammar
 from pippin.messages import Submit, TokenDelta
 from pippin.scheduler.loop import Loop
@@ -70,7 +74,11 @@ def make_scheduler(
     deterministic: bool = False,
     forced_chunks: bool = True,
     capacity_bytes: int = AMPLE_BYTES,
+    store: EntryStore | None = None,
+    workers: Executor | None = None,
+    batch_bytes: int = 1 << 20,
 ) -> Scheduler:
+    """`store`: with a tier on disk; `workers`: in place of its threads."""
     spec = backend.spec
     policy = CheckpointPolicy(spec.state_bytes, spec.kv_bytes_per_token)
     prefix_cache = PrefixCache(
@@ -89,7 +97,21 @@ def make_scheduler(
         forced_chunks=forced_chunks,
         capacity_bytes=capacity_bytes,
     )
-    scheduler = Scheduler(backend, limits, prefix_cache if cache else None)
+    tiers = courier = None
+    if store is not None:
+        courier = Courier(store, writer=workers, reader=workers)
+        tiers = Tiers(
+            prefix_cache,
+            store,
+            spec,
+            backend.payload_arrays,
+            canary=Canary("raise"),
+            batch_bytes=batch_bytes,
+            on_grid=deterministic,
+        )
+    scheduler = Scheduler(
+        backend, limits, prefix_cache if cache else None, tiers=tiers, courier=courier
+    )
     scheduler.pace = FixedPace(chunk)
     return scheduler
 
@@ -119,6 +141,7 @@ class Reply:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int | None = None
+    disk_tokens: int = 0
     finish: FinishReason | None = None
     error: str | None = None
     error_status: int = 0
@@ -128,6 +151,7 @@ class Reply:
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs or []
         self.prompt_logprobs += delta.prompt_logprobs or []
+        self.disk_tokens += delta.disk_tokens
         if delta.cached_tokens is not None:
             assert self.cached_tokens is None, "cached_tokens is announced once"
             self.cached_tokens = delta.cached_tokens
@@ -209,6 +233,9 @@ def check_idle(client: Client) -> None:
     if scheduler.cache is not None:
         assert not scheduler.cache._locks
         scheduler.cache.check_integrity()
+    if scheduler.traffic is not None:
+        assert not scheduler.tiers.disk.cache._locks
+        scheduler.tiers.check_integrity()
     held = scheduler.cache.nbytes if scheduler.cache is not None else 0
     assert client.backend.ledger.nbytes == held, "a payload was lost"
     for reply in client.replies.values():

@@ -23,9 +23,12 @@ from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.prefill import prompts
 from pippin.backends.mlx.prefill.batch import ChunkBatch
 from pippin.cache.canary import Canary
+from pippin.cache.disk.base import EntryStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.radix import Node, as_tokens
+from pippin.cache.tiers.courier import Courier
+from pippin.cache.tiers.tiers import Tiers
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Limits, Scheduler
 from pippin.types import Component
@@ -76,7 +79,9 @@ def make_client(
     overlap: bool = True,
     canary: Canary | None = None,
     model: LoadedModel | None = None,
+    store: EntryStore | None = None,
 ) -> Client:
+    """`store`: with a tier on disk."""
     backend = make_backend(name, num_slots, model, pool_bytes=capacity_bytes)
     spec = backend.spec
     prefix_cache = PrefixCache(
@@ -87,7 +92,20 @@ def make_client(
         policy=CheckpointPolicy(spec.state_bytes, spec.kv_bytes_per_token),
     )
     limits = Limits(max_running=num_slots, prefill_tokens=chunk, capacity_bytes=capacity_bytes)
-    scheduler = Scheduler(backend, limits, prefix_cache if cache else None)
+    tiers = courier = None
+    if store is not None:
+        courier = Courier(store, allocate=backend.host_memory)
+        tiers = Tiers(
+            prefix_cache,
+            store,
+            spec,
+            backend.payload_arrays,
+            canary=Canary("raise"),
+            batch_bytes=1 << 20,
+        )
+    scheduler = Scheduler(
+        backend, limits, prefix_cache if cache else None, tiers=tiers, courier=courier
+    )
     scheduler.pace = FixedPace(chunk)
     return Client(Loop(scheduler, backend, overlap=overlap))
 

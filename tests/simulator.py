@@ -11,7 +11,9 @@ would have had alone, and slots, locks and bytes are all back.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,8 +23,13 @@ from builders import Client, Reply, ToyGrammar, check_idle, loop_clock, make_pro
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.canary import Canary
+from pippin.cache.disk.base import Destination
+from pippin.cache.disk.entries import Bytes, Entry, Key, Loaded
+from pippin.cache.disk.memory import MemoryStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.tiers.courier import Courier
+from pippin.cache.tiers.tiers import Tiers
 from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
 from pippin.scheduler.scheduler import Limits, Scheduler
 from pippin.types import Component
@@ -73,6 +80,8 @@ class Setting:
     fault_rate: float
     arrival_rate: float
     dies: bool  # the device fails for good some time
+    disk_bytes: int | None  # of a tier on disk; None: there is none
+    disk_fault_rate: float
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setting:
@@ -96,6 +105,8 @@ class Setting:
             fault_rate=rng.choice((0.0, 0.0, 0.01, 0.05)),
             arrival_rate=rng.choice((0.02, 0.1, 0.4)),
             dies=rng.random() < 0.05,
+            disk_bytes=rng.choice((None, 2_000, 20_000, 1 << 30)),
+            disk_fault_rate=rng.choice((0.0, 0.0, 0.02, 0.2)),
         )
 
 
@@ -135,6 +146,48 @@ class Ask:
     leaves_after: int | None  # tokens; then it aborts, or has seen its stop string
     leaves_by: Literal["abort", "finish"] = "abort"
     has_left: bool = False
+
+
+class Workers(Executor):
+    """In place of threads: work is done when the world says so, in the order in which it came."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._queue.append((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def advance(self, num_items: int = 1) -> None:
+        for _ in range(min(num_items, len(self._queue))):
+            future, work = self._queue.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_result(work())
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.advance(len(self._queue))
+
+
+class SimulatedDisk(MemoryStore):
+    """Full now and then, and what it reads may be damaged: then it is gone."""
+
+    def __init__(self, rng: random.Random, max_bytes: int, fault_rate: float) -> None:
+        super().__init__(b"simulated", max_bytes)
+        self._rng = rng
+        self._fault_rate = fault_rate
+
+    def write(self, entry: Entry, data: Sequence[Bytes]) -> bool:
+        self.fails = self._rng.random() < self._fault_rate
+        return super().write(entry, data)
+
+    def read(
+        self, keys: Sequence[Key], into: Sequence[Destination] | None = None
+    ) -> list[Loaded | None]:
+        for key in keys:
+            if self._rng.random() < self._fault_rate:
+                self.forget([key])
+        return super().read(keys, into)
 
 
 class SimulatedBackend(FakeBackend):
@@ -217,11 +270,16 @@ class World:
         self.rng = random.Random(self.seed)
         self.setting = Setting.draw(self.rng)
         self.backend = SimulatedBackend(self.rng, self.setting)
-        self.client = Client(self._make_loop())
+        setting = self.setting
+        self.disk = None
+        if setting.cached and setting.disk_bytes is not None:
+            self.disk = SimulatedDisk(self.rng, setting.disk_bytes, setting.disk_fault_rate)
+        self.workers = Workers()
+        self.client = Client(self._make_loop(self.backend))
         self._num_faults = 0  # in a row
 
-    def _make_loop(self) -> Loop:
-        setting, spec = self.setting, self.backend.spec
+    def _make_loop(self, backend: SimulatedBackend) -> Loop:
+        setting, spec = self.setting, backend.spec
         cache = None
         if setting.cached:
             cache = PrefixCache(
@@ -243,7 +301,28 @@ class World:
             deterministic=setting.deterministic,
             capacity_bytes=setting.capacity_bytes,
         )
-        return Loop(Scheduler(self.backend, limits, cache), self.backend, overlap=setting.overlap)
+        tiers = courier = None
+        if cache is not None and self.disk is not None:
+            courier = Courier(self.disk, writer=self.workers, reader=self.workers)
+            tiers = Tiers(
+                cache,
+                self.disk,
+                spec,
+                backend.payload_arrays,
+                canary=Canary("raise"),
+                batch_bytes=self.rng.choice((1_000, 100_000)),
+                on_grid=setting.deterministic,
+            )
+        scheduler = Scheduler(backend, limits, cache, tiers=tiers, courier=courier)
+        if scheduler.traffic is not None:
+            scheduler.traffic.clock = lambda: backend.now
+            scheduler.traffic.wait = lambda seconds: self._wait(backend, seconds)
+        return Loop(scheduler, backend, overlap=setting.overlap)
+
+    def _wait(self, backend: SimulatedBackend, seconds: float) -> bool:
+        backend.now += seconds
+        self.workers.advance()
+        return True
 
     # ---- a run -----------------------------------------------------------------------------
 
@@ -254,6 +333,7 @@ class World:
                 self._step()
             self._drain()
         self._check_end()
+        self._restart()
 
     def _drain(self) -> None:
         for _ in range(MAX_DRAIN_STEPS):
@@ -265,6 +345,7 @@ class World:
 
     def _step(self) -> None:
         self._draw_fault()
+        self.workers.advance(self.rng.randrange(4))
         num_faulty = len(self.backend.faulty_plans)
         owners = {slot: h.request.id for slot, h in self.client.loop.scheduler.holdings.items()}
         self.client.step()
@@ -375,6 +456,7 @@ class World:
         tree = scheduler.cache.nbytes if scheduler.cache is not None else 0
         claimed = sum(h.nbytes + h.checkpoint_bytes for h in scheduler.holdings.values())
         claimed += sum(f.transient_bytes for f in scheduler._in_flight.values())
+        claimed += 0 if scheduler.traffic is None else scheduler.traffic.loads.claimed_bytes
         assert scheduler.budget.claimed == claimed, "claims do not add up"
         assert claimed + tree <= capacity, "claims and the tree are over capacity"
         alive = self.backend.memory_used()
@@ -382,6 +464,27 @@ class World:
         assert scheduler.slots.num_free + len(scheduler.holdings) == scheduler.slots.num_slots
         if scheduler.cache is not None and self.steps_run % SWEEP_EVERY == 0:
             scheduler.cache.check_integrity()
+            if scheduler.tiers is not None:
+                scheduler.tiers.check_integrity()
+
+    def _restart(self) -> None:
+        """Another engine finds what this one wrote: killed, or stopped in good order."""
+        if self.disk is None or self.client.loop.failure is not None:
+            return
+        with loop_clock(self.backend):
+            if self.rng.random() < 0.5:
+                self.client.loop.close()
+        self.workers = Workers()
+        backend = SimulatedBackend(self.rng, self.setting)
+        client = Client(self._make_loop(backend))
+        known = [a for a in self.asks[-12:] if not a.broken_grammar and a.modulus is None]
+        with loop_clock(backend):
+            for ask in known:
+                self.workers.advance(self.rng.randrange(8))
+                reply = client.ask(ask.prompt, **ask.kwargs)
+                right = (reply.tokens, reply.finish) == ask.expected
+                assert right or self._may_fail(ask), f"{ask.reply.id}: other tokens after a restart"
+            client.loop.scheduler.tiers.check_integrity()
 
     def _check_end(self) -> None:
         failure = self.client.loop.failure

@@ -16,7 +16,7 @@ import msgspec
 
 from pippin.types import FinishReason, StepForwards
 
-Phase = Literal["compiling", "waiting", "prefill", "decode", "ended"]
+Phase = Literal["compiling", "waiting", "loading", "prefill", "decode", "ended"]
 Change = Literal["add", "split", "change", "show"]
 
 

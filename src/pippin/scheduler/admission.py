@@ -23,7 +23,8 @@ import msgspec
 import numpy as np
 
 from pippin.backends.base import Costs
-from pippin.cache.prefix_cache import Match, PrefixCache
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.results import Match
 from pippin.errors import ContextOverflow, OutOfMemory, Overloaded, UnsupportedField
 from pippin.messages import Submit
 from pippin.scheduler.budget import ByteBudget
@@ -103,10 +104,10 @@ class Admission:
 
     # ---- the queue -------------------------------------------------------------------------
 
-    def check(self, submit: Submit, *, num_compiling: int = 0) -> None:
+    def check(self, submit: Submit, *, num_coming: int = 0) -> None:
         """Raise for a request that could never start, or that finds the queue full.
 
-        `num_compiling` others will be in the queue when their grammars are compiled.
+        `num_coming` others will be in the queue soon: something is compiled or loaded for them.
         """
         prompt_len, max_tokens = len(submit.tokens), submit.params.max_tokens
         max_len = self._costs.spec.max_len
@@ -123,7 +124,7 @@ class Admission:
         need, capacity = self._costs.row_bytes(prompt_len + 1), self._budget.capacity
         if need > capacity:
             raise OutOfMemory(f"the request needs {need:,} bytes, the budget holds {capacity:,}")
-        limits, waiting = self._limits, len(self.queue) + num_compiling
+        limits, waiting = self._limits, len(self.queue) + num_coming
         if waiting >= limits.max_requests:
             raise Overloaded(
                 f"{waiting:,} requests are waiting, the queue holds {limits.max_requests:,}"

@@ -8,6 +8,7 @@ from pippin.backends.base import Capture
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.holding import Holding
+from pippin.scheduler.request import Request
 from pippin.types import Payload
 
 
@@ -17,8 +18,10 @@ def take_captures(
     retired: Mapping[int, Holding],
     cache: PrefixCache,
     budget: ByteBudget,
-) -> None:
+) -> list[tuple[Request, int]]:
     """Insert a committed step's captures under the tokens of whoever had the slot in that step.
+
+    Returns the requests whose prompt or reply is in the tree with that, and how much of them.
 
     States of a growing reply have no path in the tree yet: their holding keeps them until it
     retires, when one or more captures bring the KV they belong to. They come first, so that the
@@ -33,11 +36,16 @@ def take_captures(
             holding.keep_checkpoints(capture.states, budget)
         else:
             to_insert.append((capture, holding))
+    whole: list[tuple[Request, int]] = []
     for capture, holding in to_insert:
-        _insert(capture, holding, cache, budget)
+        inserted = _insert(capture, holding, cache, budget)
+        if inserted and (capture.retired or capture.end == holding.prefill_len):
+            whole.append((holding.request, capture.end))
+    return whole
 
 
-def _insert(capture: Capture, holding: Holding, cache: PrefixCache, budget: ByteBudget) -> None:
+def _insert(capture: Capture, holding: Holding, cache: PrefixCache, budget: ByteBudget) -> bool:
+    """Whether it connected to what the tree holds."""
     request = holding.request
     states = dict(capture.states)
     if capture.retired:
@@ -55,10 +63,11 @@ def _insert(capture: Capture, holding: Holding, cache: PrefixCache, budget: Byte
     )
     if not found.inserted:
         holding.lost_tree(capture.start - found.gap)
-        return
+        return False
     holding.entered_tree(capture.end)
     if not capture.retired and request.phase == "prefill":
         holding.move_tip(cache, cache.lock(found))
+    return True
 
 
 def _checkpoints_up_to(

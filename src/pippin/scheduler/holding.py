@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pippin.cache.prefix_cache import Lock, PrefixCache
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.results import Lock
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.request import Request
 from pippin.scheduler.slots import SlotPool

@@ -27,10 +27,12 @@ from pippin.messages import Submit, TokenDelta
 from pippin.metrics import NOTICEABLE_SECONDS, StepRecord
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.step_times import StepTimes
+from pippin.scheduler.tier_traffic import TierTraffic
 
 LONG_STEP_SECONDS = 0.05  # a step of prompts alone that is longer than this,
 LONG_STEP_FACTOR = 30  # and than so many times what the host does in between, hides little of it
 COMPILING_SECONDS = 0.01  # to wait for a grammar at a time, where nothing else is to be done
+FLUSH_SECONDS = 2.5  # to write what waits to be written, when the engine stops
 MAX_FAILED_STEPS = 3  # in a row: then the device is taken for dead
 
 logger = logging.getLogger(__name__)
@@ -68,8 +70,7 @@ class Loop:
     def has_room(self, submit: Submit) -> bool:
         """Whether the queue would take it now; what can never run is taken, and answered so."""
         try:
-            scheduler = self.scheduler
-            scheduler.admission.check(submit, num_compiling=len(scheduler.compiling))
+            self.scheduler.check(submit)
         except PippinError as error:
             return not isinstance(error, Overloaded)
         return True
@@ -108,7 +109,7 @@ class Loop:
             else:
                 deltas += self._commit(launched)
         if previous is None and launched is None:
-            self.scheduler.compiling.wait(COMPILING_SECONDS)
+            self._wait_for_others()
         if self._num_failed >= MAX_FAILED_STEPS:
             deltas += self._give_up()
         elif self.idle and not self._paused and self.scheduler.cache is not None:
@@ -128,7 +129,7 @@ class Loop:
         cache = scheduler.cache
         return {
             "running": scheduler.num_running,
-            "waiting": len(scheduler.admission.queue) + len(scheduler.compiling),
+            "waiting": scheduler.num_waiting,
             "slots": scheduler.slots.num_slots,
             "overlap": self.overlap,
             "memory": {
@@ -140,23 +141,59 @@ class Loop:
             },
             "metrics": scheduler.metrics.summary(),
             "cache": cache.counters() if cache is not None else None,
+            "disk": None if scheduler.traffic is None else scheduler.traffic.counters(),
         }
 
     def flush_cache(self) -> dict[str, Any]:
         cache = self.scheduler.cache
         if cache is None:
             return {"freed_bytes": 0, "kept_bytes": 0}
-        before = cache.nbytes
-        cache.flush()
-        return {"freed_bytes": before - cache.nbytes, "kept_bytes": cache.nbytes}
+        before, traffic = cache.nbytes, self.scheduler.traffic
+        freed_on_disk = 0
+        if traffic is None:
+            cache.flush()
+        else:
+            freed_on_disk = traffic.flush()
+        return {
+            "freed_bytes": before - cache.nbytes,
+            "kept_bytes": cache.nbytes,
+            "freed_disk_bytes": freed_on_disk,
+        }
 
     def close(self) -> None:
         if self._in_flight is not None:
-            self._in_flight.pending.discard()
+            self._fail(self._in_flight.plan, DeviceFailed("stopped"), self._in_flight.pending)
             self._in_flight = None
+        traffic = self.scheduler.traffic
+        if traffic is not None:
+            if self.failure is None:
+                self._write_behind(traffic)
+            traffic.close()
         self.backend.close()
         if self.scheduler.compiler is not None:
             self.scheduler.compiler.close()
+
+    def _write_behind(self, traffic: TierTraffic) -> None:
+        """What waits to be written, as far as whoever stops us has the patience."""
+        traffic.loads.give_up()
+        deadline = perf_counter() + FLUSH_SECONDS
+        while traffic.spills.hurry() and perf_counter() < deadline:
+            plan = self.scheduler.plan_spill()
+            if plan is None:
+                traffic.wait(COMPILING_SECONDS)
+                continue
+            try:
+                self.scheduler.commit(plan.step, self.backend.launch(plan).wait())
+            except Exception as error:
+                self._fail(plan, error)
+                return
+
+    def _wait_for_others(self) -> None:
+        """Nothing can be launched or committed: a grammar is compiled, or something is loaded."""
+        scheduler = self.scheduler
+        scheduler.compiling.wait(COMPILING_SECONDS)
+        if scheduler.traffic is not None:
+            scheduler.traffic.wait(COMPILING_SECONDS)
 
     def _dispatch(self, deltas: list[TokenDelta]) -> None:
         launched = self._in_flight

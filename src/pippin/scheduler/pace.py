@@ -80,6 +80,11 @@ class Pace:
         """What a step of so many prompt tokens, and no streams, should take; 0 if nobody knows."""
         return self.costs.prefill_seconds(tokens) if tokens and self.costs.known else 0.0
 
+    def compute_seconds(self, tokens: int) -> float:
+        """What a prompt of so many should take alone, in as many steps as it takes."""
+        steps, rest = divmod(tokens, self.prefill_tokens)
+        return steps * self.prompt_seconds(self.prefill_tokens) + self.prompt_seconds(rest)
+
     def pays_off(self, lengths: Sequence[int], num_streams: int) -> bool:
         """Whether replies whose next tokens are known are to run these at once, in a forward more.
 

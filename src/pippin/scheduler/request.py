@@ -19,6 +19,7 @@ KEY_TOKENS = 16  # prompts that share less than this are strangers
 Phase = Literal[
     "compiling",  # not in the queue yet: what it is to obey is being compiled
     "waiting",  # in the queue, no slot
+    "loading",  # not in the queue: a part of its prompt is being read from disk
     "prefill",  # chunks of what is known are being planned
     "decode",  # one token a step
     "ended",  # it has its terminal message
@@ -48,6 +49,9 @@ class Request:
     finish: FinishReason | None = None
     slot: int = 0  # while it runs; what comes with it is a `Holding`
     cached_len: int = 0  # prompt tokens that were not computed, when it first started
+    disk_len: int = 0  # of these, read from disk for it
+    sought: bool = False  # on disk, since it came into the queue
+    loaded: tuple[int, int] = (0, 0)  # tokens [start, end) that were read for it
     num_retractions: int = 0
     submitted_s: float | None = None  # on the clock of whoever submits and starts it
     queued_s: float | None = None  # how long it waited, when it first started
@@ -141,12 +145,26 @@ class Request:
         self.grammar = grammar
         self.phase = "waiting"
 
+    def wait_for_load(self) -> None:
+        assert self.phase == "waiting"
+        self.phase = "loading"
+
+    def note_load(self, start: int, end: int) -> None:
+        """Tokens [start, end) are in memory now because it waited; perhaps none."""
+        self.loaded = (start, max(start, end))
+
+    def end_wait(self) -> None:
+        assert self.phase == "loading"
+        self.phase = "waiting"
+
     def start(self, slot: int, cached_len: int) -> None:
         assert self.phase == "waiting"
         self.phase = "prefill"
         self.slot = slot
         if not self.num_retractions:
             self.cached_len = cached_len
+            start, end = self.loaded
+            self.disk_len = max(0, min(cached_len, end) - start)
 
     def note_start(self, now_s: float) -> None:
         """Its first chunk, or its first one again, goes into a step that is launched now."""
@@ -173,6 +191,7 @@ class Request:
         assert self.num_sampled == len(self.output), "a sample is in flight"
         self.phase = "waiting"
         self.slot = 0
+        self.sought = False
         self.num_retractions += 1
 
     def end(self, reason: FinishReason) -> None:

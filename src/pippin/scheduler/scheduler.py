@@ -19,6 +19,8 @@ import numpy as np
 
 from pippin.backends.base import Admit, Costs, Retire, StepPlan, StepResult
 from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.tiers.courier import Courier
+from pippin.cache.tiers.tiers import Tiers
 from pippin.decode.compiler import GrammarCompiler
 from pippin.decode.grammar import Grammar
 from pippin.errors import NotANumber, OutOfMemory, PippinError
@@ -39,6 +41,7 @@ from pippin.scheduler.prompts import PromptPlanner
 from pippin.scheduler.replies import ReplyPlanner
 from pippin.scheduler.request import Request
 from pippin.scheduler.slots import SlotPool
+from pippin.scheduler.tier_traffic import TierTraffic
 from pippin.types import FinishReason
 
 
@@ -73,6 +76,8 @@ class Scheduler:
     cache: PrefixCache | None = None
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
     compiler: GrammarCompiler | None = None  # None: nobody asks for a grammar
+    tiers: Tiers | None = None  # None: what memory has no room for is lost
+    courier: Courier | None = None  # to the disk, where there are tiers
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -90,6 +95,9 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # every request that has not ended
         self.compiling = Compiling(self.compiler)
         self.holdings: dict[int, Holding] = {}  # by slot: in use, or not yet released
+        self.traffic: TierTraffic | None = None
+        if self.tiers is not None and self.courier is not None:
+            self.traffic = TierTraffic(self.tiers, self.courier, self.costs, self.budget)
         self.last_ghosts = 0
         self.observer: Observer | None = None  # None: nobody watches
         self._leaving: list[Holding] = []  # their requests have ended or are being retracted
@@ -134,7 +142,7 @@ class Scheduler:
         # An error delta would carry the same id and end the first request for its client.
         assert submit.id not in self.requests, f"request id {submit.id} is in use"
         try:
-            self.admission.check(submit, num_compiling=len(self.compiling))
+            self.check(submit)
         except PippinError as error:
             self._outbox.error(submit.id, error)
             self.metrics.requests_failed += 1
@@ -157,6 +165,16 @@ class Scheduler:
             self.compiling.add(request, spec)
         self._tell_changed(request)
 
+    def check(self, submit: Submit) -> None:
+        """Raise for a request that could never start, or that finds the queue full."""
+        self.admission.check(submit, num_coming=self.num_waiting - len(self.admission.queue))
+
+    @property
+    def num_waiting(self) -> int:
+        """In the queue, or on their way into it."""
+        loading = 0 if self.traffic is None else self.traffic.loads.num_waiting
+        return len(self.admission.queue) + len(self.compiling) + loading
+
     def abort(self, request_id: str) -> None:
         self._end_early(request_id, "abort")
 
@@ -174,7 +192,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests or self.holdings or self._outbox)
+        traffic = self.traffic is not None and self.traffic.busy
+        return bool(self.requests or self.holdings or self._outbox) or traffic
 
     @property
     def num_running(self) -> int:
@@ -188,15 +207,20 @@ class Scheduler:
         for request in self.compiling.take_done(self._fail):
             self.admission.add(request)
             self._tell_changed(request)
+        if self.traffic is not None:
+            for request in self.traffic.divert(self.admission, self.pace.compute_seconds):
+                self._tell_changed(request)
         retire, retired = self._plan_retires(step)
         replies = self._replies.plan(step, self.holdings.values(), self.pace.pays_off)
         admit, prefill = self._prompts.plan(step, self.holdings, replies.num_streams)
         self._count_cached(admit)
-        plan = StepPlan(step, retire, admit, (*replies.chunks, *prefill), tuple(replies.decode))
         if replies.starved:
             self._make_room(replies.starved)
+        rows = (*replies.chunks, *prefill), tuple(replies.decode)
+        spill, load = ((), ()) if self.traffic is None else self.traffic.plan(step)
+        plan = StepPlan(step, retire, admit, *rows, spill, load)
         if plan.empty:
-            if not self._in_flight and not self.holdings:
+            if not self._in_flight and not self.holdings and not self._loading:
                 self._fail_hopeless()
             return None
         self._next_step += 1
@@ -204,6 +228,21 @@ class Scheduler:
             plan, dict(self.holdings), retired, self._claims.take_transient()
         )
         return plan
+
+    def plan_spill(self) -> StepPlan | None:
+        """A step that only writes behind, for an engine that is about to stop."""
+        step = self._next_step
+        spill, load = ((), ()) if self.traffic is None else self.traffic.plan(step)
+        if not spill and not load:
+            return None
+        self._next_step += 1
+        plan = StepPlan(step, spill=spill, load=load)
+        self._in_flight[step] = _InFlight(plan, dict(self.holdings), {}, 0)
+        return plan
+
+    @property
+    def _loading(self) -> bool:
+        return self.traffic is not None and self.traffic.loads.busy
 
     def masks(self, plan: StepPlan) -> np.ndarray:
         """What the plan's grammar rows may sample, once every earlier step is committed.
@@ -232,6 +271,7 @@ class Scheduler:
         for request in (self.holdings[started.slot].request for started in admit):
             if not request.num_retractions:
                 self.metrics.cached_tokens += request.cached_len
+                self.metrics.disk_tokens += request.disk_len
 
     def _requeue(self, request: Request) -> None:
         request.retract()
@@ -248,6 +288,8 @@ class Scheduler:
         its way back, one request is larger than all there is.
         """
         shortage = self._claims.shortage(starved, self.holdings.values())
+        if shortage > 0 and self.traffic is not None and self.traffic.loads.give_up():
+            shortage = self._claims.shortage(starved, self.holdings.values())
         if shortage <= 0:
             return
         running = [holding for holding in self.holdings.values() if holding.runs]
@@ -281,10 +323,17 @@ class Scheduler:
     def commit(self, step: int, result: StepResult) -> list[TokenDelta]:
         """Take in a finished step: tokens, finishes, captures. Returns what clients are owed."""
         flight = self._settle(step)
+        if self.traffic is not None:
+            self.traffic.commit(step, result)
         for slot in result.overflowed:
             self._taint(flight.owners[slot], NotANumber("the model's values overflowed"))
         if self.cache is not None:
-            take_captures(result.captures, flight.owners, flight.retired, self.cache, self.budget)
+            whole = take_captures(
+                result.captures, flight.owners, flight.retired, self.cache, self.budget
+            )
+            if self.traffic is not None:
+                for request, length in whole:
+                    self.traffic.note(request, length)
         for holding in flight.retired.values():
             self._release(holding)
         self._unlock_prompts(flight)
@@ -298,6 +347,8 @@ class Scheduler:
         compute on them; slots that it meant to free are freed once more.
         """
         flight = self._settle(step)
+        if self.traffic is not None:
+            self.traffic.fail_step(step)
         for row in flight.plan.rows:
             self._taint(flight.owners[row.slot], error)
         for holding in flight.retired.values():
@@ -385,6 +436,9 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.phase == "compiling":
             self.compiling.remove(request)
+        elif request.phase == "loading":
+            assert self.traffic is not None
+            self.traffic.loads.remove(request)
         elif request.phase == "waiting":
             self.admission.remove(request)
         elif not (holding := self.holdings[request.slot]).retracting:

@@ -1,0 +1,302 @@
+"""Requests that wait for a part of their prompt to be read from disk. Knows no arrays and no slots.
+
+    queue ──▶ loading: read a piece ─▶ a step makes a payload of it ─▶ the tree takes it ──▶ queue
+                       └─ the next piece is read meanwhile
+
+A load is begun where it should be faster than computing. One that fails, that computing would have
+overtaken, or whose bytes are wanted by running replies is given up, and its requests compute what
+is missing. What it has brought by then stays in the tree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pippin.backends.base import Costs, Load, StepPlan
+from pippin.cache.disk.entries import Bytes
+from pippin.cache.results import InsertResult, Lock
+from pippin.cache.tiers.courier import Courier, ReadPiece
+from pippin.cache.tiers.pieces import Piece
+from pippin.cache.tiers.tiers import Found, Tiers
+from pippin.scheduler.budget import ByteBudget
+from pippin.scheduler.request import Request
+from pippin.types import Component, Payload
+
+MAX_JOBS = 8
+PIECES_AHEAD = 2  # of a job: one in a step, one being read
+LEAST_PATIENCE = 0.1  # seconds
+PATIENCE = 2.0  # times what computing should take; then a load is late
+FIRST_PATIENCE = 10.0  # seconds, while nobody knows what computing takes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Reading:
+    """A piece on its way: being read, read, or in a step."""
+
+    piece: Piece
+    buffer: Bytes
+    nbytes: int  # claimed for the payload that it becomes
+    future: Future[ReadPiece]
+
+
+@dataclass(eq=False)
+class Job:
+    """One load, for whoever waits for it."""
+
+    tokens: np.ndarray  # int32, up to the end of the match on disk
+    pieces: deque[Piece]
+    lock: Lock  # in the disk's tree
+    hold: Lock  # in memory, on what the next piece connects to
+    began: float
+    deadline: float
+    waiters: dict[Request, int] = field(default_factory=dict)  # and what memory had for them
+    readings: deque[Reading] = field(default_factory=deque)
+    in_steps: int = 0
+    brought: int = 0  # tokens of the path that are in memory now because of it
+    read_seconds: float = 0.0
+    ended: bool = False
+
+
+class Loads:
+    def __init__(self, tiers: Tiers, courier: Courier, costs: Costs, budget: ByteBudget) -> None:
+        self._tiers = tiers
+        self._courier = courier
+        self._costs = costs
+        self._budget = budget
+        self._jobs: list[Job] = []
+        self._leftover: list[Reading] = []  # of jobs that ended while the disk was reading
+        self._steps: dict[int, list[tuple[Job, Reading]]] = {}
+        self._back: list[Request] = []  # to the queue
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(job.waiters) for job in self._jobs) + len(self._back)
+
+    @property
+    def claimed_bytes(self) -> int:
+        """For payloads that do not exist yet, or are in a step."""
+        in_steps = (reading for step in self._steps.values() for _, reading in step)
+        waiting = (reading for job in self._jobs for reading in job.readings)
+        return sum(reading.nbytes for reading in (*in_steps, *waiting))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._jobs or self._steps or self._back)
+
+    @property
+    def futures(self) -> list[Future[ReadPiece]]:
+        return [reading.future for job in self._jobs for reading in job.readings]
+
+    # ---- who waits -------------------------------------------------------------------------
+
+    def seek(self, request: Request, now: float, compute_seconds: Callable[[int], float]) -> bool:
+        """Whether the request waits from now on. `compute_seconds`: of tokens; 0 if unknown."""
+        if len(self._jobs) >= MAX_JOBS:
+            return False
+        tokens = request.tokens(request.num_tokens)
+        found = self._tiers.find(tokens)
+        request.sought = True
+        if found is None:
+            return False
+        job = self._job_along(tokens, found) or self._begin(tokens, found, now, compute_seconds)
+        if job is None:
+            return False
+        job.waiters[request] = found.memory_length
+        request.wait_for_load()
+        return True
+
+    def _job_along(self, tokens: np.ndarray, found: Found) -> Job | None:
+        """A load that brings just this already."""
+        wanted = tokens[: found.match.length]
+        return next((job for job in self._jobs if np.array_equal(job.tokens, wanted)), None)
+
+    def _begin(
+        self,
+        tokens: np.ndarray,
+        found: Found,
+        now: float,
+        compute_seconds: Callable[[int], float],
+    ) -> Job | None:
+        tiers, match = self._tiers, found.match
+        computing = compute_seconds(found.num_tokens)
+        waiting = sum(piece.nbytes for job in self._jobs for piece in job.pieces)
+        if computing and tiers.rates.seconds(waiting + found.nbytes) >= computing:
+            tiers.stats.declined_loads += 1
+            tiers.rates.decline()
+            return None
+        patience = max(LEAST_PATIENCE, PATIENCE * computing) if computing else FIRST_PATIENCE
+        job = Job(
+            tokens[: match.length].copy(),
+            deque(found.pieces),
+            lock=tiers.disk.cache.lock(match),
+            hold=tiers.memory.hold(tokens[: match.length]),
+            began=now,
+            deadline=now + patience,
+        )
+        self._jobs.append(job)
+        tiers.stats.loads += 1
+        self._courier.tell(self._courier.store.touch, tiers.keys_along(job.tokens))
+        return job
+
+    def remove(self, request: Request) -> None:
+        """It has ended. A load that nobody waits for any more is given up."""
+        if request in self._back:
+            self._back.remove(request)
+        for job in [job for job in self._jobs if request in job.waiters]:
+            del job.waiters[request]
+            if not job.waiters:
+                self._end(job)
+
+    def take_back(self) -> list[Request]:
+        """Those that need not wait any longer."""
+        back, self._back = self._back, []
+        for request in back:
+            request.end_wait()
+        return back
+
+    # ---- steps -----------------------------------------------------------------------------
+
+    def plan(self, step: int, now: float) -> tuple[Load, ...]:
+        """Pieces that have been read, one of each job; others are asked for."""
+        self._clear_leftover()
+        loads: list[Load] = []
+        for job in list(self._jobs):
+            if now > job.deadline:
+                self._tiers.stats.late_loads += 1
+                self._end(job)
+                continue
+            if job.readings and job.readings[0].future.done():
+                self._take(step, job, loads)
+            if not job.ended:
+                self._read_ahead(job)
+        return tuple(loads)
+
+    def _take(self, step: int, job: Job, loads: list[Load]) -> None:
+        reading = job.readings[0]
+        found = _result(reading.future)
+        if found is None or found.lost:
+            if found is not None:
+                self._tiers.disk.lose(found.lost, unreadable=True)
+            self._fail(job)
+            return
+        job.readings.popleft()
+        job.in_steps += 1
+        job.read_seconds += found.seconds
+        self._tiers.rates.observe_read(reading.piece.nbytes, found.seconds)
+        self._tiers.stats.loaded_bytes += reading.piece.nbytes
+        loads.append(Load(reading.piece.component, reading.piece.num_tokens, found.arrays))
+        self._steps.setdefault(step, []).append((job, reading))
+
+    def _read_ahead(self, job: Job) -> None:
+        while job.pieces and len(job.readings) + job.in_steps < PIECES_AHEAD:
+            piece = job.pieces[0]
+            probe = Load(piece.component, piece.num_tokens, ())
+            nbytes = self._costs.transient_bytes(StepPlan(0, load=(probe,)))
+            if not self._budget.claim(nbytes):
+                self._fail(job)
+                return
+            job.pieces.popleft()
+            specs = self._tiers.format(piece.component, piece.num_tokens)
+            buffer = self._courier.take_buffer(specs)
+            future = self._courier.read(piece, specs, buffer)
+            job.readings.append(Reading(piece, buffer, nbytes, future))
+
+    def commit(self, step: int, loaded: Sequence[Payload], now: float) -> None:
+        """The payloads of a step's loads, in order: the tree takes them."""
+        taken = self._steps.pop(step, [])
+        for (job, reading), payload in zip(taken, loaded, strict=True):
+            self._settle(job, reading)
+            if job.ended:
+                payload.release()
+                continue
+            found = self._insert(job, reading.piece, payload)
+            if not found.inserted or found.length < reading.piece.end:
+                self._fail(job)
+                continue
+            memory, piece = self._tiers.memory, reading.piece
+            memory.mark_copied(job.tokens[: piece.end], piece.component, piece.start)
+            memory.unlock(job.hold)
+            job.hold = memory.lock(found)
+            job.brought = max(job.brought, found.length)
+            if not job.pieces and not job.readings and not job.in_steps:
+                self._succeed(job, now)
+
+    def fail_step(self, step: int) -> None:
+        """Its payloads were given up with it."""
+        for job, reading in self._steps.pop(step, []):
+            self._settle(job, reading)
+            if not job.ended:
+                self._fail(job)
+
+    def _settle(self, job: Job, reading: Reading) -> None:
+        job.in_steps -= 1
+        self._budget.release(reading.nbytes)
+        self._courier.buffers.give_back(reading.buffer)
+
+    def _insert(self, job: Job, piece: Piece, payload: Payload) -> InsertResult:
+        cache, tokens = self._tiers.memory, job.tokens[: piece.end]
+        if piece.component is Component.STATE:
+            return cache.insert(tokens, piece.end, {}, {piece.end: payload})
+        if piece.component is Component.HIDDEN:
+            return cache.insert(tokens, piece.end, {}, {}, payload)
+        return cache.insert(tokens, piece.start, {piece.component: payload}, {})
+
+    # ---- ends ------------------------------------------------------------------------------
+
+    def give_up(self) -> bool:
+        """Bytes are short: whoever waits computes instead. Whether that gave any back."""
+        jobs = [job for job in self._jobs if not job.ended]
+        for job in jobs:
+            self._fail(job)
+        return bool(jobs)
+
+    def _fail(self, job: Job) -> None:
+        self._tiers.stats.failed_loads += 1
+        self._end(job)
+
+    def _succeed(self, job: Job, now: float) -> None:
+        stats = self._tiers.stats
+        stats.loaded += 1
+        stats.loaded_tokens += len(job.tokens) - min(job.waiters.values())
+        self._tiers.rates.observe_rest(max(0.0, now - job.began - job.read_seconds))
+        self._end(job)
+
+    def _end(self, job: Job) -> None:
+        """Nobody waits any more, and nothing is held but by pieces in a step."""
+        assert not job.ended
+        job.ended = True
+        self._jobs.remove(job)
+        self._tiers.disk.cache.unlock(job.lock)
+        self._tiers.memory.unlock(job.hold)
+        for reading in job.readings:
+            reading.future.cancel()
+            self._budget.release(reading.nbytes)
+            self._leftover.append(reading)
+        job.readings.clear()
+        for request, before in job.waiters.items():
+            request.note_load(before, job.brought)
+            self._back.append(request)
+        job.waiters.clear()
+
+    def _clear_leftover(self) -> None:
+        """Buffers may be used again when the disk has stopped writing to them."""
+        done = [reading for reading in self._leftover if reading.future.done()]
+        for reading in done:
+            self._courier.buffers.give_back(reading.buffer)
+        self._leftover = [reading for reading in self._leftover if reading not in done]
+
+
+def _result(future: Future[ReadPiece]) -> ReadPiece | None:
+    try:
+        return future.result()
+    except Exception:  # a store counts what a disk does: this is a mistake, and costs a load
+        logger.exception("a load from disk failed")
+        return None

@@ -1,0 +1,123 @@
+"""What is written behind: sequences that memory holds and the disk lacks. Knows no arrays.
+
+One batch is on its way at a time: payloads of one sequence, planned into a step, handed to the
+courier when that step is committed, and in the disk's tree when they have been written. So what is
+missing on disk is always the difference of two trees.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from pippin.backends.base import Spill, Spilled
+from pippin.cache.disk.entries import Entry
+from pippin.cache.tiers.courier import Courier
+from pippin.cache.tiers.tiers import Tiers
+
+MAX_SEQUENCES = 4096  # that wait to be written; the oldest is forgotten then
+LOOKS = 4  # sequences of which nothing may be missing, in one plan
+BYTES_PER_SECOND = 256e6  # at most, so that a disk and its caches are not kept from others
+PAUSE = 5.0  # seconds, after something could not be written
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Batch:
+    name: str
+    tokens: np.ndarray
+    entries: list[Entry]
+    step: int
+    future: Future[list[bool]] | None = None  # once its step has been committed
+
+
+class Spills:
+    def __init__(self, tiers: Tiers, courier: Courier) -> None:
+        self._tiers = tiers
+        self._courier = courier
+        self._waiting: dict[str, np.ndarray] = {}  # by request; the longest waiting first
+        self._batch: Batch | None = None
+        self._not_before = 0.0
+
+    def busy(self, now: float) -> bool:
+        """Whether there is something to be done for it now."""
+        return self._batch is not None or (bool(self._waiting) and now >= self._not_before)
+
+    @property
+    def futures(self) -> list[Future[list[bool]]]:
+        future = None if self._batch is None else self._batch.future
+        return [] if future is None else [future]
+
+    def note(self, request_id: str, tokens: np.ndarray) -> None:
+        """The tree in memory holds more of this sequence than before."""
+        self._waiting.pop(request_id, None)
+        self._waiting[request_id] = tokens
+        if len(self._waiting) > MAX_SEQUENCES:
+            del self._waiting[next(iter(self._waiting))]
+
+    def hurry(self) -> bool:
+        """Let nothing wait any longer; whether there is anything to be written."""
+        self._not_before = 0.0
+        return self._batch is not None or bool(self._waiting)
+
+    def forget(self) -> None:
+        """What waits was dropped from memory."""
+        self._waiting.clear()
+
+    def plan(self, step: int, now: float) -> tuple[Spill, ...]:
+        self.poll(now)
+        if self._batch is not None or now < self._not_before:
+            return ()
+        for _ in range(LOOKS):
+            if not self._waiting:
+                break
+            name, tokens = next(iter(self._waiting.items()))
+            runs = self._tiers.missing(tokens)
+            if not runs:
+                del self._waiting[name]
+                self._courier.tell(self._courier.store.touch, self._tiers.keys_along(tokens))
+                continue
+            entries = self._tiers.entries(tokens, runs)
+            self._batch = Batch(name, tokens, entries, step)
+            self._not_before = now + sum(entry.nbytes for entry in entries) / BYTES_PER_SECOND
+            return tuple(Spill(run.component, run.payloads) for run in runs)
+        return ()
+
+    def commit(self, step: int, spilled: Sequence[Spilled]) -> None:
+        if not spilled:
+            return
+        batch = self._batch
+        assert batch is not None
+        assert batch.step == step
+        batch.future = self._courier.write(batch.entries, spilled)
+
+    def fail_step(self, step: int, now: float) -> None:
+        """Perhaps because of what was spilled: this sequence is not tried again."""
+        if self._batch is not None and self._batch.step == step:
+            self._give_up(self._batch, now)
+
+    def poll(self, now: float) -> None:
+        """Take in a batch that has been written."""
+        batch = self._batch
+        if batch is None or batch.future is None or not batch.future.done():
+            return
+        try:
+            kept = batch.future.result()
+        except Exception:  # a store counts what a disk does: this is a mistake, and costs a write
+            logger.exception("writing to the cache on disk failed")
+            kept = [False] * len(batch.entries)
+        self._tiers.wrote(batch.tokens, batch.entries, kept)
+        if all(kept):
+            self._batch = None
+        else:
+            self._give_up(batch, now)
+
+    def _give_up(self, batch: Batch, now: float) -> None:
+        self._batch = None
+        self._not_before = now + PAUSE
+        self._waiting.pop(batch.name, None)

@@ -1,0 +1,119 @@
+"""What flows between memory and disk, step by step: loads that requests wait for, and spills.
+
+Knows steps and clocks; what to write and what to read is for `cache/tiers` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import asdict
+from time import perf_counter
+from typing import Any
+
+from pippin.backends.base import Costs, Load, Spill, StepResult
+from pippin.cache.tiers.courier import Courier
+from pippin.cache.tiers.tiers import Tiers
+from pippin.scheduler.admission import LOOKAHEAD, Admission
+from pippin.scheduler.budget import ByteBudget
+from pippin.scheduler.loads import Loads
+from pippin.scheduler.request import Request
+from pippin.scheduler.spills import Spills
+
+Clock = Callable[[], float]
+
+
+class TierTraffic:
+    def __init__(
+        self,
+        tiers: Tiers,
+        courier: Courier,
+        costs: Costs,
+        budget: ByteBudget,
+        clock: Clock = perf_counter,
+    ) -> None:
+        self.tiers = tiers
+        self.courier = courier
+        self.clock = clock
+        self.loads = Loads(tiers, courier, costs, budget)
+        self.spills = Spills(tiers, courier)
+        self._steps: set[int] = set()  # that spill or load something
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps are wanted although no request runs."""
+        return self.loads.busy or self.spills.busy(self.clock())
+
+    def divert(
+        self, admission: Admission, compute_seconds: Callable[[int], float]
+    ) -> list[Request]:
+        """Those that the disk can serve faster than the model wait for it, out of the queue; those
+        that need not wait any longer come back. Returns all of these. Each is looked up once."""
+        back = self.loads.take_back()
+        for request in back:
+            admission.add(request)
+        now = self.clock()
+        new = [r for r in admission.queue[:LOOKAHEAD] if not r.sought]
+        waiting: list[Request] = []
+        for request in new:
+            if not request.wants_prompt_logprobs and self.loads.seek(request, now, compute_seconds):
+                admission.remove(request)
+                waiting.append(request)
+        return [*back, *waiting]
+
+    def note(self, request: Request, length: int) -> None:
+        """The tree in memory holds so much of a request's tokens, and keeps it for a while."""
+        self.spills.note(request.id, request.tokens(length).copy())
+
+    def plan(self, step: int) -> tuple[tuple[Spill, ...], tuple[Load, ...]]:
+        """For the end of a step's plan: nothing may leave the tree between this and the launch."""
+        now = self.clock()
+        self._tidy()
+        load = self.loads.plan(step, now)
+        spill = self.spills.plan(step, now)
+        if spill or load:
+            self._steps.add(step)
+        return spill, load
+
+    def commit(self, step: int, result: StepResult) -> None:
+        if step in self._steps:
+            self._steps.remove(step)
+            self.spills.commit(step, result.spilled)
+            self.loads.commit(step, result.loaded, self.clock())
+
+    def fail_step(self, step: int) -> None:
+        if step in self._steps:
+            self._steps.remove(step)
+            self.spills.fail_step(step, self.clock())
+            self.loads.fail_step(step)
+
+    def wait(self, seconds: float) -> bool:
+        """For something to be done that steps can take in; False if nothing is under way."""
+        futures: list[Future[Any]] = [*self.loads.futures, *self.spills.futures]
+        if futures:
+            wait(futures, seconds, FIRST_COMPLETED)
+        return bool(futures)
+
+    def flush(self) -> int:
+        """Empty both tiers of what nobody holds; returns the bytes that left the disk's tree."""
+        before = self.tiers.disk.cache.nbytes
+        self.spills.forget()
+        self.tiers.flush()
+        self._tidy()
+        return before - self.tiers.disk.cache.nbytes
+
+    def close(self) -> None:
+        """What is being written is written; what was asked for is not waited for."""
+        self.courier.close()
+        self.courier.store.close()
+
+    def counters(self) -> dict[str, object]:
+        store = asdict(self.courier.store.counters())
+        return self.tiers.counters() | {"loading": self.loads.num_waiting, "store": store}
+
+    def _tidy(self) -> None:
+        store = self.courier.store
+        self.tiers.disk.lose(store.take_lost())
+        unused = self.tiers.disk.settle()
+        if unused:
+            self.courier.tell(store.forget, unused)

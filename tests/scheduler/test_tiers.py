@@ -1,0 +1,236 @@
+"""Prompts that come back from disk: after a restart, after an eviction, and when the disk fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from builders import ALL, Client, Reply, check_idle, make_loop, make_prompt, oracle
+from pippin.backends.base import StepPlan
+from pippin.backends.fake import FakeBackend, FakePending
+from pippin.cache.disk.memory import MemoryStore
+from pippin.types import Component
+from simulator import Workers
+
+A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
+LAYOUTS = [(A,), (A, S), (A, W), (A, W, S), (S,), (W, S)]
+IDS = ["-".join(c.value for c in layout) for layout in LAYOUTS]
+FINGERPRINT = b"toy"
+
+
+def make_store(max_bytes: int = 1 << 30) -> MemoryStore:
+    return MemoryStore(FINGERPRINT, max_bytes)
+
+
+def start(store: MemoryStore, components: tuple[Component, ...] = ALL, **kwargs: object) -> Client:
+    """Its model is slow: whatever is on disk is worth a load."""
+    client = Client(make_loop(components=components, store=store, **kwargs))
+    client.loop.scheduler.pace.compute_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+    return client
+
+
+def say(
+    store: MemoryStore, prompt: list[int], components: tuple[Component, ...] = ALL, **kwargs: object
+) -> Reply:
+    """One engine's life: a prompt, a reply, and an orderly end."""
+    client = start(store, components)
+    reply = client.ask(prompt, **kwargs)
+    check_idle(client)
+    client.loop.close()
+    return reply
+
+
+@pytest.mark.parametrize("components", LAYOUTS, ids=IDS)
+def test_a_restart_finds_what_was_said(components: tuple[Component, ...]) -> None:
+    store, prompt = make_store(), make_prompt(500)
+    first = say(store, prompt, components, max_tokens=40)
+    same = say(store, prompt, components, max_tokens=40)
+    assert same.tokens == first.tokens == oracle(prompt, components=components, max_tokens=40)[0]
+    assert same.cached_tokens == 500
+    turn = [*prompt, *first.tokens, *make_prompt(30, 9)]
+    again = say(store, turn, components)
+    assert again.tokens == oracle(turn, components=components)[0]
+    assert again.cached_tokens == 540
+
+
+def started(store: MemoryStore, **kwargs: object) -> tuple[Client, Workers]:
+    """An engine whose disk does something when the test says so."""
+    workers = Workers()
+    client = start(store, workers=workers, **kwargs)
+    traffic = client.loop.scheduler.traffic
+    assert traffic is not None
+    traffic.wait = lambda seconds: False  # type: ignore[method-assign]
+    return client, workers
+
+
+def known(store: MemoryStore, length: int = 500, **kwargs: object) -> tuple[list[int], Reply]:
+    prompt = make_prompt(length)
+    return prompt, say(store, prompt, **kwargs)
+
+
+def disk_of(client: Client) -> dict[str, object]:
+    traffic = client.loop.scheduler.traffic
+    assert traffic is not None
+    return traffic.counters()
+
+
+def test_streams_go_on_while_a_request_waits_for_the_disk() -> None:
+    store = make_store()
+    prompt, first = known(store)
+    client, workers = started(store)
+    stream = client.submit(make_prompt(20, 5), max_tokens=60)
+    client.step(4)
+    waiting = client.submit(prompt)
+    client.step(10)
+    assert client.loop.scheduler.requests[waiting.id].phase == "loading"
+    assert client.loop.counters()["waiting"] == 1
+    assert len(stream.tokens) >= 12
+    for _ in range(20):
+        workers.advance(9)
+        client.step()
+    assert waiting.tokens == first.tokens
+    assert (waiting.cached_tokens, waiting.disk_tokens) == (500, 500)
+    while stream.finish is None:
+        client.step()
+    assert stream.tokens == oracle(stream.prompt, max_tokens=60)[0]
+
+
+def test_a_load_that_is_late_is_given_up_and_the_prompt_is_computed() -> None:
+    store = make_store()
+    prompt, first = known(store)
+    client, workers = started(store)
+    traffic = client.loop.scheduler.traffic
+    assert traffic is not None
+    now = [0.0]
+    traffic.clock = lambda: now[0]
+    reply = client.submit(prompt)
+    client.step(3)
+    now[0] = 1e6
+    client.step(20)
+    assert (reply.tokens, reply.cached_tokens) == (first.tokens, 0)
+    assert disk_of(client)["late_loads"] == 1
+    workers.advance(99)
+    client.run()
+    check_idle(client)
+
+
+@pytest.mark.parametrize("component", [A, W, S])
+def test_what_cannot_be_read_is_computed_counted_once_and_not_offered_again(
+    component: Component,
+) -> None:
+    store = make_store()
+    prompt, first = known(store)
+    client = start(store)
+    gone = [entry.key for entry in store.entries() if entry.key.component is component]
+    store.forget(gone)
+    for _ in range(2):
+        reply = client.ask(prompt)
+        assert reply.tokens == first.tokens
+        client.loop.scheduler.cache.flush()
+    client.loop.close()
+    after = disk_of(client)
+    assert after["unreadable_entries"] == 1
+    assert after["failed_loads"] == 1
+    assert say(store, prompt).cached_tokens == 500, "it was not written again"
+
+
+def test_a_client_that_leaves_while_its_prompt_is_loaded() -> None:
+    store = make_store()
+    prompt, _ = known(store)
+    client, workers = started(store)
+    reply = client.submit(prompt)
+    client.step(2)
+    client.loop.abort(reply.id)
+    client.step(2)
+    assert reply.finish == "abort"
+    workers.advance(99)
+    client.run()
+    check_idle(client)
+
+
+def test_two_requests_wait_for_one_load() -> None:
+    store = make_store()
+    prompt, first = known(store)
+    client, workers = started(store)
+    replies = [client.submit(prompt) for _ in range(2)]
+    client.step(2)
+    for _ in range(20):
+        workers.advance(9)
+        client.step()
+    assert [reply.tokens for reply in replies] == [first.tokens] * 2
+    assert disk_of(client)["loads"] == 1
+
+
+def test_a_step_that_fails_under_a_load_costs_its_requests_alone() -> None:
+    class FailingBackend(FakeBackend):
+        def launch(self, plan: StepPlan) -> FakePending:
+            if plan.load and self.fails:
+                self.fails = False
+                raise RuntimeError("no room on the device")
+            return super().launch(plan)
+
+        fails = True
+
+    store = make_store()
+    prompt, first = known(store)
+    client = start(store, backend=FailingBackend(components=ALL, num_slots=8))
+    reply = client.ask(prompt)
+    assert (reply.tokens, reply.cached_tokens) == (first.tokens, 0)
+    check_idle(client)
+
+
+def test_each_token_is_written_once() -> None:
+    store = make_store()
+    prompt, first = known(store, max_tokens=40)
+    turn = [*prompt, *first.tokens, *make_prompt(30, 9)]
+    for _ in range(3):
+        say(store, turn, max_tokens=20)
+    counters = store.counters()
+    assert counters.written_bytes == counters.kept_bytes == counters.bytes
+    tokens = [e.key.num_tokens for e in store.entries() if e.key.component is A]
+    assert sum(tokens) == len(turn) + 20
+
+
+def test_what_memory_has_no_room_for_comes_back_from_disk() -> None:
+    store = make_store()
+    room = FakeBackend().row_bytes(700) * 3
+    client = start(store, capacity_bytes=room)
+    prompts = [make_prompt(400, family) for family in range(8)]
+    for prompt in prompts:
+        client.ask(prompt)
+    again = [client.ask(prompt) for prompt in prompts]
+    assert [reply.tokens for reply in again] == [oracle(prompt)[0] for prompt in prompts]
+    assert all(reply.cached_tokens == 400 for reply in again)
+    assert any(reply.disk_tokens for reply in again)
+    check_idle(client)
+
+
+def test_a_full_disk_costs_hits_and_nothing_else() -> None:
+    store = make_store()
+    store.fails = True
+    client = start(store)
+    prompt = make_prompt(300)
+    assert client.ask(prompt).tokens == oracle(prompt)[0]
+    client.loop.close()
+    assert disk_of(client)["failed_spills"] != 0
+    assert not store.entries()
+
+
+def test_flushing_empties_both_tiers() -> None:
+    store = make_store()
+    prompt, _ = known(store)
+    client = start(store)
+    client.ask(prompt)
+    freed = client.loop.flush_cache()
+    assert freed["freed_disk_bytes"] > 0
+    client.loop.close()
+    assert not store.entries()
+
+
+def test_a_load_that_would_take_longer_than_computing_is_not_begun() -> None:
+    store = make_store()
+    prompt, first = known(store)
+    client = start(store)
+    client.loop.scheduler.pace.compute_seconds = lambda tokens: 1e-9
+    reply = client.ask(prompt)
+    assert (reply.tokens, reply.cached_tokens) == (first.tokens, 0)
+    assert disk_of(client)["declined_loads"] == 1
