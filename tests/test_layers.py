@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "bench": {"", "types", "config", "metrics"},
     "bench.ceilings": {"bench", "backends.mlx.cpu.blas"},
     **dict.fromkeys(
-        ["", "__main__", "build", "checkpoint", "cli", "client", "terminal_chat"],
+        ["", "__main__", "build", "build_tiers", "checkpoint", "cli", "client", "terminal_chat"],
         ANYTHING,
     ),
     **dict.fromkeys(

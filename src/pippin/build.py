@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pippin.backends.base import Backend
+from pippin.build_tiers import BATCHES_IN_FLIGHT, build_tiers, tier_batch_bytes
 from pippin.cache.canary import Canary
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
@@ -33,6 +34,10 @@ def build_loop(
     """
     backend = backend or load_backend(config, progress, stays=stays)
     capacity_bytes = _capacity_bytes(config.engine, backend)
+    batch_bytes = 0
+    if config.engine.cache_dir is not None:
+        batch_bytes = tier_batch_bytes(backend, capacity_bytes)
+        capacity_bytes -= BATCHES_IN_FLIGHT * batch_bytes
     limits = Limits(
         max_running=config.engine.max_running,
         max_queue=config.engine.max_queue,
@@ -46,7 +51,11 @@ def build_loop(
     cache = _build_cache(config.engine, backend.spec, capacity_bytes)
     model_dir, vocab_size = Path(config.model.model), backend.spec.vocab_size
     compiler = GrammarCompiler(lambda: load_vocabulary(model_dir, vocab_size))
-    scheduler = Scheduler(backend, limits, cache, compiler=compiler)
+    tiers = courier = None
+    if cache is not None and config.engine.cache_dir is not None:
+        progress("the cache on disk")
+        tiers, courier = build_tiers(config, backend, cache, batch_bytes)
+    scheduler = Scheduler(backend, limits, cache, compiler=compiler, tiers=tiers, courier=courier)
     return Loop(scheduler, backend, overlap=config.engine.overlap)
 
 

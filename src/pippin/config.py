@@ -22,6 +22,17 @@ def _check_at_least(section: Any, **minimums: int) -> None:
             raise ConfigError(f"{name} must be at least {minimum}, got {value}")
 
 
+def parse_bytes(name: str, text: str) -> int:
+    """Bytes alone ("20GB", "500000000")."""
+    try:
+        amount = parse_memory(text)
+    except ConfigError:
+        amount = 0.0
+    if isinstance(amount, float):
+        raise ConfigError(f'{name} must be bytes, like "20GB", got {text!r}')
+    return amount
+
+
 def parse_memory(text: str) -> int | float:
     """Bytes ("6GB", "500000000") as an int, a fraction ("0.7") as a float."""
     number = text.strip().upper().rstrip("KMGTB")
@@ -96,6 +107,12 @@ class EngineConfig:
     memory: str = "auto"
     """Byte budget for weights, KV, states and work space: bytes ("6GB") or a fraction ("0.7")."""
 
+    cache_dir: str | None = None
+    """Directory of a prefix cache that outlives the process; needs `disk`. One server each."""
+
+    disk: str | None = None
+    """Bytes that may be written there ("20GB"); needs `cache_dir`."""
+
     deterministic: bool = False
     """Fixed shapes: cold equals warm and solo equals batched, bit for bit; float32 products without
     TF32. Slower."""
@@ -120,6 +137,18 @@ class EngineConfig:
             parse_memory(self.memory)
         if self.canary != "off" and not self.prefix_cache:
             raise ConfigError("canary checks the prefix cache, which is switched off")
+        self._check_disk()
+
+    def _check_disk(self) -> None:
+        if (self.cache_dir is None) != (self.disk is None):
+            given, lacking = (
+                ("disk", "cache_dir") if self.cache_dir is None else ("cache_dir", "disk")
+            )
+            raise ConfigError(f"{given} goes with {lacking}: where to keep the cache, and how much")
+        if self.disk is not None:
+            parse_bytes("disk", self.disk)
+            if not self.prefix_cache:
+                raise ConfigError("cache_dir keeps the prefix cache, which is switched off")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     cached_tokens: int = 0
+    disk_tokens: int = 0  # of these, read from disk
 
     def add(self, piece: SequencePiece) -> None:
         self.tokens += piece.tokens
@@ -58,6 +59,7 @@ class Completion:
     def close(self, sequence: GeneratedSequence) -> None:
         """What the sequence knows once it has begun."""
         self.cached_tokens = sequence.cached_tokens
+        self.disk_tokens = sequence.disk_tokens
         self.prompt_logprobs = sequence.prompt_logprobs
 
 

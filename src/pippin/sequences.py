@@ -130,6 +130,7 @@ class GeneratedSequence:
         self.prompt = prompt
         self.submit = submit
         self.cached_tokens = 0
+        self.disk_tokens = 0  # of these, read from disk
         self.queued_s: float | None = None
         self.finish: Literal["stop", "length"] | None = None  # None: it goes on, or was cut off
         self.prompt_logprobs: list[TokenLogprobs] | None = None
@@ -166,6 +167,7 @@ class GeneratedSequence:
         is_first, self._began = not self._began, True
         if is_first:
             self.cached_tokens = delta.cached_tokens or 0
+            self.disk_tokens = delta.disk_tokens
             self.queued_s = delta.queued_s
             self.prompt_logprobs = delta.prompt_logprobs
         pieces, shown = self._echo() if is_first else ([], [])

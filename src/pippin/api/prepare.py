@@ -62,9 +62,17 @@ class Job:
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that no sequence had to compute."""
-        cached = [sequence.cached_tokens for sequence in self.sequences]
-        num_each = len(cached) // len(self.prompts)
-        return sum(min(cached[i : i + num_each]) for i in range(0, len(cached), num_each))
+        return self._least_of_each([sequence.cached_tokens for sequence in self.sequences])
+
+    @property
+    def disk_tokens(self) -> int:
+        """Of these, read from disk."""
+        return self._least_of_each([sequence.disk_tokens for sequence in self.sequences])
+
+    def _least_of_each(self, numbers: list[int]) -> int:
+        """The least of each prompt's sequences, of all prompts together."""
+        num_each = len(numbers) // len(self.prompts)
+        return sum(min(numbers[i : i + num_each]) for i in range(0, len(numbers), num_each))
 
     @property
     def reasoning_tokens(self) -> int:

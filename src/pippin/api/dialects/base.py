@@ -44,13 +44,21 @@ def named_event(data: dict[str, Any]) -> bytes:
     return f"event: {data['type']}\n".encode() + data_event(data)
 
 
+def cached_details(job: Job) -> dict[str, int]:
+    """Prompt tokens that were not computed, and of these what came from disk, if anything did."""
+    details = {"cached_tokens": job.cached_tokens}
+    if job.disk_tokens:
+        details["disk_cached_tokens"] = job.disk_tokens
+    return details
+
+
 def openai_usage(job: Job) -> dict[str, Any]:
     prompt_tokens, completion_tokens = job.prompt_tokens, job.completion_tokens
     usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": job.cached_tokens},
+        "prompt_tokens_details": cached_details(job),
     }
     if job.reasoning_tokens is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": job.reasoning_tokens}

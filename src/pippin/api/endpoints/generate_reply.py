@@ -80,6 +80,8 @@ class GenerateReply:
             "completion_tokens": len(grown.tokens),
             "cached_tokens": sequence.cached_tokens,
         }
+        if sequence.disk_tokens:
+            meta["disk_cached_tokens"] = sequence.disk_tokens
         if self._options.with_logprobs:
             meta |= self._logprobs(sequence, grown)
         return {"text": grown.text, "output_ids": grown.tokens, "meta_info": meta}

@@ -67,11 +67,15 @@ GAUGES = (
         ("cache", "evictable_bytes"),
     ),
     _Number("pippin_cache_tokens", "Tokens in the tree.", ("cache", "tokens")),
+    _Number("pippin_disk_bytes", "On disk, that can be restored.", ("disk", "nbytes")),
+    _Number("pippin_disk_tree_tokens", "Tokens in the tree on disk.", ("disk", "tokens")),
+    _Number("pippin_loading", "Requests that wait for the disk.", ("disk", "loading")),
 )
 COUNTERS = (
     _Number("pippin_steps", "Steps of the loop.", ("metrics", "steps")),
     _Number("pippin_prompt_tokens", "Of requests that started.", ("metrics", "prompt_tokens")),
     _Number("pippin_cached_tokens", "Of these, not computed.", ("metrics", "cached_tokens")),
+    _Number("pippin_disk_tokens", "Of these, read from disk.", ("metrics", "disk_tokens")),
     _Number(
         "pippin_computed_tokens",
         "Prompt tokens that were run, those of resumed replies too.",
@@ -96,6 +100,16 @@ COUNTERS = (
         ("component",),
     ),
     _Number("pippin_cache_evicted_bytes", "In them.", ("cache", "bytes_evicted")),
+    _Number("pippin_disk_loads", "Loads from disk that were begun.", ("disk", "loads")),
+    _Number("pippin_disk_loaded_bytes", "Read for them.", ("disk", "loaded_bytes")),
+    _Number("pippin_disk_late_loads", "Given up: too slow.", ("disk", "late_loads")),
+    _Number("pippin_disk_failed_loads", "Given up for another reason.", ("disk", "failed_loads")),
+    _Number("pippin_disk_spilled_bytes", "Written to disk.", ("disk", "spilled_bytes")),
+    _Number(
+        "pippin_disk_unreadable_entries",
+        "Entries that were not what was written.",
+        ("disk", "unreadable_entries"),
+    ),
 )
 
 
@@ -156,7 +170,7 @@ def _family(
     number: _Number,
     counters: dict[str, Any],
 ) -> Iterator[Metric]:
-    if counters[number.path[0]] is None:  # no prefix cache
+    if counters.get(number.path[0]) is None:  # no prefix cache, or none on disk
         return
     value: Any = reduce(operator.getitem, number.path, counters)
     family = kind(number.name, number.help, labels=number.labels)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pippin.api.custom_tools import InputReader, input_of
-from pippin.api.dialects.base import named_event
+from pippin.api.dialects.base import cached_details, named_event
 from pippin.api.http.errors import error_body
 from pippin.api.prepare import Job
 from pippin.api.replies import FoldedChoice
@@ -212,7 +212,7 @@ class ResponsesDialect:
         job = self._job
         return {
             "input_tokens": job.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": job.cached_tokens},
+            "input_tokens_details": cached_details(job),
             "output_tokens": job.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": job.reasoning_tokens},
             "total_tokens": job.prompt_tokens + job.completion_tokens,
