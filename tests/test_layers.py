@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "metrics": {"types"},
     "cache": {"types"},
     "cache.disk": {"types"},
+    "cache_directory": {"cache.disk"},
     "text": {"types", "messages"},
     "sequences": {"types", "messages", "text"},
     "embedding": {"types", "messages", "sequences"},

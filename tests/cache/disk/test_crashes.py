@@ -15,7 +15,9 @@ from disk_builders import FINGERPRINT, ROOT, Unsynced, kv_entry, payload, same_b
 from pippin.cache.disk.disk_store import open_store
 from pippin.cache.disk.entries import Key
 
-CEILING = 24_000
+CEILING = 8_000  # so low that segments make room all the time
+
+VERBS = {"create", "write", "rename", "remove"}
 
 
 def work(directory: Path, disk: RecordingDisk, seed: int, num_operations: int) -> list[set[Key]]:
@@ -79,6 +81,7 @@ def enumerate_crashes(tmp_path: Path, seed: int, num_operations: int) -> int:
     disk = RecordingDisk()
     source = tmp_path / f"source{seed}"
     answered = work(source, disk, seed, num_operations)
+    assert {change.verb for change in disk.changes} == VERBS
     replay = Replay(source)
     rng = random.Random(seed)
     num_points = 0

@@ -72,6 +72,11 @@ class SegmentLog:
         own = sum(segment.nbytes for segment in self._segments)
         return own + self._recency_bytes + self._others.nbytes
 
+    @property
+    def num_other_segments(self) -> int:
+        """Of other models, when the log was opened."""
+        return self._others.num_segments
+
     def append(self, entry: Entry, data: Sequence[Bytes]) -> None:
         """Keep an entry at the end of the log. Raises OSError, and is then as it was."""
         self._append(entry, data, self._catalog.next_use())
