@@ -29,15 +29,34 @@ ERROR_SCHEMA = {
 }
 
 
+# Anthropic's shape.
+MESSAGES_ERROR_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+    },
+    "required": ["type", "error"],
+}
+
+
 def openapi_document(
-    routes: Iterable[BaseRoute], bodies: Mapping[str, Any], *, needs_key: bool
+    routes: Iterable[BaseRoute],
+    bodies: Mapping[str, Any],
+    queries: Mapping[str, Mapping[str, Any]],
+    *,
+    needs_key: bool,
 ) -> OpenApi:
-    """`bodies`: schemas of requests' bodies, by path. Others are any object."""
+    """`bodies` and `queries`: what requests hold, by path."""
     paths: dict[str, Any] = {}
     for route in routes:
         if isinstance(route, Route) and route.include_in_schema:
             paths.setdefault(route.path_format, {}).update(
-                (method.lower(), _operation(route, method, bodies))
+                (method.lower(), _operation(route, method, bodies, queries))
                 for method in sorted(route.methods or ())
                 if method != "HEAD"
             )
@@ -45,7 +64,7 @@ def openapi_document(
         "openapi": "3.1.0",
         "info": {"title": "Pippin", "version": version("pippin")},
         "paths": paths,
-        "components": {"schemas": {"Error": ERROR_SCHEMA}},
+        "components": {"schemas": {"Error": ERROR_SCHEMA, "MessagesError": MESSAGES_ERROR_SCHEMA}},
     }
     if needs_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -53,16 +72,24 @@ def openapi_document(
     return document
 
 
-def _operation(route: Route, method: str, bodies: Mapping[str, Any]) -> dict[str, Any]:
+def _operation(
+    route: Route, method: str, bodies: Mapping[str, Any], queries: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{route.path_format.replace('/', '_')}",
-        "responses": {"200": {"description": "the answer"}, "default": _error()},
+        "responses": {"200": {"description": "the answer"}, "default": _error(route.path)},
     }
-    if route.param_convertors:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in route.param_convertors
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in route.param_convertors
+    ]
+    if method == "GET":
+        parameters += [
+            {"name": name, "in": "query", "schema": schema}
+            for name, schema in queries.get(route.path, {}).items()
         ]
+    if parameters:
+        operation["parameters"] = parameters
     body = bodies.get(route.path)
     if body is not None:
         operation["requestBody"] = {
@@ -76,6 +103,7 @@ def _operation(route: Route, method: str, bodies: Mapping[str, Any]) -> dict[str
     return operation
 
 
-def _error() -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/Error"}
+def _error(path: str) -> dict[str, Any]:
+    name = "MessagesError" if path.startswith("/v1/messages") else "Error"
+    schema = {"$ref": f"#/components/schemas/{name}"}
     return {"description": "an error", "content": {"application/json": {"schema": schema}}}

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from pippin.api.dialects.base import data_event
 from pippin.api.dialects.completions import DONE
+from pippin.api.endpoints.dialect_schemas import query_schemas
 from pippin.api.endpoints.embeddings import EmbeddingReply, parse_embeddings
 from pippin.api.endpoints.events import EventsEndpoint
 from pippin.api.endpoints.field_schemas import request_schemas
@@ -122,7 +123,8 @@ class Endpoints:
     async def openapi(self, request: Request) -> Response:
         bodies = request_schemas(self._model, self._limits)
         routes = request.app.routes
-        return JSONResponse(openapi_document(routes, bodies, needs_key=self._needs_key))
+        document = openapi_document(routes, bodies, query_schemas(), needs_key=self._needs_key)
+        return JSONResponse(document)
 
     async def _answer_text(self, request: Request, work: TextWork) -> Response:
         body = await read_body(request, self._limits)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pippin.api.body import Body
+from pippin.api.dialects.responses.request import INCLUDED
 from pippin.api.dialects.responses.store import ResponseStore
 from pippin.api.http.door import owner_of
 from pippin.api.http.errors import JSONResponse
@@ -85,6 +86,6 @@ def _query(request: Request, known: Iterable[str]) -> Body:
     query = Body(fields)
     query.check_known(known)
     for value in (value for name in INCLUDE for value in request.query_params.getlist(name)):
-        if value != "reasoning.encrypted_content":  # there is none to add
+        if value not in INCLUDED:
             raise UnsupportedField(f"include: {value!r} is not supported", param="include")
     return query

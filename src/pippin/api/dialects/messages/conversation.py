@@ -15,6 +15,7 @@ from pippin.errors import RequestError, UnsupportedField
 Message = dict[str, Any]
 # Claude Code writes a line with a checksum first, another one in each turn. A prompt that began
 # with it would never be found in the prefix cache.
+ROLES = ("user", "assistant", "system")
 _BILLING = "x-anthropic-billing-header:"
 
 
@@ -44,8 +45,9 @@ def _system(body: Body) -> Iterator[Message]:
 def _message(message: Body) -> Iterator[Message]:
     message.check_known({"role", "content", "cache_control"})
     message.require("role")
-    role = message.one_of("role", ("user", "assistant", "system"))
-    message.require("content")
+    role = message.one_of("role", ROLES)
+    if message.require("content") == [] and role != "assistant":
+        raise message.wrong("content", "a string or a list of at least one block")
     if role == "assistant":
         yield _assistant(message)
     elif role == "system":

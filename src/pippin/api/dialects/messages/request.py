@@ -22,7 +22,8 @@ from pippin.text.bundle import SamplingDefaults
 _TOOL_FIELDS = {"type", "name", "description", "input_schema", "cache_control", "strict"}
 _HARMLESS_TOOL_FIELDS = {"eager_input_streaming", "input_examples"}
 _KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
-_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
+THINKING = ("enabled", "disabled", "adaptive")
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
 
 
 def parse_message_request(
@@ -42,6 +43,7 @@ def parse_message_request(
     body.string("user_profile_id", None)
     if body.has("metadata"):
         Body(body.get("metadata"), "metadata").check_known({"user_id"})
+    _object(body, "cache_control")
     _check_edits(body)
     options = read_options(_openai_body(body, limits), model, defaults, limits)
     if options.max_tokens is not None:
@@ -87,8 +89,8 @@ def _schema(body: Body) -> dict[str, Any] | None:
 def _check_edits(body: Body) -> None:
     """A conversation is shown as it came: an edit is let pass that would change nothing."""
     management = _object(body, "context_management")
-    edits = [] if management is None else management.get("edits") or []
-    if edits not in ([], [_KEEP_ALL_THINKING]):
+    edits = None if management is None else management.get("edits")
+    if edits not in (None, [], [_KEEP_ALL_THINKING]):
         raise UnsupportedField(
             f"context_management.edits is {shown(edits)}; contexts are not edited (only "
             f"{shown([_KEEP_ALL_THINKING])} is accepted)",
@@ -102,12 +104,12 @@ def _effort(body: Body) -> str | None:
         thinking.check_known({"type", "budget_tokens", "display"})
         thinking.integer("budget_tokens", 1, None, None)  # the most; a reply may take less
         thinking.one_of("display", ("summarized", "omitted"))
-        kind = thinking.one_of("type", ("enabled", "disabled", "adaptive"))
+        kind = thinking.one_of("type", THINKING)
         if kind == "disabled":
             return "none"
     config = _object(body, "output_config")
-    if config is not None and (effort := config.one_of("effort", tuple(_EFFORTS))) is not None:
-        return _EFFORTS[effort]
+    if config is not None and (effort := config.one_of("effort", tuple(EFFORTS))) is not None:
+        return EFFORTS[effort]
     return None if thinking is None else "medium"
 
 

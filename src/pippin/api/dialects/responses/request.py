@@ -20,7 +20,8 @@ from pippin.text.bundle import SamplingDefaults
 
 _SAME_FIELDS = ("temperature", "top_p", "stream", "stream_options", "max_output_tokens")
 _EXTRA_FIELDS = ("seed", "top_k", "min_p", "stop", "priority", "timeout")
-_INCLUDED = ("reasoning.encrypted_content",)  # reasoning comes in the open: there is none to add
+SUMMARIES = ("auto", "concise", "detailed")
+INCLUDED = ("reasoning.encrypted_content",)  # reasoning comes in the open: there is none to add
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def parse_responses_request(
         "reasoning": {"effort": chat.reasoning_effort, "summary": None},
         "store": store,
         "temperature": options.params.temperature,
-        "text": body.get("text") or {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}, **(body.get("text") or {})},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_p": options.params.top_p,
@@ -126,14 +127,14 @@ def _effort(body: Body) -> str | None:
     reasoning.check_known({"effort", "summary", "generate_summary", "context"})
     for field in ("summary", "generate_summary"):
         # All of the reasoning is there to be read: a summary is not written besides.
-        reasoning.one_of(field, ("auto", "concise", "detailed"))
+        reasoning.one_of(field, SUMMARIES)
     return reasoning.one_of("effort", EFFORTS)
 
 
 def _check_include(body: Body) -> None:
-    included = body.get("include") or []
+    included = body.get("include") if body.has("include") else []
     if not isinstance(included, list):
         raise body.wrong("include", "a list")
     for item in included:
-        if item not in _INCLUDED:
+        if item not in INCLUDED:
             raise UnsupportedField(f"include: {shown(item)} is not supported", param="include")
