@@ -8,7 +8,10 @@ const WIDTH = 240;
 const HEIGHT = 56;
 const BINS_A_DECADE = 6;
 
-export function sparkline(rates, now, span = 60) {
+// Messages come up to ten a second: half a second of them is one point.
+export function sparkline(messages, now, span = 60) {
+  const halves = Map.groupBy(messages, ({ at }) => Math.floor(2 * at));
+  const rates = [...halves].map(([half, group]) => ({ at: half / 2, rate: group.reduce((sum, { rate }) => sum + rate, 0) / group.length }));
   const top = Math.max(1, ...rates.map(({ rate }) => rate));
   const point = ({ at, rate }) => `${(WIDTH * (1 - (now - at) / span)).toFixed(1)},${(36 - (34 * rate) / top).toFixed(1)}`;
   return svg("svg", { viewBox: `0 0 ${WIDTH} 38`, class: "spark", preserveAspectRatio: "none", "aria-hidden": "true" },

@@ -29,13 +29,14 @@ export class Details {
       "Point at a node of the tree, or click a step or a request. With the keyboard: arrows, then Enter."));
   }
 
-  showStep(step, requestIn) {
+  // `busy`: seconds that it was on the device.
+  showStep(step, busy, requestIn) {
     this.#show(`Step ${count(step.step)}`, [
       ["Prompts", step.chunks.length ? `${plural(promptTokens(step), "token")} in ${plural(step.chunks.length, "chunk")}` : "none"],
       ["Decode", step.decode.length ? plural(step.decode.length, "row") : "none"],
       ["Ghosts", count(step.ghosts)],
       ["Planned and handed over", seconds(step.launched - step.planned)],
-      ["On the device", `${step.seen ? "" : "at least "}${seconds(Math.max(0, step.done - step.dispatched))} after its dispatch`],
+      ["On the device", `${step.seen ? "" : "at least "}${seconds(busy)}`],
       ["Host waited", seconds(step.waited)],
       ["Taken in", seconds(step.committed - step.resumed)],
       ["Device idle before", step.span ? `${seconds(Math.max(0, step.idle))} (${percent(Math.max(0, step.idle) / step.span)})` : "after a pause"],
@@ -43,7 +44,7 @@ export class Details {
       ["Started", names(step.started)],
       ["Retracted", names(step.retracted)],
       ["Slots given back", step.retired.join(", ") || "none"],
-      ["Forwards", Object.entries(step.forwards).map(([name, value]) => `${name} ${value}`).join(", ")],
+      ["Forwards", forwards(step.forwards)],
     ], rowsTable(step, requestIn));
     announce(describeStep(step));
   }
@@ -100,6 +101,10 @@ export class Details {
     );
   }
 }
+
+const forwards = (told) =>
+  Object.entries(told).filter(([, value]) => value)
+    .map(([name, value]) => (value === true ? name : `${value} ${name.replaceAll("_", " ")}`)).join(", ") || "none";
 
 const names = (ids) => ids.map(shortId).join(", ") || "none";
 

@@ -20,7 +20,7 @@ export class Timeline {
   #spans = [];
   #painted = 0;
 
-  // `open(step)` shows one in the panel; it is called with the view paused.
+  // `open(step, seconds)` shows one, and how long it was on the device.
   constructor(state, open) {
     this.#state = state;
     this.#open = open;
@@ -81,7 +81,8 @@ export class Timeline {
   #select(step) {
     if (!step) return;
     this.#selected = step;
-    this.#open(step);
+    const { from: began, to } = this.#spans.find((span) => span.step === step && span.lane === "device");
+    this.#open(step, to - began);
     this.hold();
     const from = this.#end - this.#span;
     if (step.done > this.#end || step.planned < from) {

@@ -29,9 +29,9 @@ export class Engine {
   #ttft = new Histogram("Time to first token", "fill-prompt");
   #gaps = new Histogram("Gaps between tokens", "fill-decode");
   #details = new Details(() => {});
-  #timeline = new Timeline(this.#state, (step) => {
+  #timeline = new Timeline(this.#state, (step, busy) => {
     this.#setPaused(true);
-    this.#details.showStep(step, (slot, when) => this.#state.requestIn(slot, when));
+    this.#details.showStep(step, busy, (slot, when) => this.#state.requestIn(slot, when));
   });
   #icicle = new Icicle(this.#state, (node, now) => this.#details.showNode(node, this.#state.tree, now));
   #requests = new Requests(this.#state, (request) => this.#details.showRequest(request));
