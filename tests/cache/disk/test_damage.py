@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from disk_builders import FINGERPRINT, ROOT, Unsynced, kv_entry, payload, same_b
 from pippin.cache.disk.chain import Chain
 from pippin.cache.disk.disk_store import DiskStore, open_store
 from pippin.cache.disk.entries import Entry
-from pippin.cache.disk.format import HEADER
+from pippin.cache.disk.format import HEADER, payload_digest
+from pippin.types import Component
 
 CEILING = 100_000
 ENTRIES: list[Entry] = []
@@ -249,3 +251,19 @@ def test_damage_that_is_met_while_serving_is_not_met_again(sound: Path, tmp_path
     assert same_bytes(store.read([ENTRIES[0].key]), [ENTRIES[0]])
     store.close()
     assert use(directory) == (0, 0)
+
+
+def test_a_digest_says_whose_bytes_and_how_they_are_laid_out() -> None:
+    entry = ENTRIES[1]
+    data = payload(entry)
+    (array,) = entry.arrays
+    others = [
+        replace(entry, key=entry.key._replace(chain=bytes(32))),
+        replace(entry, key=entry.key._replace(component=Component.HIDDEN)),
+        replace(entry, arrays=(replace(array, dtype="int32"),)),
+        replace(entry, arrays=(replace(array, shape=(10, 30)),)),
+        replace(entry, arrays=(replace(array, name="2.state"),)),
+    ]
+    digests = [payload_digest(b"a", each, data) for each in (entry, *others)]
+    digests.append(payload_digest(b"b", entry, data))
+    assert len(set(digests)) == len(digests)

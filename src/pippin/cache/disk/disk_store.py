@@ -192,6 +192,7 @@ class DiskStore:
             if error.errno not in FULL or not self._log.give_up_segment(move=False):
                 raise
             self._log.append(entry, data)
+        self._save_recency_if_due()
         return True
 
     def _flush(self, *, closes: bool) -> None:
@@ -200,9 +201,15 @@ class DiskStore:
                 return
             try:
                 self._log.note_drops()
-                if closes or self._clock() >= self._recency_due:
-                    self._recency_due = self._clock() + RECENCY_S
-                    self._log.save_recency()
+                self._save_recency_if_due(now=closes)
                 self._log.sync()
             except OSError as error:
                 logger.warning("%s cannot be flushed: %s", self._directory, error)
+
+    def _save_recency_if_due(self, *, now: bool = False) -> None:
+        if now or self._clock() >= self._recency_due:
+            self._recency_due = self._clock() + RECENCY_S
+            try:
+                self._log.save_recency()
+            except OSError as error:
+                logger.warning("%s: the order of use cannot be saved: %s", self._directory, error)
