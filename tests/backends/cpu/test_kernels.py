@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +21,8 @@ pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="kernels are built in the background on Linux only"
 )
 
+PATIENCE_SECONDS = 30.0
+
 
 @pytest.fixture
 def building() -> Iterator[Kernels]:
@@ -30,21 +34,24 @@ def building() -> Iterator[Kernels]:
     assert builder.poll() is not None
 
 
+def wait_for_state(pid: int, *states: str) -> str:
+    """As /proc names them: T is stopped, S asleep. On a busy machine a signal takes its time."""
+    stat = Path(f"/proc/{pid}/stat")
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (state := stat.read_text().rsplit(")", 1)[1].split()[0]) not in states:
+        assert time.monotonic() < deadline, f"the builder is {state}, not {states}"
+        time.sleep(0.01)
+    return state
+
+
 def is_stopped(made: Kernels) -> bool:
     assert made.builder is not None
-    stat = Path(f"/proc/{made.builder.pid}/stat")
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline:  # a signal takes a moment
-        state = stat.read_text().rsplit(")", 1)[1].split()[0]
-        if state in ("T", "S"):
-            return state == "T"
-    raise AssertionError(f"the builder is neither stopped nor asleep, but {state}")
+    return wait_for_state(made.builder.pid, "T", "S") == "T"
 
 
 def wait_until(made: Kernels, *, stopped: bool) -> None:
-    deadline = time.monotonic() + 5.0
-    while is_stopped(made) != stopped:
-        assert time.monotonic() < deadline
+    assert made.builder is not None
+    wait_for_state(made.builder.pid, "T" if stopped else "S")
 
 
 def test_it_is_stopped_while_requests_run(building: Kernels) -> None:
@@ -85,14 +92,39 @@ def test_it_ends_with_a_server_that_is_killed_while_it_is_stopped() -> None:
         [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
     )
     assert server.stdout is not None
-    builder = Path(f"/proc/{int(server.stdout.readline())}/stat")
+    builder = int(server.stdout.readline())
+    wait_for_state(builder, "T")
     server.kill()
     server.wait()
     server.stdout.close()
-    deadline = time.monotonic() + 10.0
-    while builder.exists() and builder.read_text().rsplit(")", 1)[1].split()[0] != "Z":
-        assert time.monotonic() < deadline, "the builder has outlived its server"
-        time.sleep(0.05)
+    wait_until_gone(builder)
+
+
+def test_it_ends_with_an_engine_even_where_nobody_wakes_it() -> None:
+    """As when it had yet to stop at the moment in which its engine was killed."""
+    builder = (
+        "import os, time\n"
+        "from pippin.backends.mlx.cpu.warm import be_killed_with_parent\n"
+        "be_killed_with_parent()\n"
+        "print(os.getpid(), flush=True)\n"
+        "time.sleep(60)"
+    )
+    engine_code = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {builder!r}], start_new_session=True)\n"
+        "time.sleep(60)"
+    )
+    engine = subprocess.Popen(
+        [sys.executable, "-c", engine_code], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdout is not None
+    pid = int(engine.stdout.readline())
+    os.kill(pid, signal.SIGSTOP)
+    wait_for_state(pid, "T")
+    engine.kill()
+    engine.wait()
+    engine.stdout.close()
+    wait_until_gone(pid)
 
 
 def test_without_a_builder_there_is_nothing_to_do() -> None:

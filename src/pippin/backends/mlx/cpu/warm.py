@@ -6,6 +6,7 @@ full and mains with padding, rows that share what they begin with.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ SHARED_LEN = 18 * SHARED_BLOCK - SCATTERED_STEPS + 1  # whole blocks when settle
 FULL, PADDED = COLUMN_STEP, COLUMN_STEP - 3  # tokens of a main
 FORMS = ([FULL], [PADDED], [FULL, PADDED], [FULL, FULL])
 WATCH_SECONDS = 0.5
+PR_SET_PDEATHSIG = 1  # see prctl(2)
 NUM_STEPS = 4 * SCATTERED_STEPS
 SHARED_FORMS = ([SHARED_LEN, SHARED_LEN], [SHARED_LEN, SHARED_LEN - 3])
 
@@ -65,8 +67,15 @@ def leave_with(engine: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def be_killed_with_parent() -> None:
+    """Linux does that also to a process that is stopped, and cannot look for its engine itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> int:
     os.nice(19)
+    be_killed_with_parent()
     model_dir, dtype, engine = sys.argv[1:]
     threading.Thread(target=leave_with, args=(int(engine),), daemon=True).start()
     loaded = load(Path(model_dir), dtype=dtype)
