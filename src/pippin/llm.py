@@ -70,6 +70,8 @@ class LLM:
             prefix_cache=prefix_cache,
             overlap=overlap,
             forced_chunks=forced_chunks,
+            cache_dir=None,  # which one engine has to itself
+            disk=None,
         )
         other.config = replace(self.config, engine=engine)
         other.loop = build_loop(other.config, lambda _: None, backend=self.loop.backend)

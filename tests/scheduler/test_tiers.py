@@ -215,6 +215,15 @@ def test_a_full_disk_costs_hits_and_nothing_else() -> None:
     assert not store.entries()
 
 
+def test_a_sequence_that_the_disk_cannot_hold_is_written_once() -> None:
+    store = make_store(max_bytes=1_000)
+    client = start(store, batch_bytes=600)
+    prompt = make_prompt(500)
+    client.ask(prompt)
+    client.loop.close()
+    assert store.counters().written_bytes < 3 * 500 * 8
+
+
 def test_flushing_empties_both_tiers() -> None:
     store = make_store()
     prompt, _ = known(store)

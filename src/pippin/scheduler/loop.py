@@ -114,6 +114,8 @@ class Loop:
             deltas += self._give_up()
         elif self.idle and not self._paused and self.scheduler.cache is not None:
             self.scheduler.cache.check_when_idle()
+            if self.scheduler.tiers is not None:
+                self.scheduler.tiers.disk.cache.check_when_idle()
         self._paused = self.idle
         if self._paused:
             self.backend.make_way(busy=False)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pippin.backends.base import Spill, Spilled
-from pippin.cache.disk.entries import Entry
+from pippin.cache.disk.entries import Entry, Key
 from pippin.cache.tiers.courier import Courier
 from pippin.cache.tiers.tiers import Tiers
 
@@ -43,6 +43,8 @@ class Spills:
         self._waiting: dict[str, np.ndarray] = {}  # by request; the longest waiting first
         self._batch: Batch | None = None
         self._not_before = 0.0
+        self._current = ""  # the sequence that is being written, in as many batches as it takes
+        self._written: set[Key] = set()  # of it
 
     def busy(self, now: float) -> bool:
         """Whether there is something to be done for it now."""
@@ -57,6 +59,8 @@ class Spills:
         """The tree in memory holds more of this sequence than before."""
         self._waiting.pop(request_id, None)
         self._waiting[request_id] = tokens
+        if request_id == self._current:
+            self._current = ""
         if len(self._waiting) > MAX_SEQUENCES:
             del self._waiting[next(iter(self._waiting))]
 
@@ -78,11 +82,16 @@ class Spills:
                 break
             name, tokens = next(iter(self._waiting.items()))
             runs = self._tiers.missing(tokens)
+            if name != self._current:
+                self._current, self._written = name, set()
             if not runs:
                 del self._waiting[name]
                 self._courier.tell(self._courier.store.touch, self._tiers.keys_along(tokens))
                 continue
             entries = self._tiers.entries(tokens, runs)
+            if not self._written.isdisjoint(entry.key for entry in entries):
+                del self._waiting[name]  # its beginning went to make room for its end
+                continue
             self._batch = Batch(name, tokens, entries, step)
             self._not_before = now + sum(entry.nbytes for entry in entries) / BYTES_PER_SECOND
             return tuple(Spill(run.component, run.payloads) for run in runs)
@@ -112,6 +121,7 @@ class Spills:
             logger.exception("writing to the cache on disk failed")
             kept = [False] * len(batch.entries)
         self._tiers.wrote(batch.tokens, batch.entries, kept)
+        self._written |= {entry.key for entry in batch.entries}
         if all(kept):
             self._batch = None
         else:
