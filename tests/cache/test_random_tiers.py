@@ -211,5 +211,25 @@ def test_parts_of_an_entry_are_read_into_one_buffer() -> None:
         two.checked.insert(tokens, two.checked.cache.num_held(np.array(tokens)))
         two.spill(tokens)
     two.checked.flush()
+    two.checked.insert(long[:30], 0)
     two.load([*fork, 1])
     assert two.checked.cache.probe(np.array(fork)) == 100
+
+
+def test_what_is_lost_while_somebody_reads_it_is_offered_to_nobody_else() -> None:
+    two = TwoTiers((A,), random.Random(0))
+    tokens = list(range(100))
+    two.checked.insert(tokens, 0)
+    two.spill(tokens)
+    two.checked.flush()
+    found = two.tiers.find(np.array(tokens))
+    assert found is not None
+    lock = two.tiers.disk.cache.lock(found.match)
+    two.tiers.disk.lose([entry.key for entry in two.store.entries()])
+    two.tell_store()
+    assert two.tiers.disk.num_entries == 1
+    assert two.tiers.find(np.array(tokens)) is None
+    two.tiers.disk.cache.unlock(lock)
+    two.tell_store()
+    assert not two.store.entries()
+    two.check()

@@ -160,7 +160,10 @@ def test_two_requests_wait_for_one_load() -> None:
     assert disk_of(client)["loads"] == 1
 
 
-def test_a_step_that_fails_under_a_load_costs_its_requests_alone() -> None:
+@pytest.mark.parametrize("components", [(A,), ALL], ids=["attention", "all"])
+def test_a_step_that_fails_under_a_load_costs_its_requests_alone(
+    components: tuple[Component, ...],
+) -> None:
     class FailingBackend(FakeBackend):
         def launch(self, plan: StepPlan) -> FakePending:
             if plan.load and self.fails:
@@ -171,10 +174,12 @@ def test_a_step_that_fails_under_a_load_costs_its_requests_alone() -> None:
         fails = True
 
     store = make_store()
-    prompt, first = known(store)
-    client = start(store, backend=FailingBackend(components=ALL, num_slots=8))
+    prompt, first = known(store, components=components)
+    backend = FailingBackend(components=components, num_slots=8, knows_head=False)
+    client = start(store, backend=backend)
     reply = client.ask(prompt)
     assert (reply.tokens, reply.cached_tokens) == (first.tokens, 0)
+    assert disk_of(client)["failed_loads"] == 1
     check_idle(client)
 
 

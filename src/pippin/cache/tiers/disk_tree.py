@@ -47,6 +47,7 @@ class DiskTree:
             components, window=window, capacity_bytes=NO_CEILING, canary=canary
         )
         self._fingerprint = fingerprint
+        self._components = tuple(components)
         self._format = format
         self._owned: dict[Key, Owned] = {}
         self._lost: list[Owned] = []  # these leave the tree once no lock holds them
@@ -63,10 +64,15 @@ class DiskTree:
         self._unused += found.orphans
         for placed in sorted(found.placed, key=lambda placed: ORDER[placed.entry.key.component]):
             entry = placed.entry
-            if entry.arrays == self._format(entry.key.component, num_parts(entry)):
+            if self._is_readable(entry):
                 self.add(np.frombuffer(placed.path_tokens(), dtype=np.int32), entry)
             else:
                 self._unused.append(entry.key)  # of a backend that lays things out differently
+
+    def _is_readable(self, entry: Entry) -> bool:
+        component = entry.key.component
+        is_kept = component in self._components
+        return is_kept and entry.arrays == self._format(component, num_parts(entry))
 
     def entry(self, ids: TokenArray, component: Component, start: int) -> Entry:
         """What would hold a component of the path `ids`: KV of [start, end), or what is at its end.

@@ -1,0 +1,86 @@
+"""A server with a cache on disk: what a restart finds, after SIGTERM and after `kill -9`."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from processes import children_of, environment, wait_until_gone
+
+pytestmark = pytest.mark.slow
+
+MODEL = "stories-hybrid-20m"
+STORY = " ".join(f"Once there was a fox who had {n} friends." for n in range(60))
+ASK = {"model": MODEL, "prompt": STORY, "max_tokens": 12, "temperature": 0, "logprobs": 2}
+
+
+@contextmanager
+def server(directory: Path, end: signal.Signals) -> Iterator[str]:
+    """`end`: what it and its engine hear in the end."""
+    options = ["--port", "0", "--cache-dir", str(directory), "--disk", "100MB"]
+    command = [sys.executable, "-m", "pippin", "serve", *options]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://\S+", process.stdout.readline())
+            assert found
+            yield found[0]
+            for pid in [process.pid, *children_of(process.pid)] if end is signal.SIGKILL else []:
+                subprocess.run(["kill", "-9", str(pid)], check=False)
+            process.send_signal(end)
+            process.wait(timeout=30)
+        finally:
+            process.kill()
+            wait_until_gone(process.pid)
+
+
+def ask(url: str, **more: Any) -> dict[str, Any]:
+    reply: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=ASK | more, timeout=60).json()
+    return reply
+
+
+def wait_until_written(url: str) -> None:
+    """The reply's end, which is written last: two states, one of them at its end."""
+    for _ in range(200):
+        if httpx.get(f"{url}/status", timeout=10).json()["disk"]["spilled_entries"] >= 5:
+            return
+    raise AssertionError("nothing was written")
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_restart_restores_the_prompt_and_says_the_same(
+    tmp_path: Path, end: signal.Signals
+) -> None:
+    with server(tmp_path, end) as url:
+        first = ask(url)
+        if end is signal.SIGKILL:
+            wait_until_written(url)
+    with server(tmp_path, end) as url:
+        again = ask(url)
+        metrics = httpx.get(f"{url}/metrics").text
+    assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    length = first["usage"]["prompt_tokens"]
+    details = {"cached_tokens": length, "disk_cached_tokens": length}
+    assert again["usage"]["prompt_tokens_details"] == details
+    assert again["choices"][0]["text"] == first["choices"][0]["text"]
+    assert f"pippin_disk_tokens_total {float(length)}" in metrics
+
+
+def test_a_second_server_is_refused_the_directory(tmp_path: Path) -> None:
+    with server(tmp_path, signal.SIGTERM):
+        options = ["--port", "0", "--cache-dir", str(tmp_path), "--disk", "100MB"]
+        command = [sys.executable, "-m", "pippin", "serve", *options]
+        second = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+    assert second.returncode != 0
+    assert "in use" in second.stdout + second.stderr
