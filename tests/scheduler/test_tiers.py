@@ -52,6 +52,14 @@ def test_a_restart_finds_what_was_said(components: tuple[Component, ...]) -> Non
     assert again.cached_tokens == 540
 
 
+def test_without_a_hidden_vector_the_same_prompt_again_is_restored_before_its_end() -> None:
+    store, prompt = make_store(), make_prompt(500)
+    for expected in (0, 448):
+        client = start(store, backend=FakeBackend(num_slots=8, knows_head=False))
+        assert client.ask(prompt).cached_tokens == expected
+        client.loop.close()
+
+
 def started(store: MemoryStore, **kwargs: object) -> tuple[Client, Workers]:
     """An engine whose disk does something when the test says so."""
     workers = Workers()
@@ -174,7 +182,10 @@ def test_a_step_that_fails_under_a_load_costs_its_requests_alone(
         fails = True
 
     store = make_store()
-    prompt, first = known(store, components=components)
+    backend = FakeBackend(components=components, num_slots=8, knows_head=False)
+    prompt, client = make_prompt(500), start(store, backend=backend)
+    first = client.ask(prompt)
+    client.loop.close()
     backend = FailingBackend(components=components, num_slots=8, knows_head=False)
     client = start(store, backend=backend)
     reply = client.ask(prompt)

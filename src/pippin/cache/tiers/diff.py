@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from pippin.cache.components import HIDDEN, INDEX, STATE, WINDOW, Rules
 from pippin.cache.policy import Placement
@@ -87,20 +88,25 @@ class Diff:
         if not self._rules.has_state:
             return [node for node in held if node.end <= top][-1:]
         known = _by_end(on_disk)
+        connected = held if not self._rules.has_attention else [n for n in held if n.end <= top]
+        stops = [node for node in connected if node.payloads[STATE] is not None]
         ends: list[Node] = []
         reach = top
-        for node in held:
-            connects = not self._rules.has_attention or node.end <= top
-            if node.payloads[STATE] is None or not connects:
-                continue
+        for node, below in zip_longest(stops, stops[1:]):
             there = known.get(node.end)
             if there is not None and there.payloads[STATE] is not None:
                 ends.append(node)
-            elif is_worth_writing(node) and self._fits(Component.STATE, 1):
+            elif self._is_wanted(node, below) and self._fits(Component.STATE, 1):
                 self._add(Component.STATE, min(reach, node.end), [node])
                 reach = max(reach, node.end)
                 ends.append(node)
         return ends
+
+    def _is_wanted(self, node: Node, below: Node | None) -> bool:
+        """Without a hidden vector the same prompt again needs the state before its end."""
+        if is_worth_writing(node):
+            return True
+        return not self._rules.has_hidden and below is not None and is_worth_writing(below)
 
     def _add_windows(self, ends: Iterable[Node], on_disk: Sequence[Node]) -> None:
         """The windows that a restore at these ends needs, each run of tokens once."""
