@@ -58,13 +58,18 @@ TRANSFORMERS_NEEDS = ("torch", "fastapi", "uvicorn", "openai", "accelerate")
 
 
 @contextlib.contextmanager
-def pippin_server(model: str, options: Sequence[str] = ()) -> Iterator[Target]:
-    """`pippin serve MODEL OPTIONS` on a free port, and nothing out of a pippin.toml."""
+def pippin_server(
+    model: str, options: Sequence[str] = (), *, killed: bool = False
+) -> Iterator[Target]:
+    """`pippin serve MODEL OPTIONS` on a free port, and nothing out of a pippin.toml.
+
+    With `killed`, it is given no time to end in order.
+    """
     port = free_port()
     command = [sys.executable, "-m", "pippin", "serve", model, "--port", str(port)]
     command += ["--config", os.devnull, *options]
     url = f"http://127.0.0.1:{port}"
-    with _child("pippin", command, url):
+    with _child("pippin", command, url, killed=killed):
         yield Target(url, first_model(url), extra={"ignore_eos": True})
 
 
@@ -153,7 +158,7 @@ def first_model(url: str, api_key: str | None = None) -> str:
 
 
 @contextlib.contextmanager
-def _child(name: str, command: Sequence[str], url: str) -> Iterator[None]:
+def _child(name: str, command: Sequence[str], url: str, *, killed: bool = False) -> Iterator[None]:
     with tempfile.TemporaryFile() as log, ended_by_sigterm():
         process = subprocess.Popen(
             command,
@@ -167,7 +172,7 @@ def _child(name: str, command: Sequence[str], url: str) -> Iterator[None]:
             _wait_until_healthy(name, process, url, log)
             yield
         finally:
-            _end(process)
+            _end(process, killed=killed)
 
 
 def _wait_until_healthy(
@@ -184,9 +189,10 @@ def _wait_until_healthy(
     raise BenchError(f"{name} did not answer within {START_SECONDS:.0f} s:\n{_tail(log)}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], *, killed: bool = False) -> None:
     """Ask the whole process group to leave, then make it."""
-    for number, patience in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, None)):
+    ways = [(signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, None)]
+    for number, patience in ways[1:] if killed else ways:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,7 @@
-"""A crash costs what was being written: every change of a file is tried as the last one."""
+"""A crash costs what was being written: every change of a file is tried as the last one.
+
+`tools/break_store.py` does more of it.
+"""
 
 from __future__ import annotations
 
@@ -108,10 +111,8 @@ def test_every_change_may_be_the_last_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_change_of_long_runs_may_be_the_last_one(tmp_path: Path) -> None:
-    assert (
-        sum(enumerate_crashes(tmp_path, seed, num_operations=120) for seed in range(2, 10)) > 1500
-    )
+def test_every_change_of_a_long_run_may_be_the_last_one(tmp_path: Path) -> None:
+    assert enumerate_crashes(tmp_path, seed=2, num_operations=120) > 250
 
 
 def test_a_writer_that_is_killed_loses_only_what_it_was_writing() -> None:
@@ -119,8 +120,8 @@ def test_a_writer_that_is_killed_loses_only_what_it_was_writing() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_kills() -> None:
-    kill_writers(1000)
+def test_a_hundred_kills() -> None:
+    kill_writers(100)
 
 
 def kill_writers(times: int) -> None:

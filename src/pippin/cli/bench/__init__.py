@@ -5,8 +5,19 @@ from __future__ import annotations
 from cyclopts import App
 
 from pippin.cli.bench.in_process import backends, grammar, growth, one_batch, overlap, prefix
-from pippin.cli.bench.served import churn, compare, serve
+from pippin.cli.bench.served import churn, compare, restart, serve
 
 bench = App(name="bench", help="Measure speed. Each command can write --json, --svg, --markdown.")
-for command in (one_batch, backends, serve, churn, growth, compare, prefix, overlap, grammar):
+for command in (
+    one_batch,
+    backends,
+    serve,
+    churn,
+    growth,
+    compare,
+    prefix,
+    restart,
+    overlap,
+    grammar,
+):
     bench.command(command)

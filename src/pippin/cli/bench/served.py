@@ -1,4 +1,4 @@
-"""`pippin bench serve`, `churn` and `compare`: load on servers, over HTTP."""
+"""`pippin bench serve`, `churn`, `compare` and `restart`: load on servers, over HTTP."""
 
 from __future__ import annotations
 
@@ -191,3 +191,32 @@ def compare(
         their_options=shlex.split(their_options),
     )
     report.publish(outputs)
+
+
+@takes_config("model", "engine", without=("cache_dir", "disk"))
+def restart(
+    config: Config,
+    *,
+    only: Names = None,
+    rounds: int = 3,
+    seconds: float = 60.0,
+    outputs: Files = PRINT_ONLY,
+) -> None:
+    """What a cache on disk saves after a restart, and what writing it costs running streams.
+
+    Conversations of 2,000 tokens, cold; then again after SIGTERM, and after kill -9 while others
+    were being written. Directories are made for it and removed.
+
+    Parameters
+    ----------
+    only
+        Parts to run: sigterm, kill, gaps, ceilings. Default: everything.
+    rounds
+        Conversations, and pairs of runs with streams; the table shows medians.
+    seconds
+        How long new prompts come for `ceilings`.
+    """
+    from pippin.bench.restart import restart
+
+    model_dir = find_checkpoint(config.model)
+    restart(config, model_dir, only=only or (), rounds=rounds, seconds=seconds).publish(outputs)
