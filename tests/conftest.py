@@ -7,6 +7,7 @@ directories.
 from __future__ import annotations
 
 import os
+import re
 import ssl
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
+WHOLLY_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 LONGEST_FILES = ("test_mutants", "test_worlds", "test_soak")
 
 settings.register_profile("repeat", deadline=None, derandomize=True)
@@ -73,6 +75,13 @@ def without_compiler() -> Iterator[None]:
     mx.disable_compile()
     yield
     mx.enable_compile()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that are slow as a whole are not imported for `make quick` either."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return WHOLLY_SLOW.search(collection_path.read_text(encoding="utf-8")) is not None or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

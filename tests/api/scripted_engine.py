@@ -242,3 +242,10 @@ def wait_until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.005)
+
+
+def answer_anything(submit: Submit) -> list[TokenDelta]:
+    """A token, or the vector of an embedding."""
+    if submit.embeds:
+        return [TokenDelta(submit.id, embedding=b"\0\0\x80?" * 4, finish="stop")]
+    return say_tokens([5])(submit)

@@ -20,6 +20,8 @@ from pippin.messages import Submit, TokenDelta
 from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 from qwen35 import END_OF_TURN
 
+pytestmark = pytest.mark.slow
+
 NUM_TURNS = 12
 REMINDER_EVERY = 4
 LEAST_SHARE = 0.95
@@ -224,7 +226,6 @@ def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("session", [chat_session, responses_session, messages_session])
 def test_what_a_turn_shares_with_the_last_one_is_cached(
     session: Callable[[str], list[int]],
