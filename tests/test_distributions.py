@@ -141,5 +141,8 @@ def test_the_two_wheels_serve_and_answer(installation: Installation) -> None:
             json={"model": "stories-hybrid-20m", "prompt": "Once upon a time", "max_tokens": 8},
             timeout=120,
         ).json()
+        script = re.search(r'src="(page/app[^"]+)"', httpx.get(url).text)
+        assert script, "no page at /"
+        assert httpx.get(f"{url}/{script[1]}").status_code == 200
     assert answer["usage"]["completion_tokens"] == 8
     assert answer["choices"][0]["text"].strip()

@@ -6,9 +6,11 @@ Debian's Chromium through Playwright; both are optional, and tests say so where 
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -88,6 +90,30 @@ def visiting(browser: Browser, url: str, path: str = "/", **options: Any) -> Ite
         assert visit.from_elsewhere == []
     finally:
         context.close()
+
+
+@contextmanager
+def another_site(page: str) -> Iterator[str]:
+    """The address of a site that has this page: `localhost`, while servers are 127.0.0.1."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as site:
+        thread = threading.Thread(target=site.serve_forever)
+        thread.start()
+        try:
+            yield f"http://localhost:{site.server_port}/"
+        finally:
+            site.shutdown()
+            thread.join()
 
 
 def _note(visit: Visit, kind: str, text: str) -> None:

@@ -9,21 +9,15 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import CHROMIUM, another_site
 from scripted_engine import ScriptedEngine, say, serving
 
 from pippin.config import ServerConfig
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 pytestmark = [
     pytest.mark.slow,
@@ -63,29 +57,9 @@ class CountingEngine(ScriptedEngine):
         return {"freed_bytes": 0}
 
 
-@contextmanager
-def page_of_another_site(page: str) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("content-type", "text/html")
-            self.end_headers()
-            self.wfile.write(page.encode())
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as site:
-        thread = threading.Thread(target=site.serve_forever)
-        thread.start()
-        yield f"http://localhost:{site.server_port}/"
-        site.shutdown()
-        thread.join()
-
-
 def attempt(engine: ScriptedEngine, profile: Path, config: ServerConfig | None = None) -> Any:
     """What the page got out of each of its attempts."""
-    with serving(engine, config) as url, page_of_another_site(PAGE % json.dumps(url)) as page:
+    with serving(engine, config) as url, another_site(PAGE % json.dumps(url)) as page:
         shown = subprocess.run(
             [
                 *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu"),

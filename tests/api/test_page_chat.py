@@ -198,13 +198,13 @@ def test_the_browser_keeps_a_bounded_number_of_conversations(browser: Browser) -
         left, dropped = visit.page.evaluate(
             """async () => {
                 const store = await import("/page/chat/store.js");
-                const { add, newConversation } = await import("/page/chat/conversation.js");
+                const chat = await import("/page/chat/conversation.js");
                 const dropped = [];
                 for (let i = 0; i < store.MAX_CONVERSATIONS + 2; i += 1) {
-                    const conversation = newConversation();
-                    add(conversation, null, { role: "user", content: `number ${i}` });
+                    const conversation = chat.newConversation();
+                    chat.add(conversation, null, { role: "user", content: `number ${i}` });
                     conversation.updated = i;
-                    dropped.push(...store.save(conversation));
+                    dropped.push(...store.save(conversation).map(chat.titleOf));
                 }
                 return [store.loadAll().length, dropped];
             }"""

@@ -6,15 +6,12 @@ By counts, not by pixels: what a screen reader is told of steps and nodes is wha
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from browser import Visit, needs_browser, open_browser, visiting
+from browser import Visit, another_site, needs_browser, open_browser, visiting
 
 from test_serve import serve
 
@@ -230,26 +227,6 @@ def test_nobody_is_shut_out_of_the_engine(
         assert visit.serious_findings() == []
         overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert visit.page.evaluate(overflow) == 0
-
-
-@contextmanager
-def another_site(page: str) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("content-type", "text/html")
-            self.end_headers()
-            self.wfile.write(page.encode())
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as site:
-        thread = threading.Thread(target=site.serve_forever)
-        thread.start()
-        yield f"http://localhost:{site.server_port}"
-        site.shutdown()
-        thread.join()
 
 
 def test_another_site_gets_neither_the_feed_nor_the_page(browser: Browser, url: str) -> None:

@@ -42,7 +42,7 @@ export function composer({ send, stop }) {
   };
   form.show = (isReady, isRunning, note) => {
     const keys = isReady ? "Enter sends, Shift+Enter is a new line" : "Waiting for the model";
-    hint.textContent = [keys, note].filter(Boolean).join(" · ");
+    hint.replaceChildren(h("span", { class: isReady ? "keys" : "" }, keys), h("span", {}, note));
     ready = isReady;
     button.disabled = !ready;
     if (running === isRunning) return;

@@ -1,8 +1,6 @@
 // Conversations in localStorage, one entry each, so that two tabs do not overwrite each other.
 // Bounded: beyond that the oldest go, and whoever saves is told which.
 
-import { titleOf } from "./conversation.js";
-
 const PREFIX = "pippin.chat.";
 const SETTINGS = "pippin.settings";
 export const MAX_CONVERSATIONS = 60;
@@ -20,7 +18,7 @@ export function loadAll() {
   return found.sort((a, b) => b.updated - a.updated);
 }
 
-// Titles of those that had to go; throws where even that made no room.
+// Those that had to go; throws where even that made no room.
 export function save(conversation) {
   const text = JSON.stringify(conversation);
   const others = loadAll().filter(({ id }) => id !== conversation.id);
@@ -79,7 +77,7 @@ function names() {
 function drop(conversations) {
   const oldest = conversations.pop();
   remove(oldest.id);
-  return titleOf(oldest);
+  return oldest;
 }
 
 const sizeOf = (conversations) =>

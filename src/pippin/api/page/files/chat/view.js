@@ -175,6 +175,7 @@ export class Chat {
   #show() {
     const { thread, list, settings, title, write } = this.#parts;
     const shown = path(this.#current);
+    const focus = this.#focusInThread();
     const actions = {
       edit: (node, element) => this.#edit(node, element),
       again: (node) => this.#reply(parentOf(this.#current, node)),
@@ -195,6 +196,20 @@ export class Chat {
     list.show(this.#conversations, this.#current);
     settings.show();
     write.show(this.#model !== null, this.#replies.runsIn(this.#current), this.#room(shown));
+    focus?.();
+  }
+
+  // Messages are drawn anew: whoever was at a button of one finds it again, or the composer.
+  #focusInThread() {
+    const { thread, write } = this.#parts;
+    const message = document.activeElement?.closest("#thread > *");
+    if (!message) return null;
+    const index = [...thread.children].indexOf(message);
+    const label = document.activeElement.getAttribute("aria-label");
+    return () => {
+      const buttons = [...(thread.children[index]?.querySelectorAll(".actions button:enabled") ?? [])];
+      (buttons.find((button) => button.getAttribute("aria-label") === label && button.checkVisibility({ visibilityProperty: true })) ?? write).focus();
+    };
   }
 
   #room(shown) {
@@ -224,8 +239,9 @@ export class Chat {
     try {
       const dropped = store.save(conversation);
       if (!dropped.length) return;
-      this.#conversations = this.#conversations.filter((other) => other === conversation || !dropped.includes(titleOf(other)));
-      this.#notify(`There was no more room in this browser: ${dropped.map((name) => `“${name}”`).join(", ")} went.`);
+      const gone = new Set(dropped.map(({ id }) => id));
+      this.#conversations = this.#conversations.filter(({ id }) => !gone.has(id));
+      this.#notify(`There was no more room in this browser: ${dropped.map((old) => `“${titleOf(old)}”`).join(", ")} went.`);
     } catch {
       this.#notify("This browser keeps nothing of this conversation: there is no room, or it was told not to.");
     }

@@ -1,4 +1,5 @@
 // Requests that run, wait or have just ended, each with a bar of its tokens.
+// Rows stay while their request is shown: one that is replaced could not be clicked.
 
 import { h } from "../lib/dom.js";
 import { count, seconds } from "../lib/format.js";
@@ -6,21 +7,23 @@ import { shortId } from "./details.js";
 
 const ROWS = 8; // always that many lines, so that nothing below them moves
 const ORDER = ["prefill", "decode", "compiling", "waiting", "ended"];
+const PARTS = ["reused", "computed", "left", "reply"];
 
 export class Requests {
   #state;
   #open;
+  #rows = new Map(); // id -> row
+  #blanks = Array.from({ length: ROWS }, () => h("tr", { class: "blank", "aria-hidden": "true" }, h("td", { colspan: 5 }, " ")));
   #body = h("tbody");
   #more = h("p", { class: "note" });
 
   constructor(state, open) {
     this.#state = state;
     this.#open = open;
+    const names = ["Request", "Phase", "Prompt and reply", "Tokens", "Waited"];
     this.element = h("div", { class: "requests" },
       h("div", { class: "table", tabindex: 0, role: "region", "aria-label": "Table of requests" },
-        h("table", {},
-          h("thead", {}, h("tr", {}, ["Request", "Phase", "Prompt and reply", "Tokens", "Waited"].map((name) => h("th", { scope: "col" }, name)))),
-          this.#body)),
+        h("table", {}, h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name)))), this.#body)),
       this.#more);
   }
 
@@ -28,34 +31,34 @@ export class Requests {
     const all = [...this.#state.requests.values()].sort(byPhase);
     const shown = all.slice(0, ROWS);
     const longest = Math.max(64, ...shown.map(({ prompt, reply }) => prompt + reply));
-    const focused = this.#body.contains(document.activeElement) ? document.activeElement.dataset.request : null;
-    this.#body.replaceChildren(
-      ...shown.map((request) => this.#row(request, longest)),
-      ...Array.from({ length: ROWS - shown.length }, () => h("tr", { class: "blank", "aria-hidden": "true" }, h("td", { colspan: 5 }, " "))),
-    );
-    if (focused) [...this.#body.querySelectorAll("button")].find(({ dataset }) => dataset.request === focused)?.focus();
+    const rows = new Map(shown.map(({ id }) => [id, this.#rows.get(id) ?? this.#row(id)]));
+    for (const request of shown) rows.get(request.id).draw(request, longest, this.#state.at);
+    const lines = [...[...rows.values()].map(({ element }) => element), ...this.#blanks.slice(rows.size)];
+    if (lines.some((line, n) => line !== this.#body.children[n])) this.#body.replaceChildren(...lines);
+    this.#rows = rows;
     this.#more.textContent = all.length > ROWS ? `and ${count(all.length - ROWS)} more` : " ";
   }
 
-  #row(request, longest) {
-    const computed = Math.max(0, Math.min(request.held, request.prompt) - request.cached);
-    const part = (name, tokens) => {
-      const element = h("span", { class: name });
-      element.style.width = `${(100 * tokens) / longest}%`;
-      return element;
+  #row(id) {
+    const cells = Array.from({ length: 3 }, (_, n) => h("td", { class: n ? "number" : "" }));
+    const parts = PARTS.map((name) => h("span", { class: name }));
+    const bar = h("span", { class: "tokens", role: "img" }, parts);
+    const button = h("button", { type: "button", class: "quiet small mono", "aria-label": `Request ${shortId(id)}`, onclick: () => this.#open(this.#state.requests.get(id)) }, shortId(id));
+    const element = h("tr", {}, h("td", {}, button), cells[0], h("td", { class: "wide" }, bar), cells[1], cells[2]);
+    const draw = (request, longest, now) => {
+      const { prompt, cached, held, reply, ended, finish, phase, retractions } = request;
+      const computed = ended === null ? Math.max(0, Math.min(held, prompt) - cached) : prompt - cached;
+      const again = retractions && ended === null ? ` (retracted ${retractions}×)` : "";
+      element.className = `phase-${phase}`;
+      cells[0].textContent = (finish ?? phase) + again;
+      cells[1].textContent = `${count(cached)} / ${count(prompt)} + ${count(reply)}`;
+      cells[2].textContent = seconds((request.started ?? ended ?? now) - request.came);
+      [cached, computed, prompt - cached - computed, reply].forEach((tokens, n) => {
+        parts[n].style.width = `${(100 * Math.max(0, tokens)) / longest}%`;
+      });
+      bar.setAttribute("aria-label", `${cached} reused, ${prompt - cached} computed, ${reply} of the reply`);
     };
-    const left = request.ended === null ? Math.max(0, request.prompt - request.cached - computed) : 0;
-    const waited = (request.started ?? request.ended ?? this.#state.at) - request.came;
-    return h(
-      "tr",
-      { class: `phase-${request.phase}` },
-      h("td", {}, h("button", { type: "button", class: "quiet small mono", "data-request": request.id, "aria-label": `Request ${shortId(request.id)}`, onclick: () => this.#open(request) }, shortId(request.id))),
-      h("td", {}, request.retractions && request.ended === null ? `${request.phase} (retracted ${request.retractions}×)` : request.finish ?? request.phase),
-      h("td", { class: "wide" }, h("span", { class: "tokens", role: "img", "aria-label": `${request.cached} reused, ${request.prompt - request.cached} computed, ${request.reply} of the reply` },
-        part("reused", request.cached), part("computed", request.ended === null ? computed : request.prompt - request.cached), part("left", left), part("reply", request.reply))),
-      h("td", { class: "number" }, `${count(request.cached)} / ${count(request.prompt)} + ${count(request.reply)}`),
-      h("td", { class: "number" }, seconds(waited)),
-    );
+    return { element, draw };
   }
 }
 

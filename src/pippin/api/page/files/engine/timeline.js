@@ -19,6 +19,7 @@ export class Timeline {
   #heard = { at: 0, when: 0 }; // the last message's time, on both clocks
   #spans = [];
   #painted = 0;
+  #following = null; // the loop that draws; another one ends it
 
   // `open(step, seconds)` shows one, and how long it was on the device.
   constructor(state, open) {
@@ -35,13 +36,20 @@ export class Timeline {
 
   heard() {
     this.#heard = { at: this.#state.at, when: performance.now() };
-    this.#spans = layoutSteps(this.#state.steps, (slot, when) => this.#state.requestIn(slot, when));
+    this.#layout(this.#state.at - this.#span - 2);
     this.#describe();
+  }
+
+  // Of thousands of steps only those that may come into sight, unless it stands still.
+  #layout(since) {
+    const steps = this.#state.steps.filter(({ committed }) => committed > since);
+    this.#spans = layoutSteps(steps, (slot, when) => this.#state.requestIn(slot, when));
   }
 
   zoom(by) {
     const at = SPANS.indexOf(this.#span) + by;
     this.#span = SPANS[Math.max(0, Math.min(SPANS.length - 1, at))];
+    if (this.#end === null) this.heard();
     this.draw();
     return this.#span;
   }
@@ -50,10 +58,11 @@ export class Timeline {
   follow() {
     this.#end = null;
     this.#selected = null;
+    const own = (this.#following = {});
     const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
     const tick = (now) => {
-      if (this.#end !== null || !this.element.isConnected) return;
-      if (now - this.#painted >= (still ? 500 : FRAME_MS) && this.element.checkVisibility()) {
+      if (this.#following !== own) return;
+      if (now - this.#painted >= (still ? 500 : FRAME_MS)) {
         this.#painted = now;
         this.draw();
       }
@@ -63,8 +72,15 @@ export class Timeline {
   }
 
   hold() {
+    this.stop();
     this.#end ??= this.#now();
+    this.#layout(-Infinity);
     this.draw();
+  }
+
+  // Nobody looks.
+  stop() {
+    this.#following = null;
   }
 
   draw() {
@@ -81,9 +97,9 @@ export class Timeline {
   #select(step) {
     if (!step) return;
     this.#selected = step;
+    this.hold();
     const { from: began, to } = this.#spans.find((span) => span.step === step && span.lane === "device");
     this.#open(step, to - began);
-    this.hold();
     const from = this.#end - this.#span;
     if (step.done > this.#end || step.planned < from) {
       const centred = (step.planned + step.done + this.#span) / 2;

@@ -13,6 +13,7 @@ import { Requests } from "./requests.js";
 import { State } from "./state.js";
 import { Timeline } from "./timeline.js";
 
+const SLOWLY_MS = 250; // numbers that change more often cannot be read
 const LANE_KINDS = [["plan", "plans"], ["launch", "hands over"], ["wait", "waits"], ["commit", "takes in"], ["prompt", "prompt’s chunk"], ["decode", "one token"], ["ghost", "ghost"], ["retracted", "retracted"]];
 const NODE_KINDS = [["attention", "attention KV"], ["window", "window KV"], ["state", "state at its end"], ["hidden", "head’s input"], ["locked", "locked"], ["hot", "hot"], ["evicted", "just evicted"]];
 
@@ -20,6 +21,8 @@ export class Engine {
   #state = new State();
   #paused = false;
   #shown = false;
+  #watching = false;
+  #timer = null; // until the numbers are drawn
   #trouble = h("p", { class: "trouble", role: "status" });
   #treeNote = h("span", { class: "note" });
   #pause = h("button", { type: "button", class: "small", id: "pause", "aria-pressed": "false", onclick: () => this.#setPaused(!this.#paused) });
@@ -55,16 +58,28 @@ export class Engine {
             card("memory-card", "Memory", [], this.#memory.element),
             card("times-card", "Times", [], h("div", { class: "times" }, this.#ttft.element, this.#gaps.element))))),
     );
+    document.addEventListener("visibilitychange", () => this.#watch());
     this.#showPause();
     this.#requests.draw();
   }
 
   set isShown(shown) {
-    if (this.#shown === shown) return;
     this.#shown = shown;
-    if (!shown) return this.#feed.close();
-    this.#feed.open();
-    if (!this.#paused) this.#timeline.follow();
+    this.#watch();
+  }
+
+  // Whether somebody looks: at this view, and at this tab.
+  #watch() {
+    const watching = this.#shown && !document.hidden;
+    if (watching === this.#watching) return;
+    this.#watching = watching;
+    if (watching) {
+      this.#feed.open();
+      if (!this.#paused) this.#timeline.follow();
+    } else {
+      this.#feed.close();
+      this.#timeline.stop();
+    }
   }
 
   // Paused, what comes is not taken in; afterwards a new snapshot is asked for. The stream stays
@@ -91,6 +106,11 @@ export class Engine {
     this.#timeline.heard();
     this.#icicle.draw();
     this.#requests.draw();
+    this.#timer ??= setTimeout(() => this.#drawNumbers(), SLOWLY_MS);
+  }
+
+  #drawNumbers() {
+    this.#timer = null;
     this.#numbers.draw(this.#state);
     this.#memory.draw(this.#state.memory);
     this.#ttft.draw(this.#state.ttfts);
