@@ -17,8 +17,9 @@ from pippin.backends.base import PendingStep, StepPlan
 from pippin.build import build_loop
 from pippin.cache.canary import CacheCorruption, Canary
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine import Channel, EngineSpec, MessagePump, run_engine
+from pippin.engine import Channel, EngineSpec, run_engine
 from pippin.errors import PippinError
+from pippin.message_pump import MessagePump
 from pippin.messages import (
     Alive,
     Answer,

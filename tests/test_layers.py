@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "feed": {"types", "messages", "metrics", "cache", "scheduler", "backends.base"},
     "feed.schema": {"types"},
+    "message_pump": {"messages", "feed", "scheduler.loop"},
     "api": {
         *("types", "text", "messages", "sequences", "embedding", "config"),
         *("decode.expressions", "decode.json_schema"),

@@ -28,8 +28,8 @@ from pippin.api.engine_client import EngineClient
 from pippin.build import build_loop
 from pippin.config import Config, EngineConfig
 from pippin.embedding import embedding_of
-from pippin.engine import MessagePump
 from pippin.errors import EngineDead
+from pippin.message_pump import MessagePump
 from pippin.messages import (
     Answer,
     Feed,

@@ -9,17 +9,15 @@ that the server stopped, however it died. Then the engine leaves too.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -28,38 +26,17 @@ from pippin.backends.warm_up import LOAD_SECONDS
 from pippin.build import build_loop
 from pippin.config import Config
 from pippin.errors import PippinError
-from pippin.feed.feed import Feed
 from pippin.feed.recorder import Recorder
 from pippin.feed.trace import TraceFile, TraceWriter
 from pippin.logs import configure_logging
-from pippin.messages import (
-    Abort,
-    Alive,
-    Answer,
-    Failed,
-    Finish,
-    FlushCache,
-    FromEngine,
-    GetCounters,
-    GetNode,
-    GetStatus,
-    Loading,
-    Ready,
-    Shutdown,
-    Started,
-    Submit,
-    ToEngine,
-    TokenBatch,
-    Unwatch,
-    Watch,
-)
+from pippin.message_pump import MessagePump
+from pippin.messages import Alive, Failed, FromEngine, Loading, Ready, Shutdown, ToEngine
 from pippin.metrics import StepLog
 from pippin.scheduler.loop import Loop
 
 STDIN = 0
 OWN_INBOX = "inproc://inbox"  # the same, for threads of this process
 BEAT_SECONDS = 0.5  # between signs of life
-IDLE_SECONDS = 0.5  # of a turn in which nothing comes
 EXIT_GRACE_SECONDS = 3.0  # from the server's end to leaving by force
 
 
@@ -133,83 +110,6 @@ class Channel:
 
     def close(self) -> None:
         self._context.destroy(linger=200)
-
-
-class Messages(Protocol):
-    """Both directions, wherever the other end is."""
-
-    def send(self, message: FromEngine) -> None: ...
-
-    def receive(self, wait_seconds: float) -> list[ToEngine]:
-        """Everything that has arrived; the first of it may take `wait_seconds`."""
-        ...
-
-
-class MessagePump:
-    """Moves messages between the channel and the loop until it is told to stop, or cannot go on."""
-
-    def __init__(self, loop: Loop, channel: Messages, recorder: Recorder | None = None) -> None:
-        self._loop = loop
-        self._channel = channel
-        self._feed = Feed(loop, recorder or Recorder(loop.scheduler), channel.send)
-        loop.on_start = lambda ids: channel.send(Started(ids))
-        self.turn_began = time.monotonic()
-
-    def run(self) -> None:
-        while self._take_in(self._wait_seconds):
-            self.turn_began = time.monotonic()
-            self._feed.flush()
-            if self._loop.idle:
-                if not self._loop.warm_up.done:
-                    self._loop.warm_up.run_next()
-                continue
-            deltas = self._loop.step()
-            if deltas:
-                self._channel.send(TokenBatch(deltas))
-            if self._loop.failure is not None:
-                raise self._loop.failure
-
-    @property
-    def _wait_seconds(self) -> float:
-        """For something to come, where nothing is to be done before."""
-        if self._loop.idle and self._loop.warm_up.done:
-            return min(IDLE_SECONDS, self._feed.due_in)
-        return 0.0
-
-    def _take_in(self, wait_seconds: float) -> bool:
-        """Handle what has arrived; False once a Shutdown is among it."""
-        for message in self._channel.receive(wait_seconds):
-            match message:
-                case Submit():
-                    self._loop.submit(message)
-                case Abort(id):
-                    self._loop.abort(id)
-                case Finish(id):
-                    self._loop.finish(id)
-                case GetStatus(id):
-                    self._answer(id, self._loop.status)
-                case GetCounters(id):
-                    self._answer(id, self._loop.counters)
-                case FlushCache(id):
-                    self._answer(id, self._loop.flush_cache)
-                case GetNode(id, node):
-                    self._answer(id, functools.partial(self._feed.node, node))
-                case Watch():
-                    self._feed.watch()
-                case Unwatch():
-                    self._feed.unwatch()
-                case Shutdown():
-                    return False
-        return True
-
-    def _answer(self, id: str, find: Callable[[], dict[str, Any]]) -> None:
-        """A question that cannot be answered harms no request: they go on."""
-        try:
-            answer = Answer(id, find())
-        except Exception as error:
-            traceback.print_exc()
-            answer = Answer(id, {}, error=f"the engine could not answer: {error!r}")
-        self._channel.send(answer)
 
 
 @contextlib.contextmanager

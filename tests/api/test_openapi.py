@@ -26,6 +26,8 @@ def test_every_route_is_described() -> None:
     paths = document()["paths"]
     assert paths["/v1/models/{id}"]["get"]["parameters"][0]["name"] == "id"
     assert BODIES.keys() <= paths.keys()
+    assert list(paths["/events"]["get"]["responses"]["200"]["content"]) == ["text/event-stream"]
+    assert paths["/events/node/{id}"]["get"]["parameters"][0]["schema"]["type"] == "integer"
     assert paths["/v1/responses/{id}"].keys() == {"get", "delete"}
     for path, query in query_schemas().items():
         parameters = paths[path]["get"]["parameters"]

@@ -250,6 +250,32 @@ def test_memory_adds_up_while_requests_run() -> None:
         one.flush(0.11)
         assert one.replica.last is not None
         memory = one.replica.last.memory
-        held = memory.rows + memory.checkpoints + memory.captures + sum(memory.tree.values())
+        held = (
+            memory.rows
+            + memory.checkpoints
+            + memory.captures
+            + memory.loads
+            + sum(memory.tree.values())
+        )
         assert memory.capacity == held + memory.free
         assert memory.captures >= 0
+
+
+def test_a_node_says_when_all_of_it_is_on_disk_too() -> None:
+    one = watched(components=(Component.ATTENTION, Component.STATE))
+    prompt = make_prompt(70)
+    one.client.submit(prompt, max_tokens=1)
+    one.run()
+    cache = one.client.loop.scheduler.cache
+    assert cache is not None
+    held = {node.start + node.tokens: node for node in one.replica.nodes.values()}
+    assert {node.tier for node in held.values()} == {"device"}
+    end = max(held)
+    tokens = (prompt + one.client.replies["r0"].tokens)[:end]
+    cache.mark_copied(tokens, Component.ATTENTION, 0)
+    one.flush()
+    assert {node.tier for node in one.replica.nodes.values() if "state" in node.bytes} == {"device"}
+    cache.mark_copied(tokens, Component.STATE, 0)
+    one.flush()
+    told = {node.start + node.tokens: node.tier for node in one.replica.nodes.values()}
+    assert told[end] == "disk"

@@ -38,7 +38,13 @@ def test_frames_count_on_from_the_snapshot() -> None:
 def test_memory_adds_up() -> None:
     for message in decoded():
         memory = message.memory
-        held = memory.rows + memory.checkpoints + memory.captures + sum(memory.tree.values())
+        held = (
+            memory.rows
+            + memory.checkpoints
+            + memory.captures
+            + memory.loads
+            + sum(memory.tree.values())
+        )
         assert held + memory.free == memory.capacity
 
 

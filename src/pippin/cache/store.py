@@ -132,6 +132,7 @@ class Store:
         if node.payloads[index] is not None:
             node.copied |= 1 << index
             self.queue.update(node)
+            self.tell_changed(node)
 
     def refuse(self, *payloads: Payload) -> None:
         """Release what was handed in but is not wanted."""

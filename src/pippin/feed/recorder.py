@@ -39,6 +39,7 @@ class _Life:
     started: float | None = None
     first_token: float | None = None
     ended: float | None = None
+    retractions: int = 0  # that were told
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class Recorder:
         life = self._lives.get(request.id)
         if life is None:
             life = self._lives[request.id] = self._life(request)
-        if request.phase == "waiting" and life.started is not None:
+        if request.num_retractions > life.retractions:
+            life.retractions = request.num_retractions
             self._retracted.append(request.id)
         if request.finish is not None:
             life.ended = self.now
@@ -146,11 +148,9 @@ class Recorder:
     # ---- records -----------------------------------------------------------------------------
 
     def _step(self, plan: StepPlan, record: StepRecord, launched: _LaunchedStep) -> Step:
-        captures = (
-            sum(retire.captures for retire in plan.retire)
-            + sum(row.captures for row in plan.prefill)
-            + sum(row.checkpoint for row in plan.decode)
-        )
+        captures = [retire.captures for retire in plan.retire]
+        captures += [row.captures for row in plan.prefill]
+        captures += [row.checkpoint for row in plan.decode]
         idle = span = None
         last = self._last
         if last is not None and last.step + 1 == record.step and not record.after_pause:
@@ -174,13 +174,15 @@ class Recorder:
             started=launched.started,
             retracted=launched.retracted,
             retired=[retire.slot for retire in plan.retire],
-            captures=captures,
+            captures=sum(captures),
+            loads=len(plan.load),
+            spills=len(plan.spill),
             forwards=record.forwards,
         )
 
     def _life(self, request: scheduled.Request) -> _Life:
         came = self.now if request.submitted_s is None else self._told(request.submitted_s)
-        life = _Life(request, came)
+        life = _Life(request, came, retractions=request.num_retractions)
         if request.queued_s is not None:
             life.started = round(came + request.queued_s, 6)
         return life
@@ -202,6 +204,7 @@ class Recorder:
             slot=request.slot or None,
             prompt=request.prompt_len,
             cached=request.cached_len,
+            disk=request.disk_len,
             held=0 if holding is None else holding.held,
             reply=len(request.output),
             max_tokens=request.params.max_tokens,

@@ -62,6 +62,8 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     retracted: list[str]  # requests that went back to the queue
     retired: list[int]  # slots that were given back
     captures: int  # chunks, rows and ends whose KV or state goes into the tree, or is kept for it
+    loads: int  # payloads that came from disk
+    spills: int  # payloads whose bytes went there
     forwards: StepForwards
 
 
@@ -73,6 +75,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     slot: int | None  # that it runs in, or ran in
     prompt: int  # tokens
     cached: int  # of these, not computed
+    disk: int  # of these, read from disk for it
     held: int  # tokens of prompt and reply that its row holds
     reply: int  # tokens so far
     max_tokens: int
@@ -102,7 +105,7 @@ class Node(msgspec.Struct, frozen=True, gc=False):
     tokens: int
     children: int  # also those that are not told
     bytes: dict[str, int]  # by component; one that is missing is not valid here
-    tier: Literal["device"]  # where they are
+    tier: Literal["device", "disk"]  # disk: all of them are there, too
     hits: int  # prompts whose match ended here
     used: int  # `Tree.tick` of its last use
     change: Change  # why it is told: new, the upper part of one that was split, ...
@@ -126,13 +129,14 @@ class Tree(msgspec.Struct, frozen=True, gc=False):
 
 
 class Memory(msgspec.Struct, frozen=True, gc=False):
-    """Bytes: capacity = rows + checkpoints + captures + the tree's components + free."""
+    """Bytes: capacity = rows + checkpoints + captures + loads + the tree's components + free."""
 
     device: int  # all that the device holds, weights included
     capacity: int  # of the budget, what weights and work space leave
     rows: int  # claimed by running requests
     checkpoints: int  # states of replies that the tree has not got yet
     captures: int  # of steps in flight
+    loads: int  # on their way from disk
     tree: dict[str, int]  # by component
     evictable: int  # of the tree, what no running request holds
     free: int
@@ -144,6 +148,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     running: int
     waiting: int  # in the queue
     compiling: int  # a grammar of theirs
+    loading: int  # a part of their prompt, from disk
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int

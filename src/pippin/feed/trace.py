@@ -172,7 +172,7 @@ class TraceWriter:
 
     def _wait(self, request: Request, now: float) -> list[Event]:
         """Its time in the queue begins or ends."""
-        waits = request.phase in ("compiling", "waiting")
+        waits = request.phase in ("compiling", "waiting", "loading")
         if waits == (request.id in self._waiting):
             return []
         (self._waiting.add if waits else self._waiting.remove)(request.id)
@@ -233,6 +233,8 @@ def _work(step: Step) -> Event:
         "decode": step.decode,
         "ghosts": step.ghosts,
         "captures": step.captures,
+        "loads": step.loads,
+        "spills": step.spills,
         "forwards": step.forwards,
         "seen": step.seen,
     }

@@ -147,8 +147,14 @@ def _view(node: Node, why: Change) -> schema.Node:
         tokens=node.num_tokens,
         children=len(node.children),
         bytes={kind.value: payload.nbytes for kind, payload in held if payload is not None},
-        tier="device",
+        tier="disk" if _is_copied(node) else "device",
         hits=node.hits,
         used=node.stamp[1],
         change=why,
     )
+
+
+def _is_copied(node: Node) -> bool:
+    """Whether the tier below has all that it holds."""
+    held = [index for index, payload in enumerate(node.payloads) if payload is not None]
+    return bool(held) and all(node.copied >> index & 1 for index in held)

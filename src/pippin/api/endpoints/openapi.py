@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
+from starlette.convertors import Convertor, IntegerConvertor
 from starlette.routing import BaseRoute, Route
 
 OpenApi = dict[str, Any]
 STREAMS = "text/event-stream"
+ALWAYS_STREAM = frozenset({"/events"})
 
 ERROR_SCHEMA = {
     "type": "object",
@@ -80,8 +82,8 @@ def _operation(
         "responses": {"200": {"description": "the answer"}, "default": _error(route.path)},
     }
     parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in route.param_convertors
+        {"name": name, "in": "path", "required": True, "schema": _path_schema(convertor)}
+        for name, convertor in route.param_convertors.items()
     ]
     if method == "GET":
         parameters += [
@@ -90,6 +92,8 @@ def _operation(
         ]
     if parameters:
         operation["parameters"] = parameters
+    if route.path in ALWAYS_STREAM:
+        operation["responses"]["200"]["content"] = {STREAMS: {}}
     body = bodies.get(route.path)
     if body is not None:
         operation["requestBody"] = {
@@ -101,6 +105,12 @@ def _operation(
             replies[STREAMS] = {}
         operation["responses"]["200"]["content"] = replies
     return operation
+
+
+def _path_schema(convertor: Convertor[Any]) -> dict[str, Any]:
+    if isinstance(convertor, IntegerConvertor):
+        return {"type": "integer", "minimum": 0}
+    return {"type": "string"}
 
 
 def _error(path: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import { h } from "../lib/dom.js";
 import { bytes, percent } from "../lib/format.js";
 
-const TITLES = { rows: "running requests", checkpoints: "checkpoints of replies", captures: "captures in flight", free: "free" };
+const TITLES = { rows: "running requests", checkpoints: "checkpoints of replies", captures: "captures in flight", loads: "on their way from disk", free: "free" };
 
 export class Memory {
   #bar = h("div", { class: "stack", role: "img" });
@@ -17,7 +17,7 @@ export class Memory {
   draw(memory) {
     const parts = [
       ...Object.entries(memory.tree).map(([name, size]) => [name, `tree: ${name}`, size]),
-      ...["rows", "checkpoints", "captures", "free"].map((name) => [name, TITLES[name], memory[name]]),
+      ...["rows", "checkpoints", "captures", "loads", "free"].map((name) => [name, TITLES[name], memory[name]]),
     ];
     this.#bar.replaceChildren(...parts.map(([name, , size]) => {
       const part = h("span", { class: `fill-${name}` });
