@@ -22,6 +22,7 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.prefill import prompts
 from pippin.backends.mlx.prefill.batch import ChunkBatch
+from pippin.build_tiers import tier_batch_bytes
 from pippin.cache.canary import Canary
 from pippin.cache.disk.base import EntryStore
 from pippin.cache.policy import CheckpointPolicy
@@ -101,7 +102,7 @@ def make_client(
             spec,
             backend.payload_arrays,
             canary=Canary("raise"),
-            batch_bytes=1 << 20,
+            batch_bytes=tier_batch_bytes(backend, capacity_bytes=0),
         )
     scheduler = Scheduler(
         backend, limits, prefix_cache if cache else None, tiers=tiers, courier=courier

@@ -20,10 +20,12 @@ from pippin.backends.base import (
     Backend,
     Capture,
     DecodeRow,
+    Load,
     PendingStep,
     PrefillRow,
     Restore,
     Retire,
+    Spill,
     StepPlan,
     StepResult,
 )
@@ -278,6 +280,66 @@ def test_a_split_prefix_restores_as_the_whole_does(make_backend: MakeBackend) ->
         admit=(admit(2, prompt),), prefill=(prefill(2, prompt, 64, 70, restore=divided),)
     )
     assert_says([result.tokens[2]], alone(make_backend, prompt, 1))
+
+
+def through_bytes(backend: Backend, steps: Steps, whole: Restore, **fields: Any) -> Restore:
+    """Spill what a restore needs, and load it again: other payloads, of the same bytes."""
+    spill = tuple(Spill(component, payloads) for component, payloads in whole.payloads.items())
+    spilled = steps.run(spill=spill, **fields).spilled
+    loads = []
+    for part, found in zip(spill, spilled, strict=True):
+        num_tokens = sum(payload.num_tokens for payload in part.payloads)
+        arrays = tuple(array.copy() for array in found.arrays())
+        specs = backend.payload_arrays(part.component, num_tokens)
+        assert [array.nbytes for array in arrays] == [spec.nbytes for spec in specs]
+        loads.append(Load(part.component, num_tokens, arrays))
+        found.release()
+    plan = StepPlan(0, load=tuple(loads))
+    loaded = steps.run(load=plan.load).loaded
+    assert sum(payload.nbytes for payload in loaded) <= backend.transient_bytes(plan)
+    for payloads, again in zip(whole.payloads.values(), loaded, strict=True):
+        assert [again.fingerprint()] == [p.fingerprint() for p in payloads] or len(payloads) > 1
+    return Restore(whole.length, {s.component: (p,) for s, p in zip(spill, loaded, strict=True)})
+
+
+@every_backend
+def test_what_was_spilled_and_loaded_restores_as_what_was_captured(
+    make_backend: MakeBackend,
+) -> None:
+    """Several payloads become one, and a step that decodes can do both beside it."""
+    prompt, other = make_tokens(70), make_tokens(20, 4)
+    backend = make_backend()
+    steps = Steps(backend)
+    steps.start(3, other)
+    row = prefill(1, prompt, 0, 70, captures=True, checkpoints=(70,))
+    captured = steps.run(admit=(admit(1, prompt),), prefill=(row,)).captures
+    whole = restore(captured, 70)
+    kv = {c: payloads[0].split(24) for c, payloads in whole.payloads.items() if c in KV}
+    whole = Restore(70, {**whole.payloads, **kv})
+    again = through_bytes(backend, steps, whole, decode=(DecodeRow(3, 20),))
+    for payloads in whole.payloads.values():
+        for payload in payloads:
+            payload.release()
+    longer = np.concatenate([prompt, make_tokens(7, 8)])
+    row = prefill(2, longer, 70, 77, restore=again)
+    tokens = [steps.run(admit=(admit(2, longer),), prefill=(row,)).tokens[2]]
+    tokens.append(steps.run(decode=(DecodeRow(2, 77),)).tokens[2])
+    assert_says(tokens, alone(make_backend, longer, 2))
+
+
+@every_backend
+def test_a_discarded_step_gives_up_what_it_spilled_and_loaded(make_backend: MakeBackend) -> None:
+    prompt = make_tokens(70)
+    backend = make_backend()
+    steps = Steps(backend)
+    row = prefill(1, prompt, 0, 64, captures=True, checkpoints=(64,))
+    captured = steps.run(admit=(admit(1, prompt),), prefill=(row,)).captures
+    whole = restore(captured, 64)
+    again = through_bytes(backend, steps, whole)
+    (component, payloads), *_ = again.payloads.items()
+    steps.launch(spill=(Spill(component, payloads),)).discard()
+    tokens = [steps.run(prefill=(prefill(1, prompt, 64, 70),)).tokens[1]]
+    assert_says(tokens, alone(make_backend, prompt, 1))
 
 
 def restored_whole(slot: int, prompt: np.ndarray, captures: Iterable[Capture], **kw: Any) -> Any:
