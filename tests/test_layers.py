@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "message_pump": {"messages", "feed", "scheduler.loop"},
     "api": {
         *("types", "text", "messages", "sequences", "embedding", "config"),
-        *("decode.expressions", "decode.json_schema"),
+        *("decode.closed_objects", "decode.expressions", "decode.json_schema"),
         "feed.schema",
     },
     "service": set(),

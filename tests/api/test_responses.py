@@ -133,6 +133,7 @@ def test_a_named_call_is_kept_by_a_grammar(obeys: Any) -> None:
     with client_of(says(THOUGHT + CALL)) as (client, engine):
         whole(client, tool_choice={"type": "function", "name": "get_weather"})
     assert obeys(engine, THOUGHT + CALL)
+    assert not obeys(engine, THOUGHT + TWO_CALLS), "it is called once"
     assert not obeys(engine, f"{THOUGHT}It rains.")
 
 

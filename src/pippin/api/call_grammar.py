@@ -11,6 +11,7 @@ from typing import Any
 from pippin.api.custom_tools import INPUT, input_schema
 from pippin.api.lark import Lark, one_of
 from pippin.api.request import InputGrammar, ToolUse
+from pippin.decode.closed_objects import closed
 from pippin.decode.expressions import regex_terminal
 from pippin.decode.json_schema import check_schema
 from pippin.errors import RequestError, UnsupportedField
@@ -152,4 +153,4 @@ def _object_schema(function: Schema) -> Schema:
             f"strict cannot be kept for {function['name']}: its parameters are no object",
             param="tools",
         )
-    return schema
+    return dict(closed(schema))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pippin.api.call_grammar import CallRules
 from pippin.api.lark import ANY_TEXT, Lark
 from pippin.api.request import ChatRequest, Options
+from pippin.decode.closed_objects import closed
 from pippin.decode.json_schema import check_schema
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import TextBundle
@@ -77,7 +78,7 @@ def _content(lark: Lark, params: SamplingParams) -> str:
     grammar = params.grammar
     if grammar is None or grammar.kind != "json_schema":
         return ""
-    return lark.json(check_schema(grammar.text))
+    return lark.json(closed(check_schema(grammar.text)))
 
 
 def _check_composes(params: SamplingParams, why: str) -> None:

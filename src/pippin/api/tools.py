@@ -22,11 +22,12 @@ class Choice:
 
     mode: str = "auto"
     names: tuple[str, ...] | None = None  # None: any
+    once: bool = False  # one call, and no more
 
     @classmethod
     def of(cls, name: str) -> Choice:
-        """The one to call."""
-        return cls("required", (name,))
+        """The one to call: OpenAI promises one call of it."""
+        return cls("required", (name,), once=True)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def tool_use(body: Body, tools: Sequence[Declared], choice: Choice) -> ToolUse:
         forbidden=choice.mode == "none",
         required=choice.mode == "required",
         only=None if choice.names is None else frozenset(choice.names),
-        parallel=body.boolean("parallel_tool_calls", True),
+        parallel=body.boolean("parallel_tool_calls", True) and not choice.once,
         custom={tool.name: tool.grammar for tool in tools if tool.custom},
         namespaces=frozenset(tool.namespace for tool in tools if tool.namespace is not None),
     )

@@ -6,12 +6,14 @@ is an error that names it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
+from pippin.decode.closed_objects import closed
 from pippin.decode.expressions import in_one_line, regex_terminal
 from pippin.decode.json_schema import check_schema
 from pippin.decode.vocabulary import Vocabulary
@@ -77,8 +79,7 @@ def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGramma
 def _source(spec: GrammarSpec) -> str:
     match spec.kind:
         case "json_schema":
-            check_schema(spec.text)
-            return _json_grammar(spec.text)
+            return _json_grammar(json.dumps(closed(check_schema(spec.text))))
         case "regex":
             return LLMatcher.grammar_from_lark(f"start: {regex_terminal(spec.text)}")
         case "ebnf":

@@ -124,7 +124,8 @@ def _tools(body: Body) -> ToolUse:
             choice = Choice.of(given.string("name", ""))
         else:
             choice = Choice({"any": "required", "none": "none"}.get(kind or "auto", "auto"))
-    return replace(tool_use(body, tools, choice), parallel=parallel)
+    use = tool_use(body, tools, choice)
+    return replace(use, parallel=use.parallel and parallel)
 
 
 def _tool(tool: Body) -> Declared:

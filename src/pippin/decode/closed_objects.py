@@ -1,0 +1,60 @@
+"""Schemas whose objects hold what they declare and no more. Knows no tokens.
+
+JSON Schema lets an object have properties that nobody named, unless it says otherwise. A model that
+may add some does not stop adding. So a reply has none where a schema leaves it open: such a reply
+is valid all the same. Whoever wants more says `"additionalProperties": true`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+_ONE = ("items", "additionalItems", "additionalProperties")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAPS = ("$defs", "definitions", "patternProperties", "properties")
+# Where one of them stands, what an object may hold besides its properties is said there.
+_SAID = ("additionalProperties", "patternProperties", "minProperties")
+_COMBINED = ("allOf", "anyOf", "oneOf", "$ref")
+
+
+def closed(schema: Any) -> Any:
+    """The schema itself where parts of it are combined: closed, they would exclude each other."""
+    return schema if _combines(schema) else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    found: Schema = dict(schema)
+    for key in _MAPS:
+        if isinstance(inner := found.get(key), dict):
+            found[key] = {name: _closed(each) for name, each in inner.items()}
+    for key in _LISTS:
+        if isinstance(inner := found.get(key), list):
+            found[key] = [_closed(each) for each in inner]
+    for key in _ONE:
+        if isinstance(inner := found.get(key), dict):
+            found[key] = _closed(inner)
+    if _is_complete(found):
+        found["additionalProperties"] = False
+    return found
+
+
+def _is_complete(schema: Schema) -> bool:
+    """Whether its properties are all that an object needs."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, dict) or not properties or not isinstance(required, list):
+        return False
+    return all(name in properties for name in required) and not any(k in schema for k in _SAID)
+
+
+def _combines(schema: Any) -> bool:
+    """Whether an object may have to be of several schemas at once, somewhere."""
+    if isinstance(schema, list):
+        return any(map(_combines, schema))
+    if not isinstance(schema, dict):
+        return False
+    several = isinstance(parts := schema.get("allOf"), list) and len(parts) > 1
+    beside = "properties" in schema and any(key in schema for key in _COMBINED)
+    return several or beside or any(map(_combines, schema.values()))
