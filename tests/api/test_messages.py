@@ -183,6 +183,7 @@ def test_what_claude_code_sends_besides_is_understood() -> None:
         ({"extra_body": {"context_management": {"edits": [{"type": "x"}]}}}, "edits"),
         ({"messages": [USER, {"role": "assistant", "content": "It"}]}, "not continued"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": []}]}, "at least one block"),
     ],
 )
 def test_what_is_wrong_is_said_in_anthropics_shape(fields: dict[str, Any], words: str) -> None:
