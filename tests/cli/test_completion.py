@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from cli.commands import output_of
+from pippin import cli
 from processes import environment
 
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
@@ -24,10 +26,11 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    path = tmp_path / "pippin.bash"
-    path.write_text(output_of(capsys, "completion", "bash"))
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("completion") / "pippin.bash"
+    with path.open("w") as file, redirect_stdout(file), pytest.raises(SystemExit):
+        cli.main(["completion", "bash"])
     return path
 
 

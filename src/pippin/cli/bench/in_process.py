@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pippin.bench.report import PRINT_ONLY
 from pippin.checkpoint import find_checkpoint
-from pippin.cli.bench.parameters import Files, Names, Numbers
+from pippin.cli.bench.parameters import Count, Files, Names, Numbers
 from pippin.cli.options import takes_config
 from pippin.config import Config
 
@@ -14,9 +14,9 @@ def one_batch(
     config: Config,
     *,
     batch: Numbers = None,
-    input: int = 512,
-    output: int = 64,
-    repeats: int = 3,
+    input: Count = 512,
+    output: Count = 64,
+    repeats: Count = 3,
     ceilings: bool = True,
     outputs: Files = PRINT_ONLY,
 ) -> None:
@@ -54,9 +54,9 @@ def backends(
     *,
     backends: Names = None,
     batch: Numbers = None,
-    input: int = 512,
-    output: int = 64,
-    rounds: int = 3,
+    input: Count = 512,
+    output: Count = 64,
+    rounds: Count = 3,
     outputs: Files = PRINT_ONLY,
 ) -> None:
     """The same model on several backends, in turn: first token, prefill and decode by width.
@@ -102,8 +102,8 @@ def prefix(
     config: Config,
     *,
     only: Names = None,
-    rounds: int = 3,
-    pairs: int = 12,
+    rounds: Count = 3,
+    pairs: Count = 12,
     outputs: Files = PRINT_ONLY,
 ) -> None:
     """Time to the first token with and without the prefix cache, and what the cache costs.
@@ -129,9 +129,9 @@ def prefix(
 def overlap(
     config: Config,
     *,
-    streams: int = 8,
-    output: int = 128,
-    pairs: int = 12,
+    streams: Count = 8,
+    output: Count = 128,
+    pairs: Count = 12,
     outputs: Files = PRINT_ONLY,
 ) -> None:
     """The same streams with and without overlap, in turn: throughput, step, idle device.
@@ -155,9 +155,9 @@ def overlap(
 def grammar(
     config: Config,
     *,
-    streams: int = 16,
-    output: int = 96,
-    pairs: int = 8,
+    streams: Count = 16,
+    output: Count = 96,
+    pairs: Count = 8,
     outputs: Files = PRINT_ONLY,
 ) -> None:
     """What constrained replies cost, and what running forced tokens in chunks saves.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, get_args
 
-from cyclopts import CoercionError, Group, Parameter, Token
+from cyclopts import CoercionError, Group, Parameter, Token, validators
 
 from pippin.bench.report import Outputs
 
@@ -21,7 +21,10 @@ def split_list(hint: Any, tokens: Sequence[Token]) -> list[Any]:
 
 
 Files = Annotated[Outputs, Parameter(name="*", group=Group("Output", sort_key=1))]
+POSITIVE = Parameter(validator=validators.Number(gt=0))
+Count = Annotated[int, POSITIVE]
+Positive = Annotated[float, POSITIVE]
 LIST = Parameter(converter=split_list, consume_multiple=True, negative="")
 Names = Annotated[list[str] | None, LIST]
-Numbers = Annotated[list[int] | None, LIST]
-Rates = Annotated[list[float] | None, LIST]
+Numbers = Annotated[list[int] | None, LIST, POSITIVE]
+Rates = Annotated[list[float] | None, LIST, POSITIVE]

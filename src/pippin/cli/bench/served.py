@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from pippin.bench.report import PRINT_ONLY
 from pippin.checkpoint import find_checkpoint
-from pippin.cli.bench.parameters import Files, Names, Numbers, Rates
+from pippin.cli.bench.parameters import Count, Files, Names, Numbers, Positive, Rates
 from pippin.cli.options import takes_config
 from pippin.config import Config, ModelConfig
 from pippin.resolve import choose_backend
@@ -26,13 +26,13 @@ def serve(
     api_key: Annotated[str | None, Parameter(env_var="PIPPIN_API_KEY")] = None,
     concurrency: Numbers = None,
     rate: Rates = None,
-    requests: int = 32,
-    input: int = 512,
-    output: int = 64,
+    requests: Count = 32,
+    input: Count = 512,
+    output: Count = 64,
     streams: int = 0,
-    long_input: int = 2000,
+    long_input: Count = 2000,
     watchers: int = 0,
-    pairs: int = 8,
+    pairs: Count = 8,
     outputs: Files = PRINT_ONLY,
 ) -> None:
     """Load any OpenAI endpoint: time to the first token, gaps between tokens, throughput.
@@ -90,9 +90,9 @@ def churn(
     *,
     url: str | None = None,
     api_key: Annotated[str | None, Parameter(env_var="PIPPIN_API_KEY")] = None,
-    clients: int | None = None,
-    rate: float | None = None,
-    seconds: float = 60.0,
+    clients: Count | None = None,
+    rate: Positive | None = None,
+    seconds: Positive = 60.0,
     seed: int = 0,
     step_log: Path | None = None,
     outputs: Files = PRINT_ONLY,
@@ -145,7 +145,7 @@ def compare(
     against: str = "mlx-lm",
     backend: Literal["auto", "mlx", "torch"] = "auto",
     only: Names = None,
-    rounds: int = 3,
+    rounds: Count = 3,
     float32: bool | None = None,
     pippin_options: OptionString = "",
     their_options: OptionString = "",
@@ -198,8 +198,8 @@ def restart(
     config: Config,
     *,
     only: Names = None,
-    rounds: int = 3,
-    seconds: float = 60.0,
+    rounds: Count = 3,
+    seconds: Positive = 60.0,
     outputs: Files = PRINT_ONLY,
 ) -> None:
     """What a cache on disk saves after a restart, and what writing it costs running streams.
