@@ -23,7 +23,8 @@ from pippin.text.parsers.formats import TOOL_FORMATS, ReplyFormats
 from pippin.text.prompt import Prompt
 from pippin.types import GrammarSpec
 
-NOT_CONSTRAINED = ("harmony", "gemma4", "function_gemma")
+NOT_CONSTRAINED = ("harmony",)
+BARE_KEYS = ("gemma4", "function_gemma")
 CONSTRAINED = [name for name in TOOL_FORMATS if name not in NOT_CONSTRAINED]
 MODEL = ModelInfo(name="qwen", max_len=1000, vocab_size=248_320, created_s=1)
 
@@ -63,6 +64,57 @@ def test_a_grammar_allows_the_formats_calls(format: str, strict: bool) -> None:
 def test_what_cannot_be_constrained_is_refused(format: str) -> None:
     with pytest.raises(UnsupportedField, match=f"{format} cannot be constrained"):
         grammar_of(format, ToolUse((tool("look"),), required=True))
+
+
+TREE = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["a", "b"]},
+        "size": {"type": ["integer", "null"], "minimum": 0},
+        "leaves": {"type": "array", "items": {"$ref": "#/$defs/leaf"}},
+        "note": {"anyOf": [{"type": "string"}, {"type": "boolean"}]},
+    },
+    "required": ["leaves"],
+    "$defs": {
+        "leaf": {
+            "type": "object",
+            "properties": {"kind": {"const": "x"}, "more": {"$ref": "#/$defs/leaf"}},
+            "required": ["kind"],
+        }
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format", BARE_KEYS)
+@pytest.mark.parametrize(
+    ("arguments", "obeys"),
+    [
+        ({"leaves": []}, True),
+        ({"name": "a", "size": 3, "leaves": [{"kind": "x"}, {"kind": "x"}], "note": "oh"}, True),
+        ({"size": None, "leaves": [{"kind": "x", "more": {"kind": "x"}}], "note": True}, True),
+        ({"name": "c", "leaves": []}, False),
+        ({"size": -1, "leaves": []}, False),
+        ({"leaves": [{"kind": "y"}]}, False),
+        ({"leaves": [], "note": 5}, False),
+        ({"leaves": [], "other": 5}, False),
+        ({"name": "a"}, False),
+    ],
+)
+def test_strict_arguments_with_bare_keys(
+    format: str, arguments: dict[str, Any], obeys: bool
+) -> None:
+    function = {"name": "f", "parameters": TREE, "strict": True}
+    use = ToolUse(({"type": "function", "function": function},), required=True)
+    text = write_calls(TOOL_FORMATS[format].parser.syntax, [("f", arguments)])
+    assert allows(grammar_of(format, use), text) is obeys
+
+
+def test_what_bare_keys_cannot_keep_is_named() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 2}}}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    use = ToolUse(({"type": "function", "function": function},), required=True)
+    with pytest.raises(UnsupportedField, match="f: minLength of a, in the format gemma4"):
+        grammar_of("gemma4", use)
 
 
 def constrained(fields: dict[str, Any], formats: ReplyFormats, **limits: Any) -> str | None:

@@ -98,8 +98,8 @@ def written(format: str, input: str) -> str:
     return write_calls(TOOL_FORMATS[format].parser.syntax, [("run", {"input": input})])
 
 
-BARE = ("qwen3_coder", "glm", "minimax_m2")
-CONSTRAINED = [name for name in TOOL_FORMATS if name not in ("harmony", "gemma4", "function_gemma")]
+BARE = ("qwen3_coder", "glm", "minimax_m2", "gemma4", "function_gemma")
+CONSTRAINED = [name for name in TOOL_FORMATS if name != "harmony"]
 
 
 @pytest.mark.parametrize("format", BARE)

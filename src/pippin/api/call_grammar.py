@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pippin.api.bare_key_grammar import BareKeyRules
 from pippin.api.custom_tools import INPUT, input_schema
 from pippin.api.lark import Lark, one_of
 from pippin.api.request import InputGrammar, ToolUse
@@ -31,7 +32,7 @@ class CallRules:
         self._format = format
         self._syntax: CallSyntax = TOOL_FORMATS[format].parser.syntax
         self._tool_use = tool_use
-        if format == HARMONY or isinstance(self._syntax.arguments, BareKeyArguments):
+        if format == HARMONY:
             raise self._refused("calls in the format {format} cannot be constrained")
 
     def calls(self) -> str:
@@ -67,6 +68,9 @@ class CallRules:
             return self._input(self._tool_use.custom[function["name"]])
         schema = _object_schema(function)
         tags = self._syntax.arguments
+        if isinstance(tags, BareKeyArguments):
+            rules = self._bare_keys(function["name"], tags)
+            return rules.object(schema) if function.get("strict") else rules.any_object()
         if not isinstance(tags, TaggedArguments):
             return self._lark.json(schema if function.get("strict") else {"type": "object"})
         if function.get("strict"):
@@ -81,6 +85,9 @@ class CallRules:
         if isinstance(tags, TaggedArguments):
             head = self._literal(tags.before_key + INPUT + tags.before_value)
             return f"{head} {self._text(grammar, tags.after_value)}"
+        if isinstance(tags, BareKeyArguments):
+            head = self._literal("{" + INPUT + ":" + tags.quote)
+            return f"{head} {self._text(grammar, tags.quote)} {self._literal('}')}"
         schema = input_schema()
         if grammar is not None and grammar.syntax == "lark":
             raise UnsupportedField(
@@ -99,6 +106,13 @@ class CallRules:
         if grammar.syntax == "regex":
             return self._lark.until(end, regex_terminal(grammar.definition))
         return f"{self._lark.nested(grammar.definition)} {self._literal(end)}"
+
+    def _bare_keys(self, name: str, syntax: BareKeyArguments) -> BareKeyRules:
+        def refuse(what: str) -> UnsupportedField:
+            message = f"strict cannot be kept for {name}: {what}, in the format {self._format}"
+            return UnsupportedField(message, param="tools")
+
+        return BareKeyRules(self._lark, syntax.quote, refuse)
 
     def _strict_tagged(self, name: str, schema: Schema, tags: TaggedArguments) -> str:
         """Every property in the order of the schema; what is not required may be left out."""

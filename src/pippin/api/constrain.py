@@ -15,15 +15,16 @@ from pippin.decode.closed_objects import closed
 from pippin.decode.json_schema import check_schema
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import TextBundle
-from pippin.text.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
+from pippin.text.parsers.formats import HARMONY, REASONING_FORMATS, TOOL_FORMATS
 from pippin.text.prompt import Prompt
 from pippin.types import SamplingParams
 
 
 def can_forbid_calls(text: TextBundle) -> bool:
     """Whether a model that knows of tools can be kept from calling them."""
-    if text.formats.tools is None or not text.tokenizer.spells_bytes:
-        return False
+    if text.formats.tools in (None, HARMONY) or not text.tokenizer.spells_bytes:
+        return False  # harmony's content too begins with a mark
+    assert text.formats.tools is not None
     trigger = TOOL_FORMATS[text.formats.tools].parser.syntax.trigger
     return bool(text.tokenizer.eos_ids) and Lark(text.tokenizer).begins_with_mark(trigger)
 

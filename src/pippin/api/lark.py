@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 
 from pippin.text.tokenizer import Tokenizer
 
@@ -38,6 +39,13 @@ class Lark:
         """A new rule; its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def recursive(self, body: Callable[[str], str]) -> str:
+        """A new rule that may name itself."""
+        at = len(self._rules)
+        name = self.rule("")
+        self._rules[at] = f"{name}: {body(name)}"
         return name
 
     def begins_with_mark(self, text: str) -> bool:
