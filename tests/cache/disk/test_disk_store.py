@@ -120,14 +120,14 @@ def test_the_ceiling_holds_after_every_write_and_old_ones_go_first(tmp_path: Pat
 
 def test_notes_of_use_count_too(tmp_path: Path) -> None:
     """Of many small entries they are a good part of all bytes."""
-    store = open_store(tmp_path, FINGERPRINT, 60_000, files=Unsynced())
-    for entry in states(1000, size=1):
+    store = open_store(tmp_path, FINGERPRINT, 300_000, files=Unsynced())
+    for entry in states(3000, size=1):
         assert store.write(entry, payload(entry))
-        if store.counters().bytes > 60_000 - 60_000 // 64 - 400:  # full, but for what is reserved
+        if store.counters().bytes > 300_000 - 300_000 // 64 - 1000:  # full but for the reserve
             break
     store.close()
     assert len(list(tmp_path.rglob("recency"))) == 1
-    assert bytes_in(tmp_path) == store.counters().bytes <= 60_000
+    assert bytes_in(tmp_path) == store.counters().bytes <= 300_000
 
 
 def test_what_is_used_stays_and_that_is_known_after_a_restart(tmp_path: Path) -> None:
