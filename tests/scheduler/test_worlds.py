@@ -9,7 +9,7 @@ import pytest
 from simulator import simulate
 
 STEPS_PER_WORLD = 400
-WORLDS_PER_BATCH = 10
+WORLDS_PER_BATCH = 5
 NUM_BATCHES = 20
 LEAST_STEPS = 10_000  # of a batch: with those in which all is left to end, 200,000 together
 
