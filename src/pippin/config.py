@@ -204,7 +204,7 @@ class ServerConfig:
     """Write prompts into the log, too."""
 
     show_prompts: Literal["auto", "on", "off"] = "auto"
-    """Whether whoever may use the server can read the texts in the prefix cache, at /events/node.
+    """Whether whoever may use the server can read what is in the prefix cache, at /events/node.
     `auto`: if there is one API key, or none and nobody else can reach the server."""
 
     engine_timeout: int = 300

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
 from scripted_engine import TEXT, ScriptedEngine, serving
 
-from pippin.api.endpoints.events import shows_prompts
+from pippin.api.http.door import shows_prompts
 from pippin.api.watchers import WatchEvent
 from pippin.config import ServerConfig
 
@@ -65,6 +66,18 @@ def test_text_that_may_be_somebody_elses_is_refused() -> None:
         assert reply.status_code == 403
         assert "--show-prompts" in reply.json()["error"]["message"]
         assert httpx.get(f"{url}/events", headers=KEY).status_code == 200
+
+
+def test_tokens_in_the_status_are_told_to_the_same_people() -> None:
+    class Engine(ScriptedEngine):
+        async def status(self) -> dict[str, Any]:
+            paths = [{"tokens": 70, "first_tokens": [1], "last_tokens": [2]}]
+            return {"cache": {"nodes": 1, "recent_paths": paths}}
+
+    for config, told in ((ServerConfig(), 3), (ServerConfig(show_prompts="off"), 1)):
+        with serving(Engine(), config) as url:
+            [path] = httpx.get(f"{url}/status").json()["cache"]["recent_paths"]
+        assert (path["tokens"], len(path)) == (70, told)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections import defaultdict
@@ -128,6 +129,24 @@ def test_a_trace_is_bounded_and_says_so_once(
     ]
     traced.close()  # which reads it
     assert 5_000 < traced.path.stat().st_size < 10_100
+
+
+def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FullDisk(io.FileIO):
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    traced = Traced(tmp_path / "trace.json")
+    traced.writer._file._file.close()
+    traced.writer._file._file = FullDisk(tmp_path / "full", "w")
+    traced.run()
+    traced.writer._file._file.close()
+    assert all(reply.finish == "length" for reply in traced.client.replies.values())
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "ends here" in said
+    assert "No space left" in said
 
 
 def test_a_trace_that_cannot_be_written_is_named(tmp_path: Path) -> None:

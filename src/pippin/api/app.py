@@ -24,7 +24,7 @@ from pippin.api.dialects.responses.store import ResponseStore, Turn
 from pippin.api.endpoints.routes import Endpoints
 from pippin.api.endpoints.stored_responses import stored_routes
 from pippin.api.engine_client import Engine
-from pippin.api.http.door import front_door, owner_of
+from pippin.api.http.door import front_door, owner_of, shows_prompts
 from pippin.api.http.errors import (
     ErrorShapes,
     JSONResponse,
@@ -113,6 +113,7 @@ class _Api:
         self._limits = limits
         self._stored = stored
         self._log_prompts = config.log_prompts
+        self._shows_prompts = shows_prompts(config)
         self._workers = Workers()
 
     async def chat_completions(self, request: Request) -> Response:
@@ -172,7 +173,11 @@ class _Api:
         return JSONResponse({"status": "ready"})
 
     async def status(self, request: Request) -> Response:
-        return JSONResponse(await self._engine.status())
+        status = await self._engine.status()
+        if not self._shows_prompts and status.get("cache") is not None:
+            for path in status["cache"]["recent_paths"]:
+                del path["first_tokens"], path["last_tokens"]
+        return JSONResponse(status)
 
     async def flush_cache(self, request: Request) -> Response:
         return JSONResponse(await self._engine.flush_cache())

@@ -102,10 +102,7 @@ class Feed:
             self._send(FeedMessage("snapshot", self._encoder.encode(self._snapshot(now, load))))
 
     def node(self, id: int) -> dict[str, Any]:
-        """The tokens of a node that watchers know, and the last few before it; {} of others.
-
-        Of a long one the first MAX_NODE_TOKENS.
-        """
+        """The tokens of a node that watchers know, of a long one the first; {} of others."""
         node = None if self._mirror is None else self._mirror.find(id)
         if node is None:
             return {}

@@ -38,7 +38,7 @@ class TraceFile:
         self._path = path
         self._left = max_bytes - path.stat().st_size
         self._file = path.open("ab", buffering=0)
-        self._full = False
+        self._over = False
 
     @staticmethod
     def begin(path: Path) -> None:
@@ -50,19 +50,27 @@ class TraceFile:
             raise LoadError(f"cannot write a trace: {error}") from error
 
     def write(self, events: list[Event]) -> None:
-        if self._full or not events:
+        if self._over or not events:
             return
         lines = b"".join(b",\n" + msgspec.json.encode(event) for event in events)
         self._left -= len(lines)
         if self._left < 0:
-            self._full = True
+            self._over = True
             logger.warning("the trace %s is full: nothing more is written to it", self._path)
             return
-        self._file.write(lines)
+        self._append(lines)
 
     def close(self) -> None:
-        self._file.write(b"\n]\n")
+        self._append(b"\n]\n")
         self._file.close()
+
+    def _append(self, data: bytes) -> None:
+        """A disk that is full, or gone, ends the trace and nothing else."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._over = True
+            logger.warning("the trace %s ends here: %s", self._path, error)
 
 
 @dataclass(frozen=True)

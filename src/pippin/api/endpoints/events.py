@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from pippin.api.dialects.base import data_event
 from pippin.api.engine_client import Engine
-from pippin.api.http.door import is_loopback
+from pippin.api.http.door import shows_prompts
 from pippin.api.http.errors import Forbidden, JSONResponse, error_body
 from pippin.api.http.sending import StreamResponse
 from pippin.config import ServerConfig
@@ -65,10 +65,3 @@ class EventsEndpoint:
         async with aclosing(self._engine.watch()) as events:
             async for name, json in events:
                 yield b"event: %b\ndata: %b\n\n" % (name.encode(), json)
-
-
-def shows_prompts(config: ServerConfig) -> bool:
-    """Whether whoever is let in may read what others wrote. `auto`: where there are no others."""
-    if config.show_prompts != "auto":
-        return config.show_prompts == "on"
-    return len(config.api_key) == 1 or (not config.api_key and is_loopback(config.host))

@@ -158,6 +158,13 @@ def is_wildcard(host: str) -> bool:
     return host == "" or (is_address(host) and ipaddress.ip_address(host).is_unspecified)
 
 
+def shows_prompts(config: ServerConfig) -> bool:
+    """Whether whoever is let in may read what others wrote. `auto`: where there are no others."""
+    if config.show_prompts != "auto":
+        return config.show_prompts == "on"
+    return len(config.api_key) == 1 or (not config.api_key and is_loopback(config.host))
+
+
 def is_loopback(host: str) -> bool:
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
