@@ -13,13 +13,28 @@ from typing import Any
 import pytest
 
 from builders import Client, loop_clock, make_prompt, make_scheduler
+from pippin.backends.base import StepPlan
+from pippin.backends.fake import FakePending
 from pippin.errors import LoadError
 from pippin.feed.recorder import Recorder
 from pippin.feed.trace import DEVICE, FIRST_SLOT, HOST, TraceFile, TraceWriter
 from pippin.scheduler.loop import Loop
 from timed import TWO_CORES, TimedBackend
 
+HOST_SECONDS = 0.001
+PAUSE_SECONDS = 2.5
 Lanes = dict[int, list[dict[str, Any]]]
+
+
+class SlowHost(TimedBackend):
+    """Planning and launching takes time, too."""
+
+    work_seconds = 0.0  # of the device
+
+    def launch(self, plan: StepPlan) -> FakePending:
+        self.now += HOST_SECONDS
+        self.work_seconds += self.costs.seconds(len(plan.decode), plan.num_prefill_tokens)
+        return super().launch(plan)
 
 
 class Traced:
@@ -28,7 +43,7 @@ class Traced:
     def __init__(self, path: Path, *, overlap: bool = True, max_bytes: int = 1 << 30) -> None:
         TraceFile.begin(path)
         self.path = path
-        self.backend = TimedBackend(TWO_CORES)
+        self.backend = SlowHost(TWO_CORES)
         scheduler = make_scheduler(self.backend, num_slots=3, chunk=128)
         self.client = Client(Loop(scheduler, self.backend, overlap=overlap))
         recorder = Recorder(scheduler, lambda: self.backend.now)
@@ -41,7 +56,7 @@ class Traced:
                 prompt = make_prompt(60 + 150 * number, number % 2)
                 self.client.submit(prompt, max_tokens=10 + number)
             self.client.run()
-            self.backend.now += 2.5
+            self.backend.now += PAUSE_SECONDS
             self.client.ask(make_prompt(300), max_tokens=8)
 
     def close(self) -> Lanes:
@@ -73,11 +88,20 @@ def test_lanes_do_not_overlap_and_add_up_to_the_wall_time(tmp_path: Path, overla
     wall = round(traced.backend.now * 1e6)
     for lane in (HOST, DEVICE):
         assert sum(event["dur"] for event in lanes[lane]) == wall
-    busy = [event for event in lanes[DEVICE] if event["name"] != "idle"]
-    waits = [event for event in lanes[HOST] if event["name"].startswith("wait")]
-    # This host takes no time: it waits while the device works, and the device while it pauses.
-    assert sum(event["dur"] for event in busy) == pytest.approx(wall - 2.5e6, abs=5)
-    assert sum(event["dur"] for event in waits) == pytest.approx(wall - 2.5e6, abs=200)
+    steps = traced.client.loop.scheduler.metrics.steps
+    by_name: dict[str, int] = defaultdict(int)  # microseconds; each slice may be off by one
+    for lane in (HOST, DEVICE):
+        for event in lanes[lane]:
+            by_name[f"{lane} {event['name'].split()[0]}"] += event["dur"]
+    plans = by_name[f"{HOST} plan"]
+    assert plans == pytest.approx(steps * HOST_SECONDS * 1e6, abs=steps)
+    assert by_name[f"{HOST} idle"] == pytest.approx(PAUSE_SECONDS * 1e6, abs=1)
+    # This host does nothing but plan, wait and pause.
+    waits = wall - plans - PAUSE_SECONDS * 1e6
+    assert by_name[f"{HOST} wait"] == pytest.approx(waits, abs=2 * steps)
+    work = traced.backend.work_seconds * 1e6
+    assert by_name[f"{DEVICE} step"] == pytest.approx(work, abs=2 * steps)
+    assert by_name[f"{DEVICE} idle"] == pytest.approx(wall - work, abs=2 * steps)
 
 
 def test_slices_say_what_steps_held(tmp_path: Path) -> None:
