@@ -38,7 +38,7 @@ from reference import BUNDLED
 
 MODELS = (BUNDLED, *FAMILIES)
 TORCH = "torch "  # the name of a checkpoint that the other backend serves begins so
-TORCH_MODELS = (f"{TORCH}{BUNDLED}", f"{TORCH}qwen3_5", f"{TORCH}llama")
+TORCH_MODELS = tuple(f"{TORCH}{name}" for name in (BUNDLED, "qwen3_5", "llama", "llama_windows"))
 if not is_installed("torch"):
     TORCH_MODELS = ()
 # States and attention in turn, attention alone, windows, states alone, both in each layer.

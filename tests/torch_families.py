@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from families import CONFIGS, Config, _draw
+from families import CONFIGS, WINDOW, Config, _draw
 
 _QWEN3 = CONFIGS["qwen3"]
+_LLAMA = CONFIGS["llama"]
 _EXPERTS = {key: CONFIGS["qwen3_next"][key] for key in ("num_experts", "num_experts_per_tok")}
 TORCH_CONFIGS: dict[str, Config] = {
     **{name: CONFIGS[name] for name in ("llama", "qwen3", "qwen3_5", "qwen3_next")},
@@ -29,6 +30,12 @@ TORCH_CONFIGS: dict[str, Config] = {
         "text_config": CONFIGS["qwen3_5_moe"]["text_config"]
         | {"rope_parameters": CONFIGS["qwen3_5"]["text_config"]["rope_parameters"]},
     },
+    # Windows: in all layers, in the later ones, and in turn as mlx-lm reads it.
+    "mistral": _LLAMA | {"model_type": "mistral", "sliding_window": WINDOW},
+    "qwen3_windows": _QWEN3
+    | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "llama_windows": _LLAMA
+    | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen2": _QWEN3 | {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3_moe": _QWEN3
     | _EXPERTS

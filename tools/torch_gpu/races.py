@@ -129,7 +129,7 @@ def checksums(backend: TorchBackend, capture: Any) -> list[tuple[str, torch.Tens
     """Sums of bits, which do not depend on their order. Made on the device."""
     pools, found = backend._pools, []
     for payload in capture.kv.values():
-        bits = pools.cell_bytes(payload.cells).view(torch.int32)
+        bits = pools.cell_bytes(payload.kind, payload.cells).view(torch.int32)
         found.append((f"KV of slot {capture.slot}, [{capture.start}, {capture.end})", bits.sum()))
     for position, payload in capture.states.items():
         parts = [view[payload.slab].view(torch.int32).sum() for view in (*pools.recurrent, *pools.conv)]

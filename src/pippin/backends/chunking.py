@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from pippin.backends.base import PrefillRow
@@ -15,11 +15,15 @@ FORWARD_COST_TOKENS = {True: 8, False: 256}  # by whether the device is a CPU
 
 def grid_blocks(chunk: PrefillRow) -> list[PrefillRow]:
     """The chunk, cut at every multiple of GRID: the same blocks whatever else is running."""
-    cuts = [*range(chunk.start - chunk.start % GRID + GRID, chunk.end, GRID), chunk.end]
-    blocks = []
+    return cut_chunk(chunk, range(chunk.start - chunk.start % GRID + GRID, chunk.end, GRID))
+
+
+def cut_chunk(chunk: PrefillRow, cuts: Iterable[int]) -> list[PrefillRow]:
+    """The chunk in parts, cut at these ascending positions inside it."""
+    parts = []
     start = chunk.start
-    for end in cuts:
-        blocks.append(
+    for end in (*cuts, chunk.end):
+        parts.append(
             replace(
                 chunk,
                 start=start,
@@ -30,7 +34,7 @@ def grid_blocks(chunk: PrefillRow) -> list[PrefillRow]:
             )
         )
         start = end
-    return blocks
+    return parts
 
 
 def group_chunks(

@@ -17,9 +17,12 @@ from pippin.backends.torch.pools.payloads import KVPayload, StatePayload
 from pippin.backends.torch.pools.rows import Rows
 from pippin.backends.torch.step.batches import chunk_batch
 from pippin.errors import OutOfMemory
+from pippin.types import Component
 from torch_families import TORCH_CONFIGS
 
 CPU = torch.device("cpu")
+KV = Component.ATTENTION
+NO_CELLS = np.zeros(0, dtype=np.int32)
 
 
 def make_pools(name: str = "qwen3_5", num_slabs: int = 6) -> Pools:
@@ -30,10 +33,10 @@ def make_pools(name: str = "qwen3_5", num_slabs: int = 6) -> Pools:
 def take_payload(pools: Pools, num_tokens: int, mark: float) -> KVPayload:
     """KV that nobody else holds, filled with a number of its own."""
     pools.arena.make_room(num_tokens, 0)
-    cells = pools.arena.take_cells(num_tokens)
+    cells = pools.arena.cells[KV].take(num_tokens)
     for kv in pools.kv:
         kv[pools.index(cells)] = mark
-    return KVPayload(pools, cells)
+    return KVPayload(pools, KV, cells)
 
 
 def marks_of(pools: Pools, cells: np.ndarray) -> set[float]:
@@ -52,7 +55,7 @@ def test_states_and_cells_are_views_that_do_not_overlap() -> None:
         assert [set(view[slab].unique().tolist()) for view in views] == [
             {number + 1} for number in range(len(views))
         ]
-    payload = take_payload(pools, pools.layout.cells_per_slab + 1, mark=9.0)
+    payload = take_payload(pools, pools.layout.cells_per_slab(KV) + 1, mark=9.0)
     assert pools.recurrent[0][slab].unique().tolist() == [1]
     assert marks_of(pools, payload.cells) == {9.0}
     assert not pools.state_bytes(ZERO_SLAB).any()
@@ -66,7 +69,8 @@ def test_what_layers_say_they_keep_is_what_a_slab_and_a_cell_take() -> None:
         for spec in specs:
             found = by_component.get(spec.component.value, 0)
             by_component[spec.component.value] = found + spec.nbytes
-        assert by_component["attention"] == layout.cell_bytes
+        for kind in (Component.ATTENTION, Component.WINDOW):
+            assert by_component.get(kind.value, 0) == layout.cell_bytes(kind)
         assert by_component.get("state", 0) == layout.state_bytes
         assert len(specs) == len(layout.shape.layers)
 
@@ -74,7 +78,7 @@ def test_what_layers_say_they_keep_is_what_a_slab_and_a_cell_take() -> None:
 def test_a_state_finds_room_between_scattered_cells() -> None:
     """Every slab holds a few cells: one is emptied, and whoever held its cells still does."""
     pools = make_pools(num_slabs=4)
-    per_slab = pools.layout.cells_per_slab
+    per_slab = pools.layout.cells_per_slab(KV)
     assert per_slab > 4
     payloads = [take_payload(pools, per_slab, mark=number) for number in range(4)]
     kept = []
@@ -96,13 +100,13 @@ def test_a_state_finds_room_between_scattered_cells() -> None:
 def test_a_row_and_a_plan_that_was_lent_a_payload_follow_its_cells() -> None:
     pools = make_pools(num_slabs=2)
     rows = Rows(pools, num_slots=2, max_len=64)
-    per_slab = pools.layout.cells_per_slab
+    per_slab = pools.layout.cells_per_slab(KV)
     first, lent = (take_payload(pools, per_slab, mark=mark) for mark in (1.0, 2.0))
     few, rest = first.split(3)
     rest.release()
     head, tail = lent.split(2)
     tail.split(1)[1].release()
-    rows.borrow(1, head.cells, ZERO_SLAB)  # type: ignore[attr-defined]
+    rows.borrow(1, 2, head.cells, NO_CELLS, ZERO_SLAB)  # type: ignore[attr-defined]
     pools.arena.make_room(0, 1)
     assert marks_of(pools, rows.held(1, 0, 2)) == {2.0}
     assert set(lent.cells[:2].tolist()) == set(rows.held(1, 0, 2).tolist())
@@ -113,10 +117,10 @@ def test_a_row_and_a_plan_that_was_lent_a_payload_follow_its_cells() -> None:
 def test_more_than_there_is_raises_and_changes_nothing() -> None:
     pools = make_pools(num_slabs=2)
     payload = take_payload(pools, 3, mark=1.0)
-    for cells, states in ((0, 2), (2 * pools.layout.cells_per_slab - 2, 0), (0, 3)):
+    for cells, states in ((0, 2), (2 * pools.layout.cells_per_slab(KV) - 2, 0), (0, 3)):
         with pytest.raises(OutOfMemory):
             pools.arena.make_room(cells, states)
-    pools.arena.make_room(pools.layout.cells_per_slab - 3, 1)
+    pools.arena.make_room(pools.layout.cells_per_slab(KV) - 3, 1)
     payload.release()
     pools.arena.check_integrity()
 
@@ -143,7 +147,7 @@ def test_no_row_of_a_forward_writes_the_state_that_another_one_reads() -> None:
     rows = Rows(pools, num_slots=3, max_len=256)
     slab = pools.arena.take_state()
     for slot in (1, 2):
-        rows.borrow(slot, np.zeros(0, dtype=np.int32), slab)
+        rows.borrow(slot, 0, NO_CELLS, NO_CELLS, slab)
     pools.arena.release_state(slab)
     chunks = [
         PrefillRow(slot, 0, np.zeros(128, dtype=np.int32), captures=True, checkpoints=(64,))
@@ -168,14 +172,14 @@ def test_random_holders_keep_what_they_hold(seed: int) -> None:
     states: dict[StatePayload, float] = {}
     for mark in map(float, range(1, 200)):
         held = sum(p.nbytes for p in (*kv, *states))
-        num_tokens = int(rng.integers(1, 2 * pools.layout.cells_per_slab))
+        num_tokens = int(rng.integers(1, 2 * pools.layout.cells_per_slab(KV)))
         action = rng.integers(5)
         if action == 0 and held + pools.layout.state_bytes <= capacity:
             pools.arena.make_room(0, 1)
             state = StatePayload(pools, pools.arena.take_state())
             pools.recurrent[0][state.slab] = mark
             states[state] = mark
-        elif action <= 2 and held + num_tokens * pools.layout.cell_bytes <= capacity:
+        elif action <= 2 and held + num_tokens * pools.layout.cell_bytes(KV) <= capacity:
             kv[take_payload(pools, num_tokens, mark)] = mark
         elif action == 3 and kv:
             payload = list(kv)[rng.integers(len(kv))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
@@ -9,12 +11,14 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 import torch
 
 from builders import Client
+from families import WINDOW
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
 from pippin.cache.canary import CacheCorruption, Canary
-from pippin.types import Payload
+from pippin.types import Component, Payload
 from serving import TORCH, ask_all, cache_of, check_idle, make_client, make_prompt, nodes_of
 
-ROWS = {f"{TORCH}qwen3_5": 5, f"{TORCH}llama": 2}  # of 200 tokens, that a short pool has room for
+# Of 200 tokens, that a short pool has room for.
+ROWS = {f"{TORCH}qwen3_5": 5, f"{TORCH}llama": 2, f"{TORCH}llama_windows": 3, f"{TORCH}mistral": 3}
 NAMES = tuple(ROWS)
 
 
@@ -46,7 +50,8 @@ def spoil(client: Client, payload: Payload) -> None:
     pools = client.loop.backend._pools  # type: ignore[attr-defined]
     match payload:
         case KVPayload():
-            pools.kv[-1][int(payload.cells[-1]), 1] += 1e-3
+            views = pools.kv if payload.kind is Component.ATTENTION else pools.window_kv
+            views[-1][int(payload.cells[-1]), 1] += 1e-3
         case StatePayload():
             pools.recurrent[-1][payload.slab, 0, 0, 0] += 1e-3
         case HiddenPayload():
@@ -67,3 +72,41 @@ def test_a_spoiled_payload_is_noticed_when_it_is_restored(name: str) -> None:
             spoil(client, payload)
         with pytest.raises(CacheCorruption, match="bytes that have changed"):
             client.ask(prompt)
+
+
+@pytest.mark.parametrize("name", ["llama_windows", "mistral"])
+def test_what_falls_behind_a_window_is_let_go(name: str) -> None:
+    """Without a tree: a row holds its window, whatever it has read and written."""
+    client = make_client(f"{TORCH}{name}", cache=False, chunk=64)
+    backend = client.loop.backend
+    pool = backend._pools.arena.cells[Component.WINDOW]  # type: ignore[attr-defined]
+    client.submit(make_prompt(f"{TORCH}{name}", 200, seed=3), max_tokens=40)
+    held = []
+    while not client.loop.idle:
+        client.step()
+        held.append(pool.num_used)
+    assert max(held) == WINDOW
+    backend._pools.arena.check_integrity()  # type: ignore[attr-defined]
+    assert pool.num_used == 0
+
+
+def test_a_row_is_charged_for_its_window_and_a_chunk() -> None:
+    backend = make_client(f"{TORCH}mistral").loop.backend
+    most = WINDOW + backend.device.prefill_tokens
+    assert backend.row_bytes(most + 1) == backend.row_bytes(most) > backend.row_bytes(most - 1)
+    assert backend.row_bytes(most, num_borrowed=most - 1) == backend.row_bytes(1)
+
+
+@pytest.mark.parametrize("name", ["llama_windows", "mistral"])
+def test_a_chunk_longer_than_what_a_row_is_charged_for_is_cut(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = make_prompt(f"{TORCH}{name}", 200, seed=4)
+    expected = make_client(f"{TORCH}{name}").ask(prompt, max_tokens=8).tokens
+    client = make_client(f"{TORCH}{name}", chunk=200)
+    backend = client.loop.backend
+    monkeypatch.setattr(backend, "device", replace(backend.device, prefill_tokens=48))
+    assert client.ask(prompt, max_tokens=8).tokens == expected
+    again = client.ask(prompt, max_tokens=8)
+    assert again.tokens == expected
+    check_idle(client)

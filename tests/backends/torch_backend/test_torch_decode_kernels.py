@@ -20,7 +20,7 @@ from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.step.batches import DecodeBatch
+from pippin.backends.torch.step.batches import decode_batch
 from pippin.backends.torch.step.decode_inputs import (
     NO_ROWS,
     Choice,
@@ -62,14 +62,7 @@ class Step:
 
     def plain(self) -> torch.Tensor:
         index = self.pools.index
-        batch = DecodeBatch(
-            index(self.tokens),
-            index(self.arrays.positions),
-            index(self.arrays.cells),
-            index(self.arrays.states_in),
-            index(self.arrays.states_out),
-            tuple(index(self.rows.held(s, 0, self.rows.lengths[s])) for s in self.slots.tolist()),
-        )
+        batch = decode_batch(self.arrays, index(self.tokens), self.rows, self.pools)
         forward = PlainForward(self.decoder, self.pools)
         return forward.logits(forward.tokens(batch))
 

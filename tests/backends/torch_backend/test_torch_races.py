@@ -29,6 +29,7 @@ from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.pools.arena import Arena
 from pippin.backends.torch.pools.payloads import StatePayload
 from pippin.backends.torch.pools.rows import Rows
+from pippin.backends.torch.step.captures import Captures
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.sampler import Sampler
 from pippin.backends.torch.streams import CudaStreams
@@ -129,7 +130,7 @@ def snapshot_on_the_wrong_stream() -> None:
 
 
 def copies_when_it_is_planned(patch: pytest.MonkeyPatch) -> None:
-    def capture(self: TorchBackend, slot: int, position: int) -> dict[int, Any]:
+    def capture(self: Captures, slot: int, position: int) -> dict[int, Any]:
         pools = self._pools
         slab = pools.arena.take_state()
         stream = torch.cuda.Stream() if ON_CUDA else None
@@ -137,14 +138,17 @@ def copies_when_it_is_planned(patch: pytest.MonkeyPatch) -> None:
             pools.state_bytes(slab).copy_(pools.state_bytes(int(self._rows.states[slot])))
         return {position: StatePayload(pools, slab)}
 
-    patch.setattr(TorchBackend, "_capture_state", capture)
+    patch.setattr(Captures, "state", capture)
 
 
 def clear_at_allocation_instead_of_in_the_forward() -> None:
     """A request begins in the memory that another one, still running, has just left."""
     steps = Steps()
     pending = [steps.start(1, PROMPT), steps.launch(decode=(DecodeRow(1, 20),))]
-    rows, per_slab = steps.backend._rows, steps.backend._pools.layout.cells_per_slab
+    rows, per_slab = (
+        steps.backend._rows,
+        steps.backend._pools.layout.cells_per_slab(Component.ATTENTION),
+    )
     left = {int(rows.states[1]), *(rows.held(1, 0, 21) // per_slab).tolist()}
     chunk = PrefillRow(2, 0, OTHER, samples=True)
     admits = (admit(2, OTHER),)
@@ -199,9 +203,9 @@ def reads_what_was_restored_again(patch: pytest.MonkeyPatch) -> None:
     next_states, borrow = Rows.next_states, Rows.borrow
     restored: dict[int, int] = {}
 
-    def remember(self: Rows, slot: int, cells: np.ndarray, slab: int) -> None:
-        restored[slot] = slab
-        borrow(self, slot, cells, slab)
+    def remember(self: Rows, slot: int, *prefix: Any) -> None:
+        restored[slot] = prefix[-1]
+        borrow(self, slot, *prefix)
 
     def repeat(self: Rows, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         before, after = next_states(self, slots)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -18,7 +19,6 @@ import torch
 
 from pippin.backends.base import (
     Admit,
-    Capture,
     DecodeRow,
     PrefillRow,
     Restore,
@@ -27,7 +27,7 @@ from pippin.backends.base import (
     WarmUpShape,
     captured_bytes,
 )
-from pippin.backends.chunking import grid_blocks
+from pippin.backends.chunking import cut_chunk, grid_blocks
 from pippin.backends.torch.capture import CudaGraphs
 from pippin.backends.torch.config import suit_kernels
 from pippin.backends.torch.device import device_info
@@ -40,10 +40,11 @@ from pippin.backends.torch.pools.rows import Rows
 from pippin.backends.torch.pools.transfers import Transfers, host_memory, payload_arrays
 from pippin.backends.torch.step.batches import (
     ChunkBatch,
-    DecodeBatch,
     chunk_batch,
+    decode_batch,
     inner_checkpoints,
 )
+from pippin.backends.torch.step.captures import Captures
 from pippin.backends.torch.step.decode_inputs import Choice, RowArrays, SamplingColumns, pack_inputs
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.pending import Told, TorchPending, lines_of
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from pippin.backends.torch.graphs import DecodeSteps
 
 ACTIVATION_SHARE = 0.1  # of what the weights leave
+_NO_CELLS = np.zeros(0, dtype=np.int32)
 DEFAULT_POOL_BYTES = 2 << 30  # where nobody set a budget; a CPU commits only what is used
 
 
@@ -162,9 +164,17 @@ class TorchBackend:
     # ---- bytes -----------------------------------------------------------------------------
 
     def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
-        """A restored prefix is read where the tree has it; a state is written in one place."""
-        own = num_tokens - num_borrowed
-        return own * self._layout.cell_bytes + self._layout.state_bytes
+        """A restored prefix is read where the tree has it; a state is written in one place.
+
+        Of layers with a window a row holds what it sees, and the chunk that it reads.
+        """
+        layout, own = self._layout, num_tokens - num_borrowed
+        windowed = min(own, layout.shape.window + self.device.prefill_tokens)
+        return (
+            own * layout.cell_bytes(Component.ATTENTION)
+            + windowed * layout.cell_bytes(Component.WINDOW)
+            + layout.state_bytes
+        )
 
     def transient_bytes(self, plan: StepPlan) -> int:
         return captured_bytes(self.spec, plan)
@@ -203,6 +213,7 @@ class TorchBackend:
         self._pools = Pools(self._layout, capacity_bytes, self._decoder.device)
         self._rows = Rows(self._pools, self._num_slots, self.spec.max_len)
         self._transfers = Transfers(self._pools, self._streams)
+        self._captures = Captures(self._pools, self._rows)
         self._plain = PlainForward(self._decoder, self._pools)
         self._forward: ChunkForward = self._plain
         self._decode_steps: DecodeSteps | None = None
@@ -227,38 +238,34 @@ class TorchBackend:
     def _retire(self, step: TorchPending, retire: Retire) -> None:
         slot = retire.slot
         if retire.captures:
-            assert self._rows.lengths[slot] == retire.end, "a row must hold what its Retire says"
-            kv = self._capture_kv(slot, retire.start, retire.end)
-            states = self._capture_state(slot, retire.end)
-            step.captures.append(Capture(slot, retire.start, retire.end, True, kv, states))
+            step.captures += self._captures.of_slot(retire)
         self._rows.retire(slot)
         self._sampler.retire(slot)
         self._prompt_logprobs.pop(slot, None)
         self._admitted.pop(slot, None)  # a slot whose launch failed may hold nothing
 
     def _restore(self, slot: int, restore: Restore) -> None:
-        cells = [_kv(p).cells for p in restore.payloads.get(Component.ATTENTION, ())]
+        cells, windows = (
+            np.concatenate([_NO_CELLS, *(_kv(p).cells for p in restore.payloads.get(kind, ()))])
+            for kind in (Component.ATTENTION, Component.WINDOW)
+        )
         states = restore.payloads.get(Component.STATE, ())
         slab = _state(states[-1]).slab if states else ZERO_SLAB
-        self._rows.borrow(slot, np.concatenate(cells), slab)
-        assert self._rows.lengths[slot] == restore.length
-
-    def _capture_kv(self, slot: int, start: int, end: int) -> dict[Component, Payload]:
-        if start == end or not self._layout.cell_bytes:
-            return {}
-        return {Component.ATTENTION: KVPayload.of(self._pools, self._rows.held(slot, start, end))}
-
-    def _capture_state(self, slot: int, position: int) -> dict[int, Payload]:
-        if not self._rows.keeps_states:
-            return {}
-        return {position: StatePayload.of(self._pools, int(self._rows.states[slot]))}
+        self._rows.borrow(slot, restore.length, cells, windows, slab)
 
     # ---- prefill ---------------------------------------------------------------------------
 
     def _chunk_groups(self, chunks: Sequence[PrefillRow]) -> list[Sequence[PrefillRow]]:
         if self._deterministic:  # every block of the absolute grid by itself, always
             return [[block] for chunk in chunks for block in grid_blocks(chunk)]
-        return [chunks] if chunks else []
+        most = self.device.prefill_tokens
+        if self._rows.windows is None or all(len(chunk.tokens) <= most for chunk in chunks):
+            return [chunks] if chunks else []
+        # No row may hold more of a window than `row_bytes` says.
+        parts = [cut_chunk(chunk, range(chunk.start + most, chunk.end, most)) for chunk in chunks]
+        return [
+            [part for part in parts_now if part is not None] for parts_now in zip_longest(*parts)
+        ]
 
     def _continues_reply(self, row: PrefillRow) -> bool:
         """Its slot has sampled before: the chunk begins with that token."""
@@ -273,8 +280,9 @@ class TorchBackend:
             self._rows.num_new_states(slots) + num_taps * self._rows.keeps_states,
         )
         batch = chunk_batch(chunks, self._rows, self._pools)
-        self._capture_chunks(step, batch)
+        step.captures += self._captures.of_chunks(batch)
         hidden = self._forward.chunks(batch)
+        self._rows.let_go(slots)
         step.forwards = replace(step.forwards, prefill=step.forwards.prefill + 1)
         self._score_prompts(step, batch, hidden)
         hidden = hidden[batch.last]
@@ -283,20 +291,6 @@ class TorchBackend:
         logits = self._forward.logits(hidden)
         self._check(step, [chunk.slot for chunk in chunks], logits)
         self._sample_prompts(step, chunks, logits)
-
-    def _capture_chunks(self, step: TorchPending, batch: ChunkBatch) -> None:
-        """What the forward will write belongs to the tree too, from now on."""
-        taps: dict[int, dict[int, Payload]] = {}
-        for tap in batch.taps:
-            taps.setdefault(tap.row, {})[tap.position] = StatePayload(self._pools, tap.slab)
-        for number, chunk in enumerate(batch.rows):
-            if not chunk.captures:
-                continue
-            states = taps.get(number, {})
-            if chunk.end in chunk.checkpoints:
-                states |= self._capture_state(chunk.slot, chunk.end)
-            kv = self._capture_kv(chunk.slot, chunk.start, chunk.end)
-            step.captures.append(Capture(chunk.slot, chunk.start, chunk.end, kv=kv, states=states))
 
     def _note_hidden(self, step: TorchPending, batch: ChunkBatch, hidden: torch.Tensor) -> None:
         wanted = {
@@ -384,29 +378,16 @@ class TorchBackend:
         self._pools.arena.make_room(len(slots), self._rows.num_new_states(slots))
         cells = self._rows.grow_each(slots)
         rows = RowArrays(slots, positions, cells, *self._rows.next_states(slots))
-        self._capture_checkpoints(step, decodes)
+        step.captures += self._captures.of_decodes(decodes)
         if self._decode_steps is not None:
             self._run_kernels(step, self._decode_steps, decodes, rows)
             return
-        index = self._pools.index
-        batch = DecodeBatch(
-            tokens=self._future_map.resolve(index(slots)),
-            positions=index(positions),
-            cells=index(cells),
-            states_in=index(rows.states_in),
-            states_out=index(rows.states_out),
-            seen=tuple(index(self._rows.held(d.slot, 0, d.position + 1)) for d in decodes),
-        )
+        tokens = self._future_map.resolve(self._pools.index(slots))
+        batch = decode_batch(rows, tokens, self._rows, self._pools)
         logits = self._plain.logits(self._plain.tokens(batch))
+        self._rows.let_go(slots)
         self._check(step, slots.tolist(), logits)
         self._sample_decodes(step, decodes, logits)
-
-    def _capture_checkpoints(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
-        for decode in decodes:
-            if decode.checkpoint and self._rows.keeps_states:
-                end = decode.position + 1
-                states = self._capture_state(decode.slot, end)
-                step.captures.append(Capture(decode.slot, decode.position, end, states=states))
 
     def _run_kernels(
         self,

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from pippin.errors import LoadError, UnsupportedLayout
 
-LayerKind = Literal["attention", "delta"]
+LayerKind = Literal["attention", "window", "delta"]
 Json = dict[str, Any]
 
 FAMILIES = (
-    *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next"),
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next"),
     *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
 )
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -74,15 +74,12 @@ class ModelShape:
     tied: bool
     rope: RopeShape
     layers: tuple[LayerKind, ...]
+    window: int = 0  # tokens that layers with one see, the newest included
     qk_norm: bool = False
     norm_offset: float = 0.0  # a norm's weight is stored less this
     gated_attention: bool = False
     delta: DeltaShape | None = None
     experts: ExpertShape | None = None
-
-    @property
-    def num_attention_layers(self) -> int:
-        return self.layers.count("attention")
 
 
 def read_config(path: Path) -> Json:
@@ -107,6 +104,7 @@ def read_shape(config: Json) -> ModelShape:
     family = model_type.removesuffix("_text")
     is_hybrid = family in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
     _refuse(text, model_type)
+    window = _window(text, family)
     num_heads = int(text["num_attention_heads"])
     head_dim = int(text.get("head_dim") or text["hidden_size"] // num_heads)
     max_len = int(text.get("max_position_embeddings") or 4096)
@@ -123,7 +121,8 @@ def read_shape(config: Json) -> ModelShape:
         max_len=max_len,
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         rope=_rope(text, head_dim, max_len, 0.25 if is_hybrid else 1.0),
-        layers=_layers(text, is_hybrid=is_hybrid),
+        layers=_layers(text, window, is_hybrid=is_hybrid),
+        window=window or 0,
         qk_norm=family.startswith("qwen3"),
         norm_offset=1.0 if is_hybrid else 0.0,
         gated_attention=is_hybrid,
@@ -133,7 +132,9 @@ def read_shape(config: Json) -> ModelShape:
 
 
 def suit_kernels(shape: ModelShape) -> bool:
-    """Whether heads have sizes that our kernels take: powers of two, 16 at least."""
+    """Whether our kernels take it: heads of powers of two, 16 at least, and no windows."""
+    if "window" in shape.layers:
+        return False
     sizes = [shape.head_dim]
     if shape.delta is not None:
         sizes += [shape.delta.k_dim, shape.delta.v_dim]
@@ -141,7 +142,7 @@ def suit_kernels(shape: ModelShape) -> bool:
 
 
 def _refuse(text: Json, model_type: str) -> None:
-    if text.get("use_sliding_window"):
+    if text.get("use_sliding_window") and model_type not in ("qwen2", "qwen3"):
         raise UnsupportedLayout(f"{model_type} with sliding windows is not served by torch")
     if text.get("hidden_act", "silu") != "silu":
         raise UnsupportedLayout(f"{model_type} with {text['hidden_act']} is not served by torch")
@@ -159,19 +160,41 @@ def _rope(text: Json, head_dim: int, max_len: int, share: float) -> RopeShape:
     return RopeShape(int(head_dim * float(share)), float(theta), kind, options, max_len)
 
 
-def _layers(text: Json, *, is_hybrid: bool) -> tuple[LayerKind, ...]:
+def _window(text: Json, family: str) -> int | None:
+    """Tokens that layers of type `sliding_attention` see."""
+    if family == "mistral":  # whose configs may leave it away
+        return int(text.get("sliding_window", 4096) or 0) or None
+    if family in ("qwen2", "qwen3") and not text.get("use_sliding_window"):
+        return None
+    return int(text.get("sliding_window") or 0) or None
+
+
+def _layers(text: Json, window: int | None, *, is_hybrid: bool) -> tuple[LayerKind, ...]:
     num_layers = int(text["num_hidden_layers"])
-    names = text.get("layer_types")
-    if names is None and not is_hybrid:
-        names = ["full_attention"] * num_layers
-    if names is None:
-        every = int(text.get("full_attention_interval") or 4)
-        is_full = ((index + 1) % every == 0 for index in range(num_layers))
-        names = ["full_attention" if full else "linear_attention" for full in is_full]
+    names = text.get("layer_types") or _layer_types(text, window, is_hybrid, num_layers)
     kinds: dict[str, LayerKind] = {"linear_attention": "delta", "full_attention": "attention"}
+    if window is not None and not is_hybrid:
+        kinds["sliding_attention"] = "window"
     if unknown := set(names) - set(kinds):
         raise UnsupportedLayout(f"layers of type {min(unknown)} are not served by torch")
     return tuple(kinds[name] for name in names)
+
+
+def _layer_types(text: Json, window: int | None, is_hybrid: bool, num_layers: int) -> list[str]:
+    """As the families' own code has it, where a config does not say."""
+    if is_hybrid:
+        every = int(text.get("full_attention_interval") or 4)
+        is_full = [(index + 1) % every == 0 for index in range(num_layers)]
+        return ["full_attention" if full else "linear_attention" for full in is_full]
+    match str(text["model_type"]):
+        case "mistral" if window is not None:
+            num_full = 0
+        case "qwen2" | "qwen3" if window is not None:
+            num_full = int(text.get("max_window_layers", 28))
+        case _:
+            num_full = num_layers
+    is_full = [index < num_full for index in range(num_layers)]
+    return ["full_attention" if full else "sliding_attention" for full in is_full]
 
 
 def _delta(text: Json, *, interleaved: bool) -> DeltaShape:

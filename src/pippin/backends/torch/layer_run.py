@@ -30,10 +30,16 @@ class LayerRun(ABC, Generic[Batch]):
         return self._recur(mixer, layer.number, x)
 
     def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
-        batch, kv = self._batch, self._pools.kv[number]
+        batch = self._batch
+        if mixer.window:
+            assert batch.windows is not None
+            kv, held = self._pools.window_kv[number], batch.windows
+        else:
+            kv, held = self._pools.kv[number], batch.held
         q, k, v, gate = mixer.project(x, batch.positions)
-        kv[batch.cells] = torch.stack([k, v], dim=1)
-        return mixer.finish(attend_rows(q, kv, self._lengths, batch.seen), gate)
+        kv[held.cells] = torch.stack([k, v], dim=1)
+        y = attend_rows(q, kv, self._lengths, held.seen, mixer.window)
+        return mixer.finish(y, gate)
 
     @abstractmethod
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor: ...

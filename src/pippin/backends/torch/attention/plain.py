@@ -16,19 +16,26 @@ def attend_rows(
     q: torch.Tensor,  # [tokens, heads, channels]: the rows' new tokens, one row after the other
     kv: torch.Tensor,  # [cells, 2, kv heads, channels]
     lengths: Sequence[int],  # of the rows' new tokens
-    cells: Sequence[torch.Tensor],  # int64, of each row all its cells, the new ones last
+    cells: Sequence[torch.Tensor],  # int64, of each row those it sees, the new ones last
+    window: int = 0,
 ) -> torch.Tensor:
-    """[tokens, heads, channels]. Each token sees its row's tokens up to itself."""
+    """[tokens, heads, channels]. Each token sees its row's tokens up to itself: as many as a
+    window has, if there is one."""
     parts = [
-        _attend(part, kv[own]) for part, own in zip(q.split(list(lengths)), cells, strict=True)
+        _attend(part, kv[own], window)
+        for part, own in zip(q.split(list(lengths)), cells, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+def _attend(q: torch.Tensor, kv: torch.Tensor, window: int) -> torch.Tensor:
     num_new, num_seen = len(q), len(kv)
     queries = q.transpose(0, 1)[None]
     k, v = kv.permute(1, 2, 0, 3)[:, None]
+    if window and num_seen > window:
+        mask = _banded(num_new, num_seen, window, q.device)
+        y = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, enable_gqa=True)
+        return y[0].transpose(0, 1)
     square = num_new == num_seen
     mask = None if square or num_new == 1 else _lower_right(num_new, num_seen, q.device)
     y = F.scaled_dot_product_attention(
@@ -43,3 +50,10 @@ def _lower_right(num_new: int, num_seen: int, device: torch.device) -> torch.Ten
         return causal_lower_right(num_new, num_seen)
     ones = torch.ones(num_new, num_seen, dtype=torch.bool)
     return ones.tril(num_seen - num_new)
+
+
+def _banded(num_new: int, num_seen: int, window: int, device: torch.device) -> torch.Tensor:
+    """The same, where nobody sees further back than the window."""
+    ones = torch.ones(num_new, num_seen, dtype=torch.bool, device=device)
+    offset = num_seen - num_new
+    return ones.tril(offset).triu(offset - window + 1)

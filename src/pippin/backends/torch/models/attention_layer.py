@@ -27,6 +27,7 @@ class AttentionLayer:
     num_kv_heads: int
     head_dim: int
     gated: bool
+    window: int = 0  # tokens that one sees, itself included; 0: all before it
     q_norm: Norm | None = None
     k_norm: Norm | None = None
 

@@ -19,7 +19,7 @@ def build_decoder(
     builder = _Builder(shape, weights, Rope.of(shape.rope, max_len, device))
     embed = builder.take(f"{shape.prefix}embed_tokens.weight")
     head = embed if shape.tied else builder.take("lm_head.weight")
-    counts = {"attention": 0, "delta": 0}
+    counts = {"attention": 0, "window": 0, "delta": 0}
     layers = []
     for index, kind in enumerate(shape.layers):
         layers.append(builder.layer(index, counts[kind]))
@@ -42,13 +42,14 @@ class _Builder:
 
     def layer(self, index: int, number: int) -> DecoderLayer:
         name = f"{self._shape.prefix}layers.{index}."
-        is_delta = self._shape.layers[index] == "delta"
+        kind = self._shape.layers[index]
+        window = self._shape.window if kind == "window" else 0
         return DecoderLayer(
             number=number,
             input_norm=self.norm(f"{name}input_layernorm.weight"),
             mixer=self._delta(f"{name}linear_attn.")
-            if is_delta
-            else self._attention(f"{name}self_attn."),
+            if kind == "delta"
+            else self._attention(f"{name}self_attn.", window),
             mlp_norm=self.norm(f"{name}post_attention_layernorm.weight"),
             mlp=self._mlp(index, f"{name}mlp."),
         )
@@ -66,7 +67,7 @@ class _Builder:
         assert all(biased), f"some of {names} have a bias, others do not"
         return Linear(weight, torch.cat([self.take(f"{name}.bias") for name in names]))
 
-    def _attention(self, name: str) -> AttentionLayer:
+    def _attention(self, name: str, window: int) -> AttentionLayer:
         shape = self._shape
         qkv = self._linear(f"{name}q_proj", f"{name}k_proj", f"{name}v_proj")
         if shape.gated_attention:
@@ -80,6 +81,7 @@ class _Builder:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             gated=shape.gated_attention,
+            window=window,
             q_norm=self.norm(f"{name}q_norm.weight") if shape.qk_norm else None,
             k_norm=self.norm(f"{name}k_norm.weight") if shape.qk_norm else None,
         )

@@ -1,104 +1,48 @@
-"""Who holds which cells and state slots. Host arithmetic: it touches no device but to move cells.
+"""Who holds which cells and state slots, of one memory.
 
-Cells and states come out of one memory, so that one byte budget is enough for both: slabs are given
-out as a state or as cells, whichever is asked for. Everything is counted by its holders (a request,
-an entry of the tree) and is free when the last one lets go. All that the device does with it runs
-in the order of launches, on one stream, so what is free here may be handed out again at once.
+Cells and states come out of one memory, so that one byte budget is enough for all: slabs are given
+out as a state or as cells of a kind, whichever is asked for. Everything is counted by its holders
+(a request, an entry of the tree) and is free when the last one lets go. All that the device does
+with it runs in the order of launches, on one stream, so what is free here may be handed out again
+at once.
 
-Where no slab is free although there is room, the cells of the emptiest one move into gaps of others
-and whoever holds them is told (`Holder.move`).
+Where no slab is free although there is room, cells of the emptiest one move into gaps of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from pippin.backends.torch.pools.layout import FIRST_SLAB, PoolLayout
+from pippin.backends.torch.pools.cells import CellPool
+from pippin.backends.torch.pools.layout import FIRST_SLAB, KV_KINDS, PoolLayout
 from pippin.errors import OutOfMemory
+from pippin.types import Component
 
-
-class Holder(Protocol):
-    def move(self, new_cells: np.ndarray) -> None:
-        """Cell c is now new_cells[c], int32 [num_cells]."""
-        ...
+Move = Callable[[Component, np.ndarray, np.ndarray], None]  # cells of a kind: from, to
 
 
 class Arena:
     def __init__(
-        self,
-        layout: PoolLayout,
-        num_slabs: int,
-        move_cells: Callable[[np.ndarray, np.ndarray], None] = lambda src, dst: None,
+        self, layout: PoolLayout, num_slabs: int, move_cells: Move = lambda kind, src, dst: None
     ) -> None:
         self.layout = layout
         self.num_slabs = num_slabs
-        self._per_slab = layout.cells_per_slab
-        self._move_cells = move_cells  # on the device
-        self._cell_refs = np.zeros(num_slabs * self._per_slab, dtype=np.int32)
         self._state_refs = np.zeros(num_slabs, dtype=np.int32)
         self._free = list(range(num_slabs - 1, FIRST_SLAB - 1, -1))
-        self._used: dict[int, int] = {}  # cells in use, of each slab that holds cells
-        self._open: dict[int, None] = {}  # of these, which have gaps: free cells
-        self._num_gaps = 0
-        self.holders: set[Holder] = set()
+        self.cells = {
+            kind: self._cell_pool(kind, move_cells) for kind in KV_KINDS if layout.cell_bytes(kind)
+        }
 
-    # ---- cells -----------------------------------------------------------------------------
-
-    def take_cells(self, num_cells: int) -> np.ndarray:
-        """int32 [num_cells], each held once."""
-        found: list[np.ndarray] = []
-        left = num_cells
-        while left:
-            found.append(self._fill(next(iter(self._open), None) or self._open_slab(), left))
-            left -= len(found[-1])
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found) if found else np.zeros(0, np.int32)
-
-    def _open_slab(self) -> int:
-        slab = self._take_slab()
-        self._used[slab] = 0
-        self._open[slab] = None
-        self._num_gaps += self._per_slab
-        return slab
-
-    def _close_slab(self, slab: int) -> None:
-        """Nothing of it is held any more, or what is held is about to move."""
-        self._num_gaps -= self._per_slab - self._used.pop(slab)
-        self._open.pop(slab, None)
-
-    def _fill(self, slab: int, most: int) -> np.ndarray:
-        first = slab * self._per_slab
-        refs = self._cell_refs[first : first + self._per_slab]
-        places = np.flatnonzero(refs == 0)[:most]
-        refs[places] = 1
-        self._used[slab] += len(places)
-        self._num_gaps -= len(places)
-        if self._used[slab] == self._per_slab:
-            del self._open[slab]
-        return (places + first).astype(np.int32)
-
-    def hold_cells(self, cells: np.ndarray) -> None:
-        self._cell_refs[cells] += 1
-
-    def release_cells(self, cells: np.ndarray) -> None:
-        """No cell twice."""
-        assert (self._cell_refs[cells] > 0).all(), "a cell was released that nobody holds"
-        self._cell_refs[cells] -= 1
-        freed = cells[self._cell_refs[cells] == 0]
-        if not len(freed):
-            return
-        slabs, counts = np.unique(freed // self._per_slab, return_counts=True)
-        for slab, count in zip(slabs.tolist(), counts.tolist(), strict=True):
-            self._used[slab] -= count
-            self._num_gaps += count
-            self._open[slab] = None
-            if not self._used[slab]:
-                self._close_slab(slab)
-                self._free.append(slab)
+    def _cell_pool(self, kind: Component, move_cells: Move) -> CellPool:
+        return CellPool(
+            self.num_slabs,
+            self.layout.cells_per_slab(kind),
+            self._take_slab,
+            self._free.append,
+            lambda old, new: move_cells(kind, old, new),
+        )
 
     # ---- states ----------------------------------------------------------------------------
 
@@ -131,59 +75,38 @@ class Arena:
     @property
     def used_bytes(self) -> int:
         num_states = int(np.count_nonzero(self._state_refs))
-        return (
-            sum(self._used.values()) * self.layout.cell_bytes + num_states * self.layout.state_bytes
+        in_cells = sum(
+            pool.num_used * self.layout.cell_bytes(kind) for kind, pool in self.cells.items()
         )
+        return in_cells + num_states * self.layout.state_bytes
 
-    def make_room(self, num_cells: int, num_states: int) -> None:
-        """So that this much can be taken without moving anybody meanwhile."""
-        total = self._num_gaps + len(self._free) * self._per_slab
-        lacking = num_cells + num_states * self._per_slab > total
-        if lacking or num_states > len(self._free) + len(self._open):
-            raise OutOfMemory(
-                f"the pool of {self.num_slabs:,} slabs has no room for {num_cells:,} tokens and "
-                f"{num_states:,} states"
-            )
-        while len(self._free) < num_states + self._slabs_for(num_cells):
-            self._empty_a_slab()
+    def make_room(self, num_tokens: int, num_states: int) -> None:
+        """So that this much can be taken without moving anybody meanwhile: cells of every kind."""
+        self.make_room_for(dict.fromkeys(self.cells, num_tokens), num_states)
 
-    def _slabs_for(self, num_cells: int) -> int:
-        beyond = num_cells - self._num_gaps
-        return -(-beyond // self._per_slab) if beyond > 0 else 0
-
-    def _empty_a_slab(self) -> None:
-        """Move the cells of the emptiest slab into gaps of others."""
-        slab = min(self._open, key=self._used.__getitem__)
-        first = slab * self._per_slab
-        old = (np.flatnonzero(self._cell_refs[first : first + self._per_slab]) + first).astype(
-            np.int32
-        )
-        self._close_slab(slab)
-        new = self.take_cells(len(old))
-        self._cell_refs[new] = self._cell_refs[old]
-        self._cell_refs[old] = 0
-        self._free.append(slab)
-        self._move_cells(old, new)
-        new_cells = np.arange(len(self._cell_refs), dtype=np.int32)
-        new_cells[old] = new
-        for holder in self.holders:
-            holder.move(new_cells)
+    def make_room_for(self, num_cells: Mapping[Component, int], num_states: int) -> None:
+        """The same, with so many cells of each kind."""
+        wanted = [(pool, num_cells.get(kind, 0)) for kind, pool in self.cells.items()]
+        while len(self._free) < num_states + sum(pool.slabs_for(num) for pool, num in wanted):
+            spare = next((pool for pool, num in wanted if pool.can_spare_a_slab(num)), None)
+            if spare is None:
+                most = max(num for _, num in wanted) if wanted else 0
+                raise OutOfMemory(
+                    f"the pool of {self.num_slabs:,} slabs has no room for {most:,} tokens "
+                    f"and {num_states:,} states"
+                )
+            spare.empty_a_slab()
 
     def check_integrity(self) -> None:
         """Count everything again."""
-        used = {slab: count for slab, count in self._used.items() if count}
-        assert used == self._used
-        assert set(self._open) == {slab for slab, count in used.items() if count < self._per_slab}
-        assert self._num_gaps == sum(self._per_slab - used[slab] for slab in self._open)
-        per_slab = self._cell_refs.reshape(self.num_slabs, -1) if self._per_slab else None
-        for slab, count in used.items():
-            assert per_slab is not None
-            assert np.count_nonzero(per_slab[slab]) == count
-        states = set(np.flatnonzero(self._state_refs).tolist())
-        free = set(self._free)
-        assert len(free) == len(self._free), "a slab is free twice"
-        assert len(free | states | set(used)) == len(free) + len(states) + len(used)
-        assert len(free) + len(states) + len(used) == self.num_slabs - FIRST_SLAB
+        owners = [set(np.flatnonzero(self._state_refs).tolist()), set(self._free)]
+        assert len(owners[1]) == len(self._free), "a slab is free twice"
+        for pool in self.cells.values():
+            pool.check_integrity()
+            owners.append(pool.slabs)
+        num_owned = sum(len(owned) for owned in owners)
+        assert len(set().union(*owners)) == num_owned, "a slab belongs to two"
+        assert num_owned == self.num_slabs - FIRST_SLAB
 
     def _take_slab(self) -> int:
         if not self._free:

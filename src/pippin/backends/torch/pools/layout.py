@@ -1,7 +1,8 @@
 """How KV cells and state slots share one memory: their sizes, and views of both. Allocates nothing.
 
     memory   [ slab 0 | slab 1 | slab 2 | ... ]      a slab holds one state, or many cells
-    cell     KV of one token for all attention layers:  [layer, key or value, head, channel]
+    cell     KV of one token for all layers that attend to every token, or all with a window:
+             [layer, key or value, head, channel]
     state    for all recurrent layers:                  [recurrent | last inputs of the convolution]
 
 Slab 0 is never written: a request that begins reads its zeros as its state, and padding reads its
@@ -11,16 +12,22 @@ cleared, and no clearing can come too early or too late.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from pippin.backends.torch.config import ModelShape
+from pippin.backends.torch.config import LayerKind, ModelShape
 from pippin.types import Component, LayerSpec
 
 ZERO_SLAB, WASTE_SLAB, FIRST_SLAB = 0, 1, 2
 ZERO_CELL = 0
 CELLS_WITHOUT_STATES = 256  # of a slab, where there is no state to make room for
+KV_KINDS: dict[Component, LayerKind] = {
+    Component.ATTENTION: "attention",
+    Component.WINDOW: "window",
+}
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,12 @@ class PoolLayout:
     shape: ModelShape
     dtype: torch.dtype
 
-    @property
-    def cell_bytes(self) -> int:
-        return self.shape.num_attention_layers * self._kv_layer_bytes
+    def cell_bytes(self, kind: Component) -> int:
+        """0 where a model has no such layers."""
+        return self._num_layers(kind) * self._kv_layer_bytes
+
+    def _num_layers(self, kind: Component) -> int:
+        return self.shape.layers.count(KV_KINDS[kind])
 
     @property
     def _item_bytes(self) -> int:
@@ -65,17 +75,18 @@ class PoolLayout:
         taps, channels = self.conv_shape
         return taps * channels * self._item_bytes
 
-    @property
-    def cells_per_slab(self) -> int:
-        if not self.cell_bytes:
-            return 0
-        used = self.num_delta_layers * (self._recurrent_bytes + self._conv_bytes)
-        return -(-used // self.cell_bytes) if used else CELLS_WITHOUT_STATES
+    def cells_per_slab(self, kind: Component) -> int:
+        nbytes = self.cell_bytes(kind)
+        return self.slab_bytes // nbytes if nbytes else 0
 
-    @property
+    @cached_property
     def slab_bytes(self) -> int:
-        used = self.num_delta_layers * (self._recurrent_bytes + self._conv_bytes)
-        return self.cells_per_slab * self.cell_bytes or -(-used // 256) * 256
+        """Whole cells of every kind, and a state if there are any."""
+        state = self.num_delta_layers * (self._recurrent_bytes + self._conv_bytes)
+        sizes = [size for kind in KV_KINDS if (size := self.cell_bytes(kind))]
+        least = state or CELLS_WITHOUT_STATES * max(sizes)
+        unit = math.lcm(*sizes) if sizes else 256
+        return -(-least // unit) * unit
 
     @property
     def state_bytes(self) -> int:
@@ -84,7 +95,7 @@ class PoolLayout:
 
     @property
     def waste_cell(self) -> int:
-        return WASTE_SLAB * self.cells_per_slab
+        return WASTE_SLAB * self.cells_per_slab(Component.ATTENTION)
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         specs = []
@@ -92,6 +103,10 @@ class PoolLayout:
         for index, kind in enumerate(self.shape.layers):
             if kind == "attention":
                 specs.append(LayerSpec(index, Component.ATTENTION, self._kv_layer_bytes))
+                continue
+            if kind == "window":
+                nbytes, window = self._kv_layer_bytes, self.shape.window
+                specs.append(LayerSpec(index, Component.WINDOW, nbytes, window))
                 continue
             is_last = "delta" not in self.shape.layers[index + 1 :]
             own = left if is_last else self._recurrent_bytes + self._conv_bytes
@@ -101,9 +116,9 @@ class PoolLayout:
 
     # ---- views -----------------------------------------------------------------------------
 
-    def kv(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Of each attention layer [cells, 2, heads, channels]."""
-        layers = self.shape.num_attention_layers
+    def kv(self, memory: torch.Tensor, kind: Component) -> list[torch.Tensor]:
+        """Of each layer of a kind [cells, 2, heads, channels]."""
+        layers = self._num_layers(kind)
         if not layers:
             return []
         parts = (layers, 2, self.shape.num_kv_heads, self.shape.head_dim)

@@ -6,21 +6,27 @@ import numpy as np
 import torch
 
 from pippin.backends.torch.pools.arena import Arena
-from pippin.backends.torch.pools.layout import FIRST_SLAB, ZERO_SLAB, PoolLayout
+from pippin.backends.torch.pools.layout import FIRST_SLAB, KV_KINDS, ZERO_SLAB, PoolLayout
+from pippin.types import Component
 
 
 class Pools:
-    """One tensor; `kv`, `recurrent` and `conv` are views of it, one for each layer of the kind."""
+    """One tensor; `kv`, `window_kv`, `recurrent` and `conv` are views of it, one for each layer of
+    the kind."""
 
     def __init__(self, layout: PoolLayout, capacity_bytes: int, device: torch.device) -> None:
-        num_slabs = FIRST_SLAB + max(-(-capacity_bytes // layout.slab_bytes), 1)
+        kinds = [kind for kind in KV_KINDS if layout.cell_bytes(kind)]
+        # Of each further kind of cells one slab may be all but empty.
+        spare = FIRST_SLAB + max(len(kinds) - 1, 0)
+        num_slabs = spare + max(-(-capacity_bytes // layout.slab_bytes), 1)
         self.layout = layout
         self.device = device
         # Not touched before it is used: on CPUs what nobody uses takes no memory.
         self.memory = torch.empty(num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
         self._slab(ZERO_SLAB).zero_()
         self.arena = Arena(layout, num_slabs, self._move_cells)
-        self.kv = layout.kv(self.memory)
+        self.kv = layout.kv(self.memory, Component.ATTENTION)
+        self.window_kv = layout.kv(self.memory, Component.WINDOW)
         self.recurrent = layout.recurrent(self.memory) if layout.num_delta_layers else []
         self.conv = layout.conv(self.memory) if layout.num_delta_layers else []
 
@@ -35,25 +41,25 @@ class Pools:
             return host
         return host.pin_memory().to(self.device, non_blocking=True)
 
-    def cell_bytes(self, cells: np.ndarray) -> torch.Tensor:
+    def cell_bytes(self, kind: Component, cells: np.ndarray) -> torch.Tensor:
         """A copy, uint8 [cells, bytes]."""
-        return self._cells[self.index(cells)]
+        return self._cells(kind)[self.index(cells)]
 
-    def set_cells(self, cells: np.ndarray, content: torch.Tensor) -> None:
+    def set_cells(self, kind: Component, cells: np.ndarray, content: torch.Tensor) -> None:
         """One scatter. `content`: as many bytes as these cells have, cell by cell."""
         rows = content.reshape(len(cells), -1).view(torch.uint8)
-        self._cells[self.index(cells)] = rows
+        self._cells(kind)[self.index(cells)] = rows
 
     def state_bytes(self, slab: int) -> torch.Tensor:
         return self._slab(slab)
 
-    @property
-    def _cells(self) -> torch.Tensor:
-        return self.memory.view(-1, self.layout.cell_bytes)
+    def _cells(self, kind: Component) -> torch.Tensor:
+        return self.memory.view(-1, self.layout.cell_bytes(kind))
 
     def _slab(self, slab: int) -> torch.Tensor:
         size = self.layout.slab_bytes
         return self.memory[slab * size : (slab + 1) * size]
 
-    def _move_cells(self, old: np.ndarray, new: np.ndarray) -> None:
-        self._cells[self.index(new)] = self._cells[self.index(old)]
+    def _move_cells(self, kind: Component, old: np.ndarray, new: np.ndarray) -> None:
+        cells = self._cells(kind)
+        cells[self.index(new)] = cells[self.index(old)]

@@ -12,25 +12,27 @@ import numpy as np
 import torch
 
 from pippin.backends.torch.pools.memory import Pools
-from pippin.types import Payload
+from pippin.types import Component, Payload
 
 
 class KVPayload:
-    """Consecutive tokens."""
+    """Consecutive tokens, in cells of one kind."""
 
-    def __init__(self, pools: Pools, cells: np.ndarray) -> None:
+    def __init__(self, pools: Pools, kind: Component, cells: np.ndarray) -> None:
         self._pools = pools
+        self._pool = pools.arena.cells[kind]
+        self.kind = kind
         self._cells = cells  # int32, held
         self._parts: tuple[KVPayload, ...] = ()  # who took over when it was split
         self.num_tokens = len(cells)
-        self.nbytes = len(cells) * pools.layout.cell_bytes
-        pools.arena.holders.add(self)
+        self.nbytes = len(cells) * pools.layout.cell_bytes(kind)
+        self._pool.holders.add(self)
 
     @classmethod
-    def of(cls, pools: Pools, cells: np.ndarray) -> KVPayload:
+    def of(cls, pools: Pools, kind: Component, cells: np.ndarray) -> KVPayload:
         """A new holder of cells that somebody else holds too."""
-        pools.arena.hold_cells(cells)
-        return cls(pools, cells.copy())
+        pools.arena.cells[kind].hold(cells)
+        return cls(pools, kind, cells.copy())
 
     @property
     def cells(self) -> np.ndarray:
@@ -42,20 +44,20 @@ class KVPayload:
         self._cells = new_cells[self._cells]
 
     def split(self, at: int) -> tuple[Payload, Payload]:
-        self._pools.arena.holders.remove(self)
+        self._pool.holders.remove(self)
         head, tail = (
-            KVPayload(self._pools, self._cells[:at]),
-            KVPayload(self._pools, self._cells[at:]),
+            KVPayload(self._pools, self.kind, self._cells[:at]),
+            KVPayload(self._pools, self.kind, self._cells[at:]),
         )
         self._parts = (head, tail)
         return head, tail
 
     def release(self) -> None:
-        self._pools.arena.holders.remove(self)
-        self._pools.arena.release_cells(self._cells)
+        self._pool.holders.remove(self)
+        self._pool.release(self._cells)
 
     def fingerprint(self) -> int:
-        return _crc(self._pools.cell_bytes(self.cells))
+        return _crc(self._pools.cell_bytes(self.kind, self.cells))
 
 
 class StatePayload:

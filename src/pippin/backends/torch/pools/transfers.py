@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pippin.backends.base import Load, Spill
-from pippin.backends.torch.pools.layout import PoolLayout
+from pippin.backends.torch.pools.layout import KV_KINDS, PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
 from pippin.backends.torch.streams import Arrival, CudaStreams, NullStreams
@@ -40,8 +40,8 @@ def payload_arrays(
     shape, dtype = layout.shape, str(layout.dtype).rpartition(".")[2]
     if component is Component.HIDDEN:
         return (ArraySpec("hidden", dtype, (shape.hidden,)),)
-    if component is Component.ATTENTION:
-        layers = [str(i) for i, kind in enumerate(shape.layers) if kind == "attention"]
+    if component in KV_KINDS:
+        layers = [str(i) for i, kind in enumerate(shape.layers) if kind == KV_KINDS[component]]
         parts = (num_tokens, len(layers), 2, shape.num_kv_heads, shape.head_dim)
         return (ArraySpec(f"{','.join(layers)}.kv", dtype, parts, token_axis=0),)
     assert component is Component.STATE
@@ -72,9 +72,9 @@ class Transfers:
     def _gathered(self, spill: Spill) -> list[torch.Tensor]:
         """Copies: pools are written in place."""
         pools = self._pools
-        if spill.component is Component.ATTENTION:
+        if spill.component in KV_KINDS:
             cells = [payload.cells for payload in spill.payloads if isinstance(payload, KVPayload)]
-            return [pools.cell_bytes(np.concatenate(cells))]
+            return [pools.cell_bytes(spill.component, np.concatenate(cells))]
         (payload,) = spill.payloads
         if isinstance(payload, HiddenPayload):
             assert payload.hidden is not None
@@ -87,19 +87,22 @@ class Transfers:
         return found
 
     def load(self, loads: Sequence[Load]) -> list[Payload]:
-        cells = sum(load.num_tokens for load in loads if load.component is Component.ATTENTION)
+        cells = {
+            kind: sum(load.num_tokens for load in loads if load.component is kind)
+            for kind in KV_KINDS
+        }
         states = sum(load.component is Component.STATE for load in loads)
-        self._pools.arena.make_room(cells, states)
+        self._pools.arena.make_room_for(cells, states)
         return [self._load(load) for load in loads]
 
     def _load(self, load: Load) -> Payload:
         pools = self._pools
         specs = payload_arrays(pools.layout, load.component, load.num_tokens)
         sent = [self._sent(data, spec) for data, spec in zip(load.arrays, specs, strict=True)]
-        if load.component is Component.ATTENTION:
-            cells = pools.arena.take_cells(load.num_tokens)
-            pools.set_cells(cells, sent[0])
-            return KVPayload(pools, cells)
+        if load.component in KV_KINDS:
+            cells = pools.arena.cells[load.component].take(load.num_tokens)
+            pools.set_cells(load.component, cells, sent[0])
+            return KVPayload(pools, load.component, cells)
         if load.component is Component.HIDDEN:
             return HiddenPayload(sent[0])
         slab = pools.arena.take_state()

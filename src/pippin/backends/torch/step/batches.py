@@ -13,7 +13,9 @@ import torch
 
 from pippin.backends.base import PrefillRow
 from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.pools.row_cells import RowCells
 from pippin.backends.torch.pools.rows import Rows
+from pippin.backends.torch.step.decode_inputs import RowArrays
 from pippin.types import GRID
 
 
@@ -35,14 +37,22 @@ class ConvIndex:
 
 
 @dataclass(frozen=True)
+class HeldCells:
+    """Of the layers of one kind: where the new tokens' KV goes, and what they see."""
+
+    cells: torch.Tensor  # int64 [tokens]
+    seen: tuple[torch.Tensor, ...]  # int64, of each row its cells, the new ones last
+
+
+@dataclass(frozen=True)
 class ChunkBatch:
     """Chunks of several prompts, packed one behind the other."""
 
     rows: tuple[PrefillRow, ...]
     tokens: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
-    cells: torch.Tensor  # int64 [tokens]: where their KV goes
-    seen: tuple[torch.Tensor, ...]  # int64, of each row all its cells, the new ones last
+    held: HeldCells
+    windows: HeldCells | None  # of layers with a window
     last: torch.Tensor  # int64 [rows]: each row's last token
     states_in: torch.Tensor  # int64 [rows]
     states_out: torch.Tensor
@@ -69,20 +79,22 @@ class DecodeBatch:
 
     tokens: torch.Tensor  # int64 [rows]
     positions: torch.Tensor  # int64 [rows]
-    cells: torch.Tensor  # int64 [rows]: where their KV goes
     states_in: torch.Tensor
     states_out: torch.Tensor
-    seen: tuple[torch.Tensor, ...]  # of each row all its cells, the new one last
+    held: HeldCells
+    windows: HeldCells | None = None  # of layers with a window
 
     @property
     def lengths(self) -> list[int]:
-        return [1] * len(self.cells)
+        return [1] * len(self.tokens)
 
 
 def chunk_batch(rows: Sequence[PrefillRow], held: Rows, pools: Pools) -> ChunkBatch:
     """Takes the cells and states that the chunks write."""
     slots = np.array([row.slot for row in rows])
-    cells = [held.grow(row.slot, len(row.tokens)) for row in rows]
+    for row in rows:
+        held.grow(row.slot, len(row.tokens))
+    spans = [(row.slot, row.start, row.end) for row in rows]
     taps = tuple(
         Tap(number, position, pools.arena.take_state())
         for number, row in enumerate(rows)
@@ -96,14 +108,35 @@ def chunk_batch(rows: Sequence[PrefillRow], held: Rows, pools: Pools) -> ChunkBa
         rows=tuple(rows),
         tokens=index(np.concatenate([row.tokens for row in rows])),
         positions=index(np.concatenate([np.arange(row.start, row.end) for row in rows])),
-        cells=index(np.concatenate(cells)),
-        seen=tuple(index(held.held(row.slot, 0, row.end)) for row in rows),
+        held=held_cells(held.cells, spans, pools),
+        windows=None if held.windows is None else held_cells(held.windows, spans, pools),
         last=index(ends - 1),
         states_in=index(states_in),
         states_out=index(states_out),
         taps=taps,
         conv=_conv_index(rows, taps, pools) if held.keeps_states else None,
     )
+
+
+def decode_batch(rows: RowArrays, tokens: torch.Tensor, held: Rows, pools: Pools) -> DecodeBatch:
+    """Of rows for whose tokens cells have been taken."""
+    index = pools.index
+    spans = [(slot, int(held.lengths[slot]) - 1, int(held.lengths[slot])) for slot in rows.slots]
+    return DecodeBatch(
+        tokens=tokens,
+        positions=index(rows.positions),
+        states_in=index(rows.states_in),
+        states_out=index(rows.states_out),
+        held=held_cells(held.cells, spans, pools),
+        windows=None if held.windows is None else held_cells(held.windows, spans, pools),
+    )
+
+
+def held_cells(cells: RowCells, spans: Sequence[tuple[int, int, int]], pools: Pools) -> HeldCells:
+    """Of new tokens [start, end) of each slot, for which cells have been taken."""
+    new = [cells.held(slot, start, end) for slot, start, end in spans]
+    seen = [cells.held(slot, cells.first_seen(start), end) for slot, start, end in spans]
+    return HeldCells(pools.index(np.concatenate(new)), tuple(pools.index(each) for each in seen))
 
 
 def inner_checkpoints(row: PrefillRow) -> list[int]:

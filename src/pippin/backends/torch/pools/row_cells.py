@@ -1,0 +1,103 @@
+"""The cells of each slot, by position, of one kind of layers. Knows no states and no lengths.
+
+    cells of a slot   [ let go | borrowed from the tree | its own ]     held once by the slot
+                        behind a window
+
+The table is the classic `req_to_token`: the cell of every position, by slot, for kernels to look
+up. On a CPU the device's table is the host's own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pippin.backends.torch.pools.memory import Pools
+from pippin.types import Component
+
+
+class RowCells:
+    def __init__(
+        self, pools: Pools, kind: Component, num_slots: int, max_len: int, window: int = 0
+    ) -> None:
+        """`window`: tokens that are kept; 0: all. A model may have no layers of the kind."""
+        self._pool = pools.arena.cells.get(kind)
+        self._window = window
+        self._cells = np.zeros((num_slots + 1, max_len), dtype=np.int32)
+        self._firsts = np.zeros(num_slots + 1, dtype=np.int64)  # positions before are let go
+        self._ends = np.zeros(num_slots + 1, dtype=np.int64)
+        host = torch.from_numpy(self._cells)
+        on_cpu = pools.device.type == "cpu"
+        self.table = host if on_cpu else torch.zeros_like(host, device=pools.device)
+        if self._pool is not None:
+            self._pool.holders.add(self)
+
+    def held(self, slot: int, start: int, end: int) -> np.ndarray:
+        assert self._firsts[slot] <= start or start == end, "these cells were let go"
+        return self._cells[slot, start:end]
+
+    def first_held(self, slot: int) -> int:
+        return int(self._firsts[slot])
+
+    def first_seen(self, position: int) -> int:
+        """Of the positions that the token there sees."""
+        return max(0, position - self._window + 1) if self._window else 0
+
+    def borrow(self, slot: int, end: int, cells: np.ndarray) -> None:
+        """Begin with what the tree holds of positions up to `end`, read in place."""
+        if self._pool is None:
+            self._ends[slot] = end
+            return
+        if self._window:
+            cells = cells[-self._window :]
+        self._pool.hold(cells)
+        self._firsts[slot] = self._ends[slot] = end - len(cells)
+        self._append(slot, cells)
+
+    def grow(self, slot: int, num_tokens: int) -> None:
+        if self._pool is None:
+            self._ends[slot] += num_tokens
+        else:
+            self._append(slot, self._pool.take(num_tokens))
+
+    def grow_each(self, slots: np.ndarray) -> np.ndarray:
+        """A cell for one more token of each slot; the device's table learns of it in the step."""
+        none = np.zeros(len(slots), dtype=np.int32)
+        cells = none if self._pool is None else self._pool.take(len(slots))
+        self._cells[slots, self._ends[slots]] = cells
+        self._ends[slots] += 1
+        return cells
+
+    def let_go(self, slots: np.ndarray) -> None:
+        """Of what has fallen behind the window: forwards that read it have been launched."""
+        if self._pool is None or not self._window:
+            return
+        for slot in slots.tolist():
+            first, end = int(self._firsts[slot]), int(self._ends[slot])
+            if first < end - self._window:
+                self._pool.release(self._cells[slot, first : end - self._window].copy())
+                self._firsts[slot] = end - self._window
+
+    def retire(self, slot: int) -> None:
+        if self._pool is not None:
+            first, end = int(self._firsts[slot]), int(self._ends[slot])
+            self._pool.release(self._cells[slot, first:end].copy())
+        self._firsts[slot] = self._ends[slot] = 0
+
+    def move(self, new_cells: np.ndarray) -> None:
+        for slot in np.flatnonzero(self._ends).tolist():
+            first, end = int(self._firsts[slot]), int(self._ends[slot])
+            self._cells[slot, first:end] = new_cells[self._cells[slot, first:end]]
+            self._send(slot, first, end)
+
+    def _append(self, slot: int, cells: np.ndarray) -> None:
+        start = int(self._ends[slot])
+        self._cells[slot, start : start + len(cells)] = cells
+        self._ends[slot] = start + len(cells)
+        self._send(slot, start, start + len(cells))
+
+    def _send(self, slot: int, start: int, end: int) -> None:
+        if self.table.device.type == "cpu":
+            return
+        host = torch.from_numpy(self._cells[slot, start:end].copy()).pin_memory()
+        self.table[slot, start:end].copy_(host, non_blocking=True)
