@@ -46,6 +46,7 @@ def command_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_bash
 @pytest.mark.usefixtures("command_on_path")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
