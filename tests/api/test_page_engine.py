@@ -174,6 +174,26 @@ def test_a_pause_holds_everything_still(visit: Visit, url: str) -> None:
     wait_for(visit, lambda: finished_requests(visit) >= 2)
 
 
+PLACES = """() => [...document.querySelectorAll(".card:not(.details), .numbers li")].map((card) => {
+    const { top, height } = card.getBoundingClientRect();
+    return [Math.round(top), Math.round(height)];
+})"""
+
+
+@pytest.mark.parametrize("width", [820, 1280])
+def test_nothing_moves_while_requests_come_and_go(visit: Visit, url: str, width: int) -> None:
+    visit.page.set_viewport_size({"width": width, "height": 900})
+    ask(url, "One.")
+    wait_for(visit, lambda: finished_requests(visit) == 1)
+    visit.page.wait_for_timeout(500)  # numbers follow a moment later
+    before = visit.page.evaluate(PLACES)
+    for text in (STORY, f"{STORY} Why?"):
+        ask(url, text)
+    wait_for(visit, lambda: finished_requests(visit) == 3)
+    visit.page.wait_for_timeout(500)
+    assert visit.page.evaluate(PLACES) == before
+
+
 def test_a_branch_of_a_chat_shows_what_it_reuses(visit: Visit) -> None:
     page = visit.page
     page.get_by_role("link", name="Chat").click()
