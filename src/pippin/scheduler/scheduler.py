@@ -297,7 +297,17 @@ class Scheduler:
             holding.retracting = True
             self._leaving.append(holding)
         if len(self.holdings) == 1 and not self._in_flight:
-            self._fail_too_large(starved[0])
+            self._start_over(starved[0])
+
+    def _start_over(self, holding: Holding) -> None:
+        """Alone, and out of bytes. What it borrowed from the tree comes with a state and more that
+        a row of its own does without: then it begins again; or else it is too large."""
+        fits = self.costs.row_bytes(holding.held + 1) <= self.budget.capacity
+        if holding.lock is None or not fits:
+            self._fail_too_large(holding)
+        elif not holding.retracting:
+            holding.retracting = True
+            self._leaving.append(holding)
 
     def _fail_too_large(self, holding: Holding) -> None:
         need, capacity = self._claims.row_bytes(holding, holding.held + 1), self.budget.capacity
