@@ -84,11 +84,11 @@ class Diff:
         return end
 
     def _add_ends(self, held: Sequence[Node], on_disk: Sequence[Node], top: int) -> list[Node]:
-        """Where matches can end on disk: the states there, as far as there is room for them."""
-        if not self._rules.has_state:
-            return [node for node in held if node.end <= top][-1:]
+        """Where matches are to end on disk: at states, as far as there is room for them."""
         known = _by_end(on_disk)
         connected = held if not self._rules.has_attention else [n for n in held if n.end <= top]
+        if not self._rules.has_state:  # ends of prompts, and how far it goes
+            return [n for n in connected if n.payloads[HIDDEN] is not None or n is connected[-1]]
         stops = [node for node in connected if node.payloads[STATE] is not None]
         ends: list[Node] = []
         reach = top
