@@ -21,6 +21,7 @@ from pippin.types import GRID, Component
 
 MOST_BATCH_BYTES = 32 << 20  # a step copies so much, and streams wait for it
 BATCH_SHARE = 1 / 64  # of the budget
+PATIENCE_S = 5.0  # with an engine that has yet to notice that its server was killed
 BATCHES_IN_FLIGHT = 2  # one that is written, one that is loaded: beside rows and tree
 
 
@@ -50,6 +51,7 @@ def build_tiers(
         Path(engine.cache_dir).expanduser(),
         fingerprint(config, backend),
         parse_bytes("disk", engine.disk),
+        patience_s=PATIENCE_S,
     )
     canary = Canary("log" if engine.canary == "off" else engine.canary)
     canary.self_test()

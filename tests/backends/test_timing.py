@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,5 @@ def test_the_file_lies_in_the_user_s_cache_directory(monkeypatch: pytest.MonkeyP
     assert times_file("recurrences") == Path("/caches/pippin/recurrences.json")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
-    monkeypatch.setattr("sys.platform", "linux")
-    assert times_file("recurrences") == Path("/home/someone/.cache/pippin/recurrences.json")
-    monkeypatch.setattr("sys.platform", "darwin")
-    assert times_file("recurrences") == Path("/home/someone/Library/Caches/pippin/recurrences.json")
+    caches = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    assert times_file("recurrences") == Path("/home/someone", caches, "pippin/recurrences.json")

@@ -61,7 +61,7 @@ def choose(names: Sequence[str]) -> list[BackendName]:
 def run_one_batch(config: Config, backend: BackendName, lengths: Lengths) -> list[dict[str, Any]]:
     """The timings that `pippin bench one-batch` writes, one for each size."""
     model = dataclasses.replace(config.model, backend=backend)
-    options = as_options(dataclasses.replace(config, model=model))
+    options = as_options(dataclasses.replace(config, model=model), without=("prefix_cache",))
     options += ["--batch", ",".join(map(str, lengths.batches)), "--repeats", "1", "--no-ceilings"]
     options += ["--input", str(lengths.input), "--output", str(lengths.output)]
     with tempfile.TemporaryDirectory(prefix="pippin-bench-") as folder:

@@ -218,6 +218,14 @@ def test_an_entry_larger_than_the_ceiling_is_refused(tmp_path: Path) -> None:
     store.close()
 
 
+def test_who_follows_a_writer_waits_until_that_has_left(tmp_path: Path) -> None:
+    first = open_store(tmp_path, FINGERPRINT, MB)
+    leaves = threading.Timer(0.2, first.close)
+    leaves.start()
+    open_store(tmp_path, FINGERPRINT, MB, patience_s=60.0).close()
+    leaves.join()
+
+
 def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path) -> None:
     store = open_store(tmp_path, FINGERPRINT, MB)
     (entry,) = states(1)

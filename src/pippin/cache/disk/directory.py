@@ -4,8 +4,8 @@
     DIR/<model>/00000001.data   segments, with an .index each
     DIR/<model>/recency         in which order entries were used
 
-One server at a time: a second one is refused. Whoever only looks (`read_only`) needs no lock.
-The system lets go of a lock when its holder ends, however it ends.
+One server at a time: a second one is refused, if the first does not leave soon. Whoever only looks
+(`read_only`) needs no lock. The system lets go of a lock when its holder ends, however it ends.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,17 +22,18 @@ from pippin.cache.disk.segment import index_path
 from pippin.errors import DiskCacheError
 
 NAME_DIGITS = 8
+LOOK_S = 0.05  # between two looks at a lock that somebody has
 RECENCY = "recency"
 
 
 class DirectoryLock:
     """The right to write to a directory, until `release`."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises DiskCacheError if somebody else has it, OSError if nobody can."""
+    def __init__(self, directory: Path, patience_s: float = 0.0) -> None:
+        """Raises DiskCacheError if somebody else has it all that time, OSError if nobody can."""
         self._file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take(time.monotonic() + patience_s)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
@@ -46,6 +48,15 @@ class DirectoryLock:
 
     def release(self) -> None:
         os.close(self._file)
+
+    def _take(self, deadline: float) -> None:
+        while True:
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(LOOK_S)
 
 
 def model_folder(directory: Path, model: bytes) -> Path:

@@ -40,20 +40,21 @@ def open_store(
     max_bytes: int,
     *,
     read_only: bool = False,
+    patience_s: float = 0.0,
     files: Files | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> DiskStore:
     """The store of a model in a directory, which is made if it is not there.
 
-    Raises DiskCacheError if another process has the directory, or if there can be none. Where
-    nothing can be written, what is there is served (`DiskStore.read_only`).
+    Raises DiskCacheError if another process has the directory all through `patience_s`, or if there
+    can be none. Where nothing can be written, what is there is served (`DiskStore.read_only`).
     """
     files = files or Files()
     lock: DirectoryLock | None = None
     try:
         if not read_only:
             files.make_folder(directory)
-            lock = _lock(directory)
+            lock = _lock(directory, patience_s)
         return DiskStore(directory, fingerprint, max_bytes, lock=lock, files=files, clock=clock)
     except OSError as error:
         if lock is not None:
@@ -61,9 +62,9 @@ def open_store(
         raise DiskCacheError(f"{directory} cannot be a cache directory: {error}") from error
 
 
-def _lock(directory: Path) -> DirectoryLock | None:
+def _lock(directory: Path, patience_s: float) -> DirectoryLock | None:
     try:
-        return DirectoryLock(directory)
+        return DirectoryLock(directory, patience_s)
     except OSError as error:
         logger.warning("%s cannot be written, so what is there is read only: %s", directory, error)
         return None
