@@ -13,6 +13,8 @@ import pytest
 
 from bundled import BUNDLED_PATH
 from pippin import LLM, SamplingParams
+from pippin.backends.mlx.cpu.compiler import compile_available
+from pippin.backends.mlx.device import on_cpu
 from pippin.bench import growth as growth_module
 from pippin.bench import kernels
 from pippin.bench.ceilings import Ceilings, Products, read_products
@@ -28,6 +30,7 @@ from pippin.bench.prompts import Prompts
 from pippin.bench.report import Report
 from pippin.bench.wire import BenchError
 from pippin.config import Config, EngineConfig, ModelConfig
+from processes import environment
 
 TOY = Config(model=ModelConfig(backend="fake"))
 
@@ -192,6 +195,24 @@ def test_the_ratio_of_pairs_is_the_middle_of_ratios_with_quartiles() -> None:
     ratios = np.array([1.0, 2.0, 3.0, 0.4, 5.0])
     assert pairs.ratio == 2.0
     assert pairs.quartiles == pytest.approx(tuple(np.percentile(ratios, [25, 75])))
+
+
+@pytest.mark.slow
+def test_kernels_that_are_missing_are_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not on_cpu() or not compile_available().available:
+        pytest.skip("kernels are built on CPUs with a compiler")
+    instead = """
+import sys
+from pippin.backends.mlx.cpu import warm
+warm.build = lambda loaded: sys.exit(f"built for {loaded.name}")
+"""
+    monkeypatch.setattr(kernels, "BUILD", instead + kernels.BUILD)
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where none lie yet
+    with pytest.raises(BenchError, match=f"built for {BUNDLED_PATH.name}"):
+        kernels.build_kernels(str(BUNDLED_PATH), "float32")
 
 
 def test_kernels_that_cannot_be_built_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,12 @@ from pippin.backends.mlx.cpu.kernels import Kernels
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.load import load
 
-def missing(path, dtype):
-    kernels = Kernels.of(load(Path(path), dtype=dtype))
-    return kernels.marker is not None and not kernels.ready()
-
-sys.exit(warm.main() if on_cpu() and missing(*sys.argv[1:]) else 0)
+path, dtype = sys.argv[1:]
+if on_cpu():
+    loaded = load(Path(path), dtype=dtype)
+    kernels = Kernels.of(loaded)
+    if kernels.marker is not None and not kernels.ready():
+        warm.build(loaded)
 """
 
 ON_CPU = {

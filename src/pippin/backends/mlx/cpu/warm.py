@@ -73,15 +73,18 @@ def be_killed_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def build(loaded: LoadedModel) -> None:
+    for lengths in (*FORMS, *SHARED_FORMS):
+        run(loaded, lengths, num_steps=NUM_STEPS)
+    marker_path(loaded).touch()
+
+
 def main() -> int:
     os.nice(19)
     be_killed_with_parent()
     model_dir, dtype, engine = sys.argv[1:]
     threading.Thread(target=leave_with, args=(int(engine),), daemon=True).start()
-    loaded = load(Path(model_dir), dtype=dtype)
-    for lengths in (*FORMS, *SHARED_FORMS):
-        run(loaded, lengths, num_steps=NUM_STEPS)
-    marker_path(loaded).touch()
+    build(load(Path(model_dir), dtype=dtype))
     return 0
 
 
