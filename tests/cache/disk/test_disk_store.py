@@ -385,7 +385,7 @@ def test_where_no_lock_can_be_had_what_is_there_is_served(
     store.close()
     before = {path: path.read_bytes() for path in files_in(tmp_path)}
 
-    def refuse(directory: Path) -> None:
+    def refuse(directory: Path, patience_s: float) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("pippin.cache.disk.disk_store.DirectoryLock", refuse)
