@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pippin.backends.mlx.cpu import few_rows
+from pippin.backends.mlx.cpu import blas, elf, few_rows
 from pippin.backends.mlx.device import on_cpu
 from processes import run_python
 
@@ -24,7 +24,6 @@ pytestmark = [
 ]
 
 Multiply = Callable[[np.ndarray, np.ndarray], np.ndarray]
-CALLED = ctypes.CFUNCTYPE(None)
 
 
 @pytest.fixture(scope="module", params=["native", "plain"])
@@ -103,10 +102,13 @@ def test_infinity_stays_in_its_row(multiply: Multiply) -> None:
 
 @pytest.mark.skipif(not on_cpu(), reason="products are a GPU's here")
 def test_mlx_calls_it() -> None:
-    """Under a limit of no rows mlx's products are OpenBLAS's; with ours the last bits differ."""
+    """Where libmlx looks up its products it finds ours, and these are right."""
     report = few_rows.use_few_rows_kernel()
     if not report.max_rows:
         pytest.skip(f"not used here: {report.reason}")
+    openblas = ctypes.CDLL(str(blas.load_fast_blas().path))
+    theirs = [p + "cblas_sgemm" for p in blas.PREFIXES if hasattr(openblas, p + "cblas_sgemm")]
+    assert elf.read_slot(blas.sgemm_slot()) != elf.load_address(openblas, theirs[0])
     x, w = mx.random.normal((report.max_rows, 1024)), mx.random.normal((2048, 1024))
     expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     together = np.asarray(x @ w.T)
@@ -138,10 +140,10 @@ print(use_few_rows_kernel().reason)
 def test_a_child_of_a_fork_multiplies_too() -> None:
     code = """
 import os
+import ctypes
+import shutil
 import numpy as np
-import mlx.core as mx
-from pippin.backends.mlx.cpu.few_rows import use_few_rows_kernel, _built
-import ctypes, shutil
+from pippin.backends.mlx.cpu.few_rows import _built
 from pathlib import Path
 library = ctypes.CDLL(str(_built(Path(shutil.which("g++")))))
 library.few_rows_start(None, 2)
