@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "tools" / "mutation_check.py"
 TABLES = sorted(table.stem for table in (SCRIPT.parent / "mutants").glob("*.toml"))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_rule_names_tests_that_exist(table: str) -> None:
+    text = (SCRIPT.parent / "mutants" / f"{table}.toml").read_text(encoding="utf-8")
+    for mutant in tomllib.loads(text)["mutant"]:
+        for test in mutant["tests"]:
+            path, _, name = test.partition("::")
+            source = SCRIPT.parents[1].joinpath(path).read_text(encoding="utf-8")
+            name = name.partition("[")[0]
+            assert not name or f"def {name}(" in source, test
 
 
 @pytest.mark.slow

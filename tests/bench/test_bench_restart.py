@@ -22,9 +22,10 @@ def _children_import_what_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["sigterm", "kill"])
 def test_conversations_are_found_again_after_a_restart(how: str) -> None:
-    report = restart(TOY_CONFIG, BUNDLED_PATH, only=[how], rounds=2)
+    # A model whose prompts take far longer to compute than to read: what is read is no luck.
+    report = restart(Config(), BUNDLED_PATH, only=[how], rounds=1)
     (found,) = report.data["restarts"]
-    assert (found["asked"], found["equal"]) == (2, 2)
+    assert (found["asked"], found["equal"]) == (1, 1)
     assert found["prompt_tokens"] - found["cached_tokens"] <= 64
     assert found["damaged"] == 0
 
