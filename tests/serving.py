@@ -209,12 +209,12 @@ def counted_prompts() -> Iterator[Counted]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompts, "ChunkBatch", CountedBatch)
         if TORCH_MODELS:
-            from pippin.backends.torch import backend as torch_module
+            from pippin.backends.torch import prompts as torch_prompts
 
             def chunk_batch(rows: Sequence[Any], *args: Any) -> Any:
                 counted.lens.append(sum(len(row.tokens) for row in rows))
                 return make(rows, *args)
 
-            make = torch_module.chunk_batch
-            patch.setattr(torch_module, "chunk_batch", chunk_batch)
+            make = torch_prompts.chunk_batch
+            patch.setattr(torch_prompts, "chunk_batch", chunk_batch)
         yield counted

@@ -105,7 +105,7 @@ def run_plans(backend: TorchBackend, plans: list[StepPlan], *, ahead: int) -> li
 def replays(backend: TorchBackend) -> Iterator[list[str]]:
     """Notes the decode steps that are run meanwhile."""
     how: list[str] = []
-    steps = backend._decode_steps
+    steps = backend._decodes.steps
     if steps is None:  # a shape that the kernels do not take
         how.append("plain operations")
         yield how

@@ -30,6 +30,7 @@ from pippin.backends.torch.pools.arena import Arena
 from pippin.backends.torch.pools.payloads import StatePayload
 from pippin.backends.torch.pools.rows import Rows
 from pippin.backends.torch.step.captures import Captures
+from pippin.backends.torch.step.draws import Draws
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.sampler import Sampler
 from pippin.backends.torch.streams import CudaStreams
@@ -321,13 +322,13 @@ def nobody_asks() -> Iterator[None]:
 
 
 def looks_at_logits(patch: pytest.MonkeyPatch) -> None:
-    check = TorchBackend._check
+    check = Draws.check
 
-    def look(self: TorchBackend, step: Any, slots: Any, logits: torch.Tensor) -> None:
+    def look(self: Draws, step: Any, slots: Any, logits: torch.Tensor) -> None:
         if not bool(logits[0, 0].isnan()):
             check(self, step, slots, logits)
 
-    patch.setattr(TorchBackend, "_check", look)
+    patch.setattr(Draws, "check", look)
 
 
 @dataclass(frozen=True)

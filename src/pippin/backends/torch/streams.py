@@ -10,7 +10,7 @@ the forward stream itself, ahead of the work that reads it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -23,7 +23,7 @@ class Arrival(Protocol):
 
 
 class Streams(Protocol):
-    def forward(self) -> Iterator[None]: ...
+    def forward(self) -> AbstractContextManager[None]: ...
 
     def bring(self, results: Sequence[torch.Tensor]) -> Arrival: ...
 

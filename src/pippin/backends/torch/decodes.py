@@ -1,0 +1,89 @@
+"""The decode rows of a plan: one token each, by a replay where steps are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pippin.backends.base import DecodeRow
+from pippin.backends.torch.forward import PlainForward
+from pippin.backends.torch.step.batches import decode_batch
+from pippin.backends.torch.step.decode_inputs import Choice, RowArrays, pack_inputs
+from pippin.backends.torch.step.parts import StepParts
+from pippin.backends.torch.step.pending import Told, TorchPending
+from pippin.backends.torch.step.widths import width_for
+
+if TYPE_CHECKING:
+    from pippin.backends.torch.graphs import DecodeSteps
+
+
+class Decodes:
+    def __init__(
+        self,
+        parts: StepParts,
+        plain: PlainForward,
+        steps: DecodeSteps | None,  # None: plain operations
+        *,
+        deterministic: bool,
+    ) -> None:
+        self._parts = parts
+        self._plain = plain
+        self.steps = steps
+        self._deterministic = deterministic
+
+    def run(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
+        """All rows in one forward; or each in its own, so that no row's company matters."""
+        if self._deterministic:
+            for decode in decodes:
+                self._run(step, [decode])
+        elif decodes:
+            self._run(step, decodes)
+
+    def _run(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
+        parts = self._parts
+        slots = np.array([decode.slot for decode in decodes])
+        positions = np.array([decode.position for decode in decodes])
+        assert (parts.rows.lengths[slots] == positions).all(), "positions must follow each other"
+        parts.future.note_read(slots)
+        parts.pools.arena.make_room(len(slots), parts.rows.num_new_states(slots))
+        cells = parts.rows.grow_each(slots)
+        rows = RowArrays(slots, positions, cells, *parts.rows.next_states(slots))
+        step.captures += parts.captures.of_decodes(decodes)
+        if self.steps is not None:
+            self._run_kernels(step, self.steps, decodes, rows)
+            return
+        tokens = parts.future.resolve(parts.pools.index(slots))
+        batch = decode_batch(rows, tokens, parts.rows, parts.pools)
+        logits = self._plain.logits(self._plain.tokens(batch))
+        parts.rows.let_go(slots)
+        parts.draws.check(step, slots.tolist(), logits)
+        parts.draws.sample(step, decodes, logits)
+
+    def _run_kernels(
+        self,
+        step: TorchPending,
+        steps: DecodeSteps,
+        decodes: Sequence[DecodeRow],
+        rows: RowArrays,
+    ) -> None:
+        """One copy and one replay, unless a row needs the sampler."""
+        parts, slots = self._parts, rows.slots
+        columns = parts.slots.columns
+        generated = parts.slots.num_generated(slots, rows.positions + 1)
+        words = pack_inputs(width_for(len(slots)), rows, parts.pools.layout.waste_cell)
+        columns.fill(words, slots, generated)
+        choice = columns.choice(slots, generated)
+        if any(decode.masked for decode in decodes):
+            choice = Choice.LOGITS
+        stepped = steps.run(words, choice)
+        owners = slots.tolist()
+        arrival = parts.streams.bring([stepped.told[:, : len(owners)].clone()])
+        if choice is Choice.LOGITS:
+            step.told.append(Told(arrival, lambda found: step.read_overflows(owners, found[0][1])))
+            parts.draws.sample(step, decodes, stepped.logits[: len(owners)])
+            return
+        sampled = [decode.slot for decode in decodes if decode.samples]
+        parts.future.note_written(np.array(sampled))
+        step.told.append(Told(arrival, lambda found: step.read_drawn(owners, sampled, found[0])))

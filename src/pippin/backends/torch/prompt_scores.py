@@ -1,0 +1,53 @@
+"""Log probabilities of a prompt's own tokens, chunk by chunk, for requests that ask for them."""
+
+from __future__ import annotations
+
+import torch
+
+from pippin.backends.base import Admit, PrefillRow
+from pippin.backends.torch.forward import HEAD_TOKENS, ChunkForward
+from pippin.backends.torch.step.batches import ChunkBatch
+from pippin.backends.torch.step.parts import StepParts
+from pippin.backends.torch.step.pending import Told, TorchPending, lines_of
+from pippin.backends.torch.step.sampler import token_logprobs
+from pippin.backends.torch.streams import Arrival
+
+
+class PromptScores:
+    def __init__(self, parts: StepParts, forward: ChunkForward) -> None:
+        self._parts = parts
+        self._forward = forward
+        self._arriving: dict[int, list[Arrival]] = {}  # by slot, of chunks before the last
+
+    def retire(self, slot: int) -> None:
+        self._arriving.pop(slot, None)
+
+    def add(self, step: TorchPending, batch: ChunkBatch, hidden: torch.Tensor) -> None:
+        """hidden [tokens, hidden]: what the head reads, of every token of the batch."""
+        first = 0
+        for chunk in batch.rows:
+            if self.wants(chunk):
+                admit = self._parts.slots[chunk.slot]
+                self._add_chunk(step, chunk, admit, hidden[first : first + len(chunk.tokens)])
+            first += len(chunk.tokens)
+
+    def wants(self, chunk: PrefillRow) -> bool:
+        slots = self._parts.slots
+        asked = slots[chunk.slot].params.prompt_logprobs is not None
+        return asked and not slots.continues_reply(chunk)
+
+    def _add_chunk(
+        self, step: TorchPending, chunk: PrefillRow, admit: Admit, hidden: torch.Tensor
+    ) -> None:
+        """Logits of positions start.. are for tokens start + 1..; the last is drawn."""
+        targets = admit.prompt[chunk.start + 1 : chunk.end + 1]
+        arriving = self._arriving.setdefault(chunk.slot, [])
+        for start in range(0, len(targets), HEAD_TOKENS):
+            part = self._parts.pools.index(targets[start : start + HEAD_TOKENS])
+            logits = self._forward.logits(hidden[start : start + len(part)])
+            scored = token_logprobs(logits, part, admit.params.prompt_logprobs or 0)
+            arriving.append(self._parts.streams.bring(scored))
+        if chunk.samples:
+            scores = step.prompt_logprobs.setdefault(chunk.slot, [])
+            for arrival in self._arriving.pop(chunk.slot):
+                step.told.append(Told(arrival, lambda found: scores.extend(lines_of(*found))))

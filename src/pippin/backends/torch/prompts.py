@@ -1,0 +1,160 @@
+"""The prefill rows of a plan: prefixes are restored, chunks run, and the token behind is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+
+import numpy as np
+import torch
+
+from pippin.backends.base import PrefillRow, Restore
+from pippin.backends.chunking import cut_chunk, grid_blocks
+from pippin.backends.torch.forward import ChunkForward
+from pippin.backends.torch.pools.layout import ZERO_SLAB
+from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
+from pippin.backends.torch.prompt_scores import PromptScores
+from pippin.backends.torch.step.batches import ChunkBatch, chunk_batch, inner_checkpoints
+from pippin.backends.torch.step.parts import StepParts
+from pippin.backends.torch.step.pending import Told, TorchPending
+from pippin.types import Component, Payload
+
+_NO_CELLS = np.zeros(0, dtype=np.int32)
+
+
+class Prompts:
+    def __init__(
+        self,
+        parts: StepParts,
+        forward: ChunkForward,
+        *,
+        deterministic: bool,
+        max_tokens: int,  # of a chunk, where layers have a window
+    ) -> None:
+        self._parts = parts
+        self._forward = forward
+        self._deterministic = deterministic
+        self._max_tokens = max_tokens
+        self._scores = PromptScores(parts, forward)
+
+    def retire(self, slot: int) -> None:
+        self._scores.retire(slot)
+
+    def run(self, step: TorchPending, rows: Sequence[PrefillRow]) -> None:
+        parts = self._parts
+        for row in rows:
+            if row.restore is not None:
+                self._restore(row.slot, row.restore)
+            assert parts.rows.lengths[row.slot] == row.start, "chunks must follow each other"
+            if parts.slots.continues_reply(row):
+                parts.future.note_read(np.array([row.slot]))
+                parts.slots.sampler.count(row.slot, row.tokens[1:])  # the first was, when drawn
+        self._sample_restored(step, [row for row in rows if not len(row.tokens)])
+        for chunks in self._groups([row for row in rows if len(row.tokens)]):
+            self._run_chunks(step, chunks)
+
+    # ---- what is restored ------------------------------------------------------------------
+
+    def _restore(self, slot: int, restore: Restore) -> None:
+        cells, windows = (
+            np.concatenate([_NO_CELLS, *(_kv(p).cells for p in restore.payloads.get(kind, ()))])
+            for kind in (Component.ATTENTION, Component.WINDOW)
+        )
+        states = restore.payloads.get(Component.STATE, ())
+        slab = _state(states[-1]).slab if states else ZERO_SLAB
+        self._parts.rows.borrow(slot, restore.length, cells, windows, slab)
+
+    def _sample_restored(self, step: TorchPending, rows: Sequence[PrefillRow]) -> None:
+        """Prompts that are restored whole: the head is all that is computed of them."""
+        for group in [[row] for row in rows] if self._deterministic else [rows] if rows else []:
+            hidden = torch.stack([_hidden_of(row) for row in group])
+            self._tell_hidden(step, group, hidden)
+            self._sample(step, group, self._forward.logits(hidden))
+
+    # ---- chunks ----------------------------------------------------------------------------
+
+    def _groups(self, chunks: Sequence[PrefillRow]) -> list[Sequence[PrefillRow]]:
+        if self._deterministic:  # every block of the absolute grid by itself, always
+            return [[block] for chunk in chunks for block in grid_blocks(chunk)]
+        most = self._max_tokens
+        if self._parts.rows.windows is None or all(len(chunk.tokens) <= most for chunk in chunks):
+            return [chunks] if chunks else []
+        # No row may hold more of a window than `row_bytes` says.
+        parts = [cut_chunk(chunk, range(chunk.start + most, chunk.end, most)) for chunk in chunks]
+        return [
+            [part for part in parts_now if part is not None] for parts_now in zip_longest(*parts)
+        ]
+
+    def _run_chunks(self, step: TorchPending, chunks: Sequence[PrefillRow]) -> None:
+        parts = self._parts
+        slots = np.array([chunk.slot for chunk in chunks])
+        num_taps = sum(len(inner_checkpoints(chunk)) for chunk in chunks)
+        parts.pools.arena.make_room(
+            sum(len(chunk.tokens) for chunk in chunks),
+            parts.rows.num_new_states(slots) + num_taps * parts.rows.keeps_states,
+        )
+        batch = chunk_batch(chunks, parts.rows, parts.pools)
+        step.captures += parts.captures.of_chunks(batch)
+        hidden = self._forward.chunks(batch)
+        parts.rows.let_go(slots)
+        step.forwards = replace(step.forwards, prefill=step.forwards.prefill + 1)
+        self._scores.add(step, batch, hidden)
+        hidden = hidden[batch.last]
+        self._note_hidden(step, batch, hidden)
+        self._tell_hidden(step, chunks, hidden)
+        self._sample(step, chunks, self._forward.logits(hidden))
+
+    def _sample(self, step: TorchPending, rows: Sequence[PrefillRow], logits: torch.Tensor) -> None:
+        """The token after a prompt, or after what is known of a reply that goes on."""
+        self._parts.draws.check(step, [row.slot for row in rows], logits)
+        self._parts.draws.sample(step, rows, logits)
+
+    # ---- what the head read ----------------------------------------------------------------
+
+    def _note_hidden(self, step: TorchPending, batch: ChunkBatch, hidden: torch.Tensor) -> None:
+        """For the tree, with the captures of prompts' ends."""
+        wanted = {
+            chunk.slot: number
+            for number, chunk in enumerate(batch.rows)
+            if chunk.captures and chunk.samples
+        }
+        for index, capture in enumerate(step.captures):
+            number = wanted.get(capture.slot)
+            if number is not None and not capture.retired and capture.end == batch.rows[number].end:
+                payload = HiddenPayload(hidden[number].clone())
+                step.captures[index] = replace(capture, hidden=payload)
+
+    def _tell_hidden(
+        self, step: TorchPending, rows: Sequence[PrefillRow], hidden: torch.Tensor
+    ) -> None:
+        """At the ends of prompts that are embedded."""
+        parts = self._parts
+        ends = {
+            row.slot: number
+            for number, row in enumerate(rows)
+            if row.samples and parts.slots[row.slot].embeds
+        }
+        if ends:
+            told = hidden[parts.pools.index(np.array(list(ends.values())))].float()
+            read = partial(step.read_hidden, list(ends))
+            step.told.append(Told(parts.streams.bring([told]), lambda found: read(*found)))
+
+
+def _kv(payload: Payload) -> KVPayload:
+    assert isinstance(payload, KVPayload)
+    return payload
+
+
+def _state(payload: Payload) -> StatePayload:
+    assert isinstance(payload, StatePayload)
+    return payload
+
+
+def _hidden_of(row: PrefillRow) -> torch.Tensor:
+    assert row.restore is not None
+    payload = row.restore.payloads[Component.HIDDEN][-1]
+    assert isinstance(payload, HiddenPayload)
+    assert payload.hidden is not None
+    return payload.hidden

@@ -1,0 +1,55 @@
+"""Who runs: what each slot was admitted with, and how it samples. Knows no pools and no plans."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pippin.backends.base import Admit, DecodeRow, PrefillRow
+from pippin.backends.torch.step.decode_inputs import SamplingColumns
+from pippin.backends.torch.step.sampler import Sampler, SampleRow
+from pippin.backends.torch.step.sampling_state import Send
+
+
+class Slots:
+    def __init__(self, num_slots: int, vocab_size: int, send: Send) -> None:
+        self.sampler = Sampler(vocab_size, num_slots, send)
+        self.columns = SamplingColumns(num_slots, vocab_size)
+        self._admitted: dict[int, Admit] = {}
+        self._prompt_lens = np.zeros(num_slots + 1, dtype=np.int64)
+
+    def __bool__(self) -> bool:
+        """Whether anybody runs."""
+        return bool(self._admitted)
+
+    def __getitem__(self, slot: int) -> Admit:
+        return self._admitted[slot]
+
+    def admit(self, admit: Admit) -> None:
+        self._admitted[admit.slot] = admit
+        self._prompt_lens[admit.slot] = len(admit.prompt)
+        self.sampler.admit(admit)
+        self.columns.admit(admit.slot, self.sampler.of(admit.slot))
+
+    def retire(self, slot: int) -> None:
+        self.sampler.retire(slot)
+        self._admitted.pop(slot, None)  # a slot whose launch failed may hold nothing
+
+    def clear(self) -> None:
+        self._admitted.clear()
+
+    def num_generated(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Tokens of the replies that were sampled, of rows that hold so many tokens: int64."""
+        found: np.ndarray = ends - self._prompt_lens[slots]
+        return found
+
+    def sample_row(self, row: DecodeRow | PrefillRow) -> SampleRow:
+        return SampleRow(row.slot, row.end - int(self._prompt_lens[row.slot]))
+
+    def continues_reply(self, row: PrefillRow) -> bool:
+        """Its slot has sampled before: the chunk begins with that token."""
+        admit = self._admitted[row.slot]
+        return len(row.tokens) > 0 and row.start >= len(admit.prompt) + len(admit.reply)
+
+    def num_top_logprobs(self, slot: int) -> int | None:
+        admit = self._admitted.get(slot)
+        return None if admit is None else admit.params.logprobs
