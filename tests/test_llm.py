@@ -51,6 +51,16 @@ def test_those_with_a_higher_priority_start_first_however_many_wait() -> None:
     assert started == [4, 3, 5, 0, 2, 1]
 
 
+def test_prompts_go_first_where_nobody_reads_replies_as_they_come() -> None:
+    """Streams are let go on beside prompts; a batch is done sooner if it decodes together."""
+    prompts = [[n] * 300 for n in range(1, 7)]
+    with make_llm(prefix_cache=False, prefill_tokens=512) as llm:
+        llm.generate(prompts, GREEDY)
+        steps = [record.prefill_tokens for record in llm.metrics.records]
+    assert all(steps[:4])
+    assert not any(steps[4:])  # 1,800 tokens: four steps, none of them wasted on few replies
+
+
 def test_streams_run_side_by_side_and_each_says_what_it_says_alone() -> None:
     with make_llm() as llm:
         alone = ["".join(llm.stream_chat(chat, GREEDY)) for chat in (FOX, CROW)]

@@ -26,11 +26,16 @@ Progress = Callable[[str], None]  # hears the name of each stage of a load
 
 
 def build_loop(
-    config: Config, progress: Progress, *, stays: bool = False, backend: Backend | None = None
+    config: Config,
+    progress: Progress,
+    *,
+    stays: bool = False,
+    for_streams: bool = True,
+    backend: Backend | None = None,
 ) -> Loop:
     """Load the model and put a scheduler on it, for an engine process (`stays`) or for `LLM`.
 
-    A `backend` that is given has been loaded already.
+    `for_streams`: replies are read as they come. A `backend` that is given has been loaded already.
     """
     backend = backend or load_backend(config, progress, stays=stays)
     capacity_bytes = _capacity_bytes(config.engine, backend)
@@ -44,6 +49,7 @@ def build_loop(
         max_queue_tokens=config.engine.max_queue_tokens,
         prefill_tokens=config.engine.prefill_tokens or backend.device.prefill_tokens,
         max_gap=config.engine.max_gap,
+        for_streams=for_streams,
         deterministic=config.engine.deterministic,
         forced_chunks=config.engine.forced_chunks,
         capacity_bytes=capacity_bytes,

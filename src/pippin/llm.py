@@ -53,7 +53,7 @@ class LLM:
     ) -> None:
         self.config = resolve(offline_config(model, dtype, engine, config))
         self.text = TextBundle.load(Path(self.config.model.model))
-        self.loop = build_loop(self.config, progress=lambda _: None)
+        self.loop = build_loop(self.config, lambda _: None, for_streams=False)
         self._router = Router(self.loop)
         self._requests = OfflineRequests(self.text, self.loop.backend.spec)
 
@@ -74,7 +74,9 @@ class LLM:
             disk=None,
         )
         other.config = replace(self.config, engine=engine)
-        other.loop = build_loop(other.config, lambda _: None, backend=self.loop.backend)
+        other.loop = build_loop(
+            other.config, lambda _: None, for_streams=False, backend=self.loop.backend
+        )
         other._router = Router(other.loop)
         return other
 

@@ -37,6 +37,7 @@ class Pace:
 
     prefill_tokens: int
     max_gap: float = math.inf  # seconds
+    for_streams: bool = True  # False: nobody waits for single tokens, and prompts go first
     costs: CostModel = field(default_factory=CostModel)
     _num_mixed: int = STEPS_BETWEEN_RESTS  # steps since streams last had one to themselves
     _credit: float = math.inf  # seconds that prompts may take
@@ -46,7 +47,7 @@ class Pace:
 
         What is used of them is told by `spend`.
         """
-        if num_streams == 0:
+        if num_streams == 0 or not self.for_streams:
             return self.prefill_tokens
         self._num_mixed += 1
         known = self.costs.knows_decode(num_streams)

@@ -54,6 +54,7 @@ class Limits:
     max_queue_tokens: int = 1 << 40
     prefill_tokens: int = 512
     max_gap: float = math.inf  # seconds that a step with running streams may be planned to take
+    for_streams: bool = True  # somebody reads replies as they come: prompts let them go on
     deterministic: bool = False  # only whole grid blocks of prompts are computed alike and shared
     forced_chunks: bool = True  # several tokens that a grammar forces may run at once
     capacity_bytes: int = 1 << 40
@@ -110,7 +111,7 @@ class Scheduler:
         policy = None if self.cache is None else self.cache.policy
         self._claims = Claims(self.costs, self.budget, self.cache)
         self._prompts = PromptPlanner(
-            Pace(limits.prefill_tokens, limits.max_gap),
+            Pace(limits.prefill_tokens, limits.max_gap, limits.for_streams),
             self.admission,
             self.slots,
             self._claims,
