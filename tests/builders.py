@@ -233,7 +233,7 @@ def check_idle(client: Client) -> None:
     if scheduler.cache is not None:
         assert not scheduler.cache._locks
         scheduler.cache.check_integrity()
-    if scheduler.traffic is not None:
+    if scheduler.tiers is not None:
         assert not scheduler.tiers.disk.cache._locks
         scheduler.tiers.check_integrity()
     held = scheduler.cache.nbytes if scheduler.cache is not None else 0

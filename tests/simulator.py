@@ -314,7 +314,7 @@ class World:
                 on_grid=setting.deterministic,
             )
         scheduler = Scheduler(backend, limits, cache, tiers=tiers, courier=courier)
-        if scheduler.traffic is not None:
+        if tiers is not None:
             scheduler.traffic.clock = lambda: backend.now
             scheduler.traffic.wait = lambda seconds: self._wait(backend, seconds)
         return Loop(scheduler, backend, overlap=setting.overlap)
@@ -456,7 +456,7 @@ class World:
         tree = scheduler.cache.nbytes if scheduler.cache is not None else 0
         claimed = sum(h.nbytes + h.checkpoint_bytes for h in scheduler.holdings.values())
         claimed += sum(f.transient_bytes for f in scheduler._in_flight.values())
-        claimed += 0 if scheduler.traffic is None else scheduler.traffic.loads.claimed_bytes
+        claimed += scheduler.traffic.claimed_bytes
         assert scheduler.budget.claimed == claimed, "claims do not add up"
         assert claimed + tree <= capacity, "claims and the tree are over capacity"
         alive = self.backend.memory_used()

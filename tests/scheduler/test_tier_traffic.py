@@ -8,6 +8,7 @@ from builders import ALL, Client, Reply, check_idle, make_loop, make_prompt, ora
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.disk.memory import MemoryStore
+from pippin.scheduler.tier_traffic import TierTraffic
 from pippin.types import Component
 from simulator import Workers
 
@@ -65,7 +66,7 @@ def started(store: MemoryStore, **kwargs: object) -> tuple[Client, Workers]:
     workers = Workers()
     client = start(store, workers=workers, **kwargs)
     traffic = client.loop.scheduler.traffic
-    assert traffic is not None
+    assert isinstance(traffic, TierTraffic)
     traffic.wait = lambda seconds: False  # type: ignore[method-assign]
     return client, workers
 
@@ -76,9 +77,9 @@ def known(store: MemoryStore, length: int = 500, **kwargs: object) -> tuple[list
 
 
 def disk_of(client: Client) -> dict[str, object]:
-    traffic = client.loop.scheduler.traffic
-    assert traffic is not None
-    return traffic.counters()
+    counters = client.loop.scheduler.traffic.counters()
+    assert counters is not None
+    return counters
 
 
 def test_streams_go_on_while_a_request_waits_for_the_disk() -> None:
@@ -107,7 +108,7 @@ def test_a_load_that_is_late_is_given_up_and_the_prompt_is_computed() -> None:
     prompt, first = known(store)
     client, workers = started(store)
     traffic = client.loop.scheduler.traffic
-    assert traffic is not None
+    assert isinstance(traffic, TierTraffic)
     now = [0.0]
     traffic.clock = lambda: now[0]
     reply = client.submit(prompt)

@@ -182,7 +182,7 @@ class Feed:
         budget, cache = scheduler.budget, scheduler.cache
         rows = sum(holding.nbytes for holding in scheduler.holdings.values())
         checkpoints = sum(holding.checkpoint_bytes for holding in scheduler.holdings.values())
-        loads = 0 if scheduler.traffic is None else scheduler.traffic.loads.claimed_bytes
+        loads = scheduler.traffic.claimed_bytes
         tree = {} if cache is None else cache.component_bytes
         return Memory(
             device=self._loop.backend.memory_used(),
@@ -207,7 +207,7 @@ class Feed:
             running=scheduler.num_running,
             waiting=len(scheduler.admission.queue),
             compiling=len(scheduler.compiling),
-            loading=0 if scheduler.traffic is None else scheduler.traffic.loads.num_waiting,
+            loading=scheduler.traffic.num_loading,
             prompt_tokens=metrics.prompt_tokens,
             cached_tokens=metrics.cached_tokens,
             computed_tokens=metrics.computed_tokens,

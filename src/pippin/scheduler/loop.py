@@ -27,7 +27,7 @@ from pippin.messages import Submit, TokenDelta
 from pippin.metrics import NOTICEABLE_SECONDS, StepRecord
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.step_times import StepTimes
-from pippin.scheduler.tier_traffic import TierTraffic
+from pippin.scheduler.traffic import Traffic
 
 LONG_STEP_SECONDS = 0.05  # a step of prompts alone that is longer than this,
 LONG_STEP_FACTOR = 30  # and than so many times what the host does in between, hides little of it
@@ -114,8 +114,7 @@ class Loop:
             deltas += self._give_up()
         elif self.idle and not self._paused and self.scheduler.cache is not None:
             self.scheduler.cache.check_when_idle()
-            if self.scheduler.tiers is not None:
-                self.scheduler.tiers.disk.cache.check_when_idle()
+            self.scheduler.traffic.check_when_idle()
         self._paused = self.idle
         if self._paused:
             self.backend.make_way(busy=False)
@@ -143,19 +142,15 @@ class Loop:
             },
             "metrics": scheduler.metrics.summary(),
             "cache": cache.counters() if cache is not None else None,
-            "disk": None if scheduler.traffic is None else scheduler.traffic.counters(),
+            "disk": scheduler.traffic.counters(),
         }
 
     def flush_cache(self) -> dict[str, Any]:
         cache = self.scheduler.cache
         if cache is None:
             return {"freed_bytes": 0, "kept_bytes": 0}
-        before, traffic = cache.nbytes, self.scheduler.traffic
-        freed_on_disk = 0
-        if traffic is None:
-            cache.flush()
-        else:
-            freed_on_disk = traffic.flush()
+        before = cache.nbytes
+        freed_on_disk = self.scheduler.traffic.flush()
         return {
             "freed_bytes": before - cache.nbytes,
             "kept_bytes": cache.nbytes,
@@ -166,20 +161,18 @@ class Loop:
         if self._in_flight is not None:
             self._fail(self._in_flight.plan, DeviceFailed("stopped"), self._in_flight.pending)
             self._in_flight = None
-        traffic = self.scheduler.traffic
-        if traffic is not None:
-            if self.failure is None:
-                self._write_behind(traffic)
-            traffic.close()
+        if self.failure is None:
+            self._write_behind(self.scheduler.traffic)
+        self.scheduler.traffic.close()
         self.backend.close()
         if self.scheduler.compiler is not None:
             self.scheduler.compiler.close()
 
-    def _write_behind(self, traffic: TierTraffic) -> None:
+    def _write_behind(self, traffic: Traffic) -> None:
         """What waits to be written, as far as whoever stops us has the patience."""
-        traffic.loads.give_up()
+        traffic.give_up_loads()
         deadline = perf_counter() + FLUSH_SECONDS
-        while traffic.spills.hurry() and perf_counter() < deadline:
+        while traffic.hurry() and perf_counter() < deadline:
             plan = self.scheduler.plan_spill()
             if plan is None:
                 traffic.wait(COMPILING_SECONDS)
@@ -194,8 +187,7 @@ class Loop:
         """Nothing can be launched or committed: a grammar is compiled, or something is loaded."""
         scheduler = self.scheduler
         scheduler.compiling.wait(COMPILING_SECONDS)
-        if scheduler.traffic is not None:
-            scheduler.traffic.wait(COMPILING_SECONDS)
+        scheduler.traffic.wait(COMPILING_SECONDS)
 
     def _dispatch(self, deltas: list[TokenDelta]) -> None:
         launched = self._in_flight

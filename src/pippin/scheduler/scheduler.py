@@ -42,6 +42,7 @@ from pippin.scheduler.replies import ReplyPlanner
 from pippin.scheduler.request import Request
 from pippin.scheduler.slots import SlotPool
 from pippin.scheduler.tier_traffic import TierTraffic
+from pippin.scheduler.traffic import NoTraffic, Traffic
 from pippin.types import FinishReason
 
 
@@ -96,7 +97,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # every request that has not ended
         self.compiling = Compiling(self.compiler)
         self.holdings: dict[int, Holding] = {}  # by slot: in use, or not yet released
-        self.traffic: TierTraffic | None = None
+        self.traffic: Traffic = NoTraffic(self.cache)
         if self.tiers is not None and self.courier is not None:
             self.traffic = TierTraffic(self.tiers, self.courier, self.costs, self.budget)
         self.last_ghosts = 0
@@ -173,8 +174,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """In the queue, or on their way into it."""
-        loading = 0 if self.traffic is None else self.traffic.loads.num_waiting
-        return len(self.admission.queue) + len(self.compiling) + loading
+        return len(self.admission.queue) + len(self.compiling) + self.traffic.num_loading
 
     def abort(self, request_id: str) -> None:
         self._end_early(request_id, "abort")
@@ -193,8 +193,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        traffic = self.traffic is not None and self.traffic.busy
-        return bool(self.requests or self.holdings or self._outbox) or traffic
+        return bool(self.requests or self.holdings or self._outbox) or self.traffic.busy
 
     @property
     def num_running(self) -> int:
@@ -208,9 +207,8 @@ class Scheduler:
         for request in self.compiling.take_done(self._fail):
             self.admission.add(request)
             self._tell_changed(request)
-        if self.traffic is not None:
-            for request in self.traffic.divert(self.admission, self.pace.compute_seconds):
-                self._tell_changed(request)
+        for request in self.traffic.divert(self.admission, self.pace.compute_seconds):
+            self._tell_changed(request)
         retire, retired = self._plan_retires(step)
         replies = self._replies.plan(step, self.holdings.values(), self.pace.pays_off)
         admit, prefill = self._prompts.plan(step, self.holdings, replies.num_streams)
@@ -218,10 +216,9 @@ class Scheduler:
         if replies.starved:
             self._make_room(replies.starved)
         rows = (*replies.chunks, *prefill), tuple(replies.decode)
-        spill, load = ((), ()) if self.traffic is None else self.traffic.plan(step)
-        plan = StepPlan(step, retire, admit, *rows, spill, load)
+        plan = StepPlan(step, retire, admit, *rows, *self.traffic.plan(step))
         if plan.empty:
-            if not self._in_flight and not self.holdings and not self._loading:
+            if not (self._in_flight or self.holdings or self.traffic.loads_under_way):
                 self._fail_hopeless()
             return None
         self._next_step += 1
@@ -233,17 +230,13 @@ class Scheduler:
     def plan_spill(self) -> StepPlan | None:
         """A step that only writes behind, for an engine that is about to stop."""
         step = self._next_step
-        spill, load = ((), ()) if self.traffic is None else self.traffic.plan(step)
+        spill, load = self.traffic.plan(step)
         if not spill and not load:
             return None
         self._next_step += 1
         plan = StepPlan(step, spill=spill, load=load)
         self._in_flight[step] = _InFlight(plan, dict(self.holdings), {}, 0)
         return plan
-
-    @property
-    def _loading(self) -> bool:
-        return self.traffic is not None and self.traffic.loads.busy
 
     def masks(self, plan: StepPlan) -> np.ndarray:
         """What the plan's grammar rows may sample, once every earlier step is committed.
@@ -289,7 +282,7 @@ class Scheduler:
         its way back, one request is larger than all there is.
         """
         shortage = self._claims.shortage(starved, self.holdings.values())
-        if shortage > 0 and self.traffic is not None and self.traffic.loads.give_up():
+        if shortage > 0 and self.traffic.give_up_loads():
             shortage = self._claims.shortage(starved, self.holdings.values())
         if shortage <= 0:
             return
@@ -334,17 +327,15 @@ class Scheduler:
     def commit(self, step: int, result: StepResult) -> list[TokenDelta]:
         """Take in a finished step: tokens, finishes, captures. Returns what clients are owed."""
         flight = self._settle(step)
-        if self.traffic is not None:
-            self.traffic.commit(step, result)
+        self.traffic.commit(step, result)
         for slot in result.overflowed:
             self._taint(flight.owners[slot], NotANumber("the model's values overflowed"))
         if self.cache is not None:
             whole = take_captures(
                 result.captures, flight.owners, flight.retired, self.cache, self.budget
             )
-            if self.traffic is not None:
-                for request, length in whole:
-                    self.traffic.note(request, length)
+            for request, length in whole:
+                self.traffic.note(request, length)
         for holding in flight.retired.values():
             self._release(holding)
         self._unlock_prompts(flight)
@@ -358,8 +349,7 @@ class Scheduler:
         compute on them; slots that it meant to free are freed once more.
         """
         flight = self._settle(step)
-        if self.traffic is not None:
-            self.traffic.fail_step(step)
+        self.traffic.fail_step(step)
         for row in flight.plan.rows:
             self._taint(flight.owners[row.slot], error)
         for holding in flight.retired.values():
@@ -448,8 +438,7 @@ class Scheduler:
         if request.phase == "compiling":
             self.compiling.remove(request)
         elif request.phase == "loading":
-            assert self.traffic is not None
-            self.traffic.loads.remove(request)
+            self.traffic.remove(request)
         elif request.phase == "waiting":
             self.admission.remove(request)
         elif not (holding := self.holdings[request.slot]).retracting:

@@ -24,6 +24,8 @@ Clock = Callable[[], float]
 
 
 class TierTraffic:
+    """The `Traffic` of an engine with a tier on disk."""
+
     def __init__(
         self,
         tiers: Tiers,
@@ -41,14 +43,24 @@ class TierTraffic:
 
     @property
     def busy(self) -> bool:
-        """Whether steps are wanted although no request runs."""
         return self.loads.busy or self.spills.busy(self.clock())
+
+    @property
+    def num_loading(self) -> int:
+        return self.loads.num_waiting
+
+    @property
+    def loads_under_way(self) -> bool:
+        return self.loads.busy
+
+    @property
+    def claimed_bytes(self) -> int:
+        return self.loads.claimed_bytes
 
     def divert(
         self, admission: Admission, compute_seconds: Callable[[int], float]
     ) -> list[Request]:
-        """Those that the disk can serve faster than the model wait for it, out of the queue; those
-        that need not wait any longer come back. Returns all of these. Each is looked up once."""
+        """Each request is looked up once."""
         back = self.loads.take_back()
         for request in back:
             admission.add(request)
@@ -61,12 +73,16 @@ class TierTraffic:
                 waiting.append(request)
         return [*back, *waiting]
 
+    def remove(self, request: Request) -> None:
+        self.loads.remove(request)
+
+    def give_up_loads(self) -> bool:
+        return self.loads.give_up()
+
     def note(self, request: Request, length: int) -> None:
-        """The tree in memory holds so much of a request's tokens, and keeps it for a while."""
         self.spills.note(request.id, request.tokens(length).copy())
 
     def plan(self, step: int) -> tuple[tuple[Spill, ...], tuple[Load, ...]]:
-        """For the end of a step's plan: nothing may leave the tree between this and the launch."""
         now = self.clock()
         self._tidy()
         load = self.loads.plan(step, now)
@@ -88,19 +104,23 @@ class TierTraffic:
             self.loads.fail_step(step)
 
     def wait(self, seconds: float) -> bool:
-        """For something to be done that steps can take in; False if nothing is under way."""
         futures: list[Future[Any]] = [*self.loads.futures, *self.spills.futures]
         if futures:
             wait(futures, seconds, FIRST_COMPLETED)
         return bool(futures)
 
+    def hurry(self) -> bool:
+        return self.spills.hurry()
+
     def flush(self) -> int:
-        """Empty both tiers of what nobody holds; returns the bytes that left the disk's tree."""
         before = self.tiers.disk.cache.nbytes
         self.spills.forget()
         self.tiers.flush()
         self._tidy()
         return before - self.tiers.disk.cache.nbytes
+
+    def check_when_idle(self) -> None:
+        self.tiers.disk.cache.check_when_idle()
 
     def close(self) -> None:
         """What is being written is written; what was asked for is not waited for."""
