@@ -22,9 +22,10 @@ from pippin.cache.tiers.courier import Courier
 from pippin.cache.tiers.tiers import Tiers
 from pippin.decode.grammar import Grammar
 from pippin.messages import Submit, TokenDelta
+from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.pace import Pace
-from pippin.scheduler.scheduler import Limits, Scheduler
+from pippin.scheduler.scheduler import Scheduler
 from pippin.types import GRID, Component, FinishReason, SamplingParams, TokenLogprobs
 
 ALL = (Component.ATTENTION, Component.WINDOW, Component.STATE)

@@ -30,8 +30,9 @@ from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.radix import Node, as_tokens
 from pippin.cache.tiers.courier import Courier
 from pippin.cache.tiers.tiers import Tiers
+from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
-from pippin.scheduler.scheduler import Limits, Scheduler
+from pippin.scheduler.scheduler import Scheduler
 from pippin.types import Component
 from processes import is_installed
 from reference import BUNDLED

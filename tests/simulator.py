@@ -30,8 +30,9 @@ from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.courier import Courier
 from pippin.cache.tiers.tiers import Tiers
+from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
-from pippin.scheduler.scheduler import Limits, Scheduler
+from pippin.scheduler.scheduler import Scheduler
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
@@ -455,7 +456,7 @@ class World:
             return
         tree = scheduler.cache.nbytes if scheduler.cache is not None else 0
         claimed = sum(h.nbytes + h.checkpoint_bytes for h in scheduler.holdings.values())
-        claimed += sum(f.transient_bytes for f in scheduler._in_flight.values())
+        claimed += scheduler.flights.transient_bytes
         claimed += scheduler.traffic.claimed_bytes
         assert scheduler.budget.claimed == claimed, "claims do not add up"
         assert claimed + tree <= capacity, "claims and the tree are over capacity"

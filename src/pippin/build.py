@@ -14,8 +14,9 @@ from pippin.config import Config, EngineConfig, parse_memory
 from pippin.decode.compiler import GrammarCompiler
 from pippin.errors import LoadError
 from pippin.grammars import load_vocabulary
+from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
-from pippin.scheduler.scheduler import Limits, Scheduler
+from pippin.scheduler.scheduler import Scheduler
 from pippin.types import ModelSpec
 
 SEQUENCES_TO_HOLD = 4  # the states of one long prompt may not fill the tree alone

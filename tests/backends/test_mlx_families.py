@@ -24,8 +24,9 @@ from pippin.backends.mlx.rows import arrays, cohorts, grouping
 from pippin.backends.mlx.rows.attention_paths import AttendPacked, AttentionPaths, PackedCall, Path
 from pippin.backends.mlx.rows.plain_attention import attend_joined
 from pippin.backends.mlx.shapes import Ladder
+from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
-from pippin.scheduler.scheduler import Limits, Scheduler
+from pippin.scheduler.scheduler import Scheduler
 from pippin.types import Component, SamplingParams
 from reference import assert_right, score
 from serving import make_prompt, served

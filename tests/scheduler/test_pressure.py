@@ -376,7 +376,7 @@ def test_what_a_failed_step_left_never_reaches_the_tree() -> None:
         if node.children and node.end > 64:
             cache._store.drop(node, STATE)
     prompt = make_prompt(250) + make_prompt(200, 7)
-    backend.bad_step = client.loop.scheduler._next_step + 1
+    backend.bad_step = client.loop.scheduler.flights.next_step + 1
     assert client.ask(prompt).finish == "error"
     again = client.ask(prompt)
     assert again.tokens == oracle(prompt, components=(A, S))[0]

@@ -1,0 +1,19 @@
+"""What a scheduler is told of the configuration. Knows no option's name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_running: int = 64
+    max_queue: int = 1024
+    max_queue_tokens: int = 1 << 40
+    prefill_tokens: int = 512
+    max_gap: float = math.inf  # seconds that a step with running streams may be planned to take
+    for_streams: bool = True  # somebody reads replies as they come: prompts let them go on
+    deterministic: bool = False  # only whole grid blocks of prompts are computed alike and shared
+    forced_chunks: bool = True  # several tokens that a grammar forces may run at once
+    capacity_bytes: int = 1 << 40

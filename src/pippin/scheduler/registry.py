@@ -1,0 +1,140 @@
+"""Every request that has not ended, wherever it waits or runs, and its one end. Knows no plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pippin.backends.base import Admit, StepResult
+from pippin.metrics import EngineMetrics
+from pippin.scheduler.admission import Admission
+from pippin.scheduler.constraints import Compiling, append_token, as_told
+from pippin.scheduler.holding import Holding
+from pippin.scheduler.observer import Observer
+from pippin.scheduler.outbox import Outbox
+from pippin.scheduler.request import Request
+from pippin.scheduler.traffic import Traffic
+from pippin.types import FinishReason, GrammarSpec
+
+
+class Registry:
+    def __init__(
+        self, metrics: EngineMetrics, compiling: Compiling, admission: Admission, traffic: Traffic
+    ) -> None:
+        self._metrics = metrics
+        self._compiling = compiling
+        self._admission = admission
+        self._traffic = traffic
+        self.requests: dict[str, Request] = {}
+        self.holdings: dict[int, Holding] = {}  # by slot: in use, or not yet released
+        self.leaving: list[Holding] = []  # their requests have ended or are being retracted
+        self.outbox = Outbox()
+        self.observer: Observer | None = None  # None: nobody watches
+
+    @property
+    def running(self) -> list[Holding]:
+        return [holding for holding in self.holdings.values() if holding.runs]
+
+    # ---- comes, waits, runs ----------------------------------------------------------------
+
+    def refuse(self, request_id: str, error: Exception) -> None:
+        """It never was one of these."""
+        self.outbox.error(request_id, error)
+        self._metrics.requests_failed += 1
+
+    def add(self, request: Request, spec: GrammarSpec | None) -> None:
+        """Into the queue; where a grammar must be compiled first, when that is done."""
+        self.requests[request.id] = request
+        self._metrics.prompt_tokens += request.prompt_len
+        if spec is None:
+            self._admission.add(request)
+        else:
+            self._compiling.add(request, spec)
+        self.tell_changed(request)
+
+    def take_compiled(self) -> None:
+        """Into the queue with those whose grammars are there now."""
+        for request in self._compiling.take_done(self.fail):
+            self._admission.add(request)
+            self.tell_changed(request)
+
+    def count_started(self, admit: Sequence[Admit]) -> None:
+        """What the cache saved them; once each."""
+        for request in (self.holdings[started.slot].request for started in admit):
+            if not request.num_retractions:
+                self._metrics.cached_tokens += request.cached_len
+                self._metrics.disk_tokens += request.disk_len
+
+    def retract(self, holding: Holding) -> None:
+        """Have its slot retired, and then its request wait again: `requeue`."""
+        holding.retracting = True
+        self.leaving.append(holding)
+
+    def requeue(self, request: Request) -> None:
+        request.retract()
+        self._admission.add(request)
+        self._metrics.retractions += 1
+        self.tell_changed(request)
+
+    def take_token(self, request: Request, slot: int, result: StepResult) -> None:
+        """What a step drew for it, and what its grammar forces after that; it may end with it."""
+        if request.embeds:
+            self.outbox.embedding(request, result.hidden[slot])
+            self._finish(request, "stop")
+            return
+        try:
+            tokens, reason = append_token(request, result.tokens[slot])
+        except Exception as error:  # whatever a grammar's library raises
+            self.fail(request, as_told(error))
+            return
+        self.outbox.tokens(request, slot, tokens, result, reason)
+        self._metrics.generated_tokens += len(tokens)
+        self._metrics.forced_tokens += len(tokens) - 1
+        if reason is not None:
+            self._finish(request, reason)
+
+    def tell_changed(self, request: Request) -> None:
+        if self.observer is not None:
+            self.observer.request_changed(request)
+
+    # ---- ends ------------------------------------------------------------------------------
+
+    def abort(self, request_id: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None:  # else it ended by itself while the message was on its way
+            self.outbox.end(request, "abort")
+            self._end(request, "abort")
+            self._metrics.requests_aborted += 1
+
+    def finish(self, request_id: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None:  # likewise
+            self.outbox.end(request, "stop")
+            self._finish(request, "stop")
+
+    def taint(self, holding: Holding, error: Exception) -> None:
+        """Nothing that its row holds, or will hold, is to be used: its request fails."""
+        holding.tainted = True
+        if holding.runs:
+            self.fail(holding.request, error)
+
+    def fail(self, request: Request, error: Exception) -> None:
+        self.outbox.error(request.id, error)
+        self._end(request, "error")
+        self._metrics.requests_failed += 1
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        self._end(request, reason)
+        self._metrics.requests_finished += 1
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if request.phase == "compiling":
+            self._compiling.remove(request)
+        elif request.phase == "loading":
+            self._traffic.remove(request)
+        elif request.phase == "waiting":
+            self._admission.remove(request)
+        elif not (holding := self.holdings[request.slot]).retracting:
+            self.leaving.append(holding)
+        request.end(reason)
+        del self.requests[request.id]
+        self.tell_changed(request)
