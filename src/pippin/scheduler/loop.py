@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -24,7 +23,7 @@ from pippin.backends.warm_up import WarmUp
 from pippin.decode.grammar import Grammar
 from pippin.errors import DeviceFailed, Overloaded, PippinError
 from pippin.messages import Submit, TokenDelta
-from pippin.metrics import NOTICEABLE_SECONDS, StepRecord
+from pippin.scheduler.launched import Launched
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.step_times import StepTimes
 from pippin.scheduler.traffic import Traffic
@@ -38,21 +37,12 @@ MAX_FAILED_STEPS = 3  # in a row: then the device is taken for dead
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Launched:
-    plan: StepPlan
-    pending: PendingStep
-    planned_at: float
-    launched_at: float
-    after_pause: bool  # the engine had nothing to do before it
-
-
 class Loop:
     def __init__(self, scheduler: Scheduler, backend: Backend, *, overlap: bool = True) -> None:
         self.scheduler = scheduler
         self.backend = backend
         self.overlap = overlap
-        self._in_flight: _Launched | None = None
+        self._in_flight: Launched | None = None
         self._step_times = StepTimes()
         self._paused = True
         self._num_failed = 0  # steps, since one succeeded
@@ -199,7 +189,7 @@ class Loop:
             self._in_flight = None
             deltas += self._fail(launched.plan, error, launched.pending)
 
-    def _comes_first(self, launched: _Launched | None) -> bool:
+    def _comes_first(self, launched: Launched | None) -> bool:
         """Whether a step in flight is to be committed before the next one is planned."""
         if launched is None or launched.plan.decode:
             return False
@@ -210,7 +200,7 @@ class Loop:
         seconds = pace.prompt_seconds(launched.plan.num_prefill_tokens)
         return seconds > max(LONG_STEP_SECONDS, LONG_STEP_FACTOR * host_seconds)
 
-    def _launch(self, deltas: list[TokenDelta]) -> _Launched | None:
+    def _launch(self, deltas: list[TokenDelta]) -> Launched | None:
         planned_at = perf_counter()
         plan = self.scheduler.plan()
         deltas += self.scheduler.take_outbox()
@@ -229,12 +219,12 @@ class Loop:
                 self._in_flight = None
             deltas += self._fail(plan, error)
             return None
-        launched = _Launched(plan, pending, planned_at, perf_counter(), self._paused)
+        launched = Launched(plan, pending, planned_at, perf_counter(), self._paused)
         if self.scheduler.observer is not None:
             self.scheduler.observer.step_launched(plan, self.scheduler.holdings)
         return launched
 
-    def _sampled(self, launched: _Launched, deltas: list[TokenDelta]) -> bool:
+    def _sampled(self, launched: Launched, deltas: list[TokenDelta]) -> bool:
         """Launch the sampling of grammar rows: their masks need the tokens just committed."""
         if not launched.plan.masked_slots:
             return True
@@ -265,7 +255,7 @@ class Loop:
             self._in_flight = None
         return self.scheduler.fail_all(self.failure)
 
-    def _commit(self, launched: _Launched) -> list[TokenDelta]:
+    def _commit(self, launched: Launched) -> list[TokenDelta]:
         plan = launched.plan
         began = perf_counter()
         try:
@@ -276,9 +266,6 @@ class Loop:
         resumed = perf_counter()
         waited = resumed - began
         deltas = self.scheduler.commit(plan.step, result)
-        # Whoever did not have to wait came late: then the device may have been done as early as
-        # the end of the launch. So idle time is never told too small.
-        done = resumed if waited > NOTICEABLE_SECONDS else launched.launched_at
         timed = self._step_times.ended(
             decode_rows=len(plan.decode),
             prefill_tokens=plan.num_prefill_tokens,
@@ -289,21 +276,12 @@ class Loop:
         )
         if timed is not None:
             self.scheduler.pace.observe(timed)
-        record = StepRecord(
-            step=plan.step,
-            planned=launched.planned_at,
-            dispatched=result.dispatched,
-            launched=launched.launched_at,
-            device_done=done,
+        record = launched.record(
+            result,
+            waited=waited,
             resumed=resumed,
             committed=perf_counter(),
-            waited=waited,
-            prefill_tokens=plan.num_prefill_tokens,
-            decode_rows=len(plan.decode),
             ghosts=self.scheduler.last_ghosts,
-            device=result.device,
-            forwards=result.forwards,
-            after_pause=launched.after_pause,
         )
         self.scheduler.metrics.add(record)
         if self.scheduler.observer is not None:

@@ -1,0 +1,46 @@
+"""A step that was handed to the backend, and the record that it leaves. Knows no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pippin.backends.base import PendingStep, StepPlan, StepResult
+from pippin.metrics import NOTICEABLE_SECONDS, StepRecord
+
+
+@dataclass(frozen=True)
+class Launched:
+    plan: StepPlan
+    pending: PendingStep
+    planned_at: float
+    launched_at: float
+    after_pause: bool  # the engine had nothing to do before it
+
+    def record(
+        self,
+        result: StepResult,
+        *,
+        waited: float,
+        resumed: float,
+        committed: float,
+        ghosts: int,
+    ) -> StepRecord:
+        # Whoever did not have to wait came late: then the device may have been done as early as
+        # the end of the launch. So idle time is never told too small.
+        done = resumed if waited > NOTICEABLE_SECONDS else self.launched_at
+        return StepRecord(
+            step=self.plan.step,
+            planned=self.planned_at,
+            dispatched=result.dispatched,
+            launched=self.launched_at,
+            device_done=done,
+            resumed=resumed,
+            committed=committed,
+            waited=waited,
+            prefill_tokens=self.plan.num_prefill_tokens,
+            decode_rows=len(self.plan.decode),
+            ghosts=ghosts,
+            device=result.device,
+            forwards=result.forwards,
+            after_pause=self.after_pause,
+        )
