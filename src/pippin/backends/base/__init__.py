@@ -1,0 +1,59 @@
+"""The contract between the scheduler and whatever runs the model. Knows no arrays.
+
+A plan carries every device-side effect of a step, and a backend executes it in this order:
+
+    retire   read what rows hold after the previous launch (captures), then free their slots
+    admit    sampling parameters of slots that start
+    decode   run one token of each row (from the FutureMap), sample, stash the token by slot
+    prefill  restore a matched prefix, then run chunks of prompts, and of replies whose next tokens
+             are known; sample where one ends, or at once where all of a prompt was restored with
+             its hidden vector
+    spill    read payloads of the tree as bytes, on their way to another tier
+    load     make payloads of bytes that came from there
+
+Decode and prefill concern different slots: either may come first, but streams wait for theirs.
+Rows that obey a grammar are sampled when the host has made their masks: `PendingStep.sample`.
+Only `Backend.launch` touches the device, so no schedule-versus-forward race can be written.
+
+    plan.py      what a step is to do
+    result.py    what it gave
+    backend.py   who does it, and what things cost before they happen
+    sizes.py     those costs, where each payload is a copy of its own
+"""
+
+from __future__ import annotations
+
+from pippin.backends.base.backend import Backend, Costs, DeviceInfo, PendingStep, WarmUpShape
+from pippin.backends.base.plan import (
+    Admit,
+    DecodeRow,
+    Load,
+    PrefillRow,
+    Restore,
+    Retire,
+    Spill,
+    StepPlan,
+)
+from pippin.backends.base.result import Capture, Spilled, StepResult
+from pippin.backends.base.sizes import captured_bytes, loaded_bytes
+
+__all__ = [
+    "Admit",
+    "Backend",
+    "Capture",
+    "Costs",
+    "DecodeRow",
+    "DeviceInfo",
+    "Load",
+    "PendingStep",
+    "PrefillRow",
+    "Restore",
+    "Retire",
+    "Spill",
+    "Spilled",
+    "StepPlan",
+    "StepResult",
+    "WarmUpShape",
+    "captured_bytes",
+    "loaded_bytes",
+]

@@ -1,0 +1,74 @@
+"""What a step gave: tokens, what it captured, what it moved between tiers. Knows no device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from pippin.cache.disk.entries import Bytes
+from pippin.types import Component, DeviceReading, Payload, StepForwards, TokenLogprobs
+
+
+class Spilled(Protocol):
+    """The bytes of one `Spill`, on the host or on their way there."""
+
+    def arrays(self) -> Sequence[Bytes]:
+        """One for each of `Backend.payload_arrays`; from any thread, which waits for the copy."""
+        ...
+
+    def release(self) -> None:
+        """Give the memory back; exactly once, from the thread that read it or the engine's."""
+        ...
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a plan asked to keep of one slot: tokens [start, end).
+
+    `kv` holds the divisible components for exactly that range (absent for a state-only capture of
+    a decode row); `states` maps a position in (start, end] to the recurrent state after it;
+    `hidden` is what the head read after `end`, if that ends a prompt.
+    """
+
+    slot: int
+    start: int
+    end: int
+    retired: bool = False  # from a Retire: the slot may already belong to another request
+    kv: Mapping[Component, Payload] = field(default_factory=dict)
+    states: Mapping[int, Payload] = field(default_factory=dict)
+    hidden: Payload | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(payload.nbytes for payload in self.payloads)
+
+    @property
+    def payloads(self) -> Sequence[Payload]:
+        hidden = () if self.hidden is None else (self.hidden,)
+        return [*self.kv.values(), *self.states.values(), *hidden]
+
+    def release(self) -> None:
+        """Give up all of it."""
+        for payload in self.payloads:
+            payload.release()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    tokens: Mapping[int, int]  # sampled token by slot, for every row that samples
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by slot, if asked for
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    captures: tuple[Capture, ...] = ()
+    # Slots whose numbers are none any more (NaN). Whatever a step computed for one of these,
+    # before that position too, is not to be used: a masked weight of 0 times NaN is NaN.
+    overflowed: frozenset[int] = frozenset()
+    dispatched: float = 0.0  # time.perf_counter() when the device was handed the step
+    device: DeviceReading | None = None  # where a device keeps account of its work
+    forwards: StepForwards = field(default_factory=StepForwards)
+    # float32 [n] by slot, of rows that sample after their prompt and whose Admit `embeds`.
+    hidden: Mapping[int, np.ndarray] = field(default_factory=dict)
+    spilled: tuple[Spilled, ...] = ()  # in the order of the plan's `spill`
+    loaded: tuple[Payload, ...] = ()  # in the order of its `load`
