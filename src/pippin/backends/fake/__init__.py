@@ -4,9 +4,10 @@ It knows no arrays, and is as cruel as a real device: work runs late, bytes are 
 what has not been written yet, or was given back, raises.
 """
 
-from pippin.backends.fake.backend import BYTES_PER_TOKEN, FakeBackend, FakePending
+from pippin.backends.fake.backend import BYTES_PER_TOKEN, FakeBackend
 from pippin.backends.fake.device import FakeDevice, FutureMap
 from pippin.backends.fake.payloads import FakePayload, Ledger
+from pippin.backends.fake.pending import FakePending
 from pippin.backends.fake.toy import MASK, ToyRow, mix
 
 __all__ = [

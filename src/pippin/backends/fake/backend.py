@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from time import perf_counter
 
 import numpy as np
 
@@ -17,14 +15,13 @@ from pippin.backends.base import (
     PrefillRow,
     Retire,
     StepPlan,
-    StepResult,
     WarmUpShape,
     captured_bytes,
-    loaded_bytes,
 )
 from pippin.backends.fake import transfers
 from pippin.backends.fake.device import FakeDevice, FutureMap
-from pippin.backends.fake.payloads import FakePayload, Ledger
+from pippin.backends.fake.payloads import FakePayload, Ledger, PayloadMaker, as_fake, contents
+from pippin.backends.fake.pending import FakePending
 from pippin.backends.fake.toy import ToyRow
 from pippin.backends.masks import allowed_ids
 from pippin.cache.disk.entries import ArraySpec, Bytes
@@ -35,55 +32,6 @@ HIDDEN_BYTES = 40
 STATE_TOKENS = 1500  # a state takes as much as the KV of this many tokens, as real ones do
 MEMORY_BYTES = 1 << 30
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
-
-
-@dataclass
-class FakePending:
-    backend: FakeBackend
-    plan: StepPlan
-    tokens: dict[int, int] = field(default_factory=dict)
-    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    hidden: dict[int, np.ndarray] = field(default_factory=dict)
-    captures: list[Capture] = field(default_factory=list)
-    spilled: list[transfers.FakeSpilled] = field(default_factory=list)
-    loaded: list[FakePayload] = field(default_factory=list)
-    masks: dict[int, np.ndarray] | None = None  # by slot, once they are known
-    dispatched: float = field(default_factory=perf_counter)
-
-    def dispatch(self) -> None:
-        """Its launches hold nothing back."""
-
-    def sample(self, masks: np.ndarray) -> None:
-        assert self.masks is None, "masked rows are sampled once"
-        self.masks = dict(zip(self.plan.masked_slots, masks, strict=True))
-        device = self.backend.device_queue
-        device.enqueue(self.plan.step, lambda: self.backend.sample_masked(self))
-
-    def done(self) -> bool:
-        sampled = self.masks is not None or not self.plan.masked_slots
-        return sampled and self.backend.device_queue.done_step >= self.plan.step
-
-    def wait(self) -> StepResult:
-        self.backend.device_queue.run_until(self.plan.step)
-        return StepResult(
-            tokens=self.tokens,
-            logprobs=self.backend.logprobs(self.tokens),
-            prompt_logprobs=self.prompt_logprobs,
-            hidden=self.hidden,
-            captures=tuple(self.captures),
-            dispatched=self.dispatched,
-            spilled=tuple(self.spilled),
-            loaded=tuple(self.loaded),
-        )
-
-    def discard(self) -> None:
-        for capture in self.captures:
-            capture.release()
-        for spilled in self.spilled:
-            spilled.release()
-        for payload in self.loaded:
-            payload.release()
-        self.captures, self.spilled, self.loaded = [], [], []
 
 
 class FakeBackend:
@@ -115,6 +63,7 @@ class FakeBackend:
         self.device_queue = FakeDevice()
         self.future_map = FutureMap(num_slots)
         self.ledger = Ledger()
+        self._payloads = PayloadMaker(self.spec, self.ledger)
         self._rows: dict[int, ToyRow] = {}
 
     def _layer(self, index: int, component: Component) -> LayerSpec:
@@ -187,8 +136,8 @@ class FakeBackend:
         self.device_queue.enqueue(pending.plan.step, work)
 
     def _retire(self, pending: FakePending, retire: Retire) -> None:
-        payloads = self._empty_payloads(retire.start, retire.end) if retire.captures else {}
-        state = self._empty_state() if retire.captures else None
+        payloads = self._payloads.kv(retire.start, retire.end) if retire.captures else {}
+        state = self._payloads.state() if retire.captures else None
 
         def work() -> None:
             row = self._rows.pop(retire.slot, None)
@@ -197,7 +146,7 @@ class FakeBackend:
             assert row is not None, f"slot {retire.slot} holds nothing to capture"
             assert len(row.tokens) == retire.end, "a row must hold what its Retire says"
             assert not row.destroyed, "a destroyed row was captured"
-            self._fill(row, payloads, retire.start, retire.end)
+            _fill(row, payloads, retire.start, retire.end)
             if state is not None:
                 state.content = [row.state]
 
@@ -209,9 +158,9 @@ class FakeBackend:
             )
 
     def _prefill(self, pending: FakePending, chunk: PrefillRow) -> None:
-        payloads = self._empty_payloads(chunk.start, chunk.end) if chunk.captures else {}
-        states = {at: s for at in chunk.checkpoints if (s := self._empty_state()) is not None}
-        hidden = self._empty_hidden() if chunk.captures and chunk.samples else None
+        payloads = self._payloads.kv(chunk.start, chunk.end) if chunk.captures else {}
+        states = {at: s for at in chunk.checkpoints if (s := self._payloads.state()) is not None}
+        hidden = self._payloads.hidden() if chunk.captures and chunk.samples else None
 
         def work() -> None:
             row = self._rows[chunk.slot]
@@ -224,7 +173,7 @@ class FakeBackend:
                 if len(row.tokens) in states:
                     states[len(row.tokens)].content = [row.state]
             self.device_queue.tokens_run += len(chunk.tokens)
-            self._fill(row, payloads, chunk.start, chunk.end)
+            _fill(row, payloads, chunk.start, chunk.end)
             if hidden is not None:
                 hidden.content = row.digests(self.spec.components)
             if row.is_reply(chunk.start) and len(chunk.tokens):
@@ -244,18 +193,17 @@ class FakeBackend:
     def _restore(self, row: ToyRow, chunk: PrefillRow) -> None:
         assert chunk.restore is not None
         payloads = chunk.restore.payloads
-        kept = {component: _contents(payloads.get(component, ())) for component in Component}
+        kept = {component: contents(payloads.get(component, ())) for component in Component}
         state = kept[S][-1] if kept[S] else 0
         row.restore(chunk.restore.length, kept[W], kept[A], state)
         if not len(chunk.tokens):
             assert kept[Component.HIDDEN], "all of a prompt is restored, and nothing to sample from"
             row.hidden = kept[Component.HIDDEN]
         if self.restores_by_reference:
-            row.borrowed = _as_fake(payloads.get(Component.ATTENTION, ()))
+            row.borrowed = as_fake(payloads.get(Component.ATTENTION, ()))
 
     def _load(self, pending: FakePending, load: Load) -> None:
-        nbytes = loaded_bytes(self.spec, load.component, load.num_tokens)
-        payload = FakePayload(load.num_tokens, nbytes, self.ledger)
+        payload = self._payloads.one(load.component, load.num_tokens)
         pending.loaded.append(payload)
 
         def work() -> None:
@@ -267,7 +215,7 @@ class FakeBackend:
         plan = pending.plan
         states: dict[int, FakePayload] = {}  # by slot
         for decode in plan.decode:
-            if decode.checkpoint and (state := self._empty_state()) is not None:
+            if decode.checkpoint and (state := self._payloads.state()) is not None:
                 at = decode.position + 1
                 states[decode.slot] = state
                 pending.captures.append(
@@ -332,39 +280,7 @@ class FakeBackend:
         ids = tuple((token + i) % self.spec.vocab_size for i in top)
         return TokenLogprobs(-0.5, ids, tuple(-0.5 - i for i in top))
 
-    # ---- payloads --------------------------------------------------------------------------
 
-    def _empty_payloads(self, start: int, end: int) -> dict[Component, FakePayload]:
-        if start == end:
-            return {}
-        kinds = [c for c in self.spec.components if c in (A, W)]
-        nbytes = (end - start) * BYTES_PER_TOKEN
-        return {c: FakePayload(end - start, nbytes, self.ledger) for c in kinds}
-
-    def _empty_state(self) -> FakePayload | None:
-        if Component.STATE not in self.spec.components:
-            return None
-        return FakePayload(1, self._state_bytes, self.ledger)
-
-    def _empty_hidden(self) -> FakePayload | None:
-        if not self.spec.hidden_bytes:
-            return None
-        return FakePayload(1, self.spec.hidden_bytes, self.ledger)
-
-    def _fill(
-        self, row: ToyRow, payloads: Mapping[Component, FakePayload], start: int, end: int
-    ) -> None:
-        for payload in payloads.values():
-            payload.content = row.tokens[start:end]
-
-
-def _as_fake(payloads: tuple[Payload, ...]) -> tuple[FakePayload, ...]:
-    found = []
-    for payload in payloads:
-        assert isinstance(payload, FakePayload)
-        found.append(payload)
-    return tuple(found)
-
-
-def _contents(payloads: tuple[Payload, ...]) -> list[int]:
-    return [value for payload in _as_fake(payloads) for value in payload.read()]
+def _fill(row: ToyRow, payloads: Mapping[Component, FakePayload], start: int, end: int) -> None:
+    for payload in payloads.values():
+        payload.content = row.tokens[start:end]

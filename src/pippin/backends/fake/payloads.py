@@ -1,10 +1,11 @@
-"""The toy's payloads, and an account of all that exist. Knows no model and no device."""
+"""The toy's payloads, and an account of all that exist. Knows no rows and no device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pippin.types import Payload
+from pippin.backends.base import loaded_bytes
+from pippin.types import Component, ModelSpec, Payload
 
 
 @dataclass
@@ -67,3 +68,41 @@ class FakePayload:
 
     def fingerprint(self) -> int:
         return hash(tuple(self.read()))
+
+
+@dataclass(frozen=True)
+class PayloadMaker:
+    """Makes those that a model keeps, for the device to write; none of what it does not keep."""
+
+    spec: ModelSpec
+    ledger: Ledger
+
+    def kv(self, start: int, end: int) -> dict[Component, FakePayload]:
+        if start == end:
+            return {}
+        kinds = (Component.ATTENTION, Component.WINDOW)
+        kept = [component for component in self.spec.components if component in kinds]
+        return {component: self.one(component, end - start) for component in kept}
+
+    def state(self) -> FakePayload | None:
+        kept = Component.STATE in self.spec.components
+        return self.one(Component.STATE, 1) if kept else None
+
+    def hidden(self) -> FakePayload | None:
+        return self.one(Component.HIDDEN, 1) if self.spec.hidden_bytes else None
+
+    def one(self, component: Component, num_tokens: int) -> FakePayload:
+        nbytes = loaded_bytes(self.spec, component, num_tokens)
+        return FakePayload(num_tokens, nbytes, self.ledger)
+
+
+def as_fake(payloads: tuple[Payload, ...]) -> tuple[FakePayload, ...]:
+    found = []
+    for payload in payloads:
+        assert isinstance(payload, FakePayload)
+        found.append(payload)
+    return tuple(found)
+
+
+def contents(payloads: tuple[Payload, ...]) -> list[int]:
+    return [value for payload in as_fake(payloads) for value in payload.read()]
