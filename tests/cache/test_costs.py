@@ -17,8 +17,8 @@ import pytest
 from naive_cache import A, S, W
 
 from pippin.cache import prefix_cache
-from pippin.cache.canary import Canary
-from pippin.cache.prefix_cache import MAX_COUNTED, NUM_SWEPT, PrefixCache
+from pippin.cache.canary import MAX_COUNTED, NUM_SWEPT, Canary
+from pippin.cache.prefix_cache import PrefixCache
 from pippin.types import Component, Payload
 
 CACHE = str(Path(prefix_cache.__file__).parent)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pippin.cache.canary import Canary
 from pippin.cache.components import HIDDEN, INDEX, STATE, WINDOW, Rules
-from pippin.cache.eviction import NEVER
+from pippin.cache.incoming import Filled, Incoming
 from pippin.cache.integrity import check_integrity
 from pippin.cache.observer import TreeObserver
 from pippin.cache.policy import CheckpointPolicy, Placement
@@ -24,11 +24,8 @@ from pippin.cache.radix import Node, TokenArray, as_tokens
 from pippin.cache.report import counters, recent_paths
 from pippin.cache.results import InsertResult, Lock, Match
 from pippin.cache.stats import CacheStats
-from pippin.cache.store import Filled, Store
+from pippin.cache.store import Store
 from pippin.types import Component, Payload
-
-NUM_SWEPT = 64  # nodes that the canary checks at a time
-MAX_COUNTED = 1_000  # nodes: some milliseconds
 
 
 class PrefixCache:
@@ -195,24 +192,20 @@ class PrefixCache:
         If that passes the ceiling, others are evicted, then the least of what came in.
         """
         ids = as_tokens(tokens)
-        self._check_arguments(len(ids), start, kv, states)
+        incoming = Incoming(start, len(ids), kv, states, hidden, placements or {})
+        incoming.check(self._rules)
         path, reach = self._tree.walk(ids)
         if self._rules.has_attention and reach < start:
             self.stats.gaps += 1
-            self._store.refuse(*kv.values(), *states.values())
-            if hidden is not None:
-                self._store.refuse(hidden)
+            self._store.refuse(*incoming.payloads)
             return InsertResult(0, start - reach, self._tree.root)
 
-        stop = self._stop(reach, len(ids), kv, states)
-        tip = self._store.grow(path, reach, ids[:stop], cuts=states)
+        ids = ids[: incoming.path_end(self._rules, reach)]
+        tip = self._store.grow(path, reach, ids, cuts=states)
         tick = self._store.touch(tip)
-        filled = self._store.fill(tip, start, kv, states, placements or {})
-        if hidden is not None:
-            filled += self._store.add_hidden(tip, len(ids), hidden)
-        self._keep_within_capacity(tick, filled)
+        self._keep_within_capacity(tick, incoming.fill(self._store, tip))
         if not tip.attached:
-            path, _ = self._tree.walk(ids[:stop])
+            path, _ = self._tree.walk(ids)
             tip = path[-1] if path else self._tree.root
         return InsertResult(tip.end, 0, tip)
 
@@ -220,7 +213,7 @@ class PrefixCache:
 
     def evict(self, nbytes: int) -> int:
         """Free at least `nbytes`, or all `evictable_bytes` if that is less; returns the bytes."""
-        return self._evict(nbytes, spare_since=NEVER)
+        return self._store.evict(nbytes)
 
     def discard(self, node: Node, component: Component) -> bool:
         """Drop a component of a node, and of attention all that hangs below; False if locked."""
@@ -254,7 +247,7 @@ class PrefixCache:
 
     # --- look ---------------------------------------------------------------------------------
 
-    def sweep(self, num_nodes: int = NUM_SWEPT) -> int:
+    def sweep(self, num_nodes: int) -> int:
         """Have the canary check some more nodes; returns the faults found."""
         return 0 if self._canary is None else self._canary.sweep(self._tree, num_nodes)
 
@@ -263,20 +256,8 @@ class PrefixCache:
         check_integrity(self._store, [(lock.node, lock.floor) for lock in self._locks])
 
     def check_when_idle(self) -> None:
-        """With a canary: sweep some nodes, and count everything if that is quick or for debugging.
-
-        A canary that only logs watches over servers that are in use, where somebody may come while
-        a large tree is being counted.
-        """
-        if self._canary is None:
-            return
-        self.sweep()
-        if self._canary.mode == "log" and self._tree.num_nodes > MAX_COUNTED:
-            return
-        try:
-            self.check_integrity()
-        except AssertionError as error:
-            self._canary.report(f"the cache does not add up: {error}")
+        if self._canary is not None:
+            self._canary.check_when_idle(self._tree, self.check_integrity)
 
     def counters(self) -> dict[str, object]:
         """The numbers of a report; does not look at the tree."""
@@ -295,13 +276,10 @@ class PrefixCache:
         self._store.touch(end)
         return Match(end.end, branch, len(ids), end, self._rules.gather(end))
 
-    def _evict(self, nbytes: int, *, spare_since: int) -> int:
-        return self._store.queue.evict(nbytes, self._store.take, spare_since=spare_since)
-
     def _keep_within_capacity(self, tick: int, filled: Filled) -> None:
         """Evict others first, then the least of what was just inserted."""
-        self._evict(self.nbytes - self.capacity_bytes, spare_since=tick)
-        self._evict(self.nbytes - self.capacity_bytes, spare_since=NEVER)
+        self._store.evict(self.nbytes - self.capacity_bytes, spare_since=tick)
+        self._store.evict(self.nbytes - self.capacity_bytes)
         for node, index in filled:
             if self.nbytes <= self.capacity_bytes:
                 break
@@ -310,13 +288,9 @@ class PrefixCache:
                 self._store.drop(node, index)
 
     def _count_lookup(self, match: Match) -> None:
-        self.stats.lookups += 1
-        self.stats.tokens_looked_up += match.prompt_len
+        self.stats.count_lookup(match.length, match.prompt_len)
         if not match.length:
             return
-        self.stats.hits += 1
-        self.stats.whole_hits += match.length == match.prompt_len
-        self.stats.tokens_matched += match.length
         match.node.hits += 1
         self._store.tell_changed(match.node)
         self._rules.count_use(match.node)
@@ -324,24 +298,3 @@ class PrefixCache:
             placement = self.stats.placements[match.node.placement]
             placement.used += 1
             placement.tokens_saved += self._rules.num_saved(match.node)
-
-    def _check_arguments(
-        self, end: int, start: int, kv: Mapping[Component, Payload], states: Mapping[int, Payload]
-    ) -> None:
-        keeps = self._rules.components
-        for component, payload in kv.items():
-            assert component in keeps, f"{component} for a model that keeps {keeps}"
-            assert component in (Component.ATTENTION, Component.WINDOW), f"{component} is no KV"
-            assert payload.num_tokens == end - start, (
-                f"{component} covers {payload.num_tokens} tokens, [{start}, {end}) is {end - start}"
-            )
-        assert not states or self._rules.has_state, f"states for a model that keeps {keeps}"
-        assert all(0 < position <= end for position in states), f"states outside of (0, {end}]"
-
-    def _stop(
-        self, reach: int, end: int, kv: Mapping[Component, Payload], states: Mapping[int, Payload]
-    ) -> int:
-        """How far the path may grow: a node of an attention model never lacks attention KV."""
-        if self._rules.has_attention:
-            return end if Component.ATTENTION in kv else reach
-        return end if kv else max([reach, *states])

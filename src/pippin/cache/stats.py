@@ -37,6 +37,13 @@ class CacheStats:
         default_factory=lambda: {placement: PlacementStats() for placement in Placement}
     )
 
+    def count_lookup(self, matched: int, prompt_len: int) -> None:
+        self.lookups += 1
+        self.hits += matched > 0
+        self.whole_hits += matched == prompt_len > 0
+        self.tokens_looked_up += prompt_len
+        self.tokens_matched += matched
+
     @property
     def hit_rate(self) -> float:
         """The share of looked-up tokens that need not be computed."""

@@ -1,26 +1,24 @@
 """The tree with its payloads: every change to what is held, and the count of its bytes.
 
-Knows how to grow, fill, drop and prune; does not know requests, matches or when to do so.
+Knows how to grow, attach, drop and prune; does not know requests, matches or when to do so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from pippin.cache.canary import Canary
-from pippin.cache.components import COMPONENTS, HIDDEN, INDEX, STATE, WINDOW, Rules
-from pippin.cache.eviction import EvictionQueue, Unit
+from pippin.cache.components import COMPONENTS, HIDDEN, STATE, WINDOW, Rules
+from pippin.cache.eviction import NEVER, EvictionQueue, Unit
 from pippin.cache.lookback import Lookback
 from pippin.cache.observer import TreeObserver
 from pippin.cache.pins import Pins
-from pippin.cache.policy import CheckpointPolicy, Placement
+from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.radix import Node, RadixTree, TokenArray
 from pippin.cache.stats import CacheStats
-from pippin.types import GRID, Component, Payload
+from pippin.types import Payload
 
 NUM_RECENT = 5  # paths
-
-Filled = list[tuple[Node, int]]  # nodes and the component index that was attached to them
 
 
 class Store:
@@ -75,7 +73,22 @@ class Store:
         while node.start >= position and not node.is_root:
             assert node.parent is not None
             node = node.parent
-        return node if node.end == position else self._split(node, position)
+        return node if node.end == position else self.split(node, position)
+
+    def split(self, node: Node, position: int) -> Node:
+        """A new node takes the tokens of `node` before `position`; returns it."""
+        upper = self.tree.split(node, position - node.start)
+        self.pins.divide(upper, node)
+        free = self._lookback.divide(upper, node)
+        for index, growth in self.rules.divide(upper, node).items():
+            self._count_bytes(node, index, growth)
+        if self.canary is not None:
+            self.canary.divide(upper, node)
+        if self.observer is not None:
+            self.observer.split(upper, node)
+        for changed in (upper, node, *free):
+            self.queue.update(changed)
+        return upper
 
     def grow(self, path: list[Node], reach: int, ids: TokenArray, cuts: Iterable[int] = ()) -> Node:
         """The node that ends with `ids`, whose first `reach` tokens already lie along `path`.
@@ -100,32 +113,17 @@ class Store:
         self.queue.update(parent)  # a leaf no more: its window and state can go on their own
         return node
 
-    def fill(
-        self,
-        tip: Node,
-        start: int,
-        kv: Mapping[Component, Payload],
-        states: Mapping[int, Payload],
-        placements: Mapping[int, Placement],
-    ) -> Filled:
-        """Give payloads to the nodes on the path to `tip` that lack them; releases the rest."""
-        filled = self._add_states(tip, states, placements)
-        for component, payload in kv.items():
-            filled += self._add_kv(tip, INDEX[component], start, payload)
-        for node in dict.fromkeys(node for node, _ in filled):
-            self.queue.update(node)
-        self.settle(tip)
-        return filled
-
-    def add_hidden(self, tip: Node, position: int, payload: Payload) -> Filled:
-        """Attach a hidden vector to `tip` if it ends there, and could be restored to sample."""
-        restorable = not self.rules.has_state or tip.payloads[STATE] is not None
-        if tip.end != position or not restorable or tip.payloads[HIDDEN] is not None:
-            self.refuse(payload)
-            return []
-        self._attach(tip, HIDDEN, payload)
-        self.queue.update(tip)
-        return [(tip, HIDDEN)]
+    def attach(self, node: Node, index: int, payload: Payload) -> None:
+        """Own a payload from now on; whoever has attached all lets the queue know."""
+        node.payloads[index] = payload
+        self._count_bytes(node, index, payload.nbytes)
+        self.version += 1
+        self.stats.bytes_inserted += payload.nbytes
+        if index == STATE:
+            self._lookback.count(node)
+        if self.canary is not None:
+            self.canary.seal(node, index)
+        self.tell_changed(node)
 
     def mark_copied(self, node: Node, index: int) -> None:
         """A payload is in the tier below from now on: it costs less to lose."""
@@ -149,6 +147,10 @@ class Store:
     def tell_changed(self, node: Node) -> None:
         if self.observer is not None:
             self.observer.changed(node)
+
+    def evict(self, nbytes: int, *, spare_since: int = NEVER) -> int:
+        """Free so much, or all that can be, but for what was used since a tick; returns bytes."""
+        return self.queue.evict(nbytes, self.take, spare_since=spare_since)
 
     def take(self, node: Node, unit: Unit) -> int:
         """Evict; returns the bytes freed."""
@@ -193,56 +195,6 @@ class Store:
             self._release(node, HIDDEN)  # nobody can be restored there to sample from it
         self.settle(node)
 
-    def _add_states(
-        self, tip: Node, states: Mapping[int, Payload], placements: Mapping[int, Placement]
-    ) -> Filled:
-        """Attach states to the ends of nodes along the path to `tip`."""
-        filled: Filled = []
-        node = tip
-        for position in sorted(states, reverse=True):
-            if position > tip.end:
-                self.refuse(states[position])
-                continue
-            node = self.end_node(node, position)
-            if node.payloads[STATE] is not None:
-                self.refuse(states[position])
-                continue
-            default = Placement.REPLY_END if position % GRID else Placement.GRID
-            node.placement = placements.get(position, default)
-            node.state_uses = 0
-            self.stats.placements[node.placement].placed += 1
-            self._attach(node, STATE, states[position])
-            filled.append((node, STATE))
-        return filled
-
-    def _add_kv(self, tip: Node, index: int, start: int, payload: Payload) -> Filled:
-        """Give a payload that covers [start, ...) to the nodes up to `tip` that lack it.
-
-        Goes from the tip upwards and cuts pieces off the end of what is left:
-
-            payload:  [ rest ............ | piece | already held: refused ]
-            nodes:    [ parent ]  ...     [ node ]
-        """
-        filled: Filled = []
-        rest: Payload | None = payload
-        for node in list(tip.back_to(start)):
-            if node.payloads[index] is not None:
-                continue
-            if node.start < start:
-                self._split(node, start)  # `node` is now the part from `start` on
-            rest = self._keep_until(rest, node.end - start)
-            head = None
-            if node.start > start:
-                head, rest = rest.split(node.start - start)
-            self._attach(node, index, rest)
-            filled.append((node, index))
-            rest = head
-            if rest is None:
-                break
-        if rest is not None:
-            self.refuse(rest)
-        return filled
-
     def _cut_off(self, leaf: Node) -> Node:
         """Take a leaf that carries nothing off the tree; returns the parent it had."""
         parent = leaf.parent
@@ -260,39 +212,6 @@ class Store:
     def _uncount(self, end: Node) -> None:
         for free in self._lookback.uncount(end):
             self.queue.update(free)
-
-    def _keep_until(self, payload: Payload | None, length: int) -> Payload:
-        assert payload is not None
-        if length == payload.num_tokens:
-            return payload
-        kept, held_already = payload.split(length)
-        self.refuse(held_already)
-        return kept
-
-    def _split(self, node: Node, position: int) -> Node:
-        upper = self.tree.split(node, position - node.start)
-        self.pins.divide(upper, node)
-        free = self._lookback.divide(upper, node)
-        for index, growth in self.rules.divide(upper, node).items():
-            self._count_bytes(node, index, growth)
-        if self.canary is not None:
-            self.canary.divide(upper, node)
-        if self.observer is not None:
-            self.observer.split(upper, node)
-        for changed in (upper, node, *free):
-            self.queue.update(changed)
-        return upper
-
-    def _attach(self, node: Node, index: int, payload: Payload) -> None:
-        node.payloads[index] = payload
-        self._count_bytes(node, index, payload.nbytes)
-        self.version += 1
-        self.stats.bytes_inserted += payload.nbytes
-        if index == STATE:
-            self._lookback.count(node)
-        if self.canary is not None:
-            self.canary.seal(node, index)
-        self.tell_changed(node)
 
     def _release(self, node: Node, index: int) -> None:
         payload = node.payloads[index]
