@@ -16,30 +16,26 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
 from pippin.backends.base import Costs
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.results import Match
 from pippin.errors import ContextOverflow, OutOfMemory, Overloaded, UnsupportedField
 from pippin.messages import Submit
+from pippin.scheduler.arriving import Arriving
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.claims import GROWTH_TOKENS
 from pippin.scheduler.holding import Holding
-from pippin.scheduler.request import KEY_TOKENS, Request
+from pippin.scheduler.request import Request
 from pippin.scheduler.slots import SlotPool
 from pippin.types import GRID
 
 LOOKAHEAD = 16  # queued requests considered at a time
 MAX_PASSED_OVER = 8
-REPLY_TOKENS = KEY_TOKENS  # of a reply that are worth a wait of two steps; fewer are not seen
 PROBED_TOKENS = 1 << 15  # of a plan: looking prompts up costs host time by their lengths
-
-Arriving = Mapping[bytes, Sequence[Holding]]  # by `Request.key`: who is bringing prefixes
 
 
 class Verdict(enum.Enum):
@@ -278,30 +274,9 @@ class Admission:
         return match
 
     def _waits_for_prefix(self, offer: Offer, arriving: Arriving) -> bool:
-        """Whether somebody is about to bring at least a block more than the tree has now.
-
-        Less is worth a wait if it is a whole reply, which comes with the next step or the one after
-        it, and whose end is what the next turn of a conversation continues; or this very prompt.
-        """
-        request = offer.request
-        others = arriving.get(request.key, ()) if self._uses_cache(request) else ()
-        knows_head = self._costs.spec.hidden_bytes > 0
-        for other in others:
-            num_arriving = other.num_arriving
-            needed = offer.matched + GRID
-            same_prompt = knows_head and other.prefill_len == request.num_tokens
-            if (other.request.completed or same_prompt) and not self._deterministic:
-                needed = min(needed, max(num_arriving, offer.matched + REPLY_TOKENS))
-            if num_arriving <= other.in_tree or num_arriving < needed:
-                continue
-            tokens = request.tokens(request.num_tokens)
-            shared = common_prefix_len(tokens, other.request.tokens(num_arriving))
-            if shared >= needed and shared > other.in_tree:
-                return True
-        return False
-
-
-def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    return int(np.argmax(differs)) if differs.any() else n
+        return self._uses_cache(offer.request) and arriving.has_more(
+            offer.request,
+            offer.matched,
+            knows_head=self._costs.spec.hidden_bytes > 0,
+            deterministic=self._deterministic,
+        )

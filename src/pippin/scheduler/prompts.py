@@ -13,6 +13,7 @@ import numpy as np
 from pippin.backends.base import Admit, PrefillRow, Restore
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.scheduler.admission import Admission
+from pippin.scheduler.arriving import Arriving
 from pippin.scheduler.chunks import Chunker
 from pippin.scheduler.claims import Claims
 from pippin.scheduler.holding import Holding
@@ -81,7 +82,7 @@ class PromptPlanner:
         """
         admit: list[Admit] = []
         rows: list[PrefillRow] = []
-        arriving = _arriving(holdings) if self._may_start(holdings) else {}
+        arriving = Arriving(holdings.values() if self._may_start(holdings) else ())
         while self._may_start(holdings):
             whole = None if left >= self.chunker.smallest else max(left, 0)
             holding = self.admission.start_next(
@@ -90,8 +91,7 @@ class PromptPlanner:
             if holding is None:
                 break
             holdings[holding.slot] = holding
-            if key := holding.request.key:
-                arriving.setdefault(key, []).append(holding)
+            arriving.add(holding)
             admit.append(_admit(holding))
             most = left if holding.num_left <= left else min(left, unfinished)
             most = max(most, self.chunker.least(holding.num_left))
@@ -135,15 +135,6 @@ class PromptPlanner:
             masked=request.grammar is not None,
         )
         return self.claims.fit_chunk(step, holding, row)
-
-
-def _arriving(holdings: Holdings) -> dict[bytes, list[Holding]]:
-    """Who is bringing a prefix to the tree, by what it begins with."""
-    found: dict[bytes, list[Holding]] = {}
-    for holding in holdings.values():
-        if holding.num_arriving > holding.in_tree and (key := holding.request.key):
-            found.setdefault(key, []).append(holding)
-    return found
 
 
 def _admit(holding: Holding) -> Admit:
