@@ -127,9 +127,12 @@ class Answer(msgspec.Struct, tag="answer", frozen=True):
 
 
 class Feed(msgspec.Struct, tag="feed", frozen=True):
-    """What watchers are told, as it is sent to them (`feed/schema.py`)."""
+    """What watchers are told, as it is sent to them (`feed/schema.py`).
 
-    kind: Literal["snapshot", "frame"]
+    "lost": nothing more comes from this engine, because what makes it failed.
+    """
+
+    kind: Literal["snapshot", "frame", "lost"]
     json: bytes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from pippin.types import DeviceReading, StepForwards
 
 WINDOW_STEPS = 512  # steps that rates and shares are computed over
 NOTICEABLE_SECONDS = 1e-4  # of waiting: less is the cost of asking
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,22 @@ class StepLog:
     """Writes every record to a file as a line of JSON, at once: a reader needs no engine."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self._over = False
         try:
             self._file = path.open("wb", buffering=0)
         except OSError as error:
             raise LoadError(f"cannot write a step log: {error}") from error
 
     def write(self, record: StepRecord) -> None:
-        self._file.write(msgspec.json.encode(record) + b"\n")
+        """A disk that is full, or gone, ends the log and nothing else."""
+        if self._over:
+            return
+        try:
+            self._file.write(msgspec.json.encode(record) + b"\n")
+        except OSError as error:
+            self._over = True
+            logger.warning("the step log %s ends here: %s", self._path, error)
 
     def close(self) -> None:
         self._file.close()
@@ -105,6 +117,7 @@ class EngineMetrics:
     requests_aborted: int = 0
     requests_failed: int = 0
     retractions: int = 0  # running requests that were taken back, to be resumed
+    watch_failures: int = 0  # of what only looks on, which then hears nothing more
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     log: StepLog | None = None  # gets all of them
 
@@ -155,6 +168,7 @@ class EngineMetrics:
             "requests_aborted": self.requests_aborted,
             "requests_failed": self.requests_failed,
             "retractions": self.retractions,
+            "watch_failures": self.watch_failures,
             "device_idle_share": round(self.device_idle_share, 4),
             "host_hidden_share": round(self.host_hidden_share, 4),
         }

@@ -11,7 +11,7 @@ import pytest
 
 from pippin.api.engine_client import EngineClient
 from pippin.api.watchers import MAX_UNREAD, MAX_WATCHERS, Watchers, WatchEvent
-from pippin.errors import Overloaded
+from pippin.errors import Overloaded, PippinError
 from pippin.messages import Feed, ToEngine, Unwatch, Watch
 
 Stream = AsyncGenerator[WatchEvent, None]
@@ -111,6 +111,22 @@ def test_too_many_are_refused() -> None:
         watchers.tell(SNAPSHOT)
         await task
         await again.aclose()
+
+    run(scenario)
+
+
+def test_streams_end_with_an_error_when_nothing_can_be_told_any_more() -> None:
+    async def scenario(watchers: Watchers, sent: list[ToEngine]) -> None:
+        async with aclosing(watchers.watch()) as one:
+            task = await begin(one)
+            watchers.tell(SNAPSHOT)
+            await task
+            watchers.tell(frame(1))
+            watchers.tell(Feed("lost", b""))
+            assert await read(one, 1) == ["1"]
+            with pytest.raises(PippinError, match="it serves as before"):
+                await anext(one)
+        assert sent == [Watch(), Unwatch()]
 
     run(scenario)
 

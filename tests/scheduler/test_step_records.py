@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 from pathlib import Path
 
@@ -48,6 +49,27 @@ def test_a_log_holds_every_record_as_it_was(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"cannot write a step log: .*nowhere"):
         StepLog(tmp_path / "nowhere" / "steps")
+
+
+def test_a_disk_that_is_full_ends_the_log_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FullDisk(io.FileIO):
+        def write(self, data: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    client = make_client()
+    log = client.loop.scheduler.metrics.log = StepLog(tmp_path / "steps")
+    client.ask(make_prompt(30))
+    num_written = len(read_step_log(tmp_path / "steps"))
+    assert num_written == client.loop.scheduler.metrics.steps
+    log._file.close()
+    log._file = FullDisk(tmp_path / "full", "w")
+    assert client.ask(make_prompt(40)).tokens == oracle(make_prompt(40))[0]
+    assert client.loop.scheduler.metrics.steps > num_written + 1
+    (line,) = caplog.messages
+    assert "steps ends here: [Errno 28]" in line
+    log.close()
 
 
 def test_under_overlap_a_step_is_launched_before_the_last_one_is_committed() -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pippin.errors import Overloaded
+from pippin.errors import Overloaded, PippinError
 from pippin.feed.schema import EngineLost
 from pippin.messages import Feed, ToEngine, Unwatch, Watch
 
@@ -33,6 +33,7 @@ class _Watcher:
         self.unread: deque[WatchEvent] = deque()
         self.in_step = False  # it has a snapshot, and every frame since
         self.waits = False  # for a snapshot that was asked for
+        self.is_lost = False  # the engine cannot tell it anything more
         self.wakes = asyncio.Event()
 
     def put(self, event: WatchEvent) -> None:
@@ -47,7 +48,7 @@ class Watchers:
         self._closed = False
 
     async def watch(self) -> AsyncGenerator[WatchEvent, None]:
-        """One more; Overloaded if there are too many."""
+        """One more; Overloaded if there are too many, PippinError when nothing can be told."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise Overloaded(f"{MAX_WATCHERS} watch already")
         watcher = _Watcher()
@@ -56,6 +57,8 @@ class Watchers:
             while not self._closed:
                 while watcher.unread:
                     yield watcher.unread.popleft()
+                if watcher.is_lost:
+                    raise PippinError("what tells of the engine failed; it serves as before")
                 if not (watcher.in_step or watcher.waits):  # it is new, or fell behind
                     watcher.waits = True
                     self._send(Watch())
@@ -68,6 +71,11 @@ class Watchers:
 
     def tell(self, message: Feed) -> None:
         """Nobody is waited for."""
+        if message.kind == "lost":
+            for watcher in self._watchers:
+                watcher.is_lost = True
+                watcher.wakes.set()
+            return
         event = WatchEvent(message.kind, message.json)
         for watcher in self._watchers:
             if message.kind == "snapshot":

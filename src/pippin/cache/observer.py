@@ -8,7 +8,10 @@ from pippin.cache.radix import Node
 
 
 class TreeObserver(Protocol):
-    """Called when it has happened; nodes may be kept until `removed` names them."""
+    """Called in the middle of a change, when it has happened; never raises.
+
+    Nodes may be kept until `removed` names them.
+    """
 
     def added(self, node: Node) -> None: ...
 

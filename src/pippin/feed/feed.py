@@ -3,6 +3,8 @@
 watch     the next message is a snapshot, for those who have just come
 flush     called after every step: sends what is new, if the last message was long enough ago
 unwatch   from now on nothing is gathered
+
+If any of it raises, the feed is over: watchers are told so, and the engine goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from pippin.feed.guard import never_raises
 from pippin.feed.recorder import Recorder
 from pippin.feed.schema import Frame, Load, Memory, Progress, Request, Snapshot, Step
 from pippin.feed.tree import TreeMirror
@@ -40,6 +43,7 @@ class Feed:
         self._send = send
         self._encoder = msgspec.json.Encoder()
         self._watched = False
+        self._is_lost = False
         self._snapshot_wanted = False
         self._last_at = -math.inf
         self._last_generated = 0
@@ -53,22 +57,42 @@ class Feed:
 
     # ---- watchers ----------------------------------------------------------------------------
 
+    @never_raises
     def watch(self) -> None:
         """Somebody has come, or fell behind."""
+        if self._is_lost:
+            self._tell_lost()
+            return
         self._snapshot_wanted = True
         if not self._watched:
             self._watched = True
+            self._recorder.add(self)
             self._last_generated = self._loop.scheduler.metrics.generated_tokens
             cache = self._loop.scheduler.cache
-            self._mirror = None if cache is None else TreeMirror(cache)
-            self._recorder.add(self)
+            self._mirror = None if cache is None else TreeMirror(cache, self.give_up)
         self.flush()
 
     def unwatch(self) -> None:
         if not self._watched:
             return
-        self._watched = self._snapshot_wanted = False
         self._recorder.remove(self)
+        self._forget()
+
+    def give_up(self, error: Exception) -> None:
+        if not self._is_lost:  # else by an earlier failure of the same call
+            self._recorder.lose(self, error)
+
+    def lost(self) -> None:
+        """Nobody is told anything again: what was gathered may be wrong."""
+        self._is_lost = True
+        self._forget()
+        self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        self._send(FeedMessage("lost", b""))
+
+    def _forget(self) -> None:
+        self._watched = self._snapshot_wanted = False
         if self._mirror is not None:
             self._mirror.close()
             self._mirror = None
@@ -84,6 +108,7 @@ class Feed:
             return math.inf
         return max(0.0, self._last_at + INTERVAL_SECONDS - self._recorder.now)
 
+    @never_raises
     def flush(self) -> None:
         """Send what is new, unless it is too soon."""
         if not self._watched:

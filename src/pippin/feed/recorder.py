@@ -2,22 +2,27 @@
 
     scheduler, loop  ── observer ──▶  Recorder  ── Step, Request ──▶  sinks: the feed, a trace
 
-Without a sink the scheduler has no observer: nothing here runs.
+Without a sink the scheduler has no observer: nothing here runs. A sink that raises is lost, and the
+engine goes on.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter, time
 from typing import Protocol
 
 from pippin.backends.base import StepPlan
+from pippin.feed.guard import never_raises
 from pippin.feed.schema import Chunk, Request, Step
 from pippin.metrics import StepRecord
 from pippin.scheduler import request as scheduled
 from pippin.scheduler.holding import Holding
 from pippin.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -27,6 +32,10 @@ class Sink(Protocol):
 
     def request(self, request: Request) -> None:
         """One that came, or is in another phase."""
+        ...
+
+    def lost(self) -> None:
+        """It raised, or could not be told: it hears nothing more."""
         ...
 
 
@@ -88,6 +97,20 @@ class Recorder:
             self._retracted.clear()
             self._last = None
 
+    def lose(self, sink: Sink, error: Exception) -> None:
+        """A sink's own failure, or ours to tell it something: nobody else is harmed."""
+        name = type(sink).__name__
+        logger.error("%s failed: what the engine does is not told to it", name, exc_info=error)
+        self._scheduler.metrics.watch_failures += 1
+        if sink in self._sinks:
+            self.remove(sink)
+        sink.lost()
+
+    def give_up(self, error: Exception) -> None:
+        """No record could be made."""
+        for sink in list(self._sinks):
+            self.lose(sink, error)
+
     def requests(self) -> list[Request]:
         """All that have not ended: those that run first, then in order of arrival."""
         lives = sorted(self._lives.values(), key=lambda life: (not life.request.running, life.came))
@@ -95,6 +118,7 @@ class Recorder:
 
     # ---- what the scheduler tells ------------------------------------------------------------
 
+    @never_raises
     def request_changed(self, request: scheduled.Request) -> None:
         life = self._lives.get(request.id)
         if life is None:
@@ -107,6 +131,7 @@ class Recorder:
             del self._lives[request.id]
         self._tell(life)
 
+    @never_raises
     def step_launched(self, plan: StepPlan, holdings: Mapping[int, Holding]) -> None:
         started = [holdings[admit.slot].request.id for admit in plan.admit]
         samples = [holdings[row.slot].request.id for row in plan.prefill if row.samples]
@@ -130,6 +155,7 @@ class Recorder:
                     life.started = round(life.came + (life.request.queued_s or 0.0), 6)
                 self._tell(life)
 
+    @never_raises
     def step_committed(self, plan: StepPlan, record: StepRecord) -> None:
         for step in [step for step in self._launched if step < plan.step]:
             del self._launched[step]  # it failed
@@ -138,8 +164,7 @@ class Recorder:
             return  # launched before anybody watched
         told = self._step(plan, record, launched)
         self._last = record
-        for sink in self._sinks:
-            sink.step(told)
+        self._tell_sinks(lambda sink: sink.step(told))
         for id in launched.samples:
             if (life := self._lives.get(id)) is not None and life.first_token is None:
                 life.first_token = told.resumed
@@ -189,8 +214,14 @@ class Recorder:
 
     def _tell(self, life: _Life) -> None:
         told = self._view(life)
-        for sink in self._sinks:
-            sink.request(told)
+        self._tell_sinks(lambda sink: sink.request(told))
+
+    def _tell_sinks(self, tell: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                tell(sink)
+            except Exception as error:
+                self.lose(sink, error)
 
     def _view(self, life: _Life) -> Request:
         request = life.request

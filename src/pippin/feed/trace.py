@@ -111,6 +111,7 @@ class TraceWriter:
         self._file = file
         self._recorder = recorder
         self._pid = os.getpid()
+        self._is_lost = False
         self._host, self._device = _Lane(HOST), _Lane(DEVICE)
         self._untold: list[_Slice] = []  # of the host; the next step's plan may come before them
         self._committed = 0.0
@@ -123,8 +124,15 @@ class TraceWriter:
             file.write([self._named("thread_name", lane, name), self._sorted(lane)])
         recorder.add(self)
 
+    def lost(self) -> None:
+        """What was written so far can be read."""
+        self._is_lost = True
+        self._file.close()
+
     def close(self) -> None:
         """Tell what was held back; both lanes end together."""
+        if self._is_lost:
+            return
         self._recorder.remove(self)
         events = self._tell_host(self._untold)
         left = self._device.fill(self._committed, "idle")

@@ -7,11 +7,13 @@ whole path above, so a node is told whenever one below it is.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 from pippin.cache.components import COMPONENTS
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.radix import Node
 from pippin.feed import schema
+from pippin.feed.guard import never_raises
 from pippin.feed.schema import Change
 
 MAX_NODES = 512
@@ -21,8 +23,9 @@ NUM_KEPT = MAX_NODES * 3 // 4  # when there are more than that
 class TreeMirror:
     """The cache's observer from its making until `close`."""
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: PrefixCache, on_failure: Callable[[Exception], None]) -> None:
         self._cache = cache
+        self.give_up = on_failure
         self._shown: dict[int, Node] = {node.id: node for node in _used_last(cache.root)}
         self._changes: dict[int, Change] = {}
         self._evicted: list[int] = []
@@ -59,27 +62,32 @@ class TreeMirror:
 
     # ---- what the cache tells ------------------------------------------------------------------
 
+    @never_raises
     def added(self, node: Node) -> None:
         self._show(node, "add")
         assert node.parent is not None
         self._show_path(node.parent)
         self.changed(node.parent)
 
+    @never_raises
     def split(self, upper: Node, lower: Node) -> None:
         if lower.id in self._shown:
             self._show(upper, "split")
             self.changed(lower)
 
+    @never_raises
     def changed(self, node: Node) -> None:
         if node.id in self._shown:
             self._changes.setdefault(node.id, "change")
 
+    @never_raises
     def removed(self, leaf: Node, parent: Node) -> None:
         if self._forget(leaf.id):
             self._evicted.append(leaf.id)
         self._used.pop(leaf.id, None)
         self.changed(parent)
 
+    @never_raises
     def used(self, node: Node) -> None:
         self._show_path(node)
         self._used.pop(node.id, None)

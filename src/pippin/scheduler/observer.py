@@ -12,7 +12,7 @@ from pippin.scheduler.request import Request
 
 
 class Observer(Protocol):
-    """Called from the loop's thread, while the device works where that can be so."""
+    """Called from the loop's thread, while the device works where that can be so. Never raises."""
 
     def request_changed(self, request: Request) -> None:
         """It came, or is in another phase."""

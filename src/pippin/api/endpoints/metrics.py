@@ -86,6 +86,11 @@ COUNTERS = (
     _Number(
         "pippin_retractions", "Running sequences that were taken back.", ("metrics", "retractions")
     ),
+    _Number(
+        "pippin_watch_failures",
+        "Of what only looks on: the feed, a trace.",
+        ("metrics", "watch_failures"),
+    ),
     _Number("pippin_cache_lookups", "Prompts that were looked up.", ("cache", "lookups")),
     _Number("pippin_cache_hits", "Of these, with a match.", ("cache", "hits")),
     _Number(
