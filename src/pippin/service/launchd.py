@@ -11,7 +11,7 @@ from pathlib import Path
 from platformdirs import user_log_path
 
 from pippin.service.definition import RESTART_S, Definition, ServiceError
-from pippin.service.manager import Status, ask, tell, write_privately
+from pippin.service.system import Status, ask, tell, write_privately
 
 
 class Launchd:

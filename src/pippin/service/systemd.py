@@ -7,7 +7,7 @@ import getpass
 from platformdirs import user_config_path
 
 from pippin.service.definition import RESTART_S, Definition, ServiceError
-from pippin.service.manager import Status, ask, tell, write_privately
+from pippin.service.system import Status, ask, tell, write_privately
 
 UNIT = """\
 # Written by `pippin service install`; `pippin service uninstall` removes it.
