@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "sequences": {"types", "messages", "text"},
     "embedding": {"types", "messages", "sequences"},
     "progress": set(),
+    "tasks": set(),
     "router": {"messages", "scheduler.loop"},
     "decode": {"types"},
     "grammars": {"types", "text", "decode"},
@@ -57,7 +58,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "feed.schema": {"types"},
     "message_pump": {"messages", "feed", "scheduler.loop"},
     "api": {
-        *("types", "text", "messages", "sequences", "embedding", "config"),
+        *("types", "text", "messages", "sequences", "embedding", "tasks", "config"),
         *("decode.closed_objects", "decode.expressions", "decode.json_schema"),
         "feed.schema",
     },

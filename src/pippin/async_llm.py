@@ -16,11 +16,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -55,10 +54,9 @@ from pippin.offline_requests import (
 )
 from pippin.resolve import resolve
 from pippin.sequences import GeneratedSequence, SequencePiece
+from pippin.tasks import all_or_none
 from pippin.text.bundle import TextBundle
 from pippin.types import SamplingParams
-
-T = TypeVar("T")
 
 
 class AsyncLLM:
@@ -101,7 +99,7 @@ class AsyncLLM:
     async def embed(self, prompts: Prompts, *, priority: Priority = 0) -> np.ndarray:
         """As `LLM.embed`."""
         submits = await asyncio.to_thread(self._requests.embeddings, prompts, priority)
-        return np.stack(await _all_or_none([self._vector(submit) for submit in submits]))
+        return np.stack(await all_or_none([self._vector(submit) for submit in submits]))
 
     async def stream_generate(
         self, prompt: PromptInput, params: SamplingParams | None = None, *, priority: int = 0
@@ -147,7 +145,7 @@ class AsyncLLM:
     # ---- inside ----------------------------------------------------------------------------
 
     async def _complete(self, sequences: Sequence[GeneratedSequence]) -> list[Completion]:
-        return await _all_or_none([self._completion(sequence) for sequence in sequences])
+        return await all_or_none([self._completion(sequence) for sequence in sequences])
 
     async def _completion(self, sequence: GeneratedSequence) -> Completion:
         completion = Completion(list(sequence.prompt.tokens))
@@ -173,17 +171,6 @@ class AsyncLLM:
                 if delta.finish is not None:
                     return embedding_of(delta)
         raise EngineDead("the engine said nothing")
-
-
-async def _all_or_none(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All side by side; if one fails, or nobody waits any more, the others are stopped."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _EngineThread:

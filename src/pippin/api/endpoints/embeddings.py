@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import uuid
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pippin.embedding import embedding_of, embedding_submit
 from pippin.errors import EngineDead, RequestError
 from pippin.messages import Submit
 from pippin.sequences import room_for_reply
+from pippin.tasks import all_or_none
 from pippin.text.bundle import TextBundle
 from pippin.text.prompt import Prompt
 
@@ -121,14 +121,7 @@ class EmbeddingReply:
         }
 
     async def _vectors(self) -> list[np.ndarray]:
-        """All of them side by side; if one fails, the others are stopped."""
-        tasks = [asyncio.create_task(self._vector(submit)) for submit in self._job.submits]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await all_or_none(self._vector(submit) for submit in self._job.submits)
 
     async def _vector(self, submit: Submit) -> np.ndarray:
         async for delta in self._engine.generate(submit):
