@@ -146,3 +146,17 @@ def test_array_libraries_stay_inside_their_backend(path: Path) -> None:
 def test_a_module_without_a_layer_is_noticed() -> None:
     with pytest.raises(ValueError, match="empty"):
         layer("surprise")
+
+
+def test_the_document_has_the_same_table() -> None:
+    text = (SRC.parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.split("| package | may import |\n|---|---|\n")[1].split("\n\n")[0]
+    told: dict[str, set[str] | None] = {}
+    for row in table.splitlines():
+        packages, allowed = (_named(cell) for cell in row.split("|")[1:3])
+        told |= dict.fromkeys(packages, ANYTHING if "| anything |" in row else set(allowed))
+    assert told == MAY_IMPORT
+
+
+def _named(cell: str) -> list[str]:
+    return ["" if name == "pippin" else name for name in cell.split("`")[1::2]]
