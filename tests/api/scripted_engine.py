@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
+import json
+import socket
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from pippin.errors import NotReady
 from pippin.messages import Submit, TokenDelta
 from pippin.text.bundle import TextBundle
 from pippin.types import TokenLogprobs
+from processes import wait_until
 
 BUNDLED = Path(__file__).parents[2] / "src/pippin/models/stories-hybrid-20m"
 TEXT = TextBundle.load(BUNDLED)
@@ -237,11 +239,16 @@ def serving_alone(
         board.stop()
 
 
-def wait_until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
+@contextmanager
+def asking(url: str, body: dict[str, Any]) -> Iterator[None]:
+    """A client that has sent its request and reads nothing; it hangs up in the end."""
+    host, _, path = url.removeprefix("http://").partition("/")
+    name, _, port = host.partition(":")
+    content = json.dumps(body).encode()
+    head = f"POST /{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((name, int(port))) as client:
+        client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield
 
 
 def answer_anything(submit: Submit) -> list[TokenDelta]:

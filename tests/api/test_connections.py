@@ -10,18 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted_engine import ScriptedEngine, hang, say, say_tokens, serving_alone, wait_until
+from scripted_engine import ScriptedEngine, hang, say, say_tokens, serving_alone
 
 from pippin.api.http import connection
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.launch import _listen
+from processes import PATIENCE_SECONDS, wait_until
 
 BODY = json.dumps({"model": "stories", "prompt": "Hi."}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 REQUEST = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-SOON = LimitsConfig(header_timeout=0.5, body_timeout=0.5, send_timeout=0.5)
-LATE = LimitsConfig(header_timeout=60.0, body_timeout=60.0, send_timeout=60.0)
+# Long enough for whoever does send what it should, on a machine that has much else to do.
+SOON_SECONDS = 2.0
+LATE = LimitsConfig(header_timeout=600.0, body_timeout=600.0, send_timeout=600.0)
+SOON = replace(LATE, header_timeout=SOON_SECONDS)
 
 Connect = Callable[[], socket.socket]
 
@@ -33,7 +36,16 @@ def server(limits: LimitsConfig, engine: ScriptedEngine | None = None) -> Iterat
         address = stack.enter_context(
             serving_alone(engine or ScriptedEngine(say("Hi there.")), limits)
         )
-        yield lambda: stack.enter_context(socket.create_connection(address, timeout=20))
+        yield lambda: stack.enter_context(
+            socket.create_connection(address, timeout=PATIENCE_SECONDS)
+        )
+
+
+@pytest.fixture(scope="module")
+def connect() -> Iterator[Connect]:
+    """To a server that has all the time there is, for the tests that need no other."""
+    with server(LATE) as connect:
+        yield connect
 
 
 def all_of(client: socket.socket) -> bytes:
@@ -69,20 +81,27 @@ def assert_serves(connect: Connect) -> None:
     assert reply_of(client)[0] == 200
 
 
-@pytest.mark.parametrize("sent", [b"P", HEAD, HEAD + b"X-More: a"])
-def test_a_head_that_does_not_come_is_a_408(sent: bytes) -> None:
-    with server(SOON) as connect:
-        client = connect()
+def sending(connect: Connect, *each: bytes) -> list[socket.socket]:
+    """Clients that wait at the same time."""
+    clients = [connect() for _ in each]
+    for client, sent in zip(clients, each, strict=True):
         client.sendall(sent)
-        status, body = reply_of(client)
-        assert status == 408
-        assert "--header-timeout" in body["error"]["message"]
-        assert all_of(client) == b""
+    return clients
+
+
+def test_a_head_that_does_not_come_is_a_408() -> None:
+    with server(SOON) as connect:
+        for client in sending(connect, b"P", HEAD, HEAD + b"X-More: a"):
+            status, body = reply_of(client)
+            assert status == 408
+            assert "--header-timeout" in body["error"]["message"]
+            assert all_of(client) == b""
         assert_serves(connect)
 
 
-def test_slow_bytes_do_not_buy_time() -> None:
+def test_time_is_neither_bought_by_slow_bytes_nor_kept_by_silence() -> None:
     with server(SOON) as connect:
+        silent = connect()
         client = connect()
         found = b""
         client.settimeout(0.01)
@@ -91,11 +110,7 @@ def test_slow_bytes_do_not_buy_time() -> None:
             with suppress(TimeoutError):
                 found = client.recv(1000)
         assert b" 408 " in found
-
-
-def test_a_connection_that_says_nothing_is_closed() -> None:
-    with server(SOON) as connect:
-        assert all_of(connect()) == b""
+        assert all_of(silent) == b""
 
 
 def test_a_second_request_has_its_own_time() -> None:
@@ -108,21 +123,18 @@ def test_a_second_request_has_its_own_time() -> None:
         assert reply_of(client)[0] == 408
 
 
-@pytest.mark.parametrize(
-    "sent", [HEAD + b"Content-Length: 100\r\n\r\n{", CHUNKED, CHUNKED + b"5\r\n{"]
-)
-def test_a_body_that_does_not_come_is_a_408(sent: bytes) -> None:
-    with server(replace(LATE, body_timeout=0.5)) as connect:
-        client = connect()
-        client.sendall(sent)
-        status, body = reply_of(client)
-        assert status == 408
-        assert "--body-timeout" in body["error"]["message"]
+def test_a_body_that_does_not_come_is_a_408() -> None:
+    with server(replace(LATE, body_timeout=SOON_SECONDS)) as connect:
+        cut = (HEAD + b"Content-Length: 100\r\n\r\n{", CHUNKED, CHUNKED + b"5\r\n{")
+        for client in sending(connect, *cut):
+            status, body = reply_of(client)
+            assert status == 408
+            assert "--body-timeout" in body["error"]["message"]
         assert_serves(connect)
 
 
 def test_a_body_that_nobody_waits_for_does_not_keep_a_connection() -> None:
-    with server(replace(LATE, header_timeout=0.5)) as connect:
+    with server(SOON) as connect:
         client = connect()
         client.sendall(b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
         assert reply_of(client)[0] == 404
@@ -130,12 +142,11 @@ def test_a_body_that_nobody_waits_for_does_not_keep_a_connection() -> None:
         assert all_of(client) == b""
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_body_harms_nobody() -> None:
-    with server(LATE) as connect:
-        client = connect()
-        client.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
-        client.close()
-        assert_serves(connect)
+def test_a_client_that_leaves_in_the_middle_of_its_body_harms_nobody(connect: Connect) -> None:
+    client = connect()
+    client.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+    client.close()
+    assert_serves(connect)
 
 
 @pytest.mark.parametrize(
@@ -156,15 +167,16 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_harms_nobody() -> None:
         (HEAD + b"Bad Header: a\r\n\r\n", 400),
     ],
 )
-def test_what_is_not_http_is_answered_and_the_connection_closed(sent: bytes, expected: int) -> None:
-    with server(LATE) as connect:
-        client = connect()
-        client.sendall(sent)
-        reply = all_of(client)
-        assert reply.startswith(b"HTTP/1.1 %d " % expected)
-        error = json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
-        assert error["type"] == "invalid_request_error"
-        assert_serves(connect)
+def test_what_is_not_http_is_answered_and_the_connection_closed(
+    connect: Connect, sent: bytes, expected: int
+) -> None:
+    client = connect()
+    client.sendall(sent)
+    reply = all_of(client)
+    assert reply.startswith(b"HTTP/1.1 %d " % expected)
+    error = json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
+    assert error["type"] == "invalid_request_error"
+    assert_serves(connect)
 
 
 def test_too_many_connections_are_told_and_room_is_made_by_idle_ones() -> None:
@@ -199,7 +211,7 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_aborted() -> None:
     engine = ScriptedEngine(say_tokens([5] * 8000))
     body = json.dumps({"model": "stories", "prompt": "Hi.", "stream": True, "logprobs": 20})
     request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body.encode()
-    with server(replace(LATE, send_timeout=0.5), engine) as connect:
+    with server(replace(LATE, send_timeout=SOON_SECONDS), engine) as connect:
         client = connect()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.sendall(request)
@@ -207,14 +219,13 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_aborted() -> None:
         assert_serves(connect)
 
 
-def test_pipelined_requests_are_answered_in_order() -> None:
-    with server(LATE) as connect:
-        client = connect()
-        client.sendall(REQUEST + b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        found = b""
-        while b"/nothing" not in found:
-            found += client.recv(65536)
-        assert found.index(b" 200 ") < found.index(b" 404 ")
+def test_pipelined_requests_are_answered_in_order(connect: Connect) -> None:
+    client = connect()
+    client.sendall(REQUEST + b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    found = b""
+    while b"/nothing" not in found:
+        found += client.recv(65536)
+    assert found.index(b" 200 ") < found.index(b" 404 ")
 
 
 @pytest.mark.parametrize(("soft", "raised"), [(256, 1024 + 64 + 128), (4096, None)])
@@ -234,10 +245,9 @@ def test_the_servers_socket_is_one_that_asyncio_sends_small_pieces_on_at_once() 
         assert listener.proto == socket.IPPROTO_TCP
 
 
-def test_an_offer_of_another_protocol_is_passed_over() -> None:
-    with server(LATE) as connect:
-        for offer in (b"h2c", b"websocket"):
-            client = connect()
-            head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
-            client.sendall(head + b"Upgrade: " + offer + b"\r\n\r\n")
-            assert reply_of(client)[0] == 200
+def test_an_offer_of_another_protocol_is_passed_over(connect: Connect) -> None:
+    for offer in (b"h2c", b"websocket"):
+        client = connect()
+        head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\n"
+        client.sendall(head + b"Upgrade: " + offer + b"\r\n\r\n")
+        assert reply_of(client)[0] == 200

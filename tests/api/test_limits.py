@@ -10,11 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_engine import ScriptedEngine, hang, say, serving, wait_until
+from scripted_engine import ScriptedEngine, hang, say, serving
 
 from pippin.api import app
 from pippin.api.http import sending, workers
 from pippin.config import LimitsConfig
+from processes import wait_until
 
 CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]}
 COMPLETION = {"model": "stories", "prompt": "Hi."}
@@ -121,7 +122,7 @@ def test_a_reply_that_is_late_ends_and_is_aborted(
 def test_a_stream_that_is_late_says_so_in_an_event() -> None:
     engine = ScriptedEngine(hang(after="Once"))
     reply = post(
-        CHAT | {"stream": True, "timeout": 0.5}, path="/v1/chat/completions", engine=engine
+        CHAT | {"stream": True, "timeout": 2.0}, path="/v1/chat/completions", engine=engine
     )
     assert reply.status_code == 200
     *_, error, done = reply.text.strip().split("\n\n")

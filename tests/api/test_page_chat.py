@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from browser import Visit, needs_browser, open_browser, visiting
 from qwen35_server import CALL, THOUGHT, WEATHER, prompt_text, says, serving_qwen
-from scripted_engine import TOKENIZER, ScriptedEngine, fail, hang, say, serving, wait_until, waiting
+from scripted_engine import TOKENIZER, ScriptedEngine, fail, hang, say, serving, waiting
 
 from pippin.config import ServerConfig
 from pippin.messages import Submit
+from processes import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

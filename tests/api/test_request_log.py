@@ -7,9 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_engine import TOKENIZER, ScriptedEngine, fail, hang, say, serving, wait_until
+from scripted_engine import TOKENIZER, ScriptedEngine, asking, fail, hang, say, serving
 
 from pippin.config import ServerConfig
+from processes import wait_until
 
 CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Sesame."}]}
 
@@ -81,9 +82,10 @@ def test_an_error_is_named(
 
 
 def test_a_client_that_leaves_has_a_line(log: pytest.LogCaptureFixture) -> None:
-    with serving(ScriptedEngine(hang())) as url:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=httpx.Timeout(5, read=0.5))
+    engine = ScriptedEngine(hang())
+    with serving(engine) as url:
+        with asking(f"{url}/v1/chat/completions", CHAT):
+            wait_until(lambda: engine.submits)
         wait_until(lambda: lines(log))
     [line] = lines(log)
     assert (line["status"], line["finish"]) == (499, "cut")
