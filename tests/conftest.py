@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import Phase, settings
 
 WHOLLY_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
@@ -41,6 +42,9 @@ else:
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Every client of HTTP first reads all certificates there are, which takes longer than most tests.
 ssl.create_default_context = cache(ssl.create_default_context)
+# httpx gives up after five seconds; a machine that has much else to do may take longer.
+for part in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, part, 120.0)
 # GPUs may round float32 products to ten bits: no tolerance here allows for that.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 

@@ -15,6 +15,7 @@ from pippin import LLM, AsyncLLM, SamplingParams
 from pippin.backends.fake import FakeBackend
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import ContextOverflow, EngineDead, LoadError, RequestError
+from processes import PATIENCE_SECONDS
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 ENDLESS = replace(GREEDY, max_tokens=5000)
@@ -31,7 +32,7 @@ def run(work: Callable[[AsyncLLM], Awaitable[None]], **engine: Any) -> None:
         async with await AsyncLLM.load(config=toy(**engine)) as llm:
             await work(llm)
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_SECONDS))
 
 
 def test_it_says_what_llm_says() -> None:
@@ -147,4 +148,4 @@ def test_who_waits_when_it_is_closed_hears_so() -> None:
         with pytest.raises(EngineDead):
             await call
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_SECONDS))

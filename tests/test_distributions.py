@@ -18,14 +18,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from processes import is_installed
+from processes import PATIENCE_SECONDS, is_installed
 
 ROOT = Path(__file__).parent.parent
 NEEDED = ("build", "hatchling", "hatch_fancy_pypi_readme", "readme_renderer", "pip")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout: git lists the files"),
     *(
         pytest.mark.skipif(not is_installed(name), reason=f"{name} is not installed")
@@ -111,7 +111,7 @@ class Installation:
             yield found[1]
         finally:
             process.terminate()
-            process.communicate(timeout=60)
+            process.communicate(timeout=PATIENCE_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_the_two_wheels_serve_and_answer(installation: Installation) -> None:
         answer = httpx.post(
             f"{url}/v1/completions",
             json={"model": "stories-hybrid-20m", "prompt": "Once upon a time", "max_tokens": 8},
-            timeout=120,
+            timeout=PATIENCE_SECONDS,
         ).json()
         script = re.search(r'src="(page/app[^"]+)"', httpx.get(url).text)
         assert script, "no page at /"

@@ -35,6 +35,7 @@ from pippin.messages import (
 from pippin.scheduler.loop import Loop
 from pippin.supervision.connection import Connection
 from pippin.types import SamplingParams
+from processes import PATIENCE_SECONDS
 
 
 async def ask(engine: EngineClient, id: str, prompt: list[int]) -> TokenDelta:
@@ -86,8 +87,8 @@ def talk_to(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    asyncio.run(asyncio.wait_for(work(), 20))
-    thread.join(timeout=20)
+    asyncio.run(asyncio.wait_for(work(), PATIENCE_SECONDS))
+    thread.join(PATIENCE_SECONDS)
     (status,) = statuses
     return status
 
@@ -189,7 +190,7 @@ def test_signs_of_life_come_while_a_step_runs_and_say_how_long_it_has_taken(
     step, goes_on = loop.step, threading.Event()
 
     def long_step() -> list[TokenDelta]:
-        assert goes_on.wait(20)
+        assert goes_on.wait(PATIENCE_SECONDS)
         return step()
 
     monkeypatch.setattr(loop, "step", long_step)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from processes import children_of, environment, wait_until_gone
+from processes import PATIENCE_SECONDS, children_of, environment, wait_until, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
@@ -37,23 +37,20 @@ def server(directory: Path, end: signal.Signals) -> Iterator[str]:
             for pid in [process.pid, *children_of(process.pid)] if end is signal.SIGKILL else []:
                 subprocess.run(["kill", "-9", str(pid)], check=False)
             process.send_signal(end)
-            process.wait(timeout=30)
+            process.wait(PATIENCE_SECONDS)
         finally:
             process.kill()
             wait_until_gone(process.pid)
 
 
 def ask(url: str, **more: Any) -> dict[str, Any]:
-    reply: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=ASK | more, timeout=60).json()
+    reply: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=ASK | more).json()
     return reply
 
 
 def wait_until_written(url: str) -> None:
     """The reply's end, which is written last: two states, one of them at its end."""
-    for _ in range(200):
-        if httpx.get(f"{url}/status", timeout=10).json()["disk"]["spilled_entries"] >= 5:
-            return
-    raise AssertionError("nothing was written")
+    wait_until(lambda: httpx.get(f"{url}/status").json()["disk"]["spilled_entries"] >= 5)
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
@@ -80,7 +77,7 @@ def test_a_second_server_is_refused_the_directory(tmp_path: Path) -> None:
         options = ["--port", "0", "--cache-dir", str(tmp_path), "--disk", "100MB"]
         command = [sys.executable, "-m", "pippin", "serve", *options]
         second = subprocess.run(
-            command, env=environment(), capture_output=True, text=True, timeout=60, check=False
+            command, env=environment(), capture_output=True, text=True, check=False
         )
     assert second.returncode != 0
     assert "in use" in second.stdout + second.stderr

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 
 import httpx
@@ -16,7 +15,7 @@ import pytest
 from openai.types.chat import ChatCompletionTokenLogprob
 
 from near_ties import ENOUGH, MARGIN
-from processes import environment, wait_until_gone
+from processes import PATIENCE_SECONDS, environment, wait_until, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +33,7 @@ def url() -> Iterator[str]:
             assert found
             yield found[0]
             server.send_signal(signal.SIGTERM)
-            assert server.wait(timeout=30) == 0
+            assert server.wait(PATIENCE_SECONDS) == 0
         finally:
             server.kill()
             wait_until_gone(server.pid)
@@ -110,8 +109,5 @@ def test_a_client_that_leaves_frees_its_slot(url: str) -> None:
         lines = reply.iter_lines()  # kept: a generator that is dropped closes the connection
         next(lines)
         assert httpx.get(f"{url}/status").json()["running"] == 1
-    deadline = time.monotonic() + 20
-    while httpx.get(f"{url}/status").json()["running"]:
-        assert time.monotonic() < deadline, "the request goes on without its client"
-        time.sleep(0.05)
+    wait_until(lambda: not httpx.get(f"{url}/status").json()["running"])
     assert httpx.get(f"{url}/status").json()["metrics"]["requests_aborted"] >= 1

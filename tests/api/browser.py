@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from processes import is_installed
+from processes import PATIENCE_SECONDS, is_installed
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -78,7 +78,7 @@ class Visit:
 def visiting(browser: Browser, url: str, path: str = "/", **options: Any) -> Iterator[Visit]:
     """The page, open. It must not have complained, nor asked anybody else, when it is left."""
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(1000 * PATIENCE_SECONDS)
     try:
         visit = Visit(context.new_page(), url)
         visit.page.on("request", lambda request: visit.requests.append(request.url))

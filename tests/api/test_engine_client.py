@@ -24,6 +24,7 @@ from pippin.messages import (
     TokenDelta,
 )
 from pippin.types import SamplingParams
+from processes import PATIENCE_SECONDS
 
 LOST = "the engine process was killed by SIGKILL"
 Scenario = Callable[[EngineClient, "SentMessages"], Coroutine[Any, Any, None]]
@@ -44,7 +45,7 @@ def run(scenario: Scenario) -> None:
         client.engine_ready(sent)
         await scenario(client, sent)
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), PATIENCE_SECONDS))
 
 
 def submit(id: str = "a") -> Submit:

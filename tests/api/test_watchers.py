@@ -13,6 +13,7 @@ from pippin.api.engine_client import EngineClient
 from pippin.api.watchers import MAX_UNREAD, MAX_WATCHERS, Watchers, WatchEvent
 from pippin.errors import Overloaded, PippinError
 from pippin.messages import Feed, ToEngine, Unwatch, Watch
+from processes import PATIENCE_SECONDS
 
 Stream = AsyncGenerator[WatchEvent, None]
 Scenario = Callable[[Watchers, list[ToEngine]], Coroutine[Any, Any, None]]
@@ -24,7 +25,7 @@ def run(scenario: Scenario) -> None:
         sent: list[ToEngine] = []
         await scenario(Watchers(sent.append), sent)
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), PATIENCE_SECONDS))
 
 
 def frame(number: int) -> Feed:
@@ -158,4 +159,4 @@ def test_watchers_survive_an_engine() -> None:
             with pytest.raises(StopAsyncIteration):
                 await task
 
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), PATIENCE_SECONDS))

@@ -89,7 +89,7 @@ def test_neither_process_of_a_server_imports_transformers_or_torch(tmp_path: Pat
             assert server.stdout is not None
             url = next(word for word in server.stdout.readline().split() if "://" in word)
             request = {"model": "stories-hybrid-20m", "prompt": "Once", "max_tokens": 3}
-            reply = httpx.post(f"{url}/v1/completions", json=request, timeout=60)
+            reply = httpx.post(f"{url}/v1/completions", json=request)
         finally:
             server.terminate()
     assert reply.status_code == 200, reply.text

@@ -160,7 +160,6 @@ def test_what_transformers_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("rival", RIVALS, ids=lambda rival: rival.name)
 def test_both_servers_answer_in_one_run(rival: Rival, monkeypatch: pytest.MonkeyPatch) -> None:
     if rival is TRANSFORMERS and (lacks := [n for n in TRANSFORMERS_NEEDS if not find_spec(n)]):

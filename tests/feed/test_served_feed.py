@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from processes import PATIENCE_SECONDS
 from test_serve import CHAT, serve
 
 pytestmark = pytest.mark.slow
@@ -22,7 +23,7 @@ Events = Iterator[tuple[str, Any]]
 
 @contextmanager
 def watching(url: str) -> Iterator[Events]:
-    with httpx.stream("GET", f"{url}/events", timeout=30) as reply:
+    with httpx.stream("GET", f"{url}/events") as reply:
         assert reply.status_code == 200
         yield _events(reply)
 
@@ -38,7 +39,7 @@ def _events(reply: httpx.Response) -> Events:
 
 def ask(url: str, num_tokens: int = 6) -> dict[str, Any]:
     body = CHAT | {"max_tokens": num_tokens, "ignore_eos": True}
-    reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    reply = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert reply.status_code == 200
     answer: dict[str, Any] = reply.json()
     return answer
@@ -91,6 +92,6 @@ def test_watchers_are_told_that_an_engine_died_and_go_on_with_the_next(tmp_path:
             served.process.terminate()
             for _ in events:  # ends with the server
                 pass
-        assert served.process.wait(timeout=20) == 0
+        assert served.process.wait(PATIENCE_SECONDS) == 0
     engines = {event["pid"] for event in json.loads(trace.read_bytes()) if event["ph"] == "X"}
     assert len(engines) == 2

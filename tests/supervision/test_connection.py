@@ -13,6 +13,7 @@ from pippin.errors import EngineDead
 from pippin.messages import FromEngine, Started, Submit, ToEngine, TokenBatch, TokenDelta
 from pippin.supervision.connection import Connection
 from pippin.types import SamplingParams
+from processes import PATIENCE_SECONDS
 
 
 class OtherEnd:
@@ -54,7 +55,7 @@ def test_messages_arrive_as_they_were_sent_in_their_order() -> None:
         connection.close()
         other.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_SECONDS))
 
 
 def test_a_message_that_makes_no_sense_is_an_error() -> None:
@@ -67,4 +68,4 @@ def test_a_message_that_makes_no_sense_is_an_error() -> None:
         connection.close()
         other.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_SECONDS))

@@ -20,7 +20,7 @@ from pippin.supervision import engine_process
 from pippin.supervision.connection import Connection
 from pippin.supervision.engine_process import EngineProcess, describe_exit
 from pippin.types import SamplingParams
-from processes import environment, wait_until_gone
+from processes import PATIENCE_SECONDS, environment, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def _children_find_pippin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 30))
+    asyncio.run(asyncio.wait_for(work, PATIENCE_SECONDS))
 
 
 def connect(process: EngineProcess) -> Connection:
@@ -125,7 +125,7 @@ from pippin.supervision.engine_process import EngineProcess
 from pippin.resolve import resolve
 process = EngineProcess(resolve(Config(model=ModelConfig(backend="fake"))))
 print(process.process.pid, process.spec.socket_dir, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     server = subprocess.Popen([sys.executable, "-c", code], env=environment(), stdout=-1, text=True)
     assert server.stdout is not None

@@ -15,18 +15,16 @@ import pytest
 from bundled import BUNDLED_PATH
 from pippin.backends.mlx.cpu import kernels
 from pippin.backends.mlx.cpu.kernels import Kernels
-from processes import environment, wait_until_gone
+from processes import PATIENCE_SECONDS, environment, wait_until_gone
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="kernels are built in the background on Linux only"
 )
 
-PATIENCE_SECONDS = 30.0
-
 
 @pytest.fixture
 def building() -> Iterator[Kernels]:
-    command = ["sh", "-c", "sleep 60 & wait"]  # a compiler, and whoever called it
+    command = ["sh", "-c", "sleep 600 & wait"]  # a compiler, and whoever called it
     builder = kernels.start_builder(command)
     made = Kernels(Path("marker"), available=False, builder=builder)
     yield made
@@ -83,10 +81,10 @@ def test_closing_ends_it_even_if_it_is_stopped(building: Kernels) -> None:
 def test_it_ends_with_a_server_that_is_killed_while_it_is_stopped() -> None:
     script = (
         "from pippin.backends.mlx.cpu.kernels import Kernels, start_builder; import time\n"
-        "made = Kernels(None, available=False, builder=start_builder(['sleep', '60']))\n"
+        "made = Kernels(None, available=False, builder=start_builder(['sleep', '600']))\n"
         "made.give_way(busy=True)\n"
         "print(made.builder.pid, flush=True)\n"
-        "time.sleep(60)"
+        "time.sleep(600)"
     )
     server = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
@@ -107,12 +105,12 @@ def test_it_ends_with_an_engine_even_where_nobody_wakes_it() -> None:
         "from pippin.backends.mlx.cpu.warm import be_killed_with_parent\n"
         "be_killed_with_parent()\n"
         "print(os.getpid(), flush=True)\n"
-        "time.sleep(60)"
+        "time.sleep(600)"
     )
     engine_code = (
         "import subprocess, sys, time\n"
         f"subprocess.Popen([sys.executable, '-c', {builder!r}], start_new_session=True)\n"
-        "time.sleep(60)"
+        "time.sleep(600)"
     )
     engine = subprocess.Popen(
         [sys.executable, "-c", engine_code], env=environment(), stdout=subprocess.PIPE, text=True
@@ -139,13 +137,13 @@ def test_it_and_its_compilers_end_with_an_engine_that_is_killed() -> None:
         "import os, subprocess, threading, time\n"
         "from pippin.backends.mlx.cpu.warm import leave_with\n"
         "threading.Thread(target=leave_with, args=(os.getppid(),), daemon=True).start()\n"
-        "print(subprocess.Popen(['sleep', '60']).pid, os.getpid(), flush=True)\n"
-        "time.sleep(60)"
+        "print(subprocess.Popen(['sleep', '600']).pid, os.getpid(), flush=True)\n"
+        "time.sleep(600)"
     )
     engine_code = (
         "import subprocess, sys, time\n"
         f"subprocess.Popen([sys.executable, '-c', {builder!r}], process_group=0)\n"
-        "time.sleep(60)"
+        "time.sleep(600)"
     )
     engine = subprocess.Popen(
         [sys.executable, "-c", engine_code], env=environment(), stdout=subprocess.PIPE, text=True

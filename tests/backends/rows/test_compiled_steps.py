@@ -22,7 +22,7 @@ from pippin.backends.mlx.rows.decode_rows import DecodeRows
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),  # where no kernels have been built yet, a C++ compiler takes minutes
+    pytest.mark.timeout(1800),  # where no kernels have been built yet, a C++ compiler takes minutes
     pytest.mark.skipif(
         not compile_available().available, reason=f"no compiler: {compile_available().reason}"
     ),
