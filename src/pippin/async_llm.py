@@ -31,7 +31,7 @@ from pippin.errors import EngineDead
 from pippin.message_pump import MessagePump
 from pippin.messages import (
     Answer,
-    Feed,
+    FeedMessage,
     FromEngine,
     Shutdown,
     Started,
@@ -233,7 +233,7 @@ class _EngineThread:
         loop.close()
 
     def send(self, message: FromEngine) -> None:
-        assert isinstance(message, TokenBatch | Started | Answer | Feed)
+        assert isinstance(message, TokenBatch | Started | Answer | FeedMessage)
         if not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(self.client.deliver, message)
 

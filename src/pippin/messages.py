@@ -126,7 +126,7 @@ class Answer(msgspec.Struct, tag="answer", frozen=True):
     error: str | None = None
 
 
-class Feed(msgspec.Struct, tag="feed", frozen=True):
+class FeedMessage(msgspec.Struct, tag="feed", frozen=True):
     """What watchers are told, as it is sent to them (`feed/schema.py`).
 
     "lost": nothing more comes from this engine, because what makes it failed.
@@ -138,4 +138,4 @@ class Feed(msgspec.Struct, tag="feed", frozen=True):
 
 Question = FlushCache | GetStatus | GetCounters | GetNode
 ToEngine = Submit | Abort | Finish | Question | Watch | Unwatch | Shutdown
-FromEngine = Started | TokenBatch | Feed | Alive | Ready | Loading | Failed | Answer
+FromEngine = Started | TokenBatch | FeedMessage | Alive | Ready | Loading | Failed | Answer

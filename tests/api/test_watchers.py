@@ -12,12 +12,12 @@ import pytest
 from pippin.api.engine_client import EngineClient
 from pippin.api.watchers import MAX_UNREAD, MAX_WATCHERS, Watchers, WatchEvent
 from pippin.errors import Overloaded, PippinError
-from pippin.messages import Feed, ToEngine, Unwatch, Watch
+from pippin.messages import FeedMessage, ToEngine, Unwatch, Watch
 from processes import PATIENCE_SECONDS
 
 Stream = AsyncGenerator[WatchEvent, None]
 Scenario = Callable[[Watchers, list[ToEngine]], Coroutine[Any, Any, None]]
-SNAPSHOT = Feed("snapshot", b"{}")
+SNAPSHOT = FeedMessage("snapshot", b"{}")
 
 
 def run(scenario: Scenario) -> None:
@@ -28,8 +28,8 @@ def run(scenario: Scenario) -> None:
     asyncio.run(asyncio.wait_for(work(), PATIENCE_SECONDS))
 
 
-def frame(number: int) -> Feed:
-    return Feed("frame", str(number).encode())
+def frame(number: int) -> FeedMessage:
+    return FeedMessage("frame", str(number).encode())
 
 
 async def begin(stream: Stream) -> asyncio.Task[WatchEvent]:
@@ -89,7 +89,7 @@ def test_a_slow_one_skips_and_is_told_anew_while_others_miss_nothing() -> None:
             task = await begin(slow)
             assert sent[num_sent:] == [Watch()]
             watchers.tell(frame(100))
-            watchers.tell(Feed("snapshot", b"anew"))
+            watchers.tell(FeedMessage("snapshot", b"anew"))
             watchers.tell(frame(101))
             assert [(await task).json, *await read(slow, 1)] == [b"anew", "101"]
             assert await read(quick, 2) == ["100", "101"]
@@ -123,7 +123,7 @@ def test_streams_end_with_an_error_when_nothing_can_be_told_any_more() -> None:
             watchers.tell(SNAPSHOT)
             await task
             watchers.tell(frame(1))
-            watchers.tell(Feed("lost", b""))
+            watchers.tell(FeedMessage("lost", b""))
             assert await read(one, 1) == ["1"]
             with pytest.raises(PippinError, match="it serves as before"):
                 await anext(one)

@@ -6,7 +6,7 @@ import pytest
 
 from bundled import BUNDLED_PATH
 from pippin.bench.restart import PARTS, RestartBench, restart
-from pippin.bench.restart_report import Ceilings, Gaps, Restarted, summarize
+from pippin.bench.restart_report import Gaps, Restarted, SteadyLoad, summarize
 from pippin.bench.wire import BenchError
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
@@ -45,13 +45,13 @@ def test_the_report_shows_shares_ratios_and_ceilings() -> None:
         Restarted("kill", 3, 2, 2000, 1984, 1.0, 0.03, 1),
     ]
     gaps = Gaps([0.022, 0.021, 0.5], [0.020, 0.020, 0.020])
-    report = summarize(restarted, gaps, Ceilings(60, 90, 100, 10, 50, 110, 100, 7, 0), [])
+    report = summarize(restarted, gaps, SteadyLoad(60, 90, 100, 10, 50, 110, 100, 7, 0), [])
     restarts, streams, ceilings = report.tables
     assert [row[-2:] for row in restarts.rows] == [("2.0%", "3 of 3"), ("3.0%", "2 of 3")]
     assert streams.rows == [("20.0", "22.0", "1.10x")]
     assert [row[-1] for row in ceilings.rows] == ["90.0%", "20.0%", "110.0%"]
     assert report.data["ceilings"]["within"]
-    assert not Ceilings(60, 101, 100, 10, 50, 110, 100, 7, 0).within
+    assert not SteadyLoad(60, 101, 100, 10, 50, 110, 100, 7, 0).within
 
 
 def test_what_cannot_be_measured_is_refused_by_name() -> None:

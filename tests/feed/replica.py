@@ -13,7 +13,7 @@ from pippin.feed import schema
 from pippin.feed.feed import Feed
 from pippin.feed.recorder import Recorder
 from pippin.feed.schema import Frame, Snapshot
-from pippin.messages import Feed as FeedMessage
+from pippin.messages import FeedMessage
 
 
 class Replica:

@@ -16,8 +16,7 @@ from pippin.feed.recorder import Recorder
 from pippin.feed.schema import Request, Step
 from pippin.feed.trace import TraceFile, TraceWriter
 from pippin.message_pump import MessagePump
-from pippin.messages import Feed as FeedMessage
-from pippin.messages import FromEngine, Shutdown, Submit, ToEngine, TokenBatch, Watch
+from pippin.messages import FeedMessage, FromEngine, Shutdown, Submit, ToEngine, TokenBatch, Watch
 from pippin.types import SamplingParams
 
 

@@ -20,7 +20,7 @@ from pippin.errors import DeviceFailed, EngineDead, NotReady, PippinError
 from pippin.messages import (
     Abort,
     Answer,
-    Feed,
+    FeedMessage,
     Finish,
     FlushCache,
     GetCounters,
@@ -179,7 +179,7 @@ class EngineClient:
             self._submit(request)
         self._watchers.engine_ready()
 
-    def deliver(self, message: TokenBatch | Started | Answer | Feed) -> None:
+    def deliver(self, message: TokenBatch | Started | Answer | FeedMessage) -> None:
         match message:
             case TokenBatch(deltas=deltas):
                 for delta in deltas:
@@ -190,7 +190,7 @@ class EngineClient:
                         request.begun = True
             case Answer(id=id, data=data, error=error):
                 self._answer(id, data, error)
-            case Feed():
+            case FeedMessage():
                 self._watchers.tell(message)
 
     def engine_lost(self, reason: str) -> None:

@@ -1,6 +1,6 @@
 """Those who watch what the engine does: one message for all of them. Knows no HTTP and no content.
 
-    engine ── Feed ──▶  Watchers  ──▶ a queue of a few messages each ──▶ whoever reads it
+    engine ── FeedMessage ──▶  Watchers  ──▶ a queue of a few messages each ──▶ whoever reads it
 
 Whoever does not keep up loses what it has not read and is told anew, by a snapshot. So nobody waits
 for a slow one. The engine is told when the first comes and when the last has gone.
@@ -17,7 +17,7 @@ import msgspec
 
 from pippin.errors import Overloaded, PippinError
 from pippin.feed.schema import EngineLost
-from pippin.messages import Feed, ToEngine, Unwatch, Watch
+from pippin.messages import FeedMessage, ToEngine, Unwatch, Watch
 
 MAX_WATCHERS = 32
 MAX_UNREAD = 20  # messages: two seconds
@@ -69,7 +69,7 @@ class Watchers:
             if not self._watchers:
                 self._send(Unwatch())
 
-    def tell(self, message: Feed) -> None:
+    def tell(self, message: FeedMessage) -> None:
         """Nobody is waited for."""
         if message.kind == "lost":
             for watcher in self._watchers:

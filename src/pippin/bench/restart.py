@@ -23,7 +23,7 @@ import httpx
 from pippin.bench.loads import Load, run_load
 from pippin.bench.prompts import CountTokens, Prompts, count_with
 from pippin.bench.report import Report, busy_note, say
-from pippin.bench.restart_report import Ceilings, Gaps, Restarted, summarize
+from pippin.bench.restart_report import Gaps, Restarted, SteadyLoad, summarize
 from pippin.bench.samples import median, percentile
 from pippin.bench.scenarios import PROMPT_TOKENS, REPLY_TOKENS, interfere, warm_up
 from pippin.bench.servers import as_options, pippin_server
@@ -88,7 +88,7 @@ class RestartBench:
                         _wait_until_written(writing.target)
         return Gaps(found[True], found[False])
 
-    def ceilings(self, seconds: float, disk: str = SMALL_DISK) -> Ceilings:
+    def ceilings(self, seconds: float, disk: str = SMALL_DISK) -> SteadyLoad:
         with (
             tempfile.TemporaryDirectory() as directory,
             self._server(directory, disk) as client,
@@ -97,7 +97,7 @@ class RestartBench:
 
     async def _watch(
         self, client: LoadClient, directory: Path, seconds: float, disk: str
-    ) -> Ceilings:
+    ) -> SteadyLoad:
         ends = time.monotonic() + seconds
         load = asyncio.create_task(self._steady_load(client, ends))
         most_on_disk = most_claimed = 0
@@ -110,7 +110,7 @@ class RestartBench:
                 most_on_disk = max(most_on_disk, _bytes_in(directory))
                 await asyncio.sleep(POLL_SECONDS)
         store = status["disk"]["store"]
-        return Ceilings(
+        return SteadyLoad(
             seconds=seconds,
             disk_bytes=most_on_disk,
             max_disk_bytes=parse_bytes("disk", disk),

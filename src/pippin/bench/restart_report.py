@@ -44,7 +44,7 @@ class Gaps:
 
 
 @dataclass(frozen=True)
-class Ceilings:
+class SteadyLoad:
     """The most that was seen under a steady load, and what was allowed. Bytes."""
 
     seconds: float
@@ -64,7 +64,7 @@ class Ceilings:
 
 
 def summarize(
-    restarted: list[Restarted], gaps: Gaps | None, ceilings: Ceilings | None, notes: list[str]
+    restarted: list[Restarted], gaps: Gaps | None, ceilings: SteadyLoad | None, notes: list[str]
 ) -> Report:
     tables: list[Table] = []
     charts: list[Bars] = []
@@ -125,7 +125,7 @@ def _gap_table(gaps: Gaps) -> Table:
     return Table(title, ("p99 without disk, ms", "p99 while writing, ms", "ratio"), [row])
 
 
-def _ceiling_table(found: Ceilings) -> Table:
+def _ceiling_table(found: SteadyLoad) -> Table:
     header = ("", "most", "allowed", "share")
     rows: list[tuple[str, ...]] = [
         (name, f"{most:,}", f"{allowed:,}", f"{ratio(most, allowed):.1%}")

@@ -18,9 +18,9 @@ import msgspec
 
 from pippin.feed.guard import never_raises
 from pippin.feed.recorder import Recorder
-from pippin.feed.schema import Frame, Load, Memory, Progress, Request, Snapshot, Step
+from pippin.feed.schema import EngineLoad, Frame, Memory, Progress, Request, Snapshot, Step
 from pippin.feed.tree import TreeMirror
-from pippin.messages import Feed as FeedMessage
+from pippin.messages import FeedMessage
 from pippin.scheduler.loop import Loop
 
 INTERVAL_SECONDS = 0.1
@@ -152,7 +152,7 @@ class Feed:
 
     # ---- messages ----------------------------------------------------------------------------
 
-    def _frame(self, now: float, load: Load) -> Frame | None:
+    def _frame(self, now: float, load: EngineLoad) -> Frame | None:
         """None: nothing is new."""
         tree = None if self._mirror is None else self._mirror.changes()
         if not (self._num_steps or self._requests or tree is not None):
@@ -178,7 +178,7 @@ class Feed:
             load=load,
         )
 
-    def _snapshot(self, now: float, load: Load) -> Snapshot:
+    def _snapshot(self, now: float, load: EngineLoad) -> Snapshot:
         loop = self._loop
         cache = loop.scheduler.cache
         return Snapshot(
@@ -221,14 +221,14 @@ class Feed:
             free=budget.free,
         )
 
-    def _load(self, now: float) -> Load:
+    def _load(self, now: float) -> EngineLoad:
         scheduler = self._loop.scheduler
         metrics = scheduler.metrics
         generated = metrics.generated_tokens - self._last_generated
         self._last_generated = metrics.generated_tokens
         began = self._steps[0].planned if self._steps else now
         seconds = now - max(began, self._last_at)
-        return Load(
+        return EngineLoad(
             running=scheduler.num_running,
             waiting=len(scheduler.admission.queue),
             compiling=len(scheduler.compiling),

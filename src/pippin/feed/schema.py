@@ -142,7 +142,7 @@ class Memory(msgspec.Struct, frozen=True, gc=False):
     free: int
 
 
-class Load(msgspec.Struct, frozen=True, gc=False):
+class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     """How busy it is. Tokens and ends are counted since the engine's start."""
 
     running: int
@@ -173,7 +173,7 @@ class Snapshot(msgspec.Struct, frozen=True, gc=False):
     requests: list[Request]  # those that have not ended, and the last that have
     tree: Tree | None  # None: there is no prefix cache
     memory: Memory
-    load: Load
+    load: EngineLoad
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
@@ -185,7 +185,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     progress: list[Progress]  # of all that run
     tree: Tree | None  # None: nothing changed there
     memory: Memory
-    load: Load
+    load: EngineLoad
 
 
 class EngineLost(msgspec.Struct, frozen=True, gc=False):

@@ -23,7 +23,7 @@ from pippin.messages import (
     Alive,
     Answer,
     Failed,
-    Feed,
+    FeedMessage,
     GetStatus,
     Loading,
     Ready,
@@ -136,7 +136,7 @@ class Supervisor:
                     if any(delta.finish in ("stop", "length") for delta in deltas):
                         self._backoff.finished_request()
                     self._client.deliver(message)
-                case Started() | Answer() | Feed():
+                case Started() | Answer() | FeedMessage():
                     self._client.deliver(message)
 
     def _serve_on(self, connection: Connection, ready: Ready, load_seconds: float) -> None:
