@@ -6,8 +6,8 @@ import pytest
 
 from builders import Client, check_idle, make_client, make_prompt, oracle
 from pippin.backends.fake import FakeBackend
-from pippin.scheduler.admission import MAX_PASSED_OVER
-from pippin.scheduler.arriving import common_prefix_len
+from pippin.scheduler.planning.admission import MAX_PASSED_OVER
+from pippin.scheduler.planning.arriving import common_prefix_len
 from pippin.types import Component
 
 A = Component.ATTENTION

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pippin.scheduler.turns import Turn, beside_short, share
+from pippin.scheduler.planning.turns import Turn, beside_short, share
 
 
 def test_the_one_that_has_waited_longest_for_what_it_needs_goes_first() -> None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from pippin.backends.base import Admit, StepResult
 from pippin.metrics import EngineMetrics
-from pippin.scheduler.admission import Admission
-from pippin.scheduler.constraints import Compiling, append_token, as_told
 from pippin.scheduler.holding import Holding
 from pippin.scheduler.observer import Observer
 from pippin.scheduler.outbox import Outbox
+from pippin.scheduler.planning.admission import Admission
+from pippin.scheduler.planning.constraints import Compiling, append_token, as_told
 from pippin.scheduler.request import Request
 from pippin.scheduler.traffic import Traffic
 from pippin.types import FinishReason, GrammarSpec

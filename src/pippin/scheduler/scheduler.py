@@ -24,20 +24,20 @@ from pippin.decode.grammar import Grammar
 from pippin.errors import NotANumber, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import EngineMetrics
-from pippin.scheduler.admission import Admission, QueueLimits
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.captures import take_captures
-from pippin.scheduler.chunks import Chunker
 from pippin.scheduler.claims import Claims
-from pippin.scheduler.constraints import Compiling, make_masks
 from pippin.scheduler.flights import Flight, Flights
 from pippin.scheduler.holding import Holding
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.observer import Observer
 from pippin.scheduler.pace import SMALLEST_CHUNK, Pace
-from pippin.scheduler.prompts import PromptPlanner
+from pippin.scheduler.planning.admission import Admission, QueueLimits
+from pippin.scheduler.planning.chunks import Chunker
+from pippin.scheduler.planning.constraints import Compiling, make_masks
+from pippin.scheduler.planning.prompts import PromptPlanner
+from pippin.scheduler.planning.replies import ReplyPlanner
 from pippin.scheduler.registry import Registry
-from pippin.scheduler.replies import ReplyPlanner
 from pippin.scheduler.request import Request
 from pippin.scheduler.retraction import Retraction
 from pippin.scheduler.slots import SlotPool

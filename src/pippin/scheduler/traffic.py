@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pippin.backends.base import Load, Spill, StepResult
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.scheduler.admission import Admission
+from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.request import Request
 
 

@@ -25,10 +25,10 @@ from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.results import Match
 from pippin.errors import ContextOverflow, OutOfMemory, Overloaded, UnsupportedField
 from pippin.messages import Submit
-from pippin.scheduler.arriving import Arriving
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.claims import GROWTH_TOKENS
 from pippin.scheduler.holding import Holding
+from pippin.scheduler.planning.arriving import Arriving
 from pippin.scheduler.request import Request
 from pippin.scheduler.slots import SlotPool
 from pippin.types import GRID

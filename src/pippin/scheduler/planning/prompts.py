@@ -12,14 +12,14 @@ import numpy as np
 
 from pippin.backends.base import Admit, PrefillRow, Restore
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.scheduler.admission import Admission
-from pippin.scheduler.arriving import Arriving
-from pippin.scheduler.chunks import Chunker
 from pippin.scheduler.claims import Claims
 from pippin.scheduler.holding import Holding
 from pippin.scheduler.pace import Pace
+from pippin.scheduler.planning.admission import Admission
+from pippin.scheduler.planning.arriving import Arriving
+from pippin.scheduler.planning.chunks import Chunker
+from pippin.scheduler.planning.turns import Turn, beside_short, share
 from pippin.scheduler.slots import SlotPool
-from pippin.scheduler.turns import Turn, beside_short, share
 
 Holdings = dict[int, Holding]  # by slot
 
