@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from builders import Client, Reply, ToyGrammar, check_idle, loop_clock, make_prompt, oracle
+from damage import damage
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.canary import Canary
@@ -83,6 +84,7 @@ class Setting:
     dies: bool  # the device fails for good some time
     disk_bytes: int | None  # of a tier on disk; None: there is none
     disk_fault_rate: float
+    damage_rate: float  # of payloads in memory, a bit of which changes
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setting:
@@ -108,6 +110,7 @@ class Setting:
             dies=rng.random() < 0.05,
             disk_bytes=rng.choice((None, 2_000, 20_000, 1 << 30)),
             disk_fault_rate=rng.choice((0.0, 0.0, 0.02, 0.2)),
+            damage_rate=rng.choice((0.0, 0.0, 0.02, 0.2)),
         )
 
 
@@ -346,6 +349,7 @@ class World:
 
     def _step(self) -> None:
         self._draw_fault()
+        self._damage()
         self.workers.advance(self.rng.randrange(4))
         num_faulty = len(self.backend.faulty_plans)
         owners = {slot: h.request.id for slot, h in self.client.loop.scheduler.holdings.items()}
@@ -363,6 +367,15 @@ class World:
         if dying or faulty:
             self.backend.next_fault = self.rng.choice(FAULTS)
         self._num_faults = self._num_faults + 1 if faulty else 0
+
+    def _damage(self) -> None:
+        """Some bit of the tree changes; with a canary that raises, the engine would end."""
+        cache, rng = self.client.loop.scheduler.cache, self.rng
+        if cache is None or self.setting.canary or rng.random() >= self.setting.damage_rate:
+            return
+        held = [payload for node in cache.nodes() for payload in node.payloads if payload]
+        if held:
+            damage(rng.choice(held))
 
     # ---- clients ---------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from damage import damage
 from near_ties import count_same
 from pippin.backends.base import (
     Admit,
@@ -43,7 +44,9 @@ KV = (Component.ATTENTION, Component.WINDOW)
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "fake": lambda: FakeBackend(num_slots=NUM_SLOTS),
     "fake, by reference": lambda: FakeBackend(num_slots=NUM_SLOTS, restores_by_reference=True),
-    "mlx": lambda: MLXBackend(served("qwen3_5"), num_slots=NUM_SLOTS, debug=True),
+    "mlx": lambda: MLXBackend(
+        served("qwen3_5"), num_slots=NUM_SLOTS, fingerprints=True, debug=True
+    ),
 }
 if is_installed("torch"):
     from torch_serving import make_torch_backend
@@ -340,6 +343,77 @@ def test_a_discarded_step_gives_up_what_it_spilled_and_loaded(make_backend: Make
     steps.launch(spill=(Spill(component, payloads),)).discard()
     tokens = [steps.run(prefill=(prefill(1, prompt, 64, 70),)).tokens[1]]
     assert_says(tokens, alone(make_backend, prompt, 1))
+
+
+def captured_prompt(steps: Steps, prompt: np.ndarray) -> Restore:
+    """All of it, its KV in two payloads, of which the second begins inside of a block."""
+    row = prefill(1, prompt, 0, len(prompt), captures=True, checkpoints=(len(prompt),))
+    captured = steps.run(admit=(admit(1, prompt),), prefill=(row,)).captures
+    whole = restore(captured, len(prompt))
+    kv = {c: payloads[0].split(24) for c, payloads in whole.payloads.items() if c in KV}
+    steps.run(retire=(Retire(1),))
+    return Restore(len(prompt), {**whole.payloads, **kv})
+
+
+@every_backend
+def test_what_has_changed_in_memory_is_told_before_anything_is_computed_from_it(
+    make_backend: MakeBackend,
+) -> None:
+    backend = make_backend()
+    prompt = make_tokens(70)
+    longer = np.concatenate([prompt, make_tokens(7, 8)])
+    for component in (None, *backend.spec.components):
+        steps = Steps(make_backend())
+        held = captured_prompt(steps, prompt)
+        if component is not None:
+            damage(held.payloads[component][0])
+        row = prefill(2, longer, 70, 77, restore=held)
+        result = steps.run(admit=(admit(2, longer),), prefill=(row,))
+        told = {(found.slot, found.component) for found in result.damaged}
+        if component is not Component.HIDDEN:  # the others do without it
+            assert told == ({(2, component)} if component is not None else set())
+        if component in KV:
+            assert any(found.start == 0 and found.end >= 24 for found in result.damaged)
+        whole = prefill(3, prompt, 70, 70, restore=held)
+        first = steps.run(admit=(admit(3, prompt),), prefill=(whole,)).damaged
+        assert component is not Component.HIDDEN or first
+        second = steps.run(decode=(DecodeRow(3, 70),)).damaged
+        told = {(found.slot, found.component) for found in (*first, *second)}
+        assert told == ({(3, component)} if component is not None else set())
+
+
+@every_backend
+def test_what_has_changed_in_memory_is_not_taken_for_sound_when_it_is_spilled(
+    make_backend: MakeBackend,
+) -> None:
+    backend = make_backend()
+    steps = Steps(backend)
+    held = captured_prompt(steps, make_tokens(70))
+    spill = tuple(Spill(component, payloads) for component, payloads in held.payloads.items())
+    for damaged in (None, *held.payloads):
+        if damaged is not None:
+            damage(held.payloads[damaged][0])
+        spilled = steps.run(spill=spill).spilled
+        intact = {s.component: found.intact for s, found in zip(spill, spilled, strict=True)}
+        assert intact == {component: component is not damaged for component in held.payloads}
+        for found in spilled:
+            found.release()
+        if damaged is not None:
+            damage(held.payloads[damaged][0])  # and back
+
+
+@every_backend
+def test_what_was_loaded_is_compared_like_what_was_captured(make_backend: MakeBackend) -> None:
+    backend = make_backend()
+    steps = Steps(backend)
+    prompt = make_tokens(70)
+    again = through_bytes(backend, steps, captured_prompt(steps, prompt))
+    state = Component.STATE if Component.STATE in again.payloads else Component.ATTENTION
+    damage(again.payloads[state][0])
+    longer = np.concatenate([prompt, make_tokens(7, 8)])
+    row = prefill(2, longer, 70, 77, restore=again)
+    result = steps.run(admit=(admit(2, longer),), prefill=(row,))
+    assert {found.component for found in result.damaged} == {state}
 
 
 def restored_whole(slot: int, prompt: np.ndarray, captures: Iterable[Capture], **kw: Any) -> Any:

@@ -19,4 +19,10 @@ def load_torch(name: str) -> LoadedModel:
 
 
 def make_torch_backend(name: str, *, num_slots: int, pool_bytes: int = AMPLE_BYTES) -> TorchBackend:
-    return TorchBackend(load_torch(name), num_slots=num_slots, pool_bytes=pool_bytes, debug=True)
+    return TorchBackend(
+        load_torch(name),
+        num_slots=num_slots,
+        pool_bytes=pool_bytes,
+        fingerprints=True,
+        debug=True,
+    )

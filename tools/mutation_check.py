@@ -62,7 +62,7 @@ def copy_project(target: Path) -> None:
     )
     for tests in ("cache", "scheduler"):
         shutil.copytree(ROOT / "tests" / tests, target / "tests" / tests)
-    for helper in ("builders.py", "conftest.py", "simulator.py", "timed.py"):
+    for helper in ("builders.py", "conftest.py", "damage.py", "simulator.py", "timed.py"):
         shutil.copy(ROOT / "tests" / helper, target / "tests")
     shutil.copy(ROOT / "pyproject.toml", target)
 

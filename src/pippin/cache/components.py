@@ -98,6 +98,7 @@ class Rules:
         upper.window_uses = lower.window_uses
         upper.stamp = lower.stamp
         upper.copied = lower.copied & (1 << ATTENTION | 1 << WINDOW)
+        upper.damaged = lower.damaged & (1 << ATTENTION | 1 << WINDOW)
         growth: dict[int, int] = {}
         for index in (ATTENTION, WINDOW):
             payload = lower.payloads[index]

@@ -26,6 +26,8 @@ def check_integrity(store: Store, locks: Iterable[tuple[Node, int]]) -> None:
     _check_pins(store, nodes, locks)
     _check_window_users(store, nodes)
     _check_totals(store, nodes)
+    damaged = sum(node.damaged.bit_count() for node in nodes)
+    assert store.num_damaged == damaged, f"{store.num_damaged} damaged payloads, found {damaged}"
 
 
 def _check_links(node: Node) -> None:

@@ -10,6 +10,7 @@ Payloads are owned by the tree from `insert` on and released exactly once. One t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy.typing as npt
@@ -26,6 +27,8 @@ from pippin.cache.results import InsertResult, Lock, Match
 from pippin.cache.stats import CacheStats
 from pippin.cache.store import Store
 from pippin.types import Component, Payload
+
+logger = logging.getLogger(__name__)
 
 
 class PrefixCache:
@@ -103,7 +106,7 @@ class PrefixCache:
 
     def probe(self, tokens: npt.ArrayLike, *, limit: int | None = None) -> int:
         """The length `match` would return. Touches nothing: for ordering a queue."""
-        path, reach = self._tree.walk(as_tokens(tokens))
+        path, reach = self._walk_sound(as_tokens(tokens))
         return self._rules.deepest_valid(path, reach if limit is None else min(reach, limit))[1]
 
     def num_held(self, tokens: npt.ArrayLike) -> int:
@@ -113,13 +116,13 @@ class PrefixCache:
     def probe_prompt(self, tokens: npt.ArrayLike) -> int:
         """The length `match_prompt` would return. Touches nothing."""
         ids = as_tokens(tokens)
-        path, reach = self._tree.walk(ids)
+        path, reach = self._walk_sound(ids)
         return self._rules.deepest_for_prompt(path, reach, len(ids))[1]
 
     def match(self, tokens: npt.ArrayLike, *, limit: int | None = None) -> Match:
         """The longest restorable prefix of at most `limit` tokens; counts as a use of it."""
         ids = as_tokens(tokens)
-        path, branch = self._tree.walk(ids)
+        path, branch = self._walk_sound(ids)
         reach = branch if limit is None else min(branch, limit)
         return self._found(ids, branch, *self._rules.deepest_valid(path, reach))
 
@@ -129,7 +132,7 @@ class PrefixCache:
         That is all of it where its hidden vector is kept; else its last token is not in it.
         """
         ids = as_tokens(tokens)
-        path, branch = self._tree.walk(ids)
+        path, branch = self._walk_sound(ids)
         return self._found(ids, branch, *self._rules.deepest_for_prompt(path, branch, len(ids)))
 
     def walk(self, tokens: npt.ArrayLike) -> tuple[list[Node], int]:
@@ -170,6 +173,8 @@ class PrefixCache:
         assert lock in self._locks, f"{lock} is not held"
         self._locks.remove(lock)
         self._store.unpin(lock.node, lock.floor)
+        if self._store.num_damaged:
+            self._discard_damaged(list(lock.node.ancestors()))
 
     # --- grow ---------------------------------------------------------------------------------
 
@@ -226,6 +231,25 @@ class PrefixCache:
             self._store.drop(node, index)
         return True
 
+    def condemn(self, tokens: npt.ArrayLike, component: Component, start: int) -> None:
+        """KV of [start, end) of this path, or what is kept after its end, is not what it was.
+
+        Nothing is matched from there on any more, and it goes when no lock holds it.
+        """
+        ids = as_tokens(tokens)
+        path, _ = self._tree.walk(ids)
+        divides = component in (Component.ATTENTION, Component.WINDOW)
+        nodes = [node for node in path if (node.end > start if divides else node.end == len(ids))]
+        for node in nodes:
+            self._store.mark_damaged(node, INDEX[component])
+        self._discard_damaged(nodes)
+        where = f"over tokens [{start}, {len(ids)})" if divides else f"after token {len(ids)}"
+        fault = f"cache entry {where} holds {component.value} bytes that have changed"
+        if self._canary is None:
+            logger.error(fault)
+        else:
+            self._canary.report(fault)
+
     def mark_copied(self, tokens: npt.ArrayLike, component: Component, start: int) -> None:
         """The tier below has a component of this path too: of [start, end), or at its end."""
         ids = as_tokens(tokens)
@@ -268,6 +292,19 @@ class PrefixCache:
         return self.counters() | {"recent_paths": recent_paths(self._store)}
 
     # --- inside -------------------------------------------------------------------------------
+
+    def _walk_sound(self, ids: TokenArray) -> tuple[list[Node], int]:
+        """The nodes that share tokens with these, up to where damage begins."""
+        path, reach = self._tree.walk(ids)
+        if self._store.num_damaged:
+            reach = min([reach, *(node.start for node in path if node.damaged)])
+        return path, reach
+
+    def _discard_damaged(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            for component in self._rules.components:
+                if node.attached and node.damaged >> INDEX[component] & 1:
+                    self.discard(node, component)
 
     def _found(self, ids: TokenArray, branch: int, node: Node | None, length: int) -> Match:
         end = self._tree.root if node is None else self._store.end_node(node, length)

@@ -33,6 +33,7 @@ class Node:
         "chain",
         "children",
         "copied",
+        "damaged",
         "end",
         "hits",
         "holds",
@@ -61,6 +62,7 @@ class Node:
         self.children: dict[int, Node] = {}
         self.payloads: list[Payload | None] = [None] * 4  # attention, window, state, hidden
         self.copied = 0  # bit i: payload i is in the tier below, too
+        self.damaged = 0  # bit i: payload i is not what it was; it goes when no lock holds it
         self.pins = 0  # locks that end here: they hold the state
         self.holds = 0  # locks that end here and children that are held: they hold attention KV
         self.window_pins = 0  # locks whose window reaches over this node

@@ -33,6 +33,7 @@ def counters(store: Store, *, capacity_bytes: int, num_locks: int) -> dict[str, 
         "bytes_inserted": stats.bytes_inserted,
         "bytes_duplicate": stats.bytes_duplicate,
         "bytes_evicted": stats.bytes_evicted,
+        "damaged": stats.damaged,
         "evictions": {component.value: count for component, count in stats.evictions.items()},
         "checkpoints": {kind.value: asdict(made) for kind, made in stats.placements.items()},
     }

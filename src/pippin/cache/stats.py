@@ -32,6 +32,7 @@ class CacheStats:
     bytes_duplicate: int = 0  # handed in, but already in the tree
     gaps: int = 0  # inserts refused because the prefix had been evicted
     bytes_evicted: int = 0
+    damaged: int = 0  # payloads that were found not to be what they were
     evictions: dict[Component, int] = field(default_factory=lambda: dict.fromkeys(Component, 0))
     placements: dict[Placement, PlacementStats] = field(
         default_factory=lambda: {placement: PlacementStats() for placement in Placement}

@@ -33,6 +33,7 @@ class Store:
         self.stats = CacheStats()
         self.component_bytes = dict.fromkeys(rules.components, 0)
         self.version = 0  # changes with every payload that comes or goes
+        self.num_damaged = 0  # payloads that locks keep although they are
         self.tick = 0
         self.recent: list[Node] = []  # where the paths end that were used last; some may be gone
         self.observer: TreeObserver | None = None  # None: nobody watches
@@ -82,6 +83,7 @@ class Store:
         free = self._lookback.divide(upper, node)
         for index, growth in self.rules.divide(upper, node).items():
             self._count_bytes(node, index, growth)
+        self.num_damaged += upper.damaged.bit_count()
         if self.canary is not None:
             self.canary.divide(upper, node)
         if self.observer is not None:
@@ -131,6 +133,14 @@ class Store:
             node.copied |= 1 << index
             self.queue.update(node)
             self.tell_changed(node)
+
+    def mark_damaged(self, node: Node, index: int) -> None:
+        """A payload is not what it was: nothing is matched from here on while it is there."""
+        if node.payloads[index] is not None and not node.damaged >> index & 1:
+            node.damaged |= 1 << index
+            self.num_damaged += 1
+            self.version += 1
+            self.stats.damaged += 1
 
     def refuse(self, *payloads: Payload) -> None:
         """Release what was handed in but is not wanted."""
@@ -223,11 +233,17 @@ class Store:
         node.payloads[index] = None
         node.prints[index] = None
         node.copied &= ~(1 << index)
+        self._mend(node, index)
         self._count_bytes(node, index, -payload.nbytes)
         self.version += 1
         self.stats.evictions[COMPONENTS[index]] += 1
         payload.release()
         self.tell_changed(node)
+
+    def _mend(self, node: Node, index: int) -> None:
+        if node.damaged >> index & 1:
+            node.damaged &= ~(1 << index)
+            self.num_damaged -= 1
 
     def _count_bytes(self, node: Node, index: int, change: int) -> None:
         self.component_bytes[COMPONENTS[index]] += change

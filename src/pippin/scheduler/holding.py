@@ -36,6 +36,7 @@ class Holding:
     last_step: int = -1  # the last plan with a row of this slot: its fence
     connected: bool = True  # False: what would connect its chunks to the tree is gone
     tainted: bool = False  # a step of this slot failed: what the row holds is not known
+    damaged: bool = False  # what it was restored from is not what it was: it is tainted, too
     retracting: bool = False  # no more rows; goes back to the queue once it is fenced
     retired: bool = False  # a step that retires it is in flight
     captured_len: int = 0  # tokens that the tree gets with that step

@@ -60,7 +60,7 @@ class Registry:
     def count_started(self, admit: Sequence[Admit]) -> None:
         """What the cache saved them; once each."""
         for request in (self.holdings[started.slot].request for started in admit):
-            if not request.num_retractions:
+            if not request.num_retractions and not request.starts_again:
                 self._metrics.cached_tokens += request.cached_len
                 self._metrics.disk_tokens += request.disk_len
 
@@ -69,10 +69,14 @@ class Registry:
         holding.retracting = True
         self.leaving.append(holding)
 
-    def requeue(self, request: Request) -> None:
-        request.retract()
+    def requeue(self, holding: Holding) -> None:
+        request = holding.request
+        if holding.damaged and not request.output:
+            request.start_again()
+        else:
+            request.retract()
+            self._metrics.retractions += 1
         self._admission.add(request)
-        self._metrics.retractions += 1
         self.tell_changed(request)
 
     def take_token(self, request: Request, slot: int, result: StepResult) -> None:

@@ -53,6 +53,7 @@ class Request:
     sought: bool = False  # on disk, since it came into the queue
     loaded: tuple[int, int] = (0, 0)  # tokens [start, end) that were read for it
     num_retractions: int = 0
+    starts_again: bool = False  # what it was restored from the first time was damaged
     submitted_s: float | None = None  # on the clock of whoever submits and starts it
     queued_s: float | None = None  # how long it waited, when it first started
     passed_over: int = 0  # times a later request was started first
@@ -193,6 +194,20 @@ class Request:
         self.slot = 0
         self.sought = False
         self.num_retractions += 1
+
+    def start_again(self) -> None:
+        """Back to the queue as if it had never started: nobody has heard of its first token."""
+        assert self.running
+        assert not self.output
+        self.phase = "waiting"
+        self.starts_again = True
+        self.slot = self.num_sampled = self.cached_len = self.disk_len = 0
+        self.sought = False
+        self.loaded = (0, 0)
+
+    def drop_samples(self) -> None:
+        """What was drawn for it, or is being drawn, is not to be used."""
+        self.num_sampled = len(self.output)
 
     def end(self, reason: FinishReason) -> None:
         assert self.finish is None, f"{self.id} has ended"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pippin.backends.base import Costs, Retire, StepPlan, StepResult
+from pippin.backends.base import Costs, Damage, Retire, StepPlan, StepResult
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.courier import Courier
 from pippin.cache.tiers.tiers import Tiers
@@ -227,7 +227,7 @@ class Scheduler:
             retire.append(self._replies.retire(step, holding))
             retired[holding.slot] = holding
             if holding.runs:
-                self._registry.requeue(holding.request)
+                self._registry.requeue(holding)
         return tuple(retire), retired
 
     # ---- commit ----------------------------------------------------------------------------
@@ -236,8 +236,12 @@ class Scheduler:
         """Take in a finished step: tokens, finishes, captures. Returns what clients are owed."""
         flight = self._settle(step)
         self.traffic.commit(step, result)
+        for damage in result.damaged:
+            if (owner := flight.owners.get(damage.slot)) is not None:
+                self._take_back(owner, damage)
         for slot in result.overflowed:
-            self._registry.taint(flight.owners[slot], NotANumber("the model's values overflowed"))
+            if not (owner := flight.owners[slot]).damaged:
+                self._registry.taint(owner, NotANumber("the model's values overflowed"))
         if self.cache is not None:
             whole = take_captures(
                 result.captures, flight.owners, flight.retired, self.cache, self.budget
@@ -250,6 +254,18 @@ class Scheduler:
         self._unlock_prompts(flight)
         self._take_tokens(flight, result)
         return self.take_outbox()
+
+    def _take_back(self, holding: Holding, damage: Damage) -> None:
+        """What a row was restored from is not what it was: it is dropped, with all that was
+        computed on it, and its request runs those tokens itself."""
+        holding.tainted = holding.damaged = True
+        if not holding.released and not self.costs.restores_by_reference:
+            holding.unlock(self.cache)
+        if self.cache is not None:
+            tokens = holding.request.tokens(damage.end)
+            self.cache.condemn(tokens, damage.component, damage.start)
+        if holding.runs and not holding.retracting:
+            self._registry.retract(holding)
 
     def fail_step(self, step: int, error: Exception) -> list[TokenDelta]:
         """The backend could not run a plan: its requests fail, the others go on.
@@ -292,9 +308,13 @@ class Scheduler:
     def _take_tokens(self, flight: Flight, result: StepResult) -> None:
         ghosts = 0
         for row in flight.plan.sampled_rows:
-            request = flight.owners[row.slot].request
+            holding = flight.owners[row.slot]
+            request = holding.request
             if request.finish is not None:
                 ghosts += 1
+            elif holding.damaged:
+                if holding.runs:
+                    request.drop_samples()
             elif row.end == request.num_tokens:  # else a grammar forced it: it was known before
                 self._registry.take_token(request, row.slot, result)
         self.last_ghosts = ghosts

@@ -97,13 +97,25 @@ class Spills:
             return tuple(Spill(run.component, run.payloads) for run in runs)
         return ()
 
-    def commit(self, step: int, spilled: Sequence[Spilled]) -> None:
+    def commit(self, step: int, spilled: Sequence[Spilled], now: float) -> None:
         if not spilled:
             return
         batch = self._batch
         assert batch is not None
         assert batch.step == step
+        if not all(source.intact for source in spilled):
+            self._refuse(batch, spilled, now)
+            return
         batch.future = self._courier.write(batch.entries, spilled)
+
+    def _refuse(self, batch: Batch, spilled: Sequence[Spilled], now: float) -> None:
+        """Some of it is not what it was in memory: nobody is to read that from disk some day."""
+        self._give_up(batch, now)
+        for entry, source in zip(batch.entries, spilled, strict=True):
+            source.release()
+            if not source.intact:
+                tokens, component = batch.tokens[: entry.end], entry.key.component
+                self._tiers.memory.condemn(tokens, component, entry.start)
 
     def fail_step(self, step: int, now: float) -> None:
         """Perhaps because of what was spilled: this sequence is not tried again."""

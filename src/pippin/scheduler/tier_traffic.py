@@ -94,7 +94,7 @@ class TierTraffic:
     def commit(self, step: int, result: StepResult) -> None:
         if step in self._steps:
             self._steps.remove(step)
-            self.spills.commit(step, result.spilled)
+            self.spills.commit(step, result.spilled, self.clock())
             self.loads.commit(step, result.loaded, self.clock())
 
     def fail_step(self, step: int) -> None:

@@ -97,6 +97,11 @@ COUNTERS = (
         "pippin_cache_lookup_tokens", "Tokens that were looked up.", ("cache", "tokens_looked_up")
     ),
     _Number("pippin_cache_hit_tokens", "Of these, found.", ("cache", "tokens_matched")),
+    _Number(
+        "pippin_cache_damaged",
+        "Payloads in memory that were not what they had been.",
+        ("cache", "damaged"),
+    ),
     _Number("pippin_cache_inserted_tokens", "New in the tree.", ("cache", "tokens_inserted")),
     _Number(
         "pippin_cache_evictions",

@@ -34,7 +34,7 @@ from pippin.backends.base.plan import (
     Spill,
     StepPlan,
 )
-from pippin.backends.base.result import Capture, Spilled, StepResult
+from pippin.backends.base.result import Capture, Damage, Spilled, StepResult
 from pippin.backends.base.sizes import captured_bytes, loaded_bytes
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "Backend",
     "Capture",
     "Costs",
+    "Damage",
     "DecodeRow",
     "DeviceInfo",
     "Load",

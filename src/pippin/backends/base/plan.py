@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,6 +26,20 @@ class Restore:
 
     length: int
     payloads: Mapping[Component, tuple[Payload, ...]]
+
+    def placed(self) -> Iterator[tuple[Component, int, int, Payload]]:
+        """Each payload with the tokens [start, end) that it covers; none where it is kept after
+        `end`."""
+        for component, payloads in self.payloads.items():
+            if component in (Component.STATE, Component.HIDDEN):
+                for payload in payloads:
+                    yield component, self.length, self.length, payload
+                continue
+            start = self.length - sum(payload.num_tokens for payload in payloads)
+            for payload in payloads:
+                end = start + payload.num_tokens
+                yield component, start, end, payload
+                start = end
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,11 @@ from pippin.types import Component, DeviceReading, Payload, StepForwards, TokenL
 class Spilled(Protocol):
     """The bytes of one `Spill`, on the host or on their way there."""
 
+    @property
+    def intact(self) -> bool:
+        """False: not what was captured or loaded once. Known when its step has been waited for."""
+        ...
+
     def arrays(self) -> Sequence[Bytes]:
         """One for each of `Backend.payload_arrays`; from any thread, which waits for the copy."""
         ...
@@ -57,6 +62,20 @@ class Capture:
 
 
 @dataclass(frozen=True)
+class Damage:
+    """What a slot was restored from is not what was captured or loaded: tokens [start, end) of KV,
+    or what is kept after `end`.
+
+    Told with the first step that computes something from it, at the latest.
+    """
+
+    slot: int
+    component: Component
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class StepResult:
     tokens: Mapping[int, int]  # sampled token by slot, for every row that samples
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by slot, if asked for
@@ -72,3 +91,4 @@ class StepResult:
     hidden: Mapping[int, np.ndarray] = field(default_factory=dict)
     spilled: tuple[Spilled, ...] = ()  # in the order of the plan's `spill`
     loaded: tuple[Payload, ...] = ()  # in the order of its `load`
+    damaged: tuple[Damage, ...] = ()  # none where a backend keeps no fingerprints

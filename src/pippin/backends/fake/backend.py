@@ -9,10 +9,12 @@ import numpy as np
 from pippin.backends.base import (
     Admit,
     Capture,
+    Damage,
     DecodeRow,
     DeviceInfo,
     Load,
     PrefillRow,
+    Restore,
     Retire,
     StepPlan,
     WarmUpShape,
@@ -148,7 +150,7 @@ class FakeBackend:
             assert not row.destroyed, "a destroyed row was captured"
             _fill(row, payloads, retire.start, retire.end)
             if state is not None:
-                state.content = [row.state]
+                state.write([row.state])
 
         self.device_queue.enqueue(pending.plan.step, work)
         if retire.captures:
@@ -165,17 +167,18 @@ class FakeBackend:
         def work() -> None:
             row = self._rows[chunk.slot]
             if chunk.restore is not None:
+                _check(pending, chunk.slot, chunk.restore)
                 self._restore(row, chunk)
             row.check_borrowed()
             assert row.destroyed or len(row.tokens) == chunk.start, "chunks follow each other"
             for token in chunk.tokens.tolist():
                 row.run(token)
                 if len(row.tokens) in states:
-                    states[len(row.tokens)].content = [row.state]
+                    states[len(row.tokens)].write([row.state])
             self.device_queue.tokens_run += len(chunk.tokens)
             _fill(row, payloads, chunk.start, chunk.end)
             if hidden is not None:
-                hidden.content = row.digests(self.spec.components)
+                hidden.write(row.digests(self.spec.components))
             if row.is_reply(chunk.start) and len(chunk.tokens):
                 row.num_sampled += len(chunk.tokens) - 1  # these were never drawn
             if chunk.samples:
@@ -207,7 +210,7 @@ class FakeBackend:
         pending.loaded.append(payload)
 
         def work() -> None:
-            payload.content = transfers.content_of(load)
+            payload.write(transfers.content_of(load))
 
         self.device_queue.enqueue(pending.plan.step, work)
 
@@ -236,7 +239,7 @@ class FakeBackend:
         assert row.destroyed or len(row.tokens) == decode.position, "positions follow each other"
         row.run(self.future_map.take(decode.slot))
         if state is not None:
-            state.content = [row.state]
+            state.write([row.state])
         if decode.samples and not decode.masked:
             self._sample(pending, decode.slot)
 
@@ -281,6 +284,13 @@ class FakeBackend:
         return TokenLogprobs(-0.5, ids, tuple(-0.5 - i for i in top))
 
 
+def _check(pending: FakePending, slot: int, restore: Restore) -> None:
+    """Tell what is not what the device wrote once."""
+    for component, start, end, payload in restore.placed():
+        if not all(part.intact for part in as_fake((payload,))):
+            pending.damaged.append(Damage(slot, component, start, end))
+
+
 def _fill(row: ToyRow, payloads: Mapping[Component, FakePayload], start: int, end: int) -> None:
     for payload in payloads.values():
-        payload.content = row.tokens[start:end]
+        payload.write(row.tokens[start:end])

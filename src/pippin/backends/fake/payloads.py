@@ -32,11 +32,21 @@ class FakePayload:
     nbytes: int
     ledger: Ledger = field(repr=False)
     content: list[int] | None = None
+    prints: list[int] | None = None  # of what the device wrote, value by value
     released: bool = False
     parts: tuple[FakePayload, ...] = ()  # who took over when it was split
 
     def __post_init__(self) -> None:
         self.ledger.add(self.nbytes)
+
+    def write(self, content: list[int]) -> None:
+        self.content = content
+        self.prints = [hash(value) for value in content]
+
+    @property
+    def intact(self) -> bool:
+        """Whether it holds what the device wrote."""
+        return self.prints == [hash(value) for value in self.read()]
 
     def read(self) -> list[int]:
         if self.content is None:
@@ -55,8 +65,11 @@ class FakePayload:
         content = self.read()
         cut = self.nbytes * at // self.num_tokens
         self.ledger.remove(self.nbytes)
-        head = FakePayload(at, cut, self.ledger, content[:at])
-        tail = FakePayload(self.num_tokens - at, self.nbytes - cut, self.ledger, content[at:])
+        prints = self.prints or []
+        head = FakePayload(at, cut, self.ledger, content[:at], prints[:at])
+        tail = FakePayload(
+            self.num_tokens - at, self.nbytes - cut, self.ledger, content[at:], prints[at:]
+        )
         self.parts = (head, tail)
         return head, tail
 

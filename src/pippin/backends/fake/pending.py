@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pippin.backends.base import Capture, StepPlan, StepResult
+from pippin.backends.base import Capture, Damage, StepPlan, StepResult
 from pippin.backends.fake import transfers
 from pippin.backends.fake.device import FakeDevice
 from pippin.backends.fake.payloads import FakePayload
@@ -36,6 +36,7 @@ class FakePending:
     captures: list[Capture] = field(default_factory=list)
     spilled: list[transfers.FakeSpilled] = field(default_factory=list)
     loaded: list[FakePayload] = field(default_factory=list)
+    damaged: list[Damage] = field(default_factory=list)
     masks: dict[int, np.ndarray] | None = None  # by slot, once they are known
     dispatched: float = field(default_factory=perf_counter)
 
@@ -63,6 +64,7 @@ class FakePending:
             dispatched=self.dispatched,
             spilled=tuple(self.spilled),
             loaded=tuple(self.loaded),
+            damaged=tuple(self.damaged),
         )
 
     def discard(self) -> None:

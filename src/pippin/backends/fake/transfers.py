@@ -30,6 +30,7 @@ class FakeSpilled:
     """Read at once: what the tree holds has been written."""
 
     content: list[int]
+    intact: bool = True
     released: bool = False
 
     def arrays(self) -> Sequence[Bytes]:
@@ -43,10 +44,12 @@ class FakeSpilled:
 
 def spilled(spill: Spill) -> FakeSpilled:
     content: list[int] = []
+    intact = True
     for payload in spill.payloads:
         assert isinstance(payload, FakePayload)
         content += payload.read()
-    return FakeSpilled(content)
+        intact = intact and payload.intact
+    return FakeSpilled(content, intact)
 
 
 def content_of(load: Load) -> list[int]:

@@ -46,6 +46,7 @@ from pippin.backends.mlx.step.pending import MLXPending, SampledRows
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import Sampler, SampleRow
 from pippin.backends.mlx.tree.captures import Captures
+from pippin.backends.mlx.tree.fingerprints import Fingerprints
 from pippin.backends.mlx.tree.packing import Packer
 from pippin.backends.mlx.tree.transfers import Transfers
 from pippin.cache.disk.entries import ArraySpec, Bytes
@@ -71,8 +72,10 @@ class MLXBackend:
         max_len: int | None = None,
         deterministic: bool = False,
         wired: bool = False,
+        fingerprints: bool = False,
         debug: bool = False,
     ) -> None:
+        """`fingerprints`: of what the tree holds; compared when it is used."""
         self._loaded = loaded
         self._wired = wired
         self._num_weights = len(tree_flatten(loaded.model.parameters()))
@@ -82,6 +85,7 @@ class MLXBackend:
         self._transfers = Transfers(
             loaded.layout, packer, loaded.hidden_bytes, loaded.head.dtype or loaded.dtype
         )
+        self._fingerprints = Fingerprints() if fingerprints else None
         self._footprint = Footprint(loaded.layout)
         self._future_map = FutureMap(num_slots, debug=debug)
         self._sampler = Sampler(loaded.vocab_size, num_slots)
@@ -134,6 +138,7 @@ class MLXBackend:
         deterministic: bool = False,
         builds_kernels: bool = False,
         wired: bool = False,
+        fingerprints: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> MLXBackend:
         """`builds_kernels`: compile decode steps in the background, for a process that stays.
@@ -149,6 +154,7 @@ class MLXBackend:
             max_len=max_len,
             deterministic=deterministic,
             wired=wired,
+            fingerprints=fingerprints,
         )
         if builds_kernels and not deterministic:
             backend._kernels.build_in_background(path, dtype)
@@ -158,7 +164,11 @@ class MLXBackend:
         if self._resident is not None:
             self._resident.keep()
         self._kernels.check_stop()
-        step = MLXPending(plan, self._sample_rows, self._num_top_logprobs, self._clock)
+        if self._fingerprints is not None:
+            self._fingerprints.begin()
+        step = MLXPending(
+            plan, self._sample_rows, self._num_top_logprobs, self._clock, self._fingerprints
+        )
         for retire in plan.retire:
             self._retire(step, retire)
         for admit in plan.admit:
@@ -181,7 +191,7 @@ class MLXBackend:
     def _transfer(self, step: MLXPending, plan: StepPlan) -> None:
         """After all that somebody waits for."""
         for spill in plan.spill:
-            step.spill(self._transfers.spill(spill))
+            step.spill(spill, self._transfers.spill(spill))
         for content in plan.load:
             step.load(self._transfers.load(content))
         held_back = plan.decode and plan.prefill and self.holds_prompts_back

@@ -21,6 +21,7 @@ from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.device import device_info
 from pippin.backends.torch.forward import ChunkForward, PlainForward
 from pippin.backends.torch.load import LoadedModel, load
+from pippin.backends.torch.pools.fingerprints import Fingerprints
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
@@ -57,9 +58,13 @@ class TorchBackend:
         deterministic: bool = False,
         pool_bytes: int = DEFAULT_POOL_BYTES,
         kernels: bool | None = None,
+        fingerprints: bool = False,
         debug: bool = False,
     ) -> None:
-        """`kernels`: Triton's, captured on GPUs. None: on GPUs, for shapes that they can take."""
+        """`kernels`: Triton's, captured on GPUs. None: on GPUs, for shapes that they can take.
+
+        `fingerprints`: of what the tree holds; compared when it is used.
+        """
         decoder = loaded.decoder
         self._decoder = decoder
         self._num_slots = num_slots
@@ -70,6 +75,7 @@ class TorchBackend:
         if kernels is None:
             kernels = decoder.device.type == "cuda" and suit_kernels(decoder.shape)
         self._uses_kernels = kernels
+        self._takes_fingerprints = fingerprints
         self.device = device_info(decoder.device)
         widths = [width for width in WIDTHS if width <= num_slots] if self._uses_kernels else []
         self.shapes_to_warm_up: Sequence[WarmUpShape] = [
@@ -96,14 +102,19 @@ class TorchBackend:
         dtype: str = "auto",
         max_len: int | None = None,
         deterministic: bool = False,
+        fingerprints: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> TorchBackend:
         with torch.inference_mode():
             loaded = load(path, dtype=dtype, max_len=max_len, progress=progress)
-        return cls(loaded, num_slots=num_slots, deterministic=deterministic)
+        return cls(
+            loaded, num_slots=num_slots, deterministic=deterministic, fingerprints=fingerprints
+        )
 
     def launch(self, plan: StepPlan) -> TorchPending:
-        step = TorchPending(plan, self._sample_masked, self._slots.num_top_logprobs)
+        step = TorchPending(
+            plan, self._sample_masked, self._slots.num_top_logprobs, self._fingerprints
+        )
         step.dispatched = perf_counter()
         try:
             with torch.inference_mode(), self._streams.forward():
@@ -120,11 +131,18 @@ class TorchBackend:
             self._slots.admit(admit)
         self._decodes.run(step, plan.decode)
         self._prompts.run(step, plan.prefill)
-        step.spilled += [self._transfers.spill(spill) for spill in plan.spill]
+        for spill in plan.spill:
+            spilled = self._transfers.spill(spill)
+            step.spilled.append(spilled)
+            if self._fingerprints is not None:
+                self._fingerprints.compare(plan.step, spill.payloads, spilled.note_damage)
         if plan.load:
             step.loaded += self._transfers.load(plan.load)
             # Whoever takes the step in may use what it was loaded from for something else.
             step.told.append(Told(self._streams.bring([]), lambda _: None))
+        if self._fingerprints is not None:
+            made = [payload for capture in step.captures for payload in capture.payloads]
+            self._fingerprints.take(plan.step, [*made, *step.loaded])
 
     def _retire(self, step: TorchPending, retire: Retire) -> None:
         if retire.captures:
@@ -190,6 +208,9 @@ class TorchBackend:
         self._rows = Rows(self._pools, self._num_slots, self.spec.max_len)
         self._transfers = Transfers(self._pools, self._streams)
         self._captures = Captures(self._pools, self._rows)
+        self._fingerprints = (
+            Fingerprints(self._pools, self._streams) if self._takes_fingerprints else None
+        )
         self._draws = Draws(self._slots, self._future_map, self._pools, self._streams)
         parts = StepParts(
             self._pools,

@@ -47,6 +47,7 @@ class Prompts:
         for row in rows:
             if row.restore is not None:
                 self._restore(row.slot, row.restore)
+                step.check_restored(row.slot, row.restore)
             assert parts.rows.lengths[row.slot] == row.start, "chunks must follow each other"
             if parts.slots.continues_reply(row):
                 parts.future.note_read(np.array([row.slot]))

@@ -23,9 +23,12 @@ from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import Logprobs, SampleRow
 from pippin.backends.mlx.tree.captures import Captures
+from pippin.types import Component
 
 # Of logits [n, vocab], the tokens at these positions, and so many alternatives.
 ScorePrompt = Callable[[mx.array, mx.array, int], Logprobs]
+
+ROW_COMPONENTS = (Component.ATTENTION, Component.WINDOW, Component.STATE)
 
 
 class Prompts:
@@ -93,6 +96,8 @@ class Prompts:
 
     def run(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
         """One forward."""
+        for chunk in chunks:
+            step.check_restored(chunk, ROW_COMPONENTS)
         states = [self._restored(chunk) for chunk in chunks]
         whole = self._wants_logprobs(chunks[0])
         batch = ChunkBatch(
@@ -138,11 +143,13 @@ class Prompts:
         logits = self._loaded.logits_after(hidden)
         step.check(np.array([row.slot for row in rows]), logits[:, -1])
         for number, row in enumerate(rows):
+            step.check_restored(row, (Component.HIDDEN,))
             self._sample(step, row, logits[number])
             self._tell_hidden(step, row, hidden, number)
 
     def restore(self, step: MLXPending, rows: Sequence[PrefillRow]) -> None:
         for row in rows:
+            step.check_restored(row, ROW_COMPONENTS, later=True)
             step.written += self._restored(row).arrays()
 
     # ---- inside ----------------------------------------------------------------------------

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.base import Capture, StepPlan, StepResult
+from pippin.backends.base import Capture, PrefillRow, Spill, StepPlan, StepResult
 from pippin.backends.mlx.cpu.stream_clock import StreamClock
 from pippin.backends.mlx.step.sampler import Logprobs, Sampled, SampleRow
+from pippin.backends.mlx.tree.fingerprints import Fingerprints
 from pippin.backends.mlx.tree.packing import payload_arrays
 from pippin.backends.mlx.tree.transfers import MLXSpilled
-from pippin.types import Payload, StepForwards, TokenLogprobs
+from pippin.types import Component, Payload, StepForwards, TokenLogprobs
 
 
 @dataclass
@@ -80,6 +81,7 @@ class MLXPending:
     ]  # a step, its rows, their logits, and packed masks of these rows
     num_top_logprobs: Callable[[int], int | None]  # by slot
     clock: StreamClock | None = None
+    fingerprints: Fingerprints | None = None  # None: nobody takes any
     captures: list[Capture] = field(default_factory=list)
     spilled: list[MLXSpilled] = field(default_factory=list)
     loaded: list[Payload] = field(default_factory=list)
@@ -96,15 +98,32 @@ class MLXPending:
     def keep(self, capture: Capture) -> None:
         self.captures.append(capture)
         for payload in capture.payloads:
-            self.written += payload_arrays(payload)
+            self._make(payload)
 
-    def spill(self, spilled: MLXSpilled) -> None:
+    def spill(self, spill: Spill, spilled: MLXSpilled) -> None:
         self.spilled.append(spilled)
         self.written += spilled.written
+        if self.fingerprints is not None:
+            for payload in spill.payloads:
+                self.fingerprints.compare(payload, spilled.note_damage)
 
     def load(self, payload: Payload) -> None:
         self.loaded.append(payload)
+        self._make(payload)
+
+    def _make(self, payload: Payload) -> None:
+        """Something for the tree."""
         self.written += payload_arrays(payload)
+        if self.fingerprints is not None:
+            self.fingerprints.take(payload)
+
+    def check_restored(
+        self, row: PrefillRow, components: Collection[Component], *, later: bool = False
+    ) -> None:
+        """Have what a row is restored from compared with what it was. `later`: not before the
+        next step is computed from it."""
+        if self.fingerprints is not None and row.restore is not None:
+            self.fingerprints.compare_restored(row.slot, row.restore, components, later=later)
 
     def tell_hidden(self, slot: int, hidden: mx.array) -> None:
         self.hidden[slot] = hidden.astype(mx.float32)
@@ -131,6 +150,8 @@ class MLXPending:
 
     def launch(self) -> None:
         """Everything written since the last call: what is left out would keep its graph alive."""
+        if self.fingerprints is not None:
+            self.written += self.fingerprints.launch(self.plan.step)
         if not self.sampled and self.written:
             last = self.written[-1]
             self.fence = last[(0,) * last.ndim] + 0  # a copy: a view would hold all of it
@@ -177,6 +198,7 @@ class MLXPending:
             hidden={slot: np.array(vector) for slot, vector in self.hidden.items()},
             spilled=tuple(self.spilled),
             loaded=tuple(self.loaded),
+            damaged=() if self.fingerprints is None else self.fingerprints.read(self.plan.step),
         )
 
     def _overflowed(self) -> frozenset[int]:
@@ -184,6 +206,8 @@ class MLXPending:
         return frozenset(slot for part in found for slot in part if slot)
 
     def discard(self) -> None:
+        if self.fingerprints is not None:
+            self.fingerprints.forget(self.plan.step)
         for capture in self.captures:
             capture.release()
         for spilled in self.spilled:

@@ -18,12 +18,13 @@ import numpy as np
 from pippin.types import Payload
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Block:
     """KV of up to GRID tokens, layers of one shape stacked: [layers, heads, tokens, dim] each."""
 
     arrays: tuple[mx.array, ...]
     num_tokens: int
+    print: int | None = None  # of its bytes, when the step that made it has been waited for
 
     @property
     def nbytes(self) -> int:
@@ -100,6 +101,7 @@ class StatePayload:
     def __init__(self, arrays: tuple[mx.array, ...]) -> None:
         self.arrays = arrays
         self.nbytes = sum(array.nbytes for array in arrays)
+        self.print: int | None = None  # as a block's
 
     def split(self, at: int) -> tuple[Payload, Payload]:
         raise TypeError("what belongs to one position cannot be divided")

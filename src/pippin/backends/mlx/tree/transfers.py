@@ -30,10 +30,14 @@ class MLXSpilled:
 
     def __init__(self, arrays: Sequence[mx.array]) -> None:
         self.written = list(arrays)
+        self.intact = True
 
     def arrays(self) -> Sequence[Bytes]:
         """Views of the arrays' own buffers: reading them is no device work."""
         return [np.asarray(array).reshape(-1) for array in self.written]
+
+    def note_damage(self) -> None:
+        self.intact = False
 
     def release(self) -> None:
         self.written.clear()

@@ -24,6 +24,7 @@ class KVPayload:
         self.kind = kind
         self._cells = cells  # int32, held
         self._parts: tuple[KVPayload, ...] = ()  # who took over when it was split
+        self._prints: np.ndarray | None = None  # int64, of each cell's bytes; None: not known
         self.num_tokens = len(cells)
         self.nbytes = len(cells) * pools.layout.cell_bytes(kind)
         self._pool.holders.add(self)
@@ -40,6 +41,22 @@ class KVPayload:
             return np.concatenate([part.cells for part in self._parts])
         return self._cells
 
+    @property
+    def prints(self) -> np.ndarray | None:
+        if not self._parts:
+            return self._prints
+        parts = [part.prints for part in self._parts]
+        known = [part for part in parts if part is not None]
+        return np.concatenate(known) if len(known) == len(parts) else None
+
+    def keep_prints(self, prints: np.ndarray) -> None:
+        """They may come when others have taken over."""
+        self._prints = prints
+        first = 0
+        for part in self._parts:
+            part.keep_prints(prints[first : first + part.num_tokens])
+            first += part.num_tokens
+
     def move(self, new_cells: np.ndarray) -> None:
         self._cells = new_cells[self._cells]
 
@@ -50,6 +67,8 @@ class KVPayload:
             KVPayload(self._pools, self.kind, self._cells[at:]),
         )
         self._parts = (head, tail)
+        if self._prints is not None:
+            self.keep_prints(self._prints)
         return head, tail
 
     def release(self) -> None:
@@ -69,6 +88,7 @@ class StatePayload:
         """Takes over one hold of the slot."""
         self._pools = pools
         self.slab = slab
+        self.prints: np.ndarray | None = None  # int64 [1], of its bytes
         self.nbytes = pools.layout.state_bytes
 
     @classmethod
@@ -79,6 +99,9 @@ class StatePayload:
 
     def split(self, at: int) -> tuple[Payload, Payload]:
         raise TypeError("what belongs to one position cannot be divided")
+
+    def keep_prints(self, prints: np.ndarray) -> None:
+        self.prints = prints
 
     def release(self) -> None:
         self._pools.arena.release_state(self.slab)
@@ -94,10 +117,14 @@ class HiddenPayload:
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden: torch.Tensor | None = hidden  # [hidden]
+        self.prints: np.ndarray | None = None  # int64 [1], of its bytes
         self.nbytes = hidden.nbytes
 
     def split(self, at: int) -> tuple[Payload, Payload]:
         raise TypeError("what belongs to one position cannot be divided")
+
+    def keep_prints(self, prints: np.ndarray) -> None:
+        self.prints = prints
 
     def release(self) -> None:
         self.hidden = None

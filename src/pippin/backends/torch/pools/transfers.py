@@ -25,10 +25,14 @@ from pippin.types import Component, Payload
 class TorchSpilled:
     def __init__(self, arrival: Arrival) -> None:
         self._arrival: Arrival | None = arrival
+        self.intact = True
 
     def arrays(self) -> Sequence[Bytes]:
         assert self._arrival is not None
         return [_as_bytes(found) for found in self._arrival.wait()]
+
+    def note_damage(self) -> None:
+        self.intact = False
 
     def release(self) -> None:
         self._arrival = None

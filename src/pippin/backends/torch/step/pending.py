@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pippin.backends.base import Capture, StepPlan, StepResult
+from pippin.backends.base import Capture, Restore, StepPlan, StepResult
+from pippin.backends.torch.pools.fingerprints import Fingerprints
 from pippin.backends.torch.pools.transfers import TorchSpilled
 from pippin.backends.torch.step.sampler import SampleRow
 from pippin.backends.torch.streams import Arrival
@@ -28,6 +29,7 @@ class TorchPending:
     plan: StepPlan
     sample_masked: Callable[[TorchPending, np.ndarray], None]  # with masks of `masked`
     num_top_logprobs: Callable[[int], int | None]  # by slot
+    fingerprints: Fingerprints | None = None  # None: nobody takes any
     captures: list[Capture] = field(default_factory=list)
     spilled: list[TorchSpilled] = field(default_factory=list)
     loaded: list[Payload] = field(default_factory=list)
@@ -65,9 +67,17 @@ class TorchPending:
             hidden=self.hidden,
             spilled=tuple(self.spilled),
             loaded=tuple(self.loaded),
+            damaged=() if self.fingerprints is None else self.fingerprints.read(self.plan.step),
         )
 
+    def check_restored(self, slot: int, restore: Restore) -> None:
+        """Have what a row is restored from compared with what it was."""
+        if self.fingerprints is not None:
+            self.fingerprints.compare_restored(self.plan.step, slot, restore)
+
     def discard(self) -> None:
+        if self.fingerprints is not None:
+            self.fingerprints.forget(self.plan.step)
         for capture in self.captures:
             capture.release()
         for spilled in self.spilled:

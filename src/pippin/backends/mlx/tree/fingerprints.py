@@ -1,0 +1,142 @@
+"""Fingerprints of what the tree holds: steps add words up, the host compares. Waits for nobody.
+
+One is taken of what a step captures or loads, and again of what a later one restores or spills. Of
+each array all words are added up modulo 2**32, and a payload's sums are hashed in their order. So
+any word that has changed shows; words of one array that have changed places do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.base import Damage, Restore
+from pippin.backends.mlx.tree.payloads import Block, KVPayload, StatePayload
+from pippin.types import Component, Payload
+
+Printed = Block | StatePayload
+Reader = Callable[[int], None]
+
+
+@dataclass
+class Sums:
+    """What a step is asked to add up: an array each, and who reads those of each payload."""
+
+    arrays: list[mx.array] = field(default_factory=list)
+    readers: list[tuple[int, Reader]] = field(default_factory=list)  # how many each, in order
+
+    def add(self, owner: Printed, reader: Reader) -> None:
+        self.arrays += [mx.sum(_words(array)) for array in owner.arrays]
+        self.readers.append((len(owner.arrays), reader))
+
+
+@dataclass
+class Launched:
+    step: int
+    due: int  # the step with whose result it is read: the device is done with it by then
+    sums: mx.array  # uint32 [n]
+    readers: list[tuple[int, Reader]]
+
+    def read(self) -> None:
+        sums = iter(np.asarray(self.sums).tolist())
+        for count, reader in self.readers:
+            reader(hash(tuple(next(sums) for _ in range(count))))
+
+
+class Fingerprints:
+    """Of a step what it makes is read with the next one's result: nobody waits for it."""
+
+    def __init__(self) -> None:
+        self._now = Sums()
+        self._later = Sums()
+        self._launched: list[Launched] = []
+        self._damaged: list[Damage] = []
+
+    def begin(self) -> None:
+        """A step is about to be launched; what one asked for that could not be is void."""
+        self._now, self._later = Sums(), Sums()
+
+    def forget(self, step: int) -> None:
+        """Nobody will take this step in."""
+        self._launched = [found for found in self._launched if found.step != step]
+
+    def take(self, payload: Payload) -> None:
+        """Of what this step makes."""
+        for owner in _owners(payload):
+            self._later.add(owner, _keeper(owner))
+
+    def compare(self, payload: Payload, on_change: Callable[[], None]) -> None:
+        """What an earlier step made; told with this one's result."""
+        for owner in _owners(payload):
+            self._now.add(owner, _comparer(owner, on_change))
+
+    def compare_restored(
+        self, slot: int, restore: Restore, components: Collection[Component], *, later: bool
+    ) -> None:
+        """`later`: nothing is computed from it before the next step."""
+        for component, start, end, payload in restore.placed():
+            if component in components:
+                note = partial(self._note, Damage(slot, component, start, end))
+                for owner in _owners(payload):
+                    (self._later if later else self._now).add(owner, _comparer(owner, note))
+
+    def launch(self, step: int) -> list[mx.array]:
+        """What the device is to compute, for the step's next `mx.async_eval`."""
+        launched = [
+            Launched(step, due, mx.stack(sums.arrays), sums.readers)
+            for due, sums in ((step, self._now), (step + 1, self._later))
+            if sums.arrays
+        ]
+        self._now, self._later = Sums(), Sums()
+        self._launched += launched
+        return [found.sums for found in launched]
+
+    def read(self, step: int) -> tuple[Damage, ...]:
+        """What is known when a step has been waited for."""
+        due = [found for found in self._launched if found.due <= step]
+        self._launched = [found for found in self._launched if found.due > step]
+        for found in sorted(due, key=lambda found: found.due):
+            found.read()
+        damaged, self._damaged = tuple(self._damaged), []
+        return damaged
+
+    def _note(self, damage: Damage) -> None:
+        if damage not in self._damaged:
+            self._damaged.append(damage)
+
+
+def _keeper(owner: Printed) -> Reader:
+    def keep(found: int) -> None:
+        owner.print = found
+
+    return keep
+
+
+def _comparer(owner: Printed, on_change: Callable[[], None]) -> Reader:
+    def compare(found: int) -> None:
+        if owner.print is not None and owner.print != found:
+            on_change()
+
+    return compare
+
+
+def _owners(payload: Payload) -> Iterator[Printed]:
+    """What has a fingerprint: whole blocks, also where a payload has a part of one."""
+    if isinstance(payload, StatePayload):
+        yield payload
+        return
+    assert isinstance(payload, KVPayload)
+    for span in payload.spans:
+        yield span.block
+
+
+def _words(array: mx.array) -> mx.array:
+    """uint32, unless rows are too short for that."""
+    row_bytes = array.shape[-1] * array.itemsize
+    if row_bytes % 4 == 0:
+        return array.view(mx.uint32)
+    return array.view(mx.uint16 if row_bytes % 2 == 0 else mx.uint8).astype(mx.uint32)
