@@ -35,11 +35,14 @@ EXTRA := $(shell nvidia-smi 2>/dev/null | grep -q 'CUDA.*Version: *1[3-9]' && ec
 serve: install
 	@exec $(RUN) pippin serve $(ARGS)
 
+# Two workers, a file at a time, the longest first (tests/conftest.py).
+PYTEST := pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: lint types
-	@$(RUN) pytest -n 2 --dist loadfile
+	@$(RUN) $(PYTEST)
 
 quick: lint types
-	@$(RUN) pytest -n 2 --dist loadfile -m "not slow"
+	@$(RUN) $(PYTEST) -m "not slow"
 
 lint: install-dev
 	@$(RUN) ruff check .

@@ -19,7 +19,11 @@ from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import Phase, settings
 
 WHOLLY_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
-LONGEST_FILES = ("test_mutants", "test_worlds", "test_soak")
+LONGEST_FILES = (
+    *("test_worlds", "test_mlx_families", "test_prefix_reuse", "test_mutants", "test_retraction"),
+    *("test_soak", "test_structured_output", "test_compiled_steps", "test_any_split"),
+    *("test_prefix_pressure", "test_contract", "test_serve", "test_openapi_fuzz", "test_page_chat"),
+)
 
 settings.register_profile("repeat", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
@@ -89,5 +93,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest go first, so that no worker is left alone with one at the end."""
-    items.sort(key=lambda item: item.path.stem not in LONGEST_FILES)
+    """The files that take longest go first, so that no worker is left alone with one at the end.
+
+    xdist sorts by the number of tests instead unless it hears `--no-loadscope-reorder`.
+    """
+    places = {name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
