@@ -40,6 +40,7 @@ def test_the_table_holds_medians_and_how_the_others_do() -> None:
     assert report.data["rounds"] == results
 
 
+@pytest.mark.slow
 def test_every_turn_is_one_batch_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     config = Config(ModelConfig(max_len=300), EngineConfig(max_running=3))
@@ -50,6 +51,7 @@ def test_every_turn_is_one_batch_in_a_process_of_its_own(monkeypatch: pytest.Mon
     assert all(value > 0 for value in found.values())
 
 
+@pytest.mark.slow
 def test_a_backend_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     config = Config(ModelConfig(model="nothing"))

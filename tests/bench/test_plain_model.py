@@ -16,6 +16,7 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vo
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TOOL.exists(), reason="tools/ is not beside the tests")
 def test_both_servers_libraries_load_it_and_every_token_has_text(tmp_path: Path) -> None:
     tool = runpy.run_path(str(TOOL))

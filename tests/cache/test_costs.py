@@ -111,6 +111,7 @@ def worst_eviction(cache: PrefixCache) -> int:
     return worst
 
 
+@pytest.mark.slow
 @over_layouts
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
 def test_an_eviction_costs_the_same_in_a_tree_of_any_size(layout: str, used: bool) -> None:
@@ -125,6 +126,7 @@ def test_an_eviction_costs_the_same_in_a_tree_of_any_size(layout: str, used: boo
     assert large < 3_000
 
 
+@pytest.mark.slow
 @over_layouts
 def test_a_turn_of_a_conversation_costs_the_same_in_a_tree_of_any_size(layout: str) -> None:
     def turn(cache: PrefixCache) -> None:

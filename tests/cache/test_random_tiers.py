@@ -171,7 +171,11 @@ class TwoTiers:
         assert set(self.tiers.disk._owned) <= kept, "the tree names what the store does not have"
 
 
-@pytest.mark.parametrize("components", LAYOUTS, ids=lambda c: "-".join(x.value for x in c))
+@pytest.mark.parametrize(
+    "components",
+    [*(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[:-1]), LAYOUTS[-1]],
+    ids=lambda c: "-".join(x.value for x in c),
+)
 def test_two_tiers_agree_with_sets_of_prefixes(components: tuple[Component, ...]) -> None:
     for seed in range(2):
         rng = random.Random(seed)

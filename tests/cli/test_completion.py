@@ -71,6 +71,7 @@ def test_bash_completes(script: Path, line: list[str], expected: set[str]) -> No
     assert {word.strip() for word in done.stdout.split("\n") if word.strip()} == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_have_a_script_too(capsys: pytest.CaptureFixture[str], shell: str) -> None:
     printed = output_of(capsys, "completion", shell)

@@ -161,6 +161,7 @@ def test_a_token_that_is_not_allowed_is_an_error(vocabulary: Vocabulary) -> None
         grammar.advance([vocabulary.tokens.index(b"b")])
 
 
+@pytest.mark.slow
 def test_a_grammar_that_grows_too_large_for_its_library_is_an_error(
     vocabulary: Vocabulary,
 ) -> None:

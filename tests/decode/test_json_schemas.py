@@ -35,6 +35,7 @@ def test_there_are_a_hundred_schemas() -> None:
     assert len(SCHEMAS) >= 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_random_replies_are_valid(name: str, vocabulary: Vocabulary) -> None:
     schema = SCHEMAS[name]

@@ -138,7 +138,7 @@ def test_rows_that_read_the_trees_own_payloads_keep_them_in_the_tree(overlap: bo
 
 @both_modes
 @layouts
-@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_replies_that_outgrow_the_budget_together_all_finish(
     overlap: bool, components: tuple[Component, ...], cache: bool
 ) -> None:

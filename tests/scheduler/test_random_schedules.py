@@ -228,6 +228,7 @@ def test_overlap_on_and_off_give_the_oracles_tokens(engine: Engine, workload: li
                 assert (reply.tokens, reply.finish) == ask.expected
 
 
+@pytest.mark.slow
 @settings(SCHEDULES, max_examples=250)
 @given(
     engine=engines.map(

@@ -74,6 +74,7 @@ def test_a_row_is_the_same_whoever_is_beside_it(multiply: Multiply) -> None:
     assert (multiply(x[:7], w) == together[:7]).all()
 
 
+@pytest.mark.slow
 def test_many_callers_at_once_get_their_own(multiply: Multiply) -> None:
     wrong: list[int] = []
 

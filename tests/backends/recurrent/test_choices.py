@@ -280,6 +280,7 @@ def test_a_model_s_own_calls_are_found_at_load(monkeypatch: pytest.MonkeyPatch) 
     assert load.prepare(*build("qwen3")).recurrences == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_backend_tells_the_load_that_it_is_deterministic(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch

@@ -106,6 +106,7 @@ def enumerate_crashes(tmp_path: Path, seed: int, num_operations: int) -> int:
     return num_points
 
 
+@pytest.mark.slow
 def test_every_change_may_be_the_last_one(tmp_path: Path) -> None:
     assert enumerate_crashes(tmp_path, seed=1, num_operations=40) > 80
 

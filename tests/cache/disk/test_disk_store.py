@@ -251,6 +251,7 @@ def _another() -> tuple[Entry, list[Bytes]]:
     return entry, payload(entry)
 
 
+@pytest.mark.slow
 def test_reads_writes_and_forgetting_beside_each_other(tmp_path: Path) -> None:
     """Readers never see a wrong byte nor a false damage while segments come and go."""
     store = open_store(tmp_path, FINGERPRINT, 200_000, files=Unsynced())

@@ -71,6 +71,7 @@ def test_each_of_200_calls_is_cut_in_two_at_every_place(format: str) -> None:
     check_every_cut(format, calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_marks_and_scraps_in_any_order_give_the_same_pieces_too(format: str) -> None:
     rng = random.Random(format)
