@@ -12,7 +12,7 @@ import numpy as np
 
 import pippin.scheduler.loop as loop_module
 from pippin.backends import fake
-from pippin.backends.fake import FakeBackend, mix
+from pippin.backends.fake import FakeBackend, mix, placed
 from pippin.backends.masks import allowed_ids, num_words, pack
 from pippin.cache.canary import Canary
 from pippin.cache.disk.base import EntryStore
@@ -263,7 +263,7 @@ def oracle(
     state, hashed, reply = 0, [], []
 
     def run(token: int) -> int:
-        hashed.append(mix(len(hashed), token))
+        hashed.append(placed(len(hashed), token))
         return mix(state, token)
 
     for token in prompt:

@@ -268,6 +268,7 @@ class World:
     num_steps: int  # in which clients come; then all is left to end
     steps_run: int = 0
     asks: list[Ask] = field(default_factory=list)
+    leaving: list[Ask] = field(default_factory=list)  # those who will not wait for their end
     doomed: set[str] = field(default_factory=set)  # had a row in a step that failed
 
     def __post_init__(self) -> None:
@@ -422,18 +423,19 @@ class World:
             prompt_logprobs=rng.choice((None,) * 9 + (1,)),
             **kwargs,
         )
-        self.asks.append(
-            Ask(
-                reply,
-                prompt,
-                kwargs,
-                expected,
-                modulus,
-                broken,
-                leaves_after=rng.randrange(60) if rng.random() < 0.15 else None,
-                leaves_by=rng.choice(("abort", "finish")),
-            )
+        ask = Ask(
+            reply,
+            prompt,
+            kwargs,
+            expected,
+            modulus,
+            broken,
+            leaves_after=rng.randrange(60) if rng.random() < 0.15 else None,
+            leaves_by=rng.choice(("abort", "finish")),
         )
+        self.asks.append(ask)
+        if ask.leaves_after is not None:
+            self.leaving.append(ask)
 
     def _prompt(self) -> list[int]:
         rng = self.rng
@@ -452,13 +454,12 @@ class World:
 
     def _leave(self) -> None:
         loop = self.client.loop
-        for ask in self.asks:
-            reply = ask.reply
-            if ask.leaves_after is None or ask.has_left or reply.finish is not None:
-                continue
-            if len(reply.tokens) >= ask.leaves_after:
+        self.leaving = [ask for ask in self.leaving if ask.reply.finish is None]
+        for ask in self.leaving:
+            assert ask.leaves_after is not None
+            if not ask.has_left and len(ask.reply.tokens) >= ask.leaves_after:
                 ask.has_left = True
-                (loop.abort if ask.leaves_by == "abort" else loop.finish)(reply.id)
+                (loop.abort if ask.leaves_by == "abort" else loop.finish)(ask.reply.id)
 
     # ---- what must hold --------------------------------------------------------------------
 

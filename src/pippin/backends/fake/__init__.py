@@ -8,7 +8,7 @@ from pippin.backends.fake.backend import BYTES_PER_TOKEN, FakeBackend
 from pippin.backends.fake.device import FakeDevice, FutureMap
 from pippin.backends.fake.payloads import FakePayload, Ledger
 from pippin.backends.fake.pending import FakePending
-from pippin.backends.fake.toy import MASK, ToyRow, mix
+from pippin.backends.fake.toy import MASK, ToyRow, mix, placed
 
 __all__ = [
     "BYTES_PER_TOKEN",
@@ -21,4 +21,5 @@ __all__ = [
     "Ledger",
     "ToyRow",
     "mix",
+    "placed",
 ]

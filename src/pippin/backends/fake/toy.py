@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from pippin.backends.base import Admit
 from pippin.backends.fake.payloads import FakePayload
@@ -23,6 +24,12 @@ def mix(*values: int) -> int:
         h = (h ^ (value + 1)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
         h ^= h >> 31
     return h & MASK
+
+
+@lru_cache(maxsize=1 << 16)
+def placed(position: int, token: int) -> int:
+    """What a token adds to sums over positions."""
+    return mix(position, token)
 
 
 @dataclass
@@ -51,7 +58,7 @@ class ToyRow:
         return position >= len(self.admit.prompt) + len(self.admit.reply)
 
     def run(self, token: int) -> None:
-        self.attention = self.attention + mix(len(self.tokens), token) & MASK
+        self.attention = self.attention + placed(len(self.tokens), token) & MASK
         self.tokens.append(token)
         self.hidden = []
         self.state = mix(self.state, token)
@@ -64,7 +71,7 @@ class ToyRow:
         for known in (window, tokens):
             if known:
                 self.tokens[length - len(known) :] = known
-        self.attention = sum(mix(i, t) for i, t in enumerate(self.tokens)) & MASK
+        self.attention = sum(placed(i, t) for i, t in enumerate(self.tokens)) & MASK
         self.state = state
 
     def check_borrowed(self) -> None:
@@ -89,7 +96,7 @@ class ToyRow:
         if self.window:
             first = max(0, len(self.tokens) - self.window)
             recent = enumerate(self.tokens[first:], first)
-            digests.append(sum(mix(i, t) for i, t in recent) & MASK)
+            digests.append(sum(placed(i, t) for i, t in recent) & MASK)
         return digests
 
     def next_token(self, components: Sequence[Component], vocab_size: int) -> int:
