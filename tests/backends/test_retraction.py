@@ -12,15 +12,16 @@ from serving import BUNDLED, TORCH_MODELS, make_client, make_prompt
 
 NUM_REQUESTS = 40
 NUM_ROWS = 12  # that the budget holds
-REPLY_LEN = 30
+REPLY_LEN = 18
 GROWTH = 4  # tokens that a row claims ahead; few, so that short replies outgrow it
 
-CHECKPOINTS = (BUNDLED, "gpt_oss", "llama", *TORCH_MODELS)  # hybrid, windowed, plain
+# Hybrid, windowed, plain; on torch the bundled model is one more hybrid.
+CHECKPOINTS = (BUNDLED, "gpt_oss", "llama", *TORCH_MODELS[1:])
 
 
 def prompt_of(name: str, number: int) -> list[int]:
     """Each crosses a block of 64 with its reply, and takes more room from then on."""
-    return make_prompt(name, 40 + number % 20, seed=number)
+    return make_prompt(name, 50 + number % 12, seed=number)
 
 
 def params_of(number: int) -> dict[str, object]:
@@ -29,7 +30,7 @@ def params_of(number: int) -> dict[str, object]:
     if number % 4 == 0:
         params |= {"temperature": 0.9, "seed": number, "top_p": 0.9, "frequency_penalty": 0.3}
     if number % 3 == 0:
-        params |= {"min_tokens": 25, "stop_ids": [5, 6, 7]}
+        params |= {"min_tokens": 15, "stop_ids": [5, 6, 7]}
     return params
 
 
@@ -40,7 +41,6 @@ def num_drawn_alike(reply: Reply, expected: Reply) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(360)  # every reply is computed alone as well
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_retracted_replies_are_what_each_is_alone(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ from pippin.backends.mlx.rows.attention_paths import AttentionPaths, Path
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.grouping import common_len, group_rows
-from reference import BUNDLED, assert_right, score
+from reference import assert_right, score
 from serving import diverge, make_client, make_prompt, served
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 BLOCK = 8  # tokens of a tail and of all else in these tests: a regrouping every few steps
 START_LEN = 100
 # Without windows, with them, with sinks, with latent KV, with layers that borrow others' KV.
-MODELS = (BUNDLED, "llama", "gemma3", "gpt_oss", "deepseek_v3", "gemma4")
+MODELS = ("qwen3_5", "llama", "gemma3", "gpt_oss", "deepseek_v3", "gemma4")
 
 
 @pytest.fixture

@@ -7,12 +7,11 @@ import pytest
 from near_ties import assert_same
 from pippin.backends.mlx.rows import arrays
 from pippin.types import GRID
-from reference import BUNDLED
 from serving import ask_all, check_idle, cold, make_client, make_prompt
 
 pytestmark = pytest.mark.slow
 
-MODELS = (BUNDLED, "gpt_oss", "llama")  # a hybrid, one with windows, one with neither
+MODELS = ("qwen3_5", "gpt_oss", "llama")  # a hybrid, one with windows, one with neither
 NUM_TOKENS = 100
 
 
