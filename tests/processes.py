@@ -23,6 +23,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
+def environment_without_compiler() -> dict[str, str]:
+    """For servers whose kernels nobody needs: else each spends seconds on building some."""
+    return environment() | {"PATH": ""}
+
+
 def run_python(code: str, **env: str) -> str:
     """Standard output of `code` in a new interpreter that sees the same packages."""
     done = subprocess.run(

@@ -14,7 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from processes import PATIENCE_SECONDS, children_of, environment, wait_until, wait_until_gone
+from processes import (
+    PATIENCE_SECONDS,
+    children_of,
+    environment_without_compiler,
+    wait_until,
+    wait_until_gone,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +34,9 @@ def server(directory: Path, end: signal.Signals) -> Iterator[str]:
     """`end`: what it and its engine hear in the end."""
     options = ["--port", "0", "--cache-dir", str(directory), "--disk", "100MB"]
     command = [sys.executable, "-m", "pippin", "serve", *options]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment_without_compiler(), stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             found = re.search(r"http://\S+", process.stdout.readline())
@@ -77,7 +85,7 @@ def test_a_second_server_is_refused_the_directory(tmp_path: Path) -> None:
         options = ["--port", "0", "--cache-dir", str(tmp_path), "--disk", "100MB"]
         command = [sys.executable, "-m", "pippin", "serve", *options]
         second = subprocess.run(
-            command, env=environment(), capture_output=True, text=True, check=False
+            command, env=environment_without_compiler(), capture_output=True, text=True, check=False
         )
     assert second.returncode != 0
     assert "in use" in second.stdout + second.stderr
