@@ -18,7 +18,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "logs": set(),
     "bridge": set(),
     "native_kernels": set(),
-    "config": {"types"},
+    "amounts": set(),
+    "config": {"types", "amounts"},
     "messages": {"types"},
     "metrics": {"types"},
     "cache": {"types"},
@@ -64,7 +65,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "service": set(),
     "supervision": {"messages", "config", "engine", "api.engine_client"},
-    "bench": {"", "types", "config", "metrics"},
+    "bench": {"", "types", "amounts", "config", "metrics"},
     "bench.ceilings": {"bench", "backends.mlx.cpu.blas"},
     **dict.fromkeys(
         ["", "__main__", "build", "build_tiers", "checkpoint", "cli", "client", "terminal_chat"],

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from pippin.amounts import parse_memory
 from pippin.backends.base import Backend
 from pippin.build_tiers import BATCHES_IN_FLIGHT, build_tiers, tier_batch_bytes
 from pippin.cache.canary import Canary
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.config import Config, EngineConfig, parse_memory
+from pippin.config import Config, EngineConfig
 from pippin.decode.compiler import GrammarCompiler
 from pippin.errors import LoadError
 from pippin.grammars import load_vocabulary

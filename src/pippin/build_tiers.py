@@ -9,6 +9,7 @@ import hashlib
 from pathlib import Path
 
 from pippin import __version__
+from pippin.amounts import parse_bytes
 from pippin.backends.base import Backend
 from pippin.cache.canary import Canary
 from pippin.cache.disk.disk_store import open_store
@@ -16,7 +17,7 @@ from pippin.cache.disk.fingerprint import model_fingerprint
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.courier import Courier
 from pippin.cache.tiers.tiers import Tiers
-from pippin.config import Config, parse_bytes
+from pippin.config import Config
 from pippin.types import GRID, Component
 
 MOST_BATCH_BYTES = 32 << 20  # a step copies so much, and streams wait for it

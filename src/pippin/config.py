@@ -10,9 +10,10 @@ import re
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
+from pippin.amounts import parse_bytes, parse_memory
 from pippin.errors import ConfigError
 
-MEMORY_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BackendName = Literal["mlx", "torch", "fake"]
 
 
 def _check_at_least(section: Any, **minimums: int) -> None:
@@ -20,35 +21,6 @@ def _check_at_least(section: Any, **minimums: int) -> None:
         value = getattr(section, name)
         if value is not None and value < minimum:
             raise ConfigError(f"{name} must be at least {minimum}, got {value}")
-
-
-def parse_bytes(name: str, text: str) -> int:
-    """Bytes alone ("20GB", "500000000")."""
-    try:
-        amount = parse_memory(text)
-    except ConfigError:
-        amount = 0.0
-    if isinstance(amount, float):
-        raise ConfigError(f'{name} must be bytes, like "20GB", got {text!r}')
-    return amount
-
-
-def parse_memory(text: str) -> int | float:
-    """Bytes ("6GB", "500000000") as an int, a fraction ("0.7") as a float."""
-    number = text.strip().upper().rstrip("KMGTB")
-    unit = text.strip().upper()[len(number) :]
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if unit == "" and 0.0 < value <= 1.0:
-        return value
-    if unit not in MEMORY_UNITS or value <= 0.0:
-        raise ConfigError(f'memory must be like "6GB" or a fraction like "0.7", got {text!r}')
-    return int(value * MEMORY_UNITS[unit])
-
-
-BackendName = Literal["mlx", "torch", "fake"]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import pippin
 import pippin.config
 from cli.commands import error_of, output_of, served_with
 from pippin import cli
-from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig, parse_memory
+from pippin.amounts import parse_memory
+from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.errors import LoadError
 from processes import environment
 

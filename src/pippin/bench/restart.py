@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 
+from pippin.amounts import parse_bytes
 from pippin.bench.loads import Load, run_load
 from pippin.bench.prompts import CountTokens, Prompts, count_with
 from pippin.bench.report import Report, busy_note, say
@@ -29,7 +30,7 @@ from pippin.bench.scenarios import PROMPT_TOKENS, REPLY_TOKENS, interfere, warm_
 from pippin.bench.servers import as_options, pippin_server
 from pippin.bench.sse import TimedReply, parse
 from pippin.bench.wire import BenchError, LoadClient, Target
-from pippin.config import Config, parse_bytes
+from pippin.config import Config
 
 RESTARTS = ("sigterm", "kill")
 PARTS = (*RESTARTS, "gaps", "ceilings")
