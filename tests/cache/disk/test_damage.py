@@ -14,7 +14,7 @@ from disk_builders import FINGERPRINT, ROOT, Unsynced, kv_entry, payload, same_b
 from pippin.cache.disk.chain import Chain
 from pippin.cache.disk.disk_store import DiskStore, open_store
 from pippin.cache.disk.entries import Entry
-from pippin.cache.disk.format import HEADER, payload_digest
+from pippin.cache.disk.segments.format import HEADER, payload_digest
 from pippin.types import Component
 
 CEILING = 100_000

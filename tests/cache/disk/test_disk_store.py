@@ -351,7 +351,7 @@ def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyP
         def fail(*_: object) -> int:
             raise OSError(errno.EIO, "Input/output error")
 
-        patch.setattr("pippin.cache.disk.segment.read_into", fail)
+        patch.setattr("pippin.cache.disk.segments.segment.read_into", fail)
         assert store.read([first.key]) == [None]
     assert store.take_lost() == [first.key]
     assert store.counters().read_errors == 1

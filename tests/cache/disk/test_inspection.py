@@ -9,7 +9,7 @@ from disk_builders import FINGERPRINT, ROOT, kv_entry, payload, same_bytes, stat
 
 from pippin.cache.disk.chain import Chain
 from pippin.cache.disk.disk_store import DiskStore, open_store
-from pippin.cache.disk.format import HEADER
+from pippin.cache.disk.segments.format import HEADER
 from pippin.cli import main
 
 

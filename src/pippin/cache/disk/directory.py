@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pippin.cache.disk.files import Files
-from pippin.cache.disk.segment import index_path
 from pippin.errors import DiskCacheError
 
 NAME_DIGITS = 8
@@ -79,6 +78,10 @@ def segment_paths(folder: Path) -> Iterator[Path]:
 
 def segment_path(folder: Path, number: int) -> Path:
     return folder / f"{number:0{NAME_DIGITS}}.data"
+
+
+def index_path(data: Path) -> Path:
+    return data.with_suffix(".index")
 
 
 def sort_out(files: Files, folder: Path, *, read_only: bool) -> tuple[int, int]:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pippin.cache.disk.catalog import Catalog
 from pippin.cache.disk.directory import (
     RECENCY,
     DirectoryLock,
+    index_path,
     model_folder,
     model_folders,
     segment_bytes,
@@ -22,10 +22,10 @@ from pippin.cache.disk.directory import (
 )
 from pippin.cache.disk.entries import Key
 from pippin.cache.disk.files import Files
-from pippin.cache.disk.format import HEADER, decode_header
-from pippin.cache.disk.reading import new_destination
-from pippin.cache.disk.segment import index_path
-from pippin.cache.disk.segment_log import SegmentLog
+from pippin.cache.disk.segments.catalog import Catalog
+from pippin.cache.disk.segments.format import HEADER, decode_header
+from pippin.cache.disk.segments.reading import new_destination
+from pippin.cache.disk.segments.segment_log import SegmentLog
 from pippin.errors import DiskCacheError
 
 

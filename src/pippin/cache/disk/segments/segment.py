@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
+from pippin.cache.disk.directory import index_path
 from pippin.cache.disk.entries import Bytes, Entry, Key
 from pippin.cache.disk.files import Files, read_into
-from pippin.cache.disk.format import (
+from pippin.cache.disk.segments.format import (
     DATA_MARK,
     HEADER,
     INDEX_MARK,
@@ -195,7 +196,3 @@ class Segment:
             os.close(self._data)
             os.close(self._index)
             self._data = self._index = -1
-
-
-def index_path(data: Path) -> Path:
-    return data.with_suffix(".index")

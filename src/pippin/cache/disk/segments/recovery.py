@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pippin.cache.disk.directory import index_path
 from pippin.cache.disk.files import Files
-from pippin.cache.disk.format import (
+from pippin.cache.disk.segments.format import (
     DATA_MARK,
     HEADER,
     INDEX_MARK,
@@ -28,7 +29,7 @@ from pippin.cache.disk.format import (
     decode_records,
     entry_of,
 )
-from pippin.cache.disk.segment import Segment, Slot, index_path
+from pippin.cache.disk.segments.segment import Segment, Slot
 
 logger = logging.getLogger(__name__)
 

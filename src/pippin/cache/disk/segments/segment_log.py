@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pippin.cache.disk.catalog import Catalog
 from pippin.cache.disk.directory import (
     RECENCY,
     OtherModels,
+    index_path,
     model_folder,
     segment_path,
     segment_paths,
@@ -23,11 +23,12 @@ from pippin.cache.disk.directory import (
 )
 from pippin.cache.disk.entries import Bytes, Entry
 from pippin.cache.disk.files import Files
-from pippin.cache.disk.format import HEADER, encode_arrays
-from pippin.cache.disk.recency import decode_recency, encode_recency
-from pippin.cache.disk.reclaim import MOVED_SHARE, pick_victim, worth_moving
-from pippin.cache.disk.recovery import open_segment
-from pippin.cache.disk.segment import Segment, Slot, index_path
+from pippin.cache.disk.segments.catalog import Catalog
+from pippin.cache.disk.segments.format import HEADER, encode_arrays
+from pippin.cache.disk.segments.recency import decode_recency, encode_recency
+from pippin.cache.disk.segments.reclaim import MOVED_SHARE, pick_victim, worth_moving
+from pippin.cache.disk.segments.recovery import open_segment
+from pippin.cache.disk.segments.segment import Segment, Slot
 
 logger = logging.getLogger(__name__)
 

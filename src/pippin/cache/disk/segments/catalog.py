@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from threading import Lock
 
 from pippin.cache.disk.entries import Entry, Key
-from pippin.cache.disk.segment import Segment, Slot
+from pippin.cache.disk.segments.segment import Segment, Slot
 
 
 class Catalog:

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from pippin.cache.disk.base import Destination
-from pippin.cache.disk.segment import Slot
+from pippin.cache.disk.segments.segment import Slot
 
 NUM_THREADS = 8
 ALONE_BYTES = 1 << 20  # less than this is read by the caller

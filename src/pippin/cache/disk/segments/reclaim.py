@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pippin.cache.disk.segment import Segment, Slot
+from pippin.cache.disk.segments.segment import Segment, Slot
 
 MOVED_SHARE = 0.05  # of the bytes that callers wrote
 
