@@ -8,7 +8,7 @@ view.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
@@ -17,12 +17,17 @@ from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.backends.mlx.rows.split_attention import shared_mask
 
-if TYPE_CHECKING:
-    from pippin.backends.mlx.rows.views import RowKV
-
 Tree = dict[str, Any]
 
 WITHOUT_ITS_MASK = "attention was not given both a cache and the mask of that cache"
+
+
+class Lender(Protocol):
+    """A layer's view that other layers may read."""
+
+    def lends(self, keys: mx.array, values: mx.array) -> bool:
+        """Whether these are what it handed out."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class RowMask:
     window: int | None
     step: DecodeStep
 
-    def lender(self, keys: mx.array, values: mx.array) -> RowKV | None:
+    def lender(self, keys: mx.array, values: mx.array) -> Lender | None:
         """The view whose KV these are, where a layer without a cache borrows another one's."""
         rows = self.step.lenders.get(id(keys))
         return rows if rows is not None and rows.lends(keys, values) else None
@@ -102,7 +107,7 @@ class DecodeStep:
         mains = shape.mains
         self.cohorts = mains.cohorts if isinstance(mains, CohortsShape) else ()
         self.aligned = isinstance(mains, CohortsShape) and mains.aligned
-        self.lenders: WeakValueDictionary[int, RowKV] = WeakValueDictionary()  # by id of keys
+        self.lenders: WeakValueDictionary[int, Lender] = WeakValueDictionary()  # by id of keys
         self._tail_masks: dict[int | None, mx.array] = {}
         self._main_masks: dict[object, mx.array | None] = {}
         self._windows: dict[int, tuple[mx.array, int | None]] = {}  # by id of a concatenated mask
