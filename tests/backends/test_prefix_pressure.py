@@ -13,6 +13,7 @@ from reference import BUNDLED
 from serving import (
     MODELS,
     ONE_OF_EACH_KIND,
+    TORCH_MODELS,
     TRIED_MOST,
     active_bytes,
     ask_all,
@@ -52,7 +53,7 @@ def evictions(cache: PrefixCache) -> dict[Component, int]:
     return {c: n for c, n in cache.stats.evictions.items() if c in cache.component_bytes}
 
 
-@pytest.mark.parametrize("name", [BUNDLED, *TRIED_MOST])
+@pytest.mark.parametrize("name", [BUNDLED, *TRIED_MOST, *TORCH_MODELS[:1]])
 def test_sixteen_clients_under_pressure(name: str) -> None:
     """Four shared beginnings, four clients each; room for some of it only."""
     client = make_client(name, capacity_bytes=tight_capacity(name, 110, 6))
