@@ -219,10 +219,10 @@ def counted_prompts() -> Iterator[Counted]:
         if TORCH_MODELS:
             from pippin.backends.torch import prompts as torch_prompts
 
-            def chunk_batch(rows: Sequence[Any], *args: Any) -> Any:
+            def take_chunks(rows: Sequence[Any], *args: Any) -> Any:
                 counted.lens.append(sum(len(row.tokens) for row in rows))
                 return make(rows, *args)
 
-            make = torch_prompts.chunk_batch
-            patch.setattr(torch_prompts, "chunk_batch", chunk_batch)
+            make = torch_prompts.take_chunks
+            patch.setattr(torch_prompts, "take_chunks", take_chunks)
         yield counted

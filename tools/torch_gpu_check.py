@@ -1,9 +1,11 @@
 """The torch backend on an NVIDIA GPU: is it right, does it race, how fast is it? Five minutes.
 
-    python tools/torch_gpu_check.py [--only correct,races,decode]
+    python tools/torch_gpu_check.py [--only correct,chunks,races,decode]
 
     correct     a tiny hybrid of random weights: kernels and captured graphs against plain operations
                 on the GPU and on the CPU
+    chunks      captured chunks of prompts against launched ones: the same tokens, and both times; where
+                it fails, CHUNK_GRAPHS = False in backends/torch/backend.py goes on without them
     races       200 random schedules, launched ahead of a GPU that is held up, against the same ones
                 with a wait after each step: tokens, and the bits of what was kept
     waits       nothing between a plan and its launch waits for the device
@@ -28,6 +30,7 @@ from collections.abc import Callable
 import torch
 
 from torch_gpu.right import correct
+from torch_gpu.chunks import chunks
 from torch_gpu.races import races, waits
 from torch_gpu.speed import churn, decode, prefill
 from torch_gpu.tuning import products, profile, recurrence
@@ -67,6 +70,7 @@ def section(name: str, run: Callable[[], None]) -> bool:
 USUAL = {
     "environment": environment,
     "correct": correct,
+    "chunks": chunks,
     "races": races,
     "waits": waits,
     "decode": decode,

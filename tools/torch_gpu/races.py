@@ -89,7 +89,9 @@ def run_plans(backend: TorchBackend, plans: list[StepPlan], *, ahead: int) -> li
         with replays(backend) as how:
             step = backend.launch(plan)
         if plan.num_prefill_tokens:
-            how.append(f"eager, {plan.num_prefill_tokens} tokens of slots {[row.slot for row in plan.prefill]}")
+            graphs = backend._prompts.graphs
+            way = "eager" if graphs is None or not graphs.works else "captured where there is room"
+            how.append(f"{way}, {plan.num_prefill_tokens} tokens of slots {[row.slot for row in plan.prefill]}")
         pending.append((step, how))
         if not ahead:
             torch.cuda.synchronize()

@@ -14,17 +14,22 @@ from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import load
 from pippin.types import SamplingParams
 
-WAYS = (("cpu, plain", "cpu", False), ("gpu, plain", "cuda", False), ("gpu, kernels", "cuda", True))
+WAYS = (
+    ("cpu, plain", "cpu", {"kernels": False}),
+    ("gpu, plain", "cuda", {"kernels": False}),
+    ("gpu, kernels", "cuda", {"kernels": True, "chunk_graphs": False}),
+    ("gpu, all captured", "cuda", {"kernels": True, "chunk_graphs": True}),
+)
 
 
 def correct() -> None:
-    """A tiny hybrid on three ways: the same tokens in float32, much the same numbers in bfloat16."""
+    """A tiny hybrid on four ways: the same tokens in float32, much the same numbers in bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
         write_weights(Path(folder), TINY, torch.float32)
         for dtype in ("float32", "bfloat16"):
             backends = {
-                name: TorchBackend(load(Path(folder), dtype=dtype, device=torch.device(device)), num_slots=8, kernels=kernels)
-                for name, device, kernels in WAYS
+                name: TorchBackend(load(Path(folder), dtype=dtype, device=torch.device(device)), num_slots=8, **options)
+                for name, device, options in WAYS
             }
             for rows in (1, 3):
                 if dtype == "float32":

@@ -15,7 +15,7 @@ from pippin.backends.torch.pools.layout import FIRST_SLAB, ZERO_SLAB, PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import KVPayload, StatePayload
 from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.step.batches import chunk_batch
+from pippin.backends.torch.step.batches import take_chunks
 from pippin.errors import OutOfMemory
 from pippin.types import Component
 from torch_families import TORCH_CONFIGS
@@ -153,9 +153,9 @@ def test_no_row_of_a_forward_writes_the_state_that_another_one_reads() -> None:
         PrefillRow(slot, 0, np.zeros(128, dtype=np.int32), captures=True, checkpoints=(64,))
         for slot in (1, 2, 3)
     ]
-    batch = chunk_batch(chunks, rows, pools)
-    assert batch.states_in.tolist() == [slab, slab, ZERO_SLAB]
-    written = [*batch.states_out.tolist(), *(tap.slab for tap in batch.taps)]
+    taken = take_chunks(chunks, rows, pools)
+    assert taken.states_in.tolist() == [slab, slab, ZERO_SLAB]
+    written = [*taken.states_out.tolist(), *(tap.slab for tap in taken.taps)]
     assert slab not in written
     assert len(set(written)) == 6
     assert slab in pools.arena._free

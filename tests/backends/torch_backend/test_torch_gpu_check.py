@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,14 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 
-from torch_gpu import races, right
+from torch_gpu import chunks, races, right
 
+from chunk_words import capture_chunks
+from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.pools.arena import Arena
+from pippin.backends.torch.step.rooms import Room
+from run_again import RunAgain
+from torch_serving import load_torch
 
 pytestmark = pytest.mark.slow
 
@@ -58,9 +64,41 @@ def test_a_schedule_that_differs_is_shown(
 def test_ways_to_compute_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(right, "WAYS", (("cpu, plain", "cpu", False), ("again", "cpu", False)))
+    plain = {"kernels": False}
+    monkeypatch.setattr(right, "WAYS", (("cpu, plain", "cpu", plain), ("again", "cpu", plain)))
     with torch.inference_mode():
         right.correct()
     said = capsys.readouterr().out
     assert said.count("again: same") == 6
     assert "DIFFERS" not in said
+
+
+def test_captured_chunks_are_compared_with_launched_ones() -> None:
+    launched, captured = (
+        TorchBackend(load_torch("qwen3_5"), num_slots=5, kernels=False) for _ in range(2)
+    )
+    recorder = RunAgain()
+    capture_chunks(captured, recorder)
+    with torch.inference_mode():
+        for room in (Room(128, 4), Room(64, 16)):
+            chunks.compare(launched, captured, room, "float32")
+    assert recorder.num_replays == 2 * 3 * 2
+    captured._prompts.graphs.works = False
+    with torch.inference_mode(), pytest.raises(AssertionError, match="CHUNK_GRAPHS = False"):
+        chunks.compare(launched, captured, Room(64, 4), "float32")
+
+
+def test_captured_chunks_that_say_otherwise_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, captured = (
+        TorchBackend(load_torch("qwen3_5"), num_slots=5, kernels=False) for _ in range(2)
+    )
+    graphs = capture_chunks(captured, RunAgain())
+    run = graphs.run
+
+    def shift(words: Any, choice: Any) -> Any:
+        words.tokens[0, 0] += 1  # another token at the beginning
+        return run(words, choice)
+
+    monkeypatch.setattr(graphs, "run", shift)
+    with torch.inference_mode(), pytest.raises(AssertionError, match=r"captured .* launched"):
+        chunks.compare(launched, captured, Room(64, 16), "float32")

@@ -16,7 +16,7 @@ from pippin.backends.torch.kernels.prefill import run_chunks
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.step.batches import chunk_batch
+from pippin.backends.torch.step.batches import chunk_batch, take_chunks
 from torch_serving import load_torch
 
 DEVICE = find_device()
@@ -53,7 +53,7 @@ def test_chunks_through_kernels_are_chunks_through_plain_operations(
         if row.start:
             rows.next_states(np.array([row.slot]))
     with torch.inference_mode():
-        batch = chunk_batch(chunks, rows, pools)
+        batch = chunk_batch(take_chunks(chunks, rows, pools), rows, pools)
         before = pools.memory.clone()
         expected = PlainForward(decoder, pools).chunks(batch)
         after = pools.memory.clone()

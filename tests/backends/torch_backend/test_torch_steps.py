@@ -5,7 +5,6 @@ On a CPU a stand-in for CUDA graphs runs again what it recorded, on the same ten
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -18,8 +17,7 @@ import torch
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
 from pippin.backends.sampling import SlotSampling
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.capture import Recorded
-from pippin.backends.torch.graphs import DecodeSteps, Stepped
+from pippin.backends.torch.graphs import DecodeSteps
 from pippin.backends.torch.step.decode_inputs import (
     Choice,
     Inputs,
@@ -29,6 +27,7 @@ from pippin.backends.torch.step.decode_inputs import (
 )
 from pippin.backends.torch.step.widths import width_for
 from pippin.types import SamplingParams
+from run_again import RunAgain
 from torch_serving import load_torch
 
 VOCAB = 40
@@ -37,29 +36,6 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_k": 7, "top_p": 0.9},
     {"temperature": 1.0, "min_p": 0.02, "frequency_penalty": 0.5},  # takes the sampler
 )
-
-
-class RunAgain:
-    """Graphs of one memory, off CUDA: what a replay left is spoilt when another has run."""
-
-    def __init__(self) -> None:
-        self._left: list[Stepped] = []
-        self.num_replays = 0
-
-    def record(self, run: Callable[[], Stepped]) -> Recorded[Stepped]:
-        result = run()
-        self._left.append(result)
-
-        def replay() -> None:
-            self.num_replays += 1
-            found = run()
-            for left in self._left:
-                left.told.fill_(-1)
-                left.logits.fill_(torch.nan)
-            result.told.copy_(found.told)
-            result.logits.copy_(found.logits)
-
-        return Recorded(result, replay)
 
 
 def play(backend: TorchBackend, params: dict[str, Any], num_steps: int) -> list[StepResult]:

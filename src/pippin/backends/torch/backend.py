@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pippin.backends.base import Retire, StepPlan, WarmUpShape, captured_bytes
-from pippin.backends.torch.capture import CudaGraphs
+from pippin.backends.torch.capture import CudaGraphs, Recorder
 from pippin.backends.torch.config import suit_kernels
 from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.device import device_info
@@ -32,6 +32,7 @@ from pippin.backends.torch.step.draws import Draws
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import Told, TorchPending
+from pippin.backends.torch.step.rooms import ROOMS
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.widths import WIDTHS
 from pippin.backends.torch.streams import make_streams
@@ -39,9 +40,13 @@ from pippin.cache.disk.entries import ArraySpec, Bytes
 from pippin.types import Component, ModelSpec
 
 if TYPE_CHECKING:
+    from pippin.backends.torch.chunk_graphs import ChunkGraphs
     from pippin.backends.torch.graphs import DecodeSteps
 
 ACTIVATION_SHARE = 0.1  # of what the weights leave
+# Chunks of prompts, as far as there is room (`step/rooms.py`), are captured where decode steps are.
+# Where that fails this says so and goes on without; False: they are launched kernel by kernel.
+CHUNK_GRAPHS = True
 DEFAULT_POOL_BYTES = 2 << 30  # where nobody set a budget; a CPU commits only what is used
 
 
@@ -58,11 +63,14 @@ class TorchBackend:
         deterministic: bool = False,
         pool_bytes: int = DEFAULT_POOL_BYTES,
         kernels: bool | None = None,
+        recorder: Recorder | None = None,
+        chunk_graphs: bool = CHUNK_GRAPHS,
         fingerprints: bool = False,
         debug: bool = False,
     ) -> None:
-        """`kernels`: Triton's, captured on GPUs. None: on GPUs, for shapes that they can take.
+        """`kernels`: Triton's. None: on GPUs, for shapes that they can take.
 
+        `recorder`: captures what is made of them. None: on GPUs CUDA graphs do.
         `fingerprints`: of what the tree holds; compared when it is used.
         """
         decoder = loaded.decoder
@@ -76,11 +84,12 @@ class TorchBackend:
             kernels = decoder.device.type == "cuda" and suit_kernels(decoder.shape)
         self._uses_kernels = kernels
         self._takes_fingerprints = fingerprints
+        self._recorder = recorder
+        is_captured = kernels and (recorder is not None or decoder.device.type == "cuda")
+        # Scored or not, alone or in company: there a chunk runs the same way each time.
+        self._has_chunk_graphs = chunk_graphs and is_captured and not deterministic
         self.device = device_info(decoder.device)
-        widths = [width for width in WIDTHS if width <= num_slots] if self._uses_kernels else []
-        self.shapes_to_warm_up: Sequence[WarmUpShape] = [
-            WarmUpShape(width, num_tokens=1, num_steps=1) for width in widths
-        ]
+        self.shapes_to_warm_up: Sequence[WarmUpShape] = self._shapes_to_warm_up()
         self.spec = ModelSpec(
             name=loaded.name,
             vocab_size=decoder.shape.vocab_size,
@@ -224,28 +233,52 @@ class TorchBackend:
         plain = PlainForward(self._decoder, self._pools)
         forward: ChunkForward = plain
         steps: DecodeSteps | None = None
+        graphs: ChunkGraphs | None = None
         if self._uses_kernels:
-            forward, steps = self._make_kernels()
+            forward, steps, graphs = self._make_kernels()
         self._decodes = Decodes(parts, plain, steps, deterministic=self._deterministic)
         self._prompts = Prompts(
             parts,
             forward,
+            graphs,
             deterministic=self._deterministic,
             max_tokens=self.device.prefill_tokens,
         )
 
-    def _make_kernels(self) -> tuple[ChunkForward, DecodeSteps]:
-        from pippin.backends.torch.graphs import DecodeSteps  # triton is not everywhere
+    # ---- kernels ---------------------------------------------------------------------------
+
+    def _make_kernels(self) -> tuple[ChunkForward, DecodeSteps, ChunkGraphs | None]:
+        from pippin.backends.torch.chunk_graphs import ChunkGraphs  # triton is not everywhere
+        from pippin.backends.torch.graphs import DecodeSteps
         from pippin.backends.torch.kernels.decode import DecodeKernels
         from pippin.backends.torch.kernels.prefill import ChunkKernels
+        from pippin.backends.torch.kernels.prompt import PromptKernels
 
-        steps = DecodeSteps(
-            DecodeKernels(self._decoder, self._pools, self._rows.table),
-            self._future_map.tokens,
-            self._layout.waste_cell,
-            CudaGraphs() if self._decoder.device.type == "cuda" else None,
-        )
-        return ChunkKernels(self._decoder, self._pools), steps
+        decoder, pools, table = self._decoder, self._pools, self._rows.table
+        future, recorder = self._future_map.tokens, self._recorder
+        if recorder is None and decoder.device.type == "cuda":
+            recorder = CudaGraphs()
+        decode = DecodeKernels(decoder, pools, table)
+        steps = DecodeSteps(decode, future, self._layout.waste_cell, recorder)
+        graphs = None
+        if recorder is not None and self._has_chunk_graphs:
+            prompt = PromptKernels(decoder, pools, table)
+            graphs = ChunkGraphs(prompt, future, self._layout, recorder)
+        return ChunkKernels(decoder, pools), steps, graphs
+
+    def _shapes_to_warm_up(self) -> list[WarmUpShape]:
+        if not self._uses_kernels:
+            return []
+        widths = [width for width in WIDTHS if width <= self._num_slots]
+        shapes = [WarmUpShape(width, num_tokens=1, num_steps=1) for width in widths]
+        if self._has_chunk_graphs:
+            filled = ((room, room.least_rows) for room in ROOMS)
+            shapes += [
+                WarmUpShape(num_rows, num_tokens=room.num_tokens // num_rows)
+                for room, num_rows in filled
+                if num_rows <= self._num_slots
+            ]
+        return shapes
 
     def _send(self, values: np.ndarray) -> torch.Tensor:
         """To the device, in its own type; the host does not wait."""

@@ -12,7 +12,7 @@ from pippin.backends.torch.forward import PlainForward
 from pippin.backends.torch.step.batches import decode_batch
 from pippin.backends.torch.step.decode_inputs import Choice, RowArrays, pack_inputs
 from pippin.backends.torch.step.parts import StepParts
-from pippin.backends.torch.step.pending import Told, TorchPending
+from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.widths import width_for
 
 if TYPE_CHECKING:
@@ -78,12 +78,4 @@ class Decodes:
         if any(decode.masked for decode in decodes):
             choice = Choice.LOGITS
         stepped = steps.run(words, choice)
-        owners = slots.tolist()
-        arrival = parts.streams.bring([stepped.told[:, : len(owners)].clone()])
-        if choice is Choice.LOGITS:
-            step.told.append(Told(arrival, lambda found: step.read_overflows(owners, found[0][1])))
-            parts.draws.sample(step, decodes, stepped.logits[: len(owners)])
-            return
-        sampled = [decode.slot for decode in decodes if decode.samples]
-        parts.future.note_written(np.array(sampled))
-        step.told.append(Told(arrival, lambda found: step.read_drawn(owners, sampled, found[0])))
+        parts.draws.take_drawn(step, decodes, choice, stepped.told, stepped.logits)

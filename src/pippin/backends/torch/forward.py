@@ -60,9 +60,10 @@ class _ChunkRun(LayerRun[ChunkBatch]):
         counts, firsts = self._blocks.counts, self._blocks.firsts
         ends = [first + count - 1 for first, count in zip(firsts, counts, strict=True)]
         # The blocks whose states are kept: each row's last one, and the tapped ones.
-        self._kept = torch.tensor([*ends, *batch.tap_blocks(firsts)], device=pools.device)
+        taken = batch.taken
+        self._kept = torch.tensor([*ends, *taken.tap_blocks(firsts)], device=pools.device)
         tapped = torch.tensor(
-            [tap.slab for tap in batch.taps], dtype=torch.int64, device=pools.device
+            [tap.slab for tap in taken.taps], dtype=torch.int64, device=pools.device
         )
         self._slabs = torch.cat([batch.states_out, tapped])
 

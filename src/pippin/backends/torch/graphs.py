@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pippin.backends.sampling import SHORT, Draw
 from pippin.backends.torch.capture import Recorded, Recorder
+from pippin.backends.torch.kernels.choose import choose
 from pippin.backends.torch.kernels.decode import DecodeKernels
-from pippin.backends.torch.kernels.draw import draw
 from pippin.backends.torch.step.decode_inputs import NO_ROWS, Choice, Inputs, pack_inputs
-from pippin.backends.torch.step.filters import top_k_threshold
 
 
 @dataclass(frozen=True)
@@ -26,17 +24,6 @@ class Stepped:
 
     told: torch.Tensor  # int32 [2, width]: tokens, and whether logits are no numbers
     logits: torch.Tensor  # [width, vocab]
-
-
-@dataclass(frozen=True)
-class _Filters:
-    """As the graph's inputs have them; columns [rows, 1]."""
-
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    draw: Draw = Draw.SHORT_TOP_K
-    has_min_p: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,23 +66,7 @@ class DecodeSteps:
 
     def _step(self, inputs: Inputs, choice: Choice) -> Stepped:
         logits = self._kernels.logits(inputs, self._future)
-        told = torch.empty(2, logits.shape[0], dtype=torch.int32, device=logits.device)
-        if choice is Choice.GREEDY:
-            draw(logits, inputs.slot, self._future, told)
-        elif choice is Choice.DRAWN:
-            draw(
-                logits,
-                inputs.slot,
-                self._future,
-                told,
-                inverse_temperature=inputs.inverse_temperature,
-                thresholds=_thresholds(logits, inputs),
-                noisy=inputs.noisy,
-                keys=inputs.keys,
-            )
-        else:
-            told[1] = logits[:, 0].isnan()
-        return Stepped(told, logits)
+        return Stepped(choose(logits, inputs, self._future, choice), logits)
 
     def _capture(self, recorder: Recorder, width: int, choice: Choice) -> _Graph:
         """On rows of padding. The first run compiles kernels, which a capture must not."""
@@ -103,14 +74,3 @@ class DecodeSteps:
         words = torch.from_numpy(padding).to(self._future.device)
         self._step(Inputs(words), choice)
         return _Graph(words, recorder.record(lambda: self._step(Inputs(words), choice)))
-
-
-def _thresholds(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """float32 [rows]: the least scaled logit that each row keeps."""
-    scaled = logits.float() * inputs.inverse_temperature[:, None]
-    largest = scaled.topk(min(SHORT, logits.shape[1]), dim=-1).values
-    columns = (inputs.top_k, inputs.top_p, inputs.min_p)
-    filters = _Filters(*(column[:, None] for column in columns))
-    by_min_p = largest[:, :1] + torch.log(filters.min_p)
-    is_short = filters.top_k <= SHORT
-    return torch.where(is_short, top_k_threshold(largest, filters), by_min_p)[:, 0]

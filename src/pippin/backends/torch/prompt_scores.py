@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pippin.backends.base import Admit, PrefillRow
 from pippin.backends.torch.forward import HEAD_TOKENS, ChunkForward
-from pippin.backends.torch.step.batches import ChunkBatch
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import Told, TorchPending, lines_of
 from pippin.backends.torch.step.sampler import token_logprobs
@@ -22,10 +23,10 @@ class PromptScores:
     def retire(self, slot: int) -> None:
         self._arriving.pop(slot, None)
 
-    def add(self, step: TorchPending, batch: ChunkBatch, hidden: torch.Tensor) -> None:
-        """hidden [tokens, hidden]: what the head reads, of every token of the batch."""
+    def add(self, step: TorchPending, chunks: Sequence[PrefillRow], hidden: torch.Tensor) -> None:
+        """hidden [tokens, hidden]: what the head reads, of every token of the chunks."""
         first = 0
-        for chunk in batch.rows:
+        for chunk in chunks:
             if self.wants(chunk):
                 admit = self._parts.slots[chunk.slot]
                 self._add_chunk(step, chunk, admit, hidden[first : first + len(chunk.tokens)])

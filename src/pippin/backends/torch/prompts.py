@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,10 +17,20 @@ from pippin.backends.torch.forward import ChunkForward
 from pippin.backends.torch.pools.layout import ZERO_SLAB
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
 from pippin.backends.torch.prompt_scores import PromptScores
-from pippin.backends.torch.step.batches import ChunkBatch, chunk_batch, inner_checkpoints
+from pippin.backends.torch.step.batches import (
+    TakenChunks,
+    chunk_batch,
+    inner_checkpoints,
+    take_chunks,
+)
+from pippin.backends.torch.step.chunk_inputs import pack_chunks
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import Told, TorchPending
+from pippin.backends.torch.step.rooms import Room, group_by_room, room_for
 from pippin.types import Component, Payload
+
+if TYPE_CHECKING:
+    from pippin.backends.torch.chunk_graphs import ChunkGraphs
 
 _NO_CELLS = np.zeros(0, dtype=np.int32)
 
@@ -29,12 +40,14 @@ class Prompts:
         self,
         parts: StepParts,
         forward: ChunkForward,
+        graphs: ChunkGraphs | None,  # None: every chunk is launched
         *,
         deterministic: bool,
         max_tokens: int,  # of a chunk, where layers have a window
     ) -> None:
         self._parts = parts
         self._forward = forward
+        self.graphs = graphs
         self._deterministic = deterministic
         self._max_tokens = max_tokens
         self._scores = PromptScores(parts, forward)
@@ -79,6 +92,8 @@ class Prompts:
     def _groups(self, chunks: Sequence[PrefillRow]) -> list[Sequence[PrefillRow]]:
         if self._deterministic:  # every block of the absolute grid by itself, always
             return [[block] for chunk in chunks for block in grid_blocks(chunk)]
+        if self.graphs is not None and self.graphs.works:
+            return [*group_by_room(chunks, self._scores.wants)]
         most = self._max_tokens
         if self._parts.rows.windows is None or all(len(chunk.tokens) <= most for chunk in chunks):
             return [chunks] if chunks else []
@@ -96,16 +111,40 @@ class Prompts:
             sum(len(chunk.tokens) for chunk in chunks),
             parts.rows.num_new_states(slots) + num_taps * parts.rows.keeps_states,
         )
-        batch = chunk_batch(chunks, parts.rows, parts.pools)
-        step.captures += parts.captures.of_chunks(batch)
-        hidden = self._forward.chunks(batch)
-        parts.rows.let_go(slots)
+        taken = take_chunks(chunks, parts.rows, parts.pools)
+        step.captures += parts.captures.of_chunks(taken)
+        if (room := self._room(chunks)) is None:
+            self._launch(step, taken)
+        else:
+            self._replay(step, taken, room)
         step.forwards = replace(step.forwards, prefill=step.forwards.prefill + 1)
-        self._scores.add(step, batch, hidden)
+
+    def _room(self, chunks: Sequence[PrefillRow]) -> Room | None:
+        """Of a graph that runs these chunks, if there is one."""
+        if self.graphs is None or any(self._scores.wants(chunk) for chunk in chunks):
+            return None
+        room = room_for(sum(len(chunk.tokens) for chunk in chunks), len(chunks))
+        return room if room is not None and self.graphs.can_run(room) else None
+
+    def _launch(self, step: TorchPending, taken: TakenChunks) -> None:
+        """One operation after the other, in whatever shapes the chunks have."""
+        parts, chunks = self._parts, taken.rows
+        batch = chunk_batch(taken, parts.rows, parts.pools)
+        hidden = self._forward.chunks(batch)
+        parts.rows.let_go(taken.slots)
+        self._scores.add(step, chunks, hidden)
         hidden = hidden[batch.last]
-        self._note_hidden(step, batch, hidden)
-        self._tell_hidden(step, chunks, hidden)
+        self._keep_hidden(step, chunks, hidden)
         self._sample(step, chunks, self._forward.logits(hidden))
+
+    def _replay(self, step: TorchPending, taken: TakenChunks, room: Room) -> None:
+        assert self.graphs is not None
+        parts, chunks = self._parts, taken.rows
+        words = pack_chunks(room, taken, parts.rows, parts.pools.layout)
+        choice = parts.slots.fill_samples(words.samples, chunks)
+        ran = self.graphs.run(words, choice)
+        self._keep_hidden(step, chunks, ran.hidden)
+        parts.draws.take_drawn(step, chunks, choice, ran.told, ran.logits)
 
     def _sample(self, step: TorchPending, rows: Sequence[PrefillRow], logits: torch.Tensor) -> None:
         """The token after a prompt, or after what is known of a reply that goes on."""
@@ -114,18 +153,21 @@ class Prompts:
 
     # ---- what the head read ----------------------------------------------------------------
 
-    def _note_hidden(self, step: TorchPending, batch: ChunkBatch, hidden: torch.Tensor) -> None:
-        """For the tree, with the captures of prompts' ends."""
+    def _keep_hidden(
+        self, step: TorchPending, chunks: Sequence[PrefillRow], hidden: torch.Tensor
+    ) -> None:
+        """For the tree, with the captures of prompts' ends; and for whoever embeds."""
         wanted = {
             chunk.slot: number
-            for number, chunk in enumerate(batch.rows)
+            for number, chunk in enumerate(chunks)
             if chunk.captures and chunk.samples
         }
         for index, capture in enumerate(step.captures):
             number = wanted.get(capture.slot)
-            if number is not None and not capture.retired and capture.end == batch.rows[number].end:
+            if number is not None and not capture.retired and capture.end == chunks[number].end:
                 payload = HiddenPayload(hidden[number].clone())
                 step.captures[index] = replace(capture, hidden=payload)
+        self._tell_hidden(step, chunks, hidden)
 
     def _tell_hidden(
         self, step: TorchPending, rows: Sequence[PrefillRow], hidden: torch.Tensor

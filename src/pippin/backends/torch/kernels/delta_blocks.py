@@ -25,7 +25,7 @@ _GRID = tl.constexpr(GRID)
 
 @dataclass(frozen=True)
 class BlockTable:
-    """Where rows' blocks lie, int64 on the device."""
+    """Where rows' blocks lie: integers on the device. Blocks without tokens belong to no row."""
 
     starts: torch.Tensor  # [blocks]: the first token
     lengths: torch.Tensor  # [blocks]: tokens, 64 but for a row's last block
@@ -134,7 +134,7 @@ def _scan(
     t, i, j = tl.arange(0, _GRID), tl.arange(0, DK), part * BLOCK_V + tl.arange(0, BLOCK_V)
     within = head * DK * DV + i[:, None] * DV + j[None, :]
     held = tl.load(state + tl.load(states_in + row).to(tl.int64) * state_stride + within)
-    first = tl.load(firsts + row)
+    first = tl.load(firsts + row).to(tl.int64)
     for block in range(first, first + tl.load(counts + row)):
         place = (block * V_HEADS + head) * _GRID + t
         of_keys = place[:, None] * DK + i[None, :]
@@ -166,7 +166,7 @@ def delta_blocks(
     states_in: torch.Tensor,  # int [rows]
     table: BlockTable,
 ) -> torch.Tensor:
-    """[tokens, value heads, v_dim]; states go where the table says."""
+    """[tokens, value heads, v_dim], 0 for tokens of no block; states go where the table says."""
     shape = layer.shape
     num_blocks, heads = table.starts.shape[0], shape.num_v_heads
     device, dtype = mixed.device, mixed.dtype
@@ -178,7 +178,7 @@ def delta_blocks(
     reads, queries, keys = (between(GRID, shape.k_dim) for _ in range(3))
     scores = between(GRID, GRID)
     ends = torch.empty(num_blocks, heads, dtype=torch.float32, device=device)
-    out = torch.empty(mixed.shape[0], heads, shape.v_dim, dtype=dtype, device=device)
+    out = torch.zeros(mixed.shape[0], heads, shape.v_dim, dtype=dtype, device=device)
     _solve[(num_blocks, heads)](
         mixed,
         gates,

@@ -18,7 +18,7 @@ from pippin.backends.torch.kernels.rows import (
     swiglu,
 )
 from pippin.backends.torch.layer_run import LayerRun
-from pippin.backends.torch.models.decoder import Decoder
+from pippin.backends.torch.models.decoder import Decoder, Mix
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.models.parts import DenseMlp, Mlp
 from pippin.backends.torch.pools.memory import Pools
@@ -40,12 +40,16 @@ class ChunkKernels:
 
 
 def run_chunks(decoder: Decoder, pools: Pools, batch: ChunkBatch) -> torch.Tensor:
-    run = _ChunkRun(batch, pools)
+    return run_layers(decoder, batch.tokens, _ChunkRun(batch, pools).mix)
+
+
+def run_layers(decoder: Decoder, tokens: torch.Tensor, mix: Mix) -> torch.Tensor:
+    """As `Decoder.run` and the last norm: [tokens, hidden], what the head reads."""
     layers = decoder.layers
-    x = decoder.embed[batch.tokens]
+    x = decoder.embed[tokens]
     normed = norm_rows(x, layers[0].input_norm)
     for index, layer in enumerate(layers):
-        x, normed = add_norm(x, run.mix(layer, normed), layer.mlp_norm)
+        x, normed = add_norm(x, mix(layer, normed), layer.mlp_norm)
         last = index + 1 == len(layers)
         following = decoder.norm if last else layers[index + 1].input_norm
         x, normed = add_norm(x, _feed_forward(layer.mlp, normed), following)
@@ -64,7 +68,7 @@ class _ChunkRun(LayerRun[ChunkBatch]):
         self._slabs = torch.cat([batch.states_out, pools.index(_tapped(batch))])
         self._table = block_table(batch, pools)
         # The inputs that a convolution keeps: of the chunk, or where that is shorter, from before.
-        num_before = len(batch.rows) * pools.layout.conv_shape[0]
+        num_before = len(batch.taken.rows) * pools.layout.conv_shape[0]
         after = batch.conv.after
         self._is_from_before = (after < num_before)[..., None]
         self._from_before = after.clamp_max(num_before - 1)
@@ -87,7 +91,7 @@ class _ChunkRun(LayerRun[ChunkBatch]):
 
 
 def _tapped(batch: ChunkBatch) -> np.ndarray:
-    return np.array([tap.slab for tap in batch.taps], dtype=np.int64)
+    return np.array([tap.slab for tap in batch.taken.taps], dtype=np.int64)
 
 
 def block_table(batch: ChunkBatch, pools: Pools) -> BlockTable:
@@ -98,7 +102,7 @@ def block_table(batch: ChunkBatch, pools: Pools) -> BlockTable:
     behind = (np.arange(len(rows)) - firsts[rows]) * GRID  # tokens of the row before a block
     starts = np.cumsum([0, *lengths])[:-1][rows] + behind
     tapped = np.zeros(len(rows), dtype=np.int64)
-    tapped[batch.tap_blocks(firsts.tolist())] = _tapped(batch)
+    tapped[batch.taken.tap_blocks(firsts.tolist())] = _tapped(batch)
     slabs = pools.index(tapped)
     slabs[pools.index(firsts + counts - 1)] = batch.states_out
     return BlockTable(

@@ -29,6 +29,48 @@ class Tap:
 
 
 @dataclass(frozen=True)
+class TakenChunks:
+    """Chunks of several prompts for which cells and states have been taken; on the host."""
+
+    rows: tuple[PrefillRow, ...]
+    states_in: np.ndarray  # int64 [rows]
+    states_out: np.ndarray
+    taps: tuple[Tap, ...]
+
+    @property
+    def slots(self) -> np.ndarray:
+        return np.array([row.slot for row in self.rows])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows]: of the rows' new tokens."""
+        return np.array([len(row.tokens) for row in self.rows])
+
+    @property
+    def starts(self) -> np.ndarray:
+        """int64 [rows]: each row's first token, where they are packed."""
+        found: np.ndarray = np.cumsum(self.lengths) - self.lengths
+        return found
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return np.concatenate([row.tokens for row in self.rows])
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.concatenate([np.arange(row.start, row.end) for row in self.rows])
+
+    def tap_blocks(self, firsts: Sequence[int]) -> list[int]:
+        """Which block each tap is the end of, given each row's first block."""
+        found = []
+        for tap in self.taps:
+            behind = tap.position - self.rows[tap.row].start
+            assert behind % GRID == 0, "states inside a chunk are tapped every GRID tokens"
+            found.append(firsts[tap.row] + behind // GRID - 1)
+        return found
+
+
+@dataclass(frozen=True)
 class ConvIndex:
     """Inputs of a causal convolution over packed rows: places in [rows' last inputs | tokens]."""
 
@@ -48,7 +90,7 @@ class HeldCells:
 class ChunkBatch:
     """Chunks of several prompts, packed one behind the other."""
 
-    rows: tuple[PrefillRow, ...]
+    taken: TakenChunks
     tokens: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
     held: HeldCells
@@ -56,21 +98,11 @@ class ChunkBatch:
     last: torch.Tensor  # int64 [rows]: each row's last token
     states_in: torch.Tensor  # int64 [rows]
     states_out: torch.Tensor
-    taps: tuple[Tap, ...]
     conv: ConvIndex | None
 
     @property
     def lengths(self) -> list[int]:
-        return [len(row.tokens) for row in self.rows]
-
-    def tap_blocks(self, firsts: Sequence[int]) -> list[int]:
-        """Which block each tap is the end of, given each row's first block."""
-        found = []
-        for tap in self.taps:
-            behind = tap.position - self.rows[tap.row].start
-            assert behind % GRID == 0, "states inside a chunk are tapped every GRID tokens"
-            found.append(firsts[tap.row] + behind // GRID - 1)
-        return found
+        return [len(row.tokens) for row in self.taken.rows]
 
 
 @dataclass(frozen=True)
@@ -89,32 +121,34 @@ class DecodeBatch:
         return [1] * len(self.tokens)
 
 
-def chunk_batch(rows: Sequence[PrefillRow], held: Rows, pools: Pools) -> ChunkBatch:
+def take_chunks(rows: Sequence[PrefillRow], held: Rows, pools: Pools) -> TakenChunks:
     """Takes the cells and states that the chunks write."""
-    slots = np.array([row.slot for row in rows])
     for row in rows:
         held.grow(row.slot, len(row.tokens))
-    spans = [(row.slot, row.start, row.end) for row in rows]
     taps = tuple(
         Tap(number, position, pools.arena.take_state())
         for number, row in enumerate(rows)
         for position in inner_checkpoints(row)
         if held.keeps_states
     )
-    states_in, states_out = held.next_states(slots)  # after the taps: it frees what rows still read
-    ends = np.cumsum([len(row.tokens) for row in rows])
+    # After the taps: it frees what rows still read.
+    states_in, states_out = held.next_states(np.array([row.slot for row in rows]))
+    return TakenChunks(tuple(rows), states_in, states_out, taps)
+
+
+def chunk_batch(taken: TakenChunks, held: Rows, pools: Pools) -> ChunkBatch:
+    spans = [(row.slot, row.start, row.end) for row in taken.rows]
     index = pools.index
     return ChunkBatch(
-        rows=tuple(rows),
-        tokens=index(np.concatenate([row.tokens for row in rows])),
-        positions=index(np.concatenate([np.arange(row.start, row.end) for row in rows])),
+        taken=taken,
+        tokens=index(taken.tokens),
+        positions=index(taken.positions),
         held=held_cells(held.cells, spans, pools),
         windows=None if held.windows is None else held_cells(held.windows, spans, pools),
-        last=index(ends - 1),
-        states_in=index(states_in),
-        states_out=index(states_out),
-        taps=taps,
-        conv=_conv_index(rows, taps, pools) if held.keeps_states else None,
+        last=index(np.cumsum(taken.lengths) - 1),
+        states_in=index(taken.states_in),
+        states_out=index(taken.states_out),
+        conv=_conv_index(taken, pools) if held.keeps_states else None,
     )
 
 
@@ -144,14 +178,17 @@ def inner_checkpoints(row: PrefillRow) -> list[int]:
     return [at for at in row.checkpoints if at != row.end] if row.captures else []
 
 
-def _conv_index(rows: Sequence[PrefillRow], taps: Sequence[Tap], pools: Pools) -> ConvIndex:
-    kept = pools.layout.conv_shape[0]
-    starts = np.cumsum([0, *(len(row.tokens) for row in rows)])[:-1]
+def conv_places(taken: TakenChunks, kept: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays of `ConvIndex`, of a convolution that keeps so many inputs.
+
+    Places are in [last inputs of `num_rows` rows | tokens]: there may be more rows than are taken.
+    """
+    rows, starts = taken.rows, taken.starts
     window = np.arange(-kept, 0)
 
     def places(row: int, behind: np.ndarray) -> np.ndarray:
         """Of inputs so many tokens behind the chunk's start; before it they are the state's."""
-        tokens = len(rows) * kept + starts[row] + behind
+        tokens = num_rows * kept + starts[row] + behind
         found: np.ndarray = np.where(behind < 0, row * kept + kept + behind, tokens)
         return found
 
@@ -160,6 +197,11 @@ def _conv_index(rows: Sequence[PrefillRow], taps: Sequence[Tap], pools: Pools) -
         for number, row in enumerate(rows)
     ]
     ends = [(number, len(row.tokens)) for number, row in enumerate(rows)]
-    ends += [(tap.row, tap.position - rows[tap.row].start) for tap in taps]
+    ends += [(tap.row, tap.position - rows[tap.row].start) for tap in taken.taps]
     after = np.stack([places(number, window + end) for number, end in ends])
-    return ConvIndex(pools.index(np.concatenate(inputs, axis=1)), pools.index(after))
+    return np.concatenate(inputs, axis=1), after
+
+
+def _conv_index(taken: TakenChunks, pools: Pools) -> ConvIndex:
+    inputs, after = conv_places(taken, pools.layout.conv_shape[0], len(taken.rows))
+    return ConvIndex(pools.index(inputs), pools.index(after))

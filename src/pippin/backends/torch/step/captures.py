@@ -9,7 +9,7 @@ from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import KVPayload, StatePayload
 from pippin.backends.torch.pools.row_cells import RowCells
 from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.step.batches import ChunkBatch
+from pippin.backends.torch.step.batches import TakenChunks
 from pippin.types import Component, Payload
 
 
@@ -41,12 +41,12 @@ class Captures:
         kv = self._kv([*self._kinds], slot, cut, end)
         yield Capture(slot, cut, end, True, kv, self.state(slot, end))
 
-    def of_chunks(self, batch: ChunkBatch) -> Iterator[Capture]:
+    def of_chunks(self, taken: TakenChunks) -> Iterator[Capture]:
         """What the forward will write belongs to the tree too, from now on."""
         taps: dict[int, dict[int, Payload]] = {}
-        for tap in batch.taps:
+        for tap in taken.taps:
             taps.setdefault(tap.row, {})[tap.position] = StatePayload(self._pools, tap.slab)
-        for number, chunk in enumerate(batch.rows):
+        for number, chunk in enumerate(taken.rows):
             if not chunk.captures:
                 continue
             states = taps.get(number, {})

@@ -9,6 +9,7 @@ import torch
 
 from pippin.backends.base import DecodeRow, PrefillRow
 from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.pending import Told, TorchPending
 from pippin.backends.torch.step.sampler import SampleRow
@@ -47,6 +48,25 @@ class Draws:
         if len(plain) < len(logits):
             logits = logits[self._pools.index(np.array([number for number, _ in plain]))]
         self._sample_rows(step, [row for _, row in plain], logits, None)
+
+    def take_drawn(
+        self,
+        step: TorchPending,
+        rows: Sequence[DecodeRow | PrefillRow],
+        choice: Choice,
+        told: torch.Tensor,  # int32 [2, rows or more]: tokens, and whether logits are no numbers
+        logits: torch.Tensor,  # [rows or more, vocab]
+    ) -> None:
+        """What a graph left, which drew the tokens itself unless that was left to the sampler."""
+        owners = [row.slot for row in rows]
+        arrival = self._streams.bring([told[:, : len(owners)].clone()])
+        if choice is Choice.LOGITS:
+            step.told.append(Told(arrival, lambda found: step.read_overflows(owners, found[0][1])))
+            self.sample(step, rows, logits[: len(owners)])
+            return
+        sampled = [row.slot for row in rows if row.samples]
+        self._future.note_written(np.array(sampled))
+        step.told.append(Told(arrival, lambda found: step.read_drawn(owners, sampled, found[0])))
 
     def sample_masked(self, step: TorchPending, masks: np.ndarray) -> None:
         logits = torch.stack([logits for _, logits in step.masked])

@@ -6,11 +6,13 @@ neither the order of a sort nor that of a sum matters.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from pippin.backends.sampling import MASS_UNITS, SHORT, Draw
+from pippin.backends.torch.step.decode_inputs import Inputs
 
 _OFF = 2.0  # a top_p that no sum of masses reaches
 
@@ -28,6 +30,28 @@ class Filters(Protocol):
     def min_p(self) -> torch.Tensor: ...
     @property
     def has_min_p(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class _InputFilters:
+    """As a graph's inputs have them: every row's may be on."""
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    draw: Draw = Draw.SHORT_TOP_K
+    has_min_p: bool = True
+
+
+def least_kept(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """float32 [rows]: the least scaled logit that each row keeps, be its top_k short or off."""
+    scaled = logits.float() * inputs.inverse_temperature[:, None]
+    largest = scaled.topk(min(SHORT, logits.shape[1]), dim=-1).values
+    columns = (inputs.top_k, inputs.top_p, inputs.min_p)
+    filters = _InputFilters(*(column[:, None] for column in columns))
+    is_short = filters.top_k <= SHORT
+    by_min_p = _min_p_threshold(largest[:, :1], filters)
+    return torch.where(is_short, top_k_threshold(largest, filters), by_min_p)[:, 0]
 
 
 def dropped_tokens(x: torch.Tensor, filters: Filters) -> torch.Tensor | None:

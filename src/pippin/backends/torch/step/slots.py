@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
-from pippin.backends.torch.step.decode_inputs import SamplingColumns
+from pippin.backends.torch.step.decode_inputs import FIELDS, Choice, SamplingColumns
 from pippin.backends.torch.step.sampler import Sampler, SampleRow
 from pippin.backends.torch.step.sampling_state import Send
 
@@ -36,6 +38,17 @@ class Slots:
 
     def clear(self) -> None:
         self._admitted.clear()
+
+    def fill_samples(self, words: np.ndarray, rows: Sequence[PrefillRow]) -> Choice:
+        """How they sample, into the columns of `pack_inputs`. Those that do not are padding."""
+        samples = [row for row in rows if row.samples]
+        slots = np.array([row.slot if row.samples else 0 for row in rows])
+        generated = self.num_generated(slots, np.array([row.end for row in rows]))
+        self.columns.fill(words, slots, generated)
+        words[FIELDS.index("slot"), : len(slots)] = slots
+        if not samples or any(row.masked for row in samples):
+            return Choice.LOGITS
+        return self.columns.choice(slots[slots > 0], generated[slots > 0])
 
     def num_generated(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Tokens of the replies that were sampled, of rows that hold so many tokens: int64."""

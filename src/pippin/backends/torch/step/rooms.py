@@ -1,0 +1,64 @@
+"""How much a captured graph of prompts' chunks has room for: a few sizes, so that there are few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pippin.backends.base import PrefillRow
+from pippin.types import GRID
+
+ROOM_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+ROOM_ROWS = (4, 16)
+
+
+@dataclass(frozen=True)
+class Room:
+    num_tokens: int
+    num_rows: int
+
+    @property
+    def least_rows(self) -> int:
+        """That do not fit into a smaller one."""
+        return 1 + max((rows for rows in ROOM_ROWS if rows < self.num_rows), default=0)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of GRID tokens or less, each of one row: as many as there can be, in fours.
+
+        So every line of a graph's inputs begins where kernels load best.
+        """
+        most = (self.num_tokens + (GRID - 1) * self.num_rows) // GRID
+        return -(-most // 4) * 4
+
+
+ROOMS = tuple(Room(num_tokens, num_rows) for num_rows in ROOM_ROWS for num_tokens in ROOM_TOKENS)
+
+
+def room_for(num_tokens: int, num_rows: int) -> Room | None:
+    """The smallest one; None: there is none."""
+    fits = (r for r in ROOMS if r.num_tokens >= num_tokens and r.num_rows >= num_rows)
+    return next(fits, None)
+
+
+def group_by_room(
+    chunks: Sequence[PrefillRow], alone: Callable[[PrefillRow], bool]
+) -> list[list[PrefillRow]]:
+    """Chunks that share a forward: as many as a room takes; what none takes is one forward more.
+
+    `alone`: whose forward may not be captured.
+    """
+    beyond: list[PrefillRow] = []
+    groups: list[list[PrefillRow]] = []
+    num_tokens = 0  # of the last group
+    for chunk in chunks:
+        length = len(chunk.tokens)
+        if alone(chunk) or room_for(length, 1) is None:
+            beyond.append(chunk)
+            continue
+        if not groups or room_for(num_tokens + length, len(groups[-1]) + 1) is None:
+            groups.append([])
+            num_tokens = 0
+        groups[-1].append(chunk)
+        num_tokens += length
+    return [beyond, *groups] if beyond else groups

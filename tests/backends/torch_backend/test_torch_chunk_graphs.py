@@ -1,0 +1,232 @@
+"""Chunks of prompts as captured graphs, through the whole backend: on a CPU a stand-in runs again
+what it recorded, in plain operations that read the graphs' words and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+
+import mlx.core as mx
+import torch
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from builders import AMPLE_BYTES, Client
+from chunk_words import capture_chunks
+from near_ties import TOLERANCE, assert_best, assert_same, log_softmax
+from pippin.backends.base import Admit, DecodeRow, PrefillRow, Restore, Retire, StepPlan
+from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.capture import Recorded
+from pippin.backends.torch.step.rooms import ROOMS, Room, room_for
+from pippin.types import Component, SamplingParams
+from run_again import RunAgain
+from serving import TORCH, make_client, make_prompt
+from torch_families import checkpoint
+from torch_serving import load_torch
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 0.8, "top_k": 7, "top_p": 0.9},
+    "sampler": {"temperature": 1.0, "min_p": 0.02, "frequency_penalty": 0.5},
+}
+
+
+def make_pair(name: str = "qwen3_5") -> tuple[TorchBackend, TorchBackend, RunAgain]:
+    plain, captured = (
+        TorchBackend(
+            load_torch(name), num_slots=6, pool_bytes=AMPLE_BYTES, kernels=False, debug=True
+        )
+        for _ in range(2)
+    )
+    recorder = RunAgain()
+    capture_chunks(captured, recorder)
+    return plain, captured, recorder
+
+
+def prompt_of(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([length, seed]).integers(3, 90, length).astype(np.int32)
+
+
+def play(backend: TorchBackend, params: dict[str, Any]) -> list[Any]:
+    """Prompts in several chunks, alone and together, ahead of their results; one is restored."""
+    prompts = {slot: prompt_of(length) for slot, length in ((1, 150), (2, 5), (3, 64))}
+    admits = [
+        Admit(slot, SamplingParams(**params), (), prompt, seed=slot)
+        for slot, prompt in prompts.items()
+    ]
+    a, b, c = prompts.values()
+    keep: dict[str, Any] = {"captures": True}
+    plans: list[dict[str, Any]] = [
+        {
+            "admit": tuple(admits[:2]),
+            "prefill": (
+                PrefillRow(1, 0, a[:130], checkpoints=(64, 128, 130), **keep),
+                PrefillRow(2, 0, b, samples=True),
+            ),
+        },
+        {"prefill": (PrefillRow(1, 130, a[130:131]),), "decode": (DecodeRow(2, 5),)},
+        {
+            "admit": (admits[2],),
+            "prefill": (
+                PrefillRow(3, 0, c, samples=True, checkpoints=(64,), **keep),
+                PrefillRow(1, 131, a[131:], samples=True, checkpoints=(150,), **keep),
+            ),
+        },
+        {"decode": (DecodeRow(1, 150), DecodeRow(3, 64), DecodeRow(2, 6))},
+    ]
+    pending = [backend.launch(StepPlan(n, **plan)) for n, plan in enumerate(plans)]
+    results = [step.wait() for step in pending]
+    first = results[0].captures[0]
+    restore = Restore(
+        128,
+        {
+            Component.ATTENTION: (first.kv[Component.ATTENTION].split(128)[0],),
+            Component.STATE: (first.states[128],),
+        },
+    )
+    prompt = np.concatenate([a[:128], prompt_of(20, seed=1)])
+    again = PrefillRow(4, 128, prompt[128:], samples=True, restore=restore)
+    admit = Admit(4, SamplingParams(**params), (), prompt, seed=4)
+    results.append(backend.launch(StepPlan(8, admit=(admit,), prefill=(again,))).wait())
+    ends = tuple(Retire(slot) for slot in (1, 2, 3, 4))
+    results.append(backend.launch(StepPlan(9, decode=(DecodeRow(4, 148),))).wait())
+    results.append(backend.launch(StepPlan(10, retire=ends)).wait())
+    return results
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_captured_chunks_say_what_chunks_say(params: dict[str, Any]) -> None:
+    plain, captured, recorder = make_pair()
+    expected, found = play(plain, params), play(captured, params)
+    assert [dict(result.tokens) for result in found] == [dict(r.tokens) for r in expected]
+    assert recorder.num_replays == 4
+    for mine, theirs in zip(found, expected, strict=True):
+        assert not mine.overflowed
+        assert mine.forwards == theirs.forwards
+        for a, b in zip(mine.captures, theirs.captures, strict=True):
+            assert (a.slot, a.start, a.end) == (b.slot, b.start, b.end)
+            assert (a.hidden is None) == (b.hidden is None)
+            for position in a.states:
+                one, two = (
+                    torch.cat([view[each.states[position].slab].flatten() for view in views])
+                    for each, views in (
+                        (a, (*captured._pools.recurrent, *captured._pools.conv)),
+                        (b, (*plain._pools.recurrent, *plain._pools.conv)),
+                    )
+                )
+                torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
+            if a.hidden is not None:
+                torch.testing.assert_close(a.hidden.hidden, b.hidden.hidden, rtol=1e-3, atol=1e-3)
+
+
+def test_no_number_is_told_of_its_own_row_alone() -> None:
+    _, captured, _ = make_pair()
+    captured._decoder.embed[7].fill_(torch.nan)
+    try:
+        prompts = {1: np.full(5, 7, dtype=np.int32), 2: prompt_of(70) % 5 + 10}
+        admits = tuple(
+            Admit(s, SamplingParams(temperature=0.0), (), p, 1) for s, p in prompts.items()
+        )
+        chunks = tuple(PrefillRow(s, 0, p, samples=True) for s, p in prompts.items())
+        result = captured.launch(StepPlan(1, admit=admits, prefill=chunks)).wait()
+    finally:
+        load_torch.cache_clear()
+    assert result.overflowed == {1}
+
+
+def test_what_no_graph_has_room_for_is_launched() -> None:
+    """And prompts whose own tokens are scored, beside others that are replayed."""
+    plain, captured, recorder = make_pair("llama")
+    length = ROOMS[-1].num_tokens + 1
+    long = prompt_of(length)
+    params = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, prompt_logprobs=1)]
+    prompts = [long[:100], long[:90]]
+    told = []
+    for backend in (plain, captured):
+        admits = tuple(
+            Admit(slot, p, (), prompt, seed=1)
+            for slot, (p, prompt) in enumerate(zip(params, prompts, strict=True), start=1)
+        )
+        chunks = tuple(PrefillRow(a.slot, 0, a.prompt, samples=True) for a in admits)
+        told.append(backend.launch(StepPlan(1, admit=admits, prefill=chunks)).wait())
+    assert told[0].tokens == told[1].tokens
+    scores = [[line.logprob for line in each.prompt_logprobs[2]] for each in told]
+    np.testing.assert_allclose(*scores, rtol=0, atol=1e-4)
+    assert recorder.num_replays == 1
+    assert room_for(length, 1) is None
+
+
+class Fails:
+    """A driver that takes no captures."""
+
+    def record(self, run: Callable[[], Any]) -> Recorded[Any]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_where_nothing_can_be_captured_it_says_so_once_and_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain, other, _ = make_pair()
+    graphs = capture_chunks(other, Fails())
+    with caplog.at_level(logging.WARNING, logger="pippin"):
+        found = play(other, PARAMS["drawn"])
+    expected = play(plain, PARAMS["drawn"])
+    assert [dict(result.tokens) for result in found] == [dict(r.tokens) for r in expected]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "chunks of prompts are not captured: operation not permitted when stream is capturing"
+    ]
+    assert caplog.records[0].exc_info is not None
+    assert not graphs.works
+    other._pools.arena.check_integrity()
+
+
+def client_of(name: str) -> tuple[Client, RunAgain]:
+    client = make_client(f"{TORCH}{name}", chunk=128, num_slots=6)
+    recorder = RunAgain()
+    capture_chunks(client.loop.backend, recorder)  # type: ignore[arg-type]
+    return client, recorder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5", "llama"])
+def test_replies_after_captured_chunks_are_what_mlx_says(name: str) -> None:
+    """Prompts that begin alike come twice, so chunks run behind what the tree holds."""
+    client, recorder = client_of(name)
+    lengths = (3, 64, 150, 70)
+    prompts = [make_prompt(f"{TORCH}{name}", length, seed=length % 7) for length in lengths]
+    found = [client.submit(p, max_tokens=6, logprobs=5) for p in prompts]
+    client.run()
+    longer = [[*p, *prompts[0]] for p in prompts]
+    found += [client.submit(p, max_tokens=6, logprobs=5) for p in longer]
+    client.run()
+    assert recorder.num_replays > 0
+    model, _ = load_model(checkpoint(name))
+    model.set_dtype(mx.float32)
+    for reply in found:
+        tokens = mx.array([[*reply.prompt, *reply.tokens]])
+        logits = np.array(model(tokens, cache=make_prompt_cache(model))[0])
+        rows = log_softmax(logits)[len(reply.prompt) - 1 : -1]
+        assert_best(reply.tokens, rows, margin=2 * TOLERANCE)
+    plain = make_client(f"{TORCH}{name}", chunk=128, num_slots=6)
+    expected = [plain.submit(p, max_tokens=6, logprobs=5) for p in (*prompts, *longer)]
+    plain.run()
+    assert_same(found, expected)
+
+
+def test_rooms_are_warmed_up() -> None:
+    backend = TorchBackend(load_torch("llama"), num_slots=16, kernels=False)
+    backend._uses_kernels = backend._has_chunk_graphs = True
+    shapes = backend._shapes_to_warm_up()
+    rooms = {room_for(s.num_rows * s.num_tokens, s.num_rows) for s in shapes if not s.num_steps}
+    assert rooms == set(ROOMS)
+    backend._has_chunk_graphs = False
+    assert all(shape.num_steps for shape in backend._shapes_to_warm_up())
+    assert Room(64, 4) in rooms

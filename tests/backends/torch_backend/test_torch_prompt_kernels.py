@@ -1,0 +1,147 @@
+"""The kernels that captured chunks are made of, against plain operations: on a GPU, or interpreted.
+
+What depends on the chunks is looked up: same room, same launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("interpreted")
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunk_words import DEVICE, MadeUpChunks, chunk
+from pippin.backends.base import PrefillRow
+from pippin.backends.torch.attention.plain import attend_rows
+from pippin.backends.torch.forward import PlainForward
+from pippin.backends.torch.kernels.attention_blocks import (
+    AttentionTile,
+    attend_blocks,
+    attention_tile_for,
+)
+from pippin.backends.torch.kernels.kept_inputs import keep_inputs
+from pippin.backends.torch.kernels.prompt import PromptKernels
+from pippin.backends.torch.pools.layout import WASTE_SLAB
+from pippin.backends.torch.step.batches import chunk_batch
+from pippin.backends.torch.step.rooms import Room
+
+ROOM = Room(128, 4)
+THREE = (chunk(1, 0, 70, 64, 70), chunk(2, 5, 2), chunk(3, 60, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("qwen3_5", THREE), ("llama", (chunk(2, 7, 9),))],
+    ids=["qwen3_5", "llama"],
+)
+def test_chunks_in_a_room_are_chunks_through_plain_operations(
+    name: str, chunks: tuple[PrefillRow, ...]
+) -> None:
+    """Whatever padding reads and writes: the waste is no number here, and nobody sees it."""
+    made = MadeUpChunks(name, chunks)
+    with torch.inference_mode():
+        batch = chunk_batch(made.taken, made.held, made.pools)
+        expected = PlainForward(made.decoder, made.pools).chunks(batch)[batch.last]
+        kept = made.written()
+        waste = slice(WASTE_SLAB * made.layout.slab_bytes, 2 * made.layout.slab_bytes)
+        made.pools.memory[waste].view(torch.float32).fill_(torch.nan)
+        run = PromptKernels(made.decoder, made.pools, made.held.table)
+        found = run.hidden(made.inputs(ROOM))
+    torch.testing.assert_close(found[: len(chunks)], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made.written(), kept, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("tile", [None, AttentionTile(64, 64, 4), AttentionTile(32, 16, 4)])
+def test_blocks_attend_to_what_their_rows_attend_to(tile: AttentionTile | None) -> None:
+    made = MadeUpChunks("llama", (chunk(1, 0, 70), chunk(2, 5, 2), chunk(3, 60, 1)))
+    kv = made.pools.kv[0]
+    heads, dim = made.decoder.shape.num_heads, made.decoder.shape.head_dim
+    q = torch.randn(128, heads, dim, device=DEVICE)
+    batch = chunk_batch(made.taken, made.held, made.pools)
+    expected = attend_rows(q[:73], kv, batch.lengths, batch.held.seen)
+    found = attend_blocks(q, kv, made.held.table, made.inputs(ROOM).blocks, tile)
+    torch.testing.assert_close(found[:73], expected, rtol=1e-5, atol=1e-5)
+    assert not found[73:].any()
+
+
+def test_tiles_fit_into_shared_memory() -> None:
+    """Queries, and two stages of keys and values: 96 KB, which every GPU since Ampere has."""
+    for dim in (16, 32, 64, 128, 256):
+        for itemsize in (2, 4):
+            tile = attention_tile_for(dim, itemsize)
+            assert 64 % tile.num_queries == 0
+            assert (tile.num_queries + 4 * tile.num_keys) * dim * itemsize <= 96 << 10
+
+
+def test_the_last_inputs_of_a_chunk_are_kept() -> None:
+    """Of chunks of one, two and many tokens, in place and elsewhere, and at checkpoints."""
+    made = MadeUpChunks("qwen3_5", (*THREE, chunk(4, 9, 3)))
+    assert (made.taken.states_in == made.taken.states_out).any()
+    conv = made.pools.conv[0]
+    channels = conv.shape[2]
+    x = torch.randn(128, channels + 5, device=DEVICE)
+    batch = chunk_batch(made.taken, made.held, made.pools)
+    assert batch.conv is not None
+    source = torch.cat([conv[batch.states_in].flatten(0, 1), x[:, :channels]])
+    expected = source[batch.conv.after]
+    inputs = made.inputs(ROOM)
+    before = conv.clone()
+    keep_inputs(x, conv, inputs.blocks)
+    slabs = [*made.taken.states_out.tolist(), *(tap.slab for tap in made.taken.taps)]
+    assert torch.equal(conv[slabs], expected)
+    others = [slab for slab in range(len(conv)) if slab not in slabs]
+    assert torch.equal(conv[others], before[others])
+
+
+class Launches(TorchDispatchMode):
+    """Notes every operation with the shapes that it reads; none may ask the device."""
+
+    ASKS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in self.ASKS, f"the host waits in {func}"
+        shapes = [tuple(arg.shape) for arg in args if isinstance(arg, torch.Tensor)]
+        self.seen.append((name, shapes))
+        return func(*args, **(kwargs or {}))
+
+
+def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels themselves are left out: which are launched, and in how many programs, is not."""
+    from pippin.backends.torch.kernels import attention_blocks, delta_blocks, kept_inputs, rows
+
+    found = []
+    for chunks in (THREE, (chunk(1, 0, 128, 64),)):
+        launches = Launches()
+
+        class Noted:
+            def __init__(self, name: str, launches: Launches = launches) -> None:
+                self._name, self._launches = name, launches
+
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                self._launches.seen.append((self._name, grid))
+                return lambda *args, **options: None
+
+        for module in (attention_blocks, delta_blocks, kept_inputs, rows):
+            names = ("_attend_blocks", "_solve", "_scan", "_keep_inputs", "_add_norm")
+            for name in (*names, "_swiglu", "_conv_rows", "_gated_norm"):
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, Noted(name))
+        made = MadeUpChunks("qwen3_5", chunks)
+        inputs = made.inputs(ROOM)
+        run = PromptKernels(made.decoder, made.pools, made.held.table)
+        with torch.inference_mode(), launches:
+            run.logits(run.hidden(inputs))
+        found.append(launches.seen)
+    assert found[0] == found[1]
+    assert {"_attend_blocks", "_scan", "_keep_inputs"} <= {name for name, _ in found[0]}

@@ -1,0 +1,168 @@
+"""Chunks of prompts in made-up pools; and what their words say, read in the plainest way.
+
+`PlainPrompt` looks at nothing but the words that a captured graph reads: token by token, row by
+row. It stands in for kernels where there are none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from pippin.backends.base import PrefillRow
+from pippin.backends.sampling import FAR
+from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.chunk_graphs import ChunkGraphs
+from pippin.backends.torch.device import find_device
+from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
+from pippin.backends.torch.models.delta_layer import DeltaLayer, Inputs
+from pippin.backends.torch.pools.layout import PoolLayout
+from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.pools.rows import Rows
+from pippin.backends.torch.recurrent.gated_delta import gated_delta_step
+from pippin.backends.torch.step.batches import take_chunks
+from pippin.backends.torch.step.chunk_inputs import ChunkInputs, pack_chunks
+from pippin.backends.torch.step.decode_inputs import Choice
+from pippin.backends.torch.step.decode_inputs import Inputs as SampleInputs
+from pippin.backends.torch.step.filters import least_kept
+from pippin.backends.torch.step.noise import add_gumbel_noise
+from pippin.backends.torch.step.rooms import Room
+from torch_serving import load_torch
+
+DEVICE = find_device()
+
+
+def chunk(slot: int, start: int, length: int, *checkpoints: int) -> PrefillRow:
+    tokens = np.random.default_rng(slot).integers(3, 90, length).astype(np.int32)
+    return PrefillRow(slot, start, tokens, captures=True, checkpoints=checkpoints)
+
+
+class MadeUpChunks:
+    """Rows with KV and states of noise, and these chunks to run behind them."""
+
+    def __init__(self, name: str, chunks: tuple[PrefillRow, ...]) -> None:
+        self.decoder: Decoder = load_torch(name).decoder
+        self.layout = PoolLayout(self.decoder.shape, self.decoder.dtype)
+        self.pools = Pools(self.layout, 40 * self.layout.slab_bytes, DEVICE)
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        for views in (self.pools.kv, self.pools.recurrent, self.pools.conv):
+            for view in views:
+                view.normal_(generator=generator)
+        self.pools.memory[: self.layout.slab_bytes] = 0
+        self.held = Rows(self.pools, max(row.slot for row in chunks), max_len=256)
+        for row in chunks:
+            self.held.grow(row.slot, row.start)
+            if row.start:  # it has a state of its own, which it may write in place
+                self.held.next_states(np.array([row.slot]))
+        self.taken = take_chunks(chunks, self.held, self.pools)
+        self.before = self.pools.memory.clone()
+
+    def inputs(self, room: Room) -> ChunkInputs:
+        packed = pack_chunks(room, self.taken, self.held, self.layout)
+        return ChunkInputs(torch.from_numpy(packed.words).to(DEVICE), room, packed.num_taps)
+
+    def written(self) -> torch.Tensor:
+        """All that anybody reads, and back to how it was."""
+        found = self.pools.memory[2 * self.layout.slab_bytes :].clone().view(torch.float32)
+        assert not self.pools.memory[: self.layout.slab_bytes].any(), "the zeros were written"
+        self.pools.memory.copy_(self.before)
+        return found
+
+
+class PlainPrompt:
+    """What `ChunkGraphs` captures, with as few ideas of its own as possible."""
+
+    def __init__(self, decoder: Decoder, pools: Pools, table: torch.Tensor) -> None:
+        self._decoder, self._pools, self._table = decoder, pools, table
+
+    def hidden(self, inputs: ChunkInputs) -> torch.Tensor:
+        run = _PlainWords(self._pools, self._table, inputs)
+        found = self._decoder.norm(self._decoder.run(inputs.token.long(), run.mix))
+        return found[inputs.last.long()]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._decoder.head(hidden)
+
+    def choose(
+        self, logits: torch.Tensor, inputs: SampleInputs, future: torch.Tensor, choice: Choice
+    ) -> torch.Tensor:
+        told = torch.zeros(2, len(logits), dtype=torch.int32, device=logits.device)
+        told[1] = logits[:, 0].isnan()
+        if choice is Choice.LOGITS:
+            return told
+        x = logits.float()
+        if choice is Choice.DRAWN:
+            scaled = x * inputs.inverse_temperature[:, None]
+            noisy = add_gumbel_noise(scaled, inputs.keys)
+            x = torch.where(inputs.noisy[:, None] > 0, noisy, scaled)
+            x = x - (scaled < least_kept(logits, inputs)[:, None]) * FAR
+        told[0] = x.argmax(dim=-1)
+        future[inputs.slot.long()] = told[0]
+        return told
+
+
+class _PlainWords:
+    def __init__(self, pools: Pools, table: torch.Tensor, inputs: ChunkInputs) -> None:
+        self._pools, self._table, self._inputs = pools, table, inputs
+        lines = (getattr(inputs.blocks, name).tolist() for name in inputs.blocks.__annotations__)
+        names = tuple(inputs.blocks.__annotations__)
+        self._blocks = [dict(zip(names, each, strict=True)) for each in zip(*lines, strict=True)]
+
+    def mix(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionLayer):
+            return self._attend(mixer, self._pools.kv[layer.number], x)
+        return self._recur(mixer, layer.number, x)
+
+    def _attend(self, mixer: AttentionLayer, kv: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        q, k, v, gate = mixer.project(x, self._inputs.position.long())
+        kv[self._inputs.cell.long()] = torch.stack([k, v], dim=1)
+        y = torch.zeros_like(q)
+        shared = mixer.num_heads // mixer.num_kv_heads
+        for block in self._blocks:
+            for n in range(block["length"]):
+                cells = self._table[block["slot"], : block["position"] + n + 1].long()
+                keys, values = kv[cells].repeat_interleave(shared, dim=2).unbind(dim=1)
+                token = block["start"] + n
+                scores = torch.einsum("hd,thd->ht", q[token], keys) * mixer.head_dim**-0.5
+                y[token] = torch.einsum("ht,thd->hd", scores.softmax(dim=-1), values)
+        return mixer.finish(y, gate)
+
+    def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+        recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
+        mixed, z, b, a = mixer.split(mixer.project(x))
+        states_in = self._inputs.samples.state_in.long()
+        source = torch.cat([conv[states_in].flatten(0, 1), mixed])
+        convolved = sum(
+            source[places.long()] * tap
+            for places, tap in zip(self._inputs.places, mixer.taps, strict=True)
+        )
+        inputs = mixer.inputs(convolved, b, a)
+        y = torch.zeros_like(inputs.v)
+        writes = []
+        firsts, counts = self._inputs.first_block.tolist(), self._inputs.num_blocks.tolist()
+        for first, count, state_in in zip(firsts, counts, states_in.tolist(), strict=True):
+            state = recurrent[state_in][None]
+            for block in self._blocks[first : first + count]:
+                assert block["state_in"] == state_in
+                end = block["start"] + block["length"]
+                for n in range(block["start"], end):
+                    one = Inputs(*(each[n : n + 1] for each in inputs))
+                    y[n : n + 1], state = gated_delta_step(one, state)
+                last = torch.cat([conv[state_in], mixed[block["row_start"] : end]])
+                writes.append((block["slab"], state[0], last[-conv.shape[1] :].clone()))
+        for slab, state, last in writes:
+            if slab:
+                recurrent[slab], conv[slab] = state, last
+        return mixer.finish(y, z)
+
+
+def capture_chunks(backend: TorchBackend, recorder: Any) -> ChunkGraphs:
+    """On a GPU `TorchBackend` does the same with kernels."""
+    prompt = PlainPrompt(backend._decoder, backend._pools, backend._rows.table)
+    graphs = ChunkGraphs(prompt, backend._future_map.tokens, backend._layout, recorder)
+    backend._prompts.graphs = graphs
+    return graphs

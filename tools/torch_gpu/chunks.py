@@ -1,0 +1,118 @@
+"""Captured chunks of prompts against launched ones: do they say the same, and what do they take?"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_gpu.plays import DRAWN, GREEDY, random_model
+
+from make_random_hybrid import TINY, write_weights
+from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
+from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.load import load
+from pippin.backends.torch.step.rooms import ROOMS, Room
+from pippin.types import SamplingParams
+
+HELP = "chunks of prompts are not captured (the warning above says why): CHUNK_GRAPHS = False in backends/torch/backend.py launches them"
+NEAR = {"float32": 1e-2, "bfloat16": 0.5}  # log probabilities after another order of sums
+
+
+def chunks() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_weights(Path(folder), TINY, torch.float32)
+        for dtype in NEAR:
+            loaded = load(Path(folder), dtype=dtype)
+            launched, captured = (TorchBackend(loaded, num_slots=16, chunk_graphs=on) for on in (False, True))
+            for room in ROOMS:
+                compare(launched, captured, room, dtype)
+            print(f"{dtype}: prompts in all {len(ROOMS)} rooms, captured and launched, say the same", flush=True)
+    launched, captured = (TorchBackend(random_model(), num_slots=16, pool_bytes=8 << 30, chunk_graphs=on) for on in (False, True))
+    print("\n| tokens | rows | launched, ms | captured, ms | captured first, s |\n|---|---|---|---|---|")
+    for room in ROOMS:
+        (before, _), (after, first) = (timed(backend, room) for backend in (launched, captured))
+        assert captured._prompts.graphs.works, HELP
+        print(f"| {room.num_tokens} | {room.least_rows} | {before:.2f} | {after:.2f} | {first:.1f} |", flush=True)
+
+
+def compare(launched: TorchBackend, captured: TorchBackend, room: Room, dtype: str) -> None:
+    """Prompts that fill the room, each in two chunks with states kept between, greedy and drawn."""
+    for params in (GREEDY, DRAWN, SamplingParams(temperature=0.0, logprobs=5)):
+        found, expected = (Prompts(backend, room, params).run() for backend in (captured, launched))
+        graphs = captured._prompts.graphs
+        assert graphs is not None and graphs.works, HELP
+        if dtype == "float32":
+            assert found.tokens == expected.tokens, f"{room}: captured {found.tokens}, launched {expected.tokens}"
+        for slot, lines in found.logprobs.items():
+            for mine, theirs in zip(lines, expected.logprobs[slot]):
+                worst = max(abs(a - b) for a, b in zip(mine.top_logprobs, theirs.top_logprobs))
+                assert worst < NEAR[dtype], f"{room}, slot {slot}: log probabilities differ by {worst:.1e}"
+                if mine.top_ids[0] != theirs.top_ids[0]:
+                    break  # two different texts from here on
+    for backend in (launched, captured):
+        backend._pools.arena.check_integrity()
+        assert backend._pools.arena.used_bytes == 0
+
+
+class Prompts:
+    """As many rows as the room is for, of different lengths, through the backend's own launches."""
+
+    def __init__(self, backend: TorchBackend, room: Room, params: SamplingParams, steps: int = 0) -> None:
+        self.backend, self.steps = backend, steps
+        num_rows = room.least_rows
+        each = room.num_tokens // num_rows
+        self.lengths = {slot: max(1, each - slot + 1) for slot in range(1, num_rows + 1)}
+        rng = np.random.default_rng(room.num_tokens)
+        vocab = backend.spec.vocab_size
+        # The second chunk has as many tokens as the room; the first one any.
+        self.prompts = {s: rng.integers(10, vocab, n + 70).astype(np.int32) for s, n in self.lengths.items()}
+        self.params = params
+        self.tokens: dict[int, list[int]] = {slot: [] for slot in self.lengths}
+        self.logprobs: dict[int, list[Any]] = {slot: [] for slot in self.lengths}
+
+    def run(self) -> Prompts:
+        first = [PrefillRow(s, 0, p[:70], captures=True, checkpoints=(64, 70)) for s, p in self.prompts.items()]
+        admit = tuple(Admit(s, self.params, (), p, seed=s) for s, p in self.prompts.items())
+        self.take(self.launch(admit=admit, prefill=tuple(first)))
+        self.take(self.launch(prefill=self.second()))
+        for step in range(3):
+            self.take(self.launch(decode=tuple(DecodeRow(s, len(p) + step) for s, p in self.prompts.items())))
+        self.take(self.launch(retire=tuple(Retire(slot) for slot in self.prompts)))
+        return self
+
+    def second(self) -> tuple[PrefillRow, ...]:
+        return tuple(PrefillRow(s, 70, p[70:], samples=True, captures=True, checkpoints=(len(p),)) for s, p in self.prompts.items())
+
+    def launch(self, **fields: Any) -> Any:
+        self.steps += 1
+        return self.backend.launch(StepPlan(self.steps, **fields))
+
+    def take(self, step: Any) -> None:
+        result = step.wait()
+        for slot, token in result.tokens.items():
+            self.tokens[slot].append(token)
+        for slot, line in result.logprobs.items():
+            self.logprobs[slot].append(line)
+        for capture in result.captures:
+            capture.release()
+
+
+def timed(backend: TorchBackend, room: Room) -> tuple[float, float]:
+    """Median milliseconds from launch to result, and seconds of the first time."""
+    times = []
+    for turn in range(6):
+        prompts = Prompts(backend, room, GREEDY)
+        admit = tuple(Admit(s, GREEDY, (), p, seed=s) for s, p in prompts.prompts.items())
+        rows = tuple(PrefillRow(s, 0, p[70:], samples=True) for s, p in prompts.prompts.items())
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        prompts.take(prompts.launch(admit=admit, prefill=rows))
+        times.append(time.perf_counter() - began)
+        prompts.take(prompts.launch(retire=tuple(Retire(slot) for slot in prompts.prompts)))
+    return statistics.median(times[1:]) * 1e3, times[0]
