@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pippin.cache.components import HIDDEN, INDEX, STATE, Rules
 from pippin.cache.policy import Placement
 from pippin.cache.radix import Node
-from pippin.cache.store import Store
+from pippin.cache.store import Filled, Store
 from pippin.types import GRID, Component, Payload
-
-Filled = list[tuple[Node, int]]  # nodes and the component index that was attached to them
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ Payloads are owned by the tree from `insert` on and released exactly once. One t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy.typing as npt
 
 from pippin.cache.canary import Canary
-from pippin.cache.components import HIDDEN, INDEX, STATE, WINDOW, Rules
-from pippin.cache.incoming import Filled, Incoming
+from pippin.cache.components import INDEX, Rules
+from pippin.cache.condemned import Condemned
+from pippin.cache.incoming import Incoming
 from pippin.cache.integrity import check_integrity
 from pippin.cache.observer import TreeObserver
 from pippin.cache.policy import CheckpointPolicy, Placement
@@ -27,8 +27,6 @@ from pippin.cache.results import InsertResult, Lock, Match
 from pippin.cache.stats import CacheStats
 from pippin.cache.store import Store
 from pippin.types import Component, Payload
-
-logger = logging.getLogger(__name__)
 
 
 class PrefixCache:
@@ -49,6 +47,7 @@ class PrefixCache:
         self._rules = Rules(components, window)
         self._store = Store(self._rules, self.policy, self._canary)
         self._tree = self._store.tree
+        self._condemned = Condemned(self._store, self._canary)
         self._locks: set[Lock] = set()
 
     @property
@@ -173,8 +172,7 @@ class PrefixCache:
         assert lock in self._locks, f"{lock} is not held"
         self._locks.remove(lock)
         self._store.unpin(lock.node, lock.floor)
-        if self._store.num_damaged:
-            self._discard_damaged(list(lock.node.ancestors()))
+        self._condemned.drop(lock.node.ancestors())
 
     # --- grow ---------------------------------------------------------------------------------
 
@@ -208,7 +206,8 @@ class PrefixCache:
         ids = ids[: incoming.path_end(self._rules, reach)]
         tip = self._store.grow(path, reach, ids, cuts=states)
         tick = self._store.touch(tip)
-        self._keep_within_capacity(tick, incoming.fill(self._store, tip))
+        filled = incoming.fill(self._store, tip)
+        self._store.keep_within(self.capacity_bytes, tick, filled)
         if not tip.attached:
             path, _ = self._tree.walk(ids)
             tip = path[-1] if path else self._tree.root
@@ -222,14 +221,7 @@ class PrefixCache:
 
     def discard(self, node: Node, component: Component) -> bool:
         """Drop a component of a node, and of attention all that hangs below; False if locked."""
-        index = INDEX[component]
-        if self._store.pins.holds(node, index):
-            return False
-        if component is Component.ATTENTION:
-            self._store.remove_below(node)
-        else:
-            self._store.drop(node, index)
-        return True
+        return self._store.discard(node, component)
 
     def condemn(self, tokens: npt.ArrayLike, component: Component, start: int) -> None:
         """KV of [start, end) of this path, or what is kept after its end, is not what it was.
@@ -238,17 +230,7 @@ class PrefixCache:
         """
         ids = as_tokens(tokens)
         path, _ = self._tree.walk(ids)
-        divides = component in (Component.ATTENTION, Component.WINDOW)
-        nodes = [node for node in path if (node.end > start if divides else node.end == len(ids))]
-        for node in nodes:
-            self._store.mark_damaged(node, INDEX[component])
-        self._discard_damaged(nodes)
-        where = f"over tokens [{start}, {len(ids)})" if divides else f"after token {len(ids)}"
-        fault = f"cache entry {where} holds {component.value} bytes that have changed"
-        if self._canary is None:
-            logger.error(fault)
-        else:
-            self._canary.report(fault)
+        self._condemned.condemn(path, len(ids), component, start)
 
     def mark_copied(self, tokens: npt.ArrayLike, component: Component, start: int) -> None:
         """The tier below has a component of this path too: of [start, end), or at its end."""
@@ -296,15 +278,7 @@ class PrefixCache:
     def _walk_sound(self, ids: TokenArray) -> tuple[list[Node], int]:
         """The nodes that share tokens with these, up to where damage begins."""
         path, reach = self._tree.walk(ids)
-        if self._store.num_damaged:
-            reach = min([reach, *(node.start for node in path if node.damaged)])
-        return path, reach
-
-    def _discard_damaged(self, nodes: Sequence[Node]) -> None:
-        for node in nodes:
-            for component in self._rules.components:
-                if node.attached and node.damaged >> INDEX[component] & 1:
-                    self.discard(node, component)
+        return path, self._condemned.sound_reach(path, reach)
 
     def _found(self, ids: TokenArray, branch: int, node: Node | None, length: int) -> Match:
         end = self._tree.root if node is None else self._store.end_node(node, length)
@@ -312,17 +286,6 @@ class PrefixCache:
             end = self._tree.root
         self._store.touch(end)
         return Match(end.end, branch, len(ids), end, self._rules.gather(end))
-
-    def _keep_within_capacity(self, tick: int, filled: Filled) -> None:
-        """Evict others first, then the least of what was just inserted."""
-        self._store.evict(self.nbytes - self.capacity_bytes, spare_since=tick)
-        self._store.evict(self.nbytes - self.capacity_bytes)
-        for node, index in filled:
-            if self.nbytes <= self.capacity_bytes:
-                break
-            # Only fills of nodes that somebody holds are left; nobody has seen these bytes yet.
-            if node.attached and index in (WINDOW, STATE, HIDDEN):
-                self._store.drop(node, index)
 
     def _count_lookup(self, match: Match) -> None:
         self.stats.count_lookup(match.length, match.prompt_len)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pippin.cache.canary import Canary
-from pippin.cache.components import COMPONENTS, HIDDEN, STATE, WINDOW, Rules
+from pippin.cache.components import COMPONENTS, HIDDEN, INDEX, STATE, WINDOW, Rules
 from pippin.cache.eviction import NEVER, EvictionQueue, Unit
 from pippin.cache.lookback import Lookback
 from pippin.cache.observer import TreeObserver
@@ -16,9 +16,11 @@ from pippin.cache.pins import Pins
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.radix import Node, RadixTree, TokenArray
 from pippin.cache.stats import CacheStats
-from pippin.types import Payload
+from pippin.types import Component, Payload
 
 NUM_RECENT = 5  # paths
+
+Filled = list[tuple[Node, int]]  # nodes and the component index that was attached to them
 
 
 class Store:
@@ -162,6 +164,17 @@ class Store:
         """Free so much, or all that can be, but for what was used since a tick; returns bytes."""
         return self.queue.evict(nbytes, self.take, spare_since=spare_since)
 
+    def keep_within(self, capacity_bytes: int, tick: int, filled: Filled) -> None:
+        """Evict what was last used before `tick`, then the least of what was just filled."""
+        self.evict(self.nbytes - capacity_bytes, spare_since=tick)
+        self.evict(self.nbytes - capacity_bytes)
+        for node, index in filled:
+            if self.nbytes <= capacity_bytes:
+                break
+            # Only fills of nodes that somebody holds are left; nobody has seen these bytes yet.
+            if node.attached and index in (WINDOW, STATE, HIDDEN):
+                self.drop(node, index)
+
     def take(self, node: Node, unit: Unit) -> int:
         """Evict; returns the bytes freed."""
         before = self.nbytes
@@ -197,6 +210,17 @@ class Store:
         for below in reversed(list(node.with_descendants())):
             if below.attached:  # or else pruned with its last child
                 self.remove(below)
+
+    def discard(self, node: Node, component: Component) -> bool:
+        """Drop a component of a node, and of attention all that hangs below; False if locked."""
+        index = INDEX[component]
+        if self.pins.holds(node, index):
+            return False
+        if component is Component.ATTENTION:
+            self.remove_below(node)
+        else:
+            self.drop(node, index)
+        return True
 
     def drop(self, node: Node, index: int) -> None:
         """Leave a tombstone: the node stays, one component is gone."""
