@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pippin.backends.base import StepPlan
+from pippin.cache.prefix_cache import PrefixCache
 from pippin.scheduler.holding import Holding
 
 
@@ -16,6 +17,15 @@ class Flight:
     owners: dict[int, Holding]
     retired: dict[int, Holding]
     transient_bytes: int  # claimed for its captures
+
+    def unlock_prompts(self, cache: PrefixCache | None, *, by_reference: bool) -> None:
+        """A row whose prompt is computed depends on the tree only if it reads the tree's own."""
+        for row in self.plan.prefill:
+            holding = self.owners[row.slot]
+            if row.samples and not holding.released:
+                holding.unlock_tip(cache)
+                if not by_reference:
+                    holding.unlock(cache)
 
 
 class Flights:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pippin.backends.base import Costs, Damage, Retire, StepPlan, StepResult
+from pippin.backends.base import Costs, Retire, StepPlan, StepResult
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.courier import Courier
 from pippin.cache.tiers.tiers import Tiers
@@ -27,6 +27,7 @@ from pippin.metrics import EngineMetrics
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.captures import take_captures
 from pippin.scheduler.claims import Claims
+from pippin.scheduler.damage import take_back
 from pippin.scheduler.flights import Flight, Flights
 from pippin.scheduler.holding import Holding
 from pippin.scheduler.limits import Limits
@@ -238,7 +239,7 @@ class Scheduler:
         self.traffic.commit(step, result)
         for damage in result.damaged:
             if (owner := flight.owners.get(damage.slot)) is not None:
-                self._take_back(owner, damage)
+                take_back(owner, damage, self.costs, self.cache, self._registry)
         for slot in result.overflowed:
             if not (owner := flight.owners[slot]).damaged:
                 self._registry.taint(owner, NotANumber("the model's values overflowed"))
@@ -251,21 +252,9 @@ class Scheduler:
         for holding in flight.retired.values():
             holding.release(self.budget, self.slots, self.cache)
             del self.holdings[holding.slot]
-        self._unlock_prompts(flight)
+        flight.unlock_prompts(self.cache, by_reference=self.costs.restores_by_reference)
         self._take_tokens(flight, result)
         return self.take_outbox()
-
-    def _take_back(self, holding: Holding, damage: Damage) -> None:
-        """What a row was restored from is not what it was: it is dropped, with all that was
-        computed on it, and its request runs those tokens itself."""
-        holding.tainted = holding.damaged = True
-        if not holding.released and not self.costs.restores_by_reference:
-            holding.unlock(self.cache)
-        if self.cache is not None:
-            tokens = holding.request.tokens(damage.end)
-            self.cache.condemn(tokens, damage.component, damage.start)
-        if holding.runs and not holding.retracting:
-            self._registry.retract(holding)
 
     def fail_step(self, step: int, error: Exception) -> list[TokenDelta]:
         """The backend could not run a plan: its requests fail, the others go on.
@@ -295,15 +284,6 @@ class Scheduler:
         flight = self.flights.settle(step)
         self.budget.release(flight.transient_bytes)
         return flight
-
-    def _unlock_prompts(self, flight: Flight) -> None:
-        """A row whose prompt is computed depends on the tree only if it reads the tree's own."""
-        for row in flight.plan.prefill:
-            holding = flight.owners[row.slot]
-            if row.samples and not holding.released:
-                holding.unlock_tip(self.cache)
-                if not self.costs.restores_by_reference:
-                    holding.unlock(self.cache)
 
     def _take_tokens(self, flight: Flight, result: StepResult) -> None:
         ghosts = 0
