@@ -8,7 +8,7 @@ from builders import ALL, Client, Reply, check_idle, make_loop, make_prompt, ora
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.disk.memory import MemoryStore
-from pippin.scheduler.tier_traffic import TierTraffic
+from pippin.scheduler.traffic.tier_traffic import TierTraffic
 from pippin.types import Component
 from simulator import Workers
 

@@ -17,7 +17,7 @@ from pippin.scheduler.claims import Claims
 from pippin.scheduler.holding import Holding
 from pippin.scheduler.registry import Registry
 from pippin.scheduler.request import Request
-from pippin.scheduler.traffic import Traffic
+from pippin.scheduler.traffic.base import Traffic
 from pippin.types import GRID
 
 

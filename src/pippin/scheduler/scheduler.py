@@ -42,8 +42,8 @@ from pippin.scheduler.registry import Registry
 from pippin.scheduler.request import Request
 from pippin.scheduler.retraction import Retraction
 from pippin.scheduler.slots import SlotPool
-from pippin.scheduler.tier_traffic import TierTraffic
-from pippin.scheduler.traffic import NoTraffic, Traffic
+from pippin.scheduler.traffic.base import NoTraffic, Traffic
+from pippin.scheduler.traffic.tier_traffic import TierTraffic
 
 
 @dataclass

@@ -14,18 +14,17 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from pippin.backends.base import Costs, Load, StepPlan
-from pippin.cache.disk.entries import Bytes
-from pippin.cache.results import InsertResult, Lock
+from pippin.cache.results import InsertResult
 from pippin.cache.tiers.courier import Courier, ReadPiece
 from pippin.cache.tiers.pieces import Piece
 from pippin.cache.tiers.tiers import Found, Tiers
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.request import Request
+from pippin.scheduler.traffic.load_jobs import LoadJob, Reading
 from pippin.types import Component, Payload
 
 MAX_JOBS = 8
@@ -37,43 +36,15 @@ FIRST_PATIENCE = 10.0  # seconds, while nobody knows what computing takes
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class Reading:
-    """A piece on its way: being read, read, or in a step."""
-
-    piece: Piece
-    buffer: Bytes
-    nbytes: int  # claimed for the payload that it becomes
-    future: Future[ReadPiece]
-
-
-@dataclass(eq=False)
-class Job:
-    """One load, for whoever waits for it."""
-
-    tokens: np.ndarray  # int32, up to the end of the match on disk
-    pieces: deque[Piece]
-    lock: Lock  # in the disk's tree
-    hold: Lock  # in memory, on what the next piece connects to
-    began: float
-    deadline: float
-    waiters: dict[Request, int] = field(default_factory=dict)  # and what memory had for them
-    readings: deque[Reading] = field(default_factory=deque)
-    in_steps: int = 0
-    brought: int = 0  # tokens of the path that are in memory now because of it
-    read_seconds: float = 0.0
-    ended: bool = False
-
-
 class Loads:
     def __init__(self, tiers: Tiers, courier: Courier, costs: Costs, budget: ByteBudget) -> None:
         self._tiers = tiers
         self._courier = courier
         self._costs = costs
         self._budget = budget
-        self._jobs: list[Job] = []
+        self._jobs: list[LoadJob] = []
         self._leftover: list[Reading] = []  # of jobs that ended while the disk was reading
-        self._steps: dict[int, list[tuple[Job, Reading]]] = {}
+        self._steps: dict[int, list[tuple[LoadJob, Reading]]] = {}
         self._back: list[Request] = []  # to the queue
 
     @property
@@ -113,7 +84,7 @@ class Loads:
         request.wait_for_load()
         return True
 
-    def _job_along(self, tokens: np.ndarray, found: Found) -> Job | None:
+    def _job_along(self, tokens: np.ndarray, found: Found) -> LoadJob | None:
         """A load that brings just this already."""
         wanted = tokens[: found.match.length]
         return next((job for job in self._jobs if np.array_equal(job.tokens, wanted)), None)
@@ -124,7 +95,7 @@ class Loads:
         found: Found,
         now: float,
         compute_seconds: Callable[[int], float],
-    ) -> Job | None:
+    ) -> LoadJob | None:
         tiers, match = self._tiers, found.match
         computing = compute_seconds(found.num_tokens)
         waiting = sum(piece.nbytes for job in self._jobs for piece in job.pieces)
@@ -133,7 +104,7 @@ class Loads:
             tiers.rates.decline()
             return None
         patience = max(LEAST_PATIENCE, PATIENCE * computing) if computing else FIRST_PATIENCE
-        job = Job(
+        job = LoadJob(
             tokens[: match.length].copy(),
             deque(found.pieces),
             lock=tiers.disk.cache.lock(match),
@@ -179,7 +150,7 @@ class Loads:
                 self._read_ahead(job)
         return tuple(loads)
 
-    def _take(self, step: int, job: Job, loads: list[Load]) -> None:
+    def _take(self, step: int, job: LoadJob, loads: list[Load]) -> None:
         reading = job.readings[0]
         found = _result(reading.future)
         if found is None or found.lost:
@@ -195,7 +166,7 @@ class Loads:
         loads.append(Load(reading.piece.component, reading.piece.num_tokens, found.arrays))
         self._steps.setdefault(step, []).append((job, reading))
 
-    def _read_ahead(self, job: Job) -> None:
+    def _read_ahead(self, job: LoadJob) -> None:
         while job.pieces and len(job.readings) + job.in_steps < PIECES_AHEAD:
             piece = job.pieces[0]
             probe = Load(piece.component, piece.num_tokens, ())
@@ -236,12 +207,12 @@ class Loads:
             if not job.ended:
                 self._fail(job)
 
-    def _settle(self, job: Job, reading: Reading) -> None:
+    def _settle(self, job: LoadJob, reading: Reading) -> None:
         job.in_steps -= 1
         self._budget.release(reading.nbytes)
         self._courier.buffers.give_back(reading.buffer)
 
-    def _insert(self, job: Job, piece: Piece, payload: Payload) -> InsertResult:
+    def _insert(self, job: LoadJob, piece: Piece, payload: Payload) -> InsertResult:
         cache, tokens = self._tiers.memory, job.tokens[: piece.end]
         if piece.component is Component.STATE:
             return cache.insert(tokens, piece.end, {}, {piece.end: payload})
@@ -258,18 +229,18 @@ class Loads:
             self._fail(job)
         return bool(jobs)
 
-    def _fail(self, job: Job) -> None:
+    def _fail(self, job: LoadJob) -> None:
         self._tiers.stats.failed_loads += 1
         self._end(job)
 
-    def _succeed(self, job: Job, now: float) -> None:
+    def _succeed(self, job: LoadJob, now: float) -> None:
         stats = self._tiers.stats
         stats.loaded += 1
         stats.loaded_tokens += len(job.tokens) - min(job.waiters.values())
         self._tiers.rates.observe_rest(max(0.0, now - job.began - job.read_seconds))
         self._end(job)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: LoadJob) -> None:
         """Nobody waits any more, and nothing is held but by pieces in a step."""
         assert not job.ended
         job.ended = True

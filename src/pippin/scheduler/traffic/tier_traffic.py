@@ -15,10 +15,10 @@ from pippin.backends.base import Costs, Load, Spill, StepResult
 from pippin.cache.tiers.courier import Courier
 from pippin.cache.tiers.tiers import Tiers
 from pippin.scheduler.budget import ByteBudget
-from pippin.scheduler.loads import Loads
 from pippin.scheduler.planning.admission import LOOKAHEAD, Admission
 from pippin.scheduler.request import Request
-from pippin.scheduler.spills import Spills
+from pippin.scheduler.traffic.loads import Loads
+from pippin.scheduler.traffic.spills import Spills
 
 Clock = Callable[[], float]
 

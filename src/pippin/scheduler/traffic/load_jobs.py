@@ -1,0 +1,43 @@
+"""A load on its way: what is still to be read, what has been, and who waits for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pippin.cache.disk.entries import Bytes
+from pippin.cache.results import Lock
+from pippin.cache.tiers.courier import ReadPiece
+from pippin.cache.tiers.pieces import Piece
+from pippin.scheduler.request import Request
+
+
+@dataclass(eq=False)
+class Reading:
+    """A piece on its way: being read, read, or in a step."""
+
+    piece: Piece
+    buffer: Bytes
+    nbytes: int  # claimed for the payload that it becomes
+    future: Future[ReadPiece]
+
+
+@dataclass(eq=False)
+class LoadJob:
+    """One load, for whoever waits for it."""
+
+    tokens: np.ndarray  # int32, up to the end of the match on disk
+    pieces: deque[Piece]
+    lock: Lock  # in the disk's tree
+    hold: Lock  # in memory, on what the next piece connects to
+    began: float
+    deadline: float
+    waiters: dict[Request, int] = field(default_factory=dict)  # and what memory had for them
+    readings: deque[Reading] = field(default_factory=deque)
+    in_steps: int = 0
+    brought: int = 0  # tokens of the path that are in memory now because of it
+    read_seconds: float = 0.0
+    ended: bool = False
