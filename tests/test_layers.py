@@ -149,6 +149,13 @@ def test_a_module_without_a_layer_is_noticed() -> None:
         layer("surprise")
 
 
+def test_no_two_test_files_have_one_name() -> None:
+    """Pytest imports them by it: the second would not be collected, and none of the suite run."""
+    files = Path(__file__).parent.rglob("*.py")
+    names = [path.name for path in files if path.name != "conftest.py"]
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
+
+
 def test_the_document_has_the_same_table() -> None:
     text = (SRC.parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = text.split("| package | may import |\n|---|---|\n")[1].split("\n\n")[0]
