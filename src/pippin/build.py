@@ -112,7 +112,7 @@ def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> 
         deterministic=config.engine.deterministic,
         builds_kernels=stays,
         wired=config.engine.wired,
-        fingerprints=_keeps_fingerprints(config.engine),
+        fingerprints=keeps_fingerprints(config.engine),
         progress=progress,
     )
 
@@ -130,12 +130,12 @@ def _load_torch(config: Config, progress: Progress) -> Backend:
         dtype=config.model.dtype,
         max_len=config.model.max_len,
         deterministic=config.engine.deterministic,
-        fingerprints=_keeps_fingerprints(config.engine),
+        fingerprints=keeps_fingerprints(config.engine),
         progress=progress,
     )
 
 
-def _keeps_fingerprints(config: EngineConfig) -> bool:
+def keeps_fingerprints(config: EngineConfig) -> bool:
     return config.prefix_cache and config.canary != "off"
 
 
