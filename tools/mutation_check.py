@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis.extra.numpy  # noqa: F401  # and so numpy: what most tests import
+import httpx  # noqa: F401
 import llguidance  # noqa: F401
 import msgspec  # noqa: F401
 import pytest
