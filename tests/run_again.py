@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -29,9 +29,14 @@ class RunAgain:
             self.num_replays += 1
             found = run()
             for left in self._left:
-                for tensor in astuple(left):
+                for tensor in _tensors(left):
                     tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
-            for field in fields(result):
-                getattr(result, field.name).copy_(getattr(found, field.name))
+            for tensor, new in zip(_tensors(result), _tensors(found), strict=True):
+                tensor.copy_(new)
 
         return Recorded(result, replay)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    """Themselves: `dataclasses.astuple` would copy them."""
+    return [getattr(result, field.name) for field in fields(result)]

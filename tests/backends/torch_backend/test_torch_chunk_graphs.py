@@ -24,6 +24,9 @@ from near_ties import TOLERANCE, assert_best, assert_same, log_softmax
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Restore, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.capture import Recorded
+from pippin.backends.torch.chunk_graphs import ChunkGraphs, RanChunks
+from pippin.backends.torch.step.chunk_inputs import ChunkWords
+from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.rooms import ROOMS, Room, room_for
 from pippin.types import Component, SamplingParams
 from run_again import RunAgain
@@ -124,6 +127,31 @@ def test_captured_chunks_say_what_chunks_say(params: dict[str, Any]) -> None:
                 torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
             if a.hidden is not None:
                 torch.testing.assert_close(a.hidden.hidden, b.hidden.hidden, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("choice", [Choice.GREEDY, Choice.DRAWN])
+def test_rows_that_do_not_sample_write_no_token_and_choose_no_graph(
+    choice: Choice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, captured, _ = make_pair()
+    params = PARAMS["greedy" if choice is Choice.GREEDY else "drawn"]
+    chosen: list[Choice] = []
+    run = ChunkGraphs.run
+
+    def noted(self: ChunkGraphs, words: ChunkWords, choice: Choice) -> RanChunks:
+        chosen.append(choice)
+        return run(self, words, choice)
+
+    monkeypatch.setattr(ChunkGraphs, "run", noted)
+    prompts = {slot: prompt_of(50 + slot) for slot in (1, 2)}
+    admits = tuple(Admit(s, SamplingParams(**params), (), p, seed=s) for s, p in prompts.items())
+    chunks = (PrefillRow(1, 0, prompts[1][:40]), PrefillRow(2, 0, prompts[2], samples=True))
+    with torch.inference_mode():
+        captured._future_map.tokens[1:] = -7
+    result = captured.launch(StepPlan(1, admit=admits, prefill=chunks)).wait()
+    assert captured._future_map.tokens[1:3].tolist() == [-7, result.tokens[2]]
+    assert list(result.tokens) == [2]
+    assert chosen == [choice]
 
 
 def test_no_number_is_told_of_its_own_row_alone() -> None:
