@@ -30,9 +30,10 @@ def chunks() -> None:
         for dtype in NEAR:
             loaded = load(Path(folder), dtype=dtype)
             launched, captured = (TorchBackend(loaded, num_slots=16, chunk_graphs=on) for on in (False, True))
-            for room in ROOMS:
+            rooms = ROOMS if dtype == "float32" else ROOMS[::5]
+            for room in rooms:
                 compare(launched, captured, room, dtype)
-            print(f"{dtype}: prompts in all {len(ROOMS)} rooms, captured and launched, say the same", flush=True)
+            print(f"{dtype}: prompts in {len(rooms)} rooms, captured and launched, say the same", flush=True)
     launched, captured = (TorchBackend(random_model(), num_slots=16, pool_bytes=8 << 30, chunk_graphs=on) for on in (False, True))
     print("\n| tokens | rows | launched, ms | captured, ms | captured first, s |\n|---|---|---|---|---|")
     for room in ROOMS:

@@ -20,34 +20,54 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pippin.backends.torch.kernels.products import CONV, _product as kernel
 
+{kernel}
 dtype, names = sys.argv[1], kernel.arg_names
-constants = dict(bias=None, residual=None, K=128, NORM=True, BIAS=False, EPILOGUE=CONV, TAPS=4)
-constants |= dict(LINES=4, BLOCK_N=4, BLOCK_K=128, STAGES=5)
-types = dict.fromkeys(("x", "w", "conv", "taps", "out"), f"*{dtype}")
-types |= dict(norm="*fp32", state_in="*i32", state_out="*i32", eps="fp32")
+types = dict.fromkeys(values, f"*{{dtype}}") | dict.fromkeys(indices, "*i32") | others
 types |= dict.fromkeys(constants, "constexpr")
-aligned = [(i,) for i, name in enumerate(names) if name in ("w", "conv", "conv_stride", "num_out")]
+aligned = [(i,) for i, name in enumerate(names) if name in aligned]
 source = ASTSource(
     kernel,
-    signature={name: types.get(name, "i32") for name in names},
-    constexprs={(names.index(name),): value for name, value in constants.items()},
-    attrs={place: [["tt.divisibility", 16]] for place in aligned},
+    signature={{name: types.get(name, "i32") for name in names}},
+    constexprs={{(names.index(name),): value for name, value in constants.items()}},
+    attrs={{place: [["tt.divisibility", 16]] for place in aligned}},
 )
-print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+target = GPUTarget("cuda", 90, 32)
+print(triton.compile(source, target=target, options={{"num_warps": 4}}).asm["ptx"])
+"""
+CONVOLUTION_OF_ONE_ROW = """
+from pippin.backends.torch.kernels.products import CONV, _product as kernel
+
+constants = dict(bias=None, residual=None, K=128, NORM=True, BIAS=False, EPILOGUE=CONV, TAPS=4)
+constants |= dict(LINES=4, BLOCK_N=4, BLOCK_K=128, STAGES=5)
+values, indices = ("x", "w", "conv", "taps", "out"), ("state_in", "state_out")
+others, aligned = dict(norm="*fp32", eps="fp32"), ("w", "conv", "conv_stride", "num_out")
+"""
+INPUTS_AFTER_CHUNKS = """
+from pippin.backends.torch.kernels.kept_inputs import BLOCK, _keep_inputs as kernel
+
+constants = dict(KEPT=3, LINES=4, BLOCK=BLOCK)
+values, indices = ("x", "conv"), ("starts", "lengths", "row_starts", "states_in", "slabs")
+others, aligned = {}, ("x", "conv", "x_stride", "conv_stride", "num_channels")
 """
 
 
+@pytest.mark.parametrize(
+    ("kernel", "num_loads"),
+    [(CONVOLUTION_OF_ONE_ROW, 6), (INPUTS_AFTER_CHUNKS, 7)],
+    ids=["step", "chunks"],
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_last_inputs_are_read_by_all_warps_before_one_is_written(dtype: str) -> None:
+def test_the_last_inputs_are_read_by_all_warps_before_one_is_written(
+    kernel: str, num_loads: int, dtype: str
+) -> None:
     """They may lie where the new ones go. Warps meet between the last load and the first store."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, dtype]
+    command = [sys.executable, "-c", COMPILE.format(kernel=kernel), dtype]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = re.findall(r"\b(?:ld\.global|st\.global|bar\.sync)\b", done.stdout)
-    assert found.count("ld.global") >= 6, "the kernel was not compiled as it is run"
+    assert found.count("ld.global") >= num_loads, "the kernel was not compiled as it is run"
     first_store = found.index("st.global")
     assert "ld.global" not in found[first_store:]
     last_load = first_store - 1 - found[:first_store][::-1].index("ld.global")
