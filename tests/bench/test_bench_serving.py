@@ -17,7 +17,7 @@ from pippin.bench import scenarios, servers, suite
 from pippin.bench.cost import Cost
 from pippin.bench.loads import Load
 from pippin.bench.pairs import Pairs
-from pippin.bench.plot import draw
+from pippin.bench.plot import _short, draw
 from pippin.bench.prefix import Pair, prefix, summarize
 from pippin.bench.prompts import Prompts
 from pippin.bench.serving import find_target, measure_server
@@ -70,8 +70,8 @@ def test_loads_and_interference_of_a_running_server(monkeypatch: pytest.MonkeyPa
     assert report.data["interference"]["prompt TTFT"] > 0
     assert len(report.charts) == 5
     svg = draw(report.charts)
-    assert f"{report.data['interference']['longest stop']:.3g} ms" in svg
-    assert all(f"{load['tokens_per_second']:,.0f}<" in svg for load in report.data["loads"])
+    assert f"{_short(report.data['interference']['longest stop'])} ms" in svg
+    assert all(f"{_short(load['tokens_per_second'])}<" in svg for load in report.data["loads"])
 
 
 def test_watchers_are_compared_with_none_in_turn() -> None:

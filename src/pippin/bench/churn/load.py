@@ -87,16 +87,17 @@ class ChurnRequests:
 
 async def send_churn(client: LoadClient, load: ChurnLoad, prompts: Prompts) -> list[Sent]:
     """Everything that was sent and what came of it; parses nothing while it runs."""
-    until = perf_counter() + load.seconds
     if load.rate is not None:
-        return await _at_rate(client, ChurnRequests(prompts, "arrivals"), load.rate, until)
+        arrivals = ChurnRequests(prompts, "arrivals")
+        return await _at_rate(client, arrivals, load.rate, perf_counter() + load.seconds)
     sources = [ChurnRequests(prompts, f"client {index}") for index in range(load.num_clients)]
+    until = perf_counter() + load.seconds
     parts = await asyncio.gather(*(_one_by_one(client, source, until) for source in sources))
     return [sent for part in parts for sent in part]
 
 
 async def _one_by_one(client: LoadClient, requests: ChurnRequests, until: float) -> list[Sent]:
-    sent = []
+    sent = [await _send(client, requests.draw())]  # one at least, however little time there is
     while perf_counter() < until:
         sent.append(await _send(client, requests.draw()))
     return sent
