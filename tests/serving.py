@@ -62,7 +62,7 @@ def make_backend(
 
         name = name.removeprefix(TORCH)
         return make_torch_backend(name, num_slots=num_slots, pool_bytes=pool_bytes)
-    return MLXBackend(model or served(name), num_slots=num_slots, fingerprints=True, debug=True)
+    return MLXBackend(model or served(name), num_slots=num_slots, debug=True)
 
 
 @functools.cache

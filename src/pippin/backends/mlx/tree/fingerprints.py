@@ -7,6 +7,7 @@ any word that has changed shows; words of one array that have changed places do 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,8 +111,12 @@ class Fingerprints:
 
 
 def _keeper(owner: Printed) -> Reader:
+    """Holds nothing: what was evicted by then has given its memory back."""
+    known = weakref.ref(owner)
+
     def keep(found: int) -> None:
-        owner.print = found
+        if (alive := known()) is not None:
+            alive.print = found
 
     return keep
 
