@@ -2,8 +2,7 @@
 
 Every family brings functions of its own for `mx.compile`, and building their kernels takes longer
 than all these tests. Compiled steps are tested on the bundled model, in tests/test_served_model.py
-and tests/backends/rows/test_compiled_steps.py; forwards of chunks on a small one, in
-tests/backends/prefill/test_compiled_chunks.py.
+and tests/backends/rows/test_compiled_steps.py.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-COMPILED = {"test_activations", "test_blas", "test_compiled_chunks", "test_compiled_steps"}
+COMPILED = {"test_activations", "test_blas", "test_compiled_steps"}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -62,7 +62,7 @@ class RestartBench:
                     asyncio.run(_begin_writing(client, prompts))
             with self._server(directory, DISK) as client:
                 restored = [_ask(client, messages) for messages in asked]
-                damaged = _store(client.target)["damaged"]
+                disk = _disk(client.target)
         pairs = zip(cold, restored, strict=True)
         return Restarted(
             how=how,
@@ -72,7 +72,8 @@ class RestartBench:
             cached_tokens=int(median([reply.cached_tokens or 0 for reply in restored])),
             cold_ttft=median([reply.ttft for reply in cold]),
             restored_ttft=median([reply.ttft for reply in restored]),
-            damaged=damaged,
+            damaged=disk["store"]["damaged"],
+            computed=disk["declined_loads"] + disk["late_loads"],
         )
 
     def gaps(self) -> Gaps:
@@ -214,11 +215,16 @@ def _wait_until_written(target: Target) -> None:
 
 def _store(target: Target) -> dict[str, int]:
     """The store's own counters."""
-    disk = httpx.get(f"{target.url}/status", timeout=30).json()["disk"]
+    store: dict[str, int] = _disk(target)["store"]
+    return store
+
+
+def _disk(target: Target) -> dict[str, Any]:
+    """What `/status` says of it."""
+    disk: dict[str, Any] | None = httpx.get(f"{target.url}/status", timeout=30).json()["disk"]
     if disk is None:
         raise BenchError("the server has no cache on disk")
-    store: dict[str, int] = disk["store"]
-    return store
+    return disk
 
 
 def _bytes_in(directory: Path) -> int:

@@ -25,6 +25,7 @@ class Restarted:
     cold_ttft: float
     restored_ttft: float
     damaged: int  # pieces of files that the second server found damaged
+    computed: int  # prompts that it had on disk and would have read no sooner
 
     @property
     def share(self) -> float:
