@@ -6,7 +6,7 @@ import { bytes, percent } from "../lib/format.js";
 const TITLES = { rows: "running requests", checkpoints: "checkpoints of replies", captures: "captures in flight", loads: "on their way from disk", free: "free" };
 
 export class Memory {
-  #bar = h("div", { class: "stack", role: "img" });
+  #bar = h("div", { class: "stack", role: "img", "aria-label": "Not told yet" });
   #legend = h("ul", { class: "legend" });
   #note = h("p", { class: "note" });
 
