@@ -304,17 +304,16 @@ class Soak:
                 self.report.engine_mb.append((at, size))
 
     async def _check_that_nothing_is_left(self) -> None:
-        """Whoever left, or was cut off, holds nothing."""
-        async with asyncio.timeout(REQUEST_SECONDS):
-            while True:
-                answer = await self._http.get("/status")
-                if answer.status_code == 200:
-                    status = answer.json()
-                    if status["running"] == status["waiting"] == 0:
-                        break
-                await asyncio.sleep(0.1)
-        if status["memory"]["claimed_bytes"]:
-            raise BrokenPromise(f"bytes are claimed and nobody runs: {status['memory']}")
+        """Whoever left, or was cut off, holds nothing once the step that retires it has ended."""
+        status: dict[str, Any] = {}
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                while not _is_empty(status):
+                    await asyncio.sleep(0.1)
+                    answer = await self._http.get("/status")
+                    status = answer.json() if answer.status_code == 200 else {}
+        except TimeoutError as error:
+            raise BrokenPromise(f"something is left: {status}") from error
 
 
 def _error_end(status: int, body: dict[str, Any]) -> str:
@@ -336,3 +335,9 @@ def _resident_mb(pid: int) -> float | None:
 async def soak(seconds: float, heartbeat_timeout: int) -> Report:
     async with serving("--heartbeat-timeout", str(heartbeat_timeout)) as server:
         return await Soak(server, seconds).run()
+
+
+def _is_empty(status: dict[str, Any]) -> bool:
+    return bool(status) and not (
+        status["running"] or status["waiting"] or status["memory"]["claimed_bytes"]
+    )
