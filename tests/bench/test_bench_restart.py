@@ -26,8 +26,7 @@ def test_conversations_are_found_again_after_a_restart(how: str) -> None:
     report = restart(Config(), BUNDLED_PATH, only=[how], rounds=1)
     (found,) = report.data["restarts"]
     assert (found["asked"], found["equal"]) == (1, 1)
-    # A machine that has no time for us may be slow at just that; then it says so.
-    assert found["computed"] or found["prompt_tokens"] - found["cached_tokens"] <= 64
+    assert found["prompt_tokens"] - found["cached_tokens"] <= 64
     assert found["damaged"] == 0
 
 
