@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from pippin.config import Config, ModelConfig, ServerConfig
+from bundled import BUNDLED_PATH
+from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.errors import LoadError
 from pippin.resolve import choose_backend, resolve
 
@@ -24,7 +26,8 @@ def test_a_missing_model_is_named_with_what_was_tried(tmp_path: Path) -> None:
         resolve(Config(model=ModelConfig(model=str(tmp_path / "config.json"))))
 
 
-def test_resolve_decides_what_was_left_open() -> None:
+def test_resolve_decides_what_was_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pippin.resolve.compute_capability", lambda: None)
     resolved = resolve(Config())
     assert resolved.model.backend == "mlx"
     assert Path(resolved.model.model, "model.safetensors").is_file()
@@ -33,19 +36,95 @@ def test_resolve_decides_what_was_left_open() -> None:
     assert named.server.served_name == "mine"
 
 
-def test_auto_is_what_can_run_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+class Installed:
+    """Stands in for what is installed: packages, each with its library or without one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._folder = folder
+        self._found: dict[str, SimpleNamespace] = {}
+        monkeypatch.setattr("pippin.resolve.find_spec", self._found.get)
+
+    def add(self, package: str, library: str | None) -> None:
+        place = self._folder / package
+        (place / "lib").mkdir(parents=True)
+        if library is not None:
+            (place / "lib" / library).touch()
+        self._found[package] = SimpleNamespace(submodule_search_locations=[str(place)])
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Installed:
+    return Installed(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pippin.resolve.compute_capability", lambda: (9, 0))
+
+
+def test_auto_is_mlx_where_it_can_run(installed: Installed) -> None:
+    installed.add("torch", "libtorch_cpu.so")
+    assert choose_backend("auto", BUNDLED_PATH) == "torch"
+    installed.add("mlx", "libmlx.so")
+    assert choose_backend("auto", BUNDLED_PATH) == "mlx"
+
+
+def test_mlx_without_its_library_cannot_run(installed: Installed) -> None:
     """On Linux `mlx` is a wheel without a library: `pip install pippin[torch]` brings it so."""
-    (tmp_path / "lib").mkdir()
-    library = tmp_path / "lib" / "libmlx.so"
-    library.touch()
-    found = {"mlx": SimpleNamespace(submodule_search_locations=[str(tmp_path)]), "torch": object()}
-    monkeypatch.setattr("pippin.resolve.find_spec", found.get)
-    assert choose_backend("auto") == "mlx"
-    library.unlink()
-    assert choose_backend("auto") == "torch"
-    assert choose_backend("mlx") == "mlx"  # what was asked for is tried, and says what it lacks
-    del found["mlx"]
-    assert choose_backend("auto") == "torch"
-    del found["torch"]
+    installed.add("mlx", None)
     with pytest.raises(LoadError, match="neither mlx nor torch"):
-        choose_backend("auto")
+        choose_backend("auto", BUNDLED_PATH)
+    assert choose_backend("mlx", BUNDLED_PATH) == "mlx"  # it is tried, and says what it lacks
+    installed.add("torch", "libtorch_cpu.so")
+    assert choose_backend("auto", BUNDLED_PATH) == "torch"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_auto_is_torch_on_an_nvidia_gpu(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed.add("mlx", "libmlx.so")
+    assert choose_backend("auto", BUNDLED_PATH) == "mlx"
+    installed.add("torch", "libtorch_cuda.so")
+    assert choose_backend("auto", BUNDLED_PATH) == "torch"
+    assert choose_backend("mlx", BUNDLED_PATH) == "mlx"
+    for options in (EngineConfig(wired=True), EngineConfig(buffer_limit=5)):
+        assert choose_backend("auto", BUNDLED_PATH, options) == "mlx"
+    for capability in (None, (7, 5)):
+        monkeypatch.setattr("pippin.resolve.compute_capability", lambda found=capability: found)
+        assert choose_backend("auto", BUNDLED_PATH) == "mlx"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "gemma3_text"},
+        {"quantization": {"bits": 4}},
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+        {"head_dim": 80},
+        {"num_attention_heads": None},
+    ],
+)
+def test_what_torch_lacks_kernels_for_is_mlx_on_a_gpu_too(
+    change: dict[str, object], installed: Installed, tmp_path: Path
+) -> None:
+    installed.add("mlx", "libmlx.so")
+    installed.add("torch", "libtorch_cuda.so")
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "vocab_size": 100,
+        "num_hidden_layers": 2,
+        "rms_norm_eps": 1e-6,
+    }
+
+    def chosen(config: dict[str, object]) -> str:
+        given = {key: value for key, value in config.items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(given))
+        return choose_backend("auto", tmp_path)
+
+    assert chosen(config) == "torch"
+    assert chosen(config | change) == "mlx"

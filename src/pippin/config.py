@@ -31,8 +31,9 @@ class ModelConfig:
     _: KW_ONLY
 
     backend: Literal["auto", "mlx", "torch", "fake"] = "auto"
-    """What runs the model. `auto`: mlx where it is installed, else torch. `torch`: for CPUs and
-    NVIDIA GPUs, new there. `fake` is a toy for testing clients: it emits nonsense, fast."""
+    """What runs the model. `auto`: torch on an NVIDIA GPU, where its kernels take the model; else
+    mlx, where it is installed; else torch. `fake` is a toy for testing clients: it emits nonsense,
+    fast."""
 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Arithmetic type. `auto`: float32 on CPUs, otherwise the checkpoint's own."""

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 
 from pippin.api.http.keys import read_key_file
+from pippin.backends.nvidia import compute_capability
+from pippin.backends.torch.config import read_config, read_shape, suit_kernels
 from pippin.checkpoint import find_checkpoint, model_name
-from pippin.config import BackendName, Config
+from pippin.config import BackendName, Config, EngineConfig
 from pippin.errors import LoadError
+
+LEAST_CAPABILITY = (8, 0)
+NO_OPTIONS = EngineConfig()
+
+logger = logging.getLogger(__name__)
 
 
 def resolve(config: Config) -> Config:
@@ -22,7 +30,7 @@ def resolve(config: Config) -> Config:
         model=dataclasses.replace(
             model,
             model=str(path),
-            backend=choose_backend(model.backend),
+            backend=choose_backend(model.backend, path, config.engine),
         ),
         server=dataclasses.replace(
             server,
@@ -32,11 +40,15 @@ def resolve(config: Config) -> Config:
     )
 
 
-def choose_backend(name: str) -> BackendName:
-    """`auto`: mlx where it can run, else torch. Imports neither of them."""
+def choose_backend(name: str, checkpoint: Path, engine: EngineConfig = NO_OPTIONS) -> BackendName:
+    """`auto`: torch on an NVIDIA GPU, for a checkpoint that its kernels take; else mlx where it
+    can run; else torch. Imports neither of them."""
     match name:
         case "mlx" | "torch" | "fake":
             return name
+    asks_for_mlx = engine.wired or engine.buffer_limit is not None
+    if not asks_for_mlx and has_torch_for_cuda() and torch_kernels_take(checkpoint):
+        return "torch"
     if has_mlx():
         return "mlx"
     if find_spec("torch") is not None:
@@ -46,6 +58,27 @@ def choose_backend(name: str) -> BackendName:
 
 def has_mlx() -> bool:
     """Whether its library is there: on Linux the wheel `mlx` comes without one."""
-    found = find_spec("mlx")
+    return _has_library("mlx", "libmlx.*")
+
+
+def has_torch_for_cuda() -> bool:
+    """Whether torch is there, built for CUDA, and a GPU that Triton and bfloat16 run on."""
+    if not _has_library("torch", "libtorch_cuda.*"):
+        return False
+    capability = compute_capability()
+    return capability is not None and capability >= LEAST_CAPABILITY
+
+
+def torch_kernels_take(checkpoint: Path) -> bool:
+    """Not only whether torch serves it: plain operations are slower than mlx is."""
+    try:
+        return suit_kernels(read_shape(read_config(checkpoint)))
+    except LoadError as error:  # an architecture that torch lacks, or one that nobody can read
+        logger.info("not on torch: %s", error.message)
+        return False
+
+
+def _has_library(package: str, pattern: str) -> bool:
+    found = find_spec(package)
     folders = found.submodule_search_locations if found is not None else None
-    return any(any(Path(folder, "lib").glob("libmlx.*")) for folder in folders or ())
+    return any(any(Path(folder, "lib").glob(pattern)) for folder in folders or ())

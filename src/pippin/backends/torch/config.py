@@ -100,6 +100,13 @@ def read_shape(config: Json) -> ModelShape:
         )
     if "quantization_config" in config or "quantization" in config:
         raise LoadError(f"quantized {model_type} checkpoints are not served by the torch backend")
+    try:
+        return _shape(config, model_type)
+    except KeyError as error:
+        raise LoadError(f"config.json of this {model_type} lacks {error}") from error
+
+
+def _shape(config: Json, model_type: str) -> ModelShape:
     text: Json = config.get("text_config") or config
     family = model_type.removesuffix("_text")
     is_hybrid = family in ("qwen3_next", "qwen3_5", "qwen3_5_moe")

@@ -179,11 +179,12 @@ def compare(
     from pippin.bench.compare import compare
     from pippin.bench.rivals import rival_of
 
+    checkpoint = find_checkpoint(ModelConfig(model=model))
     report = compare(
-        find_checkpoint(ModelConfig(model=model)),
+        checkpoint,
         bundled=model == BUNDLED,
         against=rival_of(against),
-        backend=choose_backend(backend),
+        backend=choose_backend(backend, checkpoint),
         float32=float32,
         only=only or (),
         rounds=rounds,

@@ -1,0 +1,37 @@
+"""Which NVIDIA GPU the driver shows, asked without a library that computes. Makes no context."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from typing import Any
+
+COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+
+logger = logging.getLogger(__name__)
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Of the first GPU that CUDA_VISIBLE_DEVICES leaves, such as (9, 0); None without a GPU."""
+    if sys.platform != "linux":
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no driver
+        return None
+    device, found = ctypes.c_int(), [ctypes.c_int() for _ in COMPUTE_CAPABILITY]
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (driver.cuInit, (0,)),
+        (driver.cuDeviceGet, (ctypes.byref(device), 0)),
+    ]
+    for call, arguments in calls:
+        if status := call(*arguments):
+            logger.info("%s says %d: no GPU", call.__name__, status)
+            return None
+    for number, attribute in zip(found, COMPUTE_CAPABILITY, strict=True):
+        if status := driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device):
+            logger.info("cuDeviceGetAttribute says %d: no GPU", status)
+            return None
+    major, minor = (number.value for number in found)
+    return major, minor
