@@ -33,3 +33,34 @@ def test_the_cost_of_planning_is_told(
     said = capsys.readouterr().out
     assert said.count("plan") == 7  # two for each of three layouts, and where bytes are short
     assert said.count("evictions") == 3
+
+
+def reply(**changes: object) -> dict[str, object]:
+    sound = {"tokens": [1, 2], "finish": "length", "error": None, "cached": 500, "disk": 500}
+    return {**sound, "read_bytes": 9, "resident": 1.0, "counted": {"loaded": 1}, **changes}
+
+
+@pytest.mark.parametrize(
+    ("phase", "changes", "said"),
+    [
+        ("cold", {"cached": 448}, "was not computed"),
+        ("cached", {"tokens": [1, 3]}, "are not [1, 2]"),
+        ("cached", {"disk": 0}, "only 0 tokens came from disk"),
+        ("cached", {"read_bytes": 0}, "came from disk"),
+        ("cached", {"finish": "error", "error": "no"}, "ended with error no"),
+        ("dropped", {"resident": 0.8}, "80% of the files stayed in the page cache"),
+    ],
+)
+def test_a_load_that_did_not_come_from_disk_is_told(
+    phase: str, changes: dict[str, object], said: str
+) -> None:
+    tool = load_tool("disk_load")
+    cold = {"replies": [reply(cached=0, disk=0, read_bytes=0)]}
+    dropped = {"replies": [reply(resident=0.0)]}
+    phases = {"cold": cold, "cached": {"replies": [reply()]}, "dropped": dropped}
+    options = tool.parse_options(["--prompt", "500"])
+    assert tool.judge(phases, options) == []
+    phases[phase]["replies"][0].update(changes)
+    (wrong,) = tool.judge(phases, options)
+    assert f"{phase}, prompt 0: " in wrong
+    assert said in wrong

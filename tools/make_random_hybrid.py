@@ -1,6 +1,6 @@
 """Writes a hybrid of random weights as Hugging Face stores one: Qwen3.5-0.8B's shape, or a tiny one.
 
-    python tools/make_random_hybrid.py DIR [--shape tiny]
+    python tools/make_random_hybrid.py DIR [--shape tiny] [--max-len 65536]
     pippin serve --backend torch --model DIR
 
 What a model says is nonsense without training, but its speed is the same. The tokenizer is the
@@ -151,14 +151,22 @@ def write_tokenizer(target: Path, vocab_size: int) -> None:
     (target / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
+def write_model(target: Path, shape: str, max_len: int | None = None) -> None:
+    """Weights, config and tokenizer; `max_len`: tokens that it holds, if not as many as usual."""
+    config = SHAPES[shape]
+    if max_len is not None:
+        config = config | {"text_config": config["text_config"] | {"max_position_embeddings": max_len}}
+    write_weights(target, config, torch.bfloat16)
+    write_tokenizer(target, config["text_config"]["vocab_size"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("dir", type=Path, help="where to write it; made if need be")
     parser.add_argument("--shape", choices=SHAPES, default="0.8b")
+    parser.add_argument("--max-len", type=int, help="tokens of its longest prompt and reply together")
     options = parser.parse_args()
-    config = SHAPES[options.shape]
-    write_weights(options.dir, config, torch.bfloat16)
-    write_tokenizer(options.dir, config["text_config"]["vocab_size"])
+    write_model(options.dir, options.shape, options.max_len)
     print(f"wrote {options.dir}; try: pippin serve --backend torch --model {options.dir}")
 
 

@@ -65,7 +65,7 @@ def build_tiers(
         batch_bytes=batch_bytes,
         on_grid=engine.deterministic,
     )
-    return tiers, Courier(store, allocate=backend.host_memory)
+    return tiers, Courier(store, allocate=backend.host_memory, piece_bytes=batch_bytes)
 
 
 def fingerprint(config: Config, backend: Backend) -> bytes:

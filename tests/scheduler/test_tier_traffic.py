@@ -122,6 +122,38 @@ def test_a_load_that_is_late_is_given_up_and_the_prompt_is_computed() -> None:
     check_idle(client)
 
 
+def test_a_disk_that_was_late_is_not_asked_again_soon() -> None:
+    store = make_store()
+    prompt, first = known(store)
+    client, workers = started(store)
+    traffic = client.loop.scheduler.traffic
+    assert isinstance(traffic, TierTraffic)
+    now = [0.0]
+    traffic.clock = lambda: now[0]
+    client.submit(prompt)
+    client.step(3)
+    now[0] = 1e6
+    client.step(20)
+    client.loop.scheduler.cache.flush()
+    reply = client.submit(prompt)
+    client.step(20)
+    assert (reply.tokens, reply.cached_tokens) == (first.tokens, 0)
+    assert (disk_of(client)["late_loads"], disk_of(client)["declined_loads"]) == (1, 1)
+    workers.advance(99)
+    client.run()
+    check_idle(client)
+
+
+def test_a_disk_is_taken_for_fast_until_it_was_seen_to_be_slow() -> None:
+    """Else a model that computes 32,000 tokens in a quarter of a second would never try it."""
+    client = start(make_store())
+    tiers, nbytes = client.loop.scheduler.tiers, 400_000_000
+    assert tiers is not None
+    assert tiers.rates.seconds(nbytes) < 0.25 * 0.3
+    tiers.rates.observe_late(nbytes, 0.5)
+    assert tiers.rates.seconds(nbytes) > 0.5
+
+
 @pytest.mark.parametrize("component", [A, W, S])
 def test_what_cannot_be_read_is_computed_counted_once_and_not_offered_again(
     component: Component,

@@ -14,6 +14,7 @@ from disk_builders import FINGERPRINT, ROOT, Unsynced, kv_entry, payload, same_b
 from pippin.cache.disk.chain import Chain
 from pippin.cache.disk.disk_store import DiskStore, open_store
 from pippin.cache.disk.entries import Entry
+from pippin.cache.disk.segments.blocks import digests_of, divided
 from pippin.cache.disk.segments.format import HEADER, payload_digest
 from pippin.types import Component
 
@@ -267,6 +268,8 @@ def test_a_digest_says_whose_bytes_and_how_they_are_laid_out() -> None:
         replace(entry, arrays=(replace(array, shape=(10, 30)),)),
         replace(entry, arrays=(replace(array, name="2.state"),)),
     ]
-    digests = [payload_digest(b"a", each, data) for each in (entry, *others)]
-    digests.append(payload_digest(b"b", entry, data))
+    blocks = digests_of(divided(data))
+    digests = [payload_digest(b"a", each, blocks) for each in (entry, *others)]
+    digests.append(payload_digest(b"b", entry, blocks))
+    digests.append(payload_digest(b"a", entry, [*blocks, blocks[-1]]))
     assert len(set(digests)) == len(digests)

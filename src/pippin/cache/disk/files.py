@@ -63,9 +63,9 @@ class Files:
         path.unlink(missing_ok=True)
 
 
-def read_into(file: int, path: Path, at: int, parts: Sequence[Bytes]) -> int:
+def read_into(file: int, path: Path, at: int, parts: Sequence[memoryview]) -> int:
     """Fill the parts from `at` on; returns how many bytes there were. Any thread may call."""
-    left = views(parts)
+    left = list(parts)
     total = 0
     if hasattr(os, "preadv"):
         while left:

@@ -17,6 +17,7 @@ from pippin.cache.disk.base import EntryStore
 from pippin.cache.disk.entries import ArraySpec, Bytes, Entry, Key
 from pippin.cache.tiers.pieces import Piece, num_bytes, read
 
+PIECES_AHEAD = 4  # of a load: two in steps, one that was read, one being read
 MAX_IDLE_BUFFERS = 4
 
 logger = logging.getLogger(__name__)
@@ -39,16 +40,22 @@ class ReadPiece(NamedTuple):
 
 
 class Buffers:
-    """Memory that pieces are read to, used again and again: fresh pages cost more than a copy."""
+    """Memory that pieces are read to, used again and again: fresh pages cost more than a copy.
 
-    def __init__(self, allocate: Callable[[int], Bytes]) -> None:
+    Where it is pinned, it takes longer to get than to fill. So what one load needs is there before
+    somebody waits for it.
+    """
+
+    def __init__(self, allocate: Callable[[int], Bytes], piece_bytes: int) -> None:
+        """`piece_bytes`: of nearly every piece, at most."""
         self._allocate = allocate
-        self._idle: list[Bytes] = []
+        self._piece_bytes = piece_bytes
+        self._idle = [allocate(piece_bytes) for _ in range(PIECES_AHEAD if piece_bytes else 0)]
 
     def take(self, nbytes: int) -> Bytes:
         fitting = [buffer for buffer in self._idle if buffer.nbytes >= nbytes]
         if not fitting:
-            return self._allocate(nbytes)
+            return self._allocate(max(nbytes, self._piece_bytes))
         buffer = min(fitting, key=lambda buffer: buffer.nbytes)
         self._idle = [idle for idle in self._idle if idle is not buffer]
         return buffer
@@ -70,11 +77,12 @@ class Courier:
         store: EntryStore,
         *,
         allocate: Callable[[int], Bytes] = plain_memory,
+        piece_bytes: int = 0,
         writer: Executor | None = None,
         reader: Executor | None = None,
     ) -> None:
         self.store = store
-        self.buffers = Buffers(allocate)
+        self.buffers = Buffers(allocate, piece_bytes)
         self._writer = writer or ThreadPoolExecutor(1, "pippin-cache-writer")
         self._reader = reader or ThreadPoolExecutor(1, "pippin-cache-reader")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FIRST_BYTES_PER_SECOND = 400e6  # until one was measured: a slow disk, or a fast network's
+# Until one was measured: as fast as files that the system holds in memory. A slow disk is found out
+# by a load that is late, once; a fast one that was taken for slow would never be tried.
+FIRST_BYTES_PER_SECOND = 8e9
 FIRST_LATENCY = 0.01
 FORGETTING = 0.25  # how much the last one counts
 MIN_BYTES = 1 << 20  # fewer tell nothing of a rate
@@ -30,6 +32,13 @@ class LoadRates:
         weight = FORGETTING if self.num_seen else 1.0
         self.bytes_per_second += weight * (rate - self.bytes_per_second)
         self.num_seen += 1
+
+    def observe_late(self, nbytes: int, seconds: float) -> None:
+        """So many bytes have not come in that time: it takes longer than that."""
+        if nbytes < MIN_BYTES:
+            self.observe_rest(seconds)
+        else:
+            self.observe_read(nbytes, seconds)
 
     def observe_rest(self, seconds: float) -> None:
         """From asking for a whole load to having it, less its reads."""

@@ -1,7 +1,7 @@
 """Requests that wait for a part of their prompt to be read from disk. Knows no arrays and no slots.
 
     queue ──▶ loading: read a piece ─▶ a step makes a payload of it ─▶ the tree takes it ──▶ queue
-                       └─ the next piece is read meanwhile
+                       └─ the next ones are read meanwhile
 
 A load is begun where it should be faster than computing. One that fails, that computing would have
 overtaken, or whose bytes are wanted by running replies is given up, and its requests compute what
@@ -19,7 +19,7 @@ import numpy as np
 
 from pippin.backends.base import Costs, Load, StepPlan
 from pippin.cache.results import InsertResult
-from pippin.cache.tiers.courier import Courier, ReadPiece
+from pippin.cache.tiers.courier import PIECES_AHEAD, Courier, ReadPiece
 from pippin.cache.tiers.pieces import Piece
 from pippin.cache.tiers.tiers import Found, Tiers
 from pippin.scheduler.budget import ByteBudget
@@ -28,7 +28,6 @@ from pippin.scheduler.traffic.load_jobs import LoadJob, Reading
 from pippin.types import Component, Payload
 
 MAX_JOBS = 8
-PIECES_AHEAD = 2  # of a job: one in a step, one being read
 LEAST_PATIENCE = 0.1  # seconds
 PATIENCE = 2.0  # times what computing should take; then a load is late
 FIRST_PATIENCE = 10.0  # seconds, while nobody knows what computing takes
@@ -141,8 +140,7 @@ class Loads:
         loads: list[Load] = []
         for job in list(self._jobs):
             if now > job.deadline:
-                self._tiers.stats.late_loads += 1
-                self._end(job)
+                self._end_late(job, now)
                 continue
             if job.readings and job.readings[0].future.done():
                 self._take(step, job, loads)
@@ -238,6 +236,16 @@ class Loads:
         stats.loaded += 1
         stats.loaded_tokens += len(job.tokens) - min(job.waiters.values())
         self._tiers.rates.observe_rest(max(0.0, now - job.began - job.read_seconds))
+        self._end(job)
+
+    def _end_late(self, job: LoadJob, now: float) -> None:
+        stats, rates = self._tiers.stats, self._tiers.rates
+        stats.late_loads += 1
+        waited = now - job.began - job.read_seconds
+        if job.readings and not job.readings[0].future.done():
+            rates.observe_late(job.readings[0].piece.nbytes, waited)
+        else:
+            rates.observe_rest(waited)
         self._end(job)
 
     def _end(self, job: LoadJob) -> None:

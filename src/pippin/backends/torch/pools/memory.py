@@ -43,18 +43,22 @@ class Pools:
 
     def cell_bytes(self, kind: Component, cells: np.ndarray) -> torch.Tensor:
         """A copy, uint8 [cells, bytes]."""
-        return self._cells(kind)[self.index(cells)]
+        return self._cells(kind)[self.index(cells)].view(torch.uint8)
 
     def set_cells(self, kind: Component, cells: np.ndarray, content: torch.Tensor) -> None:
         """One scatter. `content`: as many bytes as these cells have, cell by cell."""
-        rows = content.reshape(len(cells), -1).view(torch.uint8)
-        self._cells(kind)[self.index(cells)] = rows
+        held = self._cells(kind)
+        held[self.index(cells)] = content.reshape(len(cells), -1).view(held.dtype)
 
     def state_bytes(self, slab: int) -> torch.Tensor:
         return self._slab(slab)
 
     def _cells(self, kind: Component) -> torch.Tensor:
-        return self.memory.view(-1, self.layout.cell_bytes(kind))
+        """[cells, words]: the wider a word, the fewer are moved one by one."""
+        nbytes = self.layout.cell_bytes(kind)
+        words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+        word = next(word for size, word in words.items() if nbytes % size == 0)
+        return self.memory.view(-1, nbytes).view(word)
 
     def _slab(self, slab: int) -> torch.Tensor:
         size = self.layout.slab_bytes

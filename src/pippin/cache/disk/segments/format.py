@@ -4,10 +4,11 @@
     index    header | record | record | ...       a record: mark, length, digest, msgpack
     header   mark (8), version, segment (16), model (32), digest (16)
 
-Digests are XXH3 of 128 bits. A payload's covers its bytes and, before them, its name, its model,
-and the name, dtype and shape of each array: bytes under another name do not verify. A record's
-covers its place and its segment, so a record that was moved or copied does not verify either. They
-are against accidents; that nobody can find two prompts of one name is `chain.py`'s business.
+Digests are XXH3 of 128 bits. A payload's covers those of its blocks (`blocks.py`) and, before them,
+its name, its model, and the name, dtype and shape of each array: bytes under another name do not
+verify. A record's covers its place and its segment, so a record that was moved or copied does not
+verify either. They are against accidents; that nobody can find two prompts of one name is
+`chain.py`'s business.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import msgspec
 import xxhash
 
 from pippin.cache.disk.chain import little_endian
-from pippin.cache.disk.entries import ArraySpec, Bytes, Entry, Key
+from pippin.cache.disk.entries import ArraySpec, Entry, Key
 from pippin.types import Component
 
-VERSION = 1
+VERSION = 2
 DATA_MARK, INDEX_MARK = b"PIPPIN-D", b"PIPPIN-I"
 HEADER = struct.Struct("<8sI16s32s16s")
 RECORD_MARK = b"\xf1Rec"
@@ -109,13 +110,11 @@ def entry_of(put: Put) -> Entry:
     return Entry(key, put.parent, put.start, little_endian(put.tokens), arrays)
 
 
-def payload_digest(model: bytes, entry: Entry, data: Sequence[Bytes]) -> bytes:
+def payload_digest(model: bytes, entry: Entry, blocks: Sequence[bytes]) -> bytes:
+    """Of an entry whose blocks have these digests."""
     key = entry.key
     named = (model, key.chain, key.component.value, key.num_tokens, encode_arrays(entry.arrays))
-    digest = xxhash.xxh3_128(msgspec.msgpack.encode(named))
-    for part in data:
-        digest.update(part.data)  # without Python's lock where that is worth it
-    return digest.digest()
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode((named, *blocks)))
 
 
 def encode_record(record: Put | Drop, segment: bytes, at: int) -> bytes:

@@ -17,6 +17,7 @@ from threading import Lock
 from pippin.cache.disk.directory import index_path
 from pippin.cache.disk.entries import Bytes, Entry, Key
 from pippin.cache.disk.files import Files, read_into
+from pippin.cache.disk.segments.blocks import Block, digests_of, divided
 from pippin.cache.disk.segments.format import (
     DATA_MARK,
     HEADER,
@@ -108,7 +109,7 @@ class Segment:
 
     def append(self, entry: Entry, data: Sequence[Bytes], use: int) -> Slot:
         """Write an entry at the end; an error leaves the segment as it was."""
-        digest = payload_digest(self.model, entry, data)
+        digest = payload_digest(self.model, entry, digests_of(divided(data)))
         slot = Slot(entry, self, self.data_size, digest, use)
         record = put_of(entry, slot.offset, digest, use)
         try:
@@ -134,9 +135,16 @@ class Segment:
 
     def read(self, slot: Slot, into: Sequence[Bytes]) -> bool:
         """Fetch a payload; whether it is, to the bit, what was written. Any thread may call."""
-        if read_into(self._data, self.path, slot.offset, into) < slot.entry.nbytes:
-            return False
-        return payload_digest(self.model, slot.entry, into) == slot.digest
+        return self.verifies(slot, [self.read_block(slot, block) for block in divided(into)])
+
+    def read_block(self, slot: Slot, block: Block) -> bytes:
+        """Fetch a part of a payload; returns its digest, or none where the file ends before it."""
+        found = read_into(self._data, self.path, slot.offset + block.at, block.parts)
+        return block.digest() if found == block.nbytes else b""
+
+    def verifies(self, slot: Slot, digests: Sequence[bytes]) -> bool:
+        """Whether a payload of these blocks is what was written."""
+        return payload_digest(self.model, slot.entry, digests) == slot.digest
 
     def rewrite_index(self, puts: Iterable[Put]) -> None:
         """An index of these records alone, in place of the one there is."""

@@ -1,0 +1,127 @@
+"""Payloads block by block: every byte in one block, and any that is wrong in any of them shows."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+from disk_builders import FINGERPRINT, ROOT, kv_entry, payload, same_bytes, state_entry
+
+from pippin.cache.disk.disk_store import open_store
+from pippin.cache.disk.entries import Entry
+from pippin.cache.disk.segments import blocks, reading
+from pippin.cache.disk.segments.format import HEADER
+from pippin.cache.disk.segments.segment import Segment, Slot
+
+MB = 1 << 20
+BLOCK = 64
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And many threads, however little there is to read."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(reading, "ALONE_BYTES", 0)
+    monkeypatch.setattr(reading.os, "cpu_count", lambda: 8)
+
+
+def large_entries() -> list[Entry]:
+    """Of many blocks, one of two arrays, and one of less than a block."""
+    kv, end = kv_entry(ROOT, range(31), width=3)
+    return [kv, state_entry(end, size=500)[0], state_entry(end, [1], size=3)[0]]
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1], [64], [65], [128, 0, 1], [10, 20, 30, 40, 300]])
+def test_blocks_are_the_bytes_of_all_arrays_in_order(sizes: list[int]) -> None:
+    rng = np.random.default_rng(0)
+    data = [rng.integers(0, 256, size, dtype=np.uint8) for size in sizes]
+    found = blocks.divided(data)
+    held = b"".join(bytes(part) for block in found for part in block.parts)
+    assert held == b"".join(array.tobytes() for array in data)
+    assert [block.at for block in found] == list(range(0, sum(sizes), BLOCK))
+    assert all(block.nbytes == BLOCK for block in found[:-1])
+
+
+def test_what_several_threads_read_is_what_was_written(tmp_path: Path) -> None:
+    entries = large_entries()
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    for entry in entries:
+        assert store.write(entry, payload(entry))
+    for _ in range(20):
+        assert same_bytes(store.read([entry.key for entry in entries]), entries)
+    store.close()
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_a_wrong_byte_in_any_block_is_damage_and_counted_once(tmp_path: Path, block: int) -> None:
+    first, second, _ = large_entries()
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    for entry in (first, second):
+        assert store.write(entry, payload(entry))
+    (path,) = tmp_path.rglob("*.data")
+    with path.open("r+b") as file:
+        at = HEADER.size + block * BLOCK + 7
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 16]))
+    for _ in range(2):
+        damaged, sound = store.read([first.key, second.key])
+        assert damaged is None
+        assert same_bytes([sound], [second])
+    assert store.counters().damaged == 1
+    store.close()
+
+
+def test_blocks_that_changed_places_are_damage(tmp_path: Path) -> None:
+    entry = large_entries()[1]
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    assert store.write(entry, payload(entry))
+    (path,) = tmp_path.rglob("*.data")
+    content = bytearray(path.read_bytes())
+    one, two = (slice(HEADER.size + n * BLOCK, HEADER.size + (n + 1) * BLOCK) for n in (1, 4))
+    content[one], content[two] = content[two], content[one]
+    path.write_bytes(content)
+    assert store.read([entry.key]) == [None]
+    assert store.counters().damaged == 1
+    store.close()
+
+
+def test_a_file_that_ends_inside_of_an_entry_is_damage(tmp_path: Path) -> None:
+    first, second, _ = large_entries()
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    for entry in (first, second):
+        assert store.write(entry, payload(entry))
+    (path,) = tmp_path.rglob("*.data")
+    with path.open("r+b") as file:
+        file.truncate(HEADER.size + first.nbytes + 3 * BLOCK)
+    sound, damaged = store.read([first.key, second.key])
+    assert same_bytes([sound], [first])
+    assert damaged is None
+    assert store.counters().damaged == 1
+    store.close()
+
+
+def test_a_block_that_cannot_be_read_costs_its_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = large_entries()
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    for entry in (first, second):
+        assert store.write(entry, payload(entry))
+    read_block = Segment.read_block
+
+    def failing(segment: Segment, slot: Slot, block: blocks.Block) -> bytes:
+        if slot.entry == first and block.at == 2 * BLOCK:
+            raise OSError(errno.EIO, "Input/output error")
+        return read_block(segment, slot, block)
+
+    monkeypatch.setattr(Segment, "read_block", failing)
+    refused, sound = store.read([first.key, second.key])
+    assert refused is None
+    assert same_bytes([sound], [second])
+    assert store.counters().read_errors == 1
+    assert store.counters().damaged == 0
+    store.close()

@@ -1,0 +1,52 @@
+"""Memory that pieces are read to: there before a load wants it, and used again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pippin.cache.disk.entries import Bytes
+from pippin.cache.tiers.courier import PIECES_AHEAD, Buffers
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def allocate(self, nbytes: int) -> Bytes:
+        self.given.append(nbytes)
+        return np.empty(nbytes, dtype=np.uint8)
+
+
+def test_a_load_finds_its_memory_ready() -> None:
+    memory = Memory()
+    buffers = Buffers(memory.allocate, 100)
+    assert memory.given == [100] * PIECES_AHEAD
+    for nbytes in (100, 1, 60):
+        taken = [buffers.take(nbytes) for _ in range(PIECES_AHEAD)]
+        assert len({id(buffer) for buffer in taken}) == PIECES_AHEAD
+        for buffer in taken:
+            buffers.give_back(buffer)
+    assert memory.given == [100] * PIECES_AHEAD
+
+
+def test_more_loads_and_larger_pieces_get_memory_of_their_own() -> None:
+    memory = Memory()
+    buffers = Buffers(memory.allocate, 100)
+    taken = [buffers.take(1) for _ in range(PIECES_AHEAD + 1)]
+    assert memory.given[PIECES_AHEAD:] == [100]
+    assert buffers.take(300).nbytes == 300
+    for buffer in taken:
+        buffers.give_back(buffer)
+    assert buffers.take(300).nbytes == 300
+    assert memory.given[PIECES_AHEAD:] == [100, 300, 300]
+
+
+def test_the_largest_buffers_are_kept() -> None:
+    memory = Memory()
+    buffers = Buffers(memory.allocate, 100)
+    taken = [buffers.take(300), *(buffers.take(100) for _ in range(PIECES_AHEAD))]
+    for buffer in taken:
+        buffers.give_back(buffer)
+    before = len(memory.given)
+    assert buffers.take(300).nbytes == 300
+    assert len(memory.given) == before
