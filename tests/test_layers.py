@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "service": set(),
     "supervision": {"messages", "config", "engine", "api.engine_client"},
     "bench": {"", "types", "amounts", "config", "metrics"},
-    "bench.ceilings": {"bench", "backends.mlx.cpu.blas"},
+    "bench.in_process.ceilings": {"bench", "backends.mlx.cpu.blas"},
     **dict.fromkeys(
         ["", "__main__", "build", "build_tiers", "checkpoint", "cli", "client", "terminal_chat"],
         ANYTHING,
@@ -140,7 +140,11 @@ def test_array_libraries_stay_inside_their_backend(path: Path) -> None:
     name = module_name(path)
     for imported in imports(path):
         home = FOREIGN.get(imported.split(".")[0])
-        if home is not None and layer(name) not in {"bridge", "doctor", "bench.ceilings"}:
+        if home is not None and layer(name) not in {
+            "bridge",
+            "doctor",
+            "bench.in_process.ceilings",
+        }:
             assert within(name, home), f"{name} imports {imported}"
 
 

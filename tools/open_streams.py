@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 
 import pippin
-from pippin.bench.servers import mlx_lm_server, pippin_server
+from pippin.bench.servers.processes import mlx_lm_server, pippin_server
 
 MODEL = "stories-hybrid-20m"
 REQUEST_SECONDS = 300.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pippin.bench.backends import Lengths, read_timings, run_one_batch, summarize
-from pippin.bench.plot import draw
-from pippin.bench.wire import BenchError
+from pippin.bench.errors import BenchError
+from pippin.bench.in_process.backends import Lengths, read_timings, run_one_batch, summarize
+from pippin.bench.results.plot import draw
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from bundled import BUNDLED_PATH
-from pippin.bench import servers
 from pippin.bench.churn.load import (
     LEAVE_AFTER,
     ChurnLoad,
@@ -22,9 +21,11 @@ from pippin.bench.churn.load import (
 )
 from pippin.bench.churn.rates import Rates
 from pippin.bench.churn.served import churn, churn_at, summarize
-from pippin.bench.plot import draw
+from pippin.bench.client.wire import LoadClient, Recording, Target
+from pippin.bench.errors import BenchError
 from pippin.bench.prompts import Prompts, count_with
-from pippin.bench.wire import BenchError, LoadClient, Recording, Target
+from pippin.bench.results.plot import draw
+from pippin.bench.servers import processes
 from pippin.config import Config, ModelConfig
 from processes import environment
 
@@ -106,7 +107,7 @@ def test_a_load_that_nobody_answers_says_why() -> None:
 
 
 def test_a_server_out_of_reach_is_an_error_of_each_request() -> None:
-    client = LoadClient(Target(f"http://127.0.0.1:{servers.free_port()}", "nobody"))
+    client = LoadClient(Target(f"http://127.0.0.1:{processes.free_port()}", "nobody"))
     sent = asyncio.run(send_churn(client, ChurnLoad(0.1, num_clients=2), Prompts("a")))
     assert [type(each.result) for each in sent] == [BenchError, BenchError]  # not a flood of them
 
@@ -137,7 +138,7 @@ def test_our_own_server_tells_where_its_time_went(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.usefixtures("_children_import_what_we_do")
 def test_any_endpoint_by_its_url_and_clients_that_leave() -> None:
-    with servers.pippin_server(str(BUNDLED_PATH), ("--backend", "fake")) as target:
+    with processes.pippin_server(str(BUNDLED_PATH), ("--backend", "fake")) as target:
         at_rate = churn_at(target.url, ChurnLoad(1.0, rate=20.0), seed=1)
         client = LoadClient(target)
         left = asyncio.run(_leave(client))
@@ -164,7 +165,7 @@ def test_errors_stand_below_the_table() -> None:
 def test_the_step_log_needs_a_place(tmp_path: Path) -> None:
     with (
         pytest.raises(BenchError, match="cannot write a step log"),
-        servers.pippin_server(
+        processes.pippin_server(
             str(BUNDLED_PATH), ("--backend", "fake", "--step-log", str(tmp_path / "no" / "steps"))
         ),
     ):

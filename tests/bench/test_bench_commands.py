@@ -13,7 +13,7 @@ import pytest
 
 from pippin import cli
 from pippin.bench.churn.load import ChurnLoad
-from pippin.bench.report import Report
+from pippin.bench.results.report import Report
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
 
@@ -38,7 +38,7 @@ def called_with(monkeypatch: pytest.MonkeyPatch, where: str, *argv: str) -> tupl
 @pytest.mark.parametrize("sizes", [["1,4,32"], ["1", "4", "32"], ["1,4", "32"]])
 def test_lists_take_commas_or_spaces(monkeypatch: pytest.MonkeyPatch, sizes: list[str]) -> None:
     argv = ["one-batch", "--max-running", "3", "--backend", "fake", "--batch", *sizes]
-    config, options = called_with(monkeypatch, "pippin.bench.one_batch.one_batch", *argv)
+    config, options = called_with(monkeypatch, "pippin.bench.in_process.one_batch.one_batch", *argv)
     assert config == Config(ModelConfig(backend="fake"), EngineConfig(max_running=3))
     sizes_and_turns = {"batches": [1, 4, 32], "input_len": 512, "output_len": 64, "repeats": 3}
     assert options == sizes_and_turns | {"wants_ceilings": True}
@@ -57,7 +57,9 @@ def test_an_option_that_one_batch_would_ignore_is_refused(
 def test_rates_and_concurrencies_become_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["serve", "--url", "http://x", "--rate", "0.5,2", "--requests", "7", "--streams", "4"]
     argv += ["--watchers", "10"]
-    url, loads, options = called_with(monkeypatch, "pippin.bench.serving.measure_server", *argv)
+    url, loads, options = called_with(
+        monkeypatch, "pippin.bench.served.serving.measure_server", *argv
+    )
     assert url == "http://x"
     assert [(load.kind, load.level, load.num_requests) for load in loads] == [
         ("rate", 0.5, 7),
@@ -68,14 +70,14 @@ def test_rates_and_concurrencies_become_loads(monkeypatch: pytest.MonkeyPatch) -
 
 def test_server_options_pass_through_as_one_string(monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["compare", "--only", "decode", "--their-options", "--prompt-cache-size 64"]
-    model_dir, options = called_with(monkeypatch, "pippin.bench.compare.compare", *argv)
+    model_dir, options = called_with(monkeypatch, "pippin.bench.served.compare.compare", *argv)
     assert model_dir.name == "stories-hybrid-20m"
     assert options["only"] == ["decode"]
     assert options["their_options"] == ["--prompt-cache-size", "64"]
     assert options["bundled"]
     assert (options["against"].name, options["backend"]) == ("mlx-lm", "mlx")
     argv = ["compare", "--against", "transformers", "--backend", "torch"]
-    _, options = called_with(monkeypatch, "pippin.bench.compare.compare", *argv)
+    _, options = called_with(monkeypatch, "pippin.bench.served.compare.compare", *argv)
     assert (options["against"].name, options["backend"]) == ("transformers", "torch")
 
 
@@ -85,7 +87,7 @@ def test_another_model_is_compared_without_the_bundled_one_s_targets(
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text("{}")
     argv = ["compare", "--model", str(tmp_path), "--no-float32"]
-    model_dir, options = called_with(monkeypatch, "pippin.bench.compare.compare", *argv)
+    model_dir, options = called_with(monkeypatch, "pippin.bench.served.compare.compare", *argv)
     assert model_dir == tmp_path
     assert (options["bundled"], options["float32"]) == (False, False)
 
@@ -110,12 +112,14 @@ def test_prefix_and_overlap_take_pairs_and_the_engine_s_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     argv = ["prefix", "--only", "cost,chat", "--pairs", "5", "--memory", "0.5"]
-    config, model_dir, options = called_with(monkeypatch, "pippin.bench.prefix.prefix", *argv)
+    config, model_dir, options = called_with(
+        monkeypatch, "pippin.bench.served.prefix.prefix", *argv
+    )
     assert config.engine.memory == "0.5"
     assert model_dir.name == "stories-hybrid-20m"
     assert options == {"only": ["cost", "chat"], "rounds": 3, "num_pairs": 5}
     argv = ["overlap", "--streams", "16", "--output", "32"]
-    _, options = called_with(monkeypatch, "pippin.bench.overlap.overlap", *argv)
+    _, options = called_with(monkeypatch, "pippin.bench.in_process.overlap.overlap", *argv)
     assert options == {"num_streams": 16, "num_tokens": 32, "num_pairs": 12}
 
 
@@ -131,7 +135,7 @@ def test_prefix_and_overlap_take_pairs_and_the_engine_s_options(
 def test_every_offline_benchmark_draws_what_it_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: list[str]
 ) -> None:
-    monkeypatch.setattr("pippin.bench.growth.REQUESTS", (1, 4))
+    monkeypatch.setattr("pippin.bench.in_process.growth.REQUESTS", (1, 4))
     svg, numbers = tmp_path / "plot.svg", tmp_path / "numbers.json"
     with pytest.raises(SystemExit) as exited:
         cli.main(["bench", *argv, "--backend", "fake", "--svg", str(svg), "--json", str(numbers)])

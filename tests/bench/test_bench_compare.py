@@ -11,13 +11,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from bundled import BUNDLED_PATH
-from pippin.bench.compare import OURS, compare, describe_model, summarize
-from pippin.bench.endless_copy import write_endless_copy
-from pippin.bench.plot import draw
-from pippin.bench.rivals import MLX_LM, RIVALS, TRANSFORMERS, Rival, rival_of
-from pippin.bench.servers import TRANSFORMERS_NEEDS, transformers_server
-from pippin.bench.suite import Measure, Scenario, all_scenarios, choose, without_targets
-from pippin.bench.wire import BenchError
+from pippin.bench.errors import BenchError
+from pippin.bench.results.plot import draw
+from pippin.bench.served.compare import OURS, compare, describe_model, summarize
+from pippin.bench.served.suite import Measure, Scenario, all_scenarios, choose, without_targets
+from pippin.bench.servers.endless_copy import write_endless_copy
+from pippin.bench.servers.processes import TRANSFORMERS_NEEDS, transformers_server
+from pippin.bench.servers.rivals import MLX_LM, RIVALS, TRANSFORMERS, Rival, rival_of
 from pippin.text.tokenizer import Tokenizer
 from processes import environment
 
@@ -151,7 +151,7 @@ def test_targets_are_of_mlx_lm_alone() -> None:
 
 
 def test_what_transformers_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pippin.bench.servers.find_spec", lambda name: None)
+    monkeypatch.setattr("pippin.bench.servers.processes.find_spec", lambda name: None)
     with (
         pytest.raises(BenchError, match=r"needs torch, fastapi.*pip install 'transformers\["),
         transformers_server(BUNDLED_PATH),
@@ -165,8 +165,10 @@ def test_both_servers_answer_in_one_run(rival: Rival, monkeypatch: pytest.Monkey
     if rival is TRANSFORMERS and (lacks := [n for n in TRANSFORMERS_NEEDS if not find_spec(n)]):
         pytest.skip(f"{', '.join(lacks)}: pip install 'transformers[serving]' accelerate")
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    monkeypatch.setattr("pippin.bench.scenarios.PROMPT_TOKENS", 50)
-    monkeypatch.setattr("pippin.bench.compare.build_kernels", lambda *_: None)  # half a minute
+    monkeypatch.setattr("pippin.bench.served.scenarios.PROMPT_TOKENS", 50)
+    monkeypatch.setattr(
+        "pippin.bench.served.compare.build_kernels", lambda *_: None
+    )  # half a minute
     only, backend = ["prefill", "decode-1"], "mlx" if rival is MLX_LM else "torch"
     report = compare(
         BUNDLED_PATH, bundled=True, against=rival, backend=backend, only=only, rounds=1

@@ -15,20 +15,20 @@ from bundled import BUNDLED_PATH
 from pippin import LLM, SamplingParams
 from pippin.backends.mlx.cpu.compiler import compile_available
 from pippin.backends.mlx.device import on_cpu
-from pippin.bench import growth as growth_module
 from pippin.bench import kernels
-from pippin.bench.ceilings import Ceilings, Products, read_products
 from pippin.bench.churn.rates import measure_rates
-from pippin.bench.cost import cache_cost
-from pippin.bench.growth import Curve, growth
-from pippin.bench.one_batch import Timing, one_batch, summarize
-from pippin.bench.overlap import Account, OverlapOutcome, overlap
-from pippin.bench.overlap import summarize as overlap_summary
+from pippin.bench.errors import BenchError
+from pippin.bench.in_process import growth as growth_module
+from pippin.bench.in_process.ceilings import Ceilings, Products, read_products
+from pippin.bench.in_process.cost import cache_cost
+from pippin.bench.in_process.growth import Curve, growth
+from pippin.bench.in_process.one_batch import Timing, one_batch, summarize
+from pippin.bench.in_process.overlap import Account, OverlapOutcome, overlap
+from pippin.bench.in_process.overlap import summarize as overlap_summary
 from pippin.bench.pairs import WARM_UPS, Pairs, in_turn
-from pippin.bench.plot import draw
 from pippin.bench.prompts import Prompts
-from pippin.bench.report import Report
-from pippin.bench.wire import BenchError
+from pippin.bench.results.plot import draw
+from pippin.bench.results.report import Report
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
 
@@ -50,7 +50,7 @@ def test_one_batch_times_every_size() -> None:
 ON_TORCH_ALONE = """
 import sys
 sys.modules["mlx"] = None
-from pippin.bench.one_batch import one_batch
+from pippin.bench.in_process.one_batch import one_batch
 from pippin.config import Config, ModelConfig
 config = Config(model=ModelConfig(backend="torch"))
 report = one_batch(config, batches=(1,), input_len=16, output_len=16, repeats=1)
@@ -174,7 +174,7 @@ def test_the_cost_of_the_cache_is_measured_on_new_prompts() -> None:
 
 def test_prompts_that_were_not_new_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pippin.bench.cost.prompts_for", lambda llm, seed: Prompts("always the same")
+        "pippin.bench.in_process.cost.prompts_for", lambda llm, seed: Prompts("always the same")
     )
     with pytest.raises(BenchError, match="tokens of new prompts were cached"):
         cache_cost(TOY, prompt_tokens=300, num_pairs=1)
@@ -236,7 +236,7 @@ def test_nothing_is_timed_before_all_is_ready(
         assert llm.metrics.steps == 0
         raise BenchError("not ready")
 
-    monkeypatch.setattr(f"pippin.bench.{name}.make_ready", refuse)
+    monkeypatch.setattr(f"pippin.bench.in_process.{name}.make_ready", refuse)
     with pytest.raises(BenchError, match="not ready"):
         measure()
 
@@ -287,7 +287,7 @@ def test_a_quantized_checkpoint_has_no_ceilings(tmp_path: Path) -> None:
 
 
 def test_ceilings_count_every_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pippin.bench.ceilings.MEMORY_SIDE", 64)
+    monkeypatch.setattr("pippin.bench.in_process.ceilings.MEMORY_SIDE", 64)
     ceilings = Ceilings(Products([(32, 16), (16, 32)], (64, 16), "F16"), "float32")
     assert ceilings.weight_bytes == 4 * (32 * 16 + 16 * 32 + 64 * 16)
     assert ceilings.flops_per_token() == 2 * (32 * 16 + 16 * 32)

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pippin.bench.plot import Bar, Bars, Chart, Goal, Lines, draw
-from pippin.bench.report import Outputs, Report, Table, number
-from pippin.bench.scales import Scale, ticks
-from pippin.bench.stolen import read_ticks
+from pippin.bench.results.plot import Bar, Bars, Chart, Goal, Lines, draw
+from pippin.bench.results.report import Outputs, Report, Table, number
+from pippin.bench.results.scales import Scale, ticks
+from pippin.bench.results.stolen import read_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROWS = [Bar("a < b", (1.0, 2.0), "one & two"), Bar("none", (math.nan, 3.0))]

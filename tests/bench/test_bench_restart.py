@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from bundled import BUNDLED_PATH
-from pippin.bench.restart import PARTS, RestartBench, restart
-from pippin.bench.restart_report import Gaps, Restarted, SteadyLoad, summarize
-from pippin.bench.wire import BenchError
+from pippin.bench.errors import BenchError
+from pippin.bench.served.restart import PARTS, RestartBench, restart
+from pippin.bench.served.restart_report import Gaps, Restarted, SteadyLoad, summarize
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
 

@@ -13,16 +13,18 @@ import pytest
 
 from bundled import BUNDLED_PATH
 from cli.commands import served_with
-from pippin.bench import scenarios, servers, suite
-from pippin.bench.cost import Cost
-from pippin.bench.loads import Load
+from pippin.bench.client.loads import Load
+from pippin.bench.client.wire import LoadClient, Target
+from pippin.bench.errors import BenchError
+from pippin.bench.in_process.cost import Cost
 from pippin.bench.pairs import Pairs
-from pippin.bench.plot import _short, draw
-from pippin.bench.prefix import Pair, prefix, summarize
 from pippin.bench.prompts import Prompts
-from pippin.bench.serving import find_target, measure_server
-from pippin.bench.watching import cost_of_watching
-from pippin.bench.wire import BenchError, LoadClient, Target
+from pippin.bench.results.plot import _short, draw
+from pippin.bench.served import scenarios, suite
+from pippin.bench.served.prefix import Pair, prefix, summarize
+from pippin.bench.served.serving import find_target, measure_server
+from pippin.bench.served.watching import cost_of_watching
+from pippin.bench.servers import processes
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
 
@@ -41,7 +43,7 @@ def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(scenarios, "IDLE_SECONDS", 0.1)
     monkeypatch.setattr(scenarios, "RUNNING_TOKENS", 8000)
     monkeypatch.setattr(suite, "CHURN_SECONDS", 0.5)
-    with servers.pippin_server(str(BUNDLED_PATH), TOY) as target:
+    with processes.pippin_server(str(BUNDLED_PATH), TOY) as target:
         client = LoadClient(target)
         asyncio.run(scenarios.warm_up(client, Prompts("warm-up")))
         for scenario in suite.all_scenarios():
@@ -58,7 +60,7 @@ def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) 
 def test_loads_and_interference_of_a_running_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenarios, "IDLE_SECONDS", 0.1)
     loads = [Load("concurrency", 2, 4, 40, 6), Load("rate", 100.0, 4, 40, 6)]
-    with servers.pippin_server(str(BUNDLED_PATH), TOY) as target:
+    with processes.pippin_server(str(BUNDLED_PATH), TOY) as target:
         report = measure_server(target.url + "/v1/", loads, num_streams=2, long_prompt_tokens=200)
         with pytest.raises(BenchError, match="404 Not Found"):
             measure_server(target.url, loads, model="another")
@@ -76,7 +78,7 @@ def test_loads_and_interference_of_a_running_server(monkeypatch: pytest.MonkeyPa
 
 def test_watchers_are_compared_with_none_in_turn() -> None:
     loads = [Load("concurrency", 2, 4, 40, 6)]
-    with servers.pippin_server(str(BUNDLED_PATH), TOY) as target:
+    with processes.pippin_server(str(BUNDLED_PATH), TOY) as target:
         report = measure_server(target.url, loads, num_watchers=3, num_pairs=2)
         assert httpx.get(f"{target.url}/status").json()["running"] == 0
     [cost] = report.data["watching"]
@@ -89,7 +91,7 @@ def test_watchers_are_compared_with_none_in_turn() -> None:
 
 
 def test_a_server_without_a_feed_cannot_be_watched() -> None:
-    with servers.pippin_server(str(BUNDLED_PATH), TOY) as target:
+    with processes.pippin_server(str(BUNDLED_PATH), TOY) as target:
         client = LoadClient(replace(target, url=f"{target.url}/nothing"))
         with pytest.raises(BenchError, match="/nothing/events is refused"):
             cost_of_watching(client, [Load("rate", 1, 1, 1, 1)], num_watchers=1, num_pairs=1)
@@ -98,7 +100,7 @@ def test_a_server_without_a_feed_cannot_be_watched() -> None:
 def test_requests_that_a_server_refuses_are_counted_and_the_others_measured() -> None:
     loads = [Load("concurrency", 16, 24, 40, 30)]
     narrow = ("--max-running", "1", "--max-queue", "4")
-    with servers.pippin_server(str(BUNDLED_PATH), (*TOY, *narrow)) as target:
+    with processes.pippin_server(str(BUNDLED_PATH), (*TOY, *narrow)) as target:
         [outcome] = measure_server(target.url, loads).data["loads"]
     assert outcome["errors"]
     assert "503" in outcome["errors"][0]
@@ -139,7 +141,7 @@ def test_a_config_survives_as_options(monkeypatch: pytest.MonkeyPatch) -> None:
         ModelConfig(model="m", backend="fake", max_len=100),
         EngineConfig(overlap=False, memory="6GB"),
     )
-    assert served_with(monkeypatch, *servers.as_options(config)) == config
+    assert served_with(monkeypatch, *processes.as_options(config)) == config
 
 
 def test_unknown_parts_are_named() -> None:
@@ -148,7 +150,7 @@ def test_unknown_parts_are_named() -> None:
 
 
 def test_nobody_listening_is_one_clear_error() -> None:
-    url = f"http://127.0.0.1:{servers.free_port()}"
+    url = f"http://127.0.0.1:{processes.free_port()}"
     with pytest.raises(BenchError, match="names no model"):
         find_target(url, None, None)
     with pytest.raises(BenchError, match=url):
@@ -158,14 +160,14 @@ def test_nobody_listening_is_one_clear_error() -> None:
 def test_a_server_that_cannot_start_says_why() -> None:
     with (
         pytest.raises(BenchError, match=r"pippin left with status 2:[\s\S]*prot"),
-        servers.pippin_server(str(BUNDLED_PATH), ["--prot", "1"]),
+        processes.pippin_server(str(BUNDLED_PATH), ["--prot", "1"]),
     ):
         pass
 
 
 def test_a_child_that_ignores_signals_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "STOP_SECONDS", 0.2)
-    port = servers.free_port()
+    monkeypatch.setattr(processes, "STOP_SECONDS", 0.2)
+    port = processes.free_port()
     code = f"""
 import http.server, signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -176,7 +178,7 @@ class Healthy(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", {port}), Healthy).serve_forever()
 """
     url = f"http://127.0.0.1:{port}"
-    with servers._child("stubborn", [sys.executable, "-c", code], url):
+    with processes._child("stubborn", [sys.executable, "-c", code], url):
         assert httpx.get(f"{url}/health").status_code == 200
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
@@ -184,6 +186,6 @@ http.server.HTTPServer(("127.0.0.1", {port}), Healthy).serve_forever()
 
 def test_sigterm_unwinds_and_is_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit), servers.ended_by_sigterm():
+    with pytest.raises(SystemExit), processes.ended_by_sigterm():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before

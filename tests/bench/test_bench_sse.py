@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from pippin.bench.sse import parse
-from pippin.bench.wire import BenchError, Recording
+from pippin.bench.client.sse import parse
+from pippin.bench.client.wire import Recording
+from pippin.bench.errors import BenchError
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
 USAGE = {

@@ -82,7 +82,7 @@ def churn() -> None:
     """A server of the same shape under 64 clients whose requests come and go."""
     from pippin.bench.churn.load import ChurnLoad
     from pippin.bench.churn.served import churn_at
-    from pippin.bench.servers import pippin_server
+    from pippin.bench.servers.processes import pippin_server
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "hybrid")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from pippin.bench.report import say
-from pippin.bench.wire import BenchError
+from pippin.bench.errors import BenchError
+from pippin.bench.results.report import say
 
 # In a process of its own: on a GPU, or without a C++ compiler, it has nothing to do.
 BUILD = """

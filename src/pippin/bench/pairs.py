@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pippin.bench.samples import median, percentile
-from pippin.bench.wire import BenchError
+from pippin.bench.errors import BenchError
+from pippin.bench.results.samples import median, percentile
 
 T = TypeVar("T")
 WARM_UPS = 2

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 
 from pippin.bench.churn.rates import Rates
-from pippin.bench.samples import ratio
+from pippin.bench.results.samples import ratio
 from pippin.metrics import StepRecord
 
 

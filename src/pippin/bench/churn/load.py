@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from pippin.bench.client.sse import TimedReply, parse
+from pippin.bench.client.wire import LoadClient, Recording
+from pippin.bench.errors import BenchError
 from pippin.bench.prompts import Prompts
-from pippin.bench.samples import Spread
-from pippin.bench.sse import TimedReply, parse
-from pippin.bench.wire import BenchError, LoadClient, Recording
+from pippin.bench.results.samples import Spread
 
 PROMPT_TOKENS = (5, 2500)  # of a request's own; every order of magnitude is as likely
 SHARED_SHARE = 0.6  # of requests begin with what others begin with too,

@@ -15,16 +15,16 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from pippin import LLM
-from pippin.bench.one_batch import time_batch
-from pippin.bench.report import say
-from pippin.bench.samples import median
-from pippin.bench.steps import (
+from pippin.bench.in_process.one_batch import time_batch
+from pippin.bench.in_process.steps import (
     first_token_seconds,
     generate,
     last_step,
     make_ready,
     prompts_for,
 )
+from pippin.bench.results.report import say
+from pippin.bench.results.samples import median
 from pippin.config import Config
 from pippin.metrics import StepLog, StepRecord, read_step_log
 

@@ -15,15 +15,15 @@ from typing import Any
 from pippin.bench.churn.breakdown import Breakdown, break_down
 from pippin.bench.churn.load import ChurnLoad, ChurnOutcome, send_churn, summarize_churn
 from pippin.bench.churn.rates import Rates, measure_rates, widths_to_measure
-from pippin.bench.endless_copy import write_endless_copy
+from pippin.bench.client.wire import LoadClient, Target, without_collections
 from pippin.bench.kernels import build_kernels
-from pippin.bench.plot import Bar, Bars
 from pippin.bench.prompts import Prompts, count_with
-from pippin.bench.report import Report, Table, busy_note, number, say
-from pippin.bench.scenarios import warm_up
-from pippin.bench.servers import as_options, pippin_server
-from pippin.bench.serving import find_target
-from pippin.bench.wire import LoadClient, Target, without_collections
+from pippin.bench.results.plot import Bar, Bars
+from pippin.bench.results.report import Report, Table, busy_note, number, say
+from pippin.bench.served.scenarios import warm_up
+from pippin.bench.served.serving import find_target
+from pippin.bench.servers.endless_copy import write_endless_copy
+from pippin.bench.servers.processes import as_options, pippin_server
 from pippin.config import Config
 from pippin.metrics import read_step_log
 

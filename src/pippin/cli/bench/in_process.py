@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pippin.bench.report import PRINT_ONLY
+from pippin.bench.results.report import PRINT_ONLY
 from pippin.checkpoint import find_checkpoint
 from pippin.cli.bench.parameters import Count, Files, Names, Numbers
 from pippin.cli.options import takes_config
@@ -35,7 +35,7 @@ def one_batch(
     ceilings
         Measure what the machine allows, too: some seconds more.
     """
-    from pippin.bench.one_batch import one_batch
+    from pippin.bench.in_process.one_batch import one_batch
 
     report = one_batch(
         config,
@@ -74,8 +74,8 @@ def backends(
     rounds
         How often each backend is started and measured; the table shows medians.
     """
-    from pippin.bench.backends import Lengths
-    from pippin.bench.backends import backends as measure
+    from pippin.bench.in_process.backends import Lengths
+    from pippin.bench.in_process.backends import backends as measure
 
     lengths = Lengths(tuple(batch or (1, 4, 16)), input, output)
     measure(config, names=backends or ("mlx", "torch"), lengths=lengths, rounds=rounds).publish(
@@ -92,7 +92,7 @@ def growth(config: Config, *, only: Names = None, outputs: Files = PRINT_ONLY) -
     only
         Parts to run: batch, context, skew, tree, requests. Default: everything.
     """
-    from pippin.bench.growth import growth
+    from pippin.bench.in_process.growth import growth
 
     growth(config, only=only or ()).publish(outputs)
 
@@ -117,7 +117,7 @@ def prefix(
     pairs
         New prompts for `cost`, each with and without a cache.
     """
-    from pippin.bench.prefix import prefix
+    from pippin.bench.served.prefix import prefix
 
     report = prefix(
         config, find_checkpoint(config.model), only=only or (), rounds=rounds, num_pairs=pairs
@@ -145,7 +145,7 @@ def overlap(
     pairs
         How often each way runs; ratios are taken within pairs.
     """
-    from pippin.bench.overlap import overlap
+    from pippin.bench.in_process.overlap import overlap
 
     report = overlap(config, num_streams=streams, num_tokens=output, num_pairs=pairs)
     report.publish(outputs)
@@ -171,7 +171,7 @@ def grammar(
     pairs
         How often each way runs; ratios are taken within pairs.
     """
-    from pippin.bench.grammar import grammar
+    from pippin.bench.in_process.grammar import grammar
 
     report = grammar(config, num_streams=streams, num_tokens=output, num_pairs=pairs)
     report.publish(outputs)

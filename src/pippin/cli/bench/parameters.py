@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 from cyclopts import CoercionError, Group, Parameter, Token, validators
 
-from pippin.bench.report import Outputs
+from pippin.bench.results.report import Outputs
 
 
 def split_list(hint: Any, tokens: Sequence[Token]) -> list[Any]:

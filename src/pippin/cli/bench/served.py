@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from pippin.bench.report import PRINT_ONLY
+from pippin.bench.results.report import PRINT_ONLY
 from pippin.checkpoint import find_checkpoint
 from pippin.cli.bench.parameters import Count, Files, Names, Numbers, Positive, Rates
 from pippin.cli.options import takes_config
@@ -64,8 +64,8 @@ def serve(
     pairs
         How often, in turn.
     """
-    from pippin.bench.loads import Load
-    from pippin.bench.serving import measure_server
+    from pippin.bench.client.loads import Load
+    from pippin.bench.served.serving import measure_server
 
     if concurrency is None and rate is None:
         concurrency = [1, 4, 16]
@@ -123,7 +123,7 @@ def churn(
     """
     from pippin.bench.churn.load import ChurnLoad
     from pippin.bench.churn.served import churn, churn_at
-    from pippin.bench.wire import BenchError
+    from pippin.bench.errors import BenchError
 
     if clients is not None and rate is not None:
         raise BenchError("requests come from --clients or at a --rate, not both")
@@ -176,8 +176,8 @@ def compare(
     their_options
         More options for the other server, as one string: "--prompt-cache-size 64".
     """
-    from pippin.bench.compare import compare
-    from pippin.bench.rivals import rival_of
+    from pippin.bench.served.compare import compare
+    from pippin.bench.servers.rivals import rival_of
 
     checkpoint = find_checkpoint(ModelConfig(model=model))
     report = compare(
@@ -217,7 +217,7 @@ def restart(
     seconds
         How long new prompts come for `ceilings`.
     """
-    from pippin.bench.restart import restart
+    from pippin.bench.served.restart import restart
 
     model_dir = find_checkpoint(config.model)
     restart(config, model_dir, only=only or (), rounds=rounds, seconds=seconds).publish(outputs)

@@ -8,13 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from pippin.bench.loads import Load, Replies, run_load, summarize_load
+from pippin.bench.client.loads import Load, Replies, run_load, summarize_load
+from pippin.bench.client.wire import LoadClient
+from pippin.bench.errors import BenchError
 from pippin.bench.pairs import Pairs, in_turn
-from pippin.bench.plot import Goal, Lines
 from pippin.bench.prompts import Prompts
-from pippin.bench.report import Table, number, say
-from pippin.bench.samples import median
-from pippin.bench.wire import BenchError, LoadClient
+from pippin.bench.results.plot import Goal, Lines
+from pippin.bench.results.report import Table, number, say
+from pippin.bench.results.samples import median
 
 LEAST_RATIO = 0.99
 FIRST_EVENT_SECONDS = 10.0

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pippin.bench.wire import BenchError, Recording
+from pippin.bench.client.wire import Recording
+from pippin.bench.errors import BenchError
 
 Timed = tuple[float, bytes]
 

@@ -1,7 +1,7 @@
 """`pippin bench prefix`: what the prefix cache saves, and what it costs when it saves nothing.
 
 What it saves is seen by clients of two servers, one with --no-prefix-cache, of which only one has
-work at a time. What it costs is less than two processes differ by: see `cost.py`.
+work at a time. What it costs is less than two processes differ by: see `in_process/cost.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pippin.bench.cost import Cost, cache_cost
+from pippin.bench.client.sse import TimedReply, parse
+from pippin.bench.client.wire import LoadClient, Target
+from pippin.bench.errors import BenchError
+from pippin.bench.in_process.cost import Cost, cache_cost
 from pippin.bench.kernels import build_kernels
-from pippin.bench.plot import Bar, Bars, Goal
 from pippin.bench.prompts import CountTokens, Prompts, count_with
-from pippin.bench.report import Report, Table, busy_note, number, say
-from pippin.bench.samples import median
-from pippin.bench.scenarios import PROMPT_TOKENS, REPLY_TOKENS, TURNS, fan_out, warm_up
-from pippin.bench.servers import as_options, pippin_server
-from pippin.bench.sse import TimedReply, parse
-from pippin.bench.wire import BenchError, LoadClient, Target
+from pippin.bench.results.plot import Bar, Bars, Goal
+from pippin.bench.results.report import Report, Table, busy_note, number, say
+from pippin.bench.results.samples import median
+from pippin.bench.served.scenarios import PROMPT_TOKENS, REPLY_TOKENS, TURNS, fan_out, warm_up
+from pippin.bench.servers.processes import as_options, pippin_server
 from pippin.config import Config
 
 SERVED_PARTS = ("repeat", "chat", "fan-out")

@@ -8,11 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from pippin import LLM
-from pippin.bench.pairs import Pairs, in_turn
-from pippin.bench.plot import Goal, Lines
-from pippin.bench.report import Report, Table, busy_note, number, say
-from pippin.bench.samples import median
-from pippin.bench.steps import (
+from pippin.bench.errors import BenchError
+from pippin.bench.in_process.steps import (
     decode_idle_share,
     decode_step_seconds,
     generate,
@@ -21,7 +18,10 @@ from pippin.bench.steps import (
     make_ready,
     prompts_for,
 )
-from pippin.bench.wire import BenchError
+from pippin.bench.pairs import Pairs, in_turn
+from pippin.bench.results.plot import Goal, Lines
+from pippin.bench.results.report import Report, Table, busy_note, number, say
+from pippin.bench.results.samples import median
 from pippin.config import Config
 
 PROMPT_TOKENS = 24

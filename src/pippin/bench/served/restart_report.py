@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pippin.bench.plot import Bar, Bars, Goal
-from pippin.bench.report import Report, Table, number
-from pippin.bench.samples import median, ratio
+from pippin.bench.results.plot import Bar, Bars, Goal
+from pippin.bench.results.report import Report, Table, number
+from pippin.bench.results.samples import median, ratio
 
 RESTORED_SHARE = 0.10  # of the cold time: what a conversation may take after a restart
 GAP_RATIO = 1.10  # p99 of gaps while writing, over the same without

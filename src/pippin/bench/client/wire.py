@@ -16,11 +16,7 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
-from pippin.errors import PippinError
-
-
-class BenchError(PippinError):
-    """A server that is out of reach, or answers what cannot be measured."""
+from pippin.bench.errors import BenchError
 
 
 @dataclass

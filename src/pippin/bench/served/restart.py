@@ -21,15 +21,16 @@ from typing import Any
 import httpx
 
 from pippin.amounts import parse_bytes
-from pippin.bench.loads import Load, run_load
+from pippin.bench.client.loads import Load, run_load
+from pippin.bench.client.sse import TimedReply, parse
+from pippin.bench.client.wire import LoadClient, Target
+from pippin.bench.errors import BenchError
 from pippin.bench.prompts import CountTokens, Prompts, count_with
-from pippin.bench.report import Report, busy_note, say
-from pippin.bench.restart_report import Gaps, Restarted, SteadyLoad, summarize
-from pippin.bench.samples import median, percentile
-from pippin.bench.scenarios import PROMPT_TOKENS, REPLY_TOKENS, interfere, warm_up
-from pippin.bench.servers import as_options, pippin_server
-from pippin.bench.sse import TimedReply, parse
-from pippin.bench.wire import BenchError, LoadClient, Target
+from pippin.bench.results.report import Report, busy_note, say
+from pippin.bench.results.samples import median, percentile
+from pippin.bench.served.restart_report import Gaps, Restarted, SteadyLoad, summarize
+from pippin.bench.served.scenarios import PROMPT_TOKENS, REPLY_TOKENS, interfere, warm_up
+from pippin.bench.servers.processes import as_options, pippin_server
 from pippin.config import Config
 
 RESTARTS = ("sigterm", "kill")

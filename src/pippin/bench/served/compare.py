@@ -15,17 +15,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pippin.bench.endless_copy import read_header, write_endless_copy
+from pippin.bench.client.wire import LoadClient, without_collections
 from pippin.bench.kernels import build_kernels, computes_on_cpu
-from pippin.bench.plot import Bar, Bars
 from pippin.bench.prompts import Prompts, count_with
-from pippin.bench.report import Report, Table, busy_note, number, say
-from pippin.bench.rivals import MLX_LM, Rival
-from pippin.bench.samples import median
-from pippin.bench.scenarios import Numbers, warm_up
-from pippin.bench.servers import pippin_server
-from pippin.bench.suite import Measure, Scenario, choose, without_targets
-from pippin.bench.wire import LoadClient, without_collections
+from pippin.bench.results.plot import Bar, Bars
+from pippin.bench.results.report import Report, Table, busy_note, number, say
+from pippin.bench.results.samples import median
+from pippin.bench.served.scenarios import Numbers, warm_up
+from pippin.bench.served.suite import Measure, Scenario, choose, without_targets
+from pippin.bench.servers.endless_copy import read_header, write_endless_copy
+from pippin.bench.servers.processes import pippin_server
+from pippin.bench.servers.rivals import MLX_LM, Rival
 
 OURS = "pippin"
 Rounds = dict[str, dict[str, list[Numbers]]]  # scenario -> server -> one for each round

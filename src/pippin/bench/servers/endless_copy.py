@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pippin.bench.wire import BenchError
+from pippin.bench.errors import BenchError
 
 Header = dict[str, Any]
 CAST = {"F16": "<f2", "BF16": "<u2", "F32": "<f4"}  # bf16: numpy has none, so its bits

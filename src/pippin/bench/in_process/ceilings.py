@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from pippin.backends.mlx.cpu.blas import load_fast_blas
-from pippin.bench.endless_copy import read_header
+from pippin.bench.servers.endless_copy import read_header
 
 DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 NAMES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from pippin import __version__
-from pippin.bench.plot import Chart, draw
-from pippin.bench.stolen import read_ticks
+from pippin.bench.results.plot import Chart, draw
+from pippin.bench.results.stolen import read_ticks
 
 LIBRARIES = ("mlx", "mlx-lm", "numpy", "torch", "triton")
 TICKS_AT_START = read_ticks()

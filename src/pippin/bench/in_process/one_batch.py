@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pippin import LLM
-from pippin.bench.plot import Lines
-from pippin.bench.report import Report, Table, busy_note, number, say
-from pippin.bench.samples import median
-from pippin.bench.steps import (
+from pippin.bench.in_process.steps import (
     decode_step_seconds,
     generate,
     last_step,
     make_ready,
     prompts_for,
 )
+from pippin.bench.results.plot import Lines
+from pippin.bench.results.report import Report, Table, busy_note, number, say
+from pippin.bench.results.samples import median
 from pippin.config import Config
 
 if TYPE_CHECKING:
-    from pippin.bench.ceilings import Ceilings
+    from pippin.bench.in_process.ceilings import Ceilings
 
 GIGA = 1e9
 
@@ -123,7 +123,7 @@ def _steps_of_prefill(llm: LLM, num_tokens: int) -> int:
 def _find_ceilings(config: Config) -> Ceilings | None:
     if config.model.backend != "mlx":
         return None
-    from pippin.bench.ceilings import Ceilings, read_products  # mlx is not everywhere
+    from pippin.bench.in_process.ceilings import Ceilings, read_products  # mlx is not everywhere
 
     products = read_products(Path(config.model.model))
     return Ceilings(products, config.model.dtype) if products else None

@@ -12,20 +12,20 @@ from typing import Any
 
 import httpx
 
-from pippin.bench.loads import Load, LoadOutcome, run_load, summarize_load
-from pippin.bench.plot import Bar, Bars, Chart, Lines
+from pippin.bench.client.loads import Load, LoadOutcome, run_load, summarize_load
+from pippin.bench.client.wire import LoadClient, Target
 from pippin.bench.prompts import Prompts
-from pippin.bench.report import Report, Table, busy_note, number, say
-from pippin.bench.scenarios import Interference, Numbers, interfere, warm_up
-from pippin.bench.servers import first_model
-from pippin.bench.suite import INTERFERENCE
-from pippin.bench.watching import (
+from pippin.bench.results.plot import Bar, Bars, Chart, Lines
+from pippin.bench.results.report import Report, Table, busy_note, number, say
+from pippin.bench.served.scenarios import Interference, Numbers, interfere, warm_up
+from pippin.bench.served.suite import INTERFERENCE
+from pippin.bench.served.watching import (
     WatchingCost,
     cost_of_watching,
     watching_chart,
     watching_table,
 )
-from pippin.bench.wire import LoadClient, Target
+from pippin.bench.servers.processes import first_model
 
 SHARES = ("device_idle_share", "host_hidden_share")
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pippin.bench.client.sse import TimedReply, parse
+from pippin.bench.client.wire import LoadClient, Recording
+from pippin.bench.errors import BenchError
 from pippin.bench.prompts import Prompts
-from pippin.bench.samples import Spread
-from pippin.bench.sse import TimedReply, parse
-from pippin.bench.wire import BenchError, LoadClient, Recording
+from pippin.bench.results.samples import Spread
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import dataclasses
 from dataclasses import dataclass
 
 from pippin import LLM
+from pippin.bench.errors import BenchError
+from pippin.bench.in_process.steps import first_token_seconds, generate, last_step, prompts_for
 from pippin.bench.pairs import Pairs, in_turn
-from pippin.bench.plot import Goal, Lines
-from pippin.bench.report import Table, number, say
-from pippin.bench.samples import median
-from pippin.bench.steps import first_token_seconds, generate, last_step, prompts_for
-from pippin.bench.wire import BenchError
+from pippin.bench.results.plot import Goal, Lines
+from pippin.bench.results.report import Table, number, say
+from pippin.bench.results.samples import median
 from pippin.config import Config
 
 HIGHEST_RATIO = 1.03

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pippin import LLM, SamplingParams
+from pippin.bench.errors import BenchError
 from pippin.bench.kernels import build_kernels
 from pippin.bench.prompts import Prompts
-from pippin.bench.samples import median
-from pippin.bench.wire import BenchError
+from pippin.bench.results.samples import median
 
 FEWEST_STEPS = 8
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pippin.bench.servers import mlx_lm_server, transformers_server
-from pippin.bench.wire import BenchError, Target
+from pippin.bench.client.wire import Target
+from pippin.bench.errors import BenchError
+from pippin.bench.servers.processes import mlx_lm_server, transformers_server
 
 
 @dataclass(frozen=True)

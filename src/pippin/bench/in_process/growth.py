@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from pippin import LLM
-from pippin.bench.plot import Goal, Lines
-from pippin.bench.report import Report, Table, busy_note, number, say
-from pippin.bench.samples import median
-from pippin.bench.steps import (
+from pippin.bench.errors import BenchError
+from pippin.bench.in_process.steps import (
     admission_seconds,
     decode_step_seconds,
     generate,
@@ -25,7 +23,9 @@ from pippin.bench.steps import (
     make_ready,
     prompts_for,
 )
-from pippin.bench.wire import BenchError
+from pippin.bench.results.plot import Goal, Lines
+from pippin.bench.results.report import Report, Table, busy_note, number, say
+from pippin.bench.results.samples import median
 from pippin.config import Config, EngineConfig, ModelConfig
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

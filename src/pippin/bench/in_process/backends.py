@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from pippin.bench.plot import Bar, Bars
-from pippin.bench.report import Report, Table, busy_note, number, say
-from pippin.bench.samples import median
-from pippin.bench.servers import as_options
-from pippin.bench.suite import Measure
-from pippin.bench.wire import BenchError
+from pippin.bench.errors import BenchError
+from pippin.bench.results.plot import Bar, Bars
+from pippin.bench.results.report import Report, Table, busy_note, number, say
+from pippin.bench.results.samples import median
+from pippin.bench.served.suite import Measure
+from pippin.bench.servers.processes import as_options
 from pippin.config import BackendName, Config
 
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from pippin.bench.churn.load import ChurnLoad, send_churn, summarize_churn
+from pippin.bench.client.sse import TimedReply, parse
+from pippin.bench.client.wire import Exchange, LoadClient
 from pippin.bench.prompts import Prompts
-from pippin.bench.samples import median, percentile, ratio
-from pippin.bench.sse import TimedReply, parse
-from pippin.bench.wire import Exchange, LoadClient
+from pippin.bench.results.samples import median, percentile, ratio
 
 PROMPT_TOKENS = 2000
 SHORT_TOKENS = 24

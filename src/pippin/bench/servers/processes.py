@@ -23,7 +23,8 @@ from typing import IO, Any
 
 import httpx
 
-from pippin.bench.wire import BenchError, Target
+from pippin.bench.client.wire import Target
+from pippin.bench.errors import BenchError
 from pippin.config import Config
 
 START_SECONDS = 180.0

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pippin import LLM, SamplingParams
+from pippin.bench.errors import BenchError
+from pippin.bench.in_process.steps import make_ready, prompts_for
 from pippin.bench.pairs import Pairs, in_turn
-from pippin.bench.plot import Goal, Lines
-from pippin.bench.report import Report, Table, busy_note, number, say
-from pippin.bench.samples import median
-from pippin.bench.steps import make_ready, prompts_for
-from pippin.bench.wire import BenchError
+from pippin.bench.results.plot import Goal, Lines
+from pippin.bench.results.report import Report, Table, busy_note, number, say
+from pippin.bench.results.samples import median
 from pippin.config import Config
 
 PROMPT_TOKENS = 24

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from xml.sax.saxutils import escape
 
-from pippin.bench.scales import Scale, ticks
+from pippin.bench.results.scales import Scale, ticks
 
 COLOURS = ("#0969da", "#8a8f98", "#bf3989", "#1a7f37", "#9a6700")
 TARGET_COLOUR = "#cf222e"

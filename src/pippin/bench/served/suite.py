@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from pippin.bench.client.wire import LoadClient
+from pippin.bench.errors import BenchError
 from pippin.bench.prompts import Prompts
-from pippin.bench.samples import ratio
-from pippin.bench.scenarios import (
+from pippin.bench.results.samples import ratio
+from pippin.bench.served.scenarios import (
     BRANCHES,
     CONVERSATIONS,
     LONG_TOKENS,
@@ -34,7 +36,6 @@ from pippin.bench.scenarios import (
     short_beside_long,
     streams,
 )
-from pippin.bench.wire import BenchError, LoadClient
 
 LONGER_REPLY_TOKENS = 50
 CHURN_SECONDS = 30.0

@@ -1,0 +1,1 @@
+"""Numbers to spreads, tables, JSON and pictures. Measures nothing."""

@@ -1,0 +1,1 @@
+"""The servers that are measured: how each is started and ended. Knows no requests."""
