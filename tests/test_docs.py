@@ -10,7 +10,7 @@ import pytest
 from cyclopts import App
 
 from pippin import cli
-from pippin.api.fields import (
+from pippin.api.requests.fields import (
     CHAT_HONOURED,
     CHAT_REFUSED,
     COMPLETION_HONOURED,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from pippin.api.parameters import (
+from pippin.api.requests.parameters import (
     are_token_ids,
     check_priority,
     check_sampling,

@@ -14,10 +14,10 @@ from qwen35_server import TEXT, THOUGHT, allows, prompt_text, says, serving_qwen
 from scripted_engine import Script, ScriptedEngine
 
 from call_texts import write_calls
-from pippin.api.call_grammar import CallRules
-from pippin.api.custom_tools import InputReader, arguments_of, as_function, input_of
-from pippin.api.lark import Lark
-from pippin.api.request import InputGrammar, ToolUse
+from pippin.api.grammars.calls import CallRules
+from pippin.api.grammars.lark import Lark
+from pippin.api.requests.custom_tools import InputReader, arguments_of, as_function, input_of
+from pippin.api.requests.request import InputGrammar, ToolUse
 from pippin.decode.compile import CompiledGrammar, compile_grammar
 from pippin.errors import UnsupportedField
 from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser

@@ -19,7 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine, say, serving_alone
 
-from pippin.api.fields import CHAT_HONOURED, CHAT_REFUSED, COMPLETION_HONOURED, COMPLETION_REFUSED
+from pippin.api.requests.fields import (
+    CHAT_HONOURED,
+    CHAT_REFUSED,
+    COMPLETION_HONOURED,
+    COMPLETION_REFUSED,
+)
 from pippin.config import LimitsConfig
 from processes import PATIENCE_SECONDS
 

@@ -23,7 +23,7 @@ from qwen35_server import (
 )
 from scripted_engine import Script, ScriptedEngine, fail
 
-from pippin.api.fields import MESSAGES_HONOURED, MESSAGES_REFUSED
+from pippin.api.requests.fields import MESSAGES_HONOURED, MESSAGES_REFUSED
 from pippin.config import ServerConfig
 
 USER = {"role": "user", "content": "What is the weather?"}

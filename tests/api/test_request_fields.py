@@ -12,14 +12,14 @@ from scripted_engine import MODEL, TEXT
 
 from pippin.api.dialects.chat import parse_chat
 from pippin.api.dialects.completions import parse_completion
-from pippin.api.fields import (
+from pippin.api.http.errors import ModelNotFound
+from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion
+from pippin.api.requests.fields import (
     CHAT_HONOURED,
     CHAT_REFUSED,
     COMPLETION_HONOURED,
     COMPLETION_REFUSED,
 )
-from pippin.api.http.errors import ModelNotFound
-from pippin.api.prepare import Job, prepare_chat, prepare_completion
 from pippin.config import LimitsConfig
 from pippin.errors import ContextOverflow, PippinError, RequestError, UnsupportedField
 from pippin.text.bundle import TextBundle

@@ -24,7 +24,7 @@ from qwen35_server import (
 )
 from scripted_engine import Script, ScriptedEngine, fail
 
-from pippin.api.fields import RESPONSES_HONOURED, RESPONSES_REFUSED
+from pippin.api.requests.fields import RESPONSES_HONOURED, RESPONSES_REFUSED
 
 QUESTION = "What is the weather?"
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}

@@ -10,7 +10,7 @@ from scripted_engine import MODEL, TEXT
 
 from pippin.api.dialects.chat import parse_chat
 from pippin.api.dialects.completions import parse_completion
-from pippin.api.parameters import check_sampling
+from pippin.api.requests.parameters import check_sampling
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError
 from pippin.types import GrammarSpec, SamplingParams

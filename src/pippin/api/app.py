@@ -38,12 +38,12 @@ from pippin.api.http.reading import parse_json, read_body
 from pippin.api.http.request_log import RequestLog, record_of
 from pippin.api.http.sending import StreamResponse, WholeResponse
 from pippin.api.http.workers import Workers
-from pippin.api.job_log import facts_of
+from pippin.api.jobs.facts import facts_of
+from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, prompt_of
+from pippin.api.jobs.reply import reply_events, whole_reply
 from pippin.api.metered_engine import MeteredEngine, ReplyTimes
 from pippin.api.model_info import ModelInfo
 from pippin.api.page.routes import page_paths, page_routes
-from pippin.api.prepare import Job, prepare_chat, prepare_completion, prompt_of
-from pippin.api.reply import reply_events, whole_reply
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.errors import NotReady, PippinError
 from pippin.text.bundle import SamplingDefaults, TextBundle

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pippin.api.body import shown
 from pippin.api.http.errors import ModelNotFound
+from pippin.api.requests.body import shown
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pippin.api.prepare import Job
-from pippin.api.replies import FoldedChoice
+from pippin.api.jobs.prepare import Job
+from pippin.api.jobs.run import FoldedChoice
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece
 

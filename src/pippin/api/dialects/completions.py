@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pippin.api.body import Body
 from pippin.api.dialects.base import data_event, openai_usage
 from pippin.api.dialects.options import check_choices, check_model, read_options
-from pippin.api.fields import COMPLETION_HONOURED, COMPLETION_REFUSED, check_fields
 from pippin.api.http.errors import error_body
+from pippin.api.jobs.prepare import Job
+from pippin.api.jobs.run import FoldedChoice
 from pippin.api.model_info import ModelInfo
-from pippin.api.parameters import MAX_CHOICES, MAX_LOGPROBS, are_token_ids, token_ids_in_words
-from pippin.api.prepare import Job
-from pippin.api.replies import FoldedChoice
-from pippin.api.request import CompletionRequest
+from pippin.api.requests.body import Body
+from pippin.api.requests.fields import COMPLETION_HONOURED, COMPLETION_REFUSED, check_fields
+from pippin.api.requests.parameters import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    are_token_ids,
+    token_ids_in_words,
+)
+from pippin.api.requests.request import CompletionRequest
 from pippin.config import LimitsConfig
 from pippin.errors import PippinError, UnsupportedField
 from pippin.sequences import SequencePiece, ShownToken

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pippin.api.body import Body, shown
-from pippin.api.request import ToolUse
-from pippin.api.tools import (
+from pippin.api.requests.body import Body, shown
+from pippin.api.requests.request import ToolUse
+from pippin.api.requests.tools import (
     Choice,
     Declared,
     custom_tool,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pippin.api.body import Body, shown
 from pippin.api.model_info import ModelInfo
-from pippin.api.parameters import read_priority, read_sampling
-from pippin.api.request import Options
+from pippin.api.requests.body import Body, shown
+from pippin.api.requests.parameters import read_priority, read_sampling
+from pippin.api.requests.request import Options
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import SamplingDefaults

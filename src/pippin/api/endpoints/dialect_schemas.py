@@ -21,13 +21,13 @@ from pippin.api.endpoints.schema_words import (
     some,
 )
 from pippin.api.endpoints.stored_responses import ITEMS_PATH, MAX_LISTED, ORDERS, PATH
-from pippin.api.fields import (
+from pippin.api.requests.fields import (
     MESSAGES_HONOURED,
     MESSAGES_REFUSED,
     RESPONSES_HONOURED,
     RESPONSES_REFUSED,
 )
-from pippin.api.reasoning import EFFORTS
+from pippin.api.requests.reasoning import EFFORTS
 
 _SUMMARY: Schema = {"enum": list(SUMMARIES)}
 

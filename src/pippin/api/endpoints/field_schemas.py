@@ -6,7 +6,6 @@ schemas forbid, and expects a refusal.
 
 from __future__ import annotations
 
-from pippin.api.chat_messages import ROLES
 from pippin.api.endpoints.dialect_schemas import messages_schemas, responses_schema
 from pippin.api.endpoints.embeddings import EMBEDDINGS_HONOURED, FORMATS
 from pippin.api.endpoints.generate import (
@@ -29,15 +28,16 @@ from pippin.api.endpoints.schema_words import (
     some,
 )
 from pippin.api.endpoints.tokenize import DETOKENIZE_HONOURED, TOKENIZE_HONOURED, TOKENIZE_REFUSED
-from pippin.api.fields import (
+from pippin.api.model_info import ModelInfo
+from pippin.api.requests.chat_messages import ROLES
+from pippin.api.requests.fields import (
     CHAT_HONOURED,
     CHAT_REFUSED,
     COMPLETION_HONOURED,
     COMPLETION_REFUSED,
 )
-from pippin.api.model_info import ModelInfo
-from pippin.api.parameters import MAX_CHOICES, MAX_LOGPROBS, MAX_PRIORITY, MAX_SEED
-from pippin.api.reasoning import EFFORTS
+from pippin.api.requests.parameters import MAX_CHOICES, MAX_LOGPROBS, MAX_PRIORITY, MAX_SEED
+from pippin.api.requests.reasoning import EFFORTS
 from pippin.config import LimitsConfig
 
 

@@ -10,18 +10,18 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pippin.api.body import Body
 from pippin.api.endpoints.timeouts import read_timeout
-from pippin.api.fields import Refusal, check_fields
+from pippin.api.jobs.prepare import Job
 from pippin.api.model_info import ModelInfo
-from pippin.api.parameters import (
+from pippin.api.requests.body import Body
+from pippin.api.requests.fields import Refusal, check_fields
+from pippin.api.requests.parameters import (
     MAX_LOGPROBS,
     are_token_ids,
     read_priority,
     read_sampling,
     token_ids_in_words,
 )
-from pippin.api.prepare import Job
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError
 from pippin.sequences import GeneratedSequence, context_overflow, open_sequences, room_for_reply

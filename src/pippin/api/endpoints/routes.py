@@ -27,7 +27,7 @@ from pippin.api.http.reading import parse_json, read_body
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import StreamResponse, WholeResponse
 from pippin.api.http.workers import Workers
-from pippin.api.job_log import facts_of
+from pippin.api.jobs.facts import facts_of
 from pippin.api.model_info import ModelInfo
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.text.bundle import TextBundle

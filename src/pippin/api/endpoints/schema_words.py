@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pippin.api.fields import Refusal
 from pippin.api.model_info import ModelInfo
+from pippin.api.requests.fields import Refusal
 
 Schema = dict[str, Any]
 ANYTHING: Schema = {}

@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pippin.api.body import Body
 from pippin.api.dialects.responses.request import INCLUDED
 from pippin.api.dialects.responses.store import ResponseStore
 from pippin.api.http.door import owner_of
 from pippin.api.http.errors import JSONResponse
+from pippin.api.requests.body import Body
 from pippin.errors import RequestError, UnsupportedField
 
 PATH = "/v1/responses/{id}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pippin.api.body import Body
+from pippin.api.requests.body import Body
 from pippin.config import LimitsConfig
 
 

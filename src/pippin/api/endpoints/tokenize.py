@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pippin.api.body import Body
-from pippin.api.chat_messages import parse_messages
-from pippin.api.fields import Refusal, check_fields
 from pippin.api.model_info import ModelInfo
-from pippin.api.parameters import are_token_ids, token_ids_in_words
+from pippin.api.requests.body import Body
+from pippin.api.requests.chat_messages import parse_messages
+from pippin.api.requests.fields import Refusal, check_fields
+from pippin.api.requests.parameters import are_token_ids, token_ids_in_words
 from pippin.errors import RequestError
 from pippin.text.bundle import TextBundle
 from pippin.text.chat_template import RESERVED_VARIABLES

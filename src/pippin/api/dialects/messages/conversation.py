@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from pippin.api.body import Body, shown
+from pippin.api.requests.body import Body, shown
 from pippin.errors import RequestError, UnsupportedField
 
 Message = dict[str, Any]

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from pippin.api.dialects.base import named_event
-from pippin.api.prepare import Job
-from pippin.api.replies import FoldedChoice
+from pippin.api.jobs.prepare import Job
+from pippin.api.jobs.run import FoldedChoice
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece

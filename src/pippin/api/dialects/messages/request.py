@@ -8,13 +8,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pippin.api.body import Body, shown
 from pippin.api.dialects.messages.conversation import parse_conversation
 from pippin.api.dialects.options import check_model, read_options
-from pippin.api.fields import MESSAGES_HONOURED, MESSAGES_REFUSED, check_fields
 from pippin.api.model_info import ModelInfo
-from pippin.api.request import ChatRequest, ToolUse
-from pippin.api.tools import Choice, Declared, function_tool, tool_bodies, tool_use, unknown_kind
+from pippin.api.requests.body import Body, shown
+from pippin.api.requests.fields import MESSAGES_HONOURED, MESSAGES_REFUSED, check_fields
+from pippin.api.requests.request import ChatRequest, ToolUse
+from pippin.api.requests.tools import (
+    Choice,
+    Declared,
+    function_tool,
+    tool_bodies,
+    tool_use,
+    unknown_kind,
+)
 from pippin.config import LimitsConfig
 from pippin.errors import UnsupportedField
 from pippin.text.bundle import SamplingDefaults

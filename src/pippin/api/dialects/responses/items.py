@@ -10,9 +10,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pippin.api.body import Body, shown
-from pippin.api.custom_tools import arguments_of
-from pippin.api.tools import full_name
+from pippin.api.requests.body import Body, shown
+from pippin.api.requests.custom_tools import arguments_of
+from pippin.api.requests.tools import full_name
 from pippin.errors import RequestError, UnsupportedField
 
 Item = dict[str, Any]

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pippin.api.custom_tools import InputReader, input_of
 from pippin.api.dialects.base import cached_details, named_event
 from pippin.api.http.errors import error_body
-from pippin.api.prepare import Job
-from pippin.api.replies import FoldedChoice
-from pippin.api.tools import full_name
+from pippin.api.jobs.prepare import Job
+from pippin.api.jobs.run import FoldedChoice
+from pippin.api.requests.custom_tools import InputReader, input_of
+from pippin.api.requests.tools import full_name
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pippin.api.body import Body, shown
 from pippin.api.dialects.openai_tools import read_responses_tools
 from pippin.api.dialects.options import check_metadata, check_model, read_options
 from pippin.api.dialects.responses.items import Item, messages_of, read_items
 from pippin.api.dialects.responses.store import Owner, ResponseStore, Turn
-from pippin.api.fields import RESPONSES_HONOURED, RESPONSES_REFUSED, check_fields
 from pippin.api.model_info import ModelInfo
-from pippin.api.reasoning import EFFORTS
-from pippin.api.request import ChatRequest
+from pippin.api.requests.body import Body, shown
+from pippin.api.requests.fields import RESPONSES_HONOURED, RESPONSES_REFUSED, check_fields
+from pippin.api.requests.reasoning import EFFORTS
+from pippin.api.requests.request import ChatRequest
 from pippin.config import LimitsConfig
 from pippin.errors import UnsupportedField
 from pippin.text.bundle import SamplingDefaults

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from pippin.api.body import Body
+from pippin.api.requests.body import Body
 from pippin.errors import RequestError, UnsupportedField
 
 FIELDS = ("response_format", "json_schema", "regex", "ebnf")

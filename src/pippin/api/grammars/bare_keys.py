@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pippin.api.lark import Lark, one_of
+from pippin.api.grammars.lark import Lark, one_of
 from pippin.errors import UnsupportedField
 
 Schema = dict[str, Any]

@@ -11,8 +11,8 @@ from typing import Any
 
 from pippin.api.dialects.base import Dialect
 from pippin.api.engine_client import Engine
-from pippin.api.prepare import Job
-from pippin.api.replies import FoldedChoice, run_sequences
+from pippin.api.jobs.prepare import Job
+from pippin.api.jobs.run import FoldedChoice, run_sequences
 
 
 async def whole_reply(job: Job, dialect: Dialect, engine: Engine) -> dict[str, Any]:

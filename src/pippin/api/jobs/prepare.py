@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from pippin.api.constrain import can_forbid_calls, constrain
+from pippin.api.grammars.constrain import can_forbid_calls, constrain
 from pippin.api.model_info import ModelInfo
-from pippin.api.reasoning import reasoning_variables
-from pippin.api.request import ChatRequest, CompletionRequest, Options, ToolUse
+from pippin.api.requests.reasoning import reasoning_variables
+from pippin.api.requests.request import ChatRequest, CompletionRequest, Options, ToolUse
 from pippin.errors import UnsupportedField
 from pippin.sequences import (
     GeneratedSequence,

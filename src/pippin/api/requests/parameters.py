@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from pippin.api.body import Body, is_integer, shown
-from pippin.api.structured import read_structure
+from pippin.api.requests.body import Body, is_integer, shown
+from pippin.api.requests.structured import read_structure
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError
 from pippin.text.bundle import SamplingDefaults

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pippin.api.body import Body, shown
-from pippin.api.custom_tools import as_function, read_grammar
-from pippin.api.request import InputGrammar, ToolUse
+from pippin.api.requests.body import Body, shown
+from pippin.api.requests.custom_tools import as_function, read_grammar
+from pippin.api.requests.request import InputGrammar, ToolUse
 from pippin.errors import RequestError, UnsupportedField
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")

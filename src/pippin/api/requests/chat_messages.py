@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pippin.api.body import Body, shown
-from pippin.api.custom_tools import arguments_of
+from pippin.api.requests.body import Body, shown
+from pippin.api.requests.custom_tools import arguments_of
 from pippin.errors import RequestError, UnsupportedField
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

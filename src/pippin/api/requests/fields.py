@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pippin.api.body import Body, shown
+from pippin.api.requests.body import Body, shown
 from pippin.errors import UnsupportedField
 
 

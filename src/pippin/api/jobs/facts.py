@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pippin.api.prepare import Job
+from pippin.api.jobs.prepare import Job
 from pippin.text.tokenizer import Tokenizer
 
 

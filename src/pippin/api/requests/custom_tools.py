@@ -10,8 +10,8 @@ import json
 import re
 from typing import Any
 
-from pippin.api.body import Body
-from pippin.api.request import InputGrammar
+from pippin.api.requests.body import Body
+from pippin.api.requests.request import InputGrammar
 from pippin.decode.expressions import check_lark, check_regex
 
 INPUT = "input"

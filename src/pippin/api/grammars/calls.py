@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pippin.api.bare_key_grammar import BareKeyRules
-from pippin.api.custom_tools import INPUT, input_schema
-from pippin.api.lark import Lark, one_of
-from pippin.api.request import InputGrammar, ToolUse
+from pippin.api.grammars.bare_keys import BareKeyRules
+from pippin.api.grammars.lark import Lark, one_of
+from pippin.api.requests.custom_tools import INPUT, input_schema
+from pippin.api.requests.request import InputGrammar, ToolUse
 from pippin.decode.closed_objects import closed
 from pippin.decode.expressions import regex_terminal
 from pippin.decode.json_schema import check_schema
