@@ -17,7 +17,7 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.doctor import Finding
 from pippin.errors import LoadError
-from pippin.offline_requests import Completion
+from pippin.offline.requests import Completion
 from pippin.types import TokenLogprobs
 
 

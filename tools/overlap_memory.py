@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 from pippin.config import EngineConfig
-from pippin.llm import LLM
+from pippin.offline.llm import LLM
 from pippin.messages import Submit
 from pippin.types import SamplingParams
 

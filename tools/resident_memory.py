@@ -18,7 +18,7 @@ from time import perf_counter
 
 from pippin.backends.mlx.cpu.malloc import resident_bytes
 from pippin.config import EngineConfig
-from pippin.llm import LLM
+from pippin.offline.llm import LLM
 from pippin.messages import Submit
 from pippin.types import SamplingParams
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from pippin.types import SamplingParams
 
 if TYPE_CHECKING:
-    from pippin.async_llm import AsyncLLM
-    from pippin.llm import LLM
+    from pippin.offline.async_llm import AsyncLLM
+    from pippin.offline.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
@@ -17,11 +17,11 @@ __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from pippin.llm import LLM
+        from pippin.offline.llm import LLM
 
         return LLM
     if name == "AsyncLLM":
-        from pippin.async_llm import AsyncLLM
+        from pippin.offline.async_llm import AsyncLLM
 
         return AsyncLLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,7 +29,7 @@ from pippin.backends.mlx.device import device_info, max_buffers, on_cpu
 from pippin.backends.mlx.environment import products_are_exact, use_exact_products
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_chunked
 from pippin.config import Config
-from pippin.offline_requests import Completion
+from pippin.offline.requests import Completion
 from pippin.types import TokenLogprobs
 
 LIBRARIES = ("mlx", "mlx-lm", "numpy", "transformers", "tokenizers", "torch")

@@ -40,7 +40,7 @@ from pippin.messages import (
     TokenBatch,
     TokenDelta,
 )
-from pippin.offline_requests import (
+from pippin.offline.requests import (
     Completion,
     Conversations,
     Message,

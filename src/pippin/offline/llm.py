@@ -20,7 +20,8 @@ from pippin.build import build_loop
 from pippin.config import Config, EngineConfig
 from pippin.embedding import embedding_of
 from pippin.metrics import EngineMetrics
-from pippin.offline_requests import (
+from pippin.offline.progress import progress_bar
+from pippin.offline.requests import (
     Completion,
     Conversations,
     Message,
@@ -32,9 +33,8 @@ from pippin.offline_requests import (
     offline_config,
     only_one,
 )
-from pippin.progress import progress_bar
+from pippin.offline.router import Inbox, Router
 from pippin.resolve import resolve
-from pippin.router import Inbox, Router
 from pippin.sequences import GeneratedSequence, SequencePiece
 from pippin.text.bundle import TextBundle
 from pippin.types import SamplingParams
