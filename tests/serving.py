@@ -22,7 +22,6 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.prefill import prompts
 from pippin.backends.mlx.prefill.batch import ChunkBatch
-from pippin.build_tiers import tier_batch_bytes
 from pippin.cache.canary import Canary
 from pippin.cache.disk.base import EntryStore
 from pippin.cache.policy import CheckpointPolicy
@@ -30,6 +29,7 @@ from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.radix import Node, as_tokens
 from pippin.cache.tiers.courier import Courier
 from pippin.cache.tiers.tiers import Tiers
+from pippin.engine.build_tiers import tier_batch_bytes
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler

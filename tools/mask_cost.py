@@ -19,7 +19,7 @@ import tokenizers
 
 from pippin.backends.masks import allowed_ids, num_words
 from pippin.decode.compile import compile_grammar
-from pippin.grammars import vocabulary_of
+from pippin.engine.model_vocabulary import vocabulary_of
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import GrammarSpec
 

@@ -19,11 +19,11 @@ from rich.console import Console
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.app import create_app, create_waiting_app
-from pippin.api.engine_client import EngineClient
 from pippin.api.http.connection import allow_open_files, uvicorn_config
 from pippin.api.http.door import warn_if_open
 from pippin.api.model_info import ModelInfo
 from pippin.config import Config, LimitsConfig, ServerConfig
+from pippin.engine.engine_client import EngineClient
 from pippin.errors import LoadError
 from pippin.feed.trace import TraceFile
 from pippin.logs import configure_logging

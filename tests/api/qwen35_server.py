@@ -13,7 +13,7 @@ from pippin.api.model_info import ModelInfo
 from pippin.config import ServerConfig
 from pippin.decode.compile import CompiledGrammar
 from pippin.decode.vocabulary import Vocabulary
-from pippin.grammars import vocabulary_of
+from pippin.engine.model_vocabulary import vocabulary_of
 from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 from qwen35 import END_OF_TURN, load_qwen35
 

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pippin.api.app import create_app, create_waiting_app
 from pippin.api.http.connection import uvicorn_config
 from pippin.api.model_info import ModelInfo
-from pippin.api.watchers import WatchEvent
 from pippin.config import LimitsConfig, ServerConfig
+from pippin.engine.watchers import WatchEvent
 from pippin.errors import NotReady
 from pippin.messages import Submit, TokenDelta
 from pippin.text.bundle import TextBundle

@@ -11,8 +11,8 @@ import pytest
 from scripted_engine import TEXT, ScriptedEngine, serving
 
 from pippin.api.http.door import shows_prompts
-from pippin.api.watchers import WatchEvent
 from pippin.config import ServerConfig
+from pippin.engine.watchers import WatchEvent
 
 KEY = {"authorization": "Bearer secret"}
 WATCHED = [WatchEvent("snapshot", b'{"number":3}'), WatchEvent("frame", b'{"number":4}')]

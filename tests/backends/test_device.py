@@ -17,9 +17,9 @@ from pippin.backends.mlx import device, environment
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.device import limit_memory, on_cpu
 from pippin.backends.mlx.tree.packing import payload_arrays
-from pippin.build import load_backend
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.config import Config, EngineConfig, ModelConfig
+from pippin.engine.build import load_backend
 from pippin.errors import LoadError
 from serving import cache_of, make_client, make_prompt, served
 

@@ -20,8 +20,8 @@ from pippin.decode import compiler as compiler_module
 from pippin.decode.compile import CompiledGrammar, compile_grammar
 from pippin.decode.compiler import REMEMBERED_GRAMMARS, GrammarCompiler
 from pippin.decode.vocabulary import Vocabulary
+from pippin.engine.model_vocabulary import vocabulary_of
 from pippin.errors import RequestError, UnsupportedField
-from pippin.grammars import vocabulary_of
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import GrammarSpec
 

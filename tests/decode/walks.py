@@ -10,7 +10,7 @@ from bundled import BUNDLED_PATH
 from pippin.backends.masks import allowed_ids, num_words
 from pippin.decode.grammar import Grammar
 from pippin.decode.vocabulary import Vocabulary
-from pippin.grammars import vocabulary_of
+from pippin.engine.model_vocabulary import vocabulary_of
 from pippin.text.tokenizer import Tokenizer
 
 VOCAB = 8192

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from pippin.api.engine_client import EngineClient
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
+from pippin.engine.engine_client import EngineClient
 from pippin.errors import EngineDead, LoadError
 from pippin.messages import Submit, TokenDelta
 from pippin.resolve import resolve

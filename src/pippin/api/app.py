@@ -23,7 +23,6 @@ from pippin.api.dialects.responses.request import ResponsesRequest, parse_respon
 from pippin.api.dialects.responses.store import ResponseStore, Turn
 from pippin.api.endpoints.routes import Endpoints
 from pippin.api.endpoints.stored_responses import stored_routes
-from pippin.api.engine_client import Engine
 from pippin.api.http.door import front_door, owner_of, shows_prompts
 from pippin.api.http.errors import (
     ErrorShapes,
@@ -45,6 +44,7 @@ from pippin.api.metered_engine import MeteredEngine, ReplyTimes
 from pippin.api.model_info import ModelInfo
 from pippin.api.page.routes import page_paths, page_routes
 from pippin.config import LimitsConfig, ServerConfig
+from pippin.engine.engine_client import Engine
 from pippin.errors import NotReady, PippinError
 from pippin.text.bundle import SamplingDefaults, TextBundle
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from pippin.api.engine_client import Engine
-from pippin.api.watchers import WatchEvent
+from pippin.engine.engine_client import Engine
+from pippin.engine.watchers import WatchEvent
 from pippin.messages import Submit, TokenDelta
 
 WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

@@ -23,12 +23,12 @@ from types import TracebackType
 
 import numpy as np
 
-from pippin.api.engine_client import EngineClient
-from pippin.build import build_loop
 from pippin.config import Config, EngineConfig
 from pippin.embedding import embedding_of
+from pippin.engine.build import build_loop
+from pippin.engine.engine_client import EngineClient
+from pippin.engine.message_pump import MessagePump
 from pippin.errors import EngineDead
-from pippin.message_pump import MessagePump
 from pippin.messages import (
     Answer,
     FeedMessage,

@@ -16,9 +16,9 @@ from types import TracebackType
 
 import numpy as np
 
-from pippin.build import build_loop
 from pippin.config import Config, EngineConfig
 from pippin.embedding import embedding_of
+from pippin.engine.build import build_loop
 from pippin.metrics import EngineMetrics
 from pippin.offline.progress import progress_bar
 from pippin.offline.requests import (

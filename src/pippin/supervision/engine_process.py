@@ -1,4 +1,4 @@
-"""A child process that runs `pippin.engine`. Knows no request, and not why it should live.
+"""A child process that runs `pippin.engine.run`. Knows no request, and not why it should live.
 
 server                                    engine (child)
   Connection      ── ToEngine (zmq) ──▶     Channel
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from pippin.config import Config
-from pippin.engine import EngineSpec
+from pippin.engine.run import EngineSpec
 
 SOCKET_PATH_MAX = 100  # sockaddr_un holds 104 bytes on macOS, 108 on Linux
 STOP_GRACE_SECONDS = 5.0
@@ -35,7 +35,9 @@ class EngineProcess:
         self.spec = EngineSpec(config, self._sockets.name)
         # A session of its own: Ctrl-C reaches the server alone, which then stops the engine.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pippin.engine"], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-m", "pippin.engine.run"],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
         )
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(self.spec) + b"\n")

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from pippin.api.engine_client import EngineClient
 from pippin.config import Config
+from pippin.engine.engine_client import EngineClient
 from pippin.errors import EngineDead, LoadError
 from pippin.messages import (
     Alive,

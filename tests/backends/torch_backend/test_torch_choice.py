@@ -7,16 +7,16 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
 
 from bundled import BUNDLED_PATH
-from pippin.build import load_backend
 from pippin.config import Config, EngineConfig, ModelConfig
+from pippin.engine.build import load_backend
 from pippin.errors import LoadError
 from processes import run_python
 
 LOAD = """
 import sys
-from pippin.build import load_backend
+from pippin.engine.build import load_backend
 from pippin.config import Config, ModelConfig
-from pippin.engine import keep_torch_out
+from pippin.engine.run import keep_torch_out
 if {backend!r} == "mlx":
     keep_torch_out()
 load_backend(Config(model=ModelConfig(model={path!r}, backend={backend!r})), lambda _: None)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from pippin.api.endpoints.timeouts import read_timeout
-from pippin.api.engine_client import Engine
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import Body
 from pippin.api.requests.fields import check_fields
 from pippin.api.requests.parameters import are_token_ids, read_priority, token_ids_in_words
 from pippin.config import LimitsConfig
 from pippin.embedding import embedding_of, embedding_submit
+from pippin.engine.engine_client import Engine
 from pippin.errors import EngineDead, RequestError
 from pippin.messages import Submit
 from pippin.sequences import room_for_reply

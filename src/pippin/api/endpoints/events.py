@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pippin.api.dialects.base import data_event
-from pippin.api.engine_client import Engine
 from pippin.api.http.door import shows_prompts
 from pippin.api.http.errors import Forbidden, JSONResponse, error_body
 from pippin.api.http.sending import StreamResponse
 from pippin.config import ServerConfig
+from pippin.engine.engine_client import Engine
 from pippin.errors import NotFound
 from pippin.text.tokenizer import Tokenizer
 

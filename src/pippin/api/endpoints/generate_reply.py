@@ -13,9 +13,9 @@ from typing import Any
 from pippin.api.dialects.base import data_event
 from pippin.api.dialects.completions import DONE, LEAST_LOGPROB
 from pippin.api.endpoints.generate import GenerateOptions
-from pippin.api.engine_client import Engine
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run import run_sequences
+from pippin.engine.engine_client import Engine
 from pippin.sequences import GeneratedSequence, SequencePiece
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import TokenLogprobs

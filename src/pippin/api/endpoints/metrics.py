@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pippin.api.engine_client import Engine
+from pippin.engine.engine_client import Engine
 from pippin.errors import PippinError
 
 PATIENCE_SECONDS = 1.0  # for the engine's answer; scrapes are often given up after ten

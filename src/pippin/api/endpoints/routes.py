@@ -21,7 +21,6 @@ from pippin.api.endpoints.generate_reply import GenerateReply
 from pippin.api.endpoints.metrics import MetricsEndpoint
 from pippin.api.endpoints.openapi import openapi_document
 from pippin.api.endpoints.tokenize import detokenize, tokenize
-from pippin.api.engine_client import Engine
 from pippin.api.http.errors import JSONResponse, error_body
 from pippin.api.http.reading import parse_json, read_body
 from pippin.api.http.request_log import record_of
@@ -30,6 +29,7 @@ from pippin.api.http.workers import Workers
 from pippin.api.jobs.facts import facts_of
 from pippin.api.model_info import ModelInfo
 from pippin.config import LimitsConfig, ServerConfig
+from pippin.engine.engine_client import Engine
 from pippin.text.bundle import TextBundle
 
 TextWork = Callable[[Any, TextBundle, ModelInfo], dict[str, Any]]

@@ -10,9 +10,9 @@ from contextlib import aclosing
 from typing import Any
 
 from pippin.api.dialects.base import Dialect
-from pippin.api.engine_client import Engine
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run import FoldedChoice, run_sequences
+from pippin.engine.engine_client import Engine
 
 
 async def whole_reply(job: Job, dialect: Dialect, engine: Engine) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from pippin.api.engine_client import Engine
 from pippin.api.jobs.prepare import Job
+from pippin.engine.engine_client import Engine
 from pippin.messages import Submit, TokenDelta
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.pieces import CallEnd, FoldedText, TextPiece

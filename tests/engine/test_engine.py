@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from builders import make_loop
-from pippin.api.engine_client import EngineClient
 from pippin.backends.base import PendingStep, StepPlan
-from pippin.build import build_loop
 from pippin.cache.canary import CacheCorruption, Canary
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine import Channel, EngineSpec, run_engine
+from pippin.engine.build import build_loop
+from pippin.engine.engine_client import EngineClient
+from pippin.engine.message_pump import MessagePump
+from pippin.engine.run import Channel, EngineSpec, run_engine
 from pippin.errors import PippinError
-from pippin.message_pump import MessagePump
 from pippin.messages import (
     Alive,
     Answer,
@@ -185,7 +185,7 @@ def test_an_engine_waits_for_messages_only_while_it_has_nothing_to_do() -> None:
 def test_signs_of_life_come_while_a_step_runs_and_say_how_long_it_has_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pippin.engine.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("pippin.engine.run.BEAT_SECONDS", 0.01)
     loop, signs = make_loop(cache=False), list[Alive]()
     step, goes_on = loop.step, threading.Event()
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pippin.api.watchers import Watchers, WatchEvent
+from pippin.engine.watchers import Watchers, WatchEvent
 from pippin.errors import DeviceFailed, EngineDead, NotReady, PippinError
 from pippin.messages import (
     Abort,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pippin.api.engine_client import MAX_ENGINES, EngineClient
+from pippin.engine.engine_client import MAX_ENGINES, EngineClient
 from pippin.errors import DeviceFailed, EngineDead, NotReady, PippinError
 from pippin.messages import (
     Abort,

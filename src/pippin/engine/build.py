@@ -7,14 +7,14 @@ from pathlib import Path
 
 from pippin.amounts import parse_memory
 from pippin.backends.base import Backend
-from pippin.build_tiers import BATCHES_IN_FLIGHT, build_tiers, tier_batch_bytes
 from pippin.cache.canary import Canary
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.config import Config, EngineConfig
 from pippin.decode.compiler import GrammarCompiler
+from pippin.engine.build_tiers import BATCHES_IN_FLIGHT, build_tiers, tier_batch_bytes
+from pippin.engine.model_vocabulary import load_vocabulary
 from pippin.errors import LoadError
-from pippin.grammars import load_vocabulary
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler

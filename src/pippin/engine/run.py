@@ -1,6 +1,6 @@
 """The engine process: loads a backend, runs the loop, speaks the channel. Knows no HTTP, no text.
 
-    python -m pippin.engine      reads an `EngineSpec` from the first line of stdin
+    python -m pippin.engine.run      reads an `EngineSpec` from the first line of stdin
 
 The rest of stdin says nothing until it ends: the server holds the other end, so end of file means
 that the server stopped, however it died. Then the engine leaves too.
@@ -23,13 +23,13 @@ import msgspec
 import zmq
 
 from pippin.backends.warm_up import LOAD_SECONDS
-from pippin.build import build_loop
 from pippin.config import Config
+from pippin.engine.build import build_loop
+from pippin.engine.message_pump import MessagePump
 from pippin.errors import PippinError
 from pippin.feed.recorder import Recorder
 from pippin.feed.trace import TraceFile, TraceWriter
 from pippin.logs import configure_logging
-from pippin.message_pump import MessagePump
 from pippin.messages import Alive, Failed, FromEngine, Loading, Ready, Shutdown, ToEngine
 from pippin.metrics import StepLog
 from pippin.scheduler.loop import Loop
