@@ -24,7 +24,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "metrics": {"types"},
     "cache": {"types"},
     "cache.disk": {"types"},
-    "cache_directory": {"cache.disk"},
     "text": {"types", "messages"},
     "sequences": {"types", "messages", "text"},
     "embedding": {"types", "messages", "sequences"},
@@ -77,17 +76,21 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "offline.router": {"messages", "scheduler.loop"},
     "offline.progress": set(),
+    "terminal": set(),
+    "terminal.server_client": set(),
+    "terminal.chat": {"", "config", "terminal.server_client"},
+    "terminal.cache_directory": {"cache.disk"},
+    "terminal.doctor": {"", "types", "config", "offline.requests", "backends.mlx"},
     "service": set(),
     "supervision": {"messages", "config", "engine.run", "engine.engine_client"},
     "bench": {"", "types", "amounts", "config", "metrics"},
     "bench.in_process.ceilings": {"bench", "backends.mlx.cpu.blas"},
     **dict.fromkeys(
-        ["", "__main__", "checkpoint", "cli", "client", "terminal_chat"],
+        ["", "__main__", "checkpoint", "cli"],
         ANYTHING,
     ),
     **dict.fromkeys(
         [
-            "doctor",
             "launch",
             "resolve",
         ],
@@ -152,7 +155,7 @@ def test_array_libraries_stay_inside_their_backend(path: Path) -> None:
         home = FOREIGN.get(imported.split(".")[0])
         if home is not None and layer(name) not in {
             "bridge",
-            "doctor",
+            "terminal.doctor",
             "bench.in_process.ceilings",
         }:
             assert within(name, home), f"{name} imports {imported}"

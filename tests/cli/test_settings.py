@@ -83,7 +83,7 @@ def test_what_a_command_has_no_use_for_is_passed_over(
     write("port = 1\nmax-tokens = 7\nbackend = 'fake'")
     seen: list[tuple[Config, int]] = []
     monkeypatch.setattr(
-        "pippin.terminal_chat.run_chat",
+        "pippin.terminal.chat.run_chat",
         lambda config, **own: seen.append((config, own["max_tokens"])),
     )
     output_of(capsys, "chat")

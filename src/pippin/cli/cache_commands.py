@@ -25,7 +25,7 @@ def of_server(*, url: str = "http://127.0.0.1:8000", flush: bool = False) -> Non
     flush
         Drop everything that no running request needs.
     """
-    from pippin.client import show_cache
+    from pippin.terminal.server_client import show_cache
 
     show_cache(url, flush=flush)
 
@@ -33,7 +33,7 @@ def of_server(*, url: str = "http://127.0.0.1:8000", flush: bool = False) -> Non
 @cache.command
 def show(*, cache_dir: CacheDir) -> None:
     """Show what a cache directory holds, by model. A server may run meanwhile."""
-    from pippin.cache_directory import show_directory
+    from pippin.terminal.cache_directory import show_directory
 
     show_directory(cache_dir)
 
@@ -44,7 +44,7 @@ def verify(*, cache_dir: CacheDir) -> None:
 
     A server may run meanwhile. Nothing is changed: a server drops what is damaged by itself.
     """
-    from pippin.cache_directory import verify_directory
+    from pippin.terminal.cache_directory import verify_directory
 
     raise SystemExit(verify_directory(cache_dir))
 
@@ -55,6 +55,6 @@ def empty(*, cache_dir: CacheDir) -> None:
 
     To empty a running server's, use `pippin cache --flush`.
     """
-    from pippin.cache_directory import empty_directory
+    from pippin.terminal.cache_directory import empty_directory
 
     empty_directory(cache_dir)

@@ -42,7 +42,7 @@ def chat(
     max_tokens
         Longest reply.
     """
-    from pippin.terminal_chat import run_chat
+    from pippin.terminal.chat import run_chat
 
     run_chat(config, url=url, system=system, temperature=temperature, max_tokens=max_tokens)
 
@@ -56,6 +56,6 @@ def doctor(config: Config, *, json: bool = False) -> None:
     json
         Print the findings as JSON.
     """
-    from pippin.doctor import run_doctor
+    from pippin.terminal.doctor import run_doctor
 
     raise SystemExit(run_doctor(config, as_json=json))

@@ -11,13 +11,14 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 
-from pippin import LLM, SamplingParams, doctor
+from pippin import LLM, SamplingParams
 from pippin.backends.host import host_memory_bytes
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.doctor import Finding
 from pippin.errors import LoadError
 from pippin.offline.requests import Completion
+from pippin.terminal import doctor
+from pippin.terminal.doctor import Finding
 from pippin.types import TokenLogprobs
 
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 
 from pippin import LLM, SamplingParams
-from pippin.client import ServerClient, api_key_of_environment
 from pippin.config import Config
 from pippin.errors import PippinError
+from pippin.terminal.server_client import ServerClient, api_key_of_environment
 
 PROMPT = "› "
 HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops a reply"

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from pippin.client import ServerClient, ServerError
-from pippin.terminal_chat import HELP, Conversation, ServerSpeaker
+from pippin.terminal.chat import HELP, Conversation, ServerSpeaker
+from pippin.terminal.server_client import ServerClient, ServerError
 
 
 class Echo:
