@@ -38,11 +38,11 @@ import numpy as np
 import xxhash
 
 from pippin.backends.base import Load, StepPlan
-from pippin.build import build_loop
+from pippin.engine.build import build_loop
 from pippin.cache.tiers.pieces import Piece, pieces, read
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.messages import Submit
-from pippin.resolve import resolve
+from pippin.startup.resolve import resolve
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.traffic.tier_traffic import TierTraffic
 from pippin.types import SamplingParams

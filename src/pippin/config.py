@@ -1,7 +1,7 @@
 """One Config of frozen sections; the command line is generated from these fields.
 
 The string after each field is its help text. `"auto"` is resolved once, at start-up, into a new
-Config (see `resolve.py`); nothing later looks at an unresolved value.
+Config (see `startup/resolve.py`); nothing later looks at an unresolved value.
 """
 
 from __future__ import annotations

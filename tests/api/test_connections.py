@@ -14,7 +14,7 @@ from scripted_engine import ScriptedEngine, hang, say, say_tokens, serving_alone
 
 from pippin.api.http import connection
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.launch import _listen
+from pippin.startup.launch import _listen
 from processes import PATIENCE_SECONDS, wait_until
 
 BODY = json.dumps({"model": "stories", "prompt": "Hi."}).encode()

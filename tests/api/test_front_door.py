@@ -14,7 +14,7 @@ from pippin.api.http.errors import Forbidden
 from pippin.api.http.keys import read_key_file
 from pippin.config import Config, ServerConfig
 from pippin.errors import LoadError
-from pippin.resolve import resolve
+from pippin.startup.resolve import resolve
 
 CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]}
 EVIL = "https://evil.example"

@@ -11,7 +11,7 @@ from pippin.config import Config
 def served_with(monkeypatch: pytest.MonkeyPatch, *argv: str) -> Config:
     """The Config that `pippin serve ARGV` starts the server with."""
     seen: list[Config] = []
-    monkeypatch.setattr("pippin.launch.run_server", seen.append)
+    monkeypatch.setattr("pippin.startup.launch.run_server", seen.append)
     with pytest.raises(SystemExit) as exited:
         cli.main(["serve", *argv])
     assert exited.value.code == 0

@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_served_is_one_line(
     def fail(config: Config) -> None:
         raise LoadError("no such model")
 
-    monkeypatch.setattr("pippin.launch.run_server", fail)
+    monkeypatch.setattr("pippin.startup.launch.run_server", fail)
     assert error_of(capsys, "serve") == (1, "pippin: no such model")
 
 
@@ -129,7 +129,9 @@ def test_memory_is_bytes_or_a_fraction(text: str, expected: float) -> None:
     assert isinstance(parse_memory(text), type(expected))
 
 
-@pytest.mark.parametrize("code", ["import pippin", "import pippin.launch", "import pippin.cli"])
+@pytest.mark.parametrize(
+    "code", ["import pippin", "import pippin.startup.launch", "import pippin.cli"]
+)
 def test_starting_up_loads_no_model_library(code: str) -> None:
     probe = (
         f"{code}\nimport sys\nprint([m for m in ('mlx', 'mlx_lm', 'torch') if m in sys.modules])"

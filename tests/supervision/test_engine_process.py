@@ -15,7 +15,7 @@ import pytest
 
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.messages import Answer, Failed, FromEngine, GetStatus, Ready, Submit, TokenBatch
-from pippin.resolve import resolve
+from pippin.startup.resolve import resolve
 from pippin.supervision import engine_process
 from pippin.supervision.connection import Connection
 from pippin.supervision.engine_process import EngineProcess, describe_exit
@@ -122,7 +122,7 @@ def test_the_engine_leaves_when_the_server_is_killed() -> None:
 import time
 from pippin.config import Config, ModelConfig
 from pippin.supervision.engine_process import EngineProcess
-from pippin.resolve import resolve
+from pippin.startup.resolve import resolve
 process = EngineProcess(resolve(Config(model=ModelConfig(backend="fake"))))
 print(process.process.pid, process.spec.socket_dir, flush=True)
 time.sleep(600)

@@ -17,7 +17,7 @@ from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.engine.engine_client import EngineClient
 from pippin.errors import EngineDead, LoadError
 from pippin.messages import Submit, TokenDelta
-from pippin.resolve import resolve
+from pippin.startup.resolve import resolve
 from pippin.supervision import supervisor as supervisor_module
 from pippin.supervision.engine_process import EngineProcess
 from pippin.supervision.supervisor import LONGEST_DELAY_SECONDS, Backoff, Supervisor

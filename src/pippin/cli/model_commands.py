@@ -15,7 +15,7 @@ CLIENT = Group("Client", sort_key=-1)
 @takes_config("model", "engine", "server", "limits")
 def serve(config: Config) -> None:
     """Serve a model with the OpenAI API until Ctrl-C."""
-    from pippin.launch import run_server
+    from pippin.startup.launch import run_server
 
     run_server(config)
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from pippin.checkpoint import HUB_ID, find_checkpoint
 from pippin.cli.config_file import SECRETS
 from pippin.cli.model_commands import serve
 from pippin.cli.options import SECTIONS
@@ -17,6 +16,7 @@ from pippin.config import Config
 from pippin.errors import ConfigError
 from pippin.service.definition import define
 from pippin.service.manager import Manager, manager_of
+from pippin.startup.checkpoint import HUB_ID, find_checkpoint
 
 service = App(
     name="service",

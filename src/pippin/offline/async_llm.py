@@ -52,8 +52,8 @@ from pippin.offline.requests import (
     offline_config,
     only_one,
 )
-from pippin.resolve import resolve
 from pippin.sequences import GeneratedSequence, SequencePiece
+from pippin.startup.resolve import resolve
 from pippin.tasks import all_or_none
 from pippin.text.bundle import TextBundle
 from pippin.types import SamplingParams

@@ -34,8 +34,8 @@ from pippin.offline.requests import (
     only_one,
 )
 from pippin.offline.router import Inbox, Router
-from pippin.resolve import resolve
 from pippin.sequences import GeneratedSequence, SequencePiece
+from pippin.startup.resolve import resolve
 from pippin.text.bundle import TextBundle
 from pippin.types import SamplingParams
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pippin.bench.results.report import PRINT_ONLY
-from pippin.checkpoint import find_checkpoint
 from pippin.cli.bench.parameters import Count, Files, Names, Numbers
 from pippin.cli.options import takes_config
 from pippin.config import Config
+from pippin.startup.checkpoint import find_checkpoint
 
 
 @takes_config("model", "engine", without=("prefix_cache",))  # every row is computed

@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from pippin.bench.results.report import PRINT_ONLY
-from pippin.checkpoint import find_checkpoint
 from pippin.cli.bench.parameters import Count, Files, Names, Numbers, Positive, Rates
 from pippin.cli.options import takes_config
 from pippin.config import Config, ModelConfig
-from pippin.resolve import choose_backend
+from pippin.startup.checkpoint import find_checkpoint
+from pippin.startup.resolve import choose_backend
 
 OptionString = Annotated[str, Parameter(allow_leading_hyphen=True)]
 BUNDLED = ModelConfig.model

@@ -10,9 +10,9 @@ from pathlib import Path
 from pippin.api.http.keys import read_key_file
 from pippin.backends.nvidia import compute_capability
 from pippin.backends.torch.config import read_config, read_shape, suit_kernels
-from pippin.checkpoint import find_checkpoint, model_name
 from pippin.config import BackendName, Config, EngineConfig
 from pippin.errors import LoadError
+from pippin.startup.checkpoint import find_checkpoint, model_name
 
 LEAST_CAPABILITY = (8, 0)
 NO_OPTIONS = EngineConfig()

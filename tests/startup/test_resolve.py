@@ -11,7 +11,7 @@ import pytest
 from bundled import BUNDLED_PATH
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.errors import LoadError
-from pippin.resolve import choose_backend, resolve
+from pippin.startup.resolve import choose_backend, resolve
 
 
 def test_a_missing_model_is_named_with_what_was_tried(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_a_missing_model_is_named_with_what_was_tried(tmp_path: Path) -> None:
 
 
 def test_resolve_decides_what_was_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pippin.resolve.compute_capability", lambda: None)
+    monkeypatch.setattr("pippin.startup.resolve.compute_capability", lambda: None)
     resolved = resolve(Config())
     assert resolved.model.backend == "mlx"
     assert Path(resolved.model.model, "model.safetensors").is_file()
@@ -42,7 +42,7 @@ class Installed:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self._folder = folder
         self._found: dict[str, SimpleNamespace] = {}
-        monkeypatch.setattr("pippin.resolve.find_spec", self._found.get)
+        monkeypatch.setattr("pippin.startup.resolve.find_spec", self._found.get)
 
     def add(self, package: str, library: str | None) -> None:
         place = self._folder / package
@@ -59,7 +59,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Installed:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pippin.resolve.compute_capability", lambda: (9, 0))
+    monkeypatch.setattr("pippin.startup.resolve.compute_capability", lambda: (9, 0))
 
 
 def test_auto_is_mlx_where_it_can_run(installed: Installed) -> None:
@@ -91,7 +91,9 @@ def test_auto_is_torch_on_an_nvidia_gpu(
     for options in (EngineConfig(wired=True), EngineConfig(buffer_limit=5)):
         assert choose_backend("auto", BUNDLED_PATH, options) == "mlx"
     for capability in (None, (7, 5)):
-        monkeypatch.setattr("pippin.resolve.compute_capability", lambda found=capability: found)
+        monkeypatch.setattr(
+            "pippin.startup.resolve.compute_capability", lambda found=capability: found
+        )
         assert choose_backend("auto", BUNDLED_PATH) == "mlx"
 
 

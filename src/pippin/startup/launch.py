@@ -28,7 +28,7 @@ from pippin.errors import LoadError
 from pippin.feed.trace import TraceFile
 from pippin.logs import configure_logging
 from pippin.messages import Ready
-from pippin.resolve import resolve
+from pippin.startup.resolve import resolve
 from pippin.supervision.supervisor import Supervisor
 from pippin.text.bundle import TextBundle
 

@@ -10,7 +10,7 @@ from pippin.config import ModelConfig
 from pippin.errors import LoadError
 from pippin.text.tokenizer import read_json
 
-CHECKOUT_MODELS = Path(__file__).parent / "models"  # in no wheel: 40 MB
+CHECKOUT_MODELS = Path(__file__).parents[1] / "models"  # in no wheel: 40 MB
 DEMO_PACKAGE = "pippin_demo"
 # What is read, and nothing else: no code, no second copy of the weights in another layout.
 HUB_FILES = ["model*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
