@@ -63,9 +63,15 @@ def pieces(match: Match, held: int, max_bytes: int) -> list[Piece]:
 
 
 def _spans(match: Match, component: Component) -> list[Span]:
-    parts = match.payloads.get(component, ())
-    assert all(isinstance(part, EntryPart) for part in parts)
-    return [part.span for part in parts if isinstance(part, EntryPart)]
+    """Parts of one entry that follow each other as one: an entry is read whole, and once."""
+    found: list[Span] = []
+    for part in match.payloads.get(component, ()):
+        assert isinstance(part, EntryPart)
+        span = part.span
+        if found and found[-1].entry is span.entry and found[-1].stop == span.start:
+            span = Span(span.entry, found.pop().start, span.stop)
+        found.append(span)
+    return found
 
 
 def _from(first: int, end: int, spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
