@@ -217,9 +217,7 @@ class TorchBackend:
         self._rows = Rows(self._pools, self._num_slots, self.spec.max_len)
         self._transfers = Transfers(self._pools, self._streams)
         self._captures = Captures(self._pools, self._rows)
-        self._fingerprints = (
-            Fingerprints(self._pools, self._streams) if self._takes_fingerprints else None
-        )
+        self._fingerprints = self._make_fingerprints() if self._takes_fingerprints else None
         self._draws = Draws(self._slots, self._future_map, self._pools, self._streams)
         parts = StepParts(
             self._pools,
@@ -265,6 +263,13 @@ class TorchBackend:
             prompt = PromptKernels(decoder, pools, table)
             graphs = ChunkGraphs(prompt, future, self._layout, recorder)
         return ChunkKernels(decoder, pools), steps, graphs
+
+    def _make_fingerprints(self) -> Fingerprints:
+        if not self._uses_kernels:
+            return Fingerprints(self._pools, self._streams)
+        from pippin.backends.torch.kernels.word_sums import sum_words
+
+        return Fingerprints(self._pools, self._streams, sum_words)
 
     def _shapes_to_warm_up(self) -> list[WarmUpShape]:
         if not self._uses_kernels:

@@ -7,7 +7,8 @@ word that has changed shows; words of one cell or slot that have changed places 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,8 +21,11 @@ from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, State
 from pippin.backends.torch.streams import Arrival, Streams
 from pippin.types import Payload
 
-MOST_BYTES = 32 << 20  # that are gathered at a time
+MOST_WORDS = 8 << 20  # that are gathered at a time
+LONG_RUN = 64 << 10  # words that are worth a launch of their own
 
+# Of int32 memory, the words from each start (int64, on the device) on: int64, one for each.
+SumWords = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Reader = Callable[[np.ndarray], None]  # of a payload's prints: int64, one for each token
 
 
@@ -43,9 +47,11 @@ class Launched:
 class Fingerprints:
     """Of a step what it makes is read with the next one's result: nobody waits for it."""
 
-    def __init__(self, pools: Pools, streams: Streams) -> None:
+    def __init__(self, pools: Pools, streams: Streams, sum_words: SumWords | None = None) -> None:
+        """`sum_words`: a kernel for it, where there is one."""
         self._pools = pools
         self._streams = streams
+        self._sum_words = sum_words
         self._launched: list[Launched] = []
         self._damaged: list[Damage] = []
 
@@ -59,11 +65,13 @@ class Fingerprints:
         """What an earlier step made; told with this one's result."""
         self._sum(step, step, [(payload, _comparer(payload, on_change)) for payload in payloads])
 
-    def compare_restored(self, step: int, slot: int, restore: Restore) -> None:
+    def compare_restored(self, step: int, restored: Iterable[tuple[int, Restore]]) -> None:
+        """By slot."""
         asked: list[tuple[Payload, Reader]] = []
-        for component, start, end, payload in restore.placed():
-            note = partial(self._note, Damage(slot, component, start, end))
-            asked.append((payload, _comparer(payload, note)))
+        for slot, restore in restored:
+            for component, start, end, payload in restore.placed():
+                note = partial(self._note, Damage(slot, component, start, end))
+                asked.append((payload, _comparer(payload, note)))
         self._sum(step, step, asked)
 
     def forget(self, step: int) -> None:
@@ -83,28 +91,53 @@ class Fingerprints:
         self._damaged.append(damage)
 
     def _sum(self, step: int, due: int, asked: Sequence[tuple[Payload, Reader]]) -> None:
-        if asked:
-            sums = torch.cat([part for payload, _ in asked for part in self._sums(payload)])
-            readers = [(payload.num_tokens, reader) for payload, reader in asked]
-            self._launched.append(Launched(step, due, self._streams.bring([sums]), readers))
-
-    def _sums(self, payload: Payload) -> Iterator[torch.Tensor]:
-        """int64 [tokens], in pieces."""
-        if isinstance(payload, KVPayload):
-            cells = payload.cells
-            size = max(MOST_BYTES * payload.num_tokens // payload.nbytes, 1)
-            for first in range(0, len(cells), size):
-                content = self._pools.cell_bytes(payload.kind, cells[first : first + size])
-                yield content.view(torch.int32).sum(dim=1)
+        """Few launches, however many payloads there are: runs of one length go together."""
+        if not asked:
             return
-        if isinstance(payload, StatePayload):
-            content = self._pools.state_bytes(payload.slab)
-        else:
-            assert isinstance(payload, HiddenPayload)
-            assert payload.hidden is not None
-            content = payload.hidden.contiguous().view(torch.uint8)
-        words = torch.int32 if content.nbytes % 4 == 0 else torch.uint8
-        yield content.view(words).sum().view(1)
+        runs: dict[int, list[np.ndarray]] = defaultdict(list)
+        readers: dict[int, list[tuple[int, Reader]]] = defaultdict(list)
+        sums: list[torch.Tensor] = []
+        order: list[tuple[int, Reader]] = []
+        for payload, reader in asked:
+            if isinstance(payload, HiddenPayload):
+                sums.append(_sum_hidden(payload))
+                order.append((1, reader))
+            else:
+                starts, num_words = self._runs(payload)
+                runs[num_words].append(starts)
+                readers[num_words].append((len(starts), reader))
+        for num_words, parts in runs.items():
+            sums += self._sum_runs(np.concatenate(parts), num_words)
+            order += readers[num_words]
+        self._launched.append(Launched(step, due, self._streams.bring([torch.cat(sums)]), order))
+
+    def _runs(self, payload: Payload) -> tuple[np.ndarray, int]:
+        """Where a payload's words lie: int64 starts, and how many from each on."""
+        layout = self._pools.layout
+        if isinstance(payload, KVPayload):
+            num_words = layout.cell_bytes(payload.kind) // 4
+            return payload.cells.astype(np.int64) * num_words, num_words
+        assert isinstance(payload, StatePayload)
+        num_words = layout.slab_bytes // 4
+        return np.array([payload.slab * num_words]), num_words
+
+    def _sum_runs(self, starts: np.ndarray, num_words: int) -> list[torch.Tensor]:
+        """int64, in pieces."""
+        memory = self._pools.memory.view(torch.int32)
+        if self._sum_words is not None:
+            return [self._sum_words(memory, self._pools.index(starts), num_words)]
+        if num_words >= LONG_RUN:
+            return [memory[start : start + num_words].sum().view(1) for start in starts]
+        lines, size = memory.view(-1, num_words), max(MOST_WORDS // num_words, 1)
+        pieces = (starts[i : i + size] // num_words for i in range(0, len(starts), size))
+        return [lines[self._pools.index(piece)].sum(dim=1) for piece in pieces]
+
+
+def _sum_hidden(payload: HiddenPayload) -> torch.Tensor:
+    assert payload.hidden is not None
+    content = payload.hidden.contiguous().view(torch.uint8)
+    words = torch.int32 if content.nbytes % 4 == 0 else torch.uint8
+    return content.view(words).sum().view(1)
 
 
 def _keeper(payload: Payload) -> Reader:

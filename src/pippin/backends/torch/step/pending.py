@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,10 +70,10 @@ class TorchPending:
             damaged=() if self.fingerprints is None else self.fingerprints.read(self.plan.step),
         )
 
-    def check_restored(self, slot: int, restore: Restore) -> None:
-        """Have what a row is restored from compared with what it was."""
+    def check_restored(self, restored: Iterable[tuple[int, Restore]]) -> None:
+        """Have what rows are restored from compared with what it was."""
         if self.fingerprints is not None:
-            self.fingerprints.compare_restored(self.plan.step, slot, restore)
+            self.fingerprints.compare_restored(self.plan.step, restored)
 
     def discard(self) -> None:
         if self.fingerprints is not None:
