@@ -96,7 +96,7 @@ class Engine:
         return reply
 
     def write_behind(self) -> None:
-        """All that the disk lacks."""
+        """All that the disk lacks, and until nothing is left to do."""
         while self.traffic.hurry() or not self.loop.idle:
             self.loop.step()
 
@@ -176,6 +176,7 @@ def run_phase(options: argparse.Namespace) -> dict[str, Any]:
             for name in ("loaded", "late_loads", "failed_loads", "declined_loads", "unreadable_entries")
         }
         again = engine.ask(f"again {number}", make_prompt(number, options))
+        engine.write_behind()
         reply["memory_ttft"] = again["ttft"]
         replies.append(reply)
     found = {
