@@ -261,10 +261,11 @@ def oracle(
     """The toy model run on one sequence, token by token: no slots, no cache, no scheduler."""
     sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": 4} | params))
     state, hashed, reply = 0, [], []
+    has_state = Component.STATE in components
 
     def run(token: int) -> int:
         hashed.append(placed(len(hashed), token))
-        return mix(state, token)
+        return mix(state, token) if has_state else 0
 
     for token in prompt:
         state = run(token)

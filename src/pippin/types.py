@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 GRID = 64  # tokens between checkpoints
@@ -19,6 +20,8 @@ class Component(enum.Enum):
     WINDOW = "window"  # KV of the last `window` tokens
     STATE = "state"  # recurrent state after the last token
     HIDDEN = "hidden"  # what the head reads after the last token of a prompt: enough to sample
+
+    __hash__ = object.__hash__  # each is there once: keys of many dictionaries, looked up each step
 
 
 class Payload(Protocol):
@@ -159,24 +162,24 @@ class ModelSpec:
     def _total(self, component: Component) -> int:
         return sum(layer.nbytes for layer in self.layers if layer.component is component)
 
-    @property
+    @cached_property
     def kv_bytes_per_token(self) -> int:
         return self._total(Component.ATTENTION)
 
-    @property
+    @cached_property
     def window_bytes_per_token(self) -> int:
         return self._total(Component.WINDOW)
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         return self._total(Component.STATE)
 
-    @property
+    @cached_property
     def window(self) -> int:
         """Tokens the widest sliding window looks back over; 0 without one."""
         return max((layer.window or 0 for layer in self.layers), default=0)
 
-    @property
+    @cached_property
     def components(self) -> tuple[Component, ...]:
         present = {layer.component for layer in self.layers}
         if self.hidden_bytes:

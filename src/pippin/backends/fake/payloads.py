@@ -41,12 +41,12 @@ class FakePayload:
 
     def write(self, content: list[int]) -> None:
         self.content = content
-        self.prints = [hash(value) for value in content]
+        self.prints = list(map(hash, content))
 
     @property
     def intact(self) -> bool:
         """Whether it holds what the device wrote."""
-        return self.prints == [hash(value) for value in self.read()]
+        return self.prints == list(map(hash, self.read()))
 
     def read(self) -> list[int]:
         if self.content is None:
