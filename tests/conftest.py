@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import ssl
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
-from hypothesis import Phase, settings
+from hypothesis import settings
 
 WHOLLY_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 LONGEST_FILES = (
@@ -27,10 +28,6 @@ LONGEST_FILES = (
 
 settings.register_profile("repeat", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
-# That a test fails is enough: no example is made smaller.
-settings.register_profile(
-    "notice", deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate)
-)
 settings.load_profile("repeat")
 
 try:
@@ -52,18 +49,31 @@ for part in ("connect", "read", "write", "pool"):
 # GPUs may round float32 products to ten bits: no tolerance here allows for that.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
-if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
-    # mlx builds kernels in the temporary directory and would load one that is half written.
-    directory = Path(tempfile.gettempdir(), f"pippin-tests-{worker}")
-    directory.mkdir(exist_ok=True)
-    tempfile.tempdir = os.environ["TMPDIR"] = str(directory)
+KERNELS: Path | None = None
+if (compiler := shutil.which("g++")) is not None and "PYTEST_XDIST_WORKER" in os.environ:
+    from pippin.native_kernels import cpu_identity, write_script
+
+    # Kernels are built once for all workers, and for the next run. mlx keeps them in the temporary
+    # directory and would load one that another process has half written: our g++ makes them whole.
+    home = Path(tempfile.gettempdir(), f"pippin-tests-{os.getuid()}")
+    KERNELS = home / cpu_identity(Path(compiler))
+    write_script(KERNELS / "bin" / "g++", compiler, flags="")
+    os.environ["PATH"] = os.pathsep.join([str(KERNELS / "bin"), os.environ["PATH"]])
+    os.environ["TMPDIR"] = str(KERNELS)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def user_directories_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """All but the kernels that the command builds for the CPU at hand."""
     with pytest.MonkeyPatch.context() as patch:
         for kind in ("cache", "config"):
-            patch.setenv(f"XDG_{kind.upper()}_HOME", str(tmp_path_factory.mktemp(kind)))
+            directory = tmp_path_factory.mktemp(kind)
+            patch.setenv(f"XDG_{kind.upper()}_HOME", str(directory))
+            if kind == "cache" and KERNELS is not None:
+                native = KERNELS / "native"
+                native.mkdir(exist_ok=True)
+                (directory / "pippin").mkdir()
+                (directory / "pippin" / "kernels").symlink_to(native)
         yield
 
 

@@ -66,7 +66,7 @@ def build_for_this_cpu() -> None:
     home = user_cache_path("pippin") / "kernels" / cpu_identity(Path(compiler))
     script = home / "bin" / "g++"
     try:
-        _write_script(script, compiler)
+        write_script(script, compiler)
     except OSError as error:
         logger.warning("kernels are built for any CPU: %s", error)
         return
@@ -96,12 +96,12 @@ def cpu_identity(compiler: Path) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
-def _write_script(path: Path, compiler: str) -> None:
-    """A compiler that does not know the flag still builds."""
+def write_script(path: Path, compiler: str, flags: str = FLAGS) -> None:
+    """A compiler that does not know the flags still builds."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_name(f"{path.name}-{os.getpid()}")
-    whole.write_text(SCRIPT.replace("$COMPILER", compiler).replace("$FLAGS", FLAGS))
+    whole.write_text(SCRIPT.replace("$COMPILER", compiler).replace("$FLAGS", flags))
     whole.chmod(0o755)
     whole.replace(path)  # other processes see all of it or nothing
