@@ -816,6 +816,7 @@ def test_a_backend_says_what_it_computes_on(make_backend: MakeBackend) -> None:
 
 
 @every_backend
+@pytest.mark.slow
 def test_many_steps_cross_every_internal_boundary(make_backend: MakeBackend) -> None:
     """Past the length of a decode tail, with two steps in flight and a join on the way."""
     prompt, late = make_tokens(60, 1), make_tokens(30, 2)

@@ -15,9 +15,12 @@ from pippin.cli import main
 from pippin.native_kernels import DIRECTORY, FLAGS
 from processes import environment, run_python
 
-pytestmark = pytest.mark.skipif(
-    platform.system() != "Linux" or shutil.which("g++") is None, reason="needs Linux and g++"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        platform.system() != "Linux" or shutil.which("g++") is None, reason="needs Linux and g++"
+    ),
+]
 
 COMPILE = """
 import os, tempfile

@@ -245,6 +245,7 @@ def test_what_goes_has_the_least_rank_of_all(
     assert taken == set(heaps)
 
 
+@pytest.mark.slow
 def test_of_many_ranks_that_are_out_of_date_a_few_are_corrected_and_the_least_goes() -> None:
     checked = CheckedCache([A, S])
     prompts = [[token] * 128 for token in range(3 * MAX_CANDIDATES)]

@@ -29,6 +29,7 @@ def examine(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     monkeypatch.setattr(doctor, "_examinations", lambda config: iter([("looking", look)]))
 
 
+@pytest.mark.slow
 def test_the_fast_recurrence_agrees_with_the_plain_one_here() -> None:
     (finding,) = doctor._recurrence()
     assert finding.ok, finding.value

@@ -19,6 +19,7 @@ from pippin.backends.mlx.device import on_cpu
 from processes import run_python
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="macOS has a fast BLAS of its own"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="the kernel is built with g++"),
 ]
@@ -74,7 +75,6 @@ def test_a_row_is_the_same_whoever_is_beside_it(multiply: Multiply) -> None:
     assert (multiply(x[:7], w) == together[:7]).all()
 
 
-@pytest.mark.slow
 def test_many_callers_at_once_get_their_own(multiply: Multiply) -> None:
     wrong: list[int] = []
 
