@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -29,13 +28,12 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.mark.slow
-def test_every_finished_reply_is_valid_and_a_cut_one_says_so(llm: LLM) -> None:
-    """Greedy and sampled in turn."""
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_every_finished_reply_is_valid_and_a_cut_one_says_so(
+    llm: LLM, params: SamplingParams
+) -> None:
     names = list(SCHEMAS)
-    asked = [
-        replace(params, max_tokens=96, json_schema=SCHEMAS[name])
-        for name, params in zip(names, itertools.cycle((GREEDY, SAMPLED)), strict=False)
-    ]
+    asked = [replace(params, max_tokens=96, json_schema=SCHEMAS[name]) for name in names]
     completions = llm.generate(["Once upon a time, in JSON: "] * len(names), asked)
     finished = 0
     for name, completion in zip(names, completions, strict=True):

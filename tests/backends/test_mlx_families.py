@@ -5,7 +5,6 @@ The reference is a second, untouched instance of the model with mlx-lm's own cac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -66,18 +65,6 @@ CROWD = (
     Case(17, 12, 72, logprobs=5),
     Case(70, 8, 73),
 )
-SHORT_TAIL = 16
-
-
-def shortened(case: Case) -> Case:
-    """The same around a tail of `SHORT_TAIL`, which is a quarter of the usual."""
-    return replace(
-        case, max_tokens=math.ceil(case.max_tokens / 4), joins_at=math.ceil(case.joins_at / 4)
-    )
-
-
-SHORT_CROWD = tuple(map(shortened, CROWD))
-SHAPES = ("qwen3_5", "gpt_oss", "falcon_h1", "deepseek_v3")  # one for each way to keep and attend
 
 
 def attend_as_a_kernel(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
@@ -171,29 +158,25 @@ def test_in_a_ragged_crowd_everyone_says_what_mlx_lm_says(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_and_padded_as_on_a_gpu_everyone_says_what_mlx_lm_says(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if family in SHAPES:
-        check(family, serve(family, CROWD, like_a_gpu=True))
-    else:
-        monkeypatch.setattr(arrays, "TAIL", SHORT_TAIL)
-        check(family, serve(family, SHORT_CROWD, like_a_gpu=True))
+def test_packed_and_padded_as_on_a_gpu_everyone_says_what_mlx_lm_says(family: str) -> None:
+    check(family, serve(family, CROWD, like_a_gpu=True))
 
 
 @pytest.mark.parametrize("path", [Path.JOINED, Path.PIECES])
 @pytest.mark.parametrize("kernel", [None, attend_joined], ids=["cohorts", "packed"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
 def test_however_layers_attend_everyone_says_what_mlx_lm_says(
-    family: str, kernel: AttendPacked | None, path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, kernel: AttendPacked | None, path: Path
 ) -> None:
     """Plain layers, windows, sinks; one row that grows alone, then a crowd."""
-    monkeypatch.setattr(arrays, "TAIL", SHORT_TAIL)
     loaded = served(family)
     _, calls = packed_rows(loaded.layout, loaded.forward)
     paths = AttentionPaths(kernel, dict.fromkeys(calls, only_way(path)))
-    for cases in ([Case(65, SHORT_TAIL + 4)], SHORT_CROWD):
+    for cases in ([Case(65, 80)], CROWD):
         check(family, serve(family, cases, like_a_gpu=True, attention=paths))
+
+
+SHAPES = ("qwen3_5", "gpt_oss", "falcon_h1", "deepseek_v3")  # one for each way to keep and attend
 
 
 @pytest.mark.parametrize("family", SHAPES)

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.slow
 
 POISON = 255  # a token whose embedding is not finite
 HARMLESS = 254
-TAIL = 24  # columns, so that few steps fill them
 # A hybrid of two kinds, one with windows, a plain one, one that attends in its own way.
 MODELS = ("qwen3_5", "falcon_h1", "gpt_oss", "llama", "deepseek_v3")
 
@@ -71,7 +70,7 @@ def replies_to(client: Client, name: str, token: int) -> list[Reply]:
 def test_a_request_that_is_not_a_number_changes_nothing_for_others(
     name: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrays, "TAIL", TAIL)
+    monkeypatch.setattr(arrays, "TAIL", 24)
     monkeypatch.setattr(cohorts, "COLUMN_STEP", 8)
     for module in (grouping, split_attention):
         monkeypatch.setattr(module, "SHARED_BLOCK", 8)
@@ -147,15 +146,14 @@ def speak(name: str, value: float | None) -> dict[int, list[int]]:
     if value is not None:
         poison(backend, 0, value)
     step(start=(5, 6), decode="134")
-    for _ in range(TAIL):  # past a flush
+    for _ in range(80):  # past a flush
         step(decode="13456")
     del said[2]
     return said
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_row_leaves_behind_spoils_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "TAIL", TAIL)
+def test_what_a_row_leaves_behind_spoils_nobody(name: str) -> None:
     expected = speak(name, None)
     assert speak(name, math.inf) == expected
     assert speak(name, math.nan) == expected

@@ -1,6 +1,5 @@
 """Warm == cold, token by token, on the bundled model and on every family.
 
-Every family diverges, asks again and goes on; what happens to the tree is seen on one of each kind.
 Each scenario also counts the prompt tokens that were really computed, and holds them to the bound:
 1 token of a shared prefix where all layers attend (windows included), 127 where some keep a state,
 and none of a prompt that was there as a whole.
@@ -16,7 +15,6 @@ from builders import Client
 from near_ties import assert_same
 from pippin.cache.components import ATTENTION, STATE, WINDOW
 from pippin.cache.eviction import Unit
-from reference import BUNDLED
 from serving import (
     ON_EITHER_BACKEND,
     TRIED_MOST,
@@ -40,9 +38,6 @@ FEW_OFFSETS = (63, 64, 65, 128)
 LENS = (2, 63, 64, 65, 127, 128, 129, 150)
 FEW_LENS = (64, 129)
 BASE_LEN = 140
-# What is cut and evicted depends on what a model keeps, not on its family: one of each kind, the
-# largest, and one that keeps latents.
-ONE_OF_EACH = (BUNDLED, *TRIED_MOST, "deepseek_v3")
 
 
 def ask_warm(client: Client, name: str, prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -104,7 +99,7 @@ def test_turns_find_the_replies_before_them(name: str) -> None:
         check_warm(client, name, histories, [len(a) for a in answered])
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", ON_EITHER_BACKEND)
 def test_siblings_that_branch_in_the_middle(name: str) -> None:
     """All at once: the first computes what they share, the others wait for it."""
     client = make_client(name)
@@ -116,7 +111,7 @@ def test_siblings_that_branch_in_the_middle(name: str) -> None:
     check_warm(client, name, twigs, [90, 101, 128, 150])
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", ON_EITHER_BACKEND)
 def test_after_eviction_of_the_middle_of_a_path(name: str) -> None:
     """States and windows go from the middle; attention KV only from the end."""
     client = make_client(name)
@@ -140,7 +135,7 @@ def test_after_eviction_of_the_middle_of_a_path(name: str) -> None:
     check_warm(client, name, prompts, [200, 270, 200])  # what was evicted has been filled in
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", ON_EITHER_BACKEND)
 def test_with_the_replys_state_evicted(name: str) -> None:
     client = make_client(name)
     base = make_prompt(name, 130, seed=71)
