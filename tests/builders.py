@@ -12,6 +12,7 @@ import numpy as np
 
 import pippin.scheduler.loop as loop_module
 from pippin.backends import fake
+from pippin.backends.base import Backend
 from pippin.backends.fake import FakeBackend, mix, placed
 from pippin.backends.masks import allowed_ids, num_words, pack
 from pippin.cache.canary import Canary
@@ -19,6 +20,7 @@ from pippin.cache.disk.base import EntryStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.courier import Courier
+from pippin.cache.tiers.kinds import DISK, HOST
 from pippin.cache.tiers.tiers import Tiers
 from pippin.decode.grammar import Grammar
 from pippin.messages import Submit, TokenDelta
@@ -26,6 +28,8 @@ from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.pace import Pace
 from pippin.scheduler.scheduler import Scheduler
+from pippin.scheduler.traffic.stacked_traffic import StackedTraffic
+from pippin.scheduler.traffic.tier_traffic import TierTraffic
 from pippin.types import GRID, Component, FinishReason, SamplingParams, TokenLogprobs
 
 ALL = (Component.ATTENTION, Component.WINDOW, Component.STATE)
@@ -76,10 +80,11 @@ def make_scheduler(
     forced_chunks: bool = True,
     capacity_bytes: int = AMPLE_BYTES,
     store: EntryStore | None = None,
+    host: EntryStore | None = None,
     workers: Executor | None = None,
     batch_bytes: int = 1 << 20,
 ) -> Scheduler:
-    """`store`: with a tier on disk; `workers`: in place of its threads."""
+    """`store`: with a tier on disk; `host`: in the host's memory; `workers`: for their threads."""
     spec = backend.spec
     policy = CheckpointPolicy(spec.state_bytes, spec.kv_bytes_per_token)
     prefix_cache = PrefixCache(
@@ -98,23 +103,58 @@ def make_scheduler(
         forced_chunks=forced_chunks,
         capacity_bytes=capacity_bytes,
     )
-    tiers = courier = None
-    if store is not None:
-        courier = Courier(store, writer=workers, reader=workers)
-        tiers = Tiers(
-            prefix_cache,
-            store,
-            spec,
-            backend.payload_arrays,
-            canary=Canary("raise"),
-            batch_bytes=batch_bytes,
-            on_grid=deterministic,
-        )
-    scheduler = Scheduler(
-        backend, limits, prefix_cache if cache else None, tiers=tiers, courier=courier
+    tiers = make_tiers(
+        backend,
+        prefix_cache,
+        host=host,
+        disk=store,
+        workers=workers,
+        batch_bytes=batch_bytes,
+        on_grid=deterministic,
     )
+    scheduler = Scheduler(backend, limits, prefix_cache if cache else None, tiers=tiers)
     scheduler.pace = FixedPace(chunk)
     return scheduler
+
+
+def make_tiers(
+    backend: Backend,
+    memory: PrefixCache,
+    *,
+    host: EntryStore | None = None,
+    disk: EntryStore | None = None,
+    workers: Executor | None = None,
+    batch_bytes: int = 1 << 20,
+    on_grid: bool = False,
+) -> list[tuple[Tiers, Courier]]:
+    """Below memory, as an engine has them."""
+    stores = [(HOST, host), (DISK, disk)]
+    there = [(kind, store) for kind, store in stores if store is not None]
+    return [
+        (
+            Tiers(
+                memory,
+                store,
+                backend.spec,
+                backend.payload_arrays,
+                canary=Canary("raise"),
+                batch_bytes=batch_bytes,
+                kind=kind,
+                level=level,
+                on_grid=on_grid,
+            ),
+            Courier(store, allocate=backend.host_memory, writer=workers, reader=workers),
+        )
+        for level, (kind, store) in enumerate(there)
+    ]
+
+
+def flows_of(scheduler: Scheduler) -> list[TierTraffic]:
+    """The traffic of each tier, the fastest first."""
+    traffic = scheduler.traffic
+    if isinstance(traffic, StackedTraffic):
+        return list(traffic.tiers)
+    return [traffic] if isinstance(traffic, TierTraffic) else []
 
 
 def make_loop(
@@ -142,6 +182,7 @@ class Reply:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int | None = None
+    host_tokens: int = 0
     disk_tokens: int = 0
     finish: FinishReason | None = None
     error: str | None = None
@@ -152,6 +193,7 @@ class Reply:
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs or []
         self.prompt_logprobs += delta.prompt_logprobs or []
+        self.host_tokens += delta.host_tokens
         self.disk_tokens += delta.disk_tokens
         if delta.cached_tokens is not None:
             assert self.cached_tokens is None, "cached_tokens is announced once"
@@ -234,9 +276,9 @@ def check_idle(client: Client) -> None:
     if scheduler.cache is not None:
         assert not scheduler.cache._locks
         scheduler.cache.check_integrity()
-    if scheduler.tiers is not None:
-        assert not scheduler.tiers.disk.cache._locks
-        scheduler.tiers.check_integrity()
+    for tiers, _ in scheduler.tiers:
+        assert not tiers.below.cache._locks
+        tiers.check_integrity()
     held = scheduler.cache.nbytes if scheduler.cache is not None else 0
     assert client.backend.ledger.nbytes == held, "a payload was lost"
     for reply in client.replies.values():

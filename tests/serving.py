@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from builders import AMPLE_BYTES, Client, FixedPace, Reply
+from builders import AMPLE_BYTES, Client, FixedPace, Reply, make_tiers
 from bundled import load_bundled
 from families import FAMILIES, build
 from pippin.backends.mlx.backend import MLXBackend
@@ -27,8 +27,6 @@ from pippin.cache.disk.base import EntryStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.radix import Node, as_tokens
-from pippin.cache.tiers.courier import Courier
-from pippin.cache.tiers.tiers import Tiers
 from pippin.engine.build_tiers import tier_batch_bytes
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
@@ -83,8 +81,10 @@ def make_client(
     canary: Canary | None = None,
     model: LoadedModel | None = None,
     store: EntryStore | None = None,
+    host: EntryStore | None = None,
 ) -> Client:
-    """`store`: with a tier on disk, from which a load is always worth its while."""
+    """`store`: with a tier on disk, `host`: in the host's memory, from which a load is always worth
+    its while."""
     backend = make_backend(name, num_slots, model, pool_bytes=capacity_bytes)
     spec = backend.spec
     prefix_cache = PrefixCache(
@@ -95,22 +95,11 @@ def make_client(
         policy=CheckpointPolicy(spec.state_bytes, spec.kv_bytes_per_token),
     )
     limits = Limits(max_running=num_slots, prefill_tokens=chunk, capacity_bytes=capacity_bytes)
-    tiers = courier = None
-    if store is not None:
-        courier = Courier(store, allocate=backend.host_memory)
-        tiers = Tiers(
-            prefix_cache,
-            store,
-            spec,
-            backend.payload_arrays,
-            canary=Canary("raise"),
-            batch_bytes=tier_batch_bytes(backend, capacity_bytes=0),
-        )
-    scheduler = Scheduler(
-        backend, limits, prefix_cache if cache else None, tiers=tiers, courier=courier
-    )
+    batch_bytes = tier_batch_bytes(backend, capacity_bytes=0)
+    tiers = make_tiers(backend, prefix_cache, host=host, disk=store, batch_bytes=batch_bytes)
+    scheduler = Scheduler(backend, limits, prefix_cache if cache else None, tiers=tiers)
     scheduler.pace = FixedPace(chunk)
-    if store is not None:
+    if tiers:
         scheduler.pace.compute_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
     return Client(Loop(scheduler, backend, overlap=overlap))
 

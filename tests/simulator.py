@@ -20,7 +20,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from builders import Client, Reply, ToyGrammar, check_idle, loop_clock, make_prompt, oracle
+from builders import (
+    Client,
+    Reply,
+    ToyGrammar,
+    check_idle,
+    flows_of,
+    loop_clock,
+    make_prompt,
+    make_tiers,
+    oracle,
+)
 from damage import damage
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
@@ -28,10 +38,10 @@ from pippin.cache.canary import Canary
 from pippin.cache.disk.base import Destination
 from pippin.cache.disk.entries import Bytes, Entry, Key, Loaded
 from pippin.cache.disk.memory import MemoryStore
+from pippin.cache.host.host_store import HostStore, Loan
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.courier import Courier
-from pippin.cache.tiers.tiers import Tiers
+from pippin.cache.tiers.courier import plain_memory
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
 from pippin.scheduler.scheduler import Scheduler
@@ -210,6 +220,31 @@ class SimulatedDisk(MemoryStore):
         return super().read(keys, into)
 
 
+class SimulatedHost(HostStore):
+    """Has no room now and then, and bits of what it holds change."""
+
+    def __init__(self, rng: random.Random, max_bytes: int, batch_bytes: int) -> None:
+        super().__init__(max_bytes, plain_memory, batch_bytes)
+        self._rng = rng
+        self._fault_rate = rng.choice((0.0, 0.0, 0.02, 0.2))
+
+    @classmethod
+    def draw(cls, seed: str, batch_bytes: int) -> SimulatedHost | None:
+        """Every second world has one. Its numbers are its own: the other worlds stay the same."""
+        rng = random.Random(f"host {seed}")
+        num_batches = rng.choice((0, 0, 0, 3, 20, 100))
+        return cls(rng, num_batches * 2 * batch_bytes, batch_bytes) if num_batches else None
+
+    def write(self, entry: Entry, data: Sequence[Bytes]) -> bool:
+        return self._rng.random() >= self._fault_rate and super().write(entry, data)
+
+    def lend(self, key: Key) -> Loan | None:
+        if self._rng.random() < self._fault_rate and key in self._places:
+            area = self._places[key]
+            area.memory[area.kept[key].at] ^= 1 << self._rng.randrange(8)
+        return super().lend(key)
+
+
 class SimulatedBackend(FakeBackend):
     """Finishes when it likes, takes time on a clock of its own, and fails when it is told to."""
 
@@ -295,6 +330,7 @@ class World:
         self.disk = None
         if setting.cached and setting.disk_bytes is not None:
             self.disk = SimulatedDisk(self.rng, setting.disk_bytes, setting.disk_fault_rate)
+        self.host: SimulatedHost | None = None  # of the engine that runs
         self.workers = Workers()
         self.client = Client(self._make_loop(self.backend))
         self._num_faults = 0  # in a row
@@ -322,21 +358,23 @@ class World:
             deterministic=setting.deterministic,
             capacity_bytes=setting.capacity_bytes,
         )
-        tiers = courier = None
-        if cache is not None and self.disk is not None:
-            courier = Courier(self.disk, writer=self.workers, reader=self.workers)
-            tiers = Tiers(
+        tiers = []
+        if cache is not None:
+            batch_bytes = self.rng.choice((1_000, 100_000)) if self.disk is not None else 1_000
+            self.host = SimulatedHost.draw(f"{self.seed} {self.steps_run}", batch_bytes)
+            tiers = make_tiers(
+                backend,
                 cache,
-                self.disk,
-                spec,
-                backend.payload_arrays,
-                canary=Canary("raise"),
-                batch_bytes=self.rng.choice((1_000, 100_000)),
+                host=self.host,
+                disk=self.disk,
+                workers=self.workers,
+                batch_bytes=batch_bytes,
                 on_grid=setting.deterministic,
             )
-        scheduler = Scheduler(backend, limits, cache, tiers=tiers, courier=courier)
-        if tiers is not None:
-            scheduler.traffic.clock = lambda: backend.now
+        scheduler = Scheduler(backend, limits, cache, tiers=tiers)
+        for flow in flows_of(scheduler):
+            flow.clock = lambda: backend.now
+        if tiers:
             scheduler.traffic.wait = lambda seconds: self._wait(backend, seconds)
         return Loop(scheduler, backend, overlap=setting.overlap)
 
@@ -494,8 +532,8 @@ class World:
         assert scheduler.slots.num_free + len(scheduler.holdings) == scheduler.slots.num_slots
         if scheduler.cache is not None and self.steps_run % SWEEP_EVERY == 0:
             scheduler.cache.check_integrity()
-            if scheduler.tiers is not None:
-                scheduler.tiers.check_integrity()
+            for tiers, _ in scheduler.tiers:
+                tiers.check_integrity()
 
     def _restart(self) -> None:
         """Another engine finds what this one wrote: killed, or stopped in good order."""
@@ -514,7 +552,8 @@ class World:
                 reply = client.ask(ask.prompt, **ask.kwargs)
                 right = (reply.tokens, reply.finish) == ask.expected
                 assert right or self._may_fail(ask), f"{ask.reply.id}: other tokens after a restart"
-            client.loop.scheduler.tiers.check_integrity()
+            for tiers, _ in client.loop.scheduler.tiers:
+                tiers.check_integrity()
 
     def _check_end(self) -> None:
         failure = self.client.loop.failure

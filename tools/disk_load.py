@@ -101,7 +101,7 @@ class Engine:
             self.loop.step()
 
     def counters(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.traffic.counters()
+        found: dict[str, Any] = self.traffic.counters()["disk"]
         return found
 
     def _stages(self, began: float, ttft: float) -> dict[str, float]:
@@ -252,7 +252,7 @@ def stages_alone(
     """Name, seconds and bytes of each part of a load, one after the other, nothing beside it."""
     threads = min(8, os.cpu_count() or 1)
     tiers, backend = engine.traffic.tiers, engine.loop.backend
-    wanted = pieces(tiers.disk.cache.match_prompt(prompt), 0, tiers.batch_bytes)
+    wanted = pieces(tiers.below.cache.match_prompt(prompt), 0, tiers.batch_bytes)
     nbytes = sum(piece.nbytes for piece in wanted)
     held = backend.host_memory(nbytes)
     held[:] = 0

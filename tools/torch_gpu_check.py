@@ -11,12 +11,14 @@
     waits       nothing between a plan and its launch waits for the device
     decode, prefill    Qwen3.5-0.8B's shape in bfloat16, random weights
     churn       the same shape served to 64 clients
+    host        prompts that come back from pinned memory of the host: the same tokens, both times,
+                and the gaps of streams meanwhile
     recurrence, profile, products    where time goes, and what other sizes of kernels would take;
                 only where they are asked for
 
 Every section stands alone: one that fails prints why, and the next one runs. What failed is told at
-the end, and by the exit status. Needs torch, triton, safetensors and numpy, and `churn` all of
-pippin[torch]; nothing is downloaded.
+the end, and by the exit status. Needs torch, triton, safetensors and numpy, and `host` and `churn`
+all of pippin[torch]; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch
 
 from torch_gpu.right import correct
 from torch_gpu.chunks import chunks
+from torch_gpu.host import host
 from torch_gpu.races import races, waits
 from torch_gpu.speed import churn, decode, prefill
 from torch_gpu.tuning import products, profile, recurrence
@@ -75,6 +78,7 @@ USUAL = {
     "waits": waits,
     "decode": decode,
     "prefill": prefill,
+    "host": host,
     "churn": churn,
 }
 SECTIONS = USUAL | {"recurrence": recurrence, "profile": profile, "products": products}

@@ -80,6 +80,10 @@ class EngineConfig:
     memory: str = "auto"
     """Byte budget for weights, KV, states and work space: bytes ("6GB") or a fraction ("0.7")."""
 
+    host_cache: str | None = None
+    """Bytes of the host's memory for cached prefixes that the device has no room for ("32GB").
+    Pinned at start. For GPUs with a memory of their own, by torch."""
+
     cache_dir: str | None = None
     """Directory of a prefix cache that outlives the process; needs `disk`. One server each."""
 
@@ -110,9 +114,9 @@ class EngineConfig:
             parse_memory(self.memory)
         if self.canary != "off" and not self.prefix_cache:
             raise ConfigError("canary checks the prefix cache, which is switched off")
-        self._check_disk()
+        self._check_tiers()
 
-    def _check_disk(self) -> None:
+    def _check_tiers(self) -> None:
         if (self.cache_dir is None) != (self.disk is None):
             given, lacking = (
                 ("disk", "cache_dir") if self.cache_dir is None else ("cache_dir", "disk")
@@ -122,6 +126,10 @@ class EngineConfig:
             parse_bytes("disk", self.disk)
             if not self.prefix_cache:
                 raise ConfigError("cache_dir keeps the prefix cache, which is switched off")
+        if self.host_cache is not None:
+            parse_bytes("host_cache", self.host_cache)
+            if not self.prefix_cache:
+                raise ConfigError("host_cache keeps the prefix cache, which is switched off")
 
 
 @dataclass(frozen=True)

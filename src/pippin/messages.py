@@ -79,7 +79,8 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # with the first delta; [0] is position 1
     cached_tokens: int | None = None  # with the first delta: prompt tokens not computed
-    disk_tokens: int = 0  # of these, read from disk
+    host_tokens: int = 0  # of these, loaded from the host's memory
+    disk_tokens: int = 0  # and from disk
     queued_s: float | None = None  # with the first delta: how long it waited to be started
     embedding: bytes | None = None  # float32 [hidden], as the head read it; with the terminal one
     finish: FinishReason | None = None

@@ -108,7 +108,8 @@ class EngineMetrics:
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    disk_tokens: int = 0  # of these, read from disk
+    host_tokens: int = 0  # of these, loaded from the host's memory
+    disk_tokens: int = 0  # and from disk
     computed_tokens: int = 0  # prompt tokens run through the model
     generated_tokens: int = 0
     forced_tokens: int = 0  # of these, known from a grammar before they were drawn
@@ -159,6 +160,7 @@ class EngineMetrics:
             "steps": self.steps,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
+            "host_tokens": self.host_tokens,
             "disk_tokens": self.disk_tokens,
             "computed_tokens": self.computed_tokens,
             "generated_tokens": self.generated_tokens,

@@ -130,7 +130,8 @@ class GeneratedSequence:
         self.prompt = prompt
         self.submit = submit
         self.cached_tokens = 0
-        self.disk_tokens = 0  # of these, read from disk
+        self.host_tokens = 0  # of these, loaded from the host's memory
+        self.disk_tokens = 0  # and from disk
         self.queued_s: float | None = None
         self.finish: Literal["stop", "length"] | None = None  # None: it goes on, or was cut off
         self.prompt_logprobs: list[TokenLogprobs] | None = None
@@ -167,6 +168,7 @@ class GeneratedSequence:
         is_first, self._began = not self._began, True
         if is_first:
             self.cached_tokens = delta.cached_tokens or 0
+            self.host_tokens = delta.host_tokens
             self.disk_tokens = delta.disk_tokens
             self.queued_s = delta.queued_s
             self.prompt_logprobs = delta.prompt_logprobs

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 GRID = 64  # tokens between checkpoints
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+TierName = Literal["host", "disk"]  # of what lies below the device's memory; the fastest first
 
 
 class Component(enum.Enum):

@@ -1,4 +1,4 @@
-"""Random operations on two tiers, compared with sets of prefixes.
+"""Random operations on two and three tiers, compared with sets of prefixes.
 
 A payload's bytes name the prefixes that it covers, so what is read back is what was written, of the
 right tokens, or the test fails.
@@ -16,11 +16,13 @@ from naive_cache import A, CheckedCache, H, Piece, Prefix, S, W
 from pippin.cache.canary import Canary
 from pippin.cache.disk.entries import ArraySpec, Bytes, Key
 from pippin.cache.disk.memory import MemoryStore
-from pippin.cache.tiers.courier import plain_memory
+from pippin.cache.host.host_store import HostStore
+from pippin.cache.tiers.courier import Courier, plain_memory
+from pippin.cache.tiers.kinds import DISK, HOST, TierKind
 from pippin.cache.tiers.pieces import Piece as DiskPiece
-from pippin.cache.tiers.pieces import num_bytes, read
 from pippin.cache.tiers.tiers import Tiers
 from pippin.types import Component, LayerSpec, ModelSpec
+from simulator import Workers
 
 LAYOUTS = [(A,), (A, S), (A, W), (A, W, S), (S,), (W, S), (A, S, H), (A, H), (A, W, S, H)]
 WINDOW = 5
@@ -43,40 +45,46 @@ def marks(prefixes: list[Prefix], component: Component) -> list[Bytes]:
     return [names.view(np.uint8)]
 
 
+Store = MemoryStore | HostStore
+
+
 @dataclass
-class TwoTiers:
-    components: tuple[Component, ...]
+class LowerTier:
+    """One tier below memory, and what it must have."""
+
+    checked: CheckedCache
+    store: Store
     rng: random.Random
-    store: MemoryStore = field(default_factory=lambda: MemoryStore(b"m", 1 << 30))
+    kind: TierKind
+    level: int
 
     def __post_init__(self) -> None:
-        self.window = WINDOW if W in self.components else 0
-        self.restart()
-
-    def restart(self) -> None:
-        self.checked = CheckedCache(self.components, window=self.window)
+        self.components, self.window = self.checked.components, self.checked.window
         layers = tuple(
             LayerSpec(i, c, 1, self.window if c is W else None)
             for i, c in enumerate(self.components)
             if c is not H
         )
-        spec = ModelSpec("m", 9, 999, layers, hidden_bytes=H in self.components)
         self.tiers = Tiers(
             self.checked.cache,
             self.store,
-            spec,
+            ModelSpec("m", 9, 999, layers, hidden_bytes=H in self.components),
             format,
             canary=Canary("raise"),
             batch_bytes=self.rng.choice((2_000, 100_000)),
+            kind=self.kind,
+            level=self.level,
         )
+        self.workers = Workers()
+        self.courier = Courier(self.store, writer=self.workers, reader=self.workers)
         self.tell_store()
 
-    # --- what the disk must have, by brute force ---
+    # --- what it must have, by brute force ---
 
-    def on_disk(self) -> dict[Component, set[Prefix]]:
+    def held(self) -> dict[Component, set[Prefix]]:
         """Of what the tree names, not of what the store has: that may be more for a moment."""
         found: dict[Component, set[Prefix]] = {c: set() for c in self.components}
-        for node in self.tiers.disk.cache.nodes():
+        for node in self.tiers.below.cache.nodes():
             path = tuple(t for n in reversed(list(node.ancestors())) for t in n.token_ids.tolist())
             for component, payload in zip((A, W, S, H), node.payloads, strict=True):
                 if payload is None:
@@ -86,8 +94,8 @@ class TwoTiers:
         return found
 
     def expected(self, tokens: list[int]) -> int:
-        """The longest prefix that every component can restore from disk."""
-        held = self.on_disk()
+        """The longest prefix that every component can restore from here."""
+        held = self.held()
         whole = H not in self.components or tuple(tokens) in held[H]
         for length in range(len(tokens) - (not whole or H not in self.components), 0, -1):
             prefixes = [tuple(tokens[: i + 1]) for i in range(length)]
@@ -101,25 +109,20 @@ class TwoTiers:
 
     # --- operations ---
 
-    def insert(self, tokens: list[int]) -> None:
-        start = min(self.checked.cache.num_held(np.array(tokens)), len(tokens))
-        start = self.rng.randrange(start + 1)
-        states = {len(tokens), self.rng.randrange(1, len(tokens) + 1)}
-        self.checked.insert(tokens, start, states, hidden=self.rng.random() < 0.5)
-
     def spill(self, tokens: list[int]) -> None:
         runs = self.tiers.missing(np.array(tokens))
         entries = self.tiers.entries(np.array(tokens), runs)
-        self.store.fails = self.rng.random() < 0.1
+        fails = self.rng.random() < 0.1
         kept: list[bool] = []
         for run, entry in zip(runs, entries, strict=True):
             prefixes: list[Prefix] = []
             for payload in run.payloads:
                 assert isinstance(payload, Piece)
                 prefixes += payload.prefixes
-            kept.append(all(kept) and self.store.write(entry, marks(prefixes, run.component)))
+            wanted = all(kept) and not fails
+            kept.append(wanted and self.store.write(entry, marks(prefixes, run.component)))
         self.tiers.wrote(np.array(tokens), entries, kept)
-        self.store.fails = False
+        self.tell_store()
 
     def load(self, tokens: list[int]) -> None:
         found = self.tiers.find(np.array(tokens))
@@ -136,13 +139,16 @@ class TwoTiers:
 
     def read(self, tokens: list[int], piece: DiskPiece) -> None:
         specs = format(piece.component, piece.num_tokens)
-        arrays = read(self.store, piece, specs, plain_memory(num_bytes(specs)))
-        assert isinstance(arrays, tuple)
+        buffer = self.courier.take_buffer(piece, specs)
+        reading = self.courier.read(piece, specs, buffer)
+        self.workers.advance()
+        arrays = reading.result().arrays
         divides = piece.component in (A, W)
         ends = range(piece.start + 1, piece.end + 1) if divides else [piece.end]
         prefixes = [tuple(tokens[:end]) for end in ends]
         for array, wanted in zip(arrays, marks(prefixes, piece.component), strict=True):
             assert array.tobytes() == wanted.tobytes()
+        self.courier.give_back(buffer, reading)
         path, ledger, cache = tokens[: piece.end], self.checked.ledger, self.checked.cache
         if piece.component is S:
             cache.insert(np.array(path), piece.end, {}, {piece.end: ledger.state(path, piece.end)})
@@ -158,17 +164,62 @@ class TwoTiers:
         if keys:
             lost = [self.rng.choice(keys)]
             self.store.forget(lost)
-            self.tiers.disk.lose(lost, unreadable=self.rng.random() < 0.5)
+            self.tiers.below.lose(lost, unreadable=self.rng.random() < 0.5)
             self.tell_store()
 
     def tell_store(self) -> None:
-        self.store.forget(self.tiers.disk.settle())
+        self.tiers.below.lose(self.store.take_lost())
+        self.store.forget(self.tiers.below.settle())
+
+    def check(self) -> None:
+        self.tiers.check_integrity()
+        kept: set[Key] = {entry.key for entry in self.store.entries()}
+        assert set(self.tiers.below._owned) <= kept, "the tree names what the store does not have"
+
+
+@dataclass
+class Tiered:
+    """A cache in memory, and tiers below it: `host_bytes` of the host's, and a disk."""
+
+    components: tuple[Component, ...]
+    rng: random.Random
+    host_bytes: int = 0
+    disk: MemoryStore = field(default_factory=lambda: MemoryStore(b"m", 1 << 30))
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """What is on disk is found again; what was in memory, here or there, is not."""
+        window = WINDOW if W in self.components else 0
+        self.checked = CheckedCache(self.components, window=window)
+        stores: list[tuple[Store, TierKind]] = [(self.disk, DISK)]
+        if self.host_bytes:
+            stores.insert(0, (HostStore(self.host_bytes, plain_memory, 8_000), HOST))
+        self.tiers = [
+            LowerTier(self.checked, store, self.rng, kind, level)
+            for level, (store, kind) in enumerate(stores)
+        ]
+
+    def insert(self, tokens: list[int]) -> None:
+        start = min(self.checked.cache.num_held(np.array(tokens)), len(tokens))
+        start = self.rng.randrange(start + 1)
+        states = {len(tokens), self.rng.randrange(1, len(tokens) + 1)}
+        self.checked.insert(tokens, start, states, hidden=self.rng.random() < 0.5)
+
+    def spill(self, tokens: list[int]) -> None:
+        for tier in self.tiers:
+            tier.spill(tokens)
+
+    def load(self, tokens: list[int]) -> None:
+        """As requests do: what the fastest has, then what the next has beyond that."""
+        for tier in self.tiers:
+            tier.load(tokens)
 
     def check(self) -> None:
         self.checked.check()
-        self.tiers.check_integrity()
-        kept: set[Key] = {entry.key for entry in self.store.entries()}
-        assert set(self.tiers.disk._owned) <= kept, "the tree names what the store does not have"
+        for tier in self.tiers:
+            tier.check()
 
 
 @pytest.mark.parametrize(
@@ -176,10 +227,13 @@ class TwoTiers:
     [*(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[:-1]), LAYOUTS[-1]],
     ids=lambda c: "-".join(x.value for x in c),
 )
-def test_two_tiers_agree_with_sets_of_prefixes(components: tuple[Component, ...]) -> None:
+@pytest.mark.parametrize("host_bytes", [0, 40_000], ids=["two", "three"])
+def test_tiers_agree_with_sets_of_prefixes(
+    components: tuple[Component, ...], host_bytes: int
+) -> None:
     for seed in range(2):
         rng = random.Random(seed)
-        two = TwoTiers(components, rng)
+        tiered = Tiered(components, rng, host_bytes)
         known: list[list[int]] = []
         for _ in range(30):
             base = (
@@ -189,26 +243,26 @@ def test_two_tiers_agree_with_sets_of_prefixes(components: tuple[Component, ...]
             known.append(tokens)
             match rng.randrange(8):
                 case 0 | 1 | 2:
-                    two.insert(tokens)
-                    two.spill(tokens)
+                    tiered.insert(tokens)
+                    tiered.spill(tokens)
                 case 3:
-                    two.spill(rng.choice(known))
+                    rng.choice(tiered.tiers).spill(rng.choice(known))
                 case 4:
-                    two.load(rng.choice(known))
+                    tiered.load(rng.choice(known))
                 case 5:
-                    two.checked.evict(rng.randrange(2_000))
+                    tiered.checked.evict(rng.randrange(2_000))
                 case 6:
-                    two.lose()
+                    rng.choice(tiered.tiers).lose()
                 case 7 if rng.random() < 0.3:
-                    two.restart()
-            two.check()
-            two.load(rng.choice(known))
-            two.check()
+                    tiered.restart()
+            tiered.check()
+            tiered.load(rng.choice(known))
+            tiered.check()
 
 
 def test_parts_of_an_entry_are_read_into_one_buffer() -> None:
     """A sequence that leaves another one inside of its entry."""
-    two = TwoTiers((A,), random.Random(0))
+    two = Tiered((A,), random.Random(0))
     long = list(range(100))
     fork = [*range(60), *range(200, 240)]
     for tokens in (long, fork):
@@ -221,19 +275,20 @@ def test_parts_of_an_entry_are_read_into_one_buffer() -> None:
 
 
 def test_what_is_lost_while_somebody_reads_it_is_offered_to_nobody_else() -> None:
-    two = TwoTiers((A,), random.Random(0))
+    two = Tiered((A,), random.Random(0))
     tokens = list(range(100))
     two.checked.insert(tokens, 0)
     two.spill(tokens)
     two.checked.flush()
-    found = two.tiers.find(np.array(tokens))
+    (disk,) = two.tiers
+    found = disk.tiers.find(np.array(tokens))
     assert found is not None
-    lock = two.tiers.disk.cache.lock(found.match)
-    two.tiers.disk.lose([entry.key for entry in two.store.entries()])
-    two.tell_store()
-    assert two.tiers.disk.num_entries == 1
-    assert two.tiers.find(np.array(tokens)) is None
-    two.tiers.disk.cache.unlock(lock)
-    two.tell_store()
-    assert not two.store.entries()
+    lock = disk.tiers.below.cache.lock(found.match)
+    disk.tiers.below.lose([entry.key for entry in disk.store.entries()])
+    disk.tell_store()
+    assert disk.tiers.below.num_entries == 1
+    assert disk.tiers.find(np.array(tokens)) is None
+    disk.tiers.below.cache.unlock(lock)
+    disk.tell_store()
+    assert not disk.store.entries()
     two.check()

@@ -12,7 +12,12 @@ from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.config import Config, EngineConfig
 from pippin.decode.compiler import GrammarCompiler
-from pippin.engine.build_tiers import BATCHES_IN_FLIGHT, build_tiers, tier_batch_bytes
+from pippin.engine.build_tiers import (
+    BATCHES_IN_FLIGHT,
+    build_tiers,
+    tier_batch_bytes,
+    tier_kinds,
+)
 from pippin.engine.model_vocabulary import load_vocabulary
 from pippin.errors import LoadError
 from pippin.scheduler.limits import Limits
@@ -41,10 +46,9 @@ def build_loop(
     """
     backend = backend or load_backend(config, progress, stays=stays)
     capacity_bytes = _capacity_bytes(config.engine, backend)
-    batch_bytes = 0
-    if config.engine.cache_dir is not None:
-        batch_bytes = tier_batch_bytes(backend, capacity_bytes)
-        capacity_bytes -= BATCHES_IN_FLIGHT * batch_bytes
+    kinds = tier_kinds(config, backend.device)
+    batch_bytes = tier_batch_bytes(backend, capacity_bytes)
+    capacity_bytes -= len(kinds) * BATCHES_IN_FLIGHT * batch_bytes
     limits = Limits(
         max_running=config.engine.max_running,
         max_queue=config.engine.max_queue,
@@ -59,11 +63,10 @@ def build_loop(
     cache = _build_cache(config.engine, backend.spec, capacity_bytes)
     model_dir, vocab_size = Path(config.model.model), backend.spec.vocab_size
     compiler = GrammarCompiler(lambda: load_vocabulary(model_dir, vocab_size))
-    tiers = courier = None
-    if cache is not None and config.engine.cache_dir is not None:
-        progress("the cache on disk")
-        tiers, courier = build_tiers(config, backend, cache, batch_bytes)
-    scheduler = Scheduler(backend, limits, cache, compiler=compiler, tiers=tiers, courier=courier)
+    tiers = []
+    if cache is not None:
+        tiers = build_tiers(kinds, config, backend, cache, batch_bytes, progress)
+    scheduler = Scheduler(backend, limits, cache, compiler=compiler, tiers=tiers)
     return Loop(scheduler, backend, overlap=config.engine.overlap)
 
 

@@ -1,4 +1,4 @@
-"""Puts the tier on disk together: a store in a directory, a second tree, threads in between.
+"""Puts tiers together: a store in the host's memory or in a directory, a tree, threads in between.
 
 Knows what makes two runs of a model alike; knows no files.
 """
@@ -6,24 +6,30 @@ Knows what makes two runs of a model alike; knows no files.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pippin import __version__
 from pippin.amounts import parse_bytes
-from pippin.backends.base import Backend
+from pippin.backends.base import Backend, DeviceInfo
+from pippin.backends.host import host_memory_bytes
 from pippin.cache.canary import Canary
-from pippin.cache.disk.disk_store import open_store
+from pippin.cache.disk.base import EntryStore
+from pippin.cache.disk.disk_store import DiskStore, open_store
 from pippin.cache.disk.fingerprint import model_fingerprint
+from pippin.cache.host.host_store import HostStore
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.courier import Courier
+from pippin.cache.tiers.kinds import DISK, HOST, TierKind
 from pippin.cache.tiers.tiers import Tiers
 from pippin.config import Config
+from pippin.errors import ConfigError, LoadError
 from pippin.types import GRID, Component
 
 MOST_BATCH_BYTES = 32 << 20  # a step copies so much, and streams wait for it
 BATCH_SHARE = 1 / 64  # of the budget
 PATIENCE_S = 5.0  # with an engine that has yet to notice that its server was killed
-BATCHES_IN_FLIGHT = 2  # one that is written, one that is loaded: beside rows and tree
+BATCHES_IN_FLIGHT = 2  # of each tier, one written and one loaded: beside rows and tree
 
 
 def tier_batch_bytes(backend: Backend, capacity_bytes: int) -> int:
@@ -38,34 +44,95 @@ def tier_batch_bytes(backend: Backend, capacity_bytes: int) -> int:
     return max(least, min(MOST_BATCH_BYTES, int(capacity_bytes * BATCH_SHARE)))
 
 
+def tier_kinds(config: Config, device: DeviceInfo) -> list[TierKind]:
+    """Below memory, the fastest first. Raises ConfigError for one that this device cannot have."""
+    kinds: list[TierKind] = []
+    if config.engine.host_cache is not None:
+        _check_host_cache(config, device)
+        kinds.append(HOST)
+    if config.engine.cache_dir is not None:
+        kinds.append(DISK)
+    return kinds
+
+
+def _check_host_cache(config: Config, device: DeviceInfo) -> None:
+    if device.unified:
+        raise ConfigError(
+            f"host_cache is for GPUs with a memory of their own; {device.name} computes in the "
+            "host's: give it more with memory"
+        )
+    if config.model.backend == "mlx":
+        raise ConfigError("host_cache needs pinned memory, which mlx has not: --backend torch has")
+    wanted = _host_bytes(config)
+    if wanted > (there := host_memory_bytes()):
+        raise ConfigError(f"host_cache is {wanted:,} bytes, and this machine has {there:,}")
+
+
 def build_tiers(
-    config: Config, backend: Backend, cache: PrefixCache, batch_bytes: int
-) -> tuple[Tiers, Courier]:
+    kinds: Sequence[TierKind],
+    config: Config,
+    backend: Backend,
+    cache: PrefixCache,
+    batch_bytes: int,
+    progress: Callable[[str], None],
+) -> list[tuple[Tiers, Courier]]:
     """What is in the directory is in the tree on disk when this returns.
 
-    Raises DiskCacheError if the directory cannot be used.
+    Raises DiskCacheError if the directory cannot be used, and LoadError if there is not enough
+    memory.
     """
+    found: list[tuple[Tiers, Courier]] = []
+    engine = config.engine
+    for level, kind in enumerate(kinds):
+        if kind is HOST:
+            progress("pinning memory")
+            store: EntryStore = _open_host(config, backend, batch_bytes)
+        else:
+            progress("the cache on disk")
+            store = _open_disk(config, backend)
+        canary = Canary("log" if engine.canary == "off" else engine.canary)
+        canary.self_test()
+        tiers = Tiers(
+            cache,
+            store,
+            backend.spec,
+            backend.payload_arrays,
+            canary=canary,
+            batch_bytes=batch_bytes,
+            kind=kind,
+            level=level,
+            on_grid=engine.deterministic,
+        )
+        courier = Courier(store, allocate=backend.host_memory, piece_bytes=batch_bytes)
+        found.append((tiers, courier))
+    return found
+
+
+def _open_host(config: Config, backend: Backend, batch_bytes: int) -> HostStore:
+    max_bytes = _host_bytes(config)
+    try:
+        return HostStore(max_bytes, backend.host_memory, batch_bytes)
+    except ValueError as error:
+        raise ConfigError(f"host_cache: {error}") from error
+    except (MemoryError, RuntimeError) as error:  # as numpy and torch say it
+        raise LoadError(f"host_cache: {max_bytes:,} bytes could not be had: {error}") from error
+
+
+def _open_disk(config: Config, backend: Backend) -> DiskStore:
     engine = config.engine
     assert engine.cache_dir is not None
     assert engine.disk is not None
-    store = open_store(
+    return open_store(
         Path(engine.cache_dir).expanduser(),
         fingerprint(config, backend),
         parse_bytes("disk", engine.disk),
         patience_s=PATIENCE_S,
     )
-    canary = Canary("log" if engine.canary == "off" else engine.canary)
-    canary.self_test()
-    tiers = Tiers(
-        cache,
-        store,
-        backend.spec,
-        backend.payload_arrays,
-        canary=canary,
-        batch_bytes=batch_bytes,
-        on_grid=engine.deterministic,
-    )
-    return tiers, Courier(store, allocate=backend.host_memory, piece_bytes=batch_bytes)
+
+
+def _host_bytes(config: Config) -> int:
+    assert config.engine.host_cache is not None
+    return parse_bytes("host_cache", config.engine.host_cache)
 
 
 def fingerprint(config: Config, backend: Backend) -> bytes:

@@ -68,8 +68,10 @@ class Feed:
             self._watched = True
             self._recorder.add(self)
             self._last_generated = self._loop.scheduler.metrics.generated_tokens
-            cache = self._loop.scheduler.cache
-            self._mirror = None if cache is None else TreeMirror(cache, self.give_up)
+            scheduler = self._loop.scheduler
+            tier_below = scheduler.tiers[0][0].kind.name if scheduler.tiers else "disk"
+            if scheduler.cache is not None:
+                self._mirror = TreeMirror(scheduler.cache, self.give_up, tier_below)
         self.flush()
 
     def unwatch(self) -> None:

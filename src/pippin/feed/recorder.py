@@ -235,6 +235,7 @@ class Recorder:
             slot=request.slot or None,
             prompt=request.prompt_len,
             cached=request.cached_len,
+            host=request.host_len,
             disk=request.disk_len,
             held=0 if holding is None else holding.held,
             reply=len(request.output),

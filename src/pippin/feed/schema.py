@@ -62,7 +62,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     retracted: list[str]  # requests that went back to the queue
     retired: list[int]  # slots that were given back
     captures: int  # chunks, rows and ends whose KV or state goes into the tree, or is kept for it
-    loads: int  # payloads that came from disk
+    loads: int  # payloads that came from a tier below
     spills: int  # payloads whose bytes went there
     forwards: StepForwards
 
@@ -86,6 +86,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     first_token: float | None
     ended: float | None
     finish: FinishReason | None
+    host: int = 0  # of `cached`, loaded for it from the host's memory
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -105,7 +106,7 @@ class Node(msgspec.Struct, frozen=True, gc=False):
     tokens: int
     children: int  # also those that are not told
     bytes: dict[str, int]  # by component; one that is missing is not valid here
-    tier: Literal["device", "disk"]  # disk: all of them are there, too
+    tier: Literal["device", "host", "disk"]  # not the device: all of them are there, too
     hits: int  # prompts whose match ended here
     used: int  # `Tree.tick` of its last use
     change: Change  # why it is told: new, the upper part of one that was split, ...
@@ -136,7 +137,7 @@ class Memory(msgspec.Struct, frozen=True, gc=False):
     rows: int  # claimed by running requests
     checkpoints: int  # states of replies that the tree has not got yet
     captures: int  # of steps in flight
-    loads: int  # on their way from disk
+    loads: int  # on their way from a tier below
     tree: dict[str, int]  # by component
     evictable: int  # of the tree, what no running request holds
     free: int
@@ -148,7 +149,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     running: int
     waiting: int  # in the queue
     compiling: int  # a grammar of theirs
-    loading: int  # a part of their prompt, from disk
+    loading: int  # a part of their prompt, from a tier below
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int

@@ -15,6 +15,7 @@ from pippin.cache.radix import Node
 from pippin.feed import schema
 from pippin.feed.guard import never_raises
 from pippin.feed.schema import Change
+from pippin.types import TierName
 
 MAX_NODES = 512
 NUM_KEPT = MAX_NODES * 3 // 4  # when there are more than that
@@ -23,8 +24,15 @@ NUM_KEPT = MAX_NODES * 3 // 4  # when there are more than that
 class TreeMirror:
     """The cache's observer from its making until `close`."""
 
-    def __init__(self, cache: PrefixCache, on_failure: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        on_failure: Callable[[Exception], None],
+        tier_below: TierName = "disk",
+    ) -> None:
+        """`tier_below`: the one that the cache's marks of copies are about."""
         self._cache = cache
+        self._tier_below = tier_below
         self.give_up = on_failure
         self._shown: dict[int, Node] = {node.id: node for node in _used_last(cache.root)}
         self._changes: dict[int, Change] = {}
@@ -43,7 +51,7 @@ class TreeMirror:
     def snapshot(self) -> schema.Tree:
         """All that watchers should know; what was new has been told by `changes` before."""
         nodes = sorted(self._shown.values(), key=lambda node: node.start)
-        return self._tell([_view(node, "show") for node in nodes], [], [], [])
+        return self._tell([self._view(node, "show") for node in nodes], [], [], [])
 
     def changes(self) -> schema.Tree | None:
         """What is new since the last call, if anything is."""
@@ -53,7 +61,7 @@ class TreeMirror:
         if nothing_new and locked == self._locked:
             return None
         nodes = sorted((self._shown[id] for id in self._changes), key=lambda node: node.start)
-        told = [_view(node, self._changes[node.id]) for node in nodes]
+        told = [self._view(node, self._changes[node.id]) for node in nodes]
         used = [id for id in self._used if id in self._shown]
         tree = self._tell(told, self._evicted, hidden, used)
         self._changes, self._evicted, self._used = {}, [], {}
@@ -132,6 +140,21 @@ class TreeMirror:
             num_roots=len(cache.root.children),
         )
 
+    def _view(self, node: Node, why: Change) -> schema.Node:
+        held = zip(COMPONENTS, node.payloads, strict=True)
+        return schema.Node(
+            id=node.id,
+            parent=0 if node.parent is None else node.parent.id,
+            start=node.start,
+            tokens=node.num_tokens,
+            children=len(node.children),
+            bytes={kind.value: payload.nbytes for kind, payload in held if payload is not None},
+            tier=self._tier_below if _is_copied(node) else "device",
+            hits=node.hits,
+            used=node.stamp[1],
+            change=why,
+        )
+
 
 def _used_last(root: Node, limit: int = MAX_NODES) -> list[Node]:
     """Parents before children; a parent was used whenever its child was."""
@@ -144,22 +167,6 @@ def _used_last(root: Node, limit: int = MAX_NODES) -> list[Node]:
         for child in node.children.values():
             heapq.heappush(heap, (-child.stamp[1], child.id, child))
     return found
-
-
-def _view(node: Node, why: Change) -> schema.Node:
-    held = zip(COMPONENTS, node.payloads, strict=True)
-    return schema.Node(
-        id=node.id,
-        parent=0 if node.parent is None else node.parent.id,
-        start=node.start,
-        tokens=node.num_tokens,
-        children=len(node.children),
-        bytes={kind.value: payload.nbytes for kind, payload in held if payload is not None},
-        tier="disk" if _is_copied(node) else "device",
-        hits=node.hits,
-        used=node.stamp[1],
-        change=why,
-    )
 
 
 def _is_copied(node: Node) -> bool:

@@ -70,7 +70,8 @@ class LLM:
             prefix_cache=prefix_cache,
             overlap=overlap,
             forced_chunks=forced_chunks,
-            cache_dir=None,  # which one engine has to itself
+            host_cache=None,  # which one engine has to itself
+            cache_dir=None,  # likewise
             disk=None,
         )
         other.config = replace(self.config, engine=engine)

@@ -46,7 +46,8 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     cached_tokens: int = 0
-    disk_tokens: int = 0  # of these, read from disk
+    host_tokens: int = 0  # of these, loaded from the host's memory
+    disk_tokens: int = 0  # and from disk
 
     def add(self, piece: SequencePiece) -> None:
         self.tokens += piece.tokens
@@ -59,6 +60,7 @@ class Completion:
     def close(self, sequence: GeneratedSequence) -> None:
         """What the sequence knows once it has begun."""
         self.cached_tokens = sequence.cached_tokens
+        self.host_tokens = sequence.host_tokens
         self.disk_tokens = sequence.disk_tokens
         self.prompt_logprobs = sequence.prompt_logprobs
 

@@ -117,7 +117,7 @@ class Loop:
     def counters(self) -> dict[str, Any]:
         """Its numbers alone: nothing in it takes longer the more is cached."""
         scheduler = self.scheduler
-        cache = scheduler.cache
+        cache, tiers = scheduler.cache, scheduler.traffic.counters()
         return {
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
@@ -132,7 +132,8 @@ class Loop:
             },
             "metrics": scheduler.metrics.summary(),
             "cache": cache.counters() if cache is not None else None,
-            "disk": scheduler.traffic.counters(),
+            "host": tiers.get("host"),
+            "disk": tiers.get("disk"),
         }
 
     def flush_cache(self) -> dict[str, Any]:
@@ -140,11 +141,12 @@ class Loop:
         if cache is None:
             return {"freed_bytes": 0, "kept_bytes": 0}
         before = cache.nbytes
-        freed_on_disk = self.scheduler.traffic.flush()
+        freed = self.scheduler.traffic.flush()
         return {
             "freed_bytes": before - cache.nbytes,
             "kept_bytes": cache.nbytes,
-            "freed_disk_bytes": freed_on_disk,
+            "freed_host_bytes": freed.get("host", 0),
+            "freed_disk_bytes": freed.get("disk", 0),
         }
 
     def close(self) -> None:

@@ -47,6 +47,7 @@ class Outbox:
                 logprobs=logprobs,
                 prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
                 cached_tokens=request.cached_len,
+                host_tokens=request.host_len,
                 disk_tokens=request.disk_len,
                 queued_s=request.queued_s,
                 finish=finish,
@@ -59,6 +60,7 @@ class Outbox:
             TokenDelta(
                 id=request.id,
                 cached_tokens=request.cached_len,
+                host_tokens=request.host_len,
                 disk_tokens=request.disk_len,
                 queued_s=request.queued_s,
                 embedding=vector.tobytes(),

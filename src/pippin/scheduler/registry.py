@@ -62,6 +62,7 @@ class Registry:
         for request in (self.holdings[started.slot].request for started in admit):
             if not request.num_retractions and not request.starts_again:
                 self._metrics.cached_tokens += request.cached_len
+                self._metrics.host_tokens += request.host_len
                 self._metrics.disk_tokens += request.disk_len
 
     def retract(self, holding: Holding) -> None:

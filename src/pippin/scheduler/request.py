@@ -12,14 +12,14 @@ import numpy as np
 
 from pippin.decode.grammar import Grammar
 from pippin.messages import Submit
-from pippin.types import FinishReason, SamplingParams
+from pippin.types import FinishReason, SamplingParams, TierName
 
 KEY_TOKENS = 16  # prompts that share less than this are strangers
 
 Phase = Literal[
     "compiling",  # not in the queue yet: what it is to obey is being compiled
     "waiting",  # in the queue, no slot
-    "loading",  # not in the queue: a part of its prompt is being read from disk
+    "loading",  # not in the queue: a part of its prompt is being loaded from a tier below
     "prefill",  # chunks of what is known are being planned
     "decode",  # one token a step
     "ended",  # it has its terminal message
@@ -49,9 +49,11 @@ class Request:
     finish: FinishReason | None = None
     slot: int = 0  # while it runs; what comes with it is a `Holding`
     cached_len: int = 0  # prompt tokens that were not computed, when it first started
-    disk_len: int = 0  # of these, read from disk for it
-    sought: bool = False  # on disk, since it came into the queue
-    loaded: tuple[int, int] = (0, 0)  # tokens [start, end) that were read for it
+    host_len: int = 0  # of these, loaded for it from the host's memory
+    disk_len: int = 0  # and from disk
+    sought: int = 0  # in so many tiers below memory, since it came into the queue
+    # Tokens [start, end) that were loaded for it, from each tier.
+    loaded: dict[TierName, tuple[int, int]] = field(default_factory=dict)
     num_retractions: int = 0
     starts_again: bool = False  # what it was restored from the first time was damaged
     submitted_s: float | None = None  # on the clock of whoever submits and starts it
@@ -150,9 +152,9 @@ class Request:
         assert self.phase == "waiting"
         self.phase = "loading"
 
-    def note_load(self, start: int, end: int) -> None:
+    def note_load(self, tier: TierName, start: int, end: int) -> None:
         """Tokens [start, end) are in memory now because it waited; perhaps none."""
-        self.loaded = (start, max(start, end))
+        self.loaded[tier] = (start, max(start, end))
 
     def end_wait(self) -> None:
         assert self.phase == "loading"
@@ -164,8 +166,13 @@ class Request:
         self.slot = slot
         if not self.num_retractions:
             self.cached_len = cached_len
-            start, end = self.loaded
-            self.disk_len = max(0, min(cached_len, end) - start)
+            self.disk_len = self._num_loaded("disk", cached_len)
+            self.host_len = self._num_loaded("host", cached_len - self.disk_len)
+
+    def _num_loaded(self, tier: TierName, length: int) -> int:
+        """Of the first `length` tokens: what a tier brought lies before what a slower one did."""
+        start, end = self.loaded.get(tier, (0, 0))
+        return max(0, min(length, end) - start)
 
     def note_start(self, now_s: float) -> None:
         """Its first chunk, or its first one again, goes into a step that is launched now."""
@@ -191,8 +198,7 @@ class Request:
         assert self.running
         assert self.num_sampled == len(self.output), "a sample is in flight"
         self.phase = "waiting"
-        self.slot = 0
-        self.sought = False
+        self.slot = self.sought = 0
         self.num_retractions += 1
 
     def start_again(self) -> None:
@@ -201,9 +207,9 @@ class Request:
         assert not self.output
         self.phase = "waiting"
         self.starts_again = True
-        self.slot = self.num_sampled = self.cached_len = self.disk_len = 0
-        self.sought = False
-        self.loaded = (0, 0)
+        self.slot = self.num_sampled = self.sought = 0
+        self.cached_len = self.host_len = self.disk_len = 0
+        self.loaded = {}
 
     def drop_samples(self) -> None:
         """What was drawn for it, or is being drawn, is not to be used."""

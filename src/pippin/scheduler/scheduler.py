@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,8 +43,7 @@ from pippin.scheduler.registry import Registry
 from pippin.scheduler.request import Request
 from pippin.scheduler.retraction import Retraction
 from pippin.scheduler.slots import SlotPool
-from pippin.scheduler.traffic.base import NoTraffic, Traffic
-from pippin.scheduler.traffic.tier_traffic import TierTraffic
+from pippin.scheduler.traffic.stacked_traffic import make_traffic
 
 
 @dataclass
@@ -53,8 +53,7 @@ class Scheduler:
     cache: PrefixCache | None = None
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
     compiler: GrammarCompiler | None = None  # None: nobody asks for a grammar
-    tiers: Tiers | None = None  # None: what memory has no room for is lost
-    courier: Courier | None = None  # to the disk, where there are tiers
+    tiers: Sequence[tuple[Tiers, Courier]] = ()  # below memory, the fastest first
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -70,9 +69,7 @@ class Scheduler:
             deterministic=limits.deterministic,
         )
         self.compiling = Compiling(self.compiler)
-        self.traffic: Traffic = NoTraffic(self.cache)
-        if self.tiers is not None and self.courier is not None:
-            self.traffic = TierTraffic(self.tiers, self.courier, self.costs, self.budget)
+        self.traffic = make_traffic(self.tiers, self.costs, self.budget, self.cache)
         self._registry = Registry(self.metrics, self.compiling, self.admission, self.traffic)
         self.requests = self._registry.requests
         self.holdings = self._registry.holdings

@@ -45,8 +45,10 @@ def named_event(data: dict[str, Any]) -> bytes:
 
 
 def cached_details(job: Job) -> dict[str, int]:
-    """Prompt tokens that were not computed, and of these what came from disk, if anything did."""
+    """Prompt tokens that were not computed, and of these what came from other tiers, if any did."""
     details = {"cached_tokens": job.cached_tokens}
+    if job.host_tokens:
+        details["host_cached_tokens"] = job.host_tokens
     if job.disk_tokens:
         details["disk_cached_tokens"] = job.disk_tokens
     return details

@@ -80,6 +80,8 @@ class GenerateReply:
             "completion_tokens": len(grown.tokens),
             "cached_tokens": sequence.cached_tokens,
         }
+        if sequence.host_tokens:
+            meta["host_cached_tokens"] = sequence.host_tokens
         if sequence.disk_tokens:
             meta["disk_cached_tokens"] = sequence.disk_tokens
         if self._options.with_logprobs:

@@ -15,6 +15,7 @@ def facts_of(job: Job, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "reply": job.id,
         "prompt_tokens": job.prompt_tokens,
         "cached_tokens": job.cached_tokens,
+        "host_tokens": job.host_tokens,
         "disk_tokens": job.disk_tokens,
         "completion_tokens": job.completion_tokens,
         "queue_s": _rounded(job.queued_s),

@@ -65,8 +65,13 @@ class Job:
         return self._least_of_each([sequence.cached_tokens for sequence in self.sequences])
 
     @property
+    def host_tokens(self) -> int:
+        """Of these, loaded from the host's memory."""
+        return self._least_of_each([sequence.host_tokens for sequence in self.sequences])
+
+    @property
     def disk_tokens(self) -> int:
-        """Of these, read from disk."""
+        """And from disk."""
         return self._least_of_each([sequence.disk_tokens for sequence in self.sequences])
 
     def _least_of_each(self, numbers: list[int]) -> int:

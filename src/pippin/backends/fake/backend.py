@@ -77,7 +77,7 @@ class FakeBackend:
 
     @property
     def device(self) -> DeviceInfo:
-        return DeviceInfo("fake", "toy", MEMORY_BYTES, share=1.0, prefill_tokens=512)
+        return DeviceInfo("fake", "toy", MEMORY_BYTES, share=1.0, prefill_tokens=512, unified=False)
 
     def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
         spec = self.spec

@@ -38,7 +38,7 @@ def device_info() -> DeviceInfo:
         buffers = None if limit is None else int(limit)
         return DeviceInfo("metal", name, most, 0.9, prefill_tokens=2048, max_buffers=buffers)
     memory = info.get("total_memory") or info.get("memory_size") or host_memory_bytes()
-    return DeviceInfo("cuda", name, int(memory), 0.85, prefill_tokens=8192)
+    return DeviceInfo("cuda", name, int(memory), 0.85, prefill_tokens=8192, unified=False)
 
 
 def limit_memory(budget_bytes: int, used_bytes: int = 0) -> int:

@@ -134,6 +134,7 @@ class TorchBackend:
         return step
 
     def _execute(self, step: TorchPending, plan: StepPlan) -> None:
+        sent = self._transfers.send(plan.load)
         for retire in plan.retire:
             self._retire(step, retire)
         for admit in plan.admit:
@@ -146,7 +147,7 @@ class TorchBackend:
             if self._fingerprints is not None:
                 self._fingerprints.compare(plan.step, spill.payloads, spilled.note_damage)
         if plan.load:
-            step.loaded += self._transfers.load(plan.load)
+            step.loaded += self._transfers.load(plan.load, sent)
             # Whoever takes the step in may use what it was loaded from for something else.
             step.told.append(Told(self._streams.bring([]), lambda _: None))
         if self._fingerprints is not None:

@@ -25,7 +25,14 @@ def has_cuda() -> bool:
 def device_info(device: torch.device) -> DeviceInfo:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
-        return DeviceInfo("cuda", found.name, int(found.total_memory), 0.85, prefill_tokens=8192)
+        return DeviceInfo(
+            "cuda",
+            found.name,
+            int(found.total_memory),
+            0.85,
+            prefill_tokens=8192,
+            unified=bool(found.is_integrated),
+        )
     name = platform.processor() or platform.machine()
     return DeviceInfo("cpu", name, host_memory_bytes(), 0.5, prefill_tokens=512)
 

@@ -1,10 +1,11 @@
-"""Where work runs: the forward's stream, and one that brings results back. Null off CUDA.
+"""Where work runs: the forward's stream, and one for copies each way. Null off CUDA.
 
     forward   everything that reads or writes pools, states, tokens: in the order of launches
-    copy      results to pinned host memory, behind the step that made them
+    copy      results and spilled bytes to pinned host memory, behind the step that made them
+    load      bytes from another tier, out of pinned host memory, beside the step that takes them
 
-The schedule has no stream: nothing but `launch` touches the device, and what it sends goes out on
-the forward stream itself, ahead of the work that reads it.
+The schedule has no stream: nothing but `launch` touches the device, and the few words that it sends
+go out on the forward stream itself, ahead of the work that reads them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,20 @@ class Arrival(Protocol):
         ...
 
 
+class Sending(Protocol):
+    def arrive(self) -> list[torch.Tensor]:
+        """On the device, for what is launched on the forward stream from now on."""
+        ...
+
+
 class Streams(Protocol):
     def forward(self) -> AbstractContextManager[None]: ...
 
     def bring(self, results: Sequence[torch.Tensor]) -> Arrival: ...
+
+    def send(self, data: Sequence[torch.Tensor]) -> Sending:
+        """Copies, on their way to the device. Nobody changes `data` until they have arrived."""
+        ...
 
 
 class Arrived:
@@ -36,6 +47,8 @@ class Arrived:
 
     def wait(self) -> list[torch.Tensor]:
         return self._results
+
+    arrive = wait
 
 
 class NullStreams:
@@ -48,6 +61,9 @@ class NullStreams:
     def bring(self, results: Sequence[torch.Tensor]) -> Arrival:
         return Arrived(results)
 
+    def send(self, data: Sequence[torch.Tensor]) -> Sending:
+        return Arrived([part.clone() for part in data])
+
 
 class CudaArrival:
     def __init__(self, results: list[torch.Tensor], event: torch.cuda.Event) -> None:
@@ -59,10 +75,27 @@ class CudaArrival:
         return self._results
 
 
+class CudaSending:
+    def __init__(
+        self, sent: list[torch.Tensor], event: torch.cuda.Event, forward: torch.cuda.Stream
+    ) -> None:
+        self._sent = sent
+        self._event = event
+        self._forward = forward
+
+    def arrive(self) -> list[torch.Tensor]:
+        self._forward.wait_event(self._event)
+        for part in self._sent:
+            part.record_stream(self._forward)
+        return self._sent
+
+
 class CudaStreams:
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._forward = torch.cuda.Stream(device)
         self._copy = torch.cuda.Stream(device)
+        self._load = torch.cuda.Stream(device)  # its own: results do not queue behind it
         torch.cuda.synchronize(device)  # weights were sent on another stream
 
     @contextmanager
@@ -84,6 +117,13 @@ class CudaStreams:
             event = torch.cuda.Event()
             event.record(self._copy)
         return CudaArrival(arrived, event)
+
+    def send(self, data: Sequence[torch.Tensor]) -> Sending:
+        with torch.cuda.stream(self._load):
+            sent = [part.to(self._device, non_blocking=True) for part in data]
+            event = torch.cuda.Event()
+            event.record(self._load)
+        return CudaSending(sent, event, self._forward)
 
 
 def make_streams(device: torch.device) -> NullStreams | CudaStreams:

@@ -1,8 +1,11 @@
-"""Who has what of a prefix: the tree in memory, and a second one of what is on disk.
+"""Who has what of a prefix: the tree in memory, and one of each tier below it.
 
-Knows tokens, trees and rates; knows no files (`cache/disk`), no arrays and no steps (`scheduler`).
+Kinds of tiers: the host's memory under a device's own, then the disk. What is said here of the disk
+holds for both.
 
-    two trees     The disk's is a PrefixCache too, whose payloads name parts of entries of the disk
+Knows tokens, trees and rates; knows no stores (`cache/disk`, `cache/host`), no arrays, no steps.
+
+    two trees     The lower is a PrefixCache too, whose payloads name parts of entries of a
                   store. So one set of rules says where a match may end, what a split divides and
                   what goes first, and one check of integrity counts both.
     write behind  What a step has brought into the tree in memory is written soon after, once, in

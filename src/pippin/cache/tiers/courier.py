@@ -1,6 +1,7 @@
 """Carries bytes to and from the store, in threads of its own. Knows no tree and no steps.
 
-One thread writes, another one reads: a load does not wait for what is written behind.
+One thread writes, another one reads: a load does not wait for what is written behind. A piece is
+read into a buffer, or, where it is one entry of a store that lends, used where it lies.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from pippin.cache.disk.base import EntryStore
 from pippin.cache.disk.entries import ArraySpec, Bytes, Entry, Key
-from pippin.cache.tiers.pieces import Piece, num_bytes, read
+from pippin.cache.host.host_store import Loan
+from pippin.cache.tiers.pieces import Piece, borrowed, num_bytes, read
 
 PIECES_AHEAD = 4  # of a load: two in steps, one that was read, one being read
 MAX_IDLE_BUFFERS = 4
@@ -31,12 +33,22 @@ class Source(Protocol):
     def release(self) -> None: ...
 
 
+@runtime_checkable
+class Lender(Protocol):
+    """A store whose bytes can be used where they lie."""
+
+    def lend(self, key: Key) -> Loan | None:
+        """Verified; None: a miss, as of `read`."""
+        ...
+
+
 class ReadPiece(NamedTuple):
     """A piece whose bytes are there; or keys that could not be read."""
 
     arrays: tuple[Bytes, ...]
     lost: list[Key]
     seconds: float
+    loan: Loan | None = None  # None: they are in the reader's own buffer
 
 
 class Buffers:
@@ -90,11 +102,26 @@ class Courier:
         """Which of these were kept, in order; nothing is tried any more after one that was not."""
         return self._writer.submit(self._write, entries, sources)
 
-    def read(self, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes) -> Future[ReadPiece]:
+    def read(
+        self, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes | None
+    ) -> Future[ReadPiece]:
+        """`buffer`: of `take_buffer`, for this piece."""
         return self._reader.submit(self._read, piece, specs, buffer)
 
-    def take_buffer(self, specs: Sequence[ArraySpec]) -> Bytes:
+    def take_buffer(self, piece: Piece, specs: Sequence[ArraySpec]) -> Bytes | None:
+        """Where a piece is to be read to; None: it is used where it lies."""
+        if len(piece.spans) == 1 and isinstance(self.store, Lender):
+            return None
         return self.buffers.take(num_bytes(specs))
+
+    def give_back(self, buffer: Bytes | None, reading: Future[ReadPiece]) -> None:
+        """Nobody uses a piece any more, and its reading is over."""
+        if buffer is not None:
+            self.buffers.give_back(buffer)
+        elif not reading.cancelled() and reading.exception() is None:
+            loan = reading.result().loan
+            if loan is not None:
+                loan.give_back()
 
     def tell(self, verb: Callable[..., None], *arguments: Any) -> None:
         """Have the store do something that nobody waits for."""
@@ -115,17 +142,28 @@ class Courier:
                 source.release()
         return kept
 
-    def _read(self, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes) -> ReadPiece:
+    def _read(self, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes | None) -> ReadPiece:
         began = perf_counter()
+        if buffer is None:
+            return self._borrow(piece, began)
         found = read(self.store, piece, specs, buffer)
         seconds = perf_counter() - began
         if isinstance(found, list):
             return ReadPiece((), found, seconds)
         return ReadPiece(found, [], seconds)
 
+    def _borrow(self, piece: Piece, began: float) -> ReadPiece:
+        assert isinstance(self.store, Lender)
+        (key,) = piece.keys
+        loan = self.store.lend(key)
+        seconds = perf_counter() - began
+        if loan is None:
+            return ReadPiece((), [key], seconds)
+        return ReadPiece(borrowed(loan.loaded, piece), [], seconds, loan)
+
     @staticmethod
     def _told(verb: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         try:
             verb(*arguments)
         except Exception:  # nobody waits for it who could be told
-            logger.exception("the cache on disk: %s failed", verb)
+            logger.exception("a cache's store: %s failed", verb)

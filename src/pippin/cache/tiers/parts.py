@@ -43,6 +43,7 @@ class Owned:
     on_unused: Callable[[Owned], None]
     num_live: int = 0
     node: Node | None = None
+    unreadable: bool = False  # it did not read back as it was written
 
     @property
     def key(self) -> Key:

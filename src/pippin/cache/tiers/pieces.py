@@ -1,4 +1,4 @@
-"""What is read from disk for a prompt, piece by piece: several entries become one payload each.
+"""What is read for a prompt, piece by piece: several entries become one payload each.
 
 Knows entries and buffers; knows no tree and no device.
 """
@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from pippin.cache.disk.base import EntryStore
-from pippin.cache.disk.entries import ArraySpec, Bytes, Key
+from pippin.cache.disk.entries import ArraySpec, Bytes, Key, Loaded
 from pippin.cache.results import Match
 from pippin.cache.tiers.parts import EntryPart, Span
 from pippin.types import Component
@@ -133,6 +133,18 @@ def read(
                 ).reshape(-1)
         at += span.num_tokens
     return arrays
+
+
+def borrowed(loaded: Loaded, piece: Piece) -> tuple[Bytes, ...]:
+    """The arrays of a piece of one entry, as views of it."""
+    (span,) = piece.spans
+    if span.is_whole:
+        return tuple(array.data for array in loaded.arrays)
+    sizes = [_token_bytes(array.spec) for array in loaded.arrays]
+    return tuple(
+        array.data[span.start * size : span.stop * size]
+        for array, size in zip(loaded.arrays, sizes, strict=True)
+    )
 
 
 def num_bytes(specs: Sequence[ArraySpec]) -> int:

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Until one was measured: as fast as files that the system holds in memory. A slow disk is found out
-# by a load that is late, once; a fast one that was taken for slow would never be tried.
-FIRST_BYTES_PER_SECOND = 8e9
-FIRST_LATENCY = 0.01
 FORGETTING = 0.25  # how much the last one counts
 MIN_BYTES = 1 << 20  # fewer tell nothing of a rate
-HOPE = 1.02  # with each load that was declined a disk is taken for a little faster than it was
+HOPE = 1.02  # with each load that was declined a tier is taken for a little faster than it was
 
 
 @dataclass
 class LoadRates:
     """A load takes a latency, and a time for its bytes."""
 
-    bytes_per_second: float = FIRST_BYTES_PER_SECOND
-    latency: float = FIRST_LATENCY
+    bytes_per_second: float
+    latency: float
     num_seen: int = 0
 
     def seconds(self, nbytes: int) -> float:
         return self.latency + nbytes / self.bytes_per_second
 
     def observe_read(self, nbytes: int, seconds: float) -> None:
-        """The disk's own part: what was read and verified, and for how long."""
+        """The store's own part: what was read and verified, and for how long."""
         if nbytes < MIN_BYTES:
             return
         rate = nbytes / max(seconds, 1e-6)

@@ -1,4 +1,5 @@
-"""The two trees together: what to write, what to read, and what became of it.
+"""Two trees together, that in memory and that of one tier below it: what to write, what to read,
+and what became of it.
 
 Knows no threads and no steps. One thread calls, the one that owns the tree in memory.
 """
@@ -15,13 +16,13 @@ from pippin.cache.components import Rules
 from pippin.cache.disk.base import EntryStore
 from pippin.cache.disk.entries import Entry, Key
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.radix import as_tokens
+from pippin.cache.radix import TokenArray, as_tokens
 from pippin.cache.results import Match
 from pippin.cache.tiers.diff import Diff, Run
-from pippin.cache.tiers.disk_tree import DiskTree, Format
+from pippin.cache.tiers.kinds import DISK, TierKind
+from pippin.cache.tiers.lower_tree import Format, LowerTree
 from pippin.cache.tiers.parts import EntryPart
 from pippin.cache.tiers.pieces import Piece, num_bytes, pieces
-from pippin.cache.tiers.rates import LoadRates
 from pippin.types import GRID, Component, ModelSpec
 
 MIN_LOADED_TOKENS = GRID  # fewer are not worth a wait
@@ -39,15 +40,15 @@ class TierStats:
     loaded_tokens: int = 0
     loaded_bytes: int = 0
     late_loads: int = 0  # given up because computing would have been faster
-    failed_loads: int = 0  # because of the disk, a step or bytes that were short
+    failed_loads: int = 0  # because of the store, a step or bytes that were short
     declined_loads: int = 0  # that would have taken longer than computing
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the disk can add to what memory holds of a prompt."""
+    """What the tier can add to what memory holds of a prompt."""
 
-    match: Match = field(repr=False)  # in the disk's tree
+    match: Match = field(repr=False)  # in its tree
     memory_length: int  # that a match in memory has now
     pieces: list[Piece] = field(repr=False)
 
@@ -71,47 +72,58 @@ class Tiers:
         *,
         canary: Canary,
         batch_bytes: int,
+        kind: TierKind = DISK,
+        level: int = 0,
         on_grid: bool = False,
     ) -> None:
-        """`batch_bytes`: of a write, and about of a piece that is read. `on_grid`: prompts are
-        restored up to whole blocks alone (deterministic)."""
+        """`batch_bytes`: of a write, and about of a piece that is read. `level`: how many faster
+        tiers lie between it and memory. `on_grid`: prompts are restored up to whole blocks alone
+        (deterministic)."""
+        self.kind = kind
+        self.level = level
         self.memory = memory
-        self.disk = DiskTree(store.fingerprint, spec.components, spec.window, format, canary)
+        self.below = LowerTree(store.fingerprint, spec.components, spec.window, format, canary)
         self.format = format
         self.batch_bytes = batch_bytes
         self.stats = TierStats()
-        self.rates = LoadRates()
+        self.rates = kind.rates()
         self._rules = Rules(spec.components, spec.window)
         self._on_grid = on_grid
-        self.disk.fill(store)
+        self.below.fill(store)
 
-    # ---- towards the disk ------------------------------------------------------------------
+    # ---- down ------------------------------------------------------------------------------
 
     def missing(self, tokens: npt.ArrayLike) -> list[Run]:
         """What is to be written next of a sequence; its payloads are borrowed until a change."""
         sizes = self._num_bytes
-        diff = Diff(self._rules, self.memory, self.disk.cache, sizes, self.batch_bytes)
+        diff = Diff(self._rules, self.memory, self.below.cache, sizes, self.batch_bytes)
         return diff.find(as_tokens(tokens))
 
     def entries(self, tokens: npt.ArrayLike, runs: Sequence[Run]) -> list[Entry]:
         ids = as_tokens(tokens)
-        return [self.disk.entry(ids[: run.end], run.component, run.start) for run in runs]
+        return [self.below.entry(ids[: run.end], run.component, run.start) for run in runs]
 
     def wrote(self, tokens: npt.ArrayLike, entries: Sequence[Entry], kept: Sequence[bool]) -> None:
         """These can be found from now on, if they were kept."""
         ids = as_tokens(tokens)
         for entry, was_kept in zip(entries, kept, strict=True):
             if was_kept:
-                self.disk.add(ids[: entry.end], entry)
-                self.memory.mark_copied(ids[: entry.end], entry.key.component, entry.start)
+                self.below.add(ids[: entry.end], entry)
+                self.note_copy(ids[: entry.end], entry.key.component, entry.start)
                 self.stats.spilled_entries += 1
                 self.stats.spilled_bytes += entry.nbytes
             else:
                 self.stats.failed_spills += 1
 
+    def note_copy(self, ids: TokenArray, component: Component, start: int) -> None:
+        """Memory has a component of this path, and so has this tier: what memory gives up first
+        is what the next tier has."""
+        if not self.level:
+            self.memory.mark_copied(ids, component, start)
+
     def keys_along(self, tokens: npt.ArrayLike) -> list[Key]:
         """Of the entries along a path, the deepest first: what holds the others up goes last."""
-        path, _ = self.disk.cache.walk(tokens)
+        path, _ = self.below.cache.walk(tokens)
         found: dict[Key, None] = {}
         for node in reversed(path):
             for payload in reversed(node.payloads):
@@ -119,44 +131,44 @@ class Tiers:
                     found[payload.owner.key] = None
         return list(found)
 
-    # ---- and back --------------------------------------------------------------------------
+    # ---- and up ----------------------------------------------------------------------------
 
     def find(self, tokens: npt.ArrayLike) -> Found | None:
         """What is worth loading for a prompt, if anything; whether it pays is another question."""
         ids = as_tokens(tokens)
         length = self.memory.probe_prompt(ids)
-        if self.disk.cache.probe_prompt(ids) < length + MIN_LOADED_TOKENS:
+        if self.below.cache.probe_prompt(ids) < length + MIN_LOADED_TOKENS:
             return None
-        match = self.disk.cache.match_prompt(ids)
+        match = self.below.cache.match_prompt(ids)
         if self._on_grid and match.length % GRID:
-            match = self.disk.cache.match(ids, limit=match.length - match.length % GRID)
+            match = self.below.cache.match(ids, limit=match.length - match.length % GRID)
         if match.length < length + MIN_LOADED_TOKENS:
             return None
         held = min(self.memory.num_held(ids[: match.length]), match.length)
         found = Found(match, length, pieces(match, held, self.batch_bytes))
         keys = [key for piece in found.pieces for key in piece.keys]
-        return found if self.disk.is_sound(keys) else None
+        return found if self.below.is_sound(keys) else None
 
     # ---- both ------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Drop what no lock holds, in both; what leaves the disk's is told by `DiskTree.settle`."""
+        """Drop what no lock holds, in both; what leaves the lower is told by `LowerTree.settle`."""
         self.memory.flush()
-        self.disk.cache.flush()
+        self.below.cache.flush()
 
     def check_integrity(self) -> None:
         self.memory.check_integrity()
-        self.disk.check_integrity()
+        self.below.check_integrity()
 
     def counters(self) -> dict[str, object]:
-        cache = self.disk.cache
+        cache = self.below.cache
         return {
-            "entries": self.disk.num_entries,
+            "entries": self.below.num_entries,
             "nodes": cache.counters()["nodes"],
             "tokens": cache.num_tokens,
             "nbytes": cache.nbytes,
             "component_bytes": {c.value: n for c, n in cache.component_bytes.items()},
-            "unreadable_entries": self.disk.num_unreadable,
+            "unreadable_entries": self.below.num_unreadable,
             "load_bytes_per_second": round(self.rates.bytes_per_second),
             **asdict(self.stats),
         }

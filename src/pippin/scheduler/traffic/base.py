@@ -1,17 +1,18 @@
 """What a scheduler asks of the tiers below memory, and what is answered where there are none.
 
-Knows no disk: `tier_traffic.py` does.
+Knows no tier: `tier_traffic.py` knows one, `stacked_traffic.py` how several lie upon each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from pippin.backends.base import Load, Spill, StepResult
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.request import Request
+from pippin.types import TierName
 
 
 class Traffic(Protocol):
@@ -72,14 +73,14 @@ class Traffic(Protocol):
         """Let no spill wait any longer; whether there is anything to be written."""
         ...
 
-    def flush(self) -> int:
-        """Empty all tiers of what nobody holds; returns the bytes that left those below memory."""
+    def flush(self) -> Mapping[TierName, int]:
+        """Empty all tiers of what nobody holds; the bytes that left each of those below memory."""
         ...
 
     def check_when_idle(self) -> None: ...
 
-    def counters(self) -> dict[str, object] | None:
-        """None: there is no tier below memory."""
+    def counters(self) -> Mapping[TierName, dict[str, Any]]:
+        """Of each tier below memory."""
         ...
 
     def close(self) -> None: ...
@@ -125,16 +126,16 @@ class NoTraffic:
     def hurry(self) -> bool:
         return False
 
-    def flush(self) -> int:
+    def flush(self) -> Mapping[TierName, int]:
         if self._cache is not None:
             self._cache.flush()
-        return 0
+        return {}
 
     def check_when_idle(self) -> None:
         pass
 
-    def counters(self) -> dict[str, object] | None:
-        return None
+    def counters(self) -> Mapping[TierName, dict[str, Any]]:
+        return {}
 
     def close(self) -> None:
         pass

@@ -20,7 +20,7 @@ class Reading:
     """A piece on its way: being read, read, or in a step."""
 
     piece: Piece
-    buffer: Bytes
+    buffer: Bytes | None  # None: it is used where it lies
     nbytes: int  # claimed for the payload that it becomes
     future: Future[ReadPiece]
 
@@ -29,9 +29,9 @@ class Reading:
 class LoadJob:
     """One load, for whoever waits for it."""
 
-    tokens: np.ndarray  # int32, up to the end of the match on disk
+    tokens: np.ndarray  # int32, up to the end of the match there
     pieces: deque[Piece]
-    lock: Lock  # in the disk's tree
+    lock: Lock  # in the tier's tree
     hold: Lock  # in memory, on what the next piece connects to
     began: float
     deadline: float

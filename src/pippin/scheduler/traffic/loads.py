@@ -1,4 +1,4 @@
-"""Requests that wait for a part of their prompt to be read from disk. Knows no arrays and no slots.
+"""Requests that wait for a part of their prompt from a tier below. Knows no arrays and no slots.
 
     queue ──▶ loading: read a piece ─▶ a step makes a payload of it ─▶ the tree takes it ──▶ queue
                        └─ the next ones are read meanwhile
@@ -42,7 +42,7 @@ class Loads:
         self._costs = costs
         self._budget = budget
         self._jobs: list[LoadJob] = []
-        self._leftover: list[Reading] = []  # of jobs that ended while the disk was reading
+        self._leftover: list[Reading] = []  # of jobs that ended while the store was reading
         self._steps: dict[int, list[tuple[LoadJob, Reading]]] = {}
         self._back: list[Request] = []  # to the queue
 
@@ -73,7 +73,7 @@ class Loads:
             return False
         tokens = request.tokens(request.num_tokens)
         found = self._tiers.find(tokens)
-        request.sought = True
+        request.sought = self._tiers.level + 1
         if found is None:
             return False
         job = self._job_along(tokens, found) or self._begin(tokens, found, now, compute_seconds)
@@ -106,7 +106,7 @@ class Loads:
         job = LoadJob(
             tokens[: match.length].copy(),
             deque(found.pieces),
-            lock=tiers.disk.cache.lock(match),
+            lock=tiers.below.cache.lock(match),
             hold=tiers.memory.hold(tokens[: match.length]),
             began=now,
             deadline=now + patience,
@@ -153,7 +153,7 @@ class Loads:
         found = _result(reading.future)
         if found is None or found.lost:
             if found is not None:
-                self._tiers.disk.lose(found.lost, unreadable=True)
+                self._tiers.below.lose(found.lost, unreadable=True)
             self._fail(job)
             return
         job.readings.popleft()
@@ -174,7 +174,7 @@ class Loads:
                 return
             job.pieces.popleft()
             specs = self._tiers.format(piece.component, piece.num_tokens)
-            buffer = self._courier.take_buffer(specs)
+            buffer = self._courier.take_buffer(piece, specs)
             future = self._courier.read(piece, specs, buffer)
             job.readings.append(Reading(piece, buffer, nbytes, future))
 
@@ -191,7 +191,7 @@ class Loads:
                 self._fail(job)
                 continue
             memory, piece = self._tiers.memory, reading.piece
-            memory.mark_copied(job.tokens[: piece.end], piece.component, piece.start)
+            self._tiers.note_copy(job.tokens[: piece.end], piece.component, piece.start)
             memory.unlock(job.hold)
             job.hold = memory.lock(found)
             job.brought = max(job.brought, found.length)
@@ -208,7 +208,7 @@ class Loads:
     def _settle(self, job: LoadJob, reading: Reading) -> None:
         job.in_steps -= 1
         self._budget.release(reading.nbytes)
-        self._courier.buffers.give_back(reading.buffer)
+        self._courier.give_back(reading.buffer, reading.future)
 
     def _insert(self, job: LoadJob, piece: Piece, payload: Payload) -> InsertResult:
         cache, tokens = self._tiers.memory, job.tokens[: piece.end]
@@ -253,7 +253,7 @@ class Loads:
         assert not job.ended
         job.ended = True
         self._jobs.remove(job)
-        self._tiers.disk.cache.unlock(job.lock)
+        self._tiers.below.cache.unlock(job.lock)
         self._tiers.memory.unlock(job.hold)
         for reading in job.readings:
             reading.future.cancel()
@@ -261,15 +261,15 @@ class Loads:
             self._leftover.append(reading)
         job.readings.clear()
         for request, before in job.waiters.items():
-            request.note_load(before, job.brought)
+            request.note_load(self._tiers.kind.name, before, job.brought)
             self._back.append(request)
         job.waiters.clear()
 
     def _clear_leftover(self) -> None:
-        """Buffers may be used again when the disk has stopped writing to them."""
+        """Buffers may be used again when the store has stopped writing to them."""
         done = [reading for reading in self._leftover if reading.future.done()]
         for reading in done:
-            self._courier.buffers.give_back(reading.buffer)
+            self._courier.give_back(reading.buffer, reading.future)
         self._leftover = [reading for reading in self._leftover if reading not in done]
 
 
@@ -277,5 +277,5 @@ def _result(future: Future[ReadPiece]) -> ReadPiece | None:
     try:
         return future.result()
     except Exception:  # a store counts what a disk does: this is a mistake, and costs a load
-        logger.exception("a load from disk failed")
+        logger.exception("a load failed")
         return None

@@ -1,8 +1,8 @@
-"""What is written behind: sequences that memory holds and the disk lacks. Knows no arrays.
+"""What is written behind: sequences that memory holds and a tier lacks. Knows no arrays.
 
 One batch is on its way at a time: payloads of one sequence, planned into a step, handed to the
-courier when that step is committed, and in the disk's tree when they have been written. So what is
-missing on disk is always the difference of two trees.
+courier when that step is committed, and in the tier's tree when they have been written. So what is
+missing there is always the difference of two trees.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pippin.cache.tiers.tiers import Tiers
 
 MAX_SEQUENCES = 4096  # that wait to be written; the oldest is forgotten then
 LOOKS = 4  # sequences of which nothing may be missing, in one plan
-BYTES_PER_SECOND = 256e6  # at most, so that a disk and its caches are not kept from others
 PAUSE = 5.0  # seconds, after something could not be written
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,8 @@ class Spills:
                 del self._waiting[name]  # its beginning went to make room for its end
                 continue
             self._batch = Batch(name, tokens, entries, step)
-            self._not_before = now + sum(entry.nbytes for entry in entries) / BYTES_PER_SECOND
+            nbytes = sum(entry.nbytes for entry in entries)
+            self._not_before = now + nbytes / self._tiers.kind.max_bytes_written
             return tuple(Spill(run.component, run.payloads) for run in runs)
         return ()
 
@@ -109,7 +109,7 @@ class Spills:
         batch.future = self._courier.write(batch.entries, spilled)
 
     def _refuse(self, batch: Batch, spilled: Sequence[Spilled], now: float) -> None:
-        """Some of it is not what it was in memory: nobody is to read that from disk some day."""
+        """Some of it is not what it was in memory: nobody is to read that some day."""
         self._give_up(batch, now)
         for entry, source in zip(batch.entries, spilled, strict=True):
             source.release()
@@ -130,7 +130,7 @@ class Spills:
         try:
             kept = batch.future.result()
         except Exception:  # a store counts what a disk does: this is a mistake, and costs a write
-            logger.exception("writing to the cache on disk failed")
+            logger.exception("writing to the %s tier failed", self._tiers.kind.name)
             kept = [False] * len(batch.entries)
         self._tiers.wrote(batch.tokens, batch.entries, kept)
         self._written |= {entry.key for entry in batch.entries}

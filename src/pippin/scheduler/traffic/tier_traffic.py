@@ -1,11 +1,11 @@
-"""What flows between memory and disk, step by step: loads that requests wait for, and spills.
+"""What flows between memory and one tier below, step by step: loads that requests wait for, spills.
 
 Knows steps and clocks; what to write and what to read is for `cache/tiers` to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict
 from time import perf_counter
@@ -19,12 +19,13 @@ from pippin.scheduler.planning.admission import LOOKAHEAD, Admission
 from pippin.scheduler.request import Request
 from pippin.scheduler.traffic.loads import Loads
 from pippin.scheduler.traffic.spills import Spills
+from pippin.types import TierName
 
 Clock = Callable[[], float]
 
 
 class TierTraffic:
-    """The `Traffic` of an engine with a tier on disk."""
+    """The `Traffic` of an engine with one tier below memory."""
 
     def __init__(
         self,
@@ -60,12 +61,12 @@ class TierTraffic:
     def divert(
         self, admission: Admission, compute_seconds: Callable[[int], float]
     ) -> list[Request]:
-        """Each request is looked up once."""
+        """Each request is looked up once, after it was looked up in all faster tiers."""
         back = self.loads.take_back()
         for request in back:
             admission.add(request)
         now = self.clock()
-        new = [r for r in admission.queue[:LOOKAHEAD] if not r.sought]
+        new = [r for r in admission.queue[:LOOKAHEAD] if r.sought == self.tiers.level]
         waiting: list[Request] = []
         for request in new:
             if not request.wants_prompt_logprobs and self.loads.seek(request, now, compute_seconds):
@@ -103,37 +104,49 @@ class TierTraffic:
             self.spills.fail_step(step, self.clock())
             self.loads.fail_step(step)
 
+    @property
+    def futures(self) -> list[Future[Any]]:
+        """Of what steps can take in when it is done."""
+        return [*self.loads.futures, *self.spills.futures]
+
     def wait(self, seconds: float) -> bool:
-        futures: list[Future[Any]] = [*self.loads.futures, *self.spills.futures]
-        if futures:
-            wait(futures, seconds, FIRST_COMPLETED)
-        return bool(futures)
+        return wait_for_any(self.futures, seconds)
 
     def hurry(self) -> bool:
-        return self.spills.hurry()
+        if self.tiers.kind.outlives:
+            return self.spills.hurry()
+        self.spills.forget()  # nobody will read it
+        return False
 
-    def flush(self) -> int:
-        before = self.tiers.disk.cache.nbytes
+    def flush(self) -> Mapping[TierName, int]:
+        before = self.tiers.below.cache.nbytes
         self.spills.forget()
         self.tiers.flush()
         self._tidy()
-        return before - self.tiers.disk.cache.nbytes
+        return {self.tiers.kind.name: before - self.tiers.below.cache.nbytes}
 
     def check_when_idle(self) -> None:
-        self.tiers.disk.cache.check_when_idle()
+        self.tiers.below.cache.check_when_idle()
 
     def close(self) -> None:
         """What is being written is written; what was asked for is not waited for."""
         self.courier.close()
         self.courier.store.close()
 
-    def counters(self) -> dict[str, object]:
+    def counters(self) -> Mapping[TierName, dict[str, Any]]:
         store = asdict(self.courier.store.counters())
-        return self.tiers.counters() | {"loading": self.loads.num_waiting, "store": store}
+        counted = self.tiers.counters() | {"loading": self.loads.num_waiting, "store": store}
+        return {self.tiers.kind.name: counted}
 
     def _tidy(self) -> None:
         store = self.courier.store
-        self.tiers.disk.lose(store.take_lost())
-        unused = self.tiers.disk.settle()
+        self.tiers.below.lose(store.take_lost())
+        unused = self.tiers.below.settle()
         if unused:
             self.courier.tell(store.forget, unused)
+
+
+def wait_for_any(futures: Sequence[Future[Any]], seconds: float) -> bool:
+    if futures:
+        wait(futures, seconds, FIRST_COMPLETED)
+    return bool(futures)

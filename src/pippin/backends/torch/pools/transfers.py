@@ -1,7 +1,8 @@
 """Payloads as bytes on their way to another tier, and back. Knows pools; knows no tree.
 
     spill   one gather out of the pools, in the order of launches; then the copy stream's business
-    load    one copy to the device and one scatter into cells, for however many entries it came from
+    load    one copy to the device, beside the step's forwards, and one scatter into cells behind
+            them, for however many entries it came from
 
 The bytes are those that mlx writes: a cell lies as they do, a recurrent state is turned.
 """
@@ -17,7 +18,7 @@ from pippin.backends.base import Load, Spill
 from pippin.backends.torch.pools.layout import KV_KINDS, PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
-from pippin.backends.torch.streams import Arrival, CudaStreams, NullStreams
+from pippin.backends.torch.streams import Arrival, Sending, Streams
 from pippin.cache.disk.entries import ArraySpec, Bytes
 from pippin.types import Component, Payload
 
@@ -66,7 +67,7 @@ def host_memory(device: torch.device, nbytes: int) -> Bytes:
 
 
 class Transfers:
-    def __init__(self, pools: Pools, streams: NullStreams | CudaStreams) -> None:
+    def __init__(self, pools: Pools, streams: Streams) -> None:
         self._pools = pools
         self._streams = streams
 
@@ -90,19 +91,25 @@ class Transfers:
             found.append(recurrent[payload.slab].transpose(-1, -2).contiguous())
         return found
 
-    def load(self, loads: Sequence[Load]) -> list[Payload]:
+    def send(self, loads: Sequence[Load]) -> list[Sending]:
+        """Before a step's forwards: when these have run, the bytes are there."""
+        return [self._streams.send([torch.from_numpy(a) for a in load.arrays]) for load in loads]
+
+    def load(self, loads: Sequence[Load], sent: Sequence[Sending]) -> list[Payload]:
+        """What `send` sent, behind them."""
         cells = {
             kind: sum(load.num_tokens for load in loads if load.component is kind)
             for kind in KV_KINDS
         }
         states = sum(load.component is Component.STATE for load in loads)
         self._pools.arena.make_room_for(cells, states)
-        return [self._load(load) for load in loads]
+        return [self._load(load, sending) for load, sending in zip(loads, sent, strict=True)]
 
-    def _load(self, load: Load) -> Payload:
+    def _load(self, load: Load, sending: Sending) -> Payload:
         pools = self._pools
         specs = payload_arrays(pools.layout, load.component, load.num_tokens)
-        sent = [self._sent(data, spec) for data, spec in zip(load.arrays, specs, strict=True)]
+        arrived = zip(sending.arrive(), specs, strict=True)
+        sent = [data.view(getattr(torch, spec.dtype)).view(spec.shape) for data, spec in arrived]
         if load.component in KV_KINDS:
             cells = pools.arena.cells[load.component].take(load.num_tokens)
             pools.set_cells(load.component, cells, sent[0])
@@ -114,16 +121,6 @@ class Transfers:
             conv[slab] = sent[2 * layer]
             recurrent[slab] = sent[2 * layer + 1].transpose(-1, -2)
         return StatePayload(pools, slab)
-
-    def _sent(self, data: Bytes, spec: ArraySpec) -> torch.Tensor:
-        host = torch.from_numpy(data)
-        sent = (
-            host.clone()
-            if self._pools.device.type == "cpu"
-            else host.to(self._pools.device, non_blocking=True)
-        )
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        return sent.view(dtype).view(spec.shape)
 
 
 def _as_bytes(found: torch.Tensor) -> Bytes:

@@ -1,4 +1,4 @@
-"""The tree of what is on disk: the rules of the one in memory, over parts of entries.
+"""The tree of what a tier below memory has: the rules of the one in memory, over parts of entries.
 
 It has no ceiling of its own. The store keeps within its bytes and says what it gave up; that, and
 what hangs below it, leaves the tree, as soon as nobody reads it.
@@ -34,7 +34,7 @@ ORDER = {
 Format = Callable[[Component, int], tuple[ArraySpec, ...]]
 
 
-class DiskTree:
+class LowerTree:
     def __init__(
         self,
         fingerprint: bytes,
@@ -114,9 +114,13 @@ class DiskTree:
         """The store does not have these any more, or they cannot be used."""
         for key in keys:
             owner = self._owned.get(key)
-            if owner is not None and owner not in self._lost:
+            if owner is None:
+                continue
+            if owner not in self._lost:
                 self._lost.append(owner)
-                self.num_unreadable += unreadable
+            if unreadable and not owner.unreadable:  # a store may have told of it before
+                owner.unreadable = True
+                self.num_unreadable += 1
 
     def settle(self) -> list[Key]:
         """Take what was lost out of the tree; returns keys that the store may forget."""
@@ -139,7 +143,7 @@ class DiskTree:
                     key = payload.owner.key
                     live[key] = live.get(key, 0) + payload.num_tokens
         owned = {key: owner.num_live for key, owner in self._owned.items()}
-        assert live == owned, "entries on disk and parts in their tree do not add up"
+        assert live == owned, "entries of a tier and parts in its tree do not add up"
 
     def _removed(self, owner: Owned) -> bool:
         """Whether nothing of the entry is left in the tree."""

@@ -1,0 +1,172 @@
+"""The host's memory as a tier of torch: tokens are those of a cold engine; where it is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[3] / "tools"))
+
+from torch_gpu import host as host_section
+
+from builders import AMPLE_BYTES, flows_of
+from near_ties import assert_same
+from pippin.backends.base import Backend
+from pippin.backends.torch.backend import TorchBackend
+from pippin.cache.disk.memory import MemoryStore
+from pippin.cache.host.host_store import HostStore
+from pippin.config import Config, EngineConfig, ModelConfig
+from pippin.engine.build import build_loop
+from pippin.engine.build_tiers import tier_batch_bytes
+from pippin.errors import ConfigError, LoadError
+from reference import BUNDLED
+from serving import (
+    TORCH,
+    TORCH_MODELS,
+    ask_all,
+    cache_of,
+    check_idle,
+    cold,
+    make_backend,
+    make_client,
+    make_prompt,
+)
+from torch_serving import make_torch_backend
+
+LENS = (100, 129, 700)
+
+
+def make_host(name: str, max_bytes: int = 256 << 20) -> HostStore:
+    backend = make_backend(name, num_slots=1, pool_bytes=AMPLE_BYTES >> 4)
+    return HostStore(max_bytes, backend.host_memory, tier_batch_bytes(backend, capacity_bytes=0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TORCH_MODELS)
+def test_what_comes_back_from_the_host_says_what_it_said_cold(name: str) -> None:
+    host = make_host(name)
+    client = make_client(name, host=host)
+    prompts = [make_prompt(name, n, seed=n) for n in LENS]
+    first = ask_all(client, prompts, max_tokens=12)
+    cache_of(client).flush()
+    again = ask_all(client, prompts, max_tokens=12)
+    expected = cold(name, prompts, max_tokens=12)
+    assert_same(first, expected)
+    assert_same(again, expected)
+    assert [(r.cached_tokens, r.host_tokens) for r in again] == [(n, n) for n in LENS]
+    cache_of(client).flush()
+    turns = [[*p, *r.tokens, *make_prompt(name, 9, 5)] for p, r in zip(prompts, first, strict=True)]
+    replies = ask_all(client, turns, max_tokens=4)
+    assert_same(replies, cold(name, turns))
+    assert all(r.host_tokens == r.cached_tokens >= n for r, n in zip(replies, LENS, strict=True))
+    check_idle(client)
+    client.loop.close()
+
+
+@pytest.mark.slow
+def test_a_tree_that_is_too_small_gives_up_to_the_host_and_the_host_to_the_disk() -> None:
+    name = f"{TORCH}{BUNDLED}"
+    prompts = [make_prompt(name, 300, seed=n) for n in range(12)]
+    state_bytes = make_backend(name, num_slots=1, pool_bytes=AMPLE_BYTES >> 4).spec.state_bytes
+    host, disk = make_host(name, 48 * state_bytes), MemoryStore(b"test", 1 << 30)
+    client = make_client(name, capacity_bytes=8 * state_bytes, host=host, store=disk)
+    for order in (prompts, prompts[::-1]):
+        replies = [ask_all(client, [prompt], max_tokens=4)[0] for prompt in order]
+        assert_same(replies, cold(name, order))
+        assert host.counters().bytes <= 48 * state_bytes
+    assert any(reply.host_tokens for reply in replies)
+    assert any(reply.disk_tokens for reply in replies)
+    assert host.counters().evicted > 0
+    for flow in flows_of(client.loop.scheduler):
+        flow.tiers.check_integrity()
+    check_idle(client)
+    client.loop.close()
+
+
+def discrete(backend: TorchBackend) -> TorchBackend:
+    """As if its device had a memory of its own."""
+    backend.device = replace(backend.device, unified=False)
+    return backend
+
+
+def engine_of(backend: Backend, host_cache: str, name: str = "torch") -> Sequence[object]:
+    config = Config(
+        ModelConfig(BUNDLED, backend=name),  # type: ignore[arg-type]
+        EngineConfig(max_running=4, memory="1GB", host_cache=host_cache),
+    )
+    loop = build_loop(config, lambda _: None, backend=backend)
+    found = [flow.courier.store for flow in flows_of(loop.scheduler)]
+    loop.close()
+    return found
+
+
+def test_a_device_that_computes_in_the_hosts_memory_has_no_such_tier() -> None:
+    backend = make_torch_backend(BUNDLED, num_slots=4)
+    if torch.cuda.is_available():
+        pytest.skip("this device has a memory of its own")
+    with pytest.raises(ConfigError, match=r"memory of their own; .* computes in the host's"):
+        engine_of(backend, "1GB")
+
+
+def test_an_engine_has_it_where_it_is_asked_for() -> None:
+    backend = discrete(make_torch_backend(BUNDLED, num_slots=4))
+    (store,) = engine_of(backend, "256MB")
+    assert isinstance(store, HostStore)
+
+
+@pytest.mark.parametrize(
+    ("host_cache", "backend_name", "error", "words"),
+    [
+        ("1KB", "torch", ConfigError, "host_cache: 1,000 bytes hold no entry"),
+        (
+            "900TB",
+            "torch",
+            ConfigError,
+            "host_cache is 900,000,000,000,000 bytes, and this machine",
+        ),
+        ("1GB", "mlx", ConfigError, "pinned memory, which mlx has not"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    host_cache: str, backend_name: str, error: type[Exception], words: str
+) -> None:
+    backend = discrete(make_torch_backend(BUNDLED, num_slots=4))
+    with pytest.raises(error, match=words):
+        engine_of(backend, host_cache, backend_name)
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(nbytes: int) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    backend = discrete(make_torch_backend(BUNDLED, num_slots=4))
+    monkeypatch.setattr(backend, "host_memory", fail)
+    with pytest.raises(LoadError, match=r"host_cache: 256,000,000 bytes could not be had: CUDA"):
+        engine_of(backend, "256MB")
+
+
+@pytest.mark.slow
+def test_the_section_of_the_check_for_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    loop = host_section.make_loop(
+        discrete(make_torch_backend(BUNDLED, num_slots=16)), "1GB", "256MB"
+    )
+    loop.scheduler.pace.compute_seconds = lambda tokens: 1.0 * tokens
+
+    def measure(loop: object) -> None:
+        host_section.come_back(loop, (200,), "bundled", exact=True)
+        host_section.gaps(loop, 200, num_streams=2, num_tokens=30, num_prompts=2)
+
+    with torch.inference_mode():
+        host_section.run(loop, measure)
+    said = capsys.readouterr().out
+    assert "of 4 replies 4 as cold, 4 as from the tree" in said
+    assert "2 streams, prompts from the host: gaps p50" in said
+    assert "2 prompts of 200, first token after" in said

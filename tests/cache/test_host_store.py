@@ -1,0 +1,172 @@
+"""The store in the host's memory, against a dictionary, and against bits that change."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from pippin.cache.disk.entries import ArraySpec, Bytes, Entry, Key
+from pippin.cache.host import areas, host_store
+from pippin.cache.host.host_store import HostStore, area_bytes
+from pippin.cache.tiers.courier import plain_memory
+from pippin.types import Component
+
+MAX_BYTES = 16_384
+ENTRY_BYTES = 1_000
+
+
+def make_entry(name: int, nbytes: int) -> Entry:
+    """Two arrays, so that they must be told apart."""
+    key = Key(name.to_bytes(32, "little"), Component.STATE, 0)
+    specs = (
+        ArraySpec("a", "uint8", (nbytes // 3,)),
+        ArraySpec("b", "uint8", (nbytes - nbytes // 3,)),
+    )
+    return Entry(key, bytes(32), 0, np.arange(4, dtype=np.int32).tobytes(), specs)
+
+
+def content(entry: Entry) -> list[Bytes]:
+    rng = np.random.default_rng(int.from_bytes(entry.key.chain, "little"))
+    return [rng.integers(0, 256, spec.nbytes, dtype=np.uint8) for spec in entry.arrays]
+
+
+def assert_reads(store: HostStore, entry: Entry) -> None:
+    into = [np.empty(spec.nbytes, np.uint8) for spec in entry.arrays]
+    for given in (None, [into]):
+        (loaded,) = store.read([entry.key], given)
+        assert loaded is not None
+        for array, expected in zip(loaded.arrays, content(entry), strict=True):
+            assert array.data.tobytes() == expected.tobytes()
+    assert [part.tobytes() for part in into] == [part.tobytes() for part in content(entry)]
+
+
+def test_whatever_is_kept_is_what_was_written_and_the_ceiling_holds() -> None:
+    for seed in range(5):
+        rng = random.Random(seed)
+        taken: list[int] = []
+
+        def allocate(nbytes: int, taken: list[int] = taken) -> Bytes:
+            taken.append(nbytes)
+            return plain_memory(nbytes)
+
+        store = HostStore(MAX_BYTES, allocate, ENTRY_BYTES)
+        assert sum(taken) <= MAX_BYTES
+        there: dict[Key, Entry] = {}
+        for name in range(300):
+            entry = make_entry(name, rng.randrange(1, ENTRY_BYTES))
+            assert store.write(entry, content(entry))
+            there[entry.key] = entry
+            for key in store.take_lost():
+                del there[key]
+            if rng.random() < 0.03:
+                gone = rng.sample(list(there), rng.randrange(len(there)))
+                store.forget(gone)
+                there = {key: kept for key, kept in there.items() if key not in gone}
+            if there:
+                store.touch(rng.choices(list(there), k=3))
+                assert_reads(store, rng.choice(list(there.values())))
+            assert {entry.key for entry in store.entries()} == set(there)
+            counted = store.counters()
+            assert counted.entries == len(there)
+            assert counted.bytes == sum(entry.nbytes for entry in there.values()) <= MAX_BYTES
+        assert sum(taken) <= MAX_BYTES
+        assert counted.evicted > 50
+        for entry in there.values():
+            assert_reads(store, entry)
+        store.close()
+
+
+def test_what_is_used_all_the_time_stays() -> None:
+    store = HostStore(MAX_BYTES, plain_memory, ENTRY_BYTES)
+    dear = make_entry(0, 900)
+    store.write(dear, content(dear))
+    for name in range(1, 100):
+        entry = make_entry(name, 900)
+        store.write(entry, content(entry))
+        store.touch([dear.key])
+    assert_reads(store, dear)
+    assert store.counters().evicted > 50
+
+
+def test_a_changed_bit_costs_its_entry_and_is_counted_once() -> None:
+    for array in (0, 1):
+        store = HostStore(MAX_BYTES, plain_memory, ENTRY_BYTES)
+        entries = [make_entry(name, 700) for name in range(3)]
+        for entry in entries:
+            store.write(entry, content(entry))
+        hurt = entries[1]
+        area = store._places[hurt.key]
+        area.memory[area.kept[hurt.key].at + (699 if array else 0)] ^= 4
+        assert store.read([entry.key for entry in entries])[1] is None
+        assert store.read([hurt.key]) == [None]
+        assert store.counters().damaged == 1
+        assert store.take_lost() == [hurt.key]
+        for entry in (entries[0], entries[2]):
+            assert_reads(store, entry)
+        assert store.write(hurt, content(hurt))
+        assert_reads(store, hurt)
+
+
+def test_large_entries_are_copied_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(areas, "BLOCK_BYTES", 1_000)
+    monkeypatch.setattr(host_store, "ALONE_BYTES", 0)
+    store = HostStore(1 << 17, plain_memory, 1 << 13)
+    entries = [make_entry(name, 7_500) for name in range(3)]
+    for entry in entries:
+        store.write(entry, content(entry))
+        assert_reads(store, entry)
+    area = store._places[entries[2].key]
+    area.memory[area.kept[entries[2].key].at + 7_499] ^= 1
+    assert [found is None for found in store.read([e.key for e in entries])] == [False, False, True]
+
+
+def test_what_is_being_read_stays_where_it_is() -> None:
+    store = HostStore(MAX_BYTES, plain_memory, ENTRY_BYTES)
+    first = make_entry(0, 900)
+    store.write(first, content(first))
+    loan = store.lend(first.key)
+    assert loan is not None
+    for name in range(1, 100):
+        entry = make_entry(name, 900)
+        assert store.write(entry, content(entry))
+    store.forget([first.key])  # also if nobody wants it any more
+    for name in range(100, 120):
+        store.write(make_entry(name, 900), content(make_entry(name, 900)))
+    lent = [array.data.tobytes() for array in loan.loaded.arrays]
+    assert lent == [part.tobytes() for part in content(first)]
+    store.write(first, content(first))
+    loan.give_back()
+    for name in range(120, 200):
+        entry = make_entry(name, 900)
+        store.write(entry, content(entry))
+    assert first.key not in store
+
+
+def test_where_everything_is_being_read_nothing_is_written() -> None:
+    store = HostStore(MAX_BYTES, plain_memory, ENTRY_BYTES)
+    for name in range(100):
+        entry = make_entry(name, 900)
+        store.write(entry, content(entry))
+    loans = [store.lend(entry.key) for entry in store.entries()]
+    more = make_entry(100, 900)
+    assert not store.write(more, content(more))
+    for loan in loans:
+        assert loan is not None
+        loan.give_back()
+    assert store.write(more, content(more))
+
+
+@pytest.mark.parametrize("max_bytes", [1 << 16, 3 << 20, 10**9, 64 * 10**9])
+def test_areas_are_powers_of_two_and_leave_little_over(max_bytes: int) -> None:
+    size = area_bytes(max_bytes, 2_000)
+    assert size.bit_count() == 1
+    assert size >= 2_000
+    assert max_bytes // size >= 16
+    assert max_bytes % size < max_bytes / 16
+
+
+def test_a_store_that_would_hold_no_entry_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"1,000 bytes hold no entry: 2,048 do"):
+        HostStore(1_000, plain_memory, 2_000)

@@ -1,0 +1,255 @@
+"""Prompts that come back from the host's memory: alone, over a disk, and when things go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from builders import ALL, Client, Reply, check_idle, flows_of, make_loop, make_prompt, oracle
+from pippin.backends.base import StepPlan
+from pippin.backends.fake import FakeBackend, FakePending
+from pippin.cache.disk.entries import Bytes, Entry
+from pippin.cache.disk.memory import MemoryStore
+from pippin.cache.host.host_store import HostStore
+from pippin.cache.tiers.courier import plain_memory
+from pippin.types import Component
+from simulator import Workers
+
+A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
+LAYOUTS = [(A,), (A, S), (A, W), (A, W, S), (S,), (W, S)]
+IDS = ["-".join(c.value for c in layout) for layout in LAYOUTS]
+BATCH_BYTES = 8_192
+
+
+def make_host(max_bytes: int = 1 << 20) -> HostStore:
+    return HostStore(max_bytes, plain_memory, BATCH_BYTES)
+
+
+def start(host: HostStore | None, disk: MemoryStore | None = None, **kwargs: Any) -> Client:
+    """Its model is slow: whatever is below memory is worth a load."""
+    client = Client(make_loop(host=host, store=disk, batch_bytes=BATCH_BYTES, **kwargs))
+    client.loop.scheduler.pace.compute_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]
+    return client
+
+
+def told(client: Client, tier: str = "host") -> dict[str, Any]:
+    return dict(client.loop.counters()[tier])
+
+
+def empty_memory(client: Client) -> None:
+    assert client.loop.scheduler.cache is not None
+    client.loop.scheduler.cache.flush()
+
+
+@pytest.mark.parametrize("components", LAYOUTS, ids=IDS)
+def test_what_the_device_gave_up_comes_back(components: tuple[Component, ...]) -> None:
+    client = start(make_host(), components=components)
+    prompt = make_prompt(500)
+    first = client.ask(prompt, max_tokens=40)
+    assert first.tokens == oracle(prompt, components=components, max_tokens=40)[0]
+    empty_memory(client)
+    again = client.ask(prompt, max_tokens=40)
+    assert (again.tokens, again.cached_tokens, again.host_tokens) == (first.tokens, 500, 500)
+    empty_memory(client)
+    turn = [*prompt, *first.tokens, *make_prompt(30, 9)]
+    third = client.ask(turn)
+    assert third.tokens == oracle(turn, components=components)[0]
+    assert (third.cached_tokens, third.host_tokens, third.disk_tokens) == (540, 540, 0)
+    assert client.loop.counters()["metrics"]["host_tokens"] == 1_040
+    assert client.loop.counters()["disk"] is None
+    check_idle(client)
+
+
+def test_under_pressure_prompts_come_back_and_the_ceiling_holds() -> None:
+    host = make_host(1 << 16)
+    client = start(host, capacity_bytes=FakeBackend().row_bytes(700) * 3)
+    prompts = [make_prompt(400, family) for family in range(30)]
+    for prompt in [*prompts, *prompts[::-1], *prompts]:
+        assert client.ask(prompt).tokens == oracle(prompt)[0]
+        assert host.counters().bytes <= 1 << 16
+    counted = host.counters()
+    assert counted.evicted > 0
+    assert told(client)["loads"] > 10
+    check_idle(client)
+
+
+def test_the_host_comes_first_and_the_disk_adds_what_it_lacks() -> None:
+    disk, prompt = MemoryStore(b"toy", 1 << 30), make_prompt(600)
+    before = start(None, disk)
+    first = before.ask(prompt)
+    before.loop.close()
+    client = start(make_host(), disk)
+    part = client.ask(prompt[:300])
+    assert (part.host_tokens, part.disk_tokens) == (0, part.cached_tokens)
+    empty_memory(client)
+    whole = client.ask(prompt)
+    assert whole.tokens == first.tokens
+    assert whole.host_tokens >= 256
+    assert whole.disk_tokens >= 256
+    assert whole.host_tokens + whole.disk_tokens == whole.cached_tokens == 600
+    empty_memory(client)
+    again = client.ask(prompt)
+    assert (again.host_tokens, again.disk_tokens) == (600, 0)
+    check_idle(client)
+    client.loop.close()
+
+
+def test_what_the_host_gives_up_is_on_disk() -> None:
+    disk = MemoryStore(b"toy", 1 << 30)
+    client = start(
+        make_host(4 * BATCH_BYTES), disk, capacity_bytes=FakeBackend().row_bytes(700) * 3
+    )
+    prompts = [make_prompt(400, family) for family in range(20)]
+    for prompt in prompts:
+        client.ask(prompt)
+    again = [client.ask(prompt) for prompt in prompts]
+    assert [reply.tokens for reply in again] == [oracle(prompt)[0] for prompt in prompts]
+    assert all(reply.cached_tokens == 400 for reply in again)
+    assert any(reply.disk_tokens for reply in again)
+    check_idle(client)
+    client.loop.close()
+
+
+def started(host: HostStore, **kwargs: Any) -> tuple[Client, Workers]:
+    """An engine whose copies are made when the test says so."""
+    workers = Workers()
+    client = start(host, workers=workers, **kwargs)
+    client.loop.scheduler.traffic.wait = lambda seconds: False  # type: ignore[method-assign]
+    return client, workers
+
+
+def ask(client: Client, workers: Workers, prompt: Sequence[int]) -> Reply:
+    reply = client.submit(prompt)
+    for _ in range(200):
+        workers.advance(9)
+        client.step()
+    assert reply.finish is not None
+    return reply
+
+
+def test_streams_go_on_while_a_request_waits_for_a_copy() -> None:
+    client, workers = started(make_host())
+    prompt = make_prompt(500)
+    first = ask(client, workers, prompt)
+    empty_memory(client)
+    stream = client.submit(make_prompt(20, 5), max_tokens=60)
+    client.step(4)
+    waiting = client.submit(prompt)
+    client.step(10)
+    assert client.loop.scheduler.requests[waiting.id].phase == "loading"
+    assert len(stream.tokens) >= 12
+    for _ in range(30):
+        workers.advance(9)
+        client.step()
+    assert (waiting.tokens, waiting.host_tokens) == (first.tokens, 500)
+
+
+def test_a_copy_that_is_late_is_given_up_and_the_prompt_is_computed() -> None:
+    client, workers = started(make_host())
+    prompt = make_prompt(500)
+    first = ask(client, workers, prompt)
+    empty_memory(client)
+    (flow,) = flows_of(client.loop.scheduler)
+    now = [flow.clock()]
+    flow.clock = lambda: now[0]
+    reply = client.submit(prompt)
+    client.step(3)
+    now[0] += 1e6
+    client.step(30)
+    assert (reply.tokens, reply.cached_tokens, reply.host_tokens) == (first.tokens, 0, 0)
+    assert told(client)["late_loads"] == 1
+    workers.advance(99)
+
+
+@pytest.mark.parametrize("component", [A, W, S])
+def test_damage_costs_a_hit_is_counted_once_and_mended(component: Component) -> None:
+    host = make_host()
+    client = start(host)
+    prompt = make_prompt(500)
+    first = client.ask(prompt)
+    hurt = [entry.key for entry in host.entries() if entry.key.component is component]
+    for key in hurt:
+        area = host._places[key]
+        area.memory[area.kept[key].at] ^= 1
+    for expected in (0, 500):
+        empty_memory(client)
+        reply = client.ask(prompt)
+        assert (reply.tokens, reply.finish) == (first.tokens, "length")
+        assert (reply.cached_tokens == 500) == (expected == 500)
+    assert told(client)["unreadable_entries"] == host.counters().damaged == 1
+    check_idle(client)
+
+
+def test_a_copy_that_raises_costs_hits_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(HostStore):
+        def write(self, entry: Entry, data: Sequence[Bytes]) -> bool:
+            raise MemoryError("no room")
+
+    client = start(Failing(1 << 20, plain_memory, BATCH_BYTES))
+    prompt = make_prompt(300)
+    assert client.ask(prompt).tokens == oracle(prompt)[0]
+    empty_memory(client)
+    again = client.ask(prompt)
+    assert (again.tokens, again.cached_tokens) == (oracle(prompt)[0], 0)
+    assert told(client)["failed_spills"] > 0
+    assert "writing to the host tier failed" in caplog.text
+    check_idle(client)
+
+
+def test_a_step_that_fails_under_a_load_costs_a_hit() -> None:
+    class FailingBackend(FakeBackend):
+        fails = True
+
+        def launch(self, plan: StepPlan) -> FakePending:
+            if plan.load and self.fails:
+                self.fails = False
+                raise RuntimeError("no room on the device")
+            return super().launch(plan)
+
+    disk = MemoryStore(b"toy", 1 << 30)
+    client = start(make_host(), disk, backend=FailingBackend(components=ALL, num_slots=8))
+    prompt = make_prompt(500)
+    first = client.ask(prompt)
+    empty_memory(client)
+    again = client.ask(prompt)
+    assert again.tokens == first.tokens
+    assert told(client)["failed_loads"] == 1
+    check_idle(client)
+
+
+def test_a_load_that_would_take_longer_than_computing_is_not_begun() -> None:
+    client = start(make_host())
+    prompt = make_prompt(500)
+    first = client.ask(prompt)
+    empty_memory(client)
+    client.loop.scheduler.pace.compute_seconds = lambda tokens: 1e-9  # type: ignore[method-assign]
+    reply = client.ask(prompt)
+    assert (reply.tokens, reply.cached_tokens) == (first.tokens, 0)
+    assert told(client)["declined_loads"] == 1
+
+
+def test_flushing_empties_all_three() -> None:
+    disk, host = MemoryStore(b"toy", 1 << 30), make_host()
+    client = start(host, disk)
+    client.ask(make_prompt(500))
+    freed = client.loop.flush_cache()
+    assert freed["freed_host_bytes"] > 0
+    assert freed["freed_disk_bytes"] > 0
+    client.loop.close()
+    assert not disk.entries()
+
+
+def test_an_engine_that_stops_writes_to_disk_alone() -> None:
+    """Nobody will read what is in a memory that goes with the process."""
+    disk, host = MemoryStore(b"toy", 1 << 30), make_host()
+    client, workers = started(host, disk=disk)
+    for flow in flows_of(client.loop.scheduler):
+        flow.spills._not_before = float("inf")
+    client.ask(make_prompt(500))
+    written = host.counters().written
+    client.loop.scheduler.traffic.wait = lambda seconds: workers.advance(9) or True  # type: ignore[method-assign]
+    client.loop.close()
+    assert disk.counters().written > 0
+    assert host.counters().written == written == 0
