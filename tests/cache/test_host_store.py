@@ -80,10 +80,10 @@ def test_whatever_is_kept_is_what_was_written_and_the_ceiling_holds() -> None:
 
 def test_what_is_used_all_the_time_stays() -> None:
     store = HostStore(MAX_BYTES, plain_memory, ENTRY_BYTES)
-    dear = make_entry(0, 900)
+    dear = make_entry(0, 200)  # beside others in its area, which make room
     store.write(dear, content(dear))
-    for name in range(1, 100):
-        entry = make_entry(name, 900)
+    for name in range(1, 300):
+        entry = make_entry(name, 200)
         store.write(entry, content(entry))
         store.touch([dear.key])
     assert_reads(store, dear)

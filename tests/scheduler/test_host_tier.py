@@ -72,6 +72,7 @@ def test_under_pressure_prompts_come_back_and_the_ceiling_holds() -> None:
     counted = host.counters()
     assert counted.evicted > 0
     assert told(client)["loads"] > 10
+    assert not any(area.num_readers for area in host._areas), "something lent was not given back"
     check_idle(client)
 
 
