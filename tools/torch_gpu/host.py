@@ -74,7 +74,7 @@ class Asker:
 
     def settle(self) -> None:
         """Until all that is to be copied to the host has been."""
-        while not self.loop.idle:
+        while self.loop.scheduler.traffic.hurry() or not self.loop.idle:
             self.step()
 
     def empty_device(self) -> None:
