@@ -57,7 +57,12 @@ class ServerClient:
             raise ServerError(f"{self.url}: {error}") from error
         if response.is_error:
             raise ServerError(_message(response))
-        answer: dict[str, Any] = response.json()
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise ServerError(f"{response.request.url} answered, but not as Pippin does")
         return answer
 
 
