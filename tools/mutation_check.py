@@ -146,6 +146,9 @@ def main(names: list[str]) -> int:
         print(f"the source has changed under: {', '.join(stale)}")
         return 2
     wanted = set(names) - {TRUST}
+    if unknown := wanted - {name for mutant in MUTANTS for name in (mutant.name, mutant.table)}:
+        print(f"no mutant and no table is called {min(unknown)!r}")
+        return 2
     chosen = [m for m in MUTANTS if not wanted or wanted & {m.name, m.table}]
     survivors = 0
     with tempfile.TemporaryDirectory() as directory:
