@@ -1,4 +1,4 @@
-"""The torch backend on an NVIDIA GPU: is it right, does it race, how fast is it? Six minutes.
+"""The torch backend on an NVIDIA GPU: is it right, does it race, how fast is it? Four minutes.
 
     python tools/torch_gpu_check.py [--only correct,chunks,races,decode]
 

@@ -22,7 +22,6 @@ from pippin.backends.torch.config import LayerKind, ModelShape
 from pippin.types import Component, LayerSpec
 
 ZERO_SLAB, WASTE_SLAB, FIRST_SLAB = 0, 1, 2
-ZERO_CELL = 0
 CELLS_WITHOUT_STATES = 256  # of a slab, where there is no state to make room for
 KV_KINDS: dict[Component, LayerKind] = {
     Component.ATTENTION: "attention",
