@@ -6,6 +6,7 @@ directories.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -18,6 +19,9 @@ from pathlib import Path
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
+
+# What is imported and collected stays: to look through it for garbage costs seconds and finds none.
+gc.disable()
 
 WHOLLY_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 LONGEST_FILES = (
@@ -100,6 +104,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     return WHOLLY_SLOW.search(collection_path.read_text(encoding="utf-8")) is not None or None
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage, and only what tests make is looked through for it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
