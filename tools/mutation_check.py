@@ -13,6 +13,7 @@ the tests fail without one.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
@@ -34,10 +35,13 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tools" / "mutants"
 TRUST = "--trust-tests"
 PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")  # what is used of those installed
-OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "--noconftest", "--hypothesis-profile=notice")
+OPTIONS = (
+    *("-x", "-q", "--assert=plain", "--tb=line", "-p", "no:cacheprovider", "--noconftest"),
+    "--hypothesis-profile=notice",
+)
 BROKEN = 3  # pytest's own status for an internal error
 
-# That a test fails is enough: no example is made smaller.
+# That a test fails is enough: nobody reads why, and no example is made smaller.
 settings.register_profile(
     "notice", deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate)
 )
@@ -151,6 +155,8 @@ def main(names: list[str]) -> int:
         return 2
     chosen = [m for m in MUTANTS if not wanted or wanted & {m.name, m.table}]
     survivors = 0
+    sys.dont_write_bytecode = False  # in the copy: else every fork compiles all of it
+    gc.freeze()
     with tempfile.TemporaryDirectory() as directory:
         project = Path(directory) / "pippin"
         copy_project(project)
