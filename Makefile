@@ -19,6 +19,8 @@ RUN := $(VENV)/bin/python -m
 PIP := $(RUN) pip --disable-pip-version-check --quiet
 # Most of what is installed is never imported.
 export PIP_NO_COMPILE := 1
+# Tests start many processes, each of which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The first Python that is new enough; a version manager's shim that does not run is passed over.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -35,8 +37,9 @@ EXTRA := $(shell nvidia-smi 2>/dev/null | grep -q 'CUDA.*Version: *1[3-9]' && ec
 serve: install
 	@exec $(RUN) pippin serve $(ARGS)
 
-# Two workers, a file at a time, the longest first (tests/conftest.py).
-PYTEST := pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A file at a time, the longest first (tests/conftest.py). Three workers keep two cores busy: now and
+# then one waits for a server that starts, or for a clock.
+PYTEST := pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: lint types
 	@$(RUN) $(PYTEST)
