@@ -10,14 +10,13 @@ any other call goes to mlx-lm's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
+from pippin.backends.mlx.gpu.cuda_kernel import CudaKernel
 from pippin.backends.mlx.gpu.cuda_prefill import gated_norm, prepare
 from pippin.backends.mlx.gpu.cuda_scan import fits, gated_delta_scan
 from pippin.backends.mlx.gpu.siblings import Siblings
@@ -124,17 +123,12 @@ _SOURCE = """
 """
 
 
-@cache
-def _kernel() -> Callable[..., list[mx.array]]:
-    kernel: Callable[..., list[mx.array]] = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name="pippin_gated_delta_layer",
-        input_names=[
-            *("projected", "conv_state", "taps", "A_log", "dt_bias", "norm", "eps", "state")
-        ],
-        output_names=["out", "new_conv_state", "new_state"],
-        source=_SOURCE,
-    )
-    return kernel
+_KERNEL = CudaKernel(
+    "pippin_gated_delta_layer",
+    input_names=["projected", "conv_state", "taps", "A_log", "dt_bias", "norm", "eps", "state"],
+    output_names=["out", "new_conv_state", "new_state"],
+    source=_SOURCE,
+)
 
 
 class FusedGatedDeltaNet(GatedDeltaNet):
@@ -159,7 +153,7 @@ class FusedGatedDeltaNet(GatedDeltaNet):
 
     def _one_token(self, inputs: mx.array, cache: Any) -> mx.array:
         batch, state = inputs.shape[0], cache[1]
-        out, cache[0], cache[1] = _kernel()(
+        out, cache[0], cache[1] = _KERNEL(
             inputs=[
                 self._in_proj.whole(inputs),
                 cache[0],

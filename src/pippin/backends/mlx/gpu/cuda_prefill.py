@@ -9,10 +9,9 @@ state alone; what comes out of them means nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import mlx.core as mx
+
+from pippin.backends.mlx.gpu.cuda_kernel import CudaKernel
 
 _PREPARE = """
     constexpr int K_ALL = Hk * Dk;
@@ -103,29 +102,18 @@ _NORM = """
     }
 """
 
-Kernel = Callable[..., list[mx.array]]
-
-
-@cache
-def _prepare() -> Kernel:
-    kernel: Kernel = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name="pippin_gated_delta_prepare",
-        input_names=["projected", "conv_state", "taps", "A_log", "dt_bias", "lengths"],
-        output_names=["q", "k", "v", "g", "beta", "new_conv_state"],
-        source=_PREPARE,
-    )
-    return kernel
-
-
-@cache
-def _norm() -> Kernel:
-    kernel: Kernel = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name="pippin_gated_delta_norm",
-        input_names=["y", "projected", "norm", "eps"],
-        output_names=["out"],
-        source=_NORM,
-    )
-    return kernel
+_PREPARE_KERNEL = CudaKernel(
+    "pippin_gated_delta_prepare",
+    input_names=["projected", "conv_state", "taps", "A_log", "dt_bias", "lengths"],
+    output_names=["q", "k", "v", "g", "beta", "new_conv_state"],
+    source=_PREPARE,
+)
+_NORM_KERNEL = CudaKernel(
+    "pippin_gated_delta_norm",
+    input_names=["y", "projected", "norm", "eps"],
+    output_names=["out"],
+    source=_NORM,
+)
 
 
 def prepare(
@@ -142,7 +130,7 @@ def prepare(
     """Queries, keys, values, gates and betas, all float32, and the convolution's next state."""
     batch, num_tokens, _ = projected.shape
     threads = _whole_warps(max(k_heads[1], v_heads[1]))
-    return _prepare()(
+    return _PREPARE_KERNEL(
         inputs=[projected, conv_state, taps, A_log, dt_bias, lengths],
         template=[*_heads(k_heads, v_heads), ("Taps", taps.shape[0]), ("Threads", threads)],
         grid=(threads * (2 * k_heads[0] + v_heads[0]), num_tokens, batch),
@@ -171,7 +159,7 @@ def gated_norm(
     """-> [B, T, Hv * Dv], as `projected` has its numbers."""
     batch, num_tokens, _ = projected.shape
     threads = _whole_warps(v_heads[1])
-    (out,) = _norm()(
+    (out,) = _NORM_KERNEL(
         inputs=[y, projected, norm, eps],
         template=[
             ("T", projected.dtype),

@@ -7,11 +7,9 @@ line, which stays in registers, and keys and queries come by way of shared memor
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import mlx.core as mx
 
+from pippin.backends.mlx.gpu.cuda_kernel import CudaKernel
 from pippin.backends.mlx.recurrent.taps import block_states_are_tapped, record_block_states
 from pippin.types import GRID
 
@@ -145,15 +143,12 @@ _SOURCE = """
 """
 
 
-@cache
-def _kernel() -> Callable[..., list[mx.array]]:
-    kernel: Callable[..., list[mx.array]] = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name="pippin_gated_delta_scan",
-        input_names=["q", "k", "v", "g", "beta", "state"],
-        output_names=["y", "new_state", "block_states"],
-        source=_SOURCE,
-    )
-    return kernel
+_KERNEL = CudaKernel(
+    "pippin_gated_delta_scan",
+    input_names=["q", "k", "v", "g", "beta", "state"],
+    output_names=["y", "new_state", "block_states"],
+    source=_SOURCE,
+)
 
 
 def fits(k_dim: int, v_dim: int) -> bool:
@@ -183,7 +178,7 @@ def gated_delta_scan(
     num_v_heads, v_dim = v.shape[2:]
     taps = block_states_are_tapped()
     num_blocks = -(-num_tokens // GRID)
-    y, new_state, block_states = _kernel()(
+    y, new_state, block_states = _KERNEL(
         inputs=[q, k, v, g, beta, state],
         template=[
             ("T", dtype),

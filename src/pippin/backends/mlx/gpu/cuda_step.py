@@ -7,10 +7,9 @@ state, [Dk], a few numbers a lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import mlx.core as mx
+
+from pippin.backends.mlx.gpu.cuda_kernel import CudaKernel
 
 WARP = 32
 LINES_PER_BLOCK = 4
@@ -52,15 +51,12 @@ _SOURCE = """
 """
 
 
-@cache
-def _kernel() -> Callable[..., list[mx.array]]:
-    kernel: Callable[..., list[mx.array]] = mx.fast.cuda_kernel(  # type: ignore[assignment]
-        name="pippin_gated_delta_step",
-        input_names=["q", "k", "v", "a", "b", "A_log", "dt_bias", "state"],
-        output_names=["y", "new_state"],
-        source=_SOURCE,
-    )
-    return kernel
+_KERNEL = CudaKernel(
+    "pippin_gated_delta_step",
+    input_names=["q", "k", "v", "a", "b", "A_log", "dt_bias", "state"],
+    output_names=["y", "new_state"],
+    source=_SOURCE,
+)
 
 
 def takes(k: mx.array, v: mx.array, a: mx.array) -> bool:
@@ -84,7 +80,7 @@ def gated_delta_step_cuda(
 ) -> tuple[mx.array, mx.array]:
     batch, _, num_k_heads, k_dim = k.shape
     num_v_heads, v_dim = v.shape[2:]
-    y, new_state = _kernel()(
+    y, new_state = _KERNEL(
         inputs=[q, k, v, a, b, A_log, dt_bias, state],
         template=[
             ("T", q.dtype),

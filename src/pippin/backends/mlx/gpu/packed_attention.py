@@ -17,6 +17,7 @@ from functools import cache, partial
 
 import mlx.core as mx
 
+from pippin.backends.mlx.gpu.cuda_kernel import CudaKernel
 from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, DIALECTS, Dialect
 from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.rows.attention_paths import AttendPacked, PackedCall
@@ -29,6 +30,8 @@ WANTED_BLOCKS = 528  # about: four for each multiprocessor of a large GPU
 SHORTEST_STRETCH = 64  # columns
 ROUNDS_OF_ONE_STRETCH = 16  # of a block over a row's columns, before these are cut
 AHEAD = 2  # columns that a lane fetches before it looks at the first
+
+Kernel = Callable[..., list[mx.array]]
 
 
 @dataclass(frozen=True)
@@ -80,16 +83,20 @@ def _takes(leaf: Leaf) -> bool:
 
 
 @cache
-def _kernels(dialect: Dialect) -> tuple[Callable[..., list[mx.array]], ...]:
-    make = mx.fast.cuda_kernel if dialect == "cuda" else mx.fast.metal_kernel
-    attend = make(
+def _kernels(dialect: Dialect) -> tuple[Kernel, Kernel]:
+    """The first is mlx's to compile: a step's queries, keys and values lie in one wide product, and
+    only its own kernels are told strides. To copy them in every layer would cost more."""
+    cuda, header = dialect == "cuda", DIALECTS[dialect]
+    make_strided: Callable[..., Kernel] = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel  # type: ignore[assignment]
+    make: Callable[..., Kernel] = CudaKernel if cuda else make_strided
+    attend = make_strided(
         name="pippin_attend_packed",
         input_names=[
             *("q", "k", "v", "tail_k", "tail_v", "main_k", "main_v"),
             *("places", "visible_tail", "cursor", "scale", "sinks"),
         ],
         output_names=["out", "weights", "new_tail_k", "new_tail_v"],
-        header=DIALECTS[dialect],
+        header=header,
         source=ATTEND,
         ensure_row_contiguous=False,
     )
@@ -97,10 +104,10 @@ def _kernels(dialect: Dialect) -> tuple[Callable[..., list[mx.array]], ...]:
         name="pippin_add_up_stretches",
         input_names=["parts", "weights", "sinks"],
         output_names=["out"],
-        header=DIALECTS[dialect],
+        header=header,
         source=ADD_UP,
     )
-    return attend, add_up  # type: ignore[return-value]
+    return attend, add_up
 
 
 @cache
