@@ -13,7 +13,10 @@ from pippin.errors import PippinError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # What tells a server where things are; a service starts without the environment of a terminal.
-CARRIED = ("HF_HOME", "HF_HUB_CACHE", "PIPPIN_BLAS", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
+CARRIED = (
+    *("HF_HOME", "HF_HUB_CACHE", "PIPPIN_BLAS", "PIPPIN_OPERATIONS"),
+    *("XDG_CACHE_HOME", "XDG_CONFIG_HOME"),
+)
 RESTART_S = 10  # between a failure and the next start
 STOP_MARGIN_S = 15  # beyond what requests get to finish
 

@@ -24,6 +24,7 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.blas import load_fast_blas
 from pippin.backends.mlx.cpu.compiler import compile_available
 from pippin.backends.mlx.cpu.few_rows import use_few_rows_kernel
+from pippin.backends.mlx.cpu.operations.library import find_library
 from pippin.backends.mlx.describe import describe
 from pippin.backends.mlx.device import device_info, max_buffers, on_cpu
 from pippin.backends.mlx.environment import products_are_exact, use_exact_products
@@ -124,6 +125,8 @@ def _device() -> Iterator[Finding]:
         few = use_few_rows_kernel()
         text = f"up to {few.max_rows} by a kernel of ours" if few.max_rows else f"{few.reason}"
         yield Finding("products of few rows", text)
+        found = find_library()
+        yield Finding("operations", "ours, in C++" if found.path else f"mlx's: {found.reason}")
     compiles = compile_available()
     yield Finding("mx.compile", f"{'on' if compiles.available else 'off'}: {compiles.reason}")
 

@@ -5,8 +5,11 @@
     gated_delta_update             the chunked recurrence, unless mlx-lm's is faster (choices.py)
     ssm_update                     likewise, for Mamba-2 layers
     Conv1d (depthwise)             shifted multiply-adds, on GPUs for one token; can be tapped
-    Linear (GPU)                   those of one input as one product (siblings.py)
+    Linear                         GPU: those of one input as one product (siblings.py);
+                                   CPU: one operation (cpu/operations)
     silu, swiglu (CPU)             vector polynomials instead of one exp call per element
+    rms_norm, rope (CPU)           likewise
+    GatedDeltaNet (CPU)            likewise, between its products
     the language-model head        computed only for the positions that are asked for (head.py)
 
 Functions are bound by name in each model module, so the module's name is rebound to a dispatcher.
@@ -31,6 +34,9 @@ from mlx_lm.models import base, gated_delta, ssm
 
 from pippin.backends.mlx.cpu import activations
 from pippin.backends.mlx.cpu.attention import attend
+from pippin.backends.mlx.cpu.operations import drop_ins
+from pippin.backends.mlx.cpu.operations.delta_layer import use_one_operation
+from pippin.backends.mlx.cpu.operations.linear import use_linear
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks
@@ -49,6 +55,8 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {
     "swiglu": mlx_lm_activations.swiglu,
     "precise_swiglu": mlx_lm_activations.precise_swiglu,
     "silu": silu,
+    "rms_norm": mx.fast.rms_norm,
+    "rope": mx.fast.rope,
 }
 
 RECURRENCES = ("gated_delta_update", "ssm_update")
@@ -103,6 +111,8 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "swiglu": activations.swiglu,
     "precise_swiglu": activations.precise_swiglu,
     "silu": activations.silu,
+    "rms_norm": drop_ins.rms_norm,
+    "rope": drop_ins.rope,
 }
 
 
@@ -143,6 +153,7 @@ def install(model: Module, *, cpu: bool) -> Head:
     if cpu:
         names += ["swiglu", "precise_swiglu"]
         sys.modules["mlx.nn"].silu = _DISPATCHERS["silu"]  # type: ignore[attr-defined]
+        mx.fast.rms_norm, mx.fast.rope = _DISPATCHERS["rms_norm"], _DISPATCHERS["rope"]
     for module in _python_modules(model):
         for name in names:
             if getattr(module, name, None) is _ORIGINALS[name]:
@@ -150,6 +161,9 @@ def install(model: Module, *, cpu: bool) -> Head:
     for _, part in model.named_modules():
         if type(part) is Conv1d and is_depthwise(part):
             use_shift_conv1d(part, cpu=cpu)
+    if cpu:
+        use_linear(model)
+        use_one_operation(model)
     return Head(model)
 
 

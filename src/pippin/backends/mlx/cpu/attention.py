@@ -12,6 +12,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from pippin.backends.mlx.cpu.activations import unnormalised_softmax
+from pippin.backends.mlx.cpu.operations.calls import are_float32, operations
 
 BLOCKED = -1e30
 QUERIES = 32  # taken at a time: their scores stay near the core, and no buffer is enormous
@@ -24,6 +25,10 @@ def attend(
     scale: float,
     mask: mx.array | str | None,  # bool or added [B or 1, H or 1, S, L]; "causal"; None
 ) -> mx.array:
+    ours = operations()
+    if ours is not None and are_float32(queries, keys, values) and _is_simple(mask, queries, keys):
+        allowed = None if isinstance(mask, str) else mask
+        return ours.attention(queries, keys, values, scale, allowed, causal=isinstance(mask, str))
     num_queries, num_keys = queries.shape[2], keys.shape[2]
     outs: list[mx.array] = []
     for start in range(0, num_queries, QUERIES):
@@ -36,6 +41,14 @@ def attend(
             (block,) = mx.depends([block], [outs[-1]])
         outs.append(_attend(block, keys[:, :, :seen], values[:, :, :seen], scale, part))
     return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
+
+
+def _is_simple(mask: mx.array | str | None, queries: mx.array, keys: mx.array) -> bool:
+    """The same for all heads, and nothing is added."""
+    if mask is None or isinstance(mask, str):
+        return True
+    each_row = (queries.shape[0], 1, queries.shape[2], keys.shape[2])
+    return bool(mask.dtype == mx.bool_) and mask.shape in (each_row, (1, *each_row[1:]))
 
 
 def _attend(

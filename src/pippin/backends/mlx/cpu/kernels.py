@@ -24,6 +24,7 @@ from pathlib import Path
 from time import monotonic
 
 from pippin.backends.mlx.cpu.compiler import compile_available, kernel_dir
+from pippin.backends.mlx.cpu.operations.calls import operations
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.load import LoadedModel
 
@@ -32,7 +33,8 @@ LONGEST_STOP = 240.0  # seconds, all together
 
 def marker_path(loaded: LoadedModel) -> Path:
     """Exists once every kernel of this model's decode step, as this code has it, is built."""
-    digest = hashlib.sha256(repr((type(loaded.model).__module__, loaded.layout)).encode())
+    facts = (type(loaded.model).__module__, loaded.layout, operations() is not None)
+    digest = hashlib.sha256(repr(facts).encode())
     for source in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(source.read_bytes())
     return kernel_dir() / f"pippin-{digest.hexdigest()[:16]}"

@@ -1,0 +1,100 @@
+// Attention of a chunk's queries over keys of one key head. Knows no mlx; products are the BLAS's.
+//
+// Some queries at a time, of all heads that share the keys: their scores stay near the core. Weights are
+// divided by their sum when they have met the values.
+#pragma once
+
+#include <bit>
+
+#include "products.h"
+#include "vectors.h"
+
+constexpr long MOST_SCORES = 1 << 18;
+constexpr int FEWEST_QUERIES = 8, MOST_QUERIES = 32;
+
+// exp of what is not above zero, to 2e-7; below 2^-126 it is zero. 2^f for |f| <= 1/2 is a fit, as in
+// activations.py.
+inline float exp_nonpositive(float x) {
+  constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: added and taken off again it leaves an integer
+  const float power = std::max(x * 1.4426950408889634f, -127.0f);
+  const float whole = (power + ROUNDER) - ROUNDER;
+  const float f = power - whole;
+  float y = 0.00015345810970757157f;
+  y = y * f + 0.0013399930903688073f;
+  y = y * f + 0.009618489071726799f;
+  y = y * f + 0.05550328642129898f;
+  y = y * f + 0.24022646248340607f;
+  y = y * f + 0.6931471824645996f;
+  y = y * f + 1.0f;
+  return y * std::bit_cast<float>((int(whole) + 127) << 23);
+}
+
+inline float largest(const float* x, long count) {
+  float found[LANES];
+  std::fill(found, found + LANES, x[0]);
+  long i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    for (int lane = 0; lane < LANES; lane++) found[lane] = std::max(x[i + lane], found[lane]);
+  }
+  for (; i < count; i++) found[0] = std::max(x[i], found[0]);
+  return *std::max_element(found, found + LANES);
+}
+
+// Scores to weights, in place; returns their sum.
+inline float weigh(float* scores, long count) {
+  const float top = largest(scores, count);
+  float sums[LANES] = {};
+  long i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    for (int lane = 0; lane < LANES; lane++) {
+      scores[i + lane] = exp_nonpositive(scores[i + lane] - top);
+      sums[lane] += scores[i + lane];
+    }
+  }
+  for (; i < count; i++) sums[0] += scores[i] = exp_nonpositive(scores[i] - top);
+  float total = 0;
+  for (float sum : sums) total += sum;
+  return total;
+}
+
+struct Keys {
+  long count;
+  int dim, value_dim;
+  const float *keys, *values;  // [count, dim], [count, value_dim]
+};
+
+// For queries [start, stop) of the chunk. `query(head, at)` and `out(head, at)` are where their numbers
+// lie, `seen(at)` how many keys a query may look at from the first on, `allowed(head, at)` null or what
+// it may see of them.
+template <typename Query, typename Seen, typename Allowed, typename Out>
+void attend(const Keys& keys, int heads, int start, int stop, float scale, const Query& query,
+            const Seen& seen, const Allowed& allowed, const Out& out) {
+  const int num = stop - start, rows = heads * num, dim = keys.dim, value_dim = keys.value_dim;
+  const long most = seen(stop - 1);
+  const auto scaled = scratch(long(rows) * dim), scores = scratch(rows * most);
+  const auto read = scratch(long(rows) * value_dim), totals = scratch(rows);
+  for (int row = 0; row < rows; row++) {
+    const float* q = query(row / num, start + row % num);
+    for (int i = 0; i < dim; i++) scaled[long(row) * dim + i] = q[i] * scale;
+  }
+  multiply_transposed(scaled.get(), keys.keys, scores.get(), rows, most, dim);
+  for (int row = 0; row < rows; row++) {
+    const int at = start + row % num;
+    float* own = scores.get() + row * most;
+    const long count = seen(at);
+    if (const char* may = allowed(row / num, at)) {
+      for (long i = 0; i < count; i++) own[i] = may[i] ? own[i] : -1e30f;
+    }
+    totals[row] = weigh(own, count);
+    std::fill(own + count, own + most, 0.0f);
+  }
+  multiply(scores.get(), keys.values, read.get(), rows, value_dim, most);
+  for (int row = 0; row < rows; row++) {
+    float* to = out(row / num, start + row % num);
+    for (int i = 0; i < value_dim; i++) to[i] = read[long(row) * value_dim + i] / totals[row];
+  }
+}
+
+inline int queries_at_once(int heads, long num_keys) {
+  return std::clamp<long>(MOST_SCORES / (heads * num_keys), FEWEST_QUERIES, MOST_QUERIES);
+}

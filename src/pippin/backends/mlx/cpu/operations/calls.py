@@ -1,0 +1,177 @@
+"""The operations as Python sees them: arrays in, arrays out. Knows no model.
+
+Each takes float32 alone; what it `takes` is for the caller to ask first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+
+from pippin.backends.mlx.cpu.blas import sgemm_slot
+from pippin.backends.mlx.cpu.operations.library import find_library, open_library
+from pippin.backends.mlx.device import on_cpu
+
+Address, Number, Count = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
+_ARGUMENTS = {
+    "pippin_is_array": (Address, Address, ctypes.c_long, Count),
+    "pippin_attention": (Address, Address, Count, Number, Count),
+    "pippin_gated_delta": (Address, Count, Address, Count),
+    "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
+    "pippin_rms_norm": (Address, Address, Address, Number),
+    "pippin_linear": (Address, Address, Address, Address),
+    "pippin_swiglu": (Address, Address, Address),
+    "pippin_rope": (Address, Address, Address, Address, Number, Count),
+}
+
+
+class Operations:
+    """`sgemm_slot`: where the address is of whoever multiplies matrices for libmlx."""
+
+    def __init__(self, path: Path, sgemm_slot: int) -> None:
+        self._library = open_library(path)
+        for name, types in _ARGUMENTS.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = types, Count
+        self._library.pippin_use_sgemm(Address(sgemm_slot))
+
+    def is_array(self, x: mx.array, buffer: int) -> bool:
+        """Whether the library finds in `x` what Python sees of it, which lies at `buffer`."""
+        return bool(self._library.pippin_is_array(id(x), buffer, x.size, x.shape[-1]))
+
+    def rms_norm(self, x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+        y = _blank()
+        _check(
+            self._library.pippin_rms_norm(id(y), id(x), None if weight is None else id(weight), eps)
+        )
+        return y
+
+    def linear(self, x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
+        """x @ weight.T + bias"""
+        y = _blank()
+        given = None if bias is None else id(bias)
+        _check(self._library.pippin_linear(id(y), id(x), id(weight), given))
+        return y
+
+    def swiglu(self, gate: mx.array, x: mx.array) -> mx.array:
+        """silu(gate) * x, of one shape."""
+        y = _blank()
+        _check(self._library.pippin_swiglu(id(y), id(gate), id(x)))
+        return y
+
+    def rope(
+        self,
+        x: mx.array,  # [B, H, T, D]
+        frequencies: mx.array,  # [half of the channels that are turned]
+        offset: int | mx.array,  # int32 [B] or [1]
+        scale: float,
+    ) -> mx.array:
+        y = _blank()
+        fixed = isinstance(offset, int)
+        offsets, start = (None, offset) if fixed else (id(offset), 0)
+        _check(self._library.pippin_rope(id(y), id(x), id(frequencies), offsets, scale, start))
+        return y
+
+    def attention(
+        self,
+        queries: mx.array,  # [B, Hq, S, D]
+        keys: mx.array,  # [B, Hkv, L, D]
+        values: mx.array,  # [B, Hkv, L, Dv]
+        scale: float,
+        mask: mx.array | None,  # bool [B or 1, 1, S, L]
+        *,
+        causal: bool,  # the last query sees all keys, each before it one less
+    ) -> mx.array:
+        y = _blank()
+        given = (queries, keys, values) if mask is None else (queries, keys, values, mask)
+        ins = _addresses(given)
+        _check(self._library.pippin_attention(id(y), ins, len(given), scale, causal))
+        return y
+
+    def gated_delta(
+        self,
+        q: mx.array,  # [B, T, Hk, Dk]
+        k: mx.array,  # [B, T, Hk, Dk]
+        v: mx.array,  # [B, T, Hv, Dv]
+        g: mx.array,  # [B, T, Hv] or [B, T, Hv, Dk]
+        beta: mx.array,  # [B, T, Hv]
+        state: mx.array,  # [B, Hv, Dv, Dk]
+        *,
+        num_states: int,
+    ) -> tuple[mx.array, list[mx.array]]:
+        """y, and the last state; or, where there are more, those after each 64 tokens."""
+        outs = [_blank() for _ in range(1 + num_states)]
+        ins = _addresses((q, k, v, g, beta, state))
+        _check(self._library.pippin_gated_delta(_addresses(outs), len(outs), ins, g.ndim == 4))
+        return outs[0], outs[1:]
+
+    def delta_layer(
+        self,
+        inputs: Sequence[mx.array],  # as library.cpp lists them
+        *,
+        k_heads: tuple[int, int],  # how many, and their size
+        eps: float,
+        num_states: int,
+    ) -> tuple[mx.array, mx.array, list[mx.array]]:
+        """What the output product reads, the convolution's state, and states as above."""
+        outs = [_blank() for _ in range(2 + num_states)]
+        ins = _addresses(inputs)
+        _check(
+            self._library.pippin_delta_layer(
+                _addresses(outs), len(outs), ins, len(inputs), *k_heads, eps
+            )
+        )
+        return outs[0], outs[1], outs[2:]
+
+
+@cache
+def _loaded() -> Operations | None:
+    path = find_library().path
+    return None if path is None else Operations(path, sgemm_slot())
+
+
+_in_use = True
+
+
+def operations() -> Operations | None:
+    """None where mlx's own are to be used."""
+    return _loaded() if _in_use and on_cpu() else None
+
+
+@contextmanager
+def without_operations() -> Iterator[None]:
+    """mlx's own inside, to compare with."""
+    global _in_use
+    before, _in_use = _in_use, False
+    try:
+        yield
+    finally:
+        _in_use = before
+
+
+def are_float32(*arrays: mx.array) -> bool:
+    return all(array.dtype == mx.float32 for array in arrays)
+
+
+def _blank() -> mx.array:
+    """A Python object for an array that does not exist yet."""
+    return mx.array(0.0)
+
+
+def _addresses(arrays: Sequence[mx.array]) -> ctypes.Array[ctypes.c_void_p]:
+    return _array_type(len(arrays))(*map(id, arrays))
+
+
+@cache
+def _array_type(count: int) -> type[ctypes.Array[ctypes.c_void_p]]:
+    return Address * count
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise RuntimeError("an operation could not be added to mlx's graph")

@@ -1,0 +1,81 @@
+"""A whole Gated DeltaNet layer between its products as one operation, on CPUs.
+
+    in_proj -> [ conv, silu, norms of q and k, gates, recurrence, gated norm ] -> out_proj
+
+The same arithmetic as mlx-lm's layer, token by token; any other call goes to mlx-lm's own. On CUDA
+gpu/cuda_layer.py does the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.qwen3_5 import GatedDeltaNet
+
+from pippin.backends.mlx.cpu.operations.calls import are_float32, operations
+from pippin.backends.mlx.recurrent.blocks import BLOCK_TOKENS
+from pippin.backends.mlx.recurrent.taps import (
+    block_states_are_tapped,
+    conv_inputs_are_tapped,
+    record_block_states,
+    record_conv_input,
+)
+
+
+class OneOperationDeltaNet(GatedDeltaNet):
+    """mlx-lm's layer, made over in place by `use_one_operation`."""
+
+    def __call__(
+        self, inputs: mx.array, mask: mx.array | None = None, cache: Any = None
+    ) -> mx.array:
+        ours = operations()
+        y: mx.array
+        if ours is None or not self._takes(inputs, mask, cache):
+            y = super().__call__(inputs, mask, cache)
+            return y
+        batch, num_tokens, _ = inputs.shape
+        qkv, z = self.in_proj_qkv(inputs), self.in_proj_z(inputs)
+        b, a = self.in_proj_b(inputs), self.in_proj_a(inputs)
+        conv_state, state, lengths = cache[0], cache[1], cache.lengths
+        if conv_state is None:
+            conv_state = mx.zeros((batch, self.conv_kernel_size - 1, self.conv_dim))
+        if state is None:
+            state = mx.zeros((batch, self.num_v_heads, self.head_v_dim, self.head_k_dim))
+        if conv_inputs_are_tapped():
+            record_conv_input(mx.concatenate([conv_state, qkv], axis=1))
+        tapped = block_states_are_tapped()
+        weights = (self.conv1d._taps, self.A_log, self.dt_bias, self.norm.weight)
+        ragged = () if lengths is None else (lengths,)
+        out, cache[0], states = ours.delta_layer(
+            (qkv, z, b, a, conv_state, state, *weights, *ragged),
+            k_heads=(self.num_k_heads, self.head_k_dim),
+            eps=self.norm.eps,
+            num_states=-(-num_tokens // BLOCK_TOKENS) if tapped else 1,
+        )
+        record_block_states(states)
+        cache[1] = states[-1]
+        cache.advance(num_tokens)
+        y = self.out_proj(out)
+        return y
+
+    def _takes(self, inputs: mx.array, mask: mx.array | None, cache: Any) -> bool:
+        """Rows are masked by their lengths, which the cache has, or not at all."""
+        if cache is None or self.sharding_group is not None or not are_float32(inputs):
+            return False
+        if cache.lengths is None:
+            return mask is None
+        return cache.left_padding is None and bool(cache.lengths.dtype == mx.int32)
+
+
+def use_one_operation(model: Module) -> None:
+    """Make every layer over that has the form which the operation knows; after its convolution."""
+    for _, part in model.named_modules():
+        if type(part) is not GatedDeltaNet or "bias" in part.conv1d:
+            continue
+        weights = (part.conv1d.weight, part.A_log, part.dt_bias, part.norm.weight)
+        products = (part.in_proj_qkv, part.in_proj_z, part.in_proj_b, part.in_proj_a)
+        scales = [p.get("scales", p.weight) for p in products]  # of quantized ones
+        if are_float32(*weights, *scales) and part.num_v_heads % part.num_k_heads == 0:
+            part.__class__ = OneOperationDeltaNet

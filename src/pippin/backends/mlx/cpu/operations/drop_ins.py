@@ -1,0 +1,74 @@
+"""Stand-ins for mlx's own functions that are one kernel on a GPU and many operations on a CPU.
+
+Each answers what it is for, and hands everything else to mlx.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+
+from pippin.backends.mlx.cpu.operations.calls import are_float32, operations
+
+# As they were: substitutions.py binds these names anew.
+_mlx_rms_norm, _mlx_rope = mx.fast.rms_norm, mx.fast.rope
+
+
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **options: Any) -> mx.array:
+    """Drop-in for `mx.fast.rms_norm`."""
+    ours = operations()
+    given = (x,) if weight is None else (x, weight)
+    if ours is None or options or not x.size or not are_float32(*given):
+        return _mlx_rms_norm(x, weight, eps, **options)
+    return ours.rms_norm(x, weight, eps)
+
+
+def rope(
+    x: mx.array,
+    dims: int,
+    *,
+    traditional: bool,
+    base: float | None,
+    scale: float,
+    offset: int | mx.array,
+    freqs: mx.array | None = None,
+    **options: Any,
+) -> mx.array:
+    """Drop-in for `mx.fast.rope`."""
+    ours = operations()
+    known = x.ndim == 4 and x.size and not traditional and not options and are_float32(x)
+    if ours is None or not known or not _is_known(offset, x.shape[0]):
+        return _mlx_rope(
+            *(x, dims),
+            traditional=traditional,
+            base=base,
+            scale=scale,
+            offset=offset,
+            freqs=freqs,
+            **options,
+        )
+    if freqs is not None:
+        frequencies = 1.0 / freqs.astype(mx.float32)
+    else:
+        assert base is not None, "mlx asks for a base or frequencies"
+        frequencies = _frequencies(dims, base)
+    return ours.rope(x, frequencies, offset, scale)
+
+
+def _is_known(offset: int | mx.array, num_rows: int) -> bool:
+    if isinstance(offset, int):
+        return True
+    return offset.dtype == mx.int32 and offset.ndim <= 1 and offset.size in (1, num_rows)
+
+
+@lru_cache(maxsize=16)
+def _frequencies(dims: int, base: float) -> mx.array:
+    """As mlx computes them, to the last bit: they are multiplied by positions."""
+    half = dims // 2
+    step = mx.array(math.log(base) / half, mx.float32)
+    frequencies = mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * step)
+    mx.eval(frequencies)
+    return frequencies

@@ -1,0 +1,121 @@
+// Nodes of ours in mlx's graphs. Knows no arithmetic.
+//
+// A node is a function of views to buffers. mlx's Python arrays are handed over by the address of the
+// Python object, in which the C++ array lies (see library.py).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "mlx/allocator.h"
+#include "mlx/array.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/device.h"
+#include "mlx/primitives.h"
+#include "mlx/stream.h"
+
+namespace mx = mlx::core;
+
+// An input while it is computed with. Its last axis is walked in lines.
+class View {
+ public:
+  explicit View(const mx::array& x)
+      : data_(x.data<char>()), shape_(x.shape()), strides_(x.strides()),
+        item_(x.itemsize()), size_(x.size()), dense_(x.flags().row_contiguous) {}
+
+  long size() const { return size_; }
+  int dim(int axis) const { return shape_[axis < 0 ? axis + int(shape_.size()) : axis]; }
+  int axes() const { return shape_.size(); }
+  long lines() const { return size_ / std::max(dim(-1), 1); }
+
+  // All of it in order; copied to `room` unless it lies so.
+  template <typename T>
+  const T* all(std::vector<T>& room) const {
+    if (dense_) return reinterpret_cast<const T*>(data_);
+    room.resize(size_);
+    for (long line = 0; line < lines(); line++) copy_line(line, room.data() + line * dim(-1));
+    return room.data();
+  }
+
+  // One line of the last axis; copied to `room` unless its numbers lie side by side.
+  const float* line(long index, std::vector<float>& room) const {
+    if (strides_.back() == 1) return reinterpret_cast<const float*>(data_ + offset(index) * item_);
+    room.resize(dim(-1));
+    copy_line(index, room.data());
+    return room.data();
+  }
+
+ private:
+  long offset(long line) const {
+    if (dense_) return line * shape_.back();
+    long at = 0;
+    for (int axis = axes() - 2; axis >= 0; axis--) {
+      at += line % shape_[axis] * strides_[axis];
+      line /= shape_[axis];
+    }
+    return at;
+  }
+
+  template <typename T>
+  void copy_line(long index, T* to) const {
+    const T* from = reinterpret_cast<const T*>(data_) + offset(index);
+    for (int i = 0; i < dim(-1); i++) to[i] = from[i * strides_.back()];
+  }
+
+  const char* data_;
+  mx::Shape shape_;
+  mx::Strides strides_;
+  long item_, size_;
+  bool dense_;
+};
+
+using Inputs = std::vector<View>;
+using Outputs = std::vector<float*>;
+using Kernel = std::function<void(const Inputs&, const Outputs&)>;
+
+class Operation : public mx::Primitive {
+ public:
+  Operation(const char* name, Kernel kernel)
+      : Primitive(mx::default_stream(mx::default_device())), name_(name), kernel_(std::move(kernel)) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    Inputs in(inputs.begin(), inputs.end());
+    Outputs out;
+    for (mx::array& output : outputs) {
+      output.set_data(mx::allocator::malloc(output.nbytes()));
+      out.push_back(output.data<float>());
+    }
+    mx::cpu::get_command_encoder(stream()).dispatch(
+        [kernel = kernel_, in = std::move(in), out = std::move(out)] { kernel(in, out); });
+  }
+
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+    throw std::runtime_error("operations for CPUs run on CPUs");
+  }
+
+  const char* name() const override { return name_; }
+
+ private:
+  const char* name_;
+  Kernel kernel_;
+};
+
+// The array inside a Python object: nanobind keeps its distance behind the object's head.
+inline mx::array& array_in(void* object) {
+  constexpr int HEAD = 16;  // reference count, type
+  return *reinterpret_cast<mx::array*>(
+      static_cast<char*>(object) + *reinterpret_cast<int32_t*>(static_cast<char*>(object) + HEAD));
+}
+
+// Put one node in the place of blank arrays, all float32.
+inline void make(const char* name, std::vector<mx::array> inputs, std::vector<mx::Shape> shapes,
+                 void* const* blanks, Kernel kernel) {
+  auto node = std::make_shared<Operation>(name, std::move(kernel));
+  std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
+  std::vector<mx::array> made = mx::array::make_arrays(std::move(shapes), dtypes, node, inputs);
+  for (size_t i = 0; i < made.size(); i++) array_in(blanks[i]) = made[i];
+}

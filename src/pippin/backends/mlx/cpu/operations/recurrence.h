@@ -1,0 +1,152 @@
+// The gated delta rule, a token at a time, for one head. Knows no mlx.
+//
+//   S <- g S;   S <- S + b (v - S k) k^T;   y = S q          S [value_dim, key_dim]
+//
+// Value channels do not meet each other, so S is held as strips of a few vectors of them, which stay in
+// the innermost cache, channel by channel of the keys: [strips][key_dim][STRIP]. No sum runs across a
+// vector. Few tokens take the lines of S as they lie: to turn S around would take longer than they do.
+#pragma once
+
+#include "vectors.h"
+
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+// An x86 core takes some hundred cycles for each number under 1e-38, and states decay.
+class FlushedToZero {
+#if defined(__SSE__)
+ public:
+  FlushedToZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushedToZero() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#else
+ public:
+  ~FlushedToZero() {}
+#endif
+};
+
+// Of one head: where its tokens' numbers lie, and how far one token is from the next.
+struct Tokens {
+  int count;
+  const float *q, *k, *v, *g, *beta;
+  float* y;
+  long q_step, k_step, v_step, g_step, beta_step, y_step;
+};
+
+constexpr int BLOCK = 64;  // tokens after which a state may be asked for
+constexpr int FEW_TOKENS = 4;
+
+struct Places {
+  int first, end;
+};
+
+// Which of `num_states` are the state after tokens [start, start + count) of `total`: that of the own
+// block, if it is asked for; after the last token all that are left. One state is the last one.
+inline Places states_after(int start, int count, int total, int num_states) {
+  const int block = start / BLOCK;
+  if (start + count == total) return {std::min(block, num_states - 1), num_states};
+  return {block, std::min(block + 1, num_states - 1)};
+}
+
+inline long held_size(int key_dim, int value_dim) {
+  return long((value_dim + STRIP - 1) / STRIP) * STRIP * key_dim;
+}
+
+// From [value_dim, key_dim] to strips and back.
+inline void hold(const float* state, float* held, int key_dim, int value_dim) {
+  for (int start = 0; start < value_dim; start += STRIP, held += STRIP * key_dim) {
+    const int columns = std::min(STRIP, value_dim - start);
+    for (int i = 0; i < key_dim; i++) {
+      for (int c = 0; c < STRIP; c++) {
+        held[i * STRIP + c] = c < columns ? state[long(start + c) * key_dim + i] : 0.0f;
+      }
+    }
+  }
+}
+
+inline void give(const float* held, float* state, int key_dim, int value_dim) {
+  for (int start = 0; start < value_dim; start += STRIP, held += STRIP * key_dim) {
+    const int columns = std::min(STRIP, value_dim - start);
+    for (int c = 0; c < columns; c++) {
+      for (int i = 0; i < key_dim; i++) state[long(start + c) * key_dim + i] = held[i * STRIP + c];
+    }
+  }
+}
+
+// GATE_PER_CHANNEL: g has one number for each key channel, not one for all.
+template <bool GATE_PER_CHANNEL>
+void run_strip(const Tokens& t, float* held, int key_dim, int start, int columns) {
+  for (int n = 0; n < t.count; n++) {
+    const float *q = t.q + n * t.q_step, *k = t.k + n * t.k_step, *g = t.g + n * t.g_step;
+    const float beta = t.beta[n * t.beta_step];
+    Vector recalled[2][WIDE] = {};  // two sums: one would wait for itself
+    for (int i = 0; i < key_dim; i += 2) {
+      for (int s = 0; s < 2 && i + s < key_dim; s++) {
+        const float key = GATE_PER_CHANNEL ? k[i + s] * g[i + s] : k[i + s];
+        for (int w = 0; w < WIDE; w++) {
+          recalled[s][w] += load(held + (i + s) * STRIP + w * LANES) * key;
+        }
+      }
+    }
+    alignas(BYTES) float edge[STRIP] = {};
+    const float* v = t.v + n * t.v_step + start;
+    if (columns < STRIP) v = std::copy(v, v + columns, edge) - columns;
+    Vector delta[WIDE], y[WIDE] = {};
+    for (int w = 0; w < WIDE; w++) {
+      const Vector sum = recalled[0][w] + recalled[1][w];
+      delta[w] = (load(v + w * LANES) - (GATE_PER_CHANNEL ? sum : sum * g[0])) * beta;
+    }
+    for (int i = 0; i < key_dim; i++) {
+      const float gate = g[GATE_PER_CHANNEL ? i : 0], key = k[i], query = q[i];
+      for (int w = 0; w < WIDE; w++) {
+        float* at = held + i * STRIP + w * LANES;
+        const Vector s = load(at) * gate + delta[w] * key;
+        store(at, s);
+        y[w] += s * query;
+      }
+    }
+    float* out = t.y + n * t.y_step + start;
+    for (int w = 0; w < WIDE; w++) store((columns < STRIP ? edge : out) + w * LANES, y[w]);
+    if (columns < STRIP) std::copy(edge, edge + columns, out);
+  }
+}
+
+inline void run_tokens(const Tokens& t, float* held, int key_dim, int value_dim, bool gate_per_channel) {
+  for (int start = 0; start < value_dim; start += STRIP, held += STRIP * key_dim) {
+    const int columns = std::min(STRIP, value_dim - start);
+    if (gate_per_channel) {
+      run_strip<true>(t, held, key_dim, start, columns);
+    } else {
+      run_strip<false>(t, held, key_dim, start, columns);
+    }
+  }
+}
+
+// Few tokens: from one state to another, [value_dim, key_dim] both.
+inline void run_few(const Tokens& t, const float* state, float* new_state, int key_dim, int value_dim,
+                    bool gate_per_channel) {
+  const auto keys = scratch(long(t.count) * key_dim);  // as they meet what has not decayed yet
+  for (int n = 0; n < t.count; n++) {
+    const float *k = t.k + n * t.k_step, *g = t.g + n * t.g_step;
+    for (int i = 0; i < key_dim; i++) keys[n * key_dim + i] = k[i] * g[gate_per_channel ? i : 0];
+  }
+  for (int line = 0; line < value_dim; line++) {
+    const float* held = state + long(line) * key_dim;
+    float* own = new_state + long(line) * key_dim;
+    for (int n = 0; n < t.count; n++, held = own) {
+      const float *q = t.q + n * t.q_step, *k = t.k + n * t.k_step, *g = t.g + n * t.g_step;
+      const float recalled = dot(held, keys.get() + n * key_dim, key_dim);
+      const float delta = (t.v[n * t.v_step + line] - recalled) * t.beta[n * t.beta_step];
+      if (gate_per_channel) {
+        for (int i = 0; i < key_dim; i++) own[i] = held[i] * g[i] + delta * k[i];
+      } else {
+        const float gate = g[0];
+        for (int i = 0; i < key_dim; i++) own[i] = held[i] * gate + delta * k[i];
+      }
+      t.y[n * t.y_step + line] = dot(own, q, key_dim);
+    }
+  }
+}

@@ -1,0 +1,131 @@
+"""A Gated DeltaNet layer as one operation, against mlx-lm's own layer."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
+
+from pippin.backends.mlx.cpu.operations.calls import operations
+from pippin.backends.mlx.cpu.operations.delta_layer import OneOperationDeltaNet, use_one_operation
+from pippin.backends.mlx.recurrent.conv import use_shift_conv1d
+from pippin.backends.mlx.recurrent.taps import tap_block_states, tap_conv_inputs
+
+HIDDEN, K_HEADS, V_HEADS, K_DIM, V_DIM, TAPS = 96, 2, 4, 24, 40, 4
+CONV_DIM = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
+
+
+@pytest.fixture(autouse=True)
+def _ours() -> None:
+    if operations() is None:
+        pytest.skip("no g++, or not a Linux CPU: mlx's own operations are used")
+
+
+def layer_of() -> GatedDeltaNet:
+    mx.random.seed(0)
+    args = TextModelArgs(
+        hidden_size=HIDDEN,
+        linear_num_key_heads=K_HEADS,
+        linear_num_value_heads=V_HEADS,
+        linear_key_head_dim=K_DIM,
+        linear_value_head_dim=V_DIM,
+        linear_conv_kernel_dim=TAPS,
+    )
+    layer = GatedDeltaNet(args)
+    layer.norm.weight = mx.random.normal((V_DIM,))
+    layer.dt_bias = mx.random.normal((V_HEADS,))
+    layer.eval()
+    return layer
+
+
+def made_over() -> GatedDeltaNet:
+    layer = layer_of()
+    use_shift_conv1d(layer.conv1d, cpu=True)
+    use_one_operation(layer)
+    assert type(layer) is OneOperationDeltaNet
+    return layer
+
+
+def cache_of(batch: int) -> ArraysCache:
+    mx.random.seed(1)
+    cache = ArraysCache(size=2)
+    cache[0] = mx.random.normal((batch, TAPS - 1, CONV_DIM))
+    cache[1] = mx.random.normal((batch, V_HEADS, V_DIM, K_DIM))
+    return cache
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("lengths", [(1,), (2,), (64,), (150,), (1, 1, 1), (70, 3, 64, 1)])
+def test_tokens_agree_with_mlx_lm(lengths: tuple[int, ...], fresh: bool) -> None:
+    """Rows of all lengths; what comes out past a row's end means nothing, but is a number."""
+    batch, num_tokens = len(lengths), max(lengths)
+    x = mx.random.normal((batch, num_tokens, HIDDEN), key=mx.random.key(2))
+    results = []
+    for layer in (made_over(), layer_of()):
+        cache = ArraysCache(size=2) if fresh else cache_of(batch)
+        if len(set(lengths)) > 1:
+            cache.lengths = mx.array(lengths)
+        y = layer(x, cache.make_mask(num_tokens), cache)
+        assert np.isfinite(np.array(y)).all()
+        results.append([y[row, :n] for row, n in enumerate(lengths)] + [cache[0], cache[1]])
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=2e-5, rtol=2e-5)
+
+
+def test_a_prompt_in_pieces_ends_in_the_same_state() -> None:
+    layer, x = made_over(), mx.random.normal((1, 150, HIDDEN), key=mx.random.key(2))
+    whole = cache_of(1)
+    layer(x, None, whole)
+    parts = cache_of(1)
+    for start, end in ((0, 1), (1, 40), (40, 104), (104, 150)):
+        inside = x[:, start:end]
+        mx.eval(layer(inside, None, parts), parts[0], parts[1])
+    np.testing.assert_allclose(np.array(whole[1]), np.array(parts[1]), atol=1e-6)
+    np.testing.assert_allclose(np.array(whole[0]), np.array(parts[0]), atol=1e-6)
+
+
+def test_states_inside_a_chunk_are_those_of_shorter_chunks() -> None:
+    layer, x = made_over(), mx.random.normal((2, 150, HIDDEN), key=mx.random.key(2))
+    with tap_block_states() as blocks, tap_conv_inputs() as inputs:
+        layer(x, None, cache_of(2))
+    for number, n in enumerate((64, 128, 150)):
+        cache = cache_of(2)
+        layer(x[:, :n], None, cache)
+        np.testing.assert_allclose(np.array(blocks[0][number]), np.array(cache[1]), atol=1e-6)
+        kept = inputs[0][:, n : n + TAPS - 1]
+        np.testing.assert_allclose(np.array(kept), np.array(cache[0]), atol=1e-6)
+
+
+def test_a_short_row_keeps_its_last_state_beside_a_long_one() -> None:
+    layer, x = made_over(), mx.random.normal((3, 150, HIDDEN), key=mx.random.key(2))
+    cache = cache_of(3)
+    cache.lengths = mx.array([150, 3, 70])
+    with tap_block_states() as blocks:
+        layer(x, cache.make_mask(150), cache)
+    for row, ends in enumerate(((64, 128, 150), (3, 3, 3), (64, 70, 70))):
+        for number, n in enumerate(ends):
+            alone = cache_of(3)
+            layer(x[:, :n], None, alone)
+            got, want = np.array(blocks[0][number][row]), np.array(alone[1][row])
+            np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_rows_that_are_padded_on_the_left_go_to_mlx_lm() -> None:
+    x = mx.random.normal((2, 5, HIDDEN), key=mx.random.key(2))
+    results = []
+    for layer in (made_over(), layer_of()):
+        cache = ArraysCache(size=2, left_padding=[0, 2])
+        y = layer(x, cache.make_mask(5), cache)
+        results.append((y[0], y[1, 2:], cache[0], cache[1]))
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=2e-5, rtol=2e-5)
+
+
+def test_layers_of_other_numbers_are_left_alone() -> None:
+    layer = layer_of()
+    layer.set_dtype(mx.float16)
+    use_shift_conv1d(layer.conv1d, cpu=True)
+    use_one_operation(layer)
+    assert type(layer) is GatedDeltaNet

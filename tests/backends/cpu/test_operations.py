@@ -1,0 +1,155 @@
+"""Operations of ours in mlx's graphs give what mlx's and mlx-lm's give."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from pippin.backends.mlx.cpu.attention import attend
+from pippin.backends.mlx.cpu.operations import check, drop_ins
+from pippin.backends.mlx.cpu.operations.calls import Operations, operations, without_operations
+from processes import run_python
+
+
+@pytest.fixture
+def ours() -> Operations:
+    found = operations()
+    if found is None:
+        pytest.skip("no g++, or not a Linux CPU: mlx's own operations are used")
+    return found
+
+
+def normal(*shape: int, seed: int = 0) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def assert_close(got: mx.array, want: mx.array, tolerance: float = 1e-5) -> None:
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(np.array(got), np.array(want), rtol=tolerance, atol=tolerance)
+
+
+def test_arrays_are_looked_for_where_they_lie(ours: Operations) -> None:
+    assert check.finds_arrays(ours)
+    assert check.computes(ours)
+    x = normal(2, 3)
+    mx.eval(x)
+    assert not ours.is_array(x, 1)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dim", [1, 7, 64, 100, 384])
+def test_norms_are_mlx_s(ours: Operations, dim: int, weighted: bool) -> None:
+    x, weight = normal(2, 3, 5, dim), normal(dim, seed=1) if weighted else None
+    assert_close(ours.rms_norm(x, weight, 1e-6), mx.fast.rms_norm(x, weight, 1e-6))
+
+
+def test_views_are_read_as_they_lie(ours: Operations) -> None:
+    x = normal(4, 6, 32)
+    for view in (x.transpose(1, 0, 2), x.swapaxes(1, 2), x[1:3, ::2, 8:24], x[:, :1]):
+        weight = mx.ones(view.shape[-1])
+        assert_close(ours.rms_norm(view, weight, 1e-5), mx.fast.rms_norm(view, weight, 1e-5))
+    spread = mx.broadcast_to(x[:1], (4, 6, 32))
+    assert_close(ours.rms_norm(spread, None, 1e-5), mx.fast.rms_norm(spread, None, 1e-5))
+
+
+def test_what_is_not_a_number_stays_none(ours: Operations) -> None:
+    x = mx.array([[1.0, float("nan"), 2.0], [1.0, 2.0, 3.0]])
+    for y in (ours.rms_norm(x, None, 1e-5), ours.swiglu(x, mx.ones(x.shape))):
+        assert np.isnan(np.array(y)[0]).any()
+        assert not np.isnan(np.array(y)[1]).any()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_layers_are_mlx_s(ours: Operations, biased: bool) -> None:
+    layer = nn.Linear(48, 20, bias=biased)
+    x = normal(3, 5, 48)
+    for view in (x, x[:, 2:4], x.swapaxes(0, 1), x[0, 0], x[:, :, None]):
+        assert_close(ours.linear(view, layer.weight, layer.get("bias")), layer(view))
+
+
+def test_gated_units_are_mlx_s(ours: Operations) -> None:
+    gate, x = normal(3, 5, 33) * 20, normal(3, 5, 33, seed=1)
+    assert_close(ours.swiglu(gate, x), gate * mx.sigmoid(gate) * x)
+
+
+@pytest.mark.parametrize("dims", [16, 64])
+@pytest.mark.parametrize("offset", [0, 5000, "each row's", "one of all"])
+def test_rotations_are_mlx_s(ours: Operations, dims: int, offset: int | str) -> None:
+    x = normal(3, 9, 4, 64).swapaxes(1, 2)
+    given = {"each row's": mx.array([7, 0, 4000]), "one of all": mx.array([12])}.get(offset, offset)
+    options = {"traditional": False, "base": 10000.0, "scale": 0.5, "offset": given}
+    want = mx.fast.rope(x, dims, **options)
+    assert_close(drop_ins.rope(x, dims, **options), want)
+    own = {**options, "base": None, "freqs": mx.arange(1.0, dims // 2 + 1)}
+    assert_close(drop_ins.rope(x, dims, **own), mx.fast.rope(x, dims, **own))
+
+
+def test_what_they_are_not_for_is_left_to_mlx() -> None:
+    x = normal(2, 4, 3, 8)
+    options = {"traditional": True, "base": 10000.0, "scale": 1.0, "offset": 3}
+    assert_close(drop_ins.rope(x, 8, **options), mx.fast.rope(x, 8, **options))
+    half = x.astype(mx.float16)
+    assert drop_ins.rms_norm(half, mx.ones(8, mx.float16), 1e-5).dtype == mx.float16
+
+
+@pytest.mark.parametrize("kind", ["causal", "all", "one mask", "each row's"])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 9), (5, 5), (33, 90), (100, 1500)])
+def test_attention_of_chunks_is_mlx_s(
+    ours: Operations, kind: str, num_queries: int, num_keys: int
+) -> None:
+    q = normal(2, num_queries, 6, 16).swapaxes(1, 2)
+    k, v = normal(2, 2, num_keys, 16, seed=1), normal(2, 2, num_keys, 24, seed=2)
+    allowed = mx.random.uniform(shape=(2, 1, num_queries, num_keys), key=mx.random.key(3)) < 0.6
+    allowed[..., 0] = True  # nobody sees nothing
+    mask = {"causal": "causal", "all": None, "one mask": allowed[:1], "each row's": allowed}[kind]
+    got = attend(q, k, v, 0.25, mask)
+    with without_operations():
+        assert_close(got, attend(q, k, v, 0.25, mask))
+    assert_close(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask=mask))
+
+
+def test_large_scores_neither_overflow_nor_vanish(ours: Operations) -> None:
+    q, k, v = 60 * normal(1, 2, 40, 32), 60 * normal(1, 2, 40, 32, seed=1), normal(1, 2, 40, 32)
+    want = mx.fast.scaled_dot_product_attention(q, k, v, scale=1.0, mask="causal")
+    assert_close(ours.attention(q, k, v, 1.0, None, causal=True), want, 1e-3)
+
+
+def test_compiled_functions_may_hold_them(ours: Operations) -> None:
+    weight = normal(16)
+
+    @mx.compile
+    def run(x: mx.array) -> mx.array:
+        return ours.rms_norm(x * 2.0, weight, 1e-5) + ours.swiglu(x, x + 1.0)
+
+    for seed in range(3):
+        x = normal(4, 16, seed=seed)
+        want = mx.fast.rms_norm(x * 2.0, weight, 1e-5) + x * mx.sigmoid(x) * (x + 1.0)
+        assert_close(run(x), want)
+
+
+def test_what_nobody_holds_any_more_is_given_back(ours: Operations) -> None:
+    """Nodes with several outputs hold each other, which mlx has to take apart."""
+    code = """
+import mlx.core as mx
+from pippin.backends.mlx.cpu.operations.calls import operations
+
+ours = operations()
+x = mx.random.normal((1, 70, 2, 16)) * 0.1
+gates, state = mx.ones((1, 70, 2)), mx.zeros((1, 2, 16, 16))
+mx.eval(x, gates, state)
+
+def run():
+    y, states = ours.gated_delta(x, x, x, gates, gates, state, num_states=2)
+    mx.eval(states[0])  # the others are never asked for
+    ours.gated_delta(x, x, x, gates, gates, state, num_states=2)  # nor is any of these
+
+run()
+before = mx.get_active_memory()
+for _ in range(5):
+    run()
+print(mx.get_active_memory() - before)
+"""
+    assert run_python(code).strip() == "0"
