@@ -99,17 +99,17 @@ def timed(run: Callable[[], list[mx.array]]) -> Cost:
 
 
 def compared(
-    run: Callable[[], list[mx.array]], num_rounds: int
+    runs: dict[str, Callable[[], list[mx.array]]], num_rounds: int
 ) -> dict[str, tuple[list[Cost], Counter[str]]]:
     """Of each way: what every round cost, and the operations."""
     found: dict[str, tuple[list[Cost], Counter[str]]] = {}
-    for way, used in WAYS.items():
-        with used():
+    for way, run in runs.items():
+        with WAYS[way]():
             timed(run)  # for kernels, buffers and caches
             found[way] = [], kinds(run())
     for _ in range(num_rounds):
-        for way, used in WAYS.items():
-            with used():
+        for way, run in runs.items():
+            with WAYS[way]():
                 found[way][0].append(timed(run))
     return found
 
@@ -122,13 +122,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--kinds", action="store_true", help="list the operations by name")
     options = parser.parse_args()
-    loaded = load(options.model)
-    prompt = begun(loaded, options.before)
+    models: dict[str, tuple[LoadedModel, PromptState]] = {}
+    for way, used in WAYS.items():
+        with used():
+            loaded = load(options.model)
+            models[way] = loaded, begun(loaded, options.before)
     print("tokens  way    operations   build    host     CPU    wall")
     for num_tokens in options.tokens:
         tokens = np.arange(num_tokens, dtype=np.int32) % 500
-        run = partial(another_chunk, loaded, prompt, tokens)
-        for way, (costs, found) in compared(run, options.rounds).items():
+        runs = {way: partial(another_chunk, *model, tokens) for way, model in models.items()}
+        for way, (costs, found) in compared(runs, options.rounds).items():
             fields = (median(getattr(cost, name) for cost in costs) for name in Cost.__match_args__)
             numbers = "".join(f"{value:8.2f}" for value in fields)
             print(f"{num_tokens:6}  {way:6}{found.total():11}{numbers}")

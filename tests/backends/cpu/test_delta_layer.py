@@ -8,7 +8,6 @@ import pytest
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 
-from pippin.backends.mlx.cpu.operations.calls import operations
 from pippin.backends.mlx.cpu.operations.delta_layer import OneOperationDeltaNet, use_one_operation
 from pippin.backends.mlx.recurrent.conv import use_shift_conv1d
 from pippin.backends.mlx.recurrent.taps import tap_block_states, tap_conv_inputs
@@ -17,10 +16,7 @@ HIDDEN, K_HEADS, V_HEADS, K_DIM, V_DIM, TAPS = 96, 2, 4, 24, 40, 4
 CONV_DIM = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
 
 
-@pytest.fixture(autouse=True)
-def _ours() -> None:
-    if operations() is None:
-        pytest.skip("no g++, or not a Linux CPU: mlx's own operations are used")
+pytestmark = pytest.mark.usefixtures("ours")
 
 
 def layer_of() -> GatedDeltaNet:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -9,16 +11,14 @@ import pytest
 
 from pippin.backends.mlx.cpu.attention import attend
 from pippin.backends.mlx.cpu.operations import check, drop_ins
-from pippin.backends.mlx.cpu.operations.calls import Operations, operations, without_operations
+from pippin.backends.mlx.cpu.operations.calls import (
+    LinearLayers,
+    LinearWeights,
+    Operations,
+    without_operations,
+)
+from pippin.backends.mlx.cpu.operations.linear import PackedLinear, pack_linear_layers
 from processes import run_python
-
-
-@pytest.fixture
-def ours() -> Operations:
-    found = operations()
-    if found is None:
-        pytest.skip("no g++, or not a Linux CPU: mlx's own operations are used")
-    return found
 
 
 def normal(*shape: int, seed: int = 0) -> mx.array:
@@ -63,11 +63,75 @@ def test_what_is_not_a_number_stays_none(ours: Operations) -> None:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_linear_layers_are_mlx_s(ours: Operations, biased: bool) -> None:
-    layer = nn.Linear(48, 20, bias=biased)
-    x = normal(3, 5, 48)
-    for view in (x, x[:, 2:4], x.swapaxes(0, 1), x[0, 0], x[:, :, None]):
-        assert_close(ours.linear(view, layer.weight, layer.get("bias")), layer(view))
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 20), (33, 100), (1500, 64), (7, 1)])
+def test_linear_layers_are_mlx_s(
+    ours: Operations, num_inputs: int, num_outputs: int, biased: bool
+) -> None:
+    layer = nn.Linear(num_inputs, num_outputs, bias=biased)
+    x = normal(3, 5, num_inputs)
+    views = (x, x[:, 2:4], x.swapaxes(0, 1), x[0, 0], x[:, :, None])
+    expected = [layer(view) for view in views]
+    weight = mx.array(layer.weight)
+    pack_linear_layers(layer)
+    assert type(layer) is PackedLinear
+    for view, want in zip(views, expected, strict=True):
+        assert_close(layer(view), want)
+        with without_operations():
+            assert_close(layer(view), want)
+    assert mx.array_equal(layer.weight, weight)
+    layer.weight = weight * 2.0  # some models do that to their own
+    assert_close(layer(x) + (layer.bias if biased else 0.0), 2.0 * expected[0])
+    assert "panels" not in layer
+
+
+def test_a_row_s_products_do_not_depend_on_the_rows_beside_it(ours: Operations) -> None:
+    layers = LinearLayers([LinearWeights(ours.pack(normal(200, 1100)), None, 200)])
+    x = normal(131, 1100, seed=1)
+    (alone,) = ours.linear(x[17:18], layers)
+    for num_rows in (18, 19, 29, 64, 131):
+        (beside,) = ours.linear(x[:num_rows], layers)
+        assert mx.array_equal(beside[17], alone[0])
+
+
+class ThreeReaders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(48, 70), nn.Linear(48, 5, bias=False), nn.Linear(48, 32)
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        return [self.a(x), self.c(x), self.b(x), self.a(x + 1.0)]
+
+
+def test_layers_of_one_input_are_one_operation(ours: Operations) -> None:
+    model, x = ThreeReaders(), normal(3, 5, 48)
+    want = model(x)
+    pack_linear_layers(model, [[model.a, model.b, model.c]])
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *model(x)[:3])
+    assert graph.getvalue().count('"Linear"') == 1
+    for got, expected in zip(model(x), want, strict=True):
+        assert_close(got, expected)
+    model.b.weight = mx.zeros((5, 48))
+    for number, got in enumerate(model(x)):
+        assert_close(got, mx.zeros((3, 5, 5)) if number == 2 else want[number])
+
+
+THREADS = """
+from pathlib import Path
+import mlx.core as mx
+from pippin.backends.mlx.cpu.operations.calls import LinearLayers, LinearWeights, Operations
+from pippin.backends.mlx.cpu.operations.library import find_library
+ours = Operations(find_library().path, num_threads=3)
+weight, x = mx.random.normal((1000, 300)), mx.random.normal((40, 300))
+layers = LinearLayers([LinearWeights(ours.pack(weight), None, 1000)] * 2)
+products = [ours.linear(x * i, layers) for i in range(100)]
+wanted = [x * i @ weight.T for i in range(100)]
+print(max(mx.abs(y - want).max().item() for two, want in zip(products, wanted) for y in two))
+"""
+
+
+def test_several_threads_compute_what_one_does(ours: Operations) -> None:
+    assert float(run_python(THREADS)) < 1e-2  # of sums of 300 numbers around 100
 
 
 def test_gated_units_are_mlx_s(ours: Operations) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pippin.backends.mlx.cpu.operations import library
+from pippin.backends.mlx.cpu.operations.check import DOES_NOT_FIT
 
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("g++") is None, reason="built with g++, on Linux"
@@ -55,7 +56,7 @@ def test_it_is_built_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("exits", [(1,), (0, 1), (0, -11)])
+@pytest.mark.parametrize("exits", [(1,), (0, DOES_NOT_FIT), (0, -11)])
 def test_what_does_not_work_is_not_tried_again(
     exits: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
@@ -72,6 +73,15 @@ def test_what_does_not_work_is_not_tried_again(
     assert again.path is None
     assert "what went wrong" in str(again.reason)
     assert not list(tmp_path.rglob("*.so*"))
+
+
+@needs_compiler
+def test_what_could_not_be_tried_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", Commands(0, 1))  # a traceback: a package is missing
+    assert "what went wrong" in str(library.find_library().reason)
+    library.find_library.cache_clear()
+    monkeypatch.setattr(subprocess, "run", Commands(0, 0))
+    assert library.find_library().path is not None
 
 
 @needs_compiler

@@ -9,9 +9,10 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 
 from pippin.backends.mlx.gpu.cuda_layer import FusedGatedDeltaNet, fuse_layers
-from pippin.backends.mlx.gpu.siblings import find_siblings, merge
+from pippin.backends.mlx.gpu.siblings import merge
 from pippin.backends.mlx.recurrent.conv import use_shift_conv1d
 from pippin.backends.mlx.recurrent.taps import tap_block_states, tap_conv_inputs
+from pippin.backends.mlx.siblings import find_siblings
 
 HIDDEN, K_HEADS, V_HEADS, DIM, TAPS = 96, 2, 4, 32, 4
 

@@ -10,7 +10,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from pippin.backends.mlx.gpu.siblings import FEW_ROWS, find_siblings, merge
+from pippin.backends.mlx.gpu.siblings import FEW_ROWS, merge
+from pippin.backends.mlx.siblings import find_siblings
 
 ROUNDING = 5e-5  # of numbers of about one
 

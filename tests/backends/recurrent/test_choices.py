@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from bundled import BUNDLED_PATH
 from families import build
 from pippin.backends.mlx import load, timing
 from pippin.backends.mlx.backend import MLXBackend
+from pippin.backends.mlx.cpu.operations.calls import without_operations
 from pippin.backends.mlx.recurrent import choices
 from pippin.backends.mlx.recurrent.calls import Call, Kind, Phase, is_among
 from pippin.backends.mlx.recurrent.choices import (
@@ -248,6 +249,14 @@ def states_recorded(loaded: load.LoadedModel, num_tokens: int) -> int:
     return len(layers)
 
 
+@pytest.fixture
+def no_operations() -> Iterator[None]:
+    """As on a GPU, where a layer calls its recurrence and there is something to choose."""
+    with without_operations():
+        yield
+
+
+@pytest.mark.usefixtures("no_operations")
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "nemotron_h"])
 def test_a_model_runs_what_was_chosen_for_each_phase(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

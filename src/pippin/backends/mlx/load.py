@@ -17,10 +17,12 @@ from pippin.backends.mlx import refusals, substitutions
 from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
 from pippin.backends.mlx.cpu.few_rows import use_few_rows_kernel
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
+from pippin.backends.mlx.cpu.operations.calls import operations
+from pippin.backends.mlx.cpu.operations.linear import pack_linear_layers
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.gpu.attention_times import choose_attention
 from pippin.backends.mlx.gpu.cuda_layer import fuse_layers
-from pippin.backends.mlx.gpu.siblings import find_siblings, merge
+from pippin.backends.mlx.gpu.siblings import merge
 from pippin.backends.mlx.head import Head, measure_hidden
 from pippin.backends.mlx.layout import Layout, discover
 from pippin.backends.mlx.mlx_lm_package import import_load_model
@@ -29,6 +31,7 @@ from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
 from pippin.backends.mlx.rehearsal import Forward, packed_rows, rehearsed
 from pippin.backends.mlx.rows.attention_paths import AttentionPaths
+from pippin.backends.mlx.siblings import find_siblings
 from pippin.errors import LoadError, UnsupportedLayout
 
 load_model = import_load_model()
@@ -115,7 +118,7 @@ def prepare(
     model.eval()
     progress("preparing layers")
     head = substitutions.install(model, cpu=on_cpu())
-    if not on_cpu():
+    if not on_cpu() or operations() is not None:
         _merge_siblings(model)
     if mx.cuda.is_available():
         fuse_layers(model)
@@ -159,7 +162,11 @@ def _choose_attention(layout: Layout, forward: Forward, *, deterministic: bool) 
 
 def _merge_siblings(model: Module) -> None:
     run = partial(_forward, model, frozenset(), mx.zeros((1, 1), mx.int32))
-    merge(find_siblings(model, lambda: run(make_prompt_cache(model))))
+    siblings = find_siblings(model, lambda: run(make_prompt_cache(model)))
+    if on_cpu():
+        pack_linear_layers(model, siblings)
+    else:
+        merge(siblings)
 
 
 def _forward(

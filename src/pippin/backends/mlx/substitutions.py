@@ -36,7 +36,6 @@ from pippin.backends.mlx.cpu import activations
 from pippin.backends.mlx.cpu.attention import attend
 from pippin.backends.mlx.cpu.operations import drop_ins
 from pippin.backends.mlx.cpu.operations.delta_layer import use_one_operation
-from pippin.backends.mlx.cpu.operations.linear import use_linear
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks
@@ -162,7 +161,6 @@ def install(model: Module, *, cpu: bool) -> Head:
         if type(part) is Conv1d and is_depthwise(part):
             use_shift_conv1d(part, cpu=cpu)
     if cpu:
-        use_linear(model)
         use_one_operation(model)
     return Head(model)
 

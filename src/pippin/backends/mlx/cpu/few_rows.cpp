@@ -8,10 +8,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
-#include <mutex>
-#include <pthread.h>
-#include <thread>
+
+#include "operations/pool.h"
 
 namespace {
 
@@ -120,65 +118,6 @@ void strip(const Product& p, long from, long to) {
   }
 }
 
-// One product at a time, cut into blocks of outputs that whoever is awake takes. A thread that the
-// system does not let run is not waited for.
-class Pool {
- public:
-  void start(int threads) {
-    for (int i = 1; i < threads; i++) std::thread([this] { work(); }).detach();
-    threads_ = threads;
-  }
-
-  bool run(const Product& p, long block) {
-    if (threads_ < 2 || !free_.try_lock()) return false;
-    product_ = &p;
-    block_ = block;
-    next_ = 0;
-    {
-      std::lock_guard<std::mutex> hold(mutex_);
-      open_ = ++round_;
-    }
-    wake_.notify_all();
-    take_blocks(p, block);
-    open_ = 0;                            // from now on nobody comes in ...
-    while (inside_) std::this_thread::yield();  // ... and those who are finish their block
-    free_.unlock();
-    return true;
-  }
-
- private:
-  void take_blocks(const Product& p, long block) {
-    for (long from; (from = next_.fetch_add(block)) < p.outputs;) {
-      strip(p, from, std::min(from + block, p.outputs));
-    }
-  }
-
-  void work() {
-    unsigned long seen = 0;
-    for (;;) {
-      unsigned long round;
-      {
-        std::unique_lock<std::mutex> hold(mutex_);
-        wake_.wait(hold, [&] { return round_ != seen; });
-        seen = round = round_;
-      }
-      ++inside_;
-      if (open_ == round) take_blocks(*product_, block_);
-      --inside_;
-    }
-  }
-
-  int threads_ = 1;
-  std::mutex free_, mutex_;
-  std::condition_variable wake_;
-  unsigned long round_ = 0;                // under mutex_
-  std::atomic<unsigned long> open_{0};     // the round that may be worked on
-  std::atomic<int> inside_{0};
-  std::atomic<long> next_{0};
-  const Product* product_ = nullptr;
-  long block_ = 0;
-};
-
 using Sgemm = void (*)(int, int, int, int, int, int, float, const float*, int, const float*, int, float,
                        float*, int);
 
@@ -189,7 +128,6 @@ constexpr long BLOCK_WEIGHTS = 1 << 14;    // that one thread takes at a time
 
 Sgemm other = nullptr;
 std::atomic<int> most_rows{0};
-Pool* pool = nullptr;  // never freed: threads may be in it when the process ends
 
 bool is_ours(int m, int n, int k) {
   return 0 < m && m <= most_rows && n % WIDE == 0 && k >= FEWEST_INPUTS && long(n) * k >= FEWEST_WEIGHTS;
@@ -197,7 +135,7 @@ bool is_ours(int m, int n, int k) {
 
 void multiply(const Product& p) {
   const long outputs = std::max(1L, BLOCK_WEIGHTS / p.inputs / WIDE) * WIDE;
-  if (!pool->run(p, outputs)) strip(p, 0, p.outputs);
+  Pool::shared().run(p.outputs, outputs, [&](long from, long to) { strip(p, from, to); });
 }
 
 }  // namespace
@@ -207,10 +145,7 @@ extern "C" {
 // `sgemm` gets all products that are not ours. Once per process.
 void few_rows_start(Sgemm sgemm, int threads) {
   other = sgemm;
-  pool = new Pool;
-  pool->start(threads);
-  // A child has none of the threads.
-  pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+  Pool::start(threads);
 }
 
 // Products of up to so many rows are ours.

@@ -34,6 +34,8 @@ from pippin.backends.mlx.cpu.elf import load_address, read_slot, write_slot
 from pippin.native_kernels import cpu_identity
 
 SOURCE = Path(__file__).with_name("few_rows.cpp")
+# Headers by name: the compiler may be a script that copies the source (native_kernels).
+HEADER = SOURCE.parent / "operations" / "pool.h"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-shared", "-fPIC")
 BUILD_SECONDS = 120
 TIMED_ROWS = (4, 8, 12, 16, 24, 32)
@@ -78,14 +80,15 @@ def use_few_rows_kernel() -> FewRowsReport:
 
 
 def _built(compiler: Path) -> Path:
-    facts = (SOURCE.read_bytes(), FLAGS, TIMED_ROWS, TIMED_WEIGHTS)  # it, and what was timed
+    sources = (SOURCE.read_bytes(), HEADER.read_bytes())
+    facts = (sources, FLAGS, TIMED_ROWS, TIMED_WEIGHTS)  # it, and what was timed
     name = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     directory = user_cache_path("pippin") / "kernels" / cpu_identity(compiler)
     library = directory / f"few_rows-{name}.so"
     if not library.exists():
         directory.mkdir(parents=True, exist_ok=True)
         whole = library.with_name(f"{library.name}.{os.getpid()}")
-        command = [str(compiler), *FLAGS, str(SOURCE), "-o", str(whole)]
+        command = [str(compiler), *FLAGS, f"-I{SOURCE.parent}", str(SOURCE), "-o", str(whole)]
         built = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
         if built.returncode:
             raise OSError(f"g++: {built.stderr.strip().splitlines()[-1:]}")

@@ -1,11 +1,10 @@
 """Linear layers that read the same input, computed as one product while rows are few.
 
 A decode step is hundreds of small operations, and launching one costs more than its arithmetic: the
-queries, keys and values of a layer are one product of a taller matrix. Which layers are siblings is
-seen, not listed: they are called with the very same array. Their weights become slices of one
-matrix, so nothing is stored twice, and a prompt's chunk still takes each product by itself.
+queries, keys and values of a layer are one product of a taller matrix. Their weights become slices
+of one matrix, so nothing is stored twice, and a prompt's chunk still takes each product by itself.
 
-For GPUs. On CPUs a product of few rows costs what its weights cost, merged or not.
+For GPUs; on CPUs see cpu/operations/linear.py.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
-from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
+from pippin.backends.mlx.siblings import STACKED
+
 FEW_ROWS = 256  # of one forward; past it products are large, and slices of a wide result cost more
-_KINDS = (Linear, QuantizedLinear)
-_STACKED = ("weight", "scales", "biases", "bias")  # parameters with a line for every output
 
 
 class Siblings:
@@ -40,7 +38,7 @@ class Siblings:
         self._stops = ends[:-1]
         self._stacked = {
             name: mx.concatenate([part[name] for part in parts])
-            for name in _STACKED
+            for name in STACKED
             if parts[0].get(name) is not None
         }
         mx.eval(self._stacked)
@@ -76,46 +74,12 @@ class Siblings:
         return piece
 
 
-def find_siblings(model: Module, forward: Callable[[], object]) -> list[list[Module]]:
-    """Run `forward` once; layers of one kind and type that are given the same array, in order."""
-    readers: dict[
-        int, tuple[mx.array, list[Module]]
-    ] = {}  # the array is kept: its id stays its own
-    parts = [part for _, part in model.named_modules() if type(part) in _KINDS]
-    original = {id(part): type(part) for part in parts}
-    for part in parts:
-        _watch(part, readers)
-    try:
-        forward()
-    finally:
-        for part in parts:
-            part.__class__ = original[id(part)]
-    groups: list[list[Module]] = []
-    for _, read in readers.values():
-        alike: dict[object, list[Module]] = {}
-        for part in read:
-            alike.setdefault(_likeness(part), []).append(part)
-        groups += [group for group in alike.values() if 1 < len(group) == len(set(map(id, group)))]
-    return groups
-
-
 def merge(groups: Iterable[Sequence[Module]]) -> None:
     """Make the layers of each group over in place."""
     for parts in groups:
         siblings = Siblings(parts, _multiply_like(parts[0]))
         for number, part in enumerate(parts):
             _make_sibling(part, siblings, number)
-
-
-def _watch(part: Module, readers: dict[int, tuple[mx.array, list[Module]]]) -> None:
-    cls = type(part)
-
-    def call(self: Any, x: mx.array) -> mx.array:
-        readers.setdefault(id(x), (x, []))[1].append(self)
-        y: mx.array = cls.__call__(self, x)
-        return y
-
-    part.__class__ = type(cls.__name__, (cls,), {"__call__": call})
 
 
 def _make_sibling(part: Module, siblings: Siblings, number: int) -> None:
@@ -129,14 +93,6 @@ def _make_sibling(part: Module, siblings: Siblings, number: int) -> None:
 
     part._siblings = siblings
     part.__class__ = type(cls.__name__, (cls,), {"__call__": call})
-
-
-def _likeness(part: Module) -> object:
-    """Layers that differ in it cannot be stacked."""
-    arrays = {name: part.get(name) for name in _STACKED}
-    shapes = {n: None if a is None else (a.dtype, a.shape[1:]) for n, a in arrays.items()}
-    settings = tuple(getattr(part, name, None) for name in ("group_size", "bits", "mode"))
-    return type(part), settings, tuple(shapes.items())
 
 
 def _multiply_like(part: Module) -> Callable[[dict[str, mx.array], mx.array], mx.array]:

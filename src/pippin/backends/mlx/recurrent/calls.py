@@ -118,6 +118,10 @@ def record_calls() -> Iterator[dict[str, Call]]:
         _recorded.reset(token)
 
 
+def calls_are_recorded() -> bool:
+    return _recorded.get() is not None
+
+
 def record_call(function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Called by the substituted recurrences; when nobody records it does nothing."""
     calls = _recorded.get()

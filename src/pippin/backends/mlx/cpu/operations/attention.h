@@ -1,4 +1,4 @@
-// Attention of a chunk's queries over keys of one key head. Knows no mlx; products are the BLAS's.
+// Attention of a chunk's queries over keys of one key head. Knows no mlx.
 //
 // Some queries at a time, of all heads that share the keys: their scores stay near the core. Weights are
 // divided by their sum when they have met the values.
@@ -6,8 +6,7 @@
 
 #include <bit>
 
-#include "products.h"
-#include "vectors.h"
+#include "panels.h"
 
 constexpr long MOST_SCORES = 1 << 18;
 constexpr int FEWEST_QUERIES = 8, MOST_QUERIES = 32;
@@ -63,6 +62,33 @@ struct Keys {
   const float *keys, *values;  // [count, dim], [count, value_dim]
 };
 
+// Every query by each of the first `most` keys.
+inline void score(const Keys& keys, long most, const float* queries, long rows, float* scores) {
+  const Product product{rows, most, keys.dim, queries, scores};
+  const auto panel = scratch(long(keys.dim) * PANEL);
+  for (long number = 0; number * PANEL < most; number++) {
+    const int count = std::min<long>(PANEL, most - number * PANEL);
+    pack(keys.keys + number * PANEL * keys.dim, count, keys.dim, panel.get());
+    multiply(product, {number, panel.get()});
+  }
+}
+
+// The sum of the first `most` values, by weight.
+inline void blend(const Keys& keys, long most, const float* weights, long rows, float* sums) {
+  const Product product{rows, keys.value_dim, most, weights, sums};
+  const int whole = keys.value_dim / PANEL, left = keys.value_dim % PANEL;
+  for (int number = 0; number < whole; number++) {
+    multiply(product, {number, keys.values + number * PANEL, keys.value_dim});
+  }
+  if (!left) return;
+  const auto panel = scratch(most * PANEL);
+  for (long i = 0; i < most; i++) {
+    const float* from = keys.values + i * keys.value_dim + whole * PANEL;
+    std::fill(std::copy(from, from + left, panel.get() + i * PANEL), panel.get() + (i + 1) * PANEL, 0.0f);
+  }
+  multiply(product, {whole, panel.get()});
+}
+
 // For queries [start, stop) of the chunk. `query(head, at)` and `out(head, at)` are where their numbers
 // lie, `seen(at)` how many keys a query may look at from the first on, `allowed(head, at)` null or what
 // it may see of them.
@@ -77,7 +103,7 @@ void attend(const Keys& keys, int heads, int start, int stop, float scale, const
     const float* q = query(row / num, start + row % num);
     for (int i = 0; i < dim; i++) scaled[long(row) * dim + i] = q[i] * scale;
   }
-  multiply_transposed(scaled.get(), keys.keys, scores.get(), rows, most, dim);
+  score(keys, most, scaled.get(), rows, scores.get());
   for (int row = 0; row < rows; row++) {
     const int at = start + row % num;
     float* own = scores.get() + row * most;
@@ -88,7 +114,7 @@ void attend(const Keys& keys, int heads, int start, int stop, float scale, const
     totals[row] = weigh(own, count);
     std::fill(own + count, own + most, 0.0f);
   }
-  multiply(scores.get(), keys.values, read.get(), rows, value_dim, most);
+  blend(keys, most, scores.get(), rows, read.get());
   for (int row = 0; row < rows; row++) {
     float* to = out(row / num, start + row % num);
     for (int i = 0; i < value_dim; i++) to[i] = read[long(row) * value_dim + i] / totals[row];

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from pippin.backends.mlx.cpu.blas import sgemm_slot
+from pippin.backends.mlx.cpu.blas import load_fast_blas
 from pippin.backends.mlx.cpu.operations.library import find_library, open_library
 from pippin.backends.mlx.device import on_cpu
 
@@ -24,21 +25,39 @@ _ARGUMENTS = {
     "pippin_gated_delta": (Address, Count, Address, Count),
     "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
     "pippin_rms_norm": (Address, Address, Address, Number),
-    "pippin_linear": (Address, Address, Address, Address),
+    "pippin_linear": (Address, Count, Address, Address, Address),
+    "pippin_panel": (),
     "pippin_swiglu": (Address, Address, Address),
     "pippin_rope": (Address, Address, Address, Address, Number, Count),
 }
 
 
-class Operations:
-    """`sgemm_slot`: where the address is of whoever multiplies matrices for libmlx."""
+class LinearWeights(NamedTuple):
+    panels: mx.array  # as `Operations.pack` makes them
+    bias: mx.array | None
+    num_outputs: int
 
-    def __init__(self, path: Path, sgemm_slot: int) -> None:
+
+class LinearLayers:
+    """Those of one input, as the library is told of them."""
+
+    def __init__(self, layers: Sequence[LinearWeights]) -> None:
+        self.count = len(layers)
+        self._layers = tuple(layers)  # as long as their addresses
+        arrays = [array for layer in layers for array in (layer.panels, layer.bias)]
+        ids = [None if array is None else id(array) for array in arrays]
+        self.addresses = _array_type(len(ids))(*ids)
+        self.num_outputs = (Count * self.count)(*(layer.num_outputs for layer in layers))
+
+
+class Operations:
+    def __init__(self, path: Path, num_threads: int = 1) -> None:
         self._library = open_library(path)
         for name, types in _ARGUMENTS.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = types, Count
-        self._library.pippin_use_sgemm(Address(sgemm_slot))
+        self._library.pippin_start(num_threads)
+        self._panel = self._library.pippin_panel()
 
     def is_array(self, x: mx.array, buffer: int) -> bool:
         """Whether the library finds in `x` what Python sees of it, which lies at `buffer`."""
@@ -51,12 +70,23 @@ class Operations:
         )
         return y
 
-    def linear(self, x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
-        """x @ weight.T + bias"""
-        y = _blank()
-        given = None if bias is None else id(bias)
-        _check(self._library.pippin_linear(id(y), id(x), id(weight), given))
-        return y
+    def pack(self, weight: mx.array) -> mx.array:
+        """[outputs, inputs] as panels.h has them: [panels, inputs, outputs of a panel]."""
+        num_out, num_in = weight.shape
+        missing = -num_out % self._panel
+        padded = mx.pad(weight, [(0, missing), (0, 0)])
+        panels = padded.reshape(-1, self._panel, num_in).transpose(0, 2, 1)
+        return mx.contiguous(panels)
+
+    def linear(self, x: mx.array, layers: LinearLayers) -> list[mx.array]:
+        """Of each layer x @ weight.T + bias; all of them together are one operation."""
+        outs = [_blank() for _ in range(layers.count)]
+        _check(
+            self._library.pippin_linear(
+                _addresses(outs), layers.count, id(x), layers.addresses, layers.num_outputs
+            )
+        )
+        return outs
 
     def swiglu(self, gate: mx.array, x: mx.array) -> mx.array:
         """silu(gate) * x, of one shape."""
@@ -132,7 +162,9 @@ class Operations:
 @cache
 def _loaded() -> Operations | None:
     path = find_library().path
-    return None if path is None else Operations(path, sgemm_slot())
+    if path is None:
+        return None
+    return Operations(path, load_fast_blas().threads or 1)
 
 
 _in_use = True

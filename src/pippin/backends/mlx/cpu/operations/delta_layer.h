@@ -1,8 +1,9 @@
-// A Gated DeltaNet layer between its products, for one row. Knows no mlx.
+// A Gated DeltaNet layer between its products, for one head of one row. Knows no mlx.
 //
 //   qkv -> convolution, silu -> q, k of unit length; a, b -> gates -> recurrence -> norm, gated by z
 //
-// Blocks of 64 tokens go through all of it together, so that what lies between stays in the cache.
+// A head by itself, blocks of 64 tokens through all of it together, so that what lies between stays in
+// the cache.
 #pragma once
 
 #include "recurrence.h"
@@ -35,92 +36,78 @@ inline const float* past(const Layer& l, const Row& r, int at) {
   return at < 0 ? r.conv_state + (l.taps - 1 + at) * channels : r.qkv + at * channels;
 }
 
-inline void convolve(const Layer& l, const Row& r, int token, float* mixed) {
-  const int channels = l.channels();
+// `count` channels of one token from `first` on.
+inline void convolve(const Layer& l, const Row& r, int token, int first, int count, float* mixed) {
+  std::fill(mixed, mixed + count, 0.0f);
   for (int i = 0; i < l.taps; i++) {
-    const float *x = past(l, r, token - (l.taps - 1) + i), *tap = l.conv + long(i) * channels;
-    if (i == 0) {
-      for (int c = 0; c < channels; c++) mixed[c] = x[c] * tap[c];
-    } else {
-      for (int c = 0; c < channels; c++) mixed[c] += x[c] * tap[c];
-    }
+    const float* x = past(l, r, token - (l.taps - 1) + i) + first;
+    const float* tap = l.conv + long(i) * l.channels() + first;
+    for (int c = 0; c < count; c++) mixed[c] += x[c] * tap[c];
   }
-  for (int c = 0; c < channels; c++) mixed[c] *= sigmoid(mixed[c]);
+  for (int c = 0; c < count; c++) mixed[c] *= sigmoid(mixed[c]);
 }
 
-inline void scale_by(float* x, int count, float factor) {
+// To unit length, and by `factor`.
+inline void normalise(float* x, int count, float factor) {
+  factor /= std::sqrt(sum_of_squares(x, count) + 1e-6f);
   for (int i = 0; i < count; i++) x[i] *= factor;
 }
 
-// Queries and keys of one token to unit length, queries by key_dim^-1/2 more.
-inline void normalise(const Layer& l, float* mixed) {
-  for (int head = 0; head < 2 * l.key_heads; head++) {
-    float* x = mixed + head * l.key_dim;
-    const float length = std::sqrt(sum_of_squares(x, l.key_dim) + 1e-6f);
-    scale_by(x, l.key_dim, (head < l.key_heads ? 1.0f / std::sqrt(float(l.key_dim)) : 1.0f) / length);
-  }
-}
-
 inline void gated_norm(const Layer& l, const float* z, float* out) {
-  for (int head = 0; head < l.value_heads; head++, z += l.value_dim, out += l.value_dim) {
-    const float mean = sum_of_squares(out, l.value_dim) / l.value_dim;
-    const float factor = 1.0f / std::sqrt(mean + l.eps);
-    for (int i = 0; i < l.value_dim; i++) out[i] *= factor * l.norm[i] * (z[i] * sigmoid(z[i]));
-  }
+  const float mean = sum_of_squares(out, l.value_dim) / l.value_dim;
+  const float factor = 1.0f / std::sqrt(mean + l.eps);
+  for (int i = 0; i < l.value_dim; i++) out[i] *= factor * l.norm[i] * (z[i] * sigmoid(z[i]));
 }
 
-inline void run_row(const Layer& l, const Row& r) {
+// One head; heads do not meet each other.
+inline void run_head(const Layer& l, const Row& r, int head) {
   const FlushedToZero here;
-  const int heads = l.value_heads, channels = l.channels(), shared = heads / l.key_heads;
-  const long per_head = held_size(l.key_dim, l.value_dim), state_size = long(l.value_dim) * l.key_dim;
-  const auto held = scratch(per_head * heads);
+  const int key_dim = l.key_dim, value_dim = l.value_dim, heads = l.value_heads;
+  const int key_head = head / (heads / l.key_heads), wide = 2 * key_dim + value_dim;
+  const long state_size = long(value_dim) * key_dim, own = head * state_size;
   const int most = std::min(BLOCK, r.count);
-  const auto mixed = scratch(long(most) * channels), gates = scratch(2L * most * heads);
-  float* betas = gates.get() + long(most) * heads;
+  const auto held = scratch(held_size(key_dim, value_dim)), mixed = scratch(long(most) * wide);
+  const auto gates = scratch(2L * most);
+  float* betas = gates.get() + most;
   const bool few = r.count <= FEW_TOKENS;
-  for (int h = 0; h < (few ? 0 : heads); h++) {
-    hold(r.state + h * state_size, held.get() + h * per_head, l.key_dim, l.value_dim);
-  }
+  const float decay = std::exp(l.log_a[head]);
+  if (!few) hold(r.state + own, held.get(), key_dim, value_dim);
   for (int start = 0; start < r.count; start += BLOCK) {
     const int count = std::min(BLOCK, r.count - start);
     for (int n = 0; n < count; n++) {
       const int token = start + n;
-      convolve(l, r, token, mixed.get() + long(n) * channels);
-      normalise(l, mixed.get() + long(n) * channels);
-      for (int h = 0; h < heads; h++) {
-        const float a = r.a[long(token) * heads + h] + l.dt_bias[h];
-        gates[n * heads + h] = std::exp(-std::exp(l.log_a[h]) * softplus(a));
-        betas[n * heads + h] = sigmoid(r.b[long(token) * heads + h]);
-      }
+      float *q = mixed.get() + long(n) * wide, *k = q + key_dim, *v = k + key_dim;
+      convolve(l, r, token, key_head * key_dim, key_dim, q);
+      convolve(l, r, token, l.keys() + key_head * key_dim, key_dim, k);
+      convolve(l, r, token, 2 * l.keys() + head * value_dim, value_dim, v);
+      normalise(q, key_dim, 1.0f / std::sqrt(float(key_dim)));
+      normalise(k, key_dim, 1.0f);
+      gates[n] = std::exp(-decay * softplus(r.a[long(token) * heads + head] + l.dt_bias[head]));
+      betas[n] = sigmoid(r.b[long(token) * heads + head]);
     }
-    float* out = r.out + long(start) * l.values();
-    for (int h = 0; h < heads; h++) {
-      const float* q = mixed.get() + h / shared * l.key_dim;
-      const float* v = mixed.get() + 2 * l.keys() + h * l.value_dim;
-      float* own = held.get() + h * per_head;
-      const Tokens tokens{count, q, q + l.keys(), v, gates.get() + h, betas + h, out + h * l.value_dim,
-                          channels, channels, channels, heads, heads, l.values()};
-      if (few) {
-        float* to = r.states[0] + h * state_size;
-        run_few(tokens, r.state + h * state_size, to, l.key_dim, l.value_dim, false);
-        continue;
-      }
-      run_tokens(tokens, own, l.key_dim, l.value_dim, false);
+    const long at = long(start) * l.values() + head * value_dim;
+    const float* q = mixed.get();
+    const Tokens tokens{count, q, q + key_dim, q + 2 * key_dim, gates.get(), betas, r.out + at,
+                        wide, wide, wide, 1, 1, l.values()};
+    if (few) {
+      run_few(tokens, r.state + own, r.states[0] + own, key_dim, value_dim, false);
+    } else {
+      run_tokens(tokens, held.get(), key_dim, value_dim, false);
       const Places to = states_after(start, count, r.count, r.num_states);
-      for (int n = to.first; n < to.end; n++) {
-        give(own, r.states[n] + h * state_size, l.key_dim, l.value_dim);
-      }
+      for (int n = to.first; n < to.end; n++) give(held.get(), r.states[n] + own, key_dim, value_dim);
     }
-    for (int n = 0; n < count; n++) {
-      gated_norm(l, r.z + long(start + n) * l.values(), out + long(n) * l.values());
-    }
+    for (int n = 0; n < count; n++) gated_norm(l, r.z + at + long(n) * l.values(), r.out + at + long(n) * l.values());
   }
-  const float* last = r.count ? r.states[0] : r.state;
+  const float* last = (r.count ? r.states[0] : r.state) + own;
   for (int n = r.count ? 1 : 0; n < (few ? r.num_states : 0); n++) {
-    std::copy(last, last + heads * state_size, r.states[n]);
+    std::copy(last, last + state_size, r.states[n] + own);
   }
+}
+
+// What the convolution will read of this chunk.
+inline void keep_past(const Layer& l, const Row& r) {
   for (int i = 0; i < l.taps - 1; i++) {
     const float* from = past(l, r, r.count - (l.taps - 1) + i);
-    std::copy(from, from + channels, r.new_conv_state + long(i) * channels);
+    std::copy(from, from + l.channels(), r.new_conv_state + long(i) * l.channels());
   }
 }

@@ -16,6 +16,7 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
 from pippin.backends.mlx.cpu.operations.calls import are_float32, operations
 from pippin.backends.mlx.recurrent.blocks import BLOCK_TOKENS
+from pippin.backends.mlx.recurrent.calls import calls_are_recorded
 from pippin.backends.mlx.recurrent.taps import (
     block_states_are_tapped,
     conv_inputs_are_tapped,
@@ -63,6 +64,8 @@ class OneOperationDeltaNet(GatedDeltaNet):
     def _takes(self, inputs: mx.array, mask: mx.array | None, cache: Any) -> bool:
         """Rows are masked by their lengths, which the cache has, or not at all."""
         if cache is None or self.sharding_group is not None or not are_float32(inputs):
+            return False
+        if calls_are_recorded():  # of what this stands for
             return False
         if cache.lengths is None:
             return mask is None

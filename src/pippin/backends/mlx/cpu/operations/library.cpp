@@ -8,10 +8,16 @@
 #include "delta_layer.h"
 #include "graph.h"
 #include "norms.h"
+#include "panels.h"
+#include "pool.h"
 
 namespace {
 
 using Floats = std::vector<float>;
+
+// That one thread takes at a time:
+constexpr long FEWEST_NUMBERS = 1 << 14;  // of weights, or of lines
+constexpr int FEWEST_TOKENS = 16;         // of a head
 
 void run_delta(const Inputs& in, const Outputs& out, bool gate_per_channel) {
   const FlushedToZero here;
@@ -65,47 +71,87 @@ void run_layer(const Inputs& in, const Outputs& out, int key_heads, int key_dim,
                     of[6], of[7], of[8], of[9]};
   const long state_size = long(layer.values()) * key_dim, kept = long(layer.taps - 1) * layer.channels();
   const int num_states = out.size() - 2;
+  std::vector<std::vector<float*>> states(batch);
+  std::vector<Row> rows;
   for (int row = 0; row < batch; row++) {
     const long token = long(row) * width;
-    std::vector<float*> states;
-    for (int n = 0; n < num_states; n++) states.push_back(out[2 + n] + row * state_size);
-    const Row one{lengths ? std::clamp(lengths[row], 0, width) : width,
-                  of[0] + token * layer.channels(), of[1] + token * layer.values(),
-                  of[2] + token * layer.value_heads, of[3] + token * layer.value_heads,
-                  of[4] + row * kept, of[5] + row * state_size,
-                  out[0] + token * layer.values(), out[1] + row * kept, states.data(), num_states};
-    run_row(layer, one);
+    for (int n = 0; n < num_states; n++) states[row].push_back(out[2 + n] + row * state_size);
+    rows.push_back({lengths ? std::clamp(lengths[row], 0, width) : width,
+                    of[0] + token * layer.channels(), of[1] + token * layer.values(),
+                    of[2] + token * layer.value_heads, of[3] + token * layer.value_heads,
+                    of[4] + row * kept, of[5] + row * state_size,
+                    out[0] + token * layer.values(), out[1] + row * kept, states[row].data(), num_states});
+    const Row& one = rows.back();
+    keep_past(layer, one);
     // What comes out of padding means nothing, but is a number.
     std::fill(one.out + long(one.count) * layer.values(), out[0] + (token + width) * layer.values(), 0.0f);
   }
+  const int heads = layer.value_heads, block = std::max(1, FEWEST_TOKENS / std::max(width, 1));
+  Pool::shared().run(long(batch) * heads, block, [&](long from, long to) {
+    for (long i = from; i < to; i++) run_head(layer, rows[i / heads], i % heads);
+  });
+}
+
+// `body(line, room)` of each line of `x`; room is for lines whose numbers do not lie side by side.
+template <typename F>
+void for_lines(const View& x, const F& body) {
+  Pool::shared().run(x.lines(), FEWEST_NUMBERS / std::max(x.dim(-1), 1) + 1, [&](long from, long to) {
+    Floats rooms[2];
+    for (long line = from; line < to; line++) body(line, rooms);
+  });
 }
 
 void run_rms_norm(const Inputs& in, const Outputs& out, float eps) {
-  Floats room, weights;
+  Floats weights;
   const float* weight = in.size() > 1 ? in[1].all(weights) : nullptr;
   const long count = in[0].dim(-1);
-  for (long i = 0; i < in[0].lines(); i++) rms_norm(in[0].line(i, room), weight, eps, count, out[0] + i * count);
-}
-
-void run_linear(const Inputs& in, const Outputs& out) {
-  Floats lines, weights, biases;
-  const int count = in[0].lines(), num_out = in[1].dim(0);
-  multiply_transposed(in[0].all(lines), in[1].all(weights), out[0], count, num_out, in[1].dim(1));
-  if (in.size() < 3) return;
-  const float* bias = in[2].all(biases);
-  for (long line = 0; line < count; line++) {
-    for (int i = 0; i < num_out; i++) out[0][line * num_out + i] += bias[i];
-  }
+  for_lines(in[0], [&](long line, Floats* rooms) {
+    rms_norm(in[0].line(line, rooms[0]), weight, eps, count, out[0] + line * count);
+  });
 }
 
 void run_swiglu(const Inputs& in, const Outputs& out) {
-  Floats gates, others;
   const long count = in[0].dim(-1);
-  for (long line = 0; line < in[0].lines(); line++) {
-    const float *gate = in[0].line(line, gates), *x = in[1].line(line, others);
+  for_lines(in[0], [&](long line, Floats* rooms) {
+    const float *gate = in[0].line(line, rooms[0]), *x = in[1].line(line, rooms[1]);
     float* y = out[0] + line * count;
     for (long i = 0; i < count; i++) y[i] = gate[i] * sigmoid(gate[i]) * x[i];
+  });
+}
+
+// A linear layer among those of one input.
+struct LinearLayer {
+  int num_out;
+  bool biased;
+};
+
+// in: x; of each layer its packed weights and maybe its bias.
+void run_linear(const Inputs& in, const Outputs& out, const std::vector<LinearLayer>& layers) {
+  std::vector<Floats> rooms(in.size());
+  const float* x = in[0].all(rooms[0]);
+  std::vector<Product> products;
+  std::vector<const float*> weights, biases;
+  std::vector<long> first{0};  // panel of each layer
+  size_t next = 1;
+  for (const LinearLayer& layer : layers) {
+    products.push_back({in[0].lines(), layer.num_out, in[0].dim(-1), x, out[products.size()]});
+    first.push_back(first.back() + in[next].dim(0));
+    weights.push_back(in[next].all(rooms[next]));
+    next++;
+    biases.push_back(layer.biased ? in[next].all(rooms[next]) : nullptr);
+    next += layer.biased;
   }
+  const long size = long(in[0].dim(-1)) * PANEL;
+  const long block = std::max(1L, FEWEST_NUMBERS / size);
+  Pool::shared().run(first.back(), block, [&](long from, long to) {
+    size_t layer = 0;
+    for (long panel = from; panel < to; panel++) {
+      while (panel >= first[layer + 1]) layer++;
+      const long number = panel - first[layer];
+      multiply(products[layer], {number, weights[layer] + number * size});
+      if (biases[layer]) add_bias(products[layer], biases[layer], number);
+    }
+  });
 }
 
 // in: x [batch, heads, tokens, dim], frequencies [half], maybe offsets [batch] or [1] (int32).
@@ -134,15 +180,17 @@ void run_rope(const Inputs& in, const Outputs& out, float scale, int offset) {
 // in: queries [batch, heads, tokens, dim], keys and values of fewer heads, maybe what may be seen (bool,
 // one for all heads).
 void run_attention(const Inputs& in, const Outputs& out, float scale, bool causal) {
-  Floats key_room, value_room, room;
+  Floats key_room, value_room;
   std::vector<char> mask_room;
   const float *all_keys = in[1].all(key_room), *all_values = in[2].all(value_room);
   const char* mask = in.size() > 3 ? in[3].all(mask_room) : nullptr;
   const int heads = in[0].dim(1), tokens = in[0].dim(2), groups = in[1].dim(1), shared = heads / groups;
   const long num_keys = in[1].dim(2);
   const int value_dim = in[2].dim(3), at_once = queries_at_once(shared, num_keys);
-  for (int pair = 0; pair < in[0].dim(0) * groups; pair++) {  // of a row and a key head
-    const int row = pair / groups;
+  const int parts = (tokens + at_once - 1) / at_once;
+  const auto run_part = [&](int pair, int part) {  // of a row and a key head; of the queries
+    Floats room;
+    const int row = pair / groups, start = part * at_once;
     const long first = long(pair) * shared;  // of the heads of all rows
     const Keys keys{num_keys, in[1].dim(3), value_dim, all_keys + pair * num_keys * in[1].dim(3),
                     all_values + pair * num_keys * value_dim};
@@ -152,10 +200,11 @@ void run_attention(const Inputs& in, const Outputs& out, float scale, bool causa
       return mask ? mask + ((in[3].dim(0) > 1 ? long(row) * tokens : 0) + at) * num_keys : nullptr;
     };
     const auto to = [&](int head, int at) { return out[0] + ((first + head) * tokens + at) * value_dim; };
-    for (int start = 0; start < tokens; start += at_once) {
-      attend(keys, shared, start, std::min(start + at_once, tokens), scale, query, seen, allowed, to);
-    }
-  }
+    attend(keys, shared, start, std::min(start + at_once, tokens), scale, query, seen, allowed, to);
+  };
+  Pool::shared().run(long(in[0].dim(0)) * groups * parts, 1, [&](long from, long to) {
+    for (long i = from; i < to; i++) run_part(i / parts, i % parts);
+  });
 }
 
 std::vector<mx::array> arrays_in(void* const* objects, int count) {
@@ -185,17 +234,28 @@ int pippin_is_array(void* object, const void* buffer, long size, int last) {
   return x.data<void>() == buffer && long(x.size()) == size && x.shape(-1) == last;
 }
 
-// Before the first product.
-void pippin_use_sgemm(const Sgemm* slot) { sgemm = slot; }
+// Before all else: how many threads compute.
+void pippin_start(int threads) { Pool::start(threads); }
 
-// x weight^T + bias, which may be null.
-int pippin_linear(void* out, void* x, void* weight, void* bias) {
+// So many outputs' weights are packed side by side.
+int pippin_panel() { return PANEL; }
+
+// Of each of `count` layers x weight^T + bias. `in` are their weights as panels.h has them, and their
+// biases, which may be null.
+int pippin_linear(void* const* out, int count, void* x, void* const* in, const int* num_out) {
   return guarded([&] {
-    std::vector<mx::array> inputs{array_in(x), array_in(weight)};
-    if (bias) inputs.push_back(array_in(bias));
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = inputs[1].shape(0);
-    make("Linear", std::move(inputs), {shape}, &out, run_linear);
+    std::vector<mx::array> inputs{array_in(x)};
+    std::vector<mx::Shape> shapes(count, inputs[0].shape());
+    std::vector<LinearLayer> layers;
+    for (int i = 0; i < count; i++) {
+      void *panels = in[2 * i], *bias = in[2 * i + 1];
+      inputs.push_back(array_in(panels));
+      if (bias) inputs.push_back(array_in(bias));
+      layers.push_back({num_out[i], bias != nullptr});
+      shapes[i].back() = num_out[i];
+    }
+    make("Linear", std::move(inputs), std::move(shapes), out,
+         [layers = std::move(layers)](const Inputs& i, const Outputs& o) { run_linear(i, o, layers); });
   });
 }
 

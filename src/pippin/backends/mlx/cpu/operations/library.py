@@ -91,30 +91,37 @@ def _path(compiler: Path) -> Path:
 
 def _build(compiler: str, library: Path, refusal: Path) -> None:
     """Under another name until it was tried: a library that is there is one that works. What does
-    not is not tried again."""
+    not fit is not tried again; what failed for another reason is, by the next process."""
     library.parent.mkdir(parents=True, exist_ok=True)
     own = library.with_name(f"{library.name}.{os.getpid()}")
+    check = [sys.executable, "-m", "pippin.backends.mlx.cpu.operations.check", str(own)]
     try:
         _run(compile_command(compiler, own), BUILD_SECONDS)
-        check = "pippin.backends.mlx.cpu.operations.check"
-        _run([sys.executable, "-m", check, str(own)], CHECK_SECONDS)
+        _run(check, CHECK_SECONDS)
         own.replace(library)
-    except Refused as error:
-        refusal.write_text(str(error))
+    except Failed as failure:
+        if failure.status != TRACEBACK or failure.command != check:
+            refusal.write_text(str(failure))
         raise
     finally:
         own.unlink(missing_ok=True)
 
 
-class Refused(OSError):
-    """The compiler does not take our source, or mlx not what it makes of it."""
+TRACEBACK = 1  # Python's exit status
+
+
+class Failed(OSError):
+    def __init__(self, command: list[str], status: int, errors: str) -> None:
+        last = errors.strip().splitlines()[-1:] or [f"ended with {status}"]
+        super().__init__(f"{Path(command[0]).name}: {last[0]}")
+        self.command = command
+        self.status = status
 
 
 def _run(command: list[str], seconds: float) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     if ran.returncode:
-        last = ran.stderr.strip().splitlines()[-1:] or [f"ended with {ran.returncode}"]
-        raise Refused(f"{Path(command[0]).name}: {last[0]}")
+        raise Failed(command, ran.returncode, ran.stderr)
 
 
 def open_library(path: Path) -> ctypes.PyDLL:

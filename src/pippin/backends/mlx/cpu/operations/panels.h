@@ -1,0 +1,103 @@
+// Products with weights that were packed once, y = x w^T. Knows no mlx.
+//
+//   x [rows, inputs]    w [panels][inputs][PANEL]: a panel is the weights of PANEL outputs, side by side
+//
+// OpenBLAS packs the weights anew for every product, which for the rows of a decode step or of a short
+// chunk takes longer than the product. A tile is one panel's outputs of up to TALL rows, kept in
+// registers; every sum runs over the inputs in order, so that a row's outputs do not depend on the rows
+// beside it.
+#pragma once
+
+#include <utility>
+
+#include "vectors.h"
+
+#if defined(__AVX512F__)
+constexpr int TALL = 14, BROAD = 2;  // 32 registers: 28 of sums, 2 of weights, 1 of a row
+#elif defined(__AVX__)
+constexpr int TALL = 6, BROAD = 2;   // 16 registers
+#else
+constexpr int TALL = 6, BROAD = 4;   // NEON has 32
+#endif
+constexpr int PANEL = BROAD * LANES;
+constexpr long DEPTH = 1024;  // inputs at a time: what a tile reads of a panel stays near the core
+
+struct Product {
+  long rows, outputs, inputs;
+  const float* x;
+  float* y;
+};
+
+// A panel's weights: those of one input, and how far the next one's are.
+struct Panel {
+  long number;
+  const float* weights;
+  long step = PANEL;
+};
+
+// Inputs [from, to) of rows [row, row + ROWS), onto what came of those before.
+template <int ROWS>
+void tile(const Product& p, const Panel& panel, long row, long from, long to) {
+  const float* x = p.x + row * p.inputs;
+  const int columns = std::min<long>(PANEL, p.outputs - panel.number * PANEL);
+  float* y = p.y + row * p.outputs + panel.number * PANEL;
+  alignas(BYTES) float edge[ROWS][PANEL];
+  const bool whole = columns == PANEL;
+  Vector sums[ROWS][BROAD] = {};
+  if (from) {
+    for (int r = 0; r < ROWS; r++) {
+      const float* before = y + r * p.outputs;
+      if (!whole) before = std::copy(before, before + columns, edge[r]) - columns;
+      for (int b = 0; b < BROAD; b++) sums[r][b] = load(before + b * LANES);
+    }
+  }
+  for (long i = from; i < to; i++) {
+    Vector weights[BROAD];
+    for (int b = 0; b < BROAD; b++) weights[b] = load(panel.weights + i * panel.step + b * LANES);
+    for (int r = 0; r < ROWS; r++) {
+      for (int b = 0; b < BROAD; b++) sums[r][b] += weights[b] * x[r * p.inputs + i];
+    }
+  }
+  for (int r = 0; r < ROWS; r++) {
+    float* out = whole ? y + r * p.outputs : edge[r];
+    for (int b = 0; b < BROAD; b++) store(out + b * LANES, sums[r][b]);
+    if (!whole) std::copy(out, out + columns, y + r * p.outputs);
+  }
+}
+
+using Tile = void (*)(const Product&, const Panel&, long, long, long);
+
+template <int... I>
+struct Tiles {
+  static constexpr Tile of[] = {tile<I + 1>...};
+};
+
+template <int... I>
+Tiles<I...> tiles_of(std::integer_sequence<int, I...>);
+
+inline void multiply(const Product& p, const Panel& panel) {
+  using All = decltype(tiles_of(std::make_integer_sequence<int, TALL>()));
+  for (long from = 0; from < p.inputs; from += DEPTH) {
+    const long to = std::min(from + DEPTH, p.inputs);
+    for (long row = 0, left = (p.rows + TALL - 1) / TALL; left; left--) {
+      const int tall = (p.rows - row + left - 1) / left;
+      All::of[tall - 1](p, panel, row, from, to);
+      row += tall;
+    }
+  }
+}
+
+// Up to PANEL lines of `inputs` numbers, turned around; where there are fewer, zeros.
+inline void pack(const float* lines, int count, long inputs, float* panel) {
+  for (long i = 0; i < inputs; i++) {
+    for (int c = 0; c < PANEL; c++) panel[i * PANEL + c] = c < count ? lines[c * inputs + i] : 0.0f;
+  }
+}
+
+// To all rows of a panel's outputs.
+inline void add_bias(const Product& p, const float* bias, long number) {
+  const long from = number * PANEL, to = std::min(from + PANEL, p.outputs);
+  for (long row = 0; row < p.rows; row++) {
+    for (long i = from; i < to; i++) p.y[row * p.outputs + i] += bias[i];
+  }
+}

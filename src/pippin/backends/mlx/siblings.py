@@ -1,0 +1,60 @@
+"""Linear layers that read the same input: seen, not listed. Knows no models.
+
+They are called with the very same array. What is made of them differs: gpu/siblings.py,
+cpu/operations/linear.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedLinear
+
+STACKED = ("weight", "scales", "biases", "bias")  # parameters with a line for every output
+_KINDS = (Linear, QuantizedLinear)
+
+
+def find_siblings(model: Module, forward: Callable[[], object]) -> list[list[Module]]:
+    """Run `forward` once; layers of one kind and type that are given the same array, in order."""
+    readers: dict[
+        int, tuple[mx.array, list[Module]]
+    ] = {}  # the array is kept: its id stays its own
+    parts = [part for _, part in model.named_modules() if type(part) in _KINDS]
+    original = {id(part): type(part) for part in parts}
+    for part in parts:
+        _watch(part, readers)
+    try:
+        forward()
+    finally:
+        for part in parts:
+            part.__class__ = original[id(part)]
+    groups: list[list[Module]] = []
+    for _, read in readers.values():
+        alike: dict[object, list[Module]] = {}
+        for part in read:
+            alike.setdefault(_likeness(part), []).append(part)
+        groups += [group for group in alike.values() if 1 < len(group) == len(set(map(id, group)))]
+    return groups
+
+
+def _watch(part: Module, readers: dict[int, tuple[mx.array, list[Module]]]) -> None:
+    cls = type(part)
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        readers.setdefault(id(x), (x, []))[1].append(self)
+        y: mx.array = cls.__call__(self, x)
+        return y
+
+    part.__class__ = type(cls.__name__, (cls,), {"__call__": call})
+
+
+def _likeness(part: Module) -> object:
+    """Layers that differ in it cannot be stacked."""
+    arrays = {name: part.get(name) for name in STACKED}
+    shapes = {n: None if a is None else (a.dtype, a.shape[1:]) for n, a in arrays.items()}
+    settings = tuple(getattr(part, name, None) for name in ("group_size", "bits", "mode"))
+    return type(part), settings, tuple(shapes.items())
