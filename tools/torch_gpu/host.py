@@ -73,8 +73,9 @@ class Asker:
         return answer
 
     def settle(self) -> None:
-        """Until all that is to be copied to the host has been."""
-        while self.loop.scheduler.traffic.hurry() or not self.loop.idle:
+        """Until all that is to be copied to the host has been, however slowly: to hurry such a tier is to forget it."""
+        spills = self.loop.scheduler.traffic.spills
+        while not self.loop.idle or spills.busy(now=float("inf")):
             self.step()
 
     def empty_device(self) -> None:

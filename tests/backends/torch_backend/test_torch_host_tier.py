@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,11 @@ def test_the_section_of_the_check_for_gpus(capsys: pytest.CaptureFixture[str]) -
         discrete(make_torch_backend(BUNDLED, num_slots=16)), "1GB", "256MB"
     )
     loop.scheduler.pace.compute_seconds = lambda tokens: 1.0 * tokens
+    (flow,) = flows_of(loop.scheduler)
+    ticks = count()
+    flow.clock = lambda: 0.01 * next(ticks)
+    # More slowly than prompts are computed, as it is on a GPU: spills wait while nothing runs.
+    flow.tiers.kind = replace(flow.tiers.kind, max_bytes_written=1e5)
 
     def measure(loop: object) -> None:
         host_section.come_back(loop, (200,), "bundled", exact=True)
