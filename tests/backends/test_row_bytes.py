@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from families import CONFIGS, build_from
+from families import CONFIGS, VOCAB, build_from
 from pippin.backends.base import (
     Admit,
     DecodeRow,
@@ -21,20 +22,40 @@ from pippin.backends.base import (
 )
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.layout import Layout, Leaf, Reads
-from pippin.backends.mlx.load import prepare
+from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.grouping import group_rows
 from pippin.backends.mlx.tree import packing
 from pippin.types import Component, SamplingParams
-from reference import BUNDLED
-from serving import make_prompt, served
+from serving import served
 
 pytestmark = pytest.mark.slow
 
-MODELS = (BUNDLED, "gpt_oss", "llama")  # a hybrid, one with windows, one with neither
+# A hybrid with little to compute and much to keep: its tokens and its states take more room than
+# those of the bundled model.
+HYBRID = "hybrid"
+CONFIG = {
+    "model_type": "qwen3_5",
+    "text_config": CONFIGS["qwen3_5"]["text_config"]
+    | {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "linear_num_value_heads": 12,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 128,
+    },
+}
+MODELS = (HYBRID, "gpt_oss", "llama")  # a hybrid, one with windows, one with neither
 NUM_SLOTS = 12
 MAX_LEN = 1500
 STEP_BYTES = 3 << 20  # logits and activations of a decode step of these small models
+
+
+@cache
+def model(name: str) -> LoadedModel:
+    return prepare(build_from(CONFIG), CONFIG) if name == HYBRID else served(name)
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +66,15 @@ def limits_restored() -> Iterator[None]:
     mx.set_cache_limit(cache)
 
 
+def draw(num_tokens: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(2, VOCAB, num_tokens).astype(np.int32)
+
+
 class Crowd:
     """Requests that come and go at random, two steps in flight, each told what it may hold."""
 
     def __init__(self, name: str, seed: int) -> None:
-        self.name = name
-        self.backend = MLXBackend(served(name), num_slots=NUM_SLOTS)
+        self.backend = MLXBackend(model(name), num_slots=NUM_SLOTS)
         gc.collect()
         mx.synchronize()
         self.before = mx.get_active_memory()
@@ -79,7 +103,7 @@ class Crowd:
         free = [slot for slot in range(1, NUM_SLOTS + 1) if slot not in self.held]
         coming = dict(zip(free, lens, strict=False))
         for slot, n in coming.items():
-            self.prompts[slot] = np.array(make_prompt(self.name, n, seed=slot), np.int32)
+            self.prompts[slot] = draw(n, seed=slot)
             self.held[slot] = n
         sampling = SamplingParams(temperature=0.0)
         self.launch(admit=tuple(Admit(s, sampling, (), self.prompts[s], 0) for s in coming))
@@ -163,7 +187,7 @@ def test_a_restored_prefix_is_within_what_its_row_was_told(monkeypatch: pytest.M
     monkeypatch.setattr(packing, "LONG_PREFIX_BYTES", 0)
     config = CONFIGS["llama"] | {"num_hidden_layers": 16}
     backend = MLXBackend(prepare(build_from(config), config), num_slots=1)
-    prompt = np.array(make_prompt("llama", 1540, seed=1), np.int32)
+    prompt = draw(1540, seed=1)
     admit = Admit(1, SamplingParams(temperature=0.0), (), prompt, 0)
     chunk = PrefillRow(1, 0, prompt[:1536], captures=True)
     captures = backend.launch(StepPlan(0, admit=(admit,), prefill=(chunk,))).wait().captures
