@@ -85,6 +85,7 @@ def test_log_probabilities_change_no_token(llm: LLM) -> None:
         assert plain.tokens[:8] == scored.tokens[:8]
 
 
+@pytest.mark.slow
 def test_a_stop_string_cuts_a_constrained_reply(llm: LLM) -> None:
     asked = replace(GREEDY, json_schema=PERSON, stop=('"last_name"',))
     (completion,) = llm.generate("A person: ", asked)
@@ -93,6 +94,7 @@ def test_a_stop_string_cuts_a_constrained_reply(llm: LLM) -> None:
     assert "last_name" not in completion.text
 
 
+@pytest.mark.slow
 def test_regex_and_ebnf_from_python(llm: LLM) -> None:
     pattern = "(red|green) [0-9]{2,4}"
     (completion,) = llm.generate("A colour: ", replace(SAMPLED, regex=pattern))
@@ -101,6 +103,7 @@ def test_regex_and_ebnf_from_python(llm: LLM) -> None:
     assert completion.text in ("yes", "no")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_kept_is_an_error_that_names_it(llm: LLM) -> None:
     with pytest.raises(RequestError, match="the keyword not is not supported") as caught:
         llm.generate("a", replace(GREEDY, json_schema={"not": {}}))

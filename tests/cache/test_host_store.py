@@ -42,6 +42,7 @@ def assert_reads(store: HostStore, entry: Entry) -> None:
     assert [part.tobytes() for part in into] == [part.tobytes() for part in content(entry)]
 
 
+@pytest.mark.slow
 def test_whatever_is_kept_is_what_was_written_and_the_ceiling_holds() -> None:
     for seed in range(5):
         rng = random.Random(seed)

@@ -186,6 +186,7 @@ def test_what_is_left_is_told_when_it_is_due() -> None:
     assert one.flush() == 0  # nothing is new
 
 
+@pytest.mark.slow
 def test_messages_are_bounded_in_bytes() -> None:
     one = watched(num_slots=256, chunk=8192, max_queue=2000)
     for number in range(600):

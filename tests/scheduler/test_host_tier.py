@@ -62,6 +62,7 @@ def test_what_the_device_gave_up_comes_back(components: tuple[Component, ...]) -
     check_idle(client)
 
 
+@pytest.mark.slow
 def test_under_pressure_prompts_come_back_and_the_ceiling_holds() -> None:
     host = make_host(1 << 16)
     client = start(host, capacity_bytes=FakeBackend().row_bytes(700) * 3)

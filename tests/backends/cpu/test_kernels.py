@@ -132,6 +132,7 @@ def test_without_a_builder_there_is_nothing_to_do() -> None:
     made.close()
 
 
+@pytest.mark.slow
 def test_it_and_its_compilers_end_with_an_engine_that_is_killed() -> None:
     builder = (
         "import os, subprocess, threading, time\n"

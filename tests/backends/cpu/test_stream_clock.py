@@ -54,6 +54,7 @@ def spin() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_device_with_work_is_busy(clock: StreamClock) -> None:
     """For as long as its thread was on a core, at least, and never longer than time has passed."""
     before, all_threads, this_thread = clock.read(), time.process_time(), time.thread_time()

@@ -88,6 +88,7 @@ def test_few_rows_take_one_product_for_all_siblings() -> None:
     assert num_products(block(mx.random.normal((1, FEW_ROWS + 1, 64)))) == apart
 
 
+@pytest.mark.slow
 def test_weights_are_not_stored_twice() -> None:
     parts = [nn.Linear(1024, 1024, bias=False) for _ in range(3)]
     mx.eval([part.parameters() for part in parts])

@@ -26,6 +26,7 @@ def row_bytes(name: str, num_tokens: int) -> int:
     return int(make_client(name).loop.backend.row_bytes(num_tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_that_the_tree_holds_is_written(name: str) -> None:
     """Turns of conversations in a pool that is short: slots and cells change hands all the time."""

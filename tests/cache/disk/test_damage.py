@@ -90,6 +90,7 @@ def flip_bits(sound: Path, tmp_path: Path, times: int) -> None:
         shutil.rmtree(directory)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_counted_once_and_costs_little(sound: Path, tmp_path: Path) -> None:
     flip_bits(sound, tmp_path, 60)
 
@@ -99,6 +100,7 @@ def test_many_flipped_bits(sound: Path, tmp_path: Path) -> None:
     flip_bits(sound, tmp_path, 250)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_cut_short_costs_what_was_behind(sound: Path, tmp_path: Path) -> None:
     rng = random.Random(4)
     for _ in range(40):
