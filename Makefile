@@ -1,6 +1,6 @@
 # make serve     install what is needed and serve the bundled model
 # make test      install what is needed, then lint, type check and test
-# make quick     the same without the tests marked slow: three minutes or so, for every change
+# make quick     the same for every change: quick tests of what differs from main (tools/quick.py)
 # make simulate  run simulated worlds: clients, faults and short bytes, millions of steps
 # make mutants   break one rule of the scheduler or the cache at a time; a test must notice each
 # make soak      ten minutes of mixed load on a server whose engine is killed and frozen every 20 s
@@ -45,7 +45,7 @@ test: lint types
 	@$(RUN) $(PYTEST)
 
 quick: lint types
-	@$(RUN) $(PYTEST) -m "not slow"
+	@$(VENV)/bin/python tools/quick.py $(ARGS)
 
 lint: install-dev
 	@$(RUN) ruff check .

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-TOOLS = Path(__file__).parents[1] / "tools"
+from processes import run_python
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ROOT / "tools"
 
 pytestmark = pytest.mark.skipif(not TOOLS.exists(), reason="tools/ is not beside the tests")
 
@@ -64,3 +68,48 @@ def test_a_load_that_did_not_come_from_disk_is_told(
     (wrong,) = tool.judge(phases, options)
     assert f"{phase}, prompt 0: " in wrong
     assert said in wrong
+
+
+@cache
+def quick() -> ModuleType:
+    """It remembers what it has read."""
+    return load_tool("quick")
+
+
+def test_all_that_is_imported_is_traced() -> None:
+    tool = quick()
+    names = ("builders", "pippin.api.app", "pippin.cli")
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+    code += "".join(f"import {name}\n" for name in names)
+    code += "print(*(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)))"
+    loaded = {Path(file) for file in run_python(code).split()}
+    ours = {path for path in loaded if any(path.is_relative_to(ROOT / d) for d in ("src", "tests"))}
+    assert len(ours) > 100
+    traced = set().union(*(tool.reached(tool._file_of(name)) for name in names))
+    assert ours <= traced
+
+
+@pytest.mark.parametrize(
+    ("changed", "chosen", "passed_over"),
+    [
+        ("src/pippin/cache/radix.py", "scheduler/test_pace.py", "text/test_stop.py"),
+        ("src/pippin/bench/pairs.py", "bench/test_bench_offline.py", "scheduler/test_pace.py"),
+        ("src/pippin/startup/launch.py", "test_native_kernels.py", "cache/test_locks.py"),
+        ("src/pippin/api/page/page.css", "api/test_front_door.py", "cache/test_locks.py"),
+        ("tests/builders.py", "scheduler/test_replies.py", "text/test_stop.py"),
+        ("tests/text/test_stop.py", "text/test_stop.py", "text/test_tokenizer.py"),
+        ("tools/host_cost.py", "test_tools.py", "text/test_stop.py"),
+        ("docs/api.md", "test_docs.py", "test_tools.py"),
+    ],
+)
+def test_quick_tests_are_those_that_reach_a_change(
+    changed: str, chosen: str, passed_over: str
+) -> None:
+    files = {ROOT / "tests" / chosen, ROOT / "tests" / passed_over}
+    assert all(path.exists() for path in files)
+    assert quick().choose({ROOT / changed}, files) == {ROOT / "tests" / chosen}
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "tests/conftest.py", "tests/api/some.json"])
+def test_what_cannot_be_traced_may_be_reached_by_any_test(changed: str) -> None:
+    assert quick().choose({ROOT / changed}, []) is None

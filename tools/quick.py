@@ -1,0 +1,166 @@
+"""Runs the quick tests of what differs from main, committed or not, and says what it left out.
+
+    python tools/quick.py [--list] [ARGS of pytest ...]
+
+A file of tests is chosen if what it imports, and what that imports, has changed; what starts
+`pippin` as a process reaches all of it. With no change, or with one that nobody can trace (to
+pyproject.toml, a conftest.py, data of the tests), every file is. Tests marked slow are left out.
+
+pytest-picked sees changed tests alone, and pytest-testmon needs a run of everything first and does
+not look into other processes.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SRC, TESTS, TOOLS = ROOT / "src", ROOT / "tests", ROOT / "tools"
+PYTEST = ("-m", "pytest", "--dist=loadfile", "--no-loadscope-reorder", "-m", "not slow")
+MAX_WORKERS = 3
+MAIN = ("main", "origin/main")
+STARTS_PIPPIN = re.compile(r'"-m", "pippin"|-m pippin|(?<!def )\brun_python\(')
+# What pippin/__init__.py imports when somebody asks for it.
+LAZY = {"pippin.LLM": "pippin.offline.llm", "pippin.AsyncLLM": "pippin.offline.async_llm"}
+SLOW_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
+READ_ALL_FILES = {TESTS / "test_layers.py", TESTS / "test_docs.py"}
+TESTS_BY_NAME = {path.stem: path for path in TESTS.rglob("*.py")}  # no two are called the same
+
+
+def changed_files() -> set[Path]:
+    """Raises CalledProcessError or FileNotFoundError where git cannot tell."""
+    main = next((name for name in MAIN if _git("rev-parse", "-q", "--verify", name)), "HEAD")
+    (base,) = _git("merge-base", "HEAD", main, check=True)
+    names = _git("diff", "--name-only", base, check=True)
+    names += _git("ls-files", "--others", "--exclude-standard", check=True)
+    return {ROOT / name for name in names}
+
+
+def _git(*command: str, check: bool = False) -> list[str]:
+    git = ["git", "-C", str(ROOT), *command]
+    return subprocess.run(git, capture_output=True, text=True, check=check).stdout.splitlines()
+
+
+def choose(changed: Iterable[Path], files: Iterable[Path]) -> set[Path] | None:
+    """Those of the files of tests that reach a change; None: one of the changes tells nothing."""
+    modules: set[Path] = set()
+    words: set[str] = set()  # a file of tests that has one of them reads what has changed
+    for path in changed:
+        if path.suffix == ".py" and path.is_relative_to(SRC):
+            modules.add(path)
+        elif path.is_relative_to(SRC):
+            modules |= set(_package(path.parent).glob("*.py"))
+        elif path.suffix == ".py" and path.is_relative_to(TESTS) and path.name != "conftest.py":
+            modules.add(path)
+        elif path.is_relative_to(TOOLS):
+            words.add(path.relative_to(TOOLS).parts[0].removesuffix(".py"))
+        elif path.suffix != ".md" and not path.is_relative_to(ROOT / "docs"):
+            return None
+    return {
+        path
+        for path in files
+        if path in READ_ALL_FILES
+        or reached(path) & modules
+        or any(word in _text(path) for word in words)
+    }
+
+
+def _package(directory: Path) -> Path:
+    """The nearest one around a file that is no module."""
+    while not (directory / "__init__.py").exists():
+        directory = directory.parent
+    return directory
+
+
+@cache
+def reached(path: Path) -> frozenset[Path]:
+    """Every file that is imported when this one is, at once or later on; itself too."""
+    found, left = set(), [path]
+    while left:
+        if (path := left.pop()) not in found:
+            found.add(path)
+            left += imported(path)
+    return frozenset(found)
+
+
+@cache
+def imported(path: Path) -> tuple[Path, ...]:
+    if path == SRC / "pippin" / "__init__.py":
+        return ()
+    names = {name for node in ast.walk(_tree(path)) for name in _names(node)}
+    names |= {package for name in names for package in _packages(name)}
+    if path.is_relative_to(TESTS):
+        names |= {"pippin.__main__"} if STARTS_PIPPIN.search(_text(path)) else set()
+        fixtures = [folder / "conftest.py" for folder in path.parents if folder != TESTS]
+    else:
+        fixtures = []
+    found = [file for name in names if (file := _file_of(name)) is not None]
+    return (*found, *(file for file in fixtures if file.exists() and file.is_relative_to(TESTS)))
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module is not None:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _packages(name: str) -> Iterator[str]:
+    """Those around a module, which are imported with it."""
+    return itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
+
+
+@cache
+def _file_of(name: str) -> Path | None:
+    """Of a module of ours; tests are imported by the last part of their names."""
+    name = LAZY.get(name, name)
+    if name.split(".")[0] != "pippin":
+        return TESTS_BY_NAME.get(name.split(".")[-1])
+    path = SRC.joinpath(*name.split("."))
+    candidates = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in candidates if file.exists()), None)
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(_text(path))
+
+
+@cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def main(args: list[str]) -> int:
+    files = [path for path in sorted(TESTS.rglob("test_*.py")) if not SLOW_FILE.search(_text(path))]
+    try:
+        changed = changed_files()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        changed, why = set(), "git does not tell what has changed"
+    else:
+        why = "any of them may reach what has changed" if changed else "nothing differs from main"
+    chosen = choose(changed, files) if changed else None
+    if chosen is None:
+        chosen, said = set(files), f"all {len(files)} files of quick tests: {why}"
+    else:
+        said = f"{len(chosen)} of {len(files)} files of quick tests: they reach what has changed"
+    if "--list" in args:
+        print(*(path.relative_to(ROOT) for path in sorted(chosen)), sep="\n")
+        return 0
+    print(said, flush=True)
+    workers = ("-n", str(min(MAX_WORKERS, len(chosen))))
+    command = [sys.executable, *PYTEST, *workers, *args, *map(str, sorted(chosen))]
+    status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    print(f"ran {said}; not run: the other files, and what is marked slow. `make test` runs all.")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
