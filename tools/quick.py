@@ -2,9 +2,10 @@
 
     python tools/quick.py [--list] [ARGS of pytest ...]
 
-A file of tests is chosen if what it imports, and what that imports, has changed; what starts
-`pippin` as a process reaches all of it. With no change, or with one that nobody can trace (to
-pyproject.toml, a conftest.py, data of the tests), every file is. Tests marked slow are left out.
+A file of tests is chosen if it imports what has changed, or if it lies where the tests of the
+changed package do and reaches it through other imports; what starts `pippin` as a process imports
+its `__main__`. With no change, or with one that nobody can trace (to pyproject.toml, a conftest.py,
+data of the tests), `CORE` is. Tests marked slow are left out.
 
 pytest-picked sees changed tests alone, and pytest-testmon needs a run of everything first and does
 not look into other processes.
@@ -24,7 +25,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SRC, TESTS, TOOLS = ROOT / "src", ROOT / "tests", ROOT / "tools"
 PYTEST = ("-m", "pytest", "--dist=loadfile", "--no-loadscope-reorder", "-m", "not slow")
-MAX_WORKERS = 3
+NUM_WORKERS = 2
+# What all else is built on, without models.
+CORE = {
+    *("cache", "decode", "engine", "feed", "scheduler"),
+    *("test_contract.py", "test_layers.py", "test_docs.py"),
+}
 MAIN = ("main", "origin/main")
 STARTS_PIPPIN = re.compile(r'"-m", "pippin"|-m pippin|(?<!def )\brun_python\(')
 # What pippin/__init__.py imports when somebody asks for it.
@@ -48,10 +54,11 @@ def _git(*command: str, check: bool = False) -> list[str]:
     return subprocess.run(git, capture_output=True, text=True, check=check).stdout.splitlines()
 
 
-def choose(changed: Iterable[Path], files: Iterable[Path]) -> set[Path] | None:
-    """Those of the files of tests that reach a change; None: one of the changes tells nothing."""
+def choose(changed: Iterable[Path], files: Iterable[Path]) -> set[Path]:
+    """Those of the files of tests that are close to a change."""
     modules: set[Path] = set()
     words: set[str] = set()  # a file of tests that has one of them reads what has changed
+    folders: set[str] = CORE if not changed else set()
     for path in changed:
         if path.suffix == ".py" and path.is_relative_to(SRC):
             modules.add(path)
@@ -62,14 +69,24 @@ def choose(changed: Iterable[Path], files: Iterable[Path]) -> set[Path] | None:
         elif path.is_relative_to(TOOLS):
             words.add(path.relative_to(TOOLS).parts[0].removesuffix(".py"))
         elif path.suffix != ".md" and not path.is_relative_to(ROOT / "docs"):
-            return None
+            folders = CORE
     return {
         path
         for path in files
         if path in READ_ALL_FILES
-        or reached(path) & modules
+        or path.relative_to(TESTS).parts[0] in folders
+        or any(_is_close(path, module) for module in modules & reached(path))
         or any(word in _text(path) for word in words)
     }
+
+
+def _is_close(test: Path, module: Path) -> bool:
+    if module in (test, *imported(test)):
+        return True
+    if module.is_relative_to(TESTS):
+        return False
+    package = module.relative_to(SRC / "pippin").parts[0]
+    return test.is_relative_to(TESTS / package)
 
 
 def _package(directory: Path) -> Path:
@@ -139,26 +156,25 @@ def _text(path: Path) -> str:
 
 
 def main(args: list[str]) -> int:
-    files = [path for path in sorted(TESTS.rglob("test_*.py")) if not SLOW_FILE.search(_text(path))]
+    every = sorted(TESTS.rglob("test_*.py"))
+    files = [path for path in every if not SLOW_FILE.search(_text(path))]
     try:
         changed = changed_files()
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        changed, why = set(), "git does not tell what has changed"
-    else:
-        why = "any of them may reach what has changed" if changed else "nothing differs from main"
-    chosen = choose(changed, files) if changed else None
-    if chosen is None:
-        chosen, said = set(files), f"all {len(files)} files of quick tests: {why}"
-    else:
-        said = f"{len(chosen)} of {len(files)} files of quick tests: they reach what has changed"
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        print(f"git does not tell what has changed: {error}")
+        changed = set()
+    chosen = sorted(choose(changed, files))
     if "--list" in args:
-        print(*(path.relative_to(ROOT) for path in sorted(chosen)), sep="\n")
+        print(*(path.relative_to(ROOT) for path in chosen), sep="\n")
         return 0
-    print(said, flush=True)
-    workers = ("-n", str(min(MAX_WORKERS, len(chosen))))
-    command = [sys.executable, *PYTEST, *workers, *args, *map(str, sorted(chosen))]
+    workers = ("-n", str(min(NUM_WORKERS, len(chosen))))
+    command = [sys.executable, *PYTEST, *workers, *args, *map(str, chosen)]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
-    print(f"ran {said}; not run: the other files, and what is marked slow. `make test` runs all.")
+    reason = "are close to what differs from main" if changed else "make the core: nothing differs"
+    print(
+        f"{len(chosen)} of {len(files)} files of quick tests were run, which {reason}. Not run: the "
+        f"others, {len(every) - len(files)} slow files and what is marked slow. `make test` runs all."
+    )
     return status
 
 
