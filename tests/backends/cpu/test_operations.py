@@ -17,7 +17,12 @@ from pippin.backends.mlx.cpu.operations.calls import (
     Operations,
     without_operations,
 )
-from pippin.backends.mlx.cpu.operations.linear import PackedLinear, pack_linear_layers
+from pippin.backends.mlx.cpu.operations.linear import (
+    PackedEmbedding,
+    PackedLinear,
+    pack_head,
+    pack_linear_layers,
+)
 from processes import run_python
 
 
@@ -91,6 +96,56 @@ def test_a_row_s_products_do_not_depend_on_the_rows_beside_it(ours: Operations) 
     for num_rows in (18, 19, 29, 64, 131):
         (beside,) = ours.linear(x[:num_rows], layers)
         assert mx.array_equal(beside[17], alone[0])
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_weights_lie_in_as_few_bits_as_they_have(ours: Operations, dtype: mx.Dtype) -> None:
+    weight = normal(70, 48).astype(dtype)
+    tiny = mx.array([6e-8, -6e-5, 0.0, -0.0, 2.0], dtype)
+    weight[0, :5] = tiny  # among them numbers under float16's least normal one
+    layer = nn.Linear(48, 70, bias=False)
+    layer.weight = weight.astype(mx.float32)
+    x = normal(3, 5, 48, seed=1)
+    want = layer(x)
+    pack_linear_layers(layer)
+    assert layer.panels.dtype == dtype
+    assert mx.array_equal(layer.weight, weight.astype(mx.float32))
+    assert_close(layer(x), want)
+    unit = mx.eye(48)
+    assert mx.array_equal(layer(unit).T, weight.astype(mx.float32))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_an_embedding_that_is_the_head_is_packed(ours: Operations, dtype: mx.Dtype) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens = nn.Embedding(100, 48)
+
+    model, tokens, x = Tied(), mx.array([[3, 99, 0]]), normal(2, 3, 48)
+    model.embed_tokens.weight = normal(100, 48, seed=1).astype(dtype).astype(mx.float32)
+    weight = mx.array(model.embed_tokens.weight)
+    want = model.embed_tokens(tokens), model.embed_tokens.as_linear(x)
+    pack_head(model)
+    assert type(model.embed_tokens) is PackedEmbedding
+    assert model.embed_tokens.lines.dtype == dtype
+    assert mx.array_equal(model.embed_tokens(tokens), want[0])
+    assert_close(model.embed_tokens.as_linear(x), want[1])
+    assert mx.array_equal(model.embed_tokens.weight, weight)
+    with without_operations():
+        assert_close(model.embed_tokens.as_linear(x), want[1])
+
+
+def test_a_head_of_its_own_is_packed_and_the_embedding_is_not(ours: Operations) -> None:
+    class Untied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens, self.lm_head = nn.Embedding(100, 48), nn.Linear(48, 100)
+
+    model = Untied()
+    pack_head(model)
+    assert type(model.embed_tokens) is nn.Embedding
+    assert type(model.lm_head) is PackedLinear
 
 
 class ThreeReaders(nn.Module):

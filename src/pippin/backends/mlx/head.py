@@ -14,7 +14,9 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
-_NAMES = ("lm_head", "embed_tokens", "embeddings", "wte")
+from pippin.backends.mlx.cpu.operations.linear import EMBEDDINGS
+
+_NAMES = ("lm_head", *EMBEDDINGS)
 
 
 class Head:

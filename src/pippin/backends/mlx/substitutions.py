@@ -36,6 +36,7 @@ from pippin.backends.mlx.cpu import activations
 from pippin.backends.mlx.cpu.attention import attend
 from pippin.backends.mlx.cpu.operations import drop_ins
 from pippin.backends.mlx.cpu.operations.delta_layer import use_one_operation
+from pippin.backends.mlx.cpu.operations.linear import pack_head
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks
@@ -162,6 +163,7 @@ def install(model: Module, *, cpu: bool) -> Head:
             use_shift_conv1d(part, cpu=cpu)
     if cpu:
         use_one_operation(model)
+        pack_head(model)
     return Head(model)
 
 

@@ -69,7 +69,7 @@ inline void score(const Keys& keys, long most, const float* queries, long rows, 
   for (long number = 0; number * PANEL < most; number++) {
     const int count = std::min<long>(PANEL, most - number * PANEL);
     pack(keys.keys + number * PANEL * keys.dim, count, keys.dim, panel.get());
-    multiply(product, {number, panel.get()});
+    multiply<float>(product, {number, panel.get()});
   }
 }
 
@@ -78,7 +78,7 @@ inline void blend(const Keys& keys, long most, const float* weights, long rows, 
   const Product product{rows, keys.value_dim, most, weights, sums};
   const int whole = keys.value_dim / PANEL, left = keys.value_dim % PANEL;
   for (int number = 0; number < whole; number++) {
-    multiply(product, {number, keys.values + number * PANEL, keys.value_dim});
+    multiply<float>(product, {number, keys.values + number * PANEL, keys.value_dim});
   }
   if (!left) return;
   const auto panel = scratch(most * PANEL);
@@ -86,7 +86,7 @@ inline void blend(const Keys& keys, long most, const float* weights, long rows, 
     const float* from = keys.values + i * keys.value_dim + whole * PANEL;
     std::fill(std::copy(from, from + left, panel.get() + i * PANEL), panel.get() + (i + 1) * PANEL, 0.0f);
   }
-  multiply(product, {whole, panel.get()});
+  multiply<float>(product, {whole, panel.get()});
 }
 
 // For queries [start, stop) of the chunk. `query(head, at)` and `out(head, at)` are where their numbers

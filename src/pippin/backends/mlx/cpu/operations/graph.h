@@ -25,12 +25,18 @@ class View {
  public:
   explicit View(const mx::array& x)
       : data_(x.data<char>()), shape_(x.shape()), strides_(x.strides()),
-        item_(x.itemsize()), size_(x.size()), dense_(x.flags().row_contiguous) {}
+        dtype_(x.dtype()), item_(x.itemsize()), size_(x.size()), dense_(x.flags().row_contiguous) {}
 
+  mx::Dtype dtype() const { return dtype_; }
   long size() const { return size_; }
   int dim(int axis) const { return shape_[axis < 0 ? axis + int(shape_.size()) : axis]; }
   int axes() const { return shape_.size(); }
   long lines() const { return size_ / std::max(dim(-1), 1); }
+
+  template <typename T>
+  const T* data() const {
+    return reinterpret_cast<const T*>(data_);
+  }
 
   // All of it in order; copied to `room` unless it lies so.
   template <typename T>
@@ -69,6 +75,7 @@ class View {
   const char* data_;
   mx::Shape shape_;
   mx::Strides strides_;
+  mx::Dtype dtype_;
   long item_, size_;
   bool dense_;
 };

@@ -1,6 +1,6 @@
 // Operations for mlx's graphs on a CPU: what they take and give. The arithmetic is in the headers.
 //
-// All arrays are float32 but lengths, which are int32; Python sees to it. No exception leaves here.
+// All arrays are float32 but lengths, which are int32, and packed weights; Python sees to it. No exception leaves here.
 
 #include <cstring>
 
@@ -125,30 +125,40 @@ struct LinearLayer {
   bool biased;
 };
 
+// Packed weights lie as they are read, in whatever numbers.
+void multiply_panel(const Product& product, const View& panels, long number) {
+  const auto with = [&](const auto* weights) {
+    using Number = std::remove_cvref_t<decltype(*weights)>;
+    multiply<Number>(product, {number, weights + number * product.inputs * PANEL});
+  };
+  if (panels.dtype() == mx::float16) return with(panels.data<Float16>());
+  if (panels.dtype() == mx::bfloat16) return with(panels.data<BFloat16>());
+  with(panels.data<float>());
+}
+
 // in: x; of each layer its packed weights and maybe its bias.
 void run_linear(const Inputs& in, const Outputs& out, const std::vector<LinearLayer>& layers) {
   std::vector<Floats> rooms(in.size());
   const float* x = in[0].all(rooms[0]);
   std::vector<Product> products;
-  std::vector<const float*> weights, biases;
+  std::vector<const View*> weights;
+  std::vector<const float*> biases;
   std::vector<long> first{0};  // panel of each layer
   size_t next = 1;
   for (const LinearLayer& layer : layers) {
     products.push_back({in[0].lines(), layer.num_out, in[0].dim(-1), x, out[products.size()]});
     first.push_back(first.back() + in[next].dim(0));
-    weights.push_back(in[next].all(rooms[next]));
-    next++;
+    weights.push_back(&in[next++]);
     biases.push_back(layer.biased ? in[next].all(rooms[next]) : nullptr);
     next += layer.biased;
   }
-  const long size = long(in[0].dim(-1)) * PANEL;
-  const long block = std::max(1L, FEWEST_NUMBERS / size);
+  const long block = std::max(1L, FEWEST_NUMBERS / (long(in[0].dim(-1)) * PANEL));
   Pool::shared().run(first.back(), block, [&](long from, long to) {
     size_t layer = 0;
     for (long panel = from; panel < to; panel++) {
       while (panel >= first[layer + 1]) layer++;
       const long number = panel - first[layer];
-      multiply(products[layer], {number, weights[layer] + number * size});
+      multiply_panel(products[layer], *weights[layer], number);
       if (biases[layer]) add_bias(products[layer], biases[layer], number);
     }
   });

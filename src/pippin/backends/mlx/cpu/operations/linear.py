@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 
 from pippin.backends.mlx.cpu.operations.calls import (
@@ -19,8 +20,11 @@ from pippin.backends.mlx.cpu.operations.calls import (
     LinearWeights,
     Operations,
     are_float32,
+    narrowed,
     operations,
 )
+
+EMBEDDINGS = ("embed_tokens", "embeddings", "wte")
 
 
 class PackedLinear(Linear):
@@ -44,7 +48,8 @@ class PackedLinear(Linear):
             return set_since
         panels: mx.array = self.panels
         num_inputs = panels.shape[1]
-        return panels.transpose(0, 2, 1).reshape(-1, num_inputs)[: self._num_outputs]
+        lines = panels.transpose(0, 2, 1).reshape(-1, num_inputs)[: self._num_outputs]
+        return lines.astype(mx.float32)
 
     @weight.deleter
     def weight(self) -> None:
@@ -90,6 +95,52 @@ class PackedSiblings:
         if not self._pieces:
             self._input = None  # nobody else will ask: hold nothing
         return piece
+
+
+class PackedEmbedding(Embedding):
+    """mlx's layer where it is the head too, made over in place by `pack_head`."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        vectors: mx.array = self.lines[x]
+        return vectors.astype(mx.float32)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        ours = operations()
+        if ours is None or not x.size or not are_float32(x):
+            return x @ self.weight.T
+        (logits,) = ours.linear(x, self._layers)
+        return logits
+
+    @property
+    def weight(self) -> mx.array:  # type: ignore[override]
+        """For whoever reads it all the same."""
+        lines: mx.array = self.lines
+        return lines.astype(mx.float32)
+
+    @staticmethod
+    def of(part: Module, ours: Operations) -> None:
+        weight = part.pop("weight")
+        part.__class__ = PackedEmbedding
+        part.lines = narrowed(weight)
+        part.panels = ours.pack(weight)
+        part._layers = LinearLayers([LinearWeights(part.panels, None, weight.shape[0])])
+        mx.eval(part.lines, part.panels)
+
+
+def pack_head(model: Module) -> None:
+    """Before anything else stands in its place. A model without one of its own reads its
+    embedding."""
+    ours = operations()
+    if ours is None:
+        return
+    parts = {name.split(".")[-1]: part for name, part in model.named_modules()}
+    if "lm_head" in parts:
+        pack_linear_layers(parts["lm_head"])
+        return
+    for name in EMBEDDINGS:
+        part = parts.get(name)
+        if type(part) is Embedding and are_float32(part.weight):
+            PackedEmbedding.of(part, ours)
 
 
 def pack_linear_layers(model: Module, siblings: Iterable[Sequence[Module]] = ()) -> None:

@@ -5,12 +5,12 @@
 // OpenBLAS packs the weights anew for every product, which for the rows of a decode step or of a short
 // chunk takes longer than the product. A tile is one panel's outputs of up to TALL rows, kept in
 // registers; every sum runs over the inputs in order, so that a row's outputs do not depend on the rows
-// beside it.
+// beside it. Weights may lie in 16 bits: few rows take as long as it takes to read them.
 #pragma once
 
 #include <utility>
 
-#include "vectors.h"
+#include "numbers.h"
 
 #if defined(__AVX512F__)
 constexpr int TALL = 14, BROAD = 2;  // 32 registers: 28 of sums, 2 of weights, 1 of a row
@@ -29,15 +29,16 @@ struct Product {
 };
 
 // A panel's weights: those of one input, and how far the next one's are.
+template <typename Number>
 struct Panel {
   long number;
-  const float* weights;
+  const Number* weights;
   long step = PANEL;
 };
 
 // Inputs [from, to) of rows [row, row + ROWS), onto what came of those before.
-template <int ROWS>
-void tile(const Product& p, const Panel& panel, long row, long from, long to) {
+template <typename Number, int ROWS>
+void tile(const Product& p, const Panel<Number>& panel, long row, long from, long to) {
   const float* x = p.x + row * p.inputs;
   const int columns = std::min<long>(PANEL, p.outputs - panel.number * PANEL);
   float* y = p.y + row * p.outputs + panel.number * PANEL;
@@ -65,18 +66,18 @@ void tile(const Product& p, const Panel& panel, long row, long from, long to) {
   }
 }
 
-using Tile = void (*)(const Product&, const Panel&, long, long, long);
-
-template <int... I>
+template <typename Number, int... I>
 struct Tiles {
-  static constexpr Tile of[] = {tile<I + 1>...};
+  using Tile = void (*)(const Product&, const Panel<Number>&, long, long, long);
+  static constexpr Tile of[] = {tile<Number, I + 1>...};
 };
 
-template <int... I>
-Tiles<I...> tiles_of(std::integer_sequence<int, I...>);
+template <typename Number, int... I>
+Tiles<Number, I...> tiles_of(std::integer_sequence<int, I...>);
 
-inline void multiply(const Product& p, const Panel& panel) {
-  using All = decltype(tiles_of(std::make_integer_sequence<int, TALL>()));
+template <typename Number>
+void multiply(const Product& p, const Panel<Number>& panel) {
+  using All = decltype(tiles_of<Number>(std::make_integer_sequence<int, TALL>()));
   for (long from = 0; from < p.inputs; from += DEPTH) {
     const long to = std::min(from + DEPTH, p.inputs);
     for (long row = 0, left = (p.rows + TALL - 1) / TALL; left; left--) {

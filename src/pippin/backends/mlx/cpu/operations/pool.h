@@ -32,11 +32,11 @@ class Pool {
     count_ = count;
     block_ = block;
     next_ = 0;
-    {
+    open_ = ++round_;
+    if (asleep_) {
       std::lock_guard<std::mutex> hold(mutex_);
-      open_ = ++round_;
+      wake_.notify_all();
     }
-    wake_.notify_all();
     take_blocks();
     open_ = 0;                                  // from now on nobody comes in ...
     while (inside_) std::this_thread::yield();  // ... and those who are finish their block
@@ -55,27 +55,44 @@ class Pool {
     }
   }
 
+  // A step is one task after the other, and to wake a thread takes as long as many of them.
+  void wait_for_more_than(unsigned long seen) {
+    for (int i = 0; i < LOOKS; i++) {
+      if (round_ != seen) return;
+      relax();
+    }
+    std::unique_lock<std::mutex> hold(mutex_);
+    ++asleep_;
+    wake_.wait(hold, [&] { return round_ != seen; });
+    --asleep_;
+  }
+
+  static void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");
+#endif
+  }
+
   void work() {
-    unsigned long seen = 0;
-    for (;;) {
-      unsigned long round;
-      {
-        std::unique_lock<std::mutex> hold(mutex_);
-        wake_.wait(hold, [&] { return round_ != seen; });
-        seen = round = round_;
-      }
+    for (unsigned long seen = 0;;) {
+      wait_for_more_than(seen);
+      seen = round_;
       ++inside_;
-      if (open_ == round) take_blocks();
+      if (open_ == seen) take_blocks();
       --inside_;
     }
   }
 
+  static constexpr int LOOKS = 2000;  // some 40 to 100 microseconds
+
   int threads_ = 1;
   std::mutex free_, mutex_;
   std::condition_variable wake_;
-  unsigned long round_ = 0;             // under mutex_
+  std::atomic<unsigned long> round_{0};
   std::atomic<unsigned long> open_{0};  // the round that may be worked on
-  std::atomic<int> inside_{0};
+  std::atomic<int> inside_{0}, asleep_{0};
   std::atomic<long> next_{0};
   const Body* body_ = nullptr;
   long count_ = 0, block_ = 0;
