@@ -272,3 +272,44 @@ for _ in range(5):
 print(mx.get_active_memory() - before)
 """
     assert run_python(code).strip() == "0"
+
+
+@pytest.mark.parametrize("dims", [(16, 24), (64, 64)])
+def test_attention_of_rows_is_mlx_s_over_what_each_sees(
+    ours: Operations, dims: tuple[int, int]
+) -> None:
+    """Two mains of unlike lengths, one of them full, and a row that has none."""
+    key_dim, value_dim = dims
+    q = normal(5, 6, 1, key_dim)
+
+    def kv(lines: int, columns: int, seed: int) -> tuple[mx.array, mx.array]:
+        keys = normal(lines, 2, columns, key_dim, seed=seed)
+        return keys, normal(lines, 2, columns, value_dim, seed=seed + 1)
+
+    long, short, tail = kv(3, 90, 1), kv(2, 7, 3), kv(5, 8, 5)
+    seen = mx.arange(90)[None] < mx.array([90, 41, 3])[:, None]
+    written = mx.random.uniform(shape=(5, 8), key=mx.random.key(7)) < 0.5
+    written[2] = False  # nothing of its tail,
+    order = mx.array([4, 1, 0, 5, 3])  # and row 3 has nothing but it
+    keys, values = (mx.where(seen[:, None, :, None], side, float("nan")) for side in long)
+    masks = (seen[:, None, None, :], written[:, None, None, :])
+    got = ours.row_attention(
+        q, (*tail, masks[1]), order, [(keys, values, masks[0]), (*short, None)], 0.3
+    )
+    lines = {0: (short, 1), 1: (long, 1), 2: (long, 0), 4: (short, 0)}
+    for row in range(5):
+        own = mx.array(np.flatnonzero(np.array(written[row])), dtype=mx.int32)
+        parts = [[mx.take(side[row : row + 1], own, axis=2) for side in tail]]
+        if row in lines:
+            main, line = lines[row]
+            count = int(seen[line].sum()) if main is long else 7
+            parts.insert(0, [side[line : line + 1, :, :count] for side in main])
+        k, v = (mx.concatenate([part[side] for part in parts], axis=2) for side in (0, 1))
+        want = mx.fast.scaled_dot_product_attention(q[row : row + 1], k, v, scale=0.3)
+        assert_close(got[row : row + 1], want)
+
+
+def test_a_row_that_sees_nothing_gets_zeros(ours: Operations) -> None:
+    tail = normal(1, 2, 4, 16), normal(1, 2, 4, 16), mx.zeros((1, 1, 1, 4), mx.bool_)
+    out = ours.row_attention(normal(1, 4, 1, 16), tail, mx.array([0]), [], 1.0)
+    assert mx.array_equal(out, mx.zeros((1, 4, 1, 16)))

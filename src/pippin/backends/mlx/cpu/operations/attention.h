@@ -5,6 +5,7 @@
 #pragma once
 
 #include <bit>
+#include <vector>
 
 #include "panels.h"
 
@@ -123,4 +124,49 @@ void attend(const Keys& keys, int heads, int start, int stop, float scale, const
 
 inline int queries_at_once(int heads, long num_keys) {
   return std::clamp<long>(MOST_SCORES / (heads * num_keys), FEWEST_QUERIES, MOST_QUERIES);
+}
+
+// Keys and values of one row and key head that lie together. `visible` may be null: all are.
+struct KeyPiece {
+  long count;
+  const float *keys, *values;
+  const char* visible;
+};
+
+// One token's queries of the heads that share the keys, over all pieces. What is not visible is not
+// read; whoever sees nothing gets zeros.
+inline void attend_token(const std::vector<KeyPiece>& pieces, const float* queries, int heads, int dim,
+                         int value_dim, float scale, float* out) {
+  long most = 0;
+  for (const KeyPiece& piece : pieces) most += piece.count;
+  const auto weights = scratch(heads * most);
+  const auto for_visible = [&](const auto& body) {
+    long at = 0;
+    for (const KeyPiece& piece : pieces) {
+      for (long i = 0; i < piece.count; i++) {
+        if (!piece.visible || piece.visible[i]) body(piece, i, at++);
+      }
+    }
+    return at;
+  };
+  const long count = for_visible([&](const KeyPiece& piece, long i, long at) {
+    for (int head = 0; head < heads; head++) {
+      weights[head * most + at] = scale * dot(queries + head * dim, piece.keys + i * dim, dim);
+    }
+  });
+  std::fill(out, out + heads * value_dim, 0.0f);
+  if (!count) return;
+  for (int head = 0; head < heads; head++) {
+    float* own = weights.get() + head * most;
+    const float total = weigh(own, count);
+    for (long i = 0; i < count; i++) own[i] /= total;
+  }
+  for_visible([&](const KeyPiece& piece, long i, long at) {
+    const float* value = piece.values + i * value_dim;
+    for (int head = 0; head < heads; head++) {
+      const float weight = weights[head * most + at];
+      float* to = out + head * value_dim;
+      for (int c = 0; c < value_dim; c++) to[c] += weight * value[c];
+    }
+  });
 }

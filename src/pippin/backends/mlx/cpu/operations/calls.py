@@ -22,6 +22,7 @@ Address, Number, Count = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "pippin_is_array": (Address, Address, ctypes.c_long, Count),
     "pippin_attention": (Address, Address, Count, Number, Count),
+    "pippin_row_attention": (Address, Address, Count, Number, Address, Count),
     "pippin_gated_delta": (Address, Count, Address, Count),
     "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
     "pippin_rms_norm": (Address, Address, Address, Number),
@@ -122,6 +123,25 @@ class Operations:
         given = (queries, keys, values) if mask is None else (queries, keys, values, mask)
         ins = _addresses(given)
         _check(self._library.pippin_attention(id(y), ins, len(given), scale, causal))
+        return y
+
+    def row_attention(
+        self,
+        queries: mx.array,  # [W, Hq, 1, D]
+        tail: tuple[mx.array, mx.array, mx.array],  # [W, Hkv, T, D], [W, Hkv, T, Dv], bool [W, T]
+        order: mx.array,  # int32 [W]: a row's line in all mains; past the last one: it has none
+        mains: Sequence[tuple[mx.array, mx.array, mx.array | None]],  # of lines; a mask or all
+        scale: float,
+    ) -> mx.array:
+        """One token of each row, over its line of a main and its tail."""
+        y = _blank()
+        arrays = [queries, *tail, order]
+        arrays += [array for main in mains for array in main if array is not None]
+        masked = (Count * len(mains))(*(main[2] is not None for main in mains))
+        ins = _addresses(arrays)
+        _check(
+            self._library.pippin_row_attention(id(y), ins, len(arrays), scale, masked, len(mains))
+        )
         return y
 
     def gated_delta(

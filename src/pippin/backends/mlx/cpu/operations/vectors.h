@@ -27,6 +27,20 @@ inline std::unique_ptr<float[], void (*)(void*)> scratch(long count) {
   return {static_cast<float*>(std::aligned_alloc(64, std::max<size_t>(bytes, 64))), std::free};
 }
 
+typedef int Lanes __attribute__((vector_size(BYTES)));
+
+// The halves are added to each other until one lane is left.
+template <int HALF = LANES / 2>
+inline float sum_lanes(Vector x) {
+  if constexpr (HALF == 0) {
+    return x[0];
+  } else {
+    Lanes other;
+    for (int lane = 0; lane < LANES; lane++) other[lane] = (lane + HALF) % LANES;
+    return sum_lanes<HALF / 2>(x + __builtin_shuffle(x, other));
+  }
+}
+
 // The sum of products of one and another; two sums, as one would wait for itself.
 inline float dot(const float* x, const float* y, long count) {
   Vector sums[2] = {};
@@ -35,9 +49,7 @@ inline float dot(const float* x, const float* y, long count) {
     sums[0] += load(x + i) * load(y + i);
     sums[1] += load(x + i + LANES) * load(y + i + LANES);
   }
-  sums[0] += sums[1];
-  float total = 0;
-  for (int lane = 0; lane < LANES; lane++) total += sums[0][lane];
+  float total = sum_lanes(sums[0] + sums[1]);
   for (; i < count; i++) total += x[i] * y[i];
   return total;
 }
