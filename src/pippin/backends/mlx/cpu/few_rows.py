@@ -36,7 +36,10 @@ from pippin.native_kernels import cpu_identity
 SOURCE = Path(__file__).with_name("few_rows.cpp")
 # Headers by name: the compiler may be a script that copies the source (native_kernels).
 HEADER = SOURCE.parent / "operations" / "pool.h"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-shared", "-fPIC", "-fno-gnu-unique")
+FLAGS = (
+    *("-O3", "-march=native", "-std=c++17", "-pthread", "-shared", "-fPIC", "-fno-gnu-unique"),
+    f"-I{SOURCE.parent}",
+)
 BUILD_SECONDS = 120
 TIMED_ROWS = (4, 8, 12, 16, 24, 32)
 TIMED_WEIGHTS = ((1536, 512), (512, 1536))
@@ -88,7 +91,7 @@ def _built(compiler: Path) -> Path:
     if not library.exists():
         directory.mkdir(parents=True, exist_ok=True)
         whole = library.with_name(f"{library.name}.{os.getpid()}")
-        command = [str(compiler), *FLAGS, f"-I{SOURCE.parent}", str(SOURCE), "-o", str(whole)]
+        command = [str(compiler), *FLAGS, str(SOURCE), "-o", str(whole)]
         built = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
         if built.returncode:
             raise OSError(f"g++: {built.stderr.strip().splitlines()[-1:]}")
