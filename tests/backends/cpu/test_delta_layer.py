@@ -6,38 +6,22 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache
-from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
+from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
+from delta_layers import HIDDEN, K_HEADS, TAPS, V_HEADS, layer_of
 from pippin.backends.mlx.cpu.operations.delta_layer import OneOperationDeltaNet, use_one_operation
 from pippin.backends.mlx.recurrent.conv import use_shift_conv1d
 from pippin.backends.mlx.recurrent.taps import tap_block_states, tap_conv_inputs
 
-HIDDEN, K_HEADS, V_HEADS, K_DIM, V_DIM, TAPS = 96, 2, 4, 24, 40, 4
+K_DIM, V_DIM = 24, 40
 CONV_DIM = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
 
 
 pytestmark = pytest.mark.usefixtures("ours")
 
 
-def layer_of() -> GatedDeltaNet:
-    mx.random.seed(0)
-    args = TextModelArgs(
-        hidden_size=HIDDEN,
-        linear_num_key_heads=K_HEADS,
-        linear_num_value_heads=V_HEADS,
-        linear_key_head_dim=K_DIM,
-        linear_value_head_dim=V_DIM,
-        linear_conv_kernel_dim=TAPS,
-    )
-    layer = GatedDeltaNet(args)
-    layer.norm.weight = mx.random.normal((V_DIM,))
-    layer.dt_bias = mx.random.normal((V_HEADS,))
-    layer.eval()
-    return layer
-
-
 def made_over() -> GatedDeltaNet:
-    layer = layer_of()
+    layer = layer_of(K_DIM, V_DIM)
     use_shift_conv1d(layer.conv1d, cpu=True)
     use_one_operation(layer)
     assert type(layer) is OneOperationDeltaNet
@@ -59,7 +43,7 @@ def test_tokens_agree_with_mlx_lm(lengths: tuple[int, ...], fresh: bool) -> None
     batch, num_tokens = len(lengths), max(lengths)
     x = mx.random.normal((batch, num_tokens, HIDDEN), key=mx.random.key(2))
     results = []
-    for layer in (made_over(), layer_of()):
+    for layer in (made_over(), layer_of(K_DIM, V_DIM)):
         cache = ArraysCache(size=2) if fresh else cache_of(batch)
         if len(set(lengths)) > 1:
             cache.lengths = mx.array(lengths)
@@ -111,7 +95,7 @@ def test_a_short_row_keeps_its_last_state_beside_a_long_one() -> None:
 def test_rows_that_are_padded_on_the_left_go_to_mlx_lm() -> None:
     x = mx.random.normal((2, 5, HIDDEN), key=mx.random.key(2))
     results = []
-    for layer in (made_over(), layer_of()):
+    for layer in (made_over(), layer_of(K_DIM, V_DIM)):
         cache = ArraysCache(size=2, left_padding=[0, 2])
         y = layer(x, cache.make_mask(5), cache)
         results.append((y[0], y[1, 2:], cache[0], cache[1]))
@@ -120,7 +104,7 @@ def test_rows_that_are_padded_on_the_left_go_to_mlx_lm() -> None:
 
 
 def test_layers_of_other_numbers_are_left_alone() -> None:
-    layer = layer_of()
+    layer = layer_of(K_DIM, V_DIM)
     layer.set_dtype(mx.float16)
     use_shift_conv1d(layer.conv1d, cpu=True)
     use_one_operation(layer)

@@ -6,32 +6,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache
-from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
+from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
+from delta_layers import HIDDEN, K_HEADS, TAPS, V_HEADS, layer_of
 from pippin.backends.mlx.gpu.cuda_layer import FusedGatedDeltaNet, fuse_layers
 from pippin.backends.mlx.gpu.siblings import merge
 from pippin.backends.mlx.recurrent.conv import use_shift_conv1d
 from pippin.backends.mlx.recurrent.taps import tap_block_states, tap_conv_inputs
 from pippin.backends.mlx.siblings import find_siblings
 
-HIDDEN, K_HEADS, V_HEADS, DIM, TAPS = 96, 2, 4, 32, 4
-
-
-def layer_of(k_dim: int = DIM) -> GatedDeltaNet:
-    mx.random.seed(0)
-    args = TextModelArgs(
-        hidden_size=HIDDEN,
-        linear_num_key_heads=K_HEADS,
-        linear_num_value_heads=V_HEADS,
-        linear_key_head_dim=k_dim,
-        linear_value_head_dim=DIM,
-        linear_conv_kernel_dim=TAPS,
-    )
-    layer = GatedDeltaNet(args)
-    layer.norm.weight = mx.random.normal((DIM,))
-    layer.dt_bias = mx.random.normal((V_HEADS,))
-    layer.eval()
-    return layer
+DIM = 32
 
 
 def fused(layer: GatedDeltaNet) -> GatedDeltaNet:
@@ -57,7 +41,7 @@ needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVI
 def test_one_token_agrees_with_mlx_lm(batch: int) -> None:
     x = mx.random.normal((batch, 1, HIDDEN))
     results = []
-    for layer in (fused(layer_of()), layer_of()):
+    for layer in (fused(layer_of(DIM, DIM)), layer_of(DIM, DIM)):
         cache = cache_of(batch)
         results.append((layer(x, None, cache), cache[0], cache[1]))
     for ours, theirs in zip(*results, strict=True):
@@ -72,7 +56,7 @@ def test_many_tokens_agree_with_mlx_lm(lengths: tuple[int, ...], fresh: bool) ->
     batch, num_tokens = len(lengths), max(lengths)
     x = mx.random.normal((batch, num_tokens, HIDDEN))
     results = []
-    for layer in (fused(layer_of()), layer_of()):
+    for layer in (fused(layer_of(DIM, DIM)), layer_of(DIM, DIM)):
         cache = ArraysCache(size=2) if fresh else cache_of(batch)
         if batch > 1:
             cache.lengths = mx.array(lengths)
@@ -84,7 +68,7 @@ def test_many_tokens_agree_with_mlx_lm(lengths: tuple[int, ...], fresh: bool) ->
 
 @needs_cuda
 def test_states_inside_a_chunk_are_those_of_shorter_chunks() -> None:
-    layer, x = fused(layer_of()), mx.random.normal((2, 150, HIDDEN))
+    layer, x = fused(layer_of(DIM, DIM)), mx.random.normal((2, 150, HIDDEN))
     with tap_block_states() as blocks, tap_conv_inputs() as inputs:
         layer(x, None, cache_of(2))
     for number, n in enumerate((64, 128, 150)):
@@ -96,13 +80,13 @@ def test_states_inside_a_chunk_are_those_of_shorter_chunks() -> None:
 
 
 def test_a_token_with_nothing_before_it_goes_to_mlx_lm() -> None:
-    layer = fused(layer_of())
+    layer = fused(layer_of(DIM, DIM))
     assert type(layer) is FusedGatedDeltaNet
     x, cache, want_cache = mx.random.normal((2, 1, HIDDEN)), ArraysCache(2), ArraysCache(2)
-    want = layer_of()(x, None, want_cache)
+    want = layer_of(DIM, DIM)(x, None, want_cache)
     np.testing.assert_allclose(np.array(layer(x, None, cache)), np.array(want), atol=1e-5)
     np.testing.assert_allclose(np.array(cache[1]), np.array(want_cache[1]), atol=1e-5)
 
 
 def test_a_layer_of_another_shape_is_left_alone() -> None:
-    assert type(fused(layer_of(k_dim=48))) is GatedDeltaNet
+    assert type(fused(layer_of(48, DIM))) is GatedDeltaNet
