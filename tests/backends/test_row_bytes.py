@@ -23,6 +23,7 @@ from pippin.backends.base import (
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.load import LoadedModel, prepare
+from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.grouping import group_rows
 from pippin.backends.mlx.tree import packing
@@ -169,7 +170,7 @@ def test_rows_that_leave_take_with_them_what_they_held(name: str) -> None:
     """All were one cohort, whose arrays would otherwise stay until tails are full."""
     crowd = Crowd(name, seed=2)
     crowd.come(*range(900, 908))
-    crowd.say(12)
+    crowd.say(TAIL + 2)
     assert len(crowd.backend._shared_rows.mains.cohorts) == 1
     held_by_all = crowd.settle()
     spare = held_by_all // 16

@@ -80,7 +80,9 @@ def test_closing_ends_it_even_if_it_is_stopped(building: Kernels) -> None:
 
 def test_it_ends_with_a_server_that_is_killed_while_it_is_stopped() -> None:
     script = (
-        "from pippin.backends.mlx.cpu.kernels import Kernels, start_builder; import time\n"
+        "from pippin.backends.mlx.cpu.kernels import Kernels, start_builder\n"
+        "import signal, time\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup has its children ignore it
         "made = Kernels(None, available=False, builder=start_builder(['sleep', '600']))\n"
         "made.give_way(busy=True)\n"
         "print(made.builder.pid, flush=True)\n"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import pytest
 
+from pippin.backends.mlx.cpu.operations.calls import operations
 from pippin.backends.mlx.cpu.warm import prompt_of
+from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.cohort_mains import SCATTERED_STEPS
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
@@ -27,6 +30,7 @@ def rows_of(num_rows: int) -> DecodeRows:
     return rows
 
 
+@pytest.mark.usefixtures("unlisted")
 def test_joined_rows_become_one_cohort_when_they_have_settled() -> None:
     rows = rows_of(4)
     advance(rows, SCATTERED_STEPS - 1)
@@ -35,6 +39,7 @@ def test_joined_rows_become_one_cohort_when_they_have_settled() -> None:
     assert (len(rows.mains.cohorts), rows.mains.cohorts[0].indices) == (1, [0, 1, 2, 3])
 
 
+@pytest.mark.usefixtures("unlisted")
 def test_a_row_that_came_and_went_leaves_the_others_as_they_were_when_they_have_settled() -> None:
     rows = rows_of(4)
     advance(rows, SCATTERED_STEPS + 3)
@@ -45,3 +50,14 @@ def test_a_row_that_came_and_went_leaves_the_others_as_they_were_when_they_have_
     assert rows.width == 6  # wider than its one cohort: such steps are not compiled
     advance(rows, 1)
     assert (rows.width, rows.mains.cohorts[0].indices) == (4, [0, 1, 2, 3])
+
+
+def test_listed_rows_stay_where_they_are() -> None:
+    if operations() is None:
+        pytest.skip("no operations of ours on this device: rows are not listed")
+    rows = rows_of(4)
+    mains = [cohort.kv for cohort in rows.mains.cohorts]
+    advance(rows, TAIL)
+    assert [cohort.kv for cohort in rows.mains.cohorts] == mains
+    advance(rows, 1)  # the tail was full
+    assert len(rows.mains.cohorts) == 1

@@ -138,7 +138,7 @@ def main_nbytes(rows: DecodeRows) -> int:
 
 
 @cache
-def play(name: str, *, shares: bool, paths: AttentionPaths | None = None) -> Stage:
+def play(name: str, way: str, *, shares: bool, paths: AttentionPaths | None = None) -> Stage:
     """Rows join and leave, so that the shared beginning comes, shrinks, goes and comes again."""
     stage = Stage(name, shares, paths)
     stage.join(1, 2, 3)
@@ -158,8 +158,8 @@ def play(name: str, *, shares: bool, paths: AttentionPaths | None = None) -> Sta
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("eager")
-def test_rows_that_share_say_what_each_says_alone(name: str) -> None:
-    stage = play(name, shares=True)
+def test_rows_that_share_say_what_each_says_alone(name: str, way: str) -> None:
+    stage = play(name, way, shares=True)
     check_with_plain_model(stage)
     whole = START_LEN - START_LEN % BLOCK
     half = START_LEN // 2 - START_LEN // 2 % BLOCK
@@ -167,20 +167,20 @@ def test_rows_that_share_say_what_each_says_alone(name: str) -> None:
     assert stage.seen[-1] == (whole,)
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("eager", "unlisted")
 def test_what_is_shared_is_not_joined_however_fast_that_is() -> None:
     model = served(MODELS[0])
     _, calls = packed_rows(model.layout, model.forward)
     joined = AttentionPaths(times=dict.fromkeys(calls, only_way(Path.JOINED)))
-    stage = play(MODELS[0], shares=True, paths=joined)
+    stage = play(MODELS[0], "unlisted", shares=True, paths=joined)
     check_with_plain_model(stage)
     assert stage.seen[-1], "nothing was shared"
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("eager")
-def test_a_row_that_shared_is_captured_as_one_that_did_not(name: str) -> None:
-    sharing, apart = play(name, shares=True), play(name, shares=False)
+def test_a_row_that_shared_is_captured_as_one_that_did_not(name: str, way: str) -> None:
+    sharing, apart = play(name, way, shares=True), play(name, way, shares=False)
     assert set(apart.seen) == {()}
     for slot, logits in sharing.logits.items():
         pair = (log_softmax(np.stack(rows)) for rows in (logits, apart.logits[slot]))
@@ -189,9 +189,13 @@ def test_a_row_that_shared_is_captured_as_one_that_did_not(name: str) -> None:
         kv, expected = sharing.rows.kv_of(slot), apart.rows.kv_of(slot)
         assert kv.keys() == expected.keys()
         for leaf in kv:
+            window = sharing.model.layout.leaves[leaf].window
             for mine, theirs in zip(kv[leaf], expected[leaf], strict=True):
-                assert mine.shape == theirs.shape
-                np.testing.assert_allclose(mine, theirs, rtol=0, atol=TOLERANCE)
+                # What a window has passed by goes when rows are moved, which they are at times.
+                kept = min(mine.shape[2], theirs.shape[2])
+                assert kept >= window if window else mine.shape == theirs.shape
+                last = mine[:, :, -kept:], theirs[:, :, -kept:]
+                np.testing.assert_allclose(*last, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.usefixtures("eager")
@@ -232,7 +236,7 @@ def test_rows_that_begin_differently_share_nothing() -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_windowed_layers_share_nothing() -> None:
-    stage = play("gpt_oss", shares=True)
+    stage = play("gpt_oss", "listed", shares=True)
     leaves = served("gpt_oss").layout.leaves
     (cohort,) = stage.rows.mains.cohorts
     assert {leaves[leaf].window for leaf in cohort.shared} == {None}

@@ -1,7 +1,7 @@
 """python -m pippin.backends.mlx.cpu.warm MODEL_DIR DTYPE ENGINE_PID: build a decode step's kernels.
 
-Runs the compiled step on every form that its kernels can take: one row and several, mains that are
-full and mains with padding, rows that share what they begin with.
+Runs the compiled step on every form that its kernels can take: one row and several; where rows are
+not listed, mains that are full and mains with padding, rows that share what they begin with.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import mlx.core as mx
@@ -25,14 +26,22 @@ from pippin.backends.mlx.rows.cohorts import COLUMN_STEP
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.grouping import SHARED_BLOCK
+from pippin.backends.mlx.rows.listed_views import lister_for
 
 SHARED_LEN = 18 * SHARED_BLOCK - SCATTERED_STEPS + 1  # whole blocks when settled rows regroup
 FULL, PADDED = COLUMN_STEP, COLUMN_STEP - 3  # tokens of a main
 FORMS = ([FULL], [PADDED], [FULL, PADDED], [FULL, FULL])
+LISTED_FORMS = ([PADDED], [PADDED, PADDED])
 WATCH_SECONDS = 0.5
 PR_SET_PDEATHSIG = 1  # see prctl(2)
 NUM_STEPS = 4 * SCATTERED_STEPS
 SHARED_FORMS = ([SHARED_LEN, SHARED_LEN], [SHARED_LEN, SHARED_LEN - 3])
+
+
+def forms_of(loaded: LoadedModel) -> Iterable[list[int]]:
+    """The lengths of rows that join together."""
+    listed = lister_for(loaded.layout) is not None
+    return LISTED_FORMS if listed else (*FORMS, *SHARED_FORMS)
 
 
 def prompt_of(loaded: LoadedModel, num_tokens: int) -> PromptState:
@@ -74,7 +83,7 @@ def be_killed_with_parent() -> None:
 
 
 def build(loaded: LoadedModel) -> None:
-    for lengths in (*FORMS, *SHARED_FORMS):
+    for lengths in forms_of(loaded):
         run(loaded, lengths, num_steps=NUM_STEPS)
     marker_path(loaded).touch()
 

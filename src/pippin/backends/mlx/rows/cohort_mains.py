@@ -4,6 +4,8 @@ A request joins as a cohort of its own, without a copy of anybody's KV, and leav
 forgotten. When the tails are moved, every 64 steps, rows are regrouped by length, so that a step
 costs what the rows' real lengths cost, not rows x longest. Rows whose prompts begin alike may then
 hold that beginning once (cohorts.py).
+
+Where one operation attends to all cohorts (listed_views.py), it does not matter how many there are.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.cpu.operations.calls import Operations
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.backends.mlx.rows.cohorts import Cohort
-from pippin.backends.mlx.rows.decode_step import CohortsShape, Tree
+from pippin.backends.mlx.rows.decode_step import CohortsShape, MainsShape, Tree
 from pippin.backends.mlx.rows.footprint import SpareLimit
 from pippin.backends.mlx.rows.grouping import Group, group_rows
+from pippin.backends.mlx.rows.listed_views import ListedShape, list_cohorts, lister_for
 from pippin.backends.mlx.rows.mains import Row, Tails
 from pippin.backends.mlx.rows.regrouping import regroup
 from pippin.backends.mlx.tree.packing import KV
@@ -36,12 +40,14 @@ class CohortMains:
         self._paths = paths
         self.cohorts: list[Cohort] = []
         self._steps_left: int | None = None  # until rows are regrouped
+        self._listing: mx.array | None = None  # of the cohorts as they are
 
     @property
     def num_groups(self) -> int:
-        return len(self.cohorts)
+        return len(self.cohorts) if self._lister is None else 1
 
     def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
+        self._listing = None
         for row, kv in joining:
             if kv:
                 stored = {leaf: pair[0].shape[2] for leaf, pair in kv.items()}
@@ -49,6 +55,7 @@ class CohortMains:
         self._count_down()
 
     def leave(self, row: Row) -> None:
+        self._listing = None
         for cohort in self.cohorts:
             cohort.drop(row.index)
         self.cohorts = [cohort for cohort in self.cohorts if cohort.num_live]
@@ -58,7 +65,12 @@ class CohortMains:
         homes = [cohort for cohort in self.cohorts if cohort.holds(row.index)]
         return [piece for home in homes for piece in home.pieces_of(row.index, leaf)]
 
-    def view(self, positions: np.ndarray, visible: np.ndarray) -> tuple[CohortsShape, Tree]:
+    def view(self, positions: np.ndarray, visible: np.ndarray) -> tuple[MainsShape, Tree]:
+        ours = self._lister
+        if ours is not None:
+            if self._listing is None:
+                self._listing = list_cohorts(ours, self._layout, self.cohorts)
+            return ListedShape(), {"listing": self._listing}
         views = [cohort.view(self._layout) for cohort in self.cohorts]
         width = len(positions)
         shape = CohortsShape(tuple(view[0] for view in views), self._aligned(width), self._paths)
@@ -76,16 +88,17 @@ class CohortMains:
         return self._scattered(rows, width)
 
     def take_in(self, rows: Sequence[Row], tails: Tails) -> None:
+        self._listing = None
+        listed = self._lister is not None
         groups = self._groups(rows)
-        if len(groups) == 1 and _padding_of_lines(rows, tails.width) <= self._spare.max_padding:
-            # A line for every row: the step gathers nothing.
-            held = {row.index for row in rows}
-            lines = [index if index in held else -1 for index in range(tails.width)]
-            groups = [replace(groups[0], indices=lines)]
-        self.cohorts = regroup(self._layout, groups, self.cohorts, tails.kv, tails.written)
+        if not listed and len(groups) == 1:
+            groups = self._with_all_lines(groups, rows, tails.width)
+        held = (self.cohorts, tails.kv, tails.written)
+        self.cohorts = regroup(self._layout, groups, *held, listed=listed)
         self._steps_left = None
 
     def renumber(self, new: Mapping[int, int]) -> None:
+        self._listing = None
         for cohort in self.cohorts:
             cohort.renumber(new)
 
@@ -94,12 +107,30 @@ class CohortMains:
 
     # ---- inside ----------------------------------------------------------------------------
 
+    @property
+    def _lister(self) -> Operations | None:
+        return lister_for(self._layout)
+
+    def _with_all_lines(self, groups: list[Group], rows: Sequence[Row], width: int) -> list[Group]:
+        """One group with a line for every row, if memory allows it: the step gathers nothing."""
+        if _padding_of_lines(rows, width) > self._spare.max_padding:
+            return groups
+        held = {row.index for row in rows}
+        lines = [index if index in held else -1 for index in range(width)]
+        return [replace(groups[0], indices=lines)]
+
     def _count_down(self) -> None:
         if self._steps_left is None:
             self._steps_left = SCATTERED_STEPS
 
     def _scattered(self, rows: Sequence[Row], width: int) -> bool:
-        """Fewer cohorts would do, or one whose lines are the rows: such steps are compiled."""
+        """Fewer cohorts would do, or one whose lines are the rows: such steps are compiled.
+
+        Listed, they may lie as they do, unless more of them could share what they begin with.
+        """
+        if self._lister is not None:
+            saved = sum(group.num_saved for group in self._groups(rows))
+            return saved > sum(map(_num_saved, self.cohorts))
         if self._aligned(width):
             return False
         num_groups = len(self._groups(rows))
@@ -112,7 +143,8 @@ class CohortMains:
     def _groups(self, rows: Sequence[Row]) -> list[Group]:
         prompts = {row.index: row.prompt for row in rows if row.prompt is not None}
         lengths = {row.index: row.length for row in rows}
-        return group_rows(lengths, prompts, self._spare.max_padding)
+        one_pays = self._lister is None  # such a step can be compiled
+        return group_rows(lengths, prompts, self._spare.max_padding, one_pays=one_pays)
 
     def _aligned(self, width: int) -> bool:
         if len(self.cohorts) != 1 or len(self.cohorts[0].indices) != width:
@@ -126,6 +158,11 @@ class CohortMains:
             if index >= 0:
                 order[index] = line
         return mx.array(order)
+
+
+def _num_saved(cohort: Cohort) -> int:
+    """Tokens that live lines do not hold themselves."""
+    return max(cohort.num_live - 1, 0) * max(map(cohort.num_shared, cohort.kv), default=0)
 
 
 def _padding_of_lines(rows: Sequence[Row], width: int) -> int:

@@ -27,27 +27,38 @@ class Group:
     indices: list[int]  # -1: a line that only pads the cohort
     num_shared: int = 0  # tokens that all of them begin with, to be held once
 
+    @property
+    def num_saved(self) -> int:
+        """Tokens that need not be held."""
+        return (len(self.indices) - 1) * self.num_shared
+
 
 def group_rows(
     lengths: Mapping[int, int],
     prompts: Mapping[int, np.ndarray],
     max_padding: float = math.inf,  # tokens
+    *,
+    one_pays: bool = True,
 ) -> list[Group]:
     """The cheapest of a few partitions: by length alone, or first by what rows begin with.
 
     Rows without a prompt here share nothing. The less padding there may be, the less it counts
-    that groups cost something.
+    that groups cost something. `one_pays`: steps of a single group are cheaper than others.
     """
+    split_cost = SPLIT_COST_TOKENS if one_pays else 0
     groups: list[Group] = []
     for discount in DISCOUNTS:
-        groups = _cheapest(lengths, prompts, discount)
+        groups = _cheapest(lengths, prompts, discount, discount * split_cost)
         if sum(_padding(group, lengths) for group in groups) <= max_padding:
             break
     return groups
 
 
 def _cheapest(
-    lengths: Mapping[int, int], prompts: Mapping[int, np.ndarray], discount: float
+    lengths: Mapping[int, int],
+    prompts: Mapping[int, np.ndarray],
+    discount: float,
+    split_cost: float,
 ) -> list[Group]:
     best: list[Group] = []
     least = math.inf
@@ -58,7 +69,7 @@ def _cheapest(
             for run in group_by_length({i: lengths[i] for i in family}, discount)
         ]
         cost = sum(_cost(group, lengths, discount) for group in groups)
-        cost += discount * SPLIT_COST_TOKENS if len(groups) > 1 else 0
+        cost += split_cost if len(groups) > 1 else 0
         if cost < least:
             best, least = groups, cost
     return best
@@ -135,5 +146,5 @@ def _cost(group: Group, lengths: Mapping[int, int], discount: float) -> float:
     rows = group.indices
     cost = len(rows) * max(lengths[index] for index in rows) + discount * GROUP_COST_TOKENS
     if group.num_shared:
-        cost += SHARE_COST_TOKENS - (len(rows) - 1) * group.num_shared
+        cost += SHARE_COST_TOKENS - group.num_saved
     return cost

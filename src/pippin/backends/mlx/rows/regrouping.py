@@ -28,6 +28,7 @@ from pippin.backends.mlx.rows.pieces import (
 from pippin.backends.mlx.tree.packing import KV
 
 SMALL_MOVE_BYTES = 32 << 20  # up to this nothing is waited for
+SMALL_LISTED_BYTES = 4 << 20  # likewise, where the step before holds all rows until its end
 AHEAD_DIVISOR = 8  # of what is moved, this part may be on its way at a time
 
 
@@ -116,8 +117,8 @@ class Move:
 class Escort:
     """Hands what is built to the device, and waits so that only a part of it is on its way."""
 
-    def __init__(self, total_bytes: int) -> None:
-        self._waits = total_bytes > SMALL_MOVE_BYTES
+    def __init__(self, total_bytes: int, *, listed: bool = False) -> None:
+        self._waits = total_bytes > (SMALL_LISTED_BYTES if listed else SMALL_MOVE_BYTES)
         self._most_bytes = total_bytes // AHEAD_DIVISOR
         self._under_way: deque[list[mx.array]] = deque()
 
@@ -136,6 +137,8 @@ def regroup(
     cohorts: Sequence[Cohort],
     tails: Mapping[int, KV],
     written: np.ndarray,
+    *,
+    listed: bool = False,
 ) -> list[Cohort]:
     """New cohorts, one per group, each holding what its rows had in main and tail.
 
@@ -146,7 +149,8 @@ def regroup(
     held = Held(cohorts, tails, written)
     moves = [_plan(layout, group, held) for group in groups]
     leaves = {index: layout.leaves[index] for index in tails}
-    escort = Escort(sum(move.nbytes(leaf) for move in moves for leaf in leaves.values()))
+    total_bytes = sum(move.nbytes(leaf) for move in moves for leaf in leaves.values())
+    escort = Escort(total_bytes, listed=listed)
     for index, leaf in leaves.items():
         for side, sources in enumerate(held.give_up(index)):
             escort.launch([a for move in moves for a in move.build(index, leaf, side, sources)])

@@ -9,6 +9,7 @@ from mlx_lm.models.cache import ArraysCache
 from pippin.backends.mlx.layout import Leaf, Reads
 from pippin.backends.mlx.rows.decode_step import CohortsShape, DecodeStep
 from pippin.backends.mlx.rows.latent_view import LatentKV
+from pippin.backends.mlx.rows.listed_views import ListedRowKV, ListedShape
 from pippin.backends.mlx.rows.packed_views import PackedRowKV, PackedShape
 from pippin.backends.mlx.rows.views import RowKV
 
@@ -37,5 +38,5 @@ def _view(step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
     if leaf.reads is Reads.LATENT:
         assert isinstance(step.shape.mains, CohortsShape), "rows with latents are never packed"
         return LatentKV(step, leaf, place)
-    packed = isinstance(step.shape.mains, PackedShape)
-    return (PackedRowKV if packed else RowKV)(step, leaf, place)
+    views = {PackedShape: PackedRowKV, ListedShape: ListedRowKV, CohortsShape: RowKV}
+    return views[type(step.shape.mains)](step, leaf, place)

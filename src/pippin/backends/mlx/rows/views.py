@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from pippin.backends.mlx.cpu.operations.calls import Operations, are_float32, operations
 from pippin.backends.mlx.layout import Leaf
 from pippin.backends.mlx.rows.attention_paths import Path
 from pippin.backends.mlx.rows.decode_step import CohortsShape, DecodeStep, RowMask
@@ -81,9 +80,6 @@ class RowKV:
     ) -> mx.array:
         """softmax(q [shared | main | tail]^T) [shared | main | tail], as a rule without joining."""
         step = self.step
-        ours = operations()
-        if ours is not None and self._is_one_operation(queries, sinks):
-            return self._attend_at_once(ours, queries, scale, window)
         if self._is_to_join(queries, sinks):
             keys, values = self._concatenated(0), self._concatenated(1)
             mask = self._concatenated_mask(window)
@@ -106,22 +102,6 @@ class RowKV:
         else:
             out = self._attend_cohorts(q, tail_scores, sink, window, blocked)
         return out.reshape(width, q_heads, 1, out.shape[-1])
-
-    def _is_one_operation(self, queries: mx.array, sinks: mx.array | None) -> bool:
-        if type(self) is not RowKV or sinks is not None or any(self._shared):
-            return False
-        return are_float32(queries, *self.tail)
-
-    def _attend_at_once(
-        self, ours: Operations, queries: mx.array, scale: float, window: int | None
-    ) -> mx.array:
-        step = self.step
-        mains = [
-            (keys, values, step.main_mask(number, self.leaf, window))
-            for number, (keys, values) in enumerate(self._mains)
-        ]
-        tail = (self.tail[0], self.tail[1], step.tail_mask(window))
-        return ours.row_attention(queries, tail, step.tree["order"], mains, scale)
 
     def _is_to_join(self, queries: mx.array, sinks: mx.array | None) -> bool:
         """Rows that lie side by side anyway, where copying them takes less than many launches."""

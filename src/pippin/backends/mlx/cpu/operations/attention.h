@@ -40,9 +40,8 @@ inline float largest(const float* x, long count) {
   return *std::max_element(found, found + LANES);
 }
 
-// Scores to weights, in place; returns their sum.
-inline float weigh(float* scores, long count) {
-  const float top = largest(scores, count);
+// Scores to weights, in place, by how far each is below the `top` one; returns their sum.
+inline float weigh(float* scores, long count, float top) {
   float sums[LANES] = {};
   long i = 0;
   for (; i + LANES <= count; i += LANES) {
@@ -112,7 +111,7 @@ void attend(const Keys& keys, int heads, int start, int stop, float scale, const
     if (const char* may = allowed(row / num, at)) {
       for (long i = 0; i < count; i++) own[i] = may[i] ? own[i] : -1e30f;
     }
-    totals[row] = weigh(own, count);
+    totals[row] = weigh(own, count, largest(own, count));
     std::fill(own + count, own + most, 0.0f);
   }
   blend(keys, most, scores.get(), rows, read.get());
@@ -126,47 +125,84 @@ inline int queries_at_once(int heads, long num_keys) {
   return std::clamp<long>(MOST_SCORES / (heads * num_keys), FEWEST_QUERIES, MOST_QUERIES);
 }
 
-// Keys and values of one row and key head that lie together. `visible` may be null: all are.
+// Keys and values of one row and key head: so many tokens, each so far behind the one before.
 struct KeyPiece {
   long count;
-  const float *keys, *values;
-  const char* visible;
+  const float* keys;
+  long key_step;
+  const float* values;
+  long value_step;
 };
 
-// One token's queries of the heads that share the keys, over all pieces. What is not visible is not
-// read; whoever sees nothing gets zeros.
+// What a query has read of some of its keys: the highest score, the sum of weights below it, and the
+// values by these weights.
+struct Read {
+  float top = -INFINITY, total = 0;
+  float* values = nullptr;
+};
+
+// One token's queries of the heads that share the keys, over all pieces.
 inline void attend_token(const std::vector<KeyPiece>& pieces, const float* queries, int heads, int dim,
-                         int value_dim, float scale, float* out) {
-  long most = 0;
-  for (const KeyPiece& piece : pieces) most += piece.count;
-  const auto weights = scratch(heads * most);
-  const auto for_visible = [&](const auto& body) {
-    long at = 0;
-    for (const KeyPiece& piece : pieces) {
-      for (long i = 0; i < piece.count; i++) {
-        if (!piece.visible || piece.visible[i]) body(piece, i, at++);
+                         int value_dim, float scale, Read* reads) {
+  long count = 0;
+  for (const KeyPiece& piece : pieces) count += piece.count;
+  const auto weights = scratch(heads * count);
+  long at = 0;
+  for (const KeyPiece& piece : pieces) {
+    for (long i = 0; i < piece.count; i++, at++) {
+      for (int head = 0; head < heads; head++) {
+        weights[head * count + at] = scale * dot(queries + head * dim, piece.keys + i * piece.key_step, dim);
       }
     }
-    return at;
-  };
-  const long count = for_visible([&](const KeyPiece& piece, long i, long at) {
-    for (int head = 0; head < heads; head++) {
-      weights[head * most + at] = scale * dot(queries + head * dim, piece.keys + i * dim, dim);
-    }
-  });
-  std::fill(out, out + heads * value_dim, 0.0f);
-  if (!count) return;
-  for (int head = 0; head < heads; head++) {
-    float* own = weights.get() + head * most;
-    const float total = weigh(own, count);
-    for (long i = 0; i < count; i++) own[i] /= total;
   }
-  for_visible([&](const KeyPiece& piece, long i, long at) {
-    const float* value = piece.values + i * value_dim;
-    for (int head = 0; head < heads; head++) {
-      const float weight = weights[head * most + at];
-      float* to = out + head * value_dim;
-      for (int c = 0; c < value_dim; c++) to[c] += weight * value[c];
+  for (int head = 0; head < heads; head++) {
+    std::fill(reads[head].values, reads[head].values + value_dim, 0.0f);
+    if (!count) continue;
+    float* own = weights.get() + head * count;
+    reads[head].top = largest(own, count);
+    reads[head].total = weigh(own, count, reads[head].top);
+  }
+  at = 0;
+  for (const KeyPiece& piece : pieces) {
+    for (long i = 0; i < piece.count; i++, at++) {
+      const float* value = piece.values + i * piece.value_step;
+      for (int head = 0; head < heads; head++) {
+        const float weight = weights[head * count + at];
+        float* to = reads[head].values;
+        for (int c = 0; c < value_dim; c++) to[c] += weight * value[c];
+      }
     }
-  });
+  }
+}
+
+// Queries [rows, dim], scaled, over keys that all of them see.
+inline void attend_together(const Keys& keys, const float* queries, long rows, Read* reads) {
+  const auto weights = scratch(rows * keys.count);
+  score(keys, keys.count, queries, rows, weights.get());
+  for (long row = 0; row < rows; row++) {
+    float* own = weights.get() + row * keys.count;
+    reads[row].top = largest(own, keys.count);
+    reads[row].total = weigh(own, keys.count, reads[row].top);
+  }
+  const auto values = scratch(rows * keys.value_dim);
+  blend(keys, keys.count, weights.get(), rows, values.get());
+  for (long row = 0; row < rows; row++) {
+    const float* from = values.get() + row * keys.value_dim;
+    std::copy(from, from + keys.value_dim, reads[row].values);
+  }
+}
+
+// What was read of all keys. A `sink` weighs something and says nothing; whoever sees nothing gets zeros.
+inline void put_together(const Read* reads, int count, float sink, int value_dim, float* out) {
+  float top = sink, total = 0;
+  for (int i = 0; i < count; i++) top = std::max(top, reads[i].top);
+  std::fill(out, out + value_dim, 0.0f);
+  if (top == -INFINITY) return;
+  for (int i = 0; i < count; i++) {
+    const float weight = std::exp(reads[i].top - top);
+    total += weight * reads[i].total;
+    for (int c = 0; c < value_dim; c++) out[c] += weight * reads[i].values[c];
+  }
+  total += std::exp(sink - top);
+  for (int c = 0; c < value_dim; c++) out[c] /= total;
 }

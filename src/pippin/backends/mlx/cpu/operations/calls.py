@@ -22,7 +22,8 @@ Address, Number, Count = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "pippin_is_array": (Address, Address, ctypes.c_long, Count),
     "pippin_attention": (Address, Address, Count, Number, Count),
-    "pippin_row_attention": (Address, Address, Count, Number, Address, Count),
+    "pippin_listing": (Address, Address, Count, Address),
+    "pippin_row_attention": (Address, Address, Count, Number, Count, Count),
     "pippin_gated_delta": (Address, Count, Address, Count),
     "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
     "pippin_rms_norm": (Address, Address, Address, Number),
@@ -125,22 +126,31 @@ class Operations:
         _check(self._library.pippin_attention(id(y), ins, len(given), scale, causal))
         return y
 
+    def listing(self, arrays: Sequence[mx.array], numbers: Sequence[int]) -> mx.array:
+        """Where rows' keys and values lie, as library.cpp has it; the arrays live as long."""
+        y = _blank()
+        ins, told = _addresses(arrays), (Count * len(numbers))(*numbers)
+        _check(self._library.pippin_listing(id(y), ins, len(arrays), told))
+        return y
+
     def row_attention(
         self,
         queries: mx.array,  # [W, Hq, 1, D]
-        tail: tuple[mx.array, mx.array, mx.array],  # [W, Hkv, T, D], [W, Hkv, T, Dv], bool [W, T]
-        order: mx.array,  # int32 [W]: a row's line in all mains; past the last one: it has none
-        mains: Sequence[tuple[mx.array, mx.array, mx.array | None]],  # of lines; a mask or all
+        tail: tuple[mx.array, mx.array],  # [W, Hkv, T, D], [W, Hkv, T, Dv]
+        written: mx.array,  # bool [W, T]: which of these tokens are the row's
+        listing: mx.array,
         scale: float,
+        *,
+        place: int,  # of the layer in the listing
+        window: int | None = None,  # tokens, the row's own one among them
+        sinks: mx.array | None = None,  # [Hq]
     ) -> mx.array:
-        """One token of each row, over its line of a main and its tail."""
+        """One token of each row, over what is listed of it and its tail."""
         y = _blank()
-        arrays = [queries, *tail, order]
-        arrays += [array for main in mains for array in main if array is not None]
-        masked = (Count * len(mains))(*(main[2] is not None for main in mains))
+        arrays = [queries, *tail, written, listing, *([] if sinks is None else [sinks])]
         ins = _addresses(arrays)
         _check(
-            self._library.pippin_row_attention(id(y), ins, len(arrays), scale, masked, len(mains))
+            self._library.pippin_row_attention(id(y), ins, len(arrays), scale, place, window or 0)
         )
         return y
 

@@ -2,14 +2,13 @@
 //
 // All arrays are float32 but lengths, which are int32, and packed weights; Python sees to it. No exception leaves here.
 
-#include <cstring>
-
 #include "attention.h"
 #include "delta_layer.h"
 #include "graph.h"
 #include "norms.h"
 #include "panels.h"
 #include "pool.h"
+#include "row_attention.h"
 
 namespace {
 
@@ -217,53 +216,6 @@ void run_attention(const Inputs& in, const Outputs& out, float scale, bool causa
   });
 }
 
-// in: queries [width, heads, 1, dim]; the tail's keys, values and mask [width, 1, 1, tokens]; order [width],
-// the line of each row in all mains one after the other; of each main its keys, values and maybe its mask.
-void run_row_attention(const Inputs& in, const Outputs& out, float scale, const std::vector<bool>& masked) {
-  constexpr int FIRST = 5;
-  std::vector<Floats> rooms(in.size());
-  std::vector<std::vector<char>> mask_rooms(in.size());
-  std::vector<int> order_room;
-  struct Pieces {
-    long lines, count;
-    const float *keys, *values;
-    const char* visible;
-  };
-  const auto pieces_at = [&](size_t at, bool has_mask) {
-    return Pieces{in[at].dim(0), in[at].dim(2), in[at].all(rooms[at]), in[at + 1].all(rooms[at + 1]),
-                  has_mask ? in[at + 2].all(mask_rooms[at + 2]) : nullptr};
-  };
-  const Pieces tail = pieces_at(1, true);
-  std::vector<Pieces> mains;
-  for (size_t at = FIRST; const bool has_mask : masked) {
-    mains.push_back(pieces_at(at, has_mask));
-    at += 2 + has_mask;
-  }
-  const float* queries = in[0].all(rooms[0]);
-  const int* order = in[4].all(order_room);
-  const int width = in[0].dim(0), groups = in[1].dim(1), shared = in[0].dim(1) / groups;
-  const int dim = in[0].dim(3), value_dim = in[2].dim(3);
-  const auto piece_of = [&](const Pieces& all, long line, int group) {
-    const long first = (line * groups + group) * all.count;
-    return KeyPiece{all.count, all.keys + first * dim, all.values + first * value_dim,
-                    all.visible ? all.visible + line * all.count : nullptr};
-  };
-  Pool::shared().run(long(width) * groups, 1, [&](long from, long to) {
-    for (long i = from; i < to; i++) {
-      const int row = i / groups, group = i % groups;
-      std::vector<KeyPiece> pieces;
-      long line = order[row];
-      for (const Pieces& main : mains) {
-        if (0 <= line && line < main.lines) pieces.push_back(piece_of(main, line, group));
-        line -= main.lines;
-      }
-      pieces.push_back(piece_of(tail, row, group));
-      attend_token(pieces, queries + i * shared * dim, shared, dim, value_dim, scale,
-                   out[0] + i * shared * value_dim);
-    }
-  });
-}
-
 std::vector<mx::array> arrays_in(void* const* objects, int count) {
   std::vector<mx::array> arrays;
   for (int i = 0; i < count; i++) arrays.push_back(array_in(objects[i]));
@@ -326,15 +278,21 @@ int pippin_attention(void* out, void* const* in, int num_in, float scale, int ca
   });
 }
 
-// in: as run_row_attention has them; `masked`: which of the mains have a mask.
-int pippin_row_attention(void* out, void* const* in, int num_in, float scale, const int* masked, int num_mains) {
+// in: keys and values by KV layer and cohort, shared ones behind those that have them; `numbers`: how many
+// layers and cohorts; of each cohort how many lines, and their rows; by layer and cohort whether it
+// shares, and how many tokens each line has.
+int pippin_listing(void* out, void* const* in, int num_in, const int* numbers) {
+  return guarded([&] { list_rows(out, arrays_in(in, num_in), numbers); });
+}
+
+// in: as run_row_attention has them.
+int pippin_row_attention(void* out, void* const* in, int num_in, float scale, int place, int window) {
   return guarded([&] {
     std::vector<mx::array> inputs = arrays_in(in, num_in);
     mx::Shape shape = inputs[0].shape();
     shape.back() = inputs[2].shape(-1);
-    std::vector<bool> have_masks(masked, masked + num_mains);
     make("AttentionOfRows", std::move(inputs), {shape}, &out,
-         [=](const Inputs& i, const Outputs& o) { run_row_attention(i, o, scale, have_masks); });
+         [=](const Inputs& i, const Outputs& o) { run_row_attention(i, o, {place, window, scale}); });
   });
 }
 

@@ -1,0 +1,135 @@
+// Where decode rows' keys and values lie, as one small array: a graph that reads it is the same whoever
+// the rows are. Knows no arithmetic.
+#pragma once
+
+#include "graph.h"
+
+// One side of a cohort in one layer: [lines, heads, tokens, dim], the last axis side by side.
+struct Side {
+  const float* data = nullptr;
+  long line_step = 0, head_step = 0, token_step = 0;
+
+  const float* at(int line, int head) const { return data + line * line_step + head * head_step; }
+};
+
+struct ListedCohort {
+  Side keys, values;
+  std::vector<int> stored;  // of each line: how many tokens are its own
+  Side shared_keys, shared_values;
+  long num_shared = 0;  // tokens before those of every line
+};
+
+struct Home {
+  int cohort, line;
+};
+
+class Listing {
+ public:
+  using Buffer = std::remove_cvref_t<decltype(std::declval<mx::array>().data_shared_ptr())>;
+
+  std::vector<Home> homes;                        // by row; cohort -1: it has none
+  std::vector<std::vector<int>> rows;             // by cohort: of each line, or -1
+  std::vector<std::vector<ListedCohort>> layers;  // by KV leaf, by cohort
+
+  // The array is held; what does not lie as it should is copied, once it was computed.
+  Side add(const mx::array& x, bool dense, mx::Stream stream) {
+    const long dim = x.shape(-1);
+    const bool lies = (dim < 2 || x.strides(-1) == 1) && (!dense || x.shape(2) < 2 || x.strides(2) == dim);
+    if (lies) {
+      held_.push_back(x.data_shared_ptr());
+      return {x.data<float>(), x.strides(0), x.strides(1), x.strides(2)};
+    }
+    copies_.push_back(std::make_unique<std::vector<float>>(x.size()));
+    float* to = copies_.back()->data();
+    mx::cpu::get_command_encoder(stream).dispatch([from = View(x), to] {
+      std::vector<float> room;
+      const float* all = from.all(room);
+      std::copy(all, all + from.size(), to);
+    });
+    held_.push_back(x.data_shared_ptr());
+    return {to, x.shape(1) * x.shape(2) * dim, x.shape(2) * dim, dim};
+  }
+
+ private:
+  std::vector<Buffer> held_;
+  std::vector<std::unique_ptr<std::vector<float>>> copies_;
+};
+
+// What there is to list, but for the arrays: see `Operations.listing`.
+struct Contents {
+  int num_layers;
+  std::vector<std::vector<int>> rows;      // by cohort, of each line
+  std::vector<std::vector<int>> stored;    // by layer and cohort, of each line
+  std::vector<bool> shares;                // by layer and cohort
+};
+
+inline Contents read_contents(const int* numbers) {
+  Contents contents{*numbers++, {}, {}, {}};
+  const int num_cohorts = *numbers++;
+  for (int cohort = 0; cohort < num_cohorts; cohort++) {
+    const int lines = *numbers++;
+    contents.rows.emplace_back(numbers, numbers + lines);
+    numbers += lines;
+  }
+  for (int i = 0; i < contents.num_layers * num_cohorts; i++) {
+    const long lines = contents.rows[i % num_cohorts].size();
+    contents.shares.push_back(*numbers++);
+    contents.stored.emplace_back(numbers, numbers + lines);
+    numbers += lines;
+  }
+  return contents;
+}
+
+// Gives one number: the address of a Listing, which lives as long as the array.
+class Lister : public mx::Primitive {
+ public:
+  explicit Lister(Contents contents)
+      : Primitive(mx::default_stream(mx::default_device())), contents_(std::move(contents)) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto listing = std::make_shared<Listing>();
+    listing->rows = contents_.rows;
+    const int num_cohorts = contents_.rows.size();
+    for (int cohort = 0; cohort < num_cohorts; cohort++) {
+      for (int line = 0; line < int(contents_.rows[cohort].size()); line++) {
+        const int row = contents_.rows[cohort][line];
+        if (row < 0) continue;
+        if (row >= int(listing->homes.size())) listing->homes.resize(row + 1, {-1, -1});
+        listing->homes[row] = {cohort, line};
+      }
+    }
+    auto next = inputs.begin();
+    for (int i = 0; i < contents_.num_layers * num_cohorts; i++) {
+      if (i % num_cohorts == 0) listing->layers.emplace_back();
+      ListedCohort cohort;
+      cohort.keys = listing->add(*next++, false, stream());
+      cohort.values = listing->add(*next++, false, stream());
+      cohort.stored = contents_.stored[i];
+      if (contents_.shares[i]) {
+        cohort.num_shared = next->shape(2);
+        cohort.shared_keys = listing->add(*next++, true, stream());
+        cohort.shared_values = listing->add(*next++, true, stream());
+      }
+      listing->layers.back().push_back(std::move(cohort));
+    }
+    mx::array& out = outputs[0];
+    out.set_data(mx::allocator::Data(
+        mx::allocator::allocator().malloc(out.nbytes()),
+        [listing](mx::allocator::Buffer buffer) { mx::allocator::allocator().free(buffer); }));
+    *out.data<const Listing*>() = listing.get();
+  }
+
+  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
+    throw std::runtime_error("operations for CPUs run on CPUs");
+  }
+
+  const char* name() const override { return "ListOfRows"; }
+
+ private:
+  Contents contents_;
+};
+
+inline void list_rows(void* blank, std::vector<mx::array> inputs, const int* numbers) {
+  auto node = std::make_shared<Lister>(read_contents(numbers));
+  array_in(blank) = mx::array(mx::Shape{1}, mx::uint64, node, std::move(inputs));
+}

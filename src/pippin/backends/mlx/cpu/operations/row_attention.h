@@ -1,0 +1,110 @@
+// Attention of decode rows, one token each, over their tails and what is listed of them.
+#pragma once
+
+#include <climits>
+
+#include "attention.h"
+#include "listing.h"
+#include "pool.h"
+
+// How a layer's rows attend: its place among the KV layers, and how far back it looks (0: to the first).
+struct RowAttention {
+  int place, window;
+  float scale;
+};
+
+// The newest `window` tokens of a tail, as pieces of those that lie together. Returns how many there are.
+inline long pieces_of_tail(const KeyPiece& tail, const char* written, long window, std::vector<KeyPiece>& pieces) {
+  long seen = 0, end = tail.count;
+  const auto add = [&](long from, long to) {
+    if (from < to) {
+      pieces.push_back({to - from, tail.keys + from * tail.key_step, tail.key_step,
+                        tail.values + from * tail.value_step, tail.value_step});
+    }
+  };
+  for (long i = tail.count - 1; i >= 0; i--) {
+    if (written[i] && seen < window) {
+      seen++;
+    } else {
+      add(i + 1, end);
+      end = i;
+    }
+  }
+  add(0, end);
+  return seen;
+}
+
+// in: queries [width, heads, 1, dim]; the tail's keys and values; which of its tokens are a row's own
+// [width, tokens]; a listing; maybe sinks [heads].
+inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAttention& how) {
+  std::vector<float> rooms[3], sink_room;
+  std::vector<char> written_room;
+  const float *queries = in[0].all(rooms[0]), *keys = in[1].all(rooms[1]), *values = in[2].all(rooms[2]);
+  const char* written = in[3].all(written_room);
+  const Listing& listing = **in[4].data<const Listing*>();
+  const float* sinks = in.size() > 5 ? in[5].all(sink_room) : nullptr;
+  const int width = in[0].dim(0), groups = in[1].dim(1), shared = in[0].dim(1) / groups;
+  const int dim = in[0].dim(3), value_dim = in[2].dim(3);
+  const long tail = in[1].dim(2), window = how.window ? how.window : LONG_MAX;
+  static const std::vector<ListedCohort> NONE;
+  const auto& cohorts = listing.layers.empty() ? NONE : listing.layers[how.place];
+
+  // Of every query what it read of keys that its cohort shares, then what of its own.
+  const long heads = long(width) * groups * shared;
+  std::vector<Read> reads(2 * heads);
+  const auto read_values = scratch(2 * heads * value_dim);
+  for (long i = 0; i < 2 * heads; i++) reads[i].values = read_values.get() + i * value_dim;
+  std::vector<std::pair<int, int>> together;  // cohort, key head
+  for (int number = 0; number < int(cohorts.size()); number++) {
+    for (int group = 0; group < groups && cohorts[number].num_shared; group++) together.push_back({number, group});
+  }
+  Pool::shared().run(together.size(), 1, [&](long from, long to) {
+    for (long i = from; i < to; i++) {
+      const auto [number, group] = together[i];
+      const ListedCohort& cohort = cohorts[number];
+      std::vector<long> first;  // of the heads of each row
+      for (const int row : listing.rows[number]) {
+        if (0 <= row && row < width) first.push_back((long(row) * groups + group) * shared);
+      }
+      const long count = first.size() * shared;
+      const auto scaled = scratch(count * dim);
+      std::vector<Read> of_all(count);
+      for (long query = 0; query < count; query++) {
+        const long head = first[query / shared] + query % shared;
+        of_all[query].values = reads[head].values;
+        for (int c = 0; c < dim; c++) scaled[query * dim + c] = how.scale * queries[head * dim + c];
+      }
+      const Keys all{cohort.num_shared, dim, value_dim, cohort.shared_keys.at(0, group),
+                     cohort.shared_values.at(0, group)};
+      if (count) attend_together(all, scaled.get(), count, of_all.data());
+      for (long query = 0; query < count; query++) reads[first[query / shared] + query % shared] = of_all[query];
+    }
+  });
+  Pool::shared().run(long(width) * groups, 1, [&](long from, long to) {
+    for (long i = from; i < to; i++) {
+      const int row = i / groups, group = i % groups;
+      std::vector<KeyPiece> pieces;
+      const KeyPiece own_tail{tail, keys + i * tail * dim, dim, values + i * tail * value_dim, value_dim};
+      const long seen = pieces_of_tail(own_tail, written + row * tail, window, pieces);
+      bool shares = false;
+      if (row < int(listing.homes.size()) && listing.homes[row].cohort >= 0 && !cohorts.empty()) {
+        const auto [number, line] = listing.homes[row];
+        const ListedCohort& cohort = cohorts[number];
+        shares = cohort.num_shared > 0;
+        const long stored = cohort.stored[line], hidden = std::max(stored + seen - window, 0L);
+        const float *k = cohort.keys.at(line, group), *v = cohort.values.at(line, group);
+        const long key_step = cohort.keys.token_step, value_step = cohort.values.token_step;
+        if (hidden < stored) {
+          pieces.push_back({stored - hidden, k + hidden * key_step, key_step, v + hidden * value_step, value_step});
+        }
+      }
+      Read* own = &reads[heads + i * shared];
+      attend_token(pieces, queries + i * shared * dim, shared, dim, value_dim, how.scale, own);
+      for (int head = 0; head < shared; head++) {
+        const Read both[2] = {own[head], reads[i * shared + head]};
+        const float sink = sinks ? sinks[group * shared + head] : -INFINITY;
+        put_together(both, 1 + shares, sink, value_dim, out[0] + (i * shared + head) * value_dim);
+      }
+    }
+  });
+}

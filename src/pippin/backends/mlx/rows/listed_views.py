@@ -1,0 +1,69 @@
+"""Cohorts as a list of where their rows lie, for CPUs that attend to it in one operation.
+
+The list is one small array, so a step's graph is the same whoever the rows are: it is compiled once
+for each number of rows, and rows that come and go need not be moved. Padding is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from pippin.backends.mlx.cpu.operations.calls import Operations, operations
+from pippin.backends.mlx.layout import Layout, Leaf, Reads
+from pippin.backends.mlx.rows.cohorts import Cohort
+from pippin.backends.mlx.rows.decode_step import DecodeStep
+from pippin.backends.mlx.rows.views import RowKV
+
+
+@dataclass(frozen=True)
+class ListedShape:
+    @property
+    def compiles(self) -> bool:
+        return True
+
+
+def lister_for(layout: Layout) -> Operations | None:
+    """None where the operation does not take what layers keep, or there is none."""
+    leaves = [layout.leaves[index] for index in layout.kv_indices]
+    plain = all(leaf.reads is Reads.PIECES for leaf in leaves)
+    narrow = any(dtype != mx.float32 for leaf in leaves for dtype in leaf.dtypes)
+    return operations() if plain and not narrow else None
+
+
+def list_cohorts(ours: Operations, layout: Layout, cohorts: Sequence[Cohort]) -> mx.array:
+    arrays: list[mx.array] = []
+    numbers = [len(layout.kv_indices), len(cohorts)]
+    for cohort in cohorts:
+        numbers += [len(cohort.indices), *cohort.indices]
+    for leaf in layout.kv_indices:
+        for cohort in cohorts:
+            shared = cohort.shared.get(leaf, ())
+            arrays += [*cohort.kv[leaf], *shared]
+            numbers += [bool(shared), *(stored[leaf] for stored in cohort.stored)]
+    return ours.listing(arrays, numbers)
+
+
+class ListedRowKV(RowKV):
+    def __init__(self, step: DecodeStep, leaf: Leaf, place: int) -> None:
+        super().__init__(step, leaf, place)
+        self._place = place
+
+    def attend(
+        self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array:
+        ours = operations()
+        assert ours is not None, "rows are listed for operations of ours"
+        out = ours.row_attention(
+            queries.astype(mx.float32),
+            (self.tail[0], self.tail[1]),
+            self.step.tree["written"],
+            self.step.tree["listing"],
+            scale,
+            place=self._place,
+            window=window,
+            sinks=None if sinks is None else sinks.astype(mx.float32),
+        )
+        return out.astype(queries.dtype)

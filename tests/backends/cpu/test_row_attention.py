@@ -1,0 +1,215 @@
+"""Attention of decode rows over what is listed of them, against mlx's over it in one array."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pippin.backends.mlx.cpu.operations.calls import Operations
+from pippin.backends.mlx.layout import Layout, Leaf, Reads
+from pippin.backends.mlx.rows.cohorts import Cohort
+from pippin.backends.mlx.rows.listed_views import list_cohorts, lister_for
+from pippin.backends.mlx.tree.packing import KV
+from pippin.types import Component
+
+SCALE = 0.3
+HEADS, TAIL = 2, 8
+TOLERANCE = 2e-5
+
+
+def kv_leaf(dims: tuple[int, int] = (16, 24), dtype: mx.Dtype = mx.float32) -> Leaf:
+    shapes = tuple((HEADS, dim) for dim in dims)
+    return Leaf(0, Component.ATTENTION, None, shapes, (dtype, dtype), Reads.PIECES)
+
+
+def layout_of(*leaves: Leaf) -> Layout:
+    return Layout(leaves, (0,) * len(leaves))
+
+
+class Rows:
+    """Rows with random keys and values, as arrays and as what each of them has in all."""
+
+    def __init__(self, num_rows: int, dims: tuple[int, int] = (16, 24), seed: int = 0) -> None:
+        self.dims = dims
+        self.rng = np.random.default_rng(seed)
+        self.cohorts: list[Cohort] = []
+        self.own: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # [heads, tokens, dim]
+        self.queries = self.normal(num_rows, 3 * HEADS, 1, dims[0])
+        self.tail = tuple(self.normal(num_rows, HEADS, TAIL, dim) for dim in dims)
+        self.written = self.rng.random((num_rows, TAIL)) < 0.5
+
+    def normal(self, *shape: int) -> np.ndarray:
+        return self.rng.normal(size=shape).astype(np.float32)
+
+    def add_cohort(self, stored: dict[int, int], columns: int, num_shared: int = 0) -> None:
+        """Padding is not a number. A row of -1 has left."""
+        sides = [self.normal(len(stored), HEADS, columns, dim) for dim in self.dims]
+        shared = [self.normal(1, HEADS, num_shared, dim) for dim in self.dims]
+        for line, (row, count) in enumerate(stored.items()):
+            if row >= 0:
+                keys, values = (
+                    np.concatenate([begin[0], side[line, :, :count]], axis=1)
+                    for begin, side in zip(shared, sides, strict=True)
+                )
+                self.own[row] = keys, values
+            for side in sides:
+                side[line, :, count:] = np.nan
+        lengths = [num_shared + count for count in stored.values()]
+        held = [{0: count} for count in stored.values()]
+        pair = mx.array(sides[0]), mx.array(sides[1])
+        both = {0: (mx.array(shared[0]), mx.array(shared[1]))} if num_shared else {}
+        self.cohorts.append(Cohort(list(stored), lengths, held, {0: pair}, both))
+
+    def attend(
+        self, ours: Operations, *, window: int | None = None, sinks: np.ndarray | None = None
+    ) -> np.ndarray:
+        listing = list_cohorts(ours, layout_of(kv_leaf(self.dims)), self.cohorts)
+        keys, values = map(mx.array, self.tail)
+        out = ours.row_attention(
+            mx.array(self.queries),
+            (keys, values),
+            mx.array(self.written),
+            listing,
+            SCALE,
+            place=0,
+            window=window,
+            sinks=None if sinks is None else mx.array(sinks),
+        )
+        return np.array(out)
+
+    def expected(
+        self, row: int, *, window: int | None = None, sinks: np.ndarray | None = None
+    ) -> np.ndarray:
+        seen = []
+        for side in (0, 1):
+            tail = self.tail[side][row][:, self.written[row]]
+            whole = np.concatenate([self.own[row][side], tail], 1) if row in self.own else tail
+            seen.append(mx.array(whole[None] if window is None else whole[None, :, -window:]))
+        queries = mx.array(self.queries[row : row + 1])
+        sink = None if sinks is None else mx.array(sinks)
+        out = mx.fast.scaled_dot_product_attention(queries, *seen, scale=SCALE, sinks=sink)
+        return np.array(out)
+
+    def check(
+        self, ours: Operations, *, window: int | None = None, sinks: np.ndarray | None = None
+    ) -> None:
+        got = self.attend(ours, window=window, sinks=sinks)
+        for row in range(len(self.queries)):
+            want = self.expected(row, window=window, sinks=sinks)
+            np.testing.assert_allclose(got[row : row + 1], want, rtol=0, atol=TOLERANCE)
+
+
+def uneven_rows(dims: tuple[int, int] = (16, 24), seed: int = 0) -> Rows:
+    """Two cohorts and one that rows have left, a row without a main, and one with nothing else."""
+    rows = Rows(6, dims, seed)
+    rows.written[:, 3] = True
+    rows.written[2] = False
+    rows.add_cohort({4: 90, 1: 41, -1: 60, 2: 3}, columns=90)
+    rows.add_cohort({0: 7}, columns=7)
+    rows.add_cohort({5: 64}, columns=64)
+    return rows
+
+
+@pytest.mark.parametrize("dims", [(16, 24), (64, 64), (3, 5)])
+def test_rows_of_all_lengths(ours: Operations, dims: tuple[int, int]) -> None:
+    uneven_rows(dims).check(ours)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 20, 60, 1000])
+def test_rows_see_the_last_tokens_of_a_window(ours: Operations, window: int) -> None:
+    uneven_rows(seed=window).check(ours, window=window)
+
+
+def test_sinks_weigh_along(ours: Operations) -> None:
+    rows = uneven_rows()
+    sinks = rows.normal(3 * HEADS)
+    rows.check(ours, sinks=sinks)
+    without = rows.attend(ours)
+    assert np.abs(without - rows.attend(ours, sinks=sinks)).max() > 0.01
+
+
+@pytest.mark.parametrize("num_shared", [1, 64, 300])
+def test_rows_that_share_what_they_begin_with(ours: Operations, num_shared: int) -> None:
+    rows = Rows(5)
+    rows.add_cohort({3: 20, -1: 5, 0: 1, 2: 33}, columns=64, num_shared=num_shared)
+    rows.add_cohort({1: 50}, columns=50)
+    rows.written[4, 0] = True
+    rows.check(ours)
+    rows.check(ours, sinks=rows.normal(3 * HEADS))
+
+
+def test_scores_far_apart_are_put_together_without_overflow(ours: Operations) -> None:
+    rows = Rows(2)
+    rows.add_cohort({0: 20, 1: 30}, columns=30, num_shared=40)
+    rows.queries *= 300
+    rows.check(ours)
+
+
+def test_a_row_that_sees_nothing_gets_zeros(ours: Operations) -> None:
+    rows = Rows(1)
+    rows.written[:] = False
+    assert not rows.attend(ours).any()
+
+
+def test_keys_and_values_may_lie_in_any_order(ours: Operations) -> None:
+    """As prompts leave them: heads inside of tokens, or tokens innermost."""
+    rows = Rows(2)
+    rows.written[:, 0] = True
+    rows.add_cohort({0: 30, 1: 12}, columns=30, num_shared=70)
+    want = rows.attend(ours)
+
+    def as_seen(pair: KV, axes: tuple[int, ...]) -> KV:
+        back = np.argsort(axes).tolist()
+        keys, values = (mx.contiguous(side.transpose(axes)).transpose(back) for side in pair)
+        return keys, values
+
+    cohort = rows.cohorts[0]
+    for axes in ((0, 2, 1, 3), (0, 1, 3, 2), (3, 2, 1, 0)):
+        kv, shared = as_seen(cohort.kv[0], axes), as_seen(cohort.shared[0], axes)
+        rows.cohorts = [Cohort(cohort.indices, cohort.lengths, cohort.stored, {0: kv}, {0: shared})]
+        np.testing.assert_allclose(rows.attend(ours), want, rtol=0, atol=TOLERANCE)
+
+
+def test_a_listing_holds_what_it_lists_and_no_longer(ours: Operations) -> None:
+    def listed() -> mx.array:
+        kv = mx.random.normal((1, HEADS, 4096, 16)), mx.random.normal((1, HEADS, 4096, 24))
+        cohort = Cohort.of_one(0, 4096, {0: 4096}, {0: kv})
+        listing = list_cohorts(ours, layout_of(kv_leaf()), [cohort])
+        mx.eval(listing)
+        return listing
+
+    mx.synchronize()
+    before = mx.get_active_memory()
+    listing = listed()
+    nbytes = HEADS * 4096 * (16 + 24) * 4
+    assert nbytes <= mx.get_active_memory() - before < 1.1 * nbytes
+    del listing
+    mx.synchronize()
+    assert mx.get_active_memory() - before < 1000
+
+
+def test_a_compiled_step_takes_whoever_is_listed(ours: Operations) -> None:
+    """It was traced with other rows: nothing of theirs may be left in it."""
+    rows = [uneven_rows(seed=1), uneven_rows(seed=2)]
+    rows[1].add_cohort({3: 200}, columns=256, num_shared=100)
+
+    @mx.compile
+    def step(queries: mx.array, tail: KV, written: mx.array, listing: mx.array) -> mx.array:
+        return ours.row_attention(queries, tail, written, listing, SCALE, place=0) + 0.0
+
+    for one in rows:
+        keys, values = map(mx.array, one.tail)
+        listing = list_cohorts(ours, layout_of(kv_leaf()), one.cohorts)
+        got = step(mx.array(one.queries), (keys, values), mx.array(one.written), listing)
+        for row in range(6):
+            np.testing.assert_allclose(
+                np.array(got[row : row + 1]), one.expected(row), rtol=0, atol=TOLERANCE
+            )
+
+
+def test_what_the_operation_does_not_take_is_not_listed() -> None:
+    assert lister_for(layout_of(kv_leaf())) is not None
+    assert lister_for(layout_of(kv_leaf(), kv_leaf(dtype=mx.bfloat16))) is None
+    latent = Leaf(0, Component.ATTENTION, None, ((1, 8), (1, 4)), (mx.float32,) * 2, Reads.LATENT)
+    assert lister_for(layout_of(latent)) is None
