@@ -83,12 +83,13 @@ def talk_to(
         finally:
             listening.cancel()
             connection.send(Shutdown())
+            # What is closed says what it still has to say within a moment, or not at all.
+            await asyncio.to_thread(thread.join, PATIENCE_SECONDS)
             connection.close()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    asyncio.run(asyncio.wait_for(work(), PATIENCE_SECONDS))
-    thread.join(PATIENCE_SECONDS)
+    asyncio.run(asyncio.wait_for(work(), 2 * PATIENCE_SECONDS))
     (status,) = statuses
     return status
 
