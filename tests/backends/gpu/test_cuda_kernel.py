@@ -53,11 +53,12 @@ class Device:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     device = Device()
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", device.precompiled)
     monkeypatch.setattr(mx.fast, "cuda_kernel", device.make_kernel)
-    return device
+    yield device
+    packed_attention._kernels.cache_clear()  # what was made here is no kernel
 
 
 @pytest.fixture
