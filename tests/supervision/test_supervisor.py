@@ -85,19 +85,33 @@ def tokens_of(deltas: list[TokenDelta]) -> list[int]:
 async def hold_up_with_one_begun_and_one_waiting(
     client: EngineClient, process: EngineProcess
 ) -> tuple[asyncio.Task[list[TokenDelta]], asyncio.Task[list[TokenDelta]]]:
-    """The engine runs one request at a time, and is stopped in the middle of the first."""
-    params = SamplingParams(max_tokens=8000, temperature=0.0, ignore_eos=True)
-    deltas = client.generate(Submit("begun", [1, 2, 3], params))
-    first = await anext(deltas)
-    os.kill(process.process.pid, signal.SIGSTOP)
+    """The engine runs one request at a time, and is stopped in the middle of the first.
 
-    async def rest() -> list[TokenDelta]:
-        return [first, *[delta async for delta in deltas]]
+    Where we have to wait for a core it may have said everything before it is stopped: once more.
+    """
 
-    begun = asyncio.create_task(rest())
-    waiting = asyncio.create_task(collect(client, "waiting"))
-    await until(lambda: client.num_open == 2)
-    return begun, waiting
+    stopped = asyncio.Event()
+
+    async def begin() -> list[TokenDelta]:
+        params = SamplingParams(max_tokens=8000, temperature=0.0, ignore_eos=True)
+        said: list[TokenDelta] = []
+        async for delta in client.generate(Submit("begun", [1, 2, 3], params)):
+            if not said:
+                os.kill(process.process.pid, signal.SIGSTOP)
+                stopped.set()
+            said.append(delta)
+        return said
+
+    while True:
+        begun = asyncio.create_task(begin())
+        await stopped.wait()
+        waiting = asyncio.create_task(collect(client, "waiting"))
+        await asyncio.sleep(0.1)  # for what was on its way
+        if not begun.done():
+            return begun, waiting
+        stopped.clear()
+        os.kill(process.process.pid, signal.SIGCONT)
+        await waiting
 
 
 @needs_processes
