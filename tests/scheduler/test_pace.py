@@ -11,6 +11,7 @@ import pytest
 from builders import FixedPace, make_client
 from pippin.scheduler.costs import Timed
 from pippin.scheduler.pace import (
+    CHUNK_STEP,
     LONGEST_SAVED,
     LONGEST_STRETCH,
     SMALLEST_CHUNK,
@@ -210,6 +211,18 @@ def test_a_gap_that_nothing_fits_into_leaves_the_smallest_chunk() -> None:
     pace = Pace(512, 0.005)
     budgets = run(pace, device(0.01, 0.0, 1e-4), streams=4, prompts=1, steps=100)
     assert budgets[-1] == SMALLEST_CHUNK
+
+
+def test_short_chunks_are_of_few_lengths_and_no_costs_are_mistaken_for_it() -> None:
+    def seconds(rows: int, tokens: int) -> float:
+        return 0.0012 * rows * (rows > 0) + (0.008 + 0.00037 * tokens) * (tokens > 0)
+
+    pace = Pace(8192)
+    for streams in (4, 12, 8, 11, 6):
+        budgets = run(pace, seconds, streams=streams, prompts=1, steps=100)
+        rounded = [tokens for tokens in budgets if tokens % CHUNK_STEP == 0]
+        assert len(rounded) >= 0.8 * len(budgets)
+    assert pace.costs.prefill_seconds(100) == pytest.approx(seconds(0, 100), rel=0.05)
 
 
 def test_a_small_gap_is_kept_where_forwards_are_dear() -> None:

@@ -15,6 +15,8 @@ from pippin.types import GRID
 STEP_STRETCH = 2.4  # a step with prompts may take this many times a decode-only step,
 LONGEST_STRETCH = 3.9  # and up to this many the more prompts wait for each stream that runs
 SMALLEST_CHUNK = GRID // 2
+CHUNK_STEP = GRID // 4  # beside streams chunks are multiples of this,
+CHUNKS_BETWEEN_ODD = 8  # but for one in so many
 STEPS_BETWEEN_RESTS = 32  # a step without prompts now and then tells the two costs apart,
 LONGEST_SAVED = 0.055  # seconds of prompts to save up for: streams wait for all of it at once
 MAX_SAVING_STEPS = 32  # without prompts, before a forward that streams cannot pay for runs anyway
@@ -41,6 +43,7 @@ class Pace:
     costs: CostModel = field(default_factory=CostModel)
     _num_mixed: int = STEPS_BETWEEN_RESTS  # steps since streams last had one to themselves
     _credit: float = math.inf  # seconds that prompts may take
+    _num_chunks: int = 0
 
     def budget(self, num_streams: int, num_prompts: int = 1) -> int:
         """Prompt tokens of the next step, where `num_prompts` wait for some: 0 for a rest.
@@ -70,7 +73,7 @@ class Pace:
         self._credit = min(self._credit + income, at_once + income)  # what is over is not lost
         if self._credit < price and self._can_save(income, price):
             return 0
-        return min(max(self._within(min(self._credit, at_once)), least), most)
+        return self._rounded(min(max(self._within(min(self._credit, at_once)), least), most))
 
     @property
     def productive_tokens(self) -> int:
@@ -102,6 +105,14 @@ class Pace:
         if seconds == math.inf:
             return self.prefill_tokens
         return min(self.costs.prefill_tokens(seconds), self.prefill_tokens)
+
+    def _rounded(self, tokens: int) -> int:
+        """Down to a multiple, as chunks of few lengths are compiled. Now and then not: of one length
+        alone nobody could tell what tokens cost from what a forward does."""
+        self._num_chunks += 1
+        if self._num_chunks % CHUNKS_BETWEEN_ODD == 0 or self.productive_tokens > GRID:
+            return tokens
+        return max(tokens // CHUNK_STEP * CHUNK_STEP, min(tokens, CHUNK_STEP))
 
     def spend(self, tokens: int) -> None:
         """A step with so many prompt tokens was planned."""

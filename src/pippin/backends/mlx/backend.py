@@ -92,11 +92,8 @@ class MLXBackend:
         self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
         self._shared_rows = self._make_rows()
         self._kernels = Kernels.of(loaded)
-        self._decode_forward = DecodeForward(
-            loaded.layout,
-            loaded.forward,
-            compiled=(lambda: False) if deterministic else self._kernels.ready,
-        )
+        compiled: Callable[[], bool] = (lambda: False) if deterministic else self._kernels.ready
+        self._decode_forward = DecodeForward(loaded.layout, loaded.forward, compiled=compiled)
         padded = loaded.layout.pads and not on_cpu() and not deterministic
         # Metal takes ten command buffers, some 500 operations, and holds the host up until it has
         # done the first of them: tokens that are there would wait for most of a prompt.
@@ -113,6 +110,7 @@ class MLXBackend:
             shapes=Ladder() if padded else EXACT,
             seen=self._shapes,
             deterministic=deterministic,
+            compiled=lambda: loaded.compiles_chunks and compiled(),
         )
         self.device = device_info()
         self.shapes_to_warm_up = (

@@ -29,8 +29,9 @@ from pippin.backends.mlx.mlx_lm_package import import_load_model
 from pippin.backends.mlx.recurrent.calls import Kind, record_calls
 from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
-from pippin.backends.mlx.rehearsal import Forward, packed_rows, rehearsed
+from pippin.backends.mlx.rehearsal import can_list_chunks, packed_rows, rehearsed
 from pippin.backends.mlx.rows.attention_paths import AttentionPaths
+from pippin.backends.mlx.rows.decode_forward import Forward
 from pippin.backends.mlx.siblings import find_siblings
 from pippin.errors import LoadError, UnsupportedLayout
 
@@ -52,6 +53,7 @@ class LoadedModel:
     hidden_bytes: int = 0  # of what the head reads of one token; 0: it can not be told apart
     recurrences: tuple[Choice, ...] = ()
     attention: AttentionPaths = field(default_factory=AttentionPaths)  # of decode steps
+    compiles_chunks: bool = False  # a chunk's forward can be compiled for its length alone
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""
@@ -133,6 +135,7 @@ def prepare(
     one_token = partial(forward, mx.zeros((1, 1), mx.int32))
     logits = one_token(make_prompt_cache(model))
     text = config.get("text_config") or config
+    hidden_bytes = measure_hidden(head, lambda: one_token(make_prompt_cache(model)))
     return LoadedModel(
         model=model,
         head=head,
@@ -142,9 +145,10 @@ def prepare(
         max_len=int(text.get("max_position_embeddings") or config.get("seq_length") or 4096),
         name=name,
         state_taps=can_tap(layout, forward),
-        hidden_bytes=measure_hidden(head, lambda: one_token(make_prompt_cache(model))),
+        hidden_bytes=hidden_bytes,
         recurrences=recurrences,
         attention=_choose_attention(layout, forward, deterministic=deterministic),
+        compiles_chunks=hidden_bytes > 0 and can_list_chunks(layout, forward, head),
     )
 
 

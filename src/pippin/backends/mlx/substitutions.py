@@ -41,6 +41,7 @@ from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import ChunkKV
+from pippin.backends.mlx.prefill.chunk_forward import ListedChunkKV
 from pippin.backends.mlx.recurrent.calls import Kind, is_among, record_call
 from pippin.backends.mlx.recurrent.conv import is_depthwise, use_shift_conv1d
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update
@@ -95,6 +96,8 @@ def attention(
         return rows.attend_masked(queries, scale, mask, sinks)
     if isinstance(mask, RowMask) or (isinstance(rows, RowKV) and mask is None):
         raise TypeError(WITHOUT_ITS_MASK)
+    if isinstance(cache, ListedChunkKV) and sinks is None:
+        return cache.attend(queries, scale)
     if isinstance(cache, ProbeKV):
         mask = cache.seen_by_attention(keys, values, mask)
     if isinstance(cache, ChunkKV) and cache.on_cpu and sinks is None:

@@ -1,4 +1,4 @@
-"""python -m pippin.backends.mlx.cpu.warm MODEL_DIR DTYPE ENGINE_PID: build a decode step's kernels.
+"""python -m pippin.backends.mlx.cpu.warm MODEL_DIR DTYPE ENGINE_PID: build compiled steps' kernels.
 
 Runs the compiled step on every form that its kernels can take: one row and several; where rows are
 not listed, mains that are full and mains with padding, rows that share what they begin with.
@@ -21,6 +21,7 @@ import numpy as np
 from pippin.backends.mlx.cpu.kernels import marker_path
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
+from pippin.backends.mlx.prefill.chunk_forward import LENGTH_STEP, ChunkForward
 from pippin.backends.mlx.rows.cohort_mains import SCATTERED_STEPS
 from pippin.backends.mlx.rows.cohorts import COLUMN_STEP
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
@@ -66,6 +67,18 @@ def run(loaded: LoadedModel, lengths: list[int], num_steps: int) -> None:
         mx.eval(logits, *rows.arrays())
 
 
+def run_chunks(loaded: LoadedModel) -> None:
+    """The kernels of a compiled chunk, whatever its length and what is before it."""
+    forward = ChunkForward(loaded.layout, loaded.forward, loaded.head, lambda: True)
+    prompt = PromptState()
+    for _ in range(2):
+        tokens = np.zeros(LENGTH_STEP, dtype=np.int32)
+        batch = ChunkBatch(loaded.layout, [tokens], [prompt])
+        logits, _ = forward(batch, prompt)
+        batch.advance()
+        mx.eval(logits, prompt.arrays())
+
+
 def leave_with(engine: int) -> None:
     """Once the engine that wanted the kernels is gone, end at once, and the compilers with us.
 
@@ -85,6 +98,8 @@ def be_killed_with_parent() -> None:
 def build(loaded: LoadedModel) -> None:
     for lengths in forms_of(loaded):
         run(loaded, lengths, num_steps=NUM_STEPS)
+    if loaded.compiles_chunks:
+        run_chunks(loaded)
     marker_path(loaded).touch()
 
 

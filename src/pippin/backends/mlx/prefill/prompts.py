@@ -17,6 +17,7 @@ from pippin.backends.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
+from pippin.backends.mlx.prefill.chunk_forward import ChunkForward
 from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.shapes import Exact
 from pippin.backends.mlx.step.pending import MLXPending
@@ -45,8 +46,10 @@ class Prompts:
         shapes: Exact,
         seen: RecentShapes,
         deterministic: bool,
+        compiled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._loaded = loaded
+        self._forward = ChunkForward(loaded.layout, loaded.forward, loaded.head, compiled)
         self._captures = captures
         self._admitted = admitted
         self._score = score
@@ -107,13 +110,13 @@ class Prompts:
             EXACT if whole else self.shapes,
         )
         step.note_prefill(is_new=self._seen.add(batch.shape))
-        head = self._loaded.head
-        head.positions = None if whole else mx.array(batch.last_positions[:, None])
         taps = any(at != chunk.end for chunk in chunks for at in chunk.checkpoints)
+        hidden: mx.array | None
         with StateTaps(self._loaded.layout) if taps else nullcontext() as tapped:
-            logits = self._loaded.forward(batch.tokens, batch.caches)
-        head.positions = None
-        hidden = self._loaded.take_hidden()
+            if len(chunks) == 1 and not (taps or whole) and self._forward.takes(batch.width):
+                logits, hidden = self._forward(batch, states[0])
+            else:
+                logits, hidden = self._run_plain(batch, whole=whole)
         if whole:
             self._note_logprobs(step, chunks[0], logits[0])
             logits = logits[:, -1:]
@@ -129,6 +132,14 @@ class Prompts:
                 self._sample(step, chunk, logits[row])
                 self._tell_hidden(step, chunk, hidden, row)
             step.written += prompt.arrays()
+
+    def _run_plain(self, batch: ChunkBatch, *, whole: bool) -> tuple[mx.array, mx.array | None]:
+        """Logits of the last positions, or of the `whole` chunk."""
+        head = self._loaded.head
+        head.positions = None if whole else mx.array(batch.last_positions[:, None])
+        logits = self._loaded.forward(batch.tokens, batch.caches)
+        head.positions = None
+        return logits, self._loaded.take_hidden()
 
     # ---- prompts that are restored whole ---------------------------------------------------
 

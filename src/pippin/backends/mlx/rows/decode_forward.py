@@ -20,6 +20,7 @@ from pippin.backends.mlx.tree.packing import KV
 
 MAX_COMPILED = 64  # shapes; one costs the host about a megabyte
 
+Forward = Callable[[mx.array, list[Any]], mx.array]
 StepResult = tuple[mx.array, list[KV], list[list[mx.array]]]  # logits, tails, states
 
 
@@ -35,7 +36,7 @@ class DecodeForward:
     def __init__(
         self,
         layout: Layout,
-        forward: Callable[[mx.array, list[Any]], mx.array],
+        forward: Forward,
         *,
         compiled: Callable[[], bool] = lambda: False,
     ) -> None:

@@ -56,19 +56,49 @@ inline float weigh(float* scores, long count, float top) {
   return total;
 }
 
-struct Keys {
+// Keys and values of one row and key head: so many tokens, each so far behind the one before.
+struct KeyPiece {
   long count;
-  int dim, value_dim;
-  const float *keys, *values;  // [count, dim], [count, value_dim]
+  const float* keys;
+  long key_step;
+  const float* values;
+  long value_step;
 };
+
+// Pieces one after the other.
+struct Keys {
+  int dim, value_dim;
+  std::vector<KeyPiece> pieces;
+
+  long count() const {
+    long total = 0;
+    for (const KeyPiece& piece : pieces) total += piece.count;
+    return total;
+  }
+};
+
+// Up to PANEL keys from the `first` on, turned around; where there are fewer, zeros.
+inline void pack(const Keys& keys, long first, int count, float* panel) {
+  const float* lines[PANEL];
+  int found = 0;
+  long at = 0;  // of the piece
+  for (const KeyPiece& piece : keys.pieces) {
+    for (long i = std::max(first + found - at, 0L); found < count && i < piece.count; i++) {
+      lines[found++] = piece.keys + i * piece.key_step;
+    }
+    at += piece.count;
+  }
+  for (int i = 0; i < keys.dim; i++) {
+    for (int c = 0; c < PANEL; c++) panel[i * PANEL + c] = c < count ? lines[c][i] : 0.0f;
+  }
+}
 
 // Every query by each of the first `most` keys.
 inline void score(const Keys& keys, long most, const float* queries, long rows, float* scores) {
   const Product product{rows, most, keys.dim, queries, scores};
   const auto panel = scratch(long(keys.dim) * PANEL);
   for (long number = 0; number * PANEL < most; number++) {
-    const int count = std::min<long>(PANEL, most - number * PANEL);
-    pack(keys.keys + number * PANEL * keys.dim, count, keys.dim, panel.get());
+    pack(keys, number * PANEL, std::min<long>(PANEL, most - number * PANEL), panel.get());
     multiply<float>(product, {number, panel.get()});
   }
 }
@@ -77,16 +107,21 @@ inline void score(const Keys& keys, long most, const float* queries, long rows, 
 inline void blend(const Keys& keys, long most, const float* weights, long rows, float* sums) {
   const Product product{rows, keys.value_dim, most, weights, sums};
   const int whole = keys.value_dim / PANEL, left = keys.value_dim % PANEL;
-  for (int number = 0; number < whole; number++) {
-    multiply<float>(product, {number, keys.values + number * PANEL, keys.value_dim});
+  const auto edge = scratch(left ? most * PANEL : 0);
+  long at = 0;
+  for (const KeyPiece& piece : keys.pieces) {
+    const long end = std::min(at + piece.count, most);
+    for (int number = 0; number < whole; number++) {
+      const float* from = piece.values + number * PANEL - at * piece.value_step;
+      multiply<float>(product, {number, from, piece.value_step}, at, end);
+    }
+    for (long i = at; left && i < end; i++) {
+      const float* from = piece.values + (i - at) * piece.value_step + whole * PANEL;
+      std::fill(std::copy(from, from + left, edge.get() + i * PANEL), edge.get() + (i + 1) * PANEL, 0.0f);
+    }
+    at = end;
   }
-  if (!left) return;
-  const auto panel = scratch(most * PANEL);
-  for (long i = 0; i < most; i++) {
-    const float* from = keys.values + i * keys.value_dim + whole * PANEL;
-    std::fill(std::copy(from, from + left, panel.get() + i * PANEL), panel.get() + (i + 1) * PANEL, 0.0f);
-  }
-  multiply<float>(product, {whole, panel.get()});
+  if (left) multiply<float>(product, {whole, edge.get()});
 }
 
 // For queries [start, stop) of the chunk. `query(head, at)` and `out(head, at)` are where their numbers
@@ -124,15 +159,6 @@ void attend(const Keys& keys, int heads, int start, int stop, float scale, const
 inline int queries_at_once(int heads, long num_keys) {
   return std::clamp<long>(MOST_SCORES / (heads * num_keys), FEWEST_QUERIES, MOST_QUERIES);
 }
-
-// Keys and values of one row and key head: so many tokens, each so far behind the one before.
-struct KeyPiece {
-  long count;
-  const float* keys;
-  long key_step;
-  const float* values;
-  long value_step;
-};
 
 // What a query has read of some of its keys: the highest score, the sum of weights below it, and the
 // values by these weights.
@@ -177,15 +203,16 @@ inline void attend_token(const std::vector<KeyPiece>& pieces, const float* queri
 
 // Queries [rows, dim], scaled, over keys that all of them see.
 inline void attend_together(const Keys& keys, const float* queries, long rows, Read* reads) {
-  const auto weights = scratch(rows * keys.count);
-  score(keys, keys.count, queries, rows, weights.get());
+  const long count = keys.count();
+  const auto weights = scratch(rows * count);
+  score(keys, count, queries, rows, weights.get());
   for (long row = 0; row < rows; row++) {
-    float* own = weights.get() + row * keys.count;
-    reads[row].top = largest(own, keys.count);
-    reads[row].total = weigh(own, keys.count, reads[row].top);
+    float* own = weights.get() + row * count;
+    reads[row].top = largest(own, count);
+    reads[row].total = weigh(own, count, reads[row].top);
   }
   const auto values = scratch(rows * keys.value_dim);
-  blend(keys, keys.count, weights.get(), rows, values.get());
+  blend(keys, count, weights.get(), rows, values.get());
   for (long row = 0; row < rows; row++) {
     const float* from = values.get() + row * keys.value_dim;
     std::copy(from, from + keys.value_dim, reads[row].values);

@@ -23,6 +23,7 @@ _ARGUMENTS = {
     "pippin_is_array": (Address, Address, ctypes.c_long, Count),
     "pippin_attention": (Address, Address, Count, Number, Count),
     "pippin_listing": (Address, Address, Count, Address),
+    "pippin_listed_attention": (Address, Address, Number, Count),
     "pippin_row_attention": (Address, Address, Count, Number, Count, Count),
     "pippin_gated_delta": (Address, Count, Address, Count),
     "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
@@ -131,6 +132,22 @@ class Operations:
         y = _blank()
         ins, told = _addresses(arrays), (Count * len(numbers))(*numbers)
         _check(self._library.pippin_listing(id(y), ins, len(arrays), told))
+        return y
+
+    def listed_attention(
+        self,
+        queries: mx.array,  # [B, Hq, S, D]
+        keys: mx.array,  # [B, Hkv, S, D]
+        values: mx.array,  # [B, Hkv, S, Dv]
+        listing: mx.array,
+        scale: float,
+        *,
+        place: int,  # of the layer in the listing
+    ) -> mx.array:
+        """Of a chunk, over what is listed as before it and what it has seen of itself."""
+        y = _blank()
+        ins = _addresses((queries, keys, values, listing))
+        _check(self._library.pippin_listed_attention(id(y), ins, scale, place))
         return y
 
     def row_attention(

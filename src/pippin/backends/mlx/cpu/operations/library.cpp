@@ -187,32 +187,52 @@ void run_rope(const Inputs& in, const Outputs& out, float scale, int offset) {
 }
 
 // in: queries [batch, heads, tokens, dim], keys and values of fewer heads, maybe what may be seen (bool,
-// one for all heads).
-void run_attention(const Inputs& in, const Outputs& out, float scale, bool causal) {
+// one for all heads). `before(row, key head)`: pieces that come before these keys.
+template <typename Before>
+void attend_chunk(const Inputs& in, const Outputs& out, float scale, bool causal, const char* mask,
+                  const Before& before) {
   Floats key_room, value_room;
-  std::vector<char> mask_room;
   const float *all_keys = in[1].all(key_room), *all_values = in[2].all(value_room);
-  const char* mask = in.size() > 3 ? in[3].all(mask_room) : nullptr;
   const int heads = in[0].dim(1), tokens = in[0].dim(2), groups = in[1].dim(1), shared = heads / groups;
-  const long num_keys = in[1].dim(2);
-  const int value_dim = in[2].dim(3), at_once = queries_at_once(shared, num_keys);
-  const int parts = (tokens + at_once - 1) / at_once;
+  const int dim = in[1].dim(3), value_dim = in[2].dim(3);
+  const long num_new = in[1].dim(2);
+  std::vector<Keys> keys;  // of each row and key head
+  for (int pair = 0; pair < in[0].dim(0) * groups; pair++) {
+    keys.push_back({dim, value_dim, before(pair / groups, pair % groups)});
+    keys.back().pieces.push_back({num_new, all_keys + pair * num_new * dim, dim,
+                                  all_values + pair * num_new * value_dim, value_dim});
+  }
+  long longest = 1;
+  for (const Keys& own : keys) longest = std::max(longest, own.count());
+  const int at_once = queries_at_once(shared, longest), parts = (tokens + at_once - 1) / at_once;
   const auto run_part = [&](int pair, int part) {  // of a row and a key head; of the queries
     Floats room;
     const int row = pair / groups, start = part * at_once;
-    const long first = long(pair) * shared;  // of the heads of all rows
-    const Keys keys{num_keys, in[1].dim(3), value_dim, all_keys + pair * num_keys * in[1].dim(3),
-                    all_values + pair * num_keys * value_dim};
+    const long first = long(pair) * shared, num_keys = keys[pair].count();  // of the heads of all rows
     const auto query = [&](int head, int at) { return in[0].line((first + head) * tokens + at, room); };
     const auto seen = [&](int at) { return causal ? num_keys - tokens + at + 1 : num_keys; };
     const auto allowed = [&](int, int at) -> const char* {
       return mask ? mask + ((in[3].dim(0) > 1 ? long(row) * tokens : 0) + at) * num_keys : nullptr;
     };
     const auto to = [&](int head, int at) { return out[0] + ((first + head) * tokens + at) * value_dim; };
-    attend(keys, shared, start, std::min(start + at_once, tokens), scale, query, seen, allowed, to);
+    attend(keys[pair], shared, start, std::min(start + at_once, tokens), scale, query, seen, allowed, to);
   };
-  Pool::shared().run(long(in[0].dim(0)) * groups * parts, 1, [&](long from, long to) {
+  Pool::shared().run(long(keys.size()) * parts, 1, [&](long from, long to) {
     for (long i = from; i < to; i++) run_part(i / parts, i % parts);
+  });
+}
+
+void run_attention(const Inputs& in, const Outputs& out, float scale, bool causal) {
+  std::vector<char> room;
+  const char* mask = in.size() > 3 ? in[3].all(room) : nullptr;
+  attend_chunk(in, out, scale, causal, mask, [](int, int) { return std::vector<KeyPiece>(); });
+}
+
+// in: queries, keys and values of a chunk, and a listing of what is before it.
+void run_listed_attention(const Inputs& in, const Outputs& out, float scale, int place) {
+  const Listing& listing = **in[3].data<const Listing*>();
+  attend_chunk(in, out, scale, true, nullptr, [&](int row, int group) {
+    return pieces_listed(listing, place, row, group);
   });
 }
 
@@ -283,6 +303,17 @@ int pippin_attention(void* out, void* const* in, int num_in, float scale, int ca
 // shares, and how many tokens each line has.
 int pippin_listing(void* out, void* const* in, int num_in, const int* numbers) {
   return guarded([&] { list_rows(out, arrays_in(in, num_in), numbers); });
+}
+
+// in: as run_listed_attention has them.
+int pippin_listed_attention(void* out, void* const* in, float scale, int place) {
+  return guarded([&] {
+    std::vector<mx::array> inputs = arrays_in(in, 4);
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = inputs[2].shape(-1);
+    make("AttentionOfListed", std::move(inputs), {shape}, &out,
+         [=](const Inputs& i, const Outputs& o) { run_listed_attention(i, o, scale, place); });
+  });
 }
 
 // in: as run_row_attention has them.

@@ -34,6 +34,21 @@ inline long pieces_of_tail(const KeyPiece& tail, const char* written, long windo
   return seen;
 }
 
+// What is listed of a row, shared tokens first.
+inline std::vector<KeyPiece> pieces_listed(const Listing& listing, int place, int row, int group) {
+  if (row >= int(listing.homes.size()) || listing.homes[row].cohort < 0) return {};
+  const auto [number, line] = listing.homes[row];
+  const ListedCohort& cohort = listing.layers[place][number];
+  std::vector<KeyPiece> pieces;
+  if (cohort.num_shared) {
+    pieces.push_back({cohort.num_shared, cohort.shared_keys.at(0, group), cohort.shared_keys.token_step,
+                      cohort.shared_values.at(0, group), cohort.shared_values.token_step});
+  }
+  pieces.push_back({cohort.stored[line], cohort.keys.at(line, group), cohort.keys.token_step,
+                    cohort.values.at(line, group), cohort.values.token_step});
+  return pieces;
+}
+
 // in: queries [width, heads, 1, dim]; the tail's keys and values; which of its tokens are a row's own
 // [width, tokens]; a listing; maybe sinks [heads].
 inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAttention& how) {
@@ -74,8 +89,8 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
         of_all[query].values = reads[head].values;
         for (int c = 0; c < dim; c++) scaled[query * dim + c] = how.scale * queries[head * dim + c];
       }
-      const Keys all{cohort.num_shared, dim, value_dim, cohort.shared_keys.at(0, group),
-                     cohort.shared_values.at(0, group)};
+      const Keys all{dim, value_dim, {{cohort.num_shared, cohort.shared_keys.at(0, group), dim,
+                                       cohort.shared_values.at(0, group), value_dim}}};
       if (count) attend_together(all, scaled.get(), count, of_all.data());
       for (long query = 0; query < count; query++) reads[first[query / shared] + query % shared] = of_all[query];
     }
