@@ -107,8 +107,8 @@ class Pace:
         return min(self.costs.prefill_tokens(seconds), self.prefill_tokens)
 
     def _rounded(self, tokens: int) -> int:
-        """Down to a multiple, as chunks of few lengths are compiled. Now and then not: of one length
-        alone nobody could tell what tokens cost from what a forward does."""
+        """Down to a multiple, as chunks of few lengths are compiled. Now and then not: from one
+        length alone nobody could tell what tokens cost from what a forward does."""
         self._num_chunks += 1
         if self._num_chunks % CHUNKS_BETWEEN_ODD == 0 or self.productive_tokens > GRID:
             return tokens

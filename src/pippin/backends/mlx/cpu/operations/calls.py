@@ -190,7 +190,7 @@ class Operations:
 
     def delta_layer(
         self,
-        inputs: Sequence[mx.array],  # as library.cpp lists them
+        inputs: Sequence[mx.array],  # as runs.h lists them
         *,
         k_heads: tuple[int, int],  # how many, and their size
         eps: float,

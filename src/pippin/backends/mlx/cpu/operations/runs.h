@@ -1,0 +1,236 @@
+// What each operation computes of its inputs. The arithmetic is in the other headers.
+//
+// All arrays are float32 but lengths, which are int32, and packed weights; Python sees to it.
+#pragma once
+
+#include "attention.h"
+#include "delta_layer.h"
+#include "graph.h"
+#include "norms.h"
+#include "panels.h"
+#include "pool.h"
+#include "row_attention.h"
+
+using Floats = std::vector<float>;
+
+// That one thread takes at a time:
+constexpr long FEWEST_NUMBERS = 1 << 14;  // of weights, or of lines
+constexpr int FEWEST_TOKENS = 16;         // of a head
+
+inline void run_delta(const Inputs& in, const Outputs& out, bool gate_per_channel) {
+  const FlushedToZero here;
+  Floats rooms[6];
+  const float* of[6];
+  for (int i = 0; i < 6; i++) of[i] = in[i].all(rooms[i]);
+  const int batch = in[0].dim(0), count = in[0].dim(1), key_heads = in[0].dim(2), key_dim = in[0].dim(3);
+  const int heads = in[2].dim(2), value_dim = in[2].dim(3), shared = heads / key_heads;
+  const long key_step = long(key_heads) * key_dim, value_step = long(heads) * value_dim;
+  const int gates = gate_per_channel ? key_dim : 1, num_states = out.size() - 1;
+  const long state_size = long(value_dim) * key_dim;
+  const auto held = scratch(held_size(key_dim, value_dim));
+  for (int row = 0; row < batch; row++) {
+    for (int h = 0; h < heads; h++) {
+      const long place = (long(row) * heads + h) * state_size;
+      if (count > FEW_TOKENS) hold(of[5] + place, held.get(), key_dim, value_dim);
+      for (int start = 0; start < count; start += BLOCK) {
+        const long token = long(row) * count + start;
+        const int block = std::min(BLOCK, count - start);
+        const Tokens tokens{
+            block,
+            of[0] + token * key_step + h / shared * key_dim,
+            of[1] + token * key_step + h / shared * key_dim,
+            of[2] + token * value_step + h * value_dim,
+            of[3] + (token * heads + h) * gates,
+            of[4] + token * heads + h,
+            out[0] + token * value_step + h * value_dim,
+            key_step, key_step, value_step, long(heads) * gates, heads, value_step};
+        if (count <= FEW_TOKENS) {
+          run_few(tokens, of[5] + place, out[1] + place, key_dim, value_dim, gate_per_channel);
+          break;
+        }
+        run_tokens(tokens, held.get(), key_dim, value_dim, gate_per_channel);
+        const Places to = states_after(start, block, count, num_states);
+        for (int n = to.first; n < to.end; n++) give(held.get(), out[1 + n] + place, key_dim, value_dim);
+      }
+    }
+  }
+}
+
+// in: qkv, z, b, a, conv_state, state, taps, log_a, dt_bias, norm, maybe lengths.
+inline void run_layer(const Inputs& in, const Outputs& out, int key_heads, int key_dim, float eps) {
+  constexpr int ARRAYS = 10;
+  Floats rooms[ARRAYS];
+  const float* of[ARRAYS];
+  for (int i = 0; i < ARRAYS; i++) of[i] = in[i].all(rooms[i]);
+  std::vector<int> room;
+  const int* lengths = int(in.size()) > ARRAYS ? in[ARRAYS].all(room) : nullptr;
+  const int batch = in[0].dim(0), width = in[0].dim(1);
+  const Layer layer{key_heads, key_dim, in[5].dim(1), in[5].dim(2), in[6].dim(0), eps,
+                    of[6], of[7], of[8], of[9]};
+  const long state_size = long(layer.values()) * key_dim, kept = long(layer.taps - 1) * layer.channels();
+  const int num_states = out.size() - 2;
+  std::vector<std::vector<float*>> states(batch);
+  std::vector<Row> rows;
+  for (int row = 0; row < batch; row++) {
+    const long token = long(row) * width;
+    for (int n = 0; n < num_states; n++) states[row].push_back(out[2 + n] + row * state_size);
+    rows.push_back({lengths ? std::clamp(lengths[row], 0, width) : width,
+                    of[0] + token * layer.channels(), of[1] + token * layer.values(),
+                    of[2] + token * layer.value_heads, of[3] + token * layer.value_heads,
+                    of[4] + row * kept, of[5] + row * state_size,
+                    out[0] + token * layer.values(), out[1] + row * kept, states[row].data(), num_states});
+    const Row& one = rows.back();
+    keep_past(layer, one);
+    // What comes out of padding means nothing, but is a number.
+    std::fill(one.out + long(one.count) * layer.values(), out[0] + (token + width) * layer.values(), 0.0f);
+  }
+  const int heads = layer.value_heads, block = std::max(1, FEWEST_TOKENS / std::max(width, 1));
+  Pool::shared().run(long(batch) * heads, block, [&](long from, long to) {
+    for (long i = from; i < to; i++) run_head(layer, rows[i / heads], i % heads);
+  });
+}
+
+// `body(line, room)` of each line of `x`; room is for lines whose numbers do not lie side by side.
+template <typename F>
+inline void for_lines(const View& x, const F& body) {
+  Pool::shared().run(x.lines(), FEWEST_NUMBERS / std::max(x.dim(-1), 1) + 1, [&](long from, long to) {
+    Floats rooms[2];
+    for (long line = from; line < to; line++) body(line, rooms);
+  });
+}
+
+inline void run_rms_norm(const Inputs& in, const Outputs& out, float eps) {
+  Floats weights;
+  const float* weight = in.size() > 1 ? in[1].all(weights) : nullptr;
+  const long count = in[0].dim(-1);
+  for_lines(in[0], [&](long line, Floats* rooms) {
+    rms_norm(in[0].line(line, rooms[0]), weight, eps, count, out[0] + line * count);
+  });
+}
+
+inline void run_swiglu(const Inputs& in, const Outputs& out) {
+  const long count = in[0].dim(-1);
+  for_lines(in[0], [&](long line, Floats* rooms) {
+    const float *gate = in[0].line(line, rooms[0]), *x = in[1].line(line, rooms[1]);
+    float* y = out[0] + line * count;
+    for (long i = 0; i < count; i++) y[i] = gate[i] * sigmoid(gate[i]) * x[i];
+  });
+}
+
+// A linear layer among those of one input.
+struct LinearLayer {
+  int num_out;
+  bool biased;
+};
+
+// Packed weights lie as they are read, in whatever numbers.
+inline void multiply_panel(const Product& product, const View& panels, long number) {
+  const auto with = [&](const auto* weights) {
+    using Number = std::remove_cvref_t<decltype(*weights)>;
+    multiply<Number>(product, {number, weights + number * product.inputs * PANEL});
+  };
+  if (panels.dtype() == mx::float16) return with(panels.data<Float16>());
+  if (panels.dtype() == mx::bfloat16) return with(panels.data<BFloat16>());
+  with(panels.data<float>());
+}
+
+// in: x; of each layer its packed weights and maybe its bias.
+inline void run_linear(const Inputs& in, const Outputs& out, const std::vector<LinearLayer>& layers) {
+  std::vector<Floats> rooms(in.size());
+  const float* x = in[0].all(rooms[0]);
+  std::vector<Product> products;
+  std::vector<const View*> weights;
+  std::vector<const float*> biases;
+  std::vector<long> first{0};  // panel of each layer
+  size_t next = 1;
+  for (const LinearLayer& layer : layers) {
+    products.push_back({in[0].lines(), layer.num_out, in[0].dim(-1), x, out[products.size()]});
+    first.push_back(first.back() + in[next].dim(0));
+    weights.push_back(&in[next++]);
+    biases.push_back(layer.biased ? in[next].all(rooms[next]) : nullptr);
+    next += layer.biased;
+  }
+  const long block = std::max(1L, FEWEST_NUMBERS / (long(in[0].dim(-1)) * PANEL));
+  Pool::shared().run(first.back(), block, [&](long from, long to) {
+    size_t layer = 0;
+    for (long panel = from; panel < to; panel++) {
+      while (panel >= first[layer + 1]) layer++;
+      const long number = panel - first[layer];
+      multiply_panel(products[layer], *weights[layer], number);
+      if (biases[layer]) add_bias(products[layer], biases[layer], number);
+    }
+  });
+}
+
+// in: x [batch, heads, tokens, dim], frequencies [half], maybe offsets [batch] or [1] (int32).
+inline void run_rope(const Inputs& in, const Outputs& out, float scale, int offset) {
+  Floats room, angles;
+  std::vector<int> places;
+  const float* frequency = in[1].all(angles);
+  const int* offsets = in.size() > 2 ? in[2].all(places) : nullptr;
+  const long half = in[1].size(), tokens = in[0].dim(2), heads = in[0].dim(1), dim = in[0].dim(3);
+  const long tables = offsets && in[2].size() > 1 ? in[0].dim(0) : 1;
+  Floats cos(tables * tokens * half), sin(cos.size());
+  for (long at = 0; at < tables * tokens; at++) {
+    const float place = float(at % tokens + (offsets ? offsets[at / tokens] : offset)) * scale;
+    for (long i = 0; i < half; i++) {
+      cos[at * half + i] = std::cos(place * frequency[i]);
+      sin[at * half + i] = std::sin(place * frequency[i]);
+    }
+  }
+  for (long line = 0; line < in[0].lines(); line++) {
+    const long row = line / tokens / heads;
+    const long at = ((tables > 1 ? row * tokens : 0) + line % tokens) * half;
+    rotate(in[0].line(line, room), &cos[at], &sin[at], half, dim, out[0] + line * dim);
+  }
+}
+
+// in: queries [batch, heads, tokens, dim], keys and values of fewer heads, maybe what may be seen (bool,
+// one for all heads). `before(row, key head)`: pieces that come before these keys.
+template <typename Before>
+void attend_chunk(const Inputs& in, const Outputs& out, float scale, bool causal, const char* mask,
+                  const Before& before) {
+  Floats key_room, value_room;
+  const float *all_keys = in[1].all(key_room), *all_values = in[2].all(value_room);
+  const int heads = in[0].dim(1), tokens = in[0].dim(2), groups = in[1].dim(1), shared = heads / groups;
+  const int dim = in[1].dim(3), value_dim = in[2].dim(3);
+  const long num_new = in[1].dim(2);
+  std::vector<Keys> keys;  // of each row and key head
+  for (int pair = 0; pair < in[0].dim(0) * groups; pair++) {
+    keys.push_back({dim, value_dim, before(pair / groups, pair % groups)});
+    keys.back().pieces.push_back({num_new, all_keys + pair * num_new * dim, dim,
+                                  all_values + pair * num_new * value_dim, value_dim});
+  }
+  long longest = 1;
+  for (const Keys& own : keys) longest = std::max(longest, own.count());
+  const int at_once = queries_at_once(shared, longest), parts = (tokens + at_once - 1) / at_once;
+  const auto run_part = [&](int pair, int part) {  // of a row and a key head; of the queries
+    Floats room;
+    const int row = pair / groups, start = part * at_once;
+    const long first = long(pair) * shared, num_keys = keys[pair].count();  // of the heads of all rows
+    const auto query = [&](int head, int at) { return in[0].line((first + head) * tokens + at, room); };
+    const auto seen = [&](int at) { return causal ? num_keys - tokens + at + 1 : num_keys; };
+    const auto allowed = [&](int, int at) -> const char* {
+      return mask ? mask + ((in[3].dim(0) > 1 ? long(row) * tokens : 0) + at) * num_keys : nullptr;
+    };
+    const auto to = [&](int head, int at) { return out[0] + ((first + head) * tokens + at) * value_dim; };
+    attend(keys[pair], shared, start, std::min(start + at_once, tokens), scale, query, seen, allowed, to);
+  };
+  Pool::shared().run(long(keys.size()) * parts, 1, [&](long from, long to) {
+    for (long i = from; i < to; i++) run_part(i / parts, i % parts);
+  });
+}
+
+inline void run_attention(const Inputs& in, const Outputs& out, float scale, bool causal) {
+  std::vector<char> room;
+  const char* mask = in.size() > 3 ? in[3].all(room) : nullptr;
+  attend_chunk(in, out, scale, causal, mask, [](int, int) { return std::vector<KeyPiece>(); });
+}
+
+// in: queries, keys and values of a chunk, and a listing of what is before it.
+inline void run_listed_attention(const Inputs& in, const Outputs& out, float scale, int place) {
+  const Listing& listing = **in[3].data<const Listing*>();
+  attend_chunk(in, out, scale, true, nullptr, [&](int row, int group) {
+    return pieces_listed(listing, place, row, group);
+  });
+}
