@@ -92,10 +92,9 @@ def test_windows_sinks_latents_and_other_recurrences_run_plain(name: str) -> Non
 
 
 def test_which_chunks_are_taken() -> None:
-    layout = load_bundled().layout
     loaded = load_bundled()
     ready = [False]
-    forward = ChunkForward(layout, loaded.forward, loaded.head, lambda: ready[0])
+    forward = ChunkForward(loaded.layout, loaded.forward, loaded.head, lambda: ready[0])
     assert not forward.takes(LENGTH_STEP)  # kernels are in the making
     ready[0] = True
     assert forward.takes(LENGTH_STEP)
@@ -104,7 +103,7 @@ def test_which_chunks_are_taken() -> None:
     assert not forward.takes(LONGEST + LENGTH_STEP)
 
 
-def test_a_beginning_is_held_no_longer_than_its_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beginning_is_held_no_longer_than_its_chunk() -> None:
     loaded = served("llama")
     forward = forward_of(loaded)
     prompt = PromptState()

@@ -1,13 +1,12 @@
 """A chunk of one prompt as a function of arrays, compiled once for its length.
 
 What is before the chunk is listed (rows/listed_views.py), so the graph is the same however long
-that is. While streams run, chunks are short and of few lengths, and to build their graph takes the
-host as long as a third of the chunk takes the device. Other chunks run plain.
+that is. While streams run, chunks are short and of few lengths, and to build the graph of one takes
+the host as long as eight of its tokens take two cores. Other chunks run plain.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +25,6 @@ from pippin.backends.mlx.tree.packing import KV
 
 LENGTH_STEP = 16  # tokens: the lengths that are compiled are multiples of it,
 LONGEST = 256  # and no longer; to build the graph of a longer one is nothing to computing it
-MAX_COMPILED = 16
-
 
 # Logits [1, 1, vocab] after the last token, and what the head read for it; then this chunk's keys
 # and values by KV leaf, and states by state leaf.
@@ -67,7 +64,7 @@ class ChunkForward:
         self._forward = forward
         self._head = head
         self._may_compile = compiled
-        self._compiled: OrderedDict[int, Callable[[Tree], ChunkResult]] = OrderedDict()
+        self._compiled: dict[int, Callable[[Tree], ChunkResult]] = {}  # by number of tokens
 
     def takes(self, num_tokens: int) -> bool:
         suits = num_tokens % LENGTH_STEP == 0 and num_tokens <= LONGEST
@@ -91,13 +88,9 @@ class ChunkForward:
         return logits, hidden
 
     def _step_of(self, num_tokens: int) -> Callable[[Tree], ChunkResult]:
-        step = self._compiled.get(num_tokens)
-        if step is None:
-            step = self._compiled[num_tokens] = mx.compile(self._run)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(num_tokens)
-        return step
+        if num_tokens not in self._compiled:
+            self._compiled[num_tokens] = mx.compile(self._run)
+        return self._compiled[num_tokens]
 
     def _run(self, tree: Tree) -> ChunkResult:
         kv = [ListedChunkKV(tree, place) for place, _ in enumerate(self._layout.kv_indices)]

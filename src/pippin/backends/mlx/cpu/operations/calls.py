@@ -6,7 +6,7 @@ Each takes float32 alone; what it `takes` is for the caller to ask first.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -67,11 +67,8 @@ class Operations:
         return bool(self._library.pippin_is_array(id(x), buffer, x.size, x.shape[-1]))
 
     def rms_norm(self, x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
-        y = _blank()
-        _check(
-            self._library.pippin_rms_norm(id(y), id(x), None if weight is None else id(weight), eps)
-        )
-        return y
+        given = None if weight is None else id(weight)
+        return _made(self._library.pippin_rms_norm, id(x), given, eps)
 
     def pack(self, weight: mx.array) -> mx.array:
         """[outputs, inputs] as panels.h has them: [panels, inputs, outputs of a panel]."""
@@ -94,9 +91,7 @@ class Operations:
 
     def swiglu(self, gate: mx.array, x: mx.array) -> mx.array:
         """silu(gate) * x, of one shape."""
-        y = _blank()
-        _check(self._library.pippin_swiglu(id(y), id(gate), id(x)))
-        return y
+        return _made(self._library.pippin_swiglu, id(gate), id(x))
 
     def rope(
         self,
@@ -105,11 +100,9 @@ class Operations:
         offset: int | mx.array,  # int32 [B] or [1]
         scale: float,
     ) -> mx.array:
-        y = _blank()
         fixed = isinstance(offset, int)
         offsets, start = (None, offset) if fixed else (id(offset), 0)
-        _check(self._library.pippin_rope(id(y), id(x), id(frequencies), offsets, scale, start))
-        return y
+        return _made(self._library.pippin_rope, id(x), id(frequencies), offsets, scale, start)
 
     def attention(
         self,
@@ -121,18 +114,14 @@ class Operations:
         *,
         causal: bool,  # the last query sees all keys, each before it one less
     ) -> mx.array:
-        y = _blank()
         given = (queries, keys, values) if mask is None else (queries, keys, values, mask)
         ins = _addresses(given)
-        _check(self._library.pippin_attention(id(y), ins, len(given), scale, causal))
-        return y
+        return _made(self._library.pippin_attention, ins, len(given), scale, causal)
 
     def listing(self, arrays: Sequence[mx.array], numbers: Sequence[int]) -> mx.array:
         """Where rows' keys and values lie, as library.cpp has it; the arrays live as long."""
-        y = _blank()
         ins, told = _addresses(arrays), (Count * len(numbers))(*numbers)
-        _check(self._library.pippin_listing(id(y), ins, len(arrays), told))
-        return y
+        return _made(self._library.pippin_listing, ins, len(arrays), told)
 
     def listed_attention(
         self,
@@ -145,10 +134,8 @@ class Operations:
         place: int,  # of the layer in the listing
     ) -> mx.array:
         """Of a chunk, over what is listed as before it and what it has seen of itself."""
-        y = _blank()
         ins = _addresses((queries, keys, values, listing))
-        _check(self._library.pippin_listed_attention(id(y), ins, scale, place))
-        return y
+        return _made(self._library.pippin_listed_attention, ins, scale, place)
 
     def row_attention(
         self,
@@ -163,13 +150,10 @@ class Operations:
         sinks: mx.array | None = None,  # [Hq]
     ) -> mx.array:
         """One token of each row, over what is listed of it and its tail."""
-        y = _blank()
         arrays = [queries, *tail, written, listing, *([] if sinks is None else [sinks])]
         ins = _addresses(arrays)
-        _check(
-            self._library.pippin_row_attention(id(y), ins, len(arrays), scale, place, window or 0)
-        )
-        return y
+        function = self._library.pippin_row_attention
+        return _made(function, ins, len(arrays), scale, place, window or 0)
 
     def gated_delta(
         self,
@@ -245,6 +229,13 @@ def narrowed(x: mx.array) -> mx.array:
 
 def are_float32(*arrays: mx.array) -> bool:
     return all(array.dtype == mx.float32 for array in arrays)
+
+
+def _made(function: Callable[..., int], *arguments: object) -> mx.array:
+    """The one array that a function of the library makes of these."""
+    y = _blank()
+    _check(function(id(y), *arguments))
+    return y
 
 
 def _blank() -> mx.array:

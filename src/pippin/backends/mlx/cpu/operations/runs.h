@@ -207,7 +207,8 @@ void attend_chunk(const Inputs& in, const Outputs& out, float scale, bool causal
   const auto run_part = [&](int pair, int part) {  // of a row and a key head; of the queries
     Floats room;
     const int row = pair / groups, start = part * at_once;
-    const long first = long(pair) * shared, num_keys = keys[pair].count();  // of the heads of all rows
+    const long first = long(pair) * shared;  // of the heads of all rows
+    const long num_keys = keys[pair].count();
     const auto query = [&](int head, int at) { return in[0].line((first + head) * tokens + at, room); };
     const auto seen = [&](int at) { return causal ? num_keys - tokens + at + 1 : num_keys; };
     const auto allowed = [&](int, int at) -> const char* {
