@@ -1,8 +1,9 @@
 """Chooses tokens: logits in, one token a row out, in one on-device call. Knows no model, no text.
 
-The stages, their order and their arithmetic are those of `backends/sampling.py`. Rows are grouped
-by how they choose, and every group is computed row by row, so a batchmate changes nothing. Nothing
-here blocks: the host never learns the token, and penalties count it on the device.
+The stages, their order and their arithmetic are those of `backends/sampling.py`. From the
+temperature on they are one operation where we have it (cpu/operations); elsewhere rows are grouped
+by how they choose. Either way each row is computed by itself, so a batchmate changes nothing.
+Nothing here blocks: the host never learns the token, and penalties count it on the device.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import numpy as np
 
 from pippin.backends.base import Admit
 from pippin.backends.masks import WORD_BITS
+from pippin.backends.mlx.cpu.operations.calls import operations
 from pippin.backends.mlx.step.filters import dropped_tokens
 from pippin.backends.mlx.step.largest import candidates
 from pippin.backends.mlx.step.noise import add_gumbel_noise
 from pippin.backends.mlx.step.sampling_state import (
     BiasEdits,
     PenaltyGroup,
-    RowSubset,
     SampleBatch,
     TokenHistory,
     build_batch,
@@ -156,27 +157,30 @@ class Sampler:
         return x
 
     def _draw(self, x: mx.array, rows: Sequence[SampleRow], batch: SampleBatch) -> mx.array:
-        parts = []
-        for group in batch.draws:
-            part = group.subset.take(x)
-            if group.draw is not Draw.GREEDY:
-                scaled = part.astype(mx.float32) * group.inverse_temperature
-                part = add_gumbel_noise(scaled, _row_keys(rows, batch, group.subset))
-                dropped = dropped_tokens(scaled, group)
-                if dropped is not None:
-                    # Not mx.where: its branches mispredict, five times as slow on CPU.
-                    part = part - dropped * FAR
-            parts.append(mx.argmax(part, axis=-1))
-        tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        if batch.places is not None:
-            tokens = tokens[batch.places]
-        return tokens.astype(mx.int32)
+        keys = noise_keys(batch.streams, [row.num_generated for row in rows])
+        ours = operations()
+        if ours is not None:
+            return ours.choose(x.astype(mx.float32), batch.choices, mx.array(keys))
+        return _draw_by_groups(x, keys, batch)
 
 
-def _row_keys(rows: Sequence[SampleRow], batch: SampleBatch, subset: RowSubset) -> mx.array:
-    """uint32 [len(subset.rows), 2], a function of (seed, index of the token)."""
-    indices = [rows[row].num_generated for row in subset.rows]
-    return mx.array(noise_keys(batch.streams[list(subset.rows)], indices))
+def _draw_by_groups(x: mx.array, keys: np.ndarray, batch: SampleBatch) -> mx.array:
+    """In mlx's operations. Keys, uint32 [num_rows, 2], are those of the rows' noise."""
+    parts = []
+    for group in batch.draws:
+        part = group.subset.take(x)
+        if group.draw is not Draw.GREEDY:
+            scaled = part.astype(mx.float32) * group.inverse_temperature
+            part = add_gumbel_noise(scaled, mx.array(keys[list(group.subset.rows)]))
+            dropped = dropped_tokens(scaled, group)
+            if dropped is not None:
+                # Not mx.where: its branches mispredict, five times as slow on CPU.
+                part = part - dropped * FAR
+        parts.append(mx.argmax(part, axis=-1))
+    tokens = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    if batch.places is not None:
+        tokens = tokens[batch.places]
+    return tokens.astype(mx.int32)
 
 
 def apply_edits(x: mx.array, edits: BiasEdits) -> mx.array:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
 
 from pippin.backends.sampling import FAR, GREEDY_BELOW, Draw, SlotSampling
+from pippin.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class DrawGroup:
     subset: RowSubset
     inverse_temperature: mx.array
     top_k: mx.array  # int32
-    top_p: mx.array  # inf where off: rounding in a cumulative sum must not drop a token
+    top_p: mx.array
     min_p: mx.array
     has_min_p: bool
 
@@ -81,12 +83,30 @@ class LogprobGroup:
 class SampleBatch:
     """All that is constant while the same slots are sampled."""
 
+    states: tuple[SlotSampling, ...]
+    vocab_size: int
     streams: np.ndarray  # uint64 [num_rows]
-    draws: tuple[DrawGroup, ...]
-    places: mx.array | None  # int32 [num_rows]: a row's place in the draws' concatenation
     penalties: PenaltyGroup | None
     edits: BiasEdits | None
     logprobs: LogprobGroup | None
+
+    @cached_property
+    def choices(self) -> mx.array:
+        """float32 [num_rows, 4]: how each row chooses, for one operation over all of them."""
+        return mx.array([_choice(state, self.vocab_size) for state in self.states])
+
+    @cached_property
+    def draws(self) -> tuple[DrawGroup, ...]:
+        """The same for mlx's operations, which are over rows that choose alike."""
+        by_draw: dict[Draw, list[int]] = {}
+        for row, state in enumerate(self.states):
+            by_draw.setdefault(state.draw(self.vocab_size), []).append(row)
+        return tuple(_draw_group(draw, rows, self.states) for draw, rows in by_draw.items())
+
+    @cached_property
+    def places(self) -> mx.array | None:
+        """int32 [num_rows]: a row's place in the draws' concatenation."""
+        return _places([group.subset.rows for group in self.draws], len(self.states))
 
 
 def build_batch(
@@ -95,18 +115,28 @@ def build_batch(
     short_of_min_tokens: tuple[int, ...],
     vocab_size: int,
 ) -> SampleBatch:
-    by_draw: dict[Draw, list[int]] = {}
-    for row, state in enumerate(states):
-        by_draw.setdefault(state.draw(vocab_size), []).append(row)
-    draws = tuple(_draw_group(draw, rows, states) for draw, rows in by_draw.items())
     return SampleBatch(
+        states=tuple(states),
+        vocab_size=vocab_size,
         streams=np.array([state.stream for state in states], dtype=np.uint64),
-        draws=draws,
-        places=_places([group.subset.rows for group in draws], len(slots)),
         penalties=_penalty_group(slots, states),
         edits=_bias_edits(states, short_of_min_tokens),
         logprobs=_logprob_group(states),
     )
+
+
+def _choice(state: SlotSampling, vocab_size: int) -> tuple[float, float, float, float]:
+    """1 / temperature, top_k, top_p, min_p, each as the operation wants it where it is off."""
+    params, draw = state.params, state.draw(vocab_size)
+    if draw is Draw.GREEDY:
+        return 0.0, 0.0, np.inf, 0.0
+    top_k = params.top_k if draw in (Draw.SHORT_TOP_K, Draw.LONG_TOP_K) else 0
+    return 1.0 / params.temperature, top_k, _top_p(params), params.min_p
+
+
+def _top_p(params: SamplingParams) -> float:
+    """Infinite where off: rounding in a cumulative sum must not drop a token."""
+    return params.top_p if params.top_p < 1.0 else np.inf
 
 
 def _draw_group(draw: Draw, rows: list[int], states: Sequence[SlotSampling]) -> DrawGroup:
@@ -116,7 +146,7 @@ def _draw_group(draw: Draw, rows: list[int], states: Sequence[SlotSampling]) -> 
         subset=RowSubset.of(rows, len(states)),
         inverse_temperature=_column([1.0 / max(p.temperature, GREEDY_BELOW) for p in params]),
         top_k=_column([p.top_k for p in params]).astype(mx.int32),
-        top_p=_column([p.top_p if p.top_p < 1.0 else np.inf for p in params]),
+        top_p=_column([_top_p(p) for p in params]),
         min_p=_column([p.min_p for p in params]),
         has_min_p=any(p.min_p > 0.0 for p in params),
     )

@@ -31,6 +31,7 @@ _ARGUMENTS = {
     "pippin_linear": (Address, Count, Address, Address, Address),
     "pippin_panel": (),
     "pippin_swiglu": (Address, Address, Address),
+    "pippin_choose": (Address, Address, Address, Address),
     "pippin_rope": (Address, Address, Address, Address, Number, Count),
 }
 
@@ -189,6 +190,15 @@ class Operations:
             )
         )
         return outs[0], outs[1], outs[2:]
+
+    def choose(
+        self,
+        logits: mx.array,  # [rows, vocabulary]
+        choices: mx.array,  # [rows, 4]: 1 / temperature, top_k, top_p, min_p, as choose.h has them
+        keys: mx.array,  # uint32 [rows, 2]: of the rows' noise
+    ) -> mx.array:
+        """A token for each row, int32 [rows]."""
+        return _made(self._library.pippin_choose, id(logits), id(choices), id(keys))
 
 
 @cache

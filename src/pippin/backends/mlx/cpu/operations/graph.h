@@ -118,11 +118,11 @@ inline mx::array& array_in(void* object) {
       static_cast<char*>(object) + *reinterpret_cast<int32_t*>(static_cast<char*>(object) + HEAD));
 }
 
-// Put one node in the place of blank arrays, all float32.
+// Put one node in the place of blank arrays, all of one type.
 inline void make(const char* name, std::vector<mx::array> inputs, std::vector<mx::Shape> shapes,
-                 void* const* blanks, Kernel kernel) {
+                 void* const* blanks, Kernel kernel, mx::Dtype dtype = mx::float32) {
   auto node = std::make_shared<Operation>(name, std::move(kernel));
-  std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
+  std::vector<mx::Dtype> dtypes(shapes.size(), dtype);
   std::vector<mx::array> made = mx::array::make_arrays(std::move(shapes), dtypes, node, inputs);
   for (size_t i = 0; i < made.size(); i++) array_in(blanks[i]) = made[i];
 }

@@ -150,4 +150,13 @@ int pippin_rope(void* out, void* x, void* frequencies, void* offsets, float scal
          [=](const Inputs& i, const Outputs& o) { run_rope(i, o, scale, offset); });
   });
 }
+
+// in: as run_choose has them.
+int pippin_choose(void* out, void* logits, void* choices, void* keys) {
+  return guarded([&] {
+    std::vector<mx::array> inputs{array_in(logits), array_in(choices), array_in(keys)};
+    const mx::Shape shape{inputs[0].shape(0)};
+    make("Choose", std::move(inputs), {shape}, &out, run_choose, mx::int32);
+  });
+}
 }

@@ -1,9 +1,10 @@
 // What each operation computes of its inputs. The arithmetic is in the other headers.
 //
-// All arrays are float32 but lengths, which are int32, and packed weights; Python sees to it.
+// All arrays are float32 but lengths and tokens, which are int32, keys, and packed weights; Python sees to it.
 #pragma once
 
 #include "attention.h"
+#include "choose.h"
 #include "delta_layer.h"
 #include "graph.h"
 #include "norms.h"
@@ -233,5 +234,24 @@ inline void run_listed_attention(const Inputs& in, const Outputs& out, float sca
   const Listing& listing = **in[3].data<const Listing*>();
   attend_chunk(in, out, scale, true, nullptr, [&](int row, int group) {
     return pieces_listed(listing, place, row, group);
+  });
+}
+
+// in: logits [rows, vocabulary], choices [rows, 4] as `Choice` has them, keys [rows, 2] (uint32); out: tokens, int32.
+inline void run_choose(const Inputs& in, const Outputs& out) {
+  Floats room;
+  std::vector<uint32_t> key_room;
+  const float* choices = in[1].all(room);
+  const uint32_t* keys = in[2].all(key_room);
+  const long count = in[0].dim(-1);
+  int* tokens = reinterpret_cast<int*>(out[0]);
+  Pool::shared().run(in[0].lines(), 1, [&](long from, long to) {
+    thread_local Room own;
+    Floats line;
+    for (long row = from; row < to; row++) {
+      const float* told = choices + 4 * row;
+      const Choice choice{told[0], long(told[1]), told[2], told[3], {keys[2 * row], keys[2 * row + 1]}};
+      tokens[row] = choose(choice, in[0].line(row, line), count, own);
+    }
   });
 }
