@@ -20,6 +20,7 @@ constexpr int TALL = 6, BROAD = 2;   // 16 registers
 constexpr int TALL = 6, BROAD = 4;   // NEON has 32
 #endif
 constexpr int PANEL = BROAD * LANES;
+constexpr long AHEAD = 32;    // inputs whose weights are on their way: few rows wait for nothing else
 constexpr long DEPTH = 1024;  // inputs at a time: what a tile reads of a panel stays near the core
 
 struct Product {
@@ -42,27 +43,32 @@ void tile(const Product& p, const Panel<Number>& panel, long row, long from, lon
   const float* x = p.x + row * p.inputs;
   const int columns = std::min<long>(PANEL, p.outputs - panel.number * PANEL);
   float* y = p.y + row * p.outputs + panel.number * PANEL;
-  alignas(BYTES) float edge[ROWS][PANEL];
+  alignas(BYTES) float edge[ROWS * PANEL];
   const bool whole = columns == PANEL;
-  Vector sums[ROWS][BROAD] = {};
-  if (from) {
-    for (int r = 0; r < ROWS; r++) {
-      const float* before = y + r * p.outputs;
-      if (!whole) before = std::copy(before, before + columns, edge[r]) - columns;
-      for (int b = 0; b < BROAD; b++) sums[r][b] = load(before + b * LANES);
-    }
+  float* out = whole ? y : edge;
+  const long step = whole ? p.outputs : PANEL;
+  if (!whole && from) {
+    for (int r = 0; r < ROWS; r++) std::copy(y + r * p.outputs, y + r * p.outputs + columns, edge + r * PANEL);
+  }
+  Vector sums[ROWS][BROAD];  // in registers, as long as no loop over them is left a loop
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++) {
+    for (int b = 0; b < BROAD; b++) sums[r][b] = from ? load(out + r * step + b * LANES) : Vector{};
   }
   for (long i = from; i < to; i++) {
+    __builtin_prefetch(panel.weights + (i + AHEAD) * panel.step);
     Vector weights[BROAD];
     for (int b = 0; b < BROAD; b++) weights[b] = load(panel.weights + i * panel.step + b * LANES);
     for (int r = 0; r < ROWS; r++) {
       for (int b = 0; b < BROAD; b++) sums[r][b] += weights[b] * x[r * p.inputs + i];
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++) {
-    float* out = whole ? y + r * p.outputs : edge[r];
-    for (int b = 0; b < BROAD; b++) store(out + b * LANES, sums[r][b]);
-    if (!whole) std::copy(out, out + columns, y + r * p.outputs);
+    for (int b = 0; b < BROAD; b++) store(out + r * step + b * LANES, sums[r][b]);
+  }
+  if (!whole) {
+    for (int r = 0; r < ROWS; r++) std::copy(edge + r * PANEL, edge + r * PANEL + columns, y + r * p.outputs);
   }
 }
 
