@@ -12,7 +12,7 @@ from pippin.backends.mlx.cpu.compiler import compile_available
 from pippin.backends.mlx.cpu.operations.calls import operations
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
-from pippin.backends.mlx.prefill.chunk_forward import LENGTH_STEP, LONGEST, ChunkForward
+from pippin.backends.mlx.prefill.chunk_forward import LONGEST, ChunkForward
 from serving import served
 
 pytestmark = pytest.mark.skipif(
@@ -52,7 +52,7 @@ def test_chunks_of_a_prompt_are_what_plain_ones_are() -> None:
     assert loaded.compiles_chunks
     forward = forward_of(loaded)
     listed, theirs = PromptState(), PromptState()
-    for number, length in enumerate((16, 48, 16, 48, 32)):
+    for number, length in enumerate((16, 43, 16, 43, 2)):
         tokens = make_tokens(length, number)
         batch = ChunkBatch(loaded.layout, [tokens], [listed])
         logits, hidden = forward(batch, listed)
@@ -64,7 +64,7 @@ def test_chunks_of_a_prompt_are_what_plain_ones_are() -> None:
         again = log_softmax(np.array(loaded.logits_after(hidden))[0])
         np.testing.assert_allclose(again, found, rtol=0, atol=TOLERANCE)
         assert_alike(listed, theirs)
-    assert set(forward._compiled) == {16, 32, 48}
+    assert set(forward._compiled) == {2, 16, 43}
 
 
 @pytest.mark.slow
@@ -95,12 +95,12 @@ def test_which_chunks_are_taken() -> None:
     loaded = load_bundled()
     ready = [False]
     forward = ChunkForward(loaded.layout, loaded.forward, loaded.head, lambda: ready[0])
-    assert not forward.takes(LENGTH_STEP)  # kernels are in the making
+    assert not forward.takes(2)  # kernels are in the making
     ready[0] = True
-    assert forward.takes(LENGTH_STEP)
+    assert forward.takes(2)
+    assert not forward.takes(1)
     assert forward.takes(LONGEST)
-    assert not forward.takes(LENGTH_STEP + 1)
-    assert not forward.takes(LONGEST + LENGTH_STEP)
+    assert not forward.takes(LONGEST + 1)
 
 
 def test_a_beginning_is_held_no_longer_than_its_chunk() -> None:

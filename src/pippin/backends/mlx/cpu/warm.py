@@ -21,7 +21,7 @@ import numpy as np
 from pippin.backends.mlx.cpu.kernels import marker_path
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
-from pippin.backends.mlx.prefill.chunk_forward import LENGTH_STEP, ChunkForward
+from pippin.backends.mlx.prefill.chunk_forward import ChunkForward
 from pippin.backends.mlx.rows.cohort_mains import SCATTERED_STEPS
 from pippin.backends.mlx.rows.cohorts import COLUMN_STEP
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
@@ -36,6 +36,7 @@ LISTED_FORMS = ([PADDED], [PADDED, PADDED])
 WATCH_SECONDS = 0.5
 PR_SET_PDEATHSIG = 1  # see prctl(2)
 NUM_STEPS = 4 * SCATTERED_STEPS
+CHUNK_TOKENS = 16  # any number but one has the same kernels
 SHARED_FORMS = ([SHARED_LEN, SHARED_LEN], [SHARED_LEN, SHARED_LEN - 3])
 
 
@@ -72,7 +73,7 @@ def run_chunks(loaded: LoadedModel) -> None:
     forward = ChunkForward(loaded.layout, loaded.forward, loaded.head, lambda: True)
     prompt = PromptState()
     for _ in range(2):
-        tokens = np.zeros(LENGTH_STEP, dtype=np.int32)
+        tokens = np.zeros(CHUNK_TOKENS, dtype=np.int32)
         batch = ChunkBatch(loaded.layout, [tokens], [prompt])
         logits, _ = forward(batch, prompt)
         batch.advance()

@@ -23,8 +23,7 @@ from pippin.backends.mlx.rows.decode_step import Tree
 from pippin.backends.mlx.rows.listed_views import list_cohorts, lister_for
 from pippin.backends.mlx.tree.packing import KV
 
-LENGTH_STEP = 16  # tokens: the lengths that are compiled are multiples of it,
-LONGEST = 256  # and no longer; to build the graph of a longer one is nothing to computing it
+LONGEST = 128  # tokens: to build the graph of a longer chunk is nothing to computing it
 
 # Logits [1, 1, vocab] after the last token, and what the head read for it; then this chunk's keys
 # and values by KV leaf, and states by state leaf.
@@ -67,7 +66,7 @@ class ChunkForward:
         self._compiled: dict[int, Callable[[Tree], ChunkResult]] = {}  # by number of tokens
 
     def takes(self, num_tokens: int) -> bool:
-        suits = num_tokens % LENGTH_STEP == 0 and num_tokens <= LONGEST
+        suits = 1 < num_tokens <= LONGEST  # one token's arrays lie otherwise: for other kernels
         return suits and lister_for(self._layout) is not None and self._may_compile()
 
     def __call__(self, batch: ChunkBatch, prompt: PromptState) -> tuple[mx.array, mx.array]:
