@@ -8,6 +8,7 @@ import pytest
 
 from pippin.backends.mlx.cpu.operations.calls import Operations
 from pippin.backends.mlx.layout import Layout, Leaf, Reads
+from pippin.backends.mlx.rows.arrays import RowArrays
 from pippin.backends.mlx.rows.cohorts import Cohort
 from pippin.backends.mlx.rows.listed_views import list_cohorts, lister_for
 from pippin.backends.mlx.tree.packing import KV
@@ -213,3 +214,46 @@ def test_what_the_operation_does_not_take_is_not_listed() -> None:
     assert lister_for(layout_of(kv_leaf(), kv_leaf(dtype=mx.bfloat16))) is None
     latent = Leaf(0, Component.ATTENTION, None, ((1, 8), (1, 4)), (mx.float32,) * 2, Reads.LATENT)
     assert lister_for(layout_of(latent)) is None
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_column_of_the_tails_is_written(ours: Operations, dense: bool) -> None:
+    rng = np.random.default_rng(3)
+    sides = [rng.normal(size=(3, HEADS, TAIL, dim)).astype(np.float32) for dim in (16, 24)]
+    tail = [mx.array(side) for side in sides]
+    if not dense:  # as nobody makes them: they are copied
+        tail = [mx.array(side.swapaxes(1, 2)).swapaxes(1, 2) for side in sides]
+    # As a model hands them over: heads and tokens were turned around.
+    column = [mx.array(rng.normal(size=(3, 1, HEADS, dim))).swapaxes(1, 2) for dim in (16, 24)]
+    keys, values = (new.astype(mx.float32) for new in column)
+    written = ours.tail_write((tail[0], tail[1]), (keys, values), mx.array([5], mx.int32))
+    for side, new, found in zip(sides, (keys, values), written, strict=True):
+        side[:, :, 5] = np.asarray(new)[:, :, 0]
+        assert np.array_equal(np.asarray(found), side)
+
+
+def test_columns_are_written_where_the_tails_lie(ours: Operations) -> None:
+    """Also while somebody holds them, who sees the other columns as they were."""
+    tail = mx.zeros((2, HEADS, TAIL, 16)), mx.zeros((2, HEADS, TAIL, 24))
+    mx.eval(*tail)
+    held = tail
+    for at in range(3):
+        column = tuple(mx.full((2, HEADS, 1, side.shape[3]), at + 1.0) for side in tail)
+        tail = tuple(ours.tail_write(tail, (column[0], column[1]), mx.array([at], mx.int32)))
+    mx.eval(*tail)
+    for before, after in zip(held, tail, strict=True):
+        assert ours.is_array(before, np.asarray(after).ctypes.data)
+        assert np.asarray(before)[0, 0, :, 0].tolist() == [1.0, 2.0, 3.0, *[0.0] * (TAIL - 3)]
+
+
+def test_tails_that_are_begun_anew_have_memory_of_their_own(ours: Operations) -> None:
+    """Those who move the old ones may come after the next column is written."""
+    rows = RowArrays(layout_of(kv_leaf()))
+    rows.widen(2)
+    old = rows.tails[0]
+    rows.begin_tails()
+    new = rows.tails[0]
+    mx.eval(*old, *new)
+    for before, after in zip(old, new, strict=True):
+        assert not ours.is_array(before, np.asarray(after).ctypes.data)
+        assert not np.asarray(after).any()

@@ -66,6 +66,15 @@ class RowArrays:
                     side[line : line + 1] = 0
         self._blank[stale] = True
 
+    def begin_tails(self) -> None:
+        """Anew, in memory of their own: whoever moves the old ones may not have read them yet, and
+        on CPUs a column is written in place."""
+        for index in self.tails:
+            keys, values = _blanks(self.layout.leaves[index], self.width)
+            self.tails[index] = keys, values
+        self.written[:] = False
+        self._blank[:] = True
+
     def put_states(self, line: int, states: dict[int, list[mx.array]]) -> None:
         for leaf, entries in states.items():
             for number, entry in enumerate(entries):

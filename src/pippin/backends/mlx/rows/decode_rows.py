@@ -177,9 +177,9 @@ class DecodeRows:
         wanted = self.spare.width_for(len(self.rows))
         if wanted < self.width:
             self._narrow(wanted)
-        written = self._per_row.written
-        self.mains.take_in(list(self.rows.values()), Tails(self._per_row.tails, written))
-        written[:] = False
+        tails = Tails(self._per_row.tails, self._per_row.written)
+        self.mains.take_in(list(self.rows.values()), tails)
+        self._per_row.begin_tails()
         self.cursor = 0
 
     def _widen(self, width: int) -> None:

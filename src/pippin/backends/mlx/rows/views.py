@@ -37,14 +37,18 @@ class RowKV:
         self._shared = [cohort["shared"][place] for cohort in cohorts]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        at = self.step.tree["cursor"]
-        self.tail = [
-            mx.slice_update(self.tail[0], keys, at, (2,)),
-            mx.slice_update(self.tail[1], values, at, (2,)),
-        ]
+        self.tail = self._written(keys, values)
         if not self.leaf.splits:
             return self._concatenated(0), self._concatenated(1)
         return self._handed_out(keys, values)
+
+    def _written(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        """The tail with the step's column."""
+        at = self.step.tree["cursor"]
+        return [
+            mx.slice_update(self.tail[0], keys, at, (2,)),
+            mx.slice_update(self.tail[1], values, at, (2,)),
+        ]
 
     def _handed_out(self, keys: mx.array, values: mx.array) -> KV:
         """Not looked at: attention reads the view itself, which is found by these if lent."""

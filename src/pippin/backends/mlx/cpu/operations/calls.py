@@ -25,6 +25,7 @@ _ARGUMENTS = {
     "pippin_listing": (Address, Address, Count, Address),
     "pippin_listed_attention": (Address, Address, Number, Count),
     "pippin_row_attention": (Address, Address, Count, Number, Count, Count),
+    "pippin_tail_write": (Address, Address),
     "pippin_gated_delta": (Address, Count, Address, Count),
     "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
     "pippin_rms_norm": (Address, Address, Address, Number),
@@ -155,6 +156,18 @@ class Operations:
         ins = _addresses(arrays)
         function = self._library.pippin_row_attention
         return _made(function, ins, len(arrays), scale, place, window or 0)
+
+    def tail_write(
+        self,
+        tail: tuple[mx.array, mx.array],  # [W, Hkv, T, D], [W, Hkv, T, Dv]
+        column: tuple[mx.array, mx.array],  # [W, Hkv, 1, D], [W, Hkv, 1, Dv]
+        cursor: mx.array,  # int32 [1]: its number
+    ) -> list[mx.array]:
+        """The tails with the column, in the same memory: for columns that are written once."""
+        outs = [_blank(), _blank()]
+        ins = _addresses((*tail, *column, cursor))
+        _check(self._library.pippin_tail_write(_addresses(outs), ins))
+        return outs
 
     def gated_delta(
         self,

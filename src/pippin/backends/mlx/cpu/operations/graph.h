@@ -84,20 +84,31 @@ using Inputs = std::vector<View>;
 using Outputs = std::vector<float*>;
 using Kernel = std::function<void(const Inputs&, const Outputs&)>;
 
+// The memory of an array, alive as long as this.
+using Memory = std::remove_cvref_t<decltype(std::declval<mx::array>().data_shared_ptr())>;
+
 class Operation : public mx::Primitive {
  public:
-  Operation(const char* name, Kernel kernel)
-      : Primitive(mx::default_stream(mx::default_device())), name_(name), kernel_(std::move(kernel)) {}
+  // `in_place`: so many outputs are written where the first inputs lie, whoever else holds these.
+  Operation(const char* name, Kernel kernel, size_t in_place = 0)
+      : Primitive(mx::default_stream(mx::default_device())), name_(name), kernel_(std::move(kernel)),
+        in_place_(in_place) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     Inputs in(inputs.begin(), inputs.end());
     Outputs out;
-    for (mx::array& output : outputs) {
-      output.set_data(mx::allocator::malloc(output.nbytes()));
-      out.push_back(output.data<float>());
+    std::vector<Memory> held;
+    for (size_t i = 0; i < outputs.size(); i++) {
+      if (i < in_place_ && inputs[i].flags().row_contiguous) {
+        outputs[i].copy_shared_buffer(inputs[i]);
+        held.push_back(inputs[i].data_shared_ptr());
+      } else {
+        outputs[i].set_data(mx::allocator::malloc(outputs[i].nbytes()));
+      }
+      out.push_back(outputs[i].data<float>());
     }
     mx::cpu::get_command_encoder(stream()).dispatch(
-        [kernel = kernel_, in = std::move(in), out = std::move(out)] { kernel(in, out); });
+        [kernel = kernel_, in = std::move(in), out = std::move(out), held = std::move(held)] { kernel(in, out); });
   }
 
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
@@ -109,6 +120,7 @@ class Operation : public mx::Primitive {
  private:
   const char* name_;
   Kernel kernel_;
+  size_t in_place_;
 };
 
 // The array inside a Python object: nanobind keeps its distance behind the object's head.
@@ -120,8 +132,8 @@ inline mx::array& array_in(void* object) {
 
 // Put one node in the place of blank arrays, all of one type.
 inline void make(const char* name, std::vector<mx::array> inputs, std::vector<mx::Shape> shapes,
-                 void* const* blanks, Kernel kernel, mx::Dtype dtype = mx::float32) {
-  auto node = std::make_shared<Operation>(name, std::move(kernel));
+                 void* const* blanks, Kernel kernel, mx::Dtype dtype = mx::float32, size_t in_place = 0) {
+  auto node = std::make_shared<Operation>(name, std::move(kernel), in_place);
   std::vector<mx::Dtype> dtypes(shapes.size(), dtype);
   std::vector<mx::array> made = mx::array::make_arrays(std::move(shapes), dtypes, node, inputs);
   for (size_t i = 0; i < made.size(); i++) array_in(blanks[i]) = made[i];

@@ -97,6 +97,15 @@ int pippin_row_attention(void* out, void* const* in, int num_in, float scale, in
   });
 }
 
+// in: as run_tail_write has them; out: the tails, where they were.
+int pippin_tail_write(void* const* out, void* const* in) {
+  return guarded([&] {
+    std::vector<mx::array> inputs = arrays_in(in, 5);
+    std::vector<mx::Shape> shapes{inputs[0].shape(), inputs[1].shape()};
+    make("WriteTails", std::move(inputs), std::move(shapes), out, run_tail_write, mx::float32, 2);
+  });
+}
+
 // in: q, k, v, g, beta, state; out: y and states.
 int pippin_gated_delta(void* const* out, int num_out, void* const* in, int gate_per_channel) {
   return guarded([&] {

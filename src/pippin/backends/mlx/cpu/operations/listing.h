@@ -25,8 +25,6 @@ struct Home {
 
 class Listing {
  public:
-  using Buffer = std::remove_cvref_t<decltype(std::declval<mx::array>().data_shared_ptr())>;
-
   std::vector<Home> homes;                        // by row; cohort -1: it has none
   std::vector<std::vector<int>> rows;             // by cohort: of each line, or -1
   std::vector<std::vector<ListedCohort>> layers;  // by KV leaf, by cohort
@@ -51,7 +49,7 @@ class Listing {
   }
 
  private:
-  std::vector<Buffer> held_;
+  std::vector<Memory> held_;
   std::vector<std::unique_ptr<std::vector<float>>> copies_;
 };
 

@@ -49,6 +49,25 @@ inline std::vector<KeyPiece> pieces_listed(const Listing& listing, int place, in
   return pieces;
 }
 
+// One column of the tails of rows, where they lie. mlx writes in place only what nobody else holds, and with
+// two steps in flight it would copy all of a tail. Whoever holds an older version reads other columns: each
+// is written once, and tails that are begun anew have memory of their own (rows/arrays.py).
+//
+// in: keys and values [width, heads, tokens, dim]; those of the column [width, heads, 1, dim]; its number (int32).
+inline void run_tail_write(const Inputs& in, const Outputs& out) {
+  std::vector<float> room;
+  for (int side = 0; side < 2; side++) {
+    const View &tail = in[side], &column = in[2 + side];
+    const float* before = tail.all(room);
+    if (out[side] != before) std::copy(before, before + tail.size(), out[side]);
+    const long tokens = tail.dim(2), dim = tail.dim(3), at = std::clamp<long>(*in[4].data<int>(), 0, tokens - 1);
+    for (long line = 0; line < column.lines(); line++) {
+      const float* from = column.line(line, room);
+      std::copy(from, from + dim, out[side] + (line * tokens + at) * dim);
+    }
+  }
+}
+
 // in: queries [width, heads, 1, dim]; the tail's keys and values; which of its tokens are a row's own
 // [width, tokens]; a listing; maybe sinks [heads].
 inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAttention& how) {
