@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <memory>
+
+#include "scratch.h"
 
 #if defined(__AVX512F__)
 constexpr int BYTES = 64, WIDE = 4;
@@ -20,12 +20,6 @@ typedef float Unaligned __attribute__((vector_size(BYTES), aligned(4), may_alias
 
 inline Vector load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
 inline void store(float* to, Vector x) { *reinterpret_cast<Unaligned*>(to) = x; }
-
-// Room for `count` floats, on a line of the cache.
-inline std::unique_ptr<float[], void (*)(void*)> scratch(long count) {
-  const size_t bytes = (count * sizeof(float) + 63) / 64 * 64;
-  return {static_cast<float*>(std::aligned_alloc(64, std::max<size_t>(bytes, 64))), std::free};
-}
 
 typedef int Lanes __attribute__((vector_size(BYTES)));
 
