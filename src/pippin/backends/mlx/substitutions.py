@@ -10,6 +10,7 @@
     silu, swiglu (CPU)             vector polynomials instead of one exp call per element
     rms_norm, rope (CPU)           likewise
     GatedDeltaNet (CPU)            likewise, between its products
+    Qwen3NextAttention (CPU)       likewise, between attention and the output product
     the language-model head        computed only for the positions that are asked for (head.py)
 
 Functions are bound by name in each model module, so the module's name is rebound to a dispatcher.
@@ -36,6 +37,7 @@ from pippin.backends.mlx.cpu import activations
 from pippin.backends.mlx.cpu.attention import attend
 from pippin.backends.mlx.cpu.operations import drop_ins
 from pippin.backends.mlx.cpu.operations.delta_layer import use_one_operation
+from pippin.backends.mlx.cpu.operations.gated_attention import use_gated_heads
 from pippin.backends.mlx.cpu.operations.linear import pack_head
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
@@ -166,6 +168,7 @@ def install(model: Module, *, cpu: bool) -> Head:
             use_shift_conv1d(part, cpu=cpu)
     if cpu:
         use_one_operation(model)
+        use_gated_heads(model)
         pack_head(model)
     return Head(model)
 

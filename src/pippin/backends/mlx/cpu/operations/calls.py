@@ -32,6 +32,7 @@ _ARGUMENTS = {
     "pippin_linear": (Address, Count, Address, Address, Address),
     "pippin_panel": (),
     "pippin_swiglu": (Address, Address, Address),
+    "pippin_gated_heads": (Address, Address, Address),
     "pippin_choose": (Address, Address, Address, Address),
     "pippin_rope": (Address, Address, Address, Address, Number, Count),
 }
@@ -94,6 +95,14 @@ class Operations:
     def swiglu(self, gate: mx.array, x: mx.array) -> mx.array:
         """silu(gate) * x, of one shape."""
         return _made(self._library.pippin_swiglu, id(gate), id(x))
+
+    def gated_heads(
+        self,
+        x: mx.array,  # [B, H, T, D]: what attention gives
+        gate: mx.array,  # [B, T, H, D]
+    ) -> mx.array:
+        """x * sigmoid(gate), token by token: [B, T, H * D]."""
+        return _made(self._library.pippin_gated_heads, id(x), id(gate))
 
     def rope(
         self,

@@ -150,6 +150,15 @@ int pippin_swiglu(void* out, void* gate, void* x) {
   });
 }
 
+// x [batch, heads, tokens, dim] by the sigmoid of gate [batch, tokens, heads, dim]
+int pippin_gated_heads(void* out, void* x, void* gate) {
+  return guarded([&] {
+    const mx::Shape by_token = array_in(gate).shape();
+    const mx::Shape shape{by_token[0], by_token[1], by_token[2] * by_token[3]};
+    make("GatedHeads", {array_in(x), array_in(gate)}, {shape}, &out, run_gated_heads);
+  });
+}
+
 int pippin_rope(void* out, void* x, void* frequencies, void* offsets, float scale, int offset) {
   return guarded([&] {
     std::vector<mx::array> inputs{array_in(x), array_in(frequencies)};

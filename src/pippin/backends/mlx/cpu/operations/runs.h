@@ -118,6 +118,18 @@ inline void run_swiglu(const Inputs& in, const Outputs& out) {
   });
 }
 
+// in: what heads read [batch, heads, tokens, dim], gates [batch, tokens, heads, dim]; out: [batch, tokens, heads * dim].
+inline void run_gated_heads(const Inputs& in, const Outputs& out) {
+  const long heads = in[0].dim(1), tokens = in[0].dim(2), dim = in[0].dim(3);
+  for_lines(in[1], [&](long line, Floats* rooms) {
+    const long token = line / heads, row = token / tokens;  // the token among those of all rows
+    const float* x = in[0].line((row * heads + line % heads) * tokens + token % tokens, rooms[0]);
+    const float* gate = in[1].line(line, rooms[1]);
+    float* y = out[0] + line * dim;
+    for (long i = 0; i < dim; i++) y[i] = x[i] * sigmoid(gate[i]);
+  });
+}
+
 // A linear layer among those of one input.
 struct LinearLayer {
   int num_out;
