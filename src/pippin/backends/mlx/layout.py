@@ -161,6 +161,13 @@ class Layout:
         """Every attention layer reads main and tail apart."""
         return all(leaf.splits for leaf in self.leaves if not leaf.is_state)
 
+    @cached_property
+    def lists(self) -> bool:
+        """One operation can read every attention layer's mains from a list of where they lie."""
+        leaves = [self.leaves[index] for index in self.kv_indices]
+        narrow = any(dtype != mx.float32 for leaf in leaves for dtype in leaf.dtypes)
+        return not narrow and all(leaf.reads is Reads.PIECES for leaf in leaves)
+
     @property
     def packs(self) -> bool:
         """Every attention layer can read its mains where those of all rows lie packed."""

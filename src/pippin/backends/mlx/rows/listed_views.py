@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from pippin.backends.mlx.cpu.operations.calls import Operations, operations
-from pippin.backends.mlx.layout import Layout, Leaf, Reads
+from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.rows.cohorts import Cohort
 from pippin.backends.mlx.rows.decode_step import DecodeStep
 from pippin.backends.mlx.rows.views import RowKV
@@ -27,10 +27,7 @@ class ListedShape:
 
 def lister_for(layout: Layout) -> Operations | None:
     """None where the operation does not take what layers keep, or there is none."""
-    leaves = [layout.leaves[index] for index in layout.kv_indices]
-    plain = all(leaf.reads is Reads.PIECES for leaf in leaves)
-    narrow = any(dtype != mx.float32 for leaf in leaves for dtype in leaf.dtypes)
-    return operations() if plain and not narrow else None
+    return operations() if layout.lists else None
 
 
 def list_cohorts(ours: Operations, layout: Layout, cohorts: Sequence[Cohort]) -> mx.array:
