@@ -8,13 +8,10 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
-#include <vector>
 
 #include "vectors.h"
 
-typedef uint32_t Words __attribute__((vector_size(BYTES)));
-
-constexpr double MASS_UNITS = 0x1p40;  // of the likeliest token's mass
+constexpr float MASS_UNITS = 0x1p40f;  // of the likeliest token's mass
 constexpr float MOST_NOISE = 22.5f;    // -log(2^-32), and room for rounding
 constexpr float NEARLY_ONE = 1e-6f;    // a top_p closer to 1 leaves no room for the rounding of its share
 
@@ -108,7 +105,7 @@ inline Vector mass_of(Vector x) {
 
 inline float mass_of(float x) { return mass_of(Vector{} + x)[0]; }
 
-inline int64_t units(float mass) { return int64_t(mass * float(MASS_UNITS)); }
+inline int64_t units(float mass) { return int64_t(mass * MASS_UNITS); }
 
 // The units above a token that leave it out, where all that count have `total`.
 inline int64_t needed_of(int64_t total, float top_p) {
@@ -117,7 +114,7 @@ inline int64_t needed_of(int64_t total, float top_p) {
 
 // The least mass of [from, to) such that what is above it has less than `needed` units. Changes their order.
 inline float least_kept(float* from, float* to, int64_t needed) {
-  for (float least = *from;;) {
+  for (;;) {
     const float pivot = from[(to - from) / 2];
     float* tied = std::partition(from, to, [=](float mass) { return mass > pivot; });
     float* below = std::partition(tied, to, [=](float mass) { return mass == pivot; });
@@ -127,9 +124,8 @@ inline float least_kept(float* from, float* to, int64_t needed) {
       to = tied;
       continue;
     }
-    least = pivot;
     needed -= above + (below - tied) * units(pivot);
-    if (needed <= 0 || below == to || below == from) return least;
+    if (needed <= 0 || below == to || below == from) return pivot;
     from = below;
   }
 }
@@ -137,9 +133,12 @@ inline float least_kept(float* from, float* to, int64_t needed) {
 // ---- a row -------------------------------------------------------------------------------------------
 
 // Where one row after the other is worked on.
-struct Room {
-  std::vector<float> scaled, masses, some;
-  std::vector<uint32_t> tokens;
+struct RowScratch {
+  explicit RowScratch(long count)
+      : scaled(count + LANES), masses(count + LANES), some(count), tokens(count + LANES) {}
+
+  Scratch scaled, masses, some;
+  Scratch tokens;  // as uint32_t
 };
 
 // Tokens that have less than `least` of these are left out.
@@ -149,8 +148,7 @@ struct Filter {
 };
 
 // To `some`: the numbers that are no less than `least`. Without branches, half of which would be mispredicted.
-inline long gather(const float* x, long count, float least, std::vector<float>& some) {
-  some.resize(count);
+inline long gather(const float* x, long count, float least, float* some) {
   long found = 0;
   for (long i = 0; i < count; i++) {
     some[found] = x[i];
@@ -160,24 +158,24 @@ inline long gather(const float* x, long count, float least, std::vector<float>& 
 }
 
 // The k largest lie in the k blocks with the largest maxima, so none of them is less than the least of these.
-inline float top_k_at_least(const float* x, long count, long k, std::vector<float>& maxima) {
+inline float top_k_at_least(const float* x, long count, long k, float* maxima) {
   constexpr long SIDE = 64;
   if (count / SIDE < k) return -std::numeric_limits<float>::infinity();
-  maxima.clear();
+  long blocks = 0;
   for (long start = 0; start + SIDE <= count; start += SIDE) {
     float top = x[start];
     for (long i = 0; i < SIDE; i++) top = std::max(top, x[start + i]);
-    maxima.push_back(top);
+    maxima[blocks++] = top;
   }
-  std::nth_element(maxima.begin(), maxima.begin() + k - 1, maxima.end(), std::greater<float>());
+  std::nth_element(maxima, maxima + k - 1, maxima + blocks, std::greater<float>());
   return maxima[k - 1];
 }
 
 // Of tokens that tie for the last place, as many count for the mass as belong to the k.
-inline Filter keep_top_k(const Choice& choice, const float* x, long count, float top, Room& room) {
-  const float at_least = top_k_at_least(x, count, choice.top_k, room.some);
-  const long found = gather(x, count, at_least, room.some);
-  float* some = room.some.data();
+inline Filter keep_top_k(const Choice& choice, const float* x, long count, float top, RowScratch& room) {
+  float* some = room.some.get();
+  const float at_least = top_k_at_least(x, count, choice.top_k, some);
+  const long found = gather(x, count, at_least, some);
   std::nth_element(some, some + choice.top_k - 1, some + found, std::greater<float>());
   std::sort(some, some + choice.top_k, std::greater<float>());
   int64_t total = 0, above = 0;
@@ -193,30 +191,27 @@ inline Filter keep_top_k(const Choice& choice, const float* x, long count, float
 
 // Tokens of less than (1 - top_p) / 2 count of the likeliest one's mass weigh too little, all together, for one
 // of them to be kept.
-inline Filter keep_top_p(const Choice& choice, const float* x, long count, float top, Room& room) {
-  room.masses.resize(count + LANES);
-  float* masses = room.masses.data();
+inline Filter keep_top_p(const Choice& choice, const float* x, long count, float top, RowScratch& room) {
+  float *masses = room.masses.get(), *some = room.some.get();
   for (long i = 0; i < count; i += LANES) store(masses + i, mass_of(load(x + i) - top));
   int64_t total = 0;
   for (long i = 0; i < count; i++) total += units(masses[i]);
   const float light = std::max((1.0f - choice.top_p) / 2 - NEARLY_ONE, 0.0f) / float(count);
-  const long found = gather(masses, count, light, room.some);
-  float* some = room.some.data();
+  const long found = gather(masses, count, light, some);
   const float least = found ? least_kept(some, some + found, needed_of(total, choice.top_p)) : 0.0f;
   return {masses, std::max(least, choice.min_p)};
 }
 
-inline Filter filter_of(const Choice& choice, const float* x, long count, float top, Room& room) {
+inline Filter filter_of(const Choice& choice, const float* x, long count, float top, RowScratch& room) {
   if (choice.top_k) return keep_top_k(choice, x, count, top, room);
   if (choice.top_p < 1) return keep_top_p(choice, x, count, top, room);
   return {x, top + std::log(choice.min_p)};
 }
 
-inline long choose(const Choice& choice, const float* logits, long count, Room& room) {
+inline long choose(const Choice& choice, const float* logits, long count) {
   if (!choice.scale) return largest_at(logits, count);
-  room.scaled.resize(count + LANES);
-  room.tokens.resize(count + LANES);
-  float* x = room.scaled.data();
+  RowScratch room(count);
+  float* x = room.scaled.get();
   bool numbers = true;
   for (long i = 0; i < count; i++) {
     x[i] = logits[i] * choice.scale;
@@ -227,7 +222,7 @@ inline long choose(const Choice& choice, const float* logits, long count, Room& 
   const Filter filter = filter_of(choice, x, count, x[likeliest], room);
   const float beaten =
       x[likeliest] + noise_of(choice.key, Words{} + uint32_t(likeliest), count)[0] - MOST_NOISE;
-  uint32_t* tokens = room.tokens.data();
+  uint32_t* tokens = reinterpret_cast<uint32_t*>(room.tokens.get());
   long kept = 0;
   for (long i = 0; i < count; i++) {
     tokens[kept] = i;

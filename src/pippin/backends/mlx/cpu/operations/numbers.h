@@ -23,7 +23,6 @@ struct BFloat16 {
 // A bfloat16 is the upper half of a float.
 inline Vector load(const BFloat16* from) {
   typedef uint16_t Halves __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
-  typedef uint32_t Words __attribute__((vector_size(BYTES)));
   const Halves halves = *reinterpret_cast<const Halves*>(from);
   return std::bit_cast<Vector>(__builtin_convertvector(halves, Words) << 16);
 }

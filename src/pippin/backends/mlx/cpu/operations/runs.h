@@ -258,12 +258,11 @@ inline void run_choose(const Inputs& in, const Outputs& out) {
   const long count = in[0].dim(-1);
   int* tokens = reinterpret_cast<int*>(out[0]);
   Pool::shared().run(in[0].lines(), 1, [&](long from, long to) {
-    thread_local Room own;
     Floats line;
     for (long row = from; row < to; row++) {
       const float* told = choices + 4 * row;
       const Choice choice{told[0], long(told[1]), told[2], told[3], {keys[2 * row], keys[2 * row + 1]}};
-      tokens[row] = choose(choice, in[0].line(row, line), count, own);
+      tokens[row] = choose(choice, in[0].line(row, line), count);
     }
   });
 }

@@ -22,6 +22,7 @@ inline Vector load(const float* from) { return *reinterpret_cast<const Unaligned
 inline void store(float* to, Vector x) { *reinterpret_cast<Unaligned*>(to) = x; }
 
 typedef int Lanes __attribute__((vector_size(BYTES)));
+typedef unsigned Words __attribute__((vector_size(BYTES)));
 
 // The halves are added to each other until one lane is left.
 template <int HALF = LANES / 2>
