@@ -37,6 +37,10 @@ TORCH_CONFIGS: dict[str, Config] = {
     "llama_windows": _LLAMA
     | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen2": _QWEN3 | {"model_type": "qwen2", "tie_word_embeddings": True},
+    # With every bias that a config of the family can ask for.
+    "llama_biases": _LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "qwen3_biases": _QWEN3 | {"attention_bias": True},
+    "qwen3_next_biases": CONFIGS["qwen3_next"] | {"attention_bias": True},
     "qwen3_moe": _QWEN3
     | _EXPERTS
     | {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "mlp_only_layers": []}
@@ -107,9 +111,11 @@ def _attention(text: dict[str, Any], name: str) -> Iterator[tuple[str, tuple[int
     name = f"{name}self_attn."
     for part, rows in (("q", gated * heads), ("k", kv_heads), ("v", kv_heads)):
         yield f"{name}{part}_proj.weight", (rows * dim, hidden)
-        if text["model_type"] == "qwen2":
+        if text["model_type"] == "qwen2" or text.get("attention_bias"):
             yield f"{name}{part}_proj.bias", (rows * dim,)
     yield f"{name}o_proj.weight", (hidden, heads * dim)
+    if text.get("attention_bias"):
+        yield f"{name}o_proj.bias", (hidden,)
     if text["model_type"].startswith("qwen3"):
         yield f"{name}q_norm.weight", (dim,)
         yield f"{name}k_norm.weight", (dim,)
@@ -137,6 +143,13 @@ def _mlp(text: dict[str, Any], name: str, index: int) -> Iterator[tuple[str, tup
     hidden = text["hidden_size"]
     if "num_experts" not in text or index in text.get("mlp_only_layers", ()):
         yield from _dense(name, hidden, text["intermediate_size"])
+        if text.get("mlp_bias"):
+            for part, rows in (
+                ("gate", "intermediate"),
+                ("up", "intermediate"),
+                ("down", "hidden"),
+            ):
+                yield f"{name}{part}_proj.bias", (text[f"{rows}_size"],)
         return
     num_experts, size = text["num_experts"], text["moe_intermediate_size"]
     yield f"{name}gate.weight", (num_experts, hidden)

@@ -87,6 +87,10 @@ class Step:
         ("qwen2", (5, 17), 2),
         ("qwen2", (17,), 1),
         ("llama", (0, 33), 2),
+        ("llama_biases", (5, 17), 2),
+        ("llama_biases", (17,), 1),
+        ("qwen3_next_biases", (1, 63), 2),
+        ("qwen3_next_biases", (63,), 1),
     ],
 )
 def test_a_step_of_kernels_is_a_step_of_plain_operations(

@@ -5,6 +5,7 @@ Both judge what was said, given what was said before it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 
@@ -23,17 +24,18 @@ from bundled import BUNDLED_PATH
 from families import WINDOW
 from near_ties import TOLERANCE, assert_best, log_softmax
 from pippin.backends.torch.config import FAMILIES, read_shape
+from pippin.backends.torch.models.build import build_decoder
 from pippin.errors import LoadError, UnsupportedLayout
 from reference import BUNDLED
 from serving import TORCH, make_client, make_prompt
-from torch_families import TORCH_CONFIGS, checkpoint
+from torch_families import TORCH_CONFIGS, checkpoint, weights
 
 MAX_TOKENS = 12
 NAMES = (BUNDLED, *TORCH_CONFIGS)
 # Windows that only one of the two reads: transformers' Llama has none, mlx-lm's Llama has none
-# that layer_types does not name, and mlx-lm's Qwen3 has none.
+# that layer_types does not name, and mlx-lm's Qwen3 has none, nor any bias.
 NOT_TRANSFORMERS = ("llama_windows",)
-NOT_MLX = ("mistral", "qwen3_windows")
+NOT_MLX = ("mistral", "qwen3_windows", "qwen3_biases")
 # mlx-lm adds the norms' 1 while the bundled checkpoint is still float16.
 MLX_TOLERANCE = {BUNDLED: 1e-2}
 
@@ -130,3 +132,38 @@ def test_which_layers_have_windows() -> None:
     assert layers("qwen3_windows", max_window_layers=2) == ((full, full), WINDOW)
     assert layers("llama_windows") == ((window, full), WINDOW)
     assert layers("llama", sliding_window=WINDOW) == ((full, full), WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "weight"),
+    [
+        ("llama_biases", {"mlp_bias": False}, "gate_proj.bias"),
+        ("llama_biases", {"attention_bias": False}, "q_proj.bias"),
+        ("qwen2", {"model_type": "mistral"}, "q_proj.bias"),
+        ("llama", {"mlp_bias": True}, "gate_proj.bias"),
+        ("qwen3", {"attention_bias": True}, "q_proj.bias"),
+    ],
+)
+def test_biases_that_config_and_weights_disagree_about_are_refused_by_name(
+    name: str, changed: dict[str, object], weight: str
+) -> None:
+    config = TORCH_CONFIGS[name] | changed
+    found = Held(weights(TORCH_CONFIGS[name]))
+    device = torch.device("cpu")
+    with pytest.raises(LoadError, match=re.escape(weight)):
+        build_decoder(read_shape(config), found, torch.float32, device, 64)
+
+
+class Held:
+    """Weights in memory."""
+
+    def __init__(self, found: dict[str, torch.Tensor]) -> None:
+        self._found = found
+
+    def has(self, name: str) -> bool:
+        return name in self._found
+
+    def take(self, name: str, *, exact: bool = False) -> torch.Tensor:
+        if not self.has(name):
+            raise LoadError(f"no {name}")
+        return self._found[name]

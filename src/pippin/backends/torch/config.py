@@ -76,6 +76,9 @@ class ModelShape:
     layers: tuple[LayerKind, ...]
     window: int = 0  # tokens that layers with one see, the newest included
     qk_norm: bool = False
+    qkv_bias: bool = False  # which products have a bias
+    out_bias: bool = False
+    mlp_bias: bool = False
     norm_offset: float = 0.0  # a norm's weight is stored less this
     gated_attention: bool = False
     delta: DeltaShape | None = None
@@ -115,6 +118,8 @@ def _shape(config: Json, model_type: str) -> ModelShape:
     num_heads = int(text["num_attention_heads"])
     head_dim = int(text.get("head_dim") or text["hidden_size"] // num_heads)
     max_len = int(text.get("max_position_embeddings") or 4096)
+    # Mistral's and Qwen2's own code reads no such switch.
+    has_attention_bias = family not in ("mistral", "qwen2") and bool(text.get("attention_bias"))
     return ModelShape(
         model_type=model_type,
         prefix="model.language_model." if "text_config" in config else "model.",
@@ -131,6 +136,9 @@ def _shape(config: Json, model_type: str) -> ModelShape:
         layers=_layers(text, window, is_hybrid=is_hybrid),
         window=window or 0,
         qk_norm=family.startswith("qwen3"),
+        qkv_bias=family == "qwen2" or has_attention_bias,
+        out_bias=has_attention_bias,
+        mlp_bias=family == "llama" and bool(text.get("mlp_bias")),
         norm_offset=1.0 if is_hybrid else 0.0,
         gated_attention=is_hybrid,
         delta=_delta(text, interleaved=family == "qwen3_next") if is_hybrid else None,

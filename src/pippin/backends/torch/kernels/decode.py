@@ -7,7 +7,6 @@ cuBLAS, with kernels between. Equal to `forward.PlainForward.tokens` but for rou
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from pippin.backends.torch.kernels.attention_step import attention_step
 from pippin.backends.torch.kernels.delta_step import conv_step, delta_step
@@ -65,8 +64,11 @@ class DecodeKernels:
         mlp, norm = layer.mlp, layer.mlp_norm
         if not isinstance(mlp, DenseMlp):
             return x + mlp(norm_rows(x, norm))
-        y = product(x, mlp.gate_up.weight, norm=norm.weight, eps=norm.eps, swiglu=True)
-        return product(y, mlp.down.weight, residual=x)
+        gate_up, down = mlp.gate_up, mlp.down
+        y = product(
+            x, gate_up.weight, bias=gate_up.bias, norm=norm.weight, eps=norm.eps, swiglu=True
+        )
+        return product(y, down.weight, bias=down.bias, residual=x)
 
     # ---- many rows -------------------------------------------------------------------------
 
@@ -93,7 +95,7 @@ class DecodeKernels:
         mlp = layer.mlp
         if not isinstance(mlp, DenseMlp):
             return mlp(normed)
-        return F.linear(swiglu(mlp.gate_up(normed)), mlp.down.weight)
+        return mlp.down(swiglu(mlp.gate_up(normed)))
 
     # ---- either ----------------------------------------------------------------------------
 

@@ -90,6 +90,8 @@ def _product(
         sums2 *= scale
     if BIAS:
         sums += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)
+        if EPILOGUE == _SWIGLU:
+            sums2 += tl.load(bias + num_out + n, mask=in_n, other=0.0).to(tl.float32)
     if EPILOGUE == _RESIDUAL:
         sums += tl.load(residual + n, mask=in_n, other=0.0).to(tl.float32)
     if EPILOGUE == _SWIGLU:
@@ -144,7 +146,7 @@ def product(
     x: torch.Tensor,  # [1, K]
     weight: torch.Tensor,  # [N, K]; [2 N, K] with `swiglu`
     *,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,  # as many as the weight has rows
     norm: torch.Tensor | None = None,  # float32 [K]
     eps: float = 0.0,
     residual: torch.Tensor | None = None,  # [1, N]

@@ -11,6 +11,7 @@ from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear, Mlp, Norm
 from pippin.backends.torch.models.rope import Rope
+from pippin.errors import LoadError
 
 
 def build_decoder(
@@ -18,14 +19,14 @@ def build_decoder(
 ) -> Decoder:
     builder = _Builder(shape, weights, Rope.of(shape.rope, max_len, device))
     embed = builder.take(f"{shape.prefix}embed_tokens.weight")
-    head = embed if shape.tied else builder.take("lm_head.weight")
+    head = Linear(embed) if shape.tied else builder.linear("lm_head")
     counts = {"attention": 0, "window": 0, "delta": 0}
     layers = []
     for index, kind in enumerate(shape.layers):
         layers.append(builder.layer(index, counts[kind]))
         counts[kind] += 1
     norm = builder.norm(f"{shape.prefix}norm.weight")
-    return Decoder(shape, dtype, embed, tuple(layers), norm, Linear(head), nbytes=builder.nbytes)
+    return Decoder(shape, dtype, embed, tuple(layers), norm, head, nbytes=builder.nbytes)
 
 
 class _Builder:
@@ -58,24 +59,29 @@ class _Builder:
         weight = self.take(name, exact=True)
         return Norm(weight + self._shape.norm_offset, self._shape.eps)
 
-    def _linear(self, *names: str) -> Linear:
+    def linear(self, *names: str, biased: bool = False) -> Linear:
         """Products of one input, one below the other."""
         weight = torch.cat([self.take(f"{name}.weight") for name in names])
-        biased = [self._weights.has(f"{name}.bias") for name in names]
-        if not any(biased):
-            return Linear(weight)
-        assert all(biased), f"some of {names} have a bias, others do not"
-        return Linear(weight, torch.cat([self.take(f"{name}.bias") for name in names]))
+        if biased:
+            return Linear(weight, torch.cat([self.take(f"{name}.bias") for name in names]))
+        for name in names:
+            if self._weights.has(f"{name}.bias"):
+                raise LoadError(
+                    f"the checkpoint has a weight {name}.bias, but config.json asks for no such"
+                    f" bias of {self._shape.model_type}: correct config.json"
+                )
+        return Linear(weight)
 
     def _attention(self, name: str, window: int) -> AttentionLayer:
         shape = self._shape
-        qkv = self._linear(f"{name}q_proj", f"{name}k_proj", f"{name}v_proj")
+        names = (f"{name}{part}_proj" for part in ("q", "k", "v"))
+        qkv = self.linear(*names, biased=shape.qkv_bias)
         if shape.gated_attention:
-            qkv = Linear(_gates_apart(qkv.weight, shape), qkv.bias)
-            assert qkv.bias is None, "a bias of gated attention"
+            bias = None if qkv.bias is None else _gates_apart(qkv.bias, shape)
+            qkv = Linear(_gates_apart(qkv.weight, shape), bias)
         return AttentionLayer(
             qkv=qkv,
-            out=self._linear(f"{name}o_proj"),
+            out=self.linear(f"{name}o_proj", biased=shape.out_bias),
             rope=self._rope,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
@@ -90,10 +96,10 @@ class _Builder:
         shape = self._shape.delta
         assert shape is not None
         if shape.interleaved:
-            qkvz, ba = self._linear(f"{name}in_proj_qkvz"), self._linear(f"{name}in_proj_ba")
+            qkvz, ba = self.linear(f"{name}in_proj_qkvz"), self.linear(f"{name}in_proj_ba")
             project = Linear(_heads_apart(qkvz.weight, ba.weight, shape))
         else:
-            project = self._linear(*(f"{name}in_proj_{part}" for part in ("qkv", "z", "b", "a")))
+            project = self.linear(*(f"{name}in_proj_{part}" for part in ("qkv", "z", "b", "a")))
         return DeltaLayer(
             shape=shape,
             project=project,
@@ -101,7 +107,7 @@ class _Builder:
             decay=-self.take(f"{name}A_log", exact=True).exp(),
             dt_bias=self.take(f"{name}dt_bias", exact=True),
             norm=Norm(self.take(f"{name}norm.weight", exact=True), self._shape.eps),
-            out=self._linear(f"{name}out_proj"),
+            out=self.linear(f"{name}out_proj"),
         )
 
     def _mlp(self, index: int, name: str) -> Mlp:
@@ -112,16 +118,18 @@ class _Builder:
         gate_up, down = self._expert_weights(f"{name}experts.", experts.num_experts)
         return ExpertMlp(
             shape=experts,
-            router=self._linear(f"{name}gate"),
+            router=self.linear(f"{name}gate"),
             gate_up=gate_up,
             down=down,
             shared=self._dense(f"{name}shared_expert.") if has_shared else None,
-            shared_gate=self._linear(f"{name}shared_expert_gate") if has_shared else None,
+            shared_gate=self.linear(f"{name}shared_expert_gate") if has_shared else None,
         )
 
     def _dense(self, name: str) -> DenseMlp:
+        biased = self._shape.mlp_bias
         return DenseMlp(
-            self._linear(f"{name}gate_proj", f"{name}up_proj"), self._linear(f"{name}down_proj")
+            self.linear(f"{name}gate_proj", f"{name}up_proj", biased=biased),
+            self.linear(f"{name}down_proj", biased=biased),
         )
 
     def _expert_weights(self, name: str, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,11 +142,11 @@ class _Builder:
 
 
 def _gates_apart(weight: torch.Tensor, shape: ModelShape) -> torch.Tensor:
-    """Stored head by head as query and gate; here all queries come first."""
+    """Rows stored head by head as query and gate; here all queries come first."""
     num_rows = shape.num_heads * shape.head_dim
     queries, rest = weight[: 2 * num_rows], weight[2 * num_rows :]
-    by_head = queries.view(shape.num_heads, 2, shape.head_dim, -1)
-    q, gate = (by_head[:, part].reshape(num_rows, -1) for part in (0, 1))
+    by_head = queries.unflatten(0, (shape.num_heads, 2, shape.head_dim))
+    q, gate = (by_head[:, part].flatten(0, 1) for part in (0, 1))
     return torch.cat([q, gate, rest])
 
 
