@@ -117,6 +117,29 @@ def test_stop_kills_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert process.process.returncode == -signal.SIGKILL
 
 
+def test_an_engine_that_cannot_be_started_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    children: list[subprocess.Popen[bytes]] = []
+
+    def fails(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        raise BlockingIOError("no more processes")
+
+    def exits_at_once(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
+        children.append(subprocess_popen([sys.executable, "-c", ""], **kwargs))
+        os.waitid(os.P_PID, children[0].pid, os.WEXITED | os.WNOWAIT)
+        return children[0]
+
+    subprocess_popen = subprocess.Popen
+    for start, error in ((fails, BlockingIOError), (exits_at_once, BrokenPipeError)):
+        monkeypatch.setattr(subprocess, "Popen", start)
+        with pytest.raises(error):
+            EngineProcess(resolve(FAKE))
+        assert not list(tmp_path.iterdir())
+    assert children[0].returncode is not None
+
+
 def test_the_engine_leaves_when_the_server_is_killed() -> None:
     code = """
 import time

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from zmq import ZMQError
 
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.engine.engine_client import EngineClient
@@ -112,6 +115,61 @@ async def hold_up_with_one_begun_and_one_waiting(
         stopped.clear()
         os.kill(process.process.pid, signal.SIGCONT)
         await waiting
+
+
+def fail_to_start(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, *, name: str, succeeding: int
+) -> None:
+    """After so many that could be started, every other start of an engine fails."""
+    real, calls = getattr(supervisor_module, name), itertools.count()
+
+    def start(*args: object) -> object:
+        if next(calls) >= succeeding:
+            raise error
+        return real(*args)
+
+    monkeypatch.setattr(supervisor_module, name, start)
+
+
+CANNOT_START = [
+    ("EngineProcess", OSError(errno.EAGAIN, "Resource temporarily unavailable")),
+    ("EngineProcess", BrokenPipeError(errno.EPIPE, "Broken pipe")),
+    ("Connection", ZMQError(errno.EMFILE, "Too many open files")),
+]
+over_failed_starts = pytest.mark.parametrize(("name", "error"), CANNOT_START)
+
+
+@over_failed_starts
+def test_a_first_engine_that_cannot_be_started_is_a_load_error(
+    monkeypatch: pytest.MonkeyPatch, engines: list[EngineProcess], name: str, error: Exception
+) -> None:
+    fail_to_start(monkeypatch, error, name=name, succeeding=0)
+
+    async def work() -> None:
+        supervisor = Supervisor(resolve(FAKE), EngineClient(), on_loading=lambda stage: None)
+        with pytest.raises(LoadError, match="could not be started: ") as raised:
+            await supervisor.run()
+        assert str(error) in raised.value.message
+
+    run(work())
+    assert all(engine.process.returncode is not None for engine in engines)
+
+
+@needs_processes
+@over_failed_starts
+def test_an_engine_that_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, engines: list[EngineProcess], name: str, error: Exception
+) -> None:
+    async def work() -> None:
+        async with supervised() as (client, _):
+            with monkeypatch.context() as patched:
+                fail_to_start(patched, error, name=name, succeeding=0)
+                os.kill(engines[0].process.pid, signal.SIGKILL)
+                await until(lambda: client.reason and "could not be started" in client.reason)
+            await until(lambda: client.healthy)
+            assert len(tokens_of(await collect(client, "next"))) == 4
+
+    run(work())
 
 
 @needs_processes

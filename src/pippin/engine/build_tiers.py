@@ -23,12 +23,12 @@ from pippin.cache.tiers.courier import Courier
 from pippin.cache.tiers.kinds import DISK, HOST, TierKind
 from pippin.cache.tiers.tiers import Tiers
 from pippin.config import Config
+from pippin.engine.exit_times import STOP_GRACE_SECONDS
 from pippin.errors import ConfigError, LoadError
 from pippin.types import GRID, Component
 
 MOST_BATCH_BYTES = 32 << 20  # a step copies so much, and streams wait for it
 BATCH_SHARE = 1 / 64  # of the budget
-PATIENCE_S = 5.0  # with an engine that has yet to notice that its server was killed
 BATCHES_IN_FLIGHT = 2  # of each tier, one written and one loaded: beside rows and tree
 
 
@@ -126,7 +126,7 @@ def _open_disk(config: Config, backend: Backend) -> DiskStore:
         Path(engine.cache_dir).expanduser(),
         fingerprint(config, backend),
         parse_bytes("disk", engine.disk),
-        patience_s=PATIENCE_S,
+        patience_s=STOP_GRACE_SECONDS,  # an engine whose server was killed may still be writing
     )
 
 

@@ -25,6 +25,7 @@ import zmq
 from pippin.backends.warm_up import LOAD_SECONDS
 from pippin.config import Config
 from pippin.engine.build import build_loop
+from pippin.engine.exit_times import EXIT_GRACE_SECONDS
 from pippin.engine.message_pump import MessagePump
 from pippin.errors import PippinError
 from pippin.feed.recorder import Recorder
@@ -37,7 +38,6 @@ from pippin.scheduler.loop import Loop
 STDIN = 0
 OWN_INBOX = "inproc://inbox"  # the same, for threads of this process
 BEAT_SECONDS = 0.5  # between signs of life
-EXIT_GRACE_SECONDS = 3.0  # from the server's end to leaving by force
 
 
 @dataclass(frozen=True)

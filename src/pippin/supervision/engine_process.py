@@ -9,6 +9,7 @@ server                                    engine (child)
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -18,10 +19,10 @@ from pathlib import Path
 import msgspec
 
 from pippin.config import Config
+from pippin.engine.exit_times import STOP_GRACE_SECONDS
 from pippin.engine.run import EngineSpec
 
 SOCKET_PATH_MAX = 100  # sockaddr_un holds 104 bytes on macOS, 108 on Linux
-STOP_GRACE_SECONDS = 5.0
 WATCH_SECONDS = 0.1
 
 
@@ -29,19 +30,33 @@ class EngineProcess:
     """A context manager: leaving it stops the child."""
 
     def __init__(self, config: Config) -> None:
+        """Raises OSError if the system cannot start it; nothing is left behind then."""
         self._sockets = tempfile.TemporaryDirectory(
             prefix="pippin-", dir=_short_dir(), ignore_cleanup_errors=True
         )
         self.spec = EngineSpec(config, self._sockets.name)
         # A session of its own: Ctrl-C reaches the server alone, which then stops the engine.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pippin.engine.run"],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pippin.engine.run"],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError:
+            self._sockets.cleanup()
+            raise
+        try:
+            self._send(msgspec.json.encode(self.spec) + b"\n")
+        except OSError:
+            self.kill()
+            self.stop()
+            raise
+
+    def _send(self, line: bytes) -> None:
+        """Unbuffered: nothing is left to be written when the pipe is closed."""
         assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(self.spec) + b"\n")
-        self.process.stdin.flush()
+        while line:
+            line = line[os.write(self.process.stdin.fileno(), line) :]
 
     def remove_socket_names(self) -> None:
         """Both sides are connected: nobody needs the files, and nobody can leave them behind."""

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from zmq import ZMQError
+
 from pippin.config import Config
 from pippin.engine.engine_client import EngineClient
 from pippin.errors import EngineDead, LoadError
@@ -93,8 +95,12 @@ class Supervisor:
 
     async def _run_engine(self) -> str:
         """One engine, from its start to its end; why it ended."""
-        process = EngineProcess(self._config)
-        connection = Connection(process.spec.inbox, process.spec.outbox)
+        try:
+            process, connection = self._start()
+        except (OSError, ZMQError) as error:  # no memory, no descriptor: that may change
+            reason = f"the engine process could not be started: {error}"
+            self._client.engine_lost(reason)
+            return reason
         server = self._config.server
         pulse = Pulse(silence_limit=server.heartbeat_timeout, step_limit=server.engine_timeout)
         try:
@@ -108,6 +114,15 @@ class Supervisor:
         finally:
             connection.close()
             await asyncio.to_thread(process.stop)
+
+    def _start(self) -> tuple[EngineProcess, Connection]:
+        process = EngineProcess(self._config)
+        try:
+            return process, Connection(process.spec.inbox, process.spec.outbox)
+        except ZMQError:
+            process.kill()
+            process.stop()
+            raise
 
     async def _listen(self, connection: Connection, process: EngineProcess, pulse: Pulse) -> str:
         """Take in what the engine says until it says that it stops; why it does."""
