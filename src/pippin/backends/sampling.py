@@ -36,6 +36,8 @@ from pippin.backends.base import Admit
 from pippin.backends.sampling_noise import stream_of
 from pippin.types import SamplingParams
 
+# Of a prompt whose positions are all scored: float32 logits at a time, and positions at the most.
+SCORED_BYTES, SCORED_POSITIONS = 64 << 20, 256
 MASS_UNITS = 2.0**40  # of which a million tokens have less than 2^63
 SHORT = 128  # a top_k up to this needs only a partition; fixed, so that no batchmate changes it
 GREEDY_BELOW = 1e-5  # a lower temperature overflows logits / temperature, and is greedy anyway
@@ -74,3 +76,8 @@ class SlotSampling:
 
 
 PADDING = SlotSampling(SamplingParams(temperature=0.0))
+
+
+def scored_positions(vocab_size: int, block_bytes: int = SCORED_BYTES) -> int:
+    """How many positions of a prompt are scored at a time."""
+    return min(max(block_bytes // (4 * vocab_size), 1), SCORED_POSITIONS)

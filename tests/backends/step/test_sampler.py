@@ -15,7 +15,7 @@ from near_ties import log_softmax
 from pippin.backends.base import Admit
 from pippin.backends.masks import pack
 from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
-from pippin.backends.mlx.step.sampler import Sampler, SampleRow, dropped_tokens
+from pippin.backends.mlx.step.sampler import Sampler, SampleRow, dropped_tokens, token_logprobs
 from pippin.backends.mlx.step.sampling_state import RowSubset, build_batch
 from pippin.backends.sampling import SlotSampling
 from pippin.types import SamplingParams
@@ -454,7 +454,7 @@ def test_logprobs_without_alternatives_have_no_columns() -> None:
 
 def test_prompt_logprobs_equal_log_softmax() -> None:
     logits, targets = some_logits(9, VOCAB), mx.arange(9) * 30
-    chosen, top_ids, top = Sampler(VOCAB, SLOTS).logprobs_of_prompt(logits, targets, 3)
+    chosen, top_ids, top = token_logprobs(logits, targets, 3)
     expected = log_softmax(np.array(logits))
     order = np.argsort(-expected, axis=-1)[:, :3]
     np.testing.assert_allclose(np.array(chosen), expected[np.arange(9), targets], atol=ROUNDING)

@@ -106,7 +106,6 @@ class MLXBackend:
             loaded,
             self._captures,
             self._admitted,
-            self._sampler.logprobs_of_prompt,
             shapes=Ladder() if padded else EXACT,
             seen=self._shapes,
             deterministic=deterministic,
@@ -227,6 +226,7 @@ class MLXBackend:
             self._resident = ResidentLimit(max(budget_bytes - used, 0))
         self._shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
         query_blocks.LIMIT.fit(max(left, 0) * ACTIVATION_SHARE)
+        self._prompts.scores.fit(max(left, 0) * ACTIVATION_SHARE)
         left = int(left * (1.0 - ACTIVATION_SHARE - SPARE_SHARE))
         buffers = max_buffers()
         return left if buffers is None else min(left, buffers * self._captures.least_buffer_bytes)

@@ -21,8 +21,6 @@ from pippin.backends.torch.recurrent.gated_delta import (
 )
 from pippin.backends.torch.step.batches import ChunkBatch, DecodeBatch
 
-HEAD_TOKENS = 256  # whose logits are computed at a time, where a prompt's are all wanted
-
 
 class ChunkForward(Protocol):
     def chunks(self, batch: ChunkBatch) -> torch.Tensor:

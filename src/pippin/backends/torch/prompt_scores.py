@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from pippin.backends.base import Admit, PrefillRow
-from pippin.backends.torch.forward import HEAD_TOKENS, ChunkForward
+from pippin.backends.sampling import scored_positions
+from pippin.backends.torch.forward import ChunkForward
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import Told, TorchPending, lines_of
 from pippin.backends.torch.step.sampler import token_logprobs
@@ -43,8 +44,9 @@ class PromptScores:
         """Logits of positions start.. are for tokens start + 1..; the last is drawn."""
         targets = admit.prompt[chunk.start + 1 : chunk.end + 1]
         arriving = self._arriving.setdefault(chunk.slot, [])
-        for start in range(0, len(targets), HEAD_TOKENS):
-            part = self._parts.pools.index(targets[start : start + HEAD_TOKENS])
+        at_a_time = scored_positions(self._parts.slots.vocab_size)
+        for start in range(0, len(targets), at_a_time):
+            part = self._parts.pools.index(targets[start : start + at_a_time])
             logits = self._forward.logits(hidden[start : start + len(part)])
             scored = token_logprobs(logits, part, admit.params.prompt_logprobs or 0)
             arriving.append(self._parts.streams.bring(scored))

@@ -18,16 +18,14 @@ from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
 from pippin.backends.mlx.prefill.chunk_forward import ChunkForward
+from pippin.backends.mlx.prefill.prompt_scores import PromptScores
 from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.shapes import Exact
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
-from pippin.backends.mlx.step.sampler import Logprobs, SampleRow
+from pippin.backends.mlx.step.sampler import SampleRow
 from pippin.backends.mlx.tree.captures import Captures
 from pippin.types import Component
-
-# Of logits [n, vocab], the tokens at these positions, and so many alternatives.
-ScorePrompt = Callable[[mx.array, mx.array, int], Logprobs]
 
 ROW_COMPONENTS = (Component.ATTENTION, Component.WINDOW, Component.STATE)
 
@@ -41,7 +39,6 @@ class Prompts:
         loaded: LoadedModel,
         captures: Captures,
         admitted: Mapping[int, Admit],
-        score: ScorePrompt,
         *,
         shapes: Exact,
         seen: RecentShapes,
@@ -52,12 +49,11 @@ class Prompts:
         self._forward = ChunkForward(loaded.layout, loaded.forward, loaded.head, compiled)
         self._captures = captures
         self._admitted = admitted
-        self._score = score
         self.shapes = shapes
         self._seen = seen
         self._deterministic = deterministic
         self._states: dict[int, PromptState] = {}  # by slot
-        self._logprobs: dict[int, list[Logprobs]] = {}
+        self.scores = PromptScores(loaded.vocab_size, admitted)
 
     def __len__(self) -> int:
         return len(self._states)
@@ -82,11 +78,11 @@ class Prompts:
     def drop(self, slot: int) -> None:
         """A slot that decodes, or whose launch failed, has nothing here."""
         self._states.pop(slot, None)
-        self._logprobs.pop(slot, None)
+        self.scores.drop(slot)
 
     def clear(self) -> None:
         self._states.clear()
-        self._logprobs.clear()
+        self.scores.clear()
 
     # ---- chunks ----------------------------------------------------------------------------
 
@@ -95,14 +91,14 @@ class Prompts:
         if self._deterministic:  # every block of the absolute grid by itself, always
             return [[block] for chunk in chunks for block in grid_blocks(chunk)]
         pads = self._loaded.layout.pads
-        return group_chunks(chunks, self._wants_logprobs, pads=pads, cpu=on_cpu())
+        return group_chunks(chunks, self.scores.wants, pads=pads, cpu=on_cpu())
 
     def run(self, step: MLXPending, chunks: Sequence[PrefillRow]) -> None:
         """One forward."""
         for chunk in chunks:
             step.check_restored(chunk, ROW_COMPONENTS)
         states = [self._restored(chunk) for chunk in chunks]
-        whole = self._wants_logprobs(chunks[0])
+        whole = self.scores.wants(chunks[0])
         batch = ChunkBatch(
             self._loaded.layout,
             [chunk.tokens for chunk in chunks],
@@ -116,10 +112,10 @@ class Prompts:
             if len(chunks) == 1 and not (taps or whole) and self._forward.takes(batch.width):
                 logits, hidden = self._forward(batch, states[0])
             else:
-                logits, hidden = self._run_plain(batch, whole=whole)
+                at = np.arange(batch.width)[None] if whole else batch.last_positions[:, None]
+                logits, hidden = self._run_plain(batch, at)
         if whole:
-            self._note_logprobs(step, chunks[0], logits[0])
-            logits = logits[:, -1:]
+            logits, hidden = self._score(step, chunks[0], logits, hidden)
         elif logits.shape[1] != 1:  # a head that could not be told to choose
             logits = mx.take_along_axis(logits, mx.array(batch.last_positions)[:, None, None], 1)
         step.check(np.array([chunk.slot for chunk in chunks]), logits[: len(chunks), -1])
@@ -133,13 +129,30 @@ class Prompts:
                 self._tell_hidden(step, chunk, hidden, row)
             step.written += prompt.arrays()
 
-    def _run_plain(self, batch: ChunkBatch, *, whole: bool) -> tuple[mx.array, mx.array | None]:
-        """Logits of the last positions, or of the `whole` chunk."""
+    def _run_plain(
+        self,
+        batch: ChunkBatch,
+        positions: np.ndarray,  # int [rows, n]
+    ) -> tuple[mx.array, mx.array | None]:
+        """Logits of these positions, and what the head reads of them."""
         head = self._loaded.head
-        head.positions = None if whole else mx.array(batch.last_positions[:, None])
+        head.positions = mx.array(positions)
         logits = self._loaded.forward(batch.tokens, batch.caches)
         head.positions = None
         return logits, self._loaded.take_hidden()
+
+    def _score(
+        self, step: MLXPending, chunk: PrefillRow, logits: mx.array, hidden: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        """Scores a whole chunk; its last position's logits and hidden vector.
+
+        Where the head can be computed alone, logits of the whole chunk never are.
+        """
+        if hidden is None:
+            self.scores.add(step, chunk, logits, lambda block: block)
+            return logits[:, -1:], None
+        self.scores.add(step, chunk, hidden, self._loaded.logits_after)
+        return self._loaded.logits_after(hidden[:, -1:]), hidden[:, -1:]
 
     # ---- prompts that are restored whole ---------------------------------------------------
 
@@ -184,19 +197,3 @@ class Prompts:
             self._captures.restore(prompt, chunk.restore)
         assert prompt.length == chunk.start, f"slot {chunk.slot}: chunks must follow each other"
         return prompt
-
-    def _wants_logprobs(self, chunk: PrefillRow) -> bool:
-        return self._admitted[chunk.slot].params.prompt_logprobs is not None
-
-    def _note_logprobs(self, step: MLXPending, chunk: PrefillRow, logits: mx.array) -> None:
-        """Logits [n, vocab] of positions start.. are for tokens start + 1..; the last is drawn."""
-        admit = self._admitted[chunk.slot]
-        targets = admit.prompt[chunk.start + 1 : chunk.end + 1]
-        found = self._logprobs.setdefault(chunk.slot, [])
-        if len(targets):
-            top = admit.params.prompt_logprobs or 0
-            scored = self._score(logits[: len(targets)], mx.array(targets), top)
-            found.append(scored)
-            step.written += list(scored)
-        if chunk.samples:
-            step.prompt_logprobs[chunk.slot] = self._logprobs.pop(chunk.slot)

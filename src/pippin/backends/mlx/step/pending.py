@@ -87,6 +87,7 @@ class MLXPending:
     loaded: list[Payload] = field(default_factory=list)
     sampled: list[SampledRows] = field(default_factory=list)
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)
+    last_scored: Logprobs | None = None  # of a prompt's positions: the next ones wait for it
     hidden: dict[int, mx.array] = field(default_factory=dict)  # [n], by slot: embeddings
     to_sample: ToSample = field(default_factory=ToSample)
     checks: list[tuple[np.ndarray, mx.array]] = field(default_factory=list)  # slots, bool each

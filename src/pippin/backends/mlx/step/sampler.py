@@ -118,10 +118,6 @@ class Sampler:
             found = Logprobs(*(array[batch.logprobs.places] for array in found))
         return Sampled(tokens, *found, history=history)
 
-    def logprobs_of_prompt(self, logits: mx.array, targets: mx.array, k: int) -> Logprobs:
-        """Of each target, int [n], under the logits [n, vocab_size] of the position before it."""
-        return token_logprobs(logits, targets, k)
-
     def _batch(self, rows: Sequence[SampleRow]) -> SampleBatch:
         slots = tuple(row.slot for row in rows)
         states = [self._slots[slot] for slot in slots]

@@ -14,6 +14,7 @@ from pippin.backends.torch.step.sampling_state import Send
 
 class Slots:
     def __init__(self, num_slots: int, vocab_size: int, send: Send) -> None:
+        self.vocab_size = vocab_size
         self.sampler = Sampler(vocab_size, num_slots, send)
         self.columns = SamplingColumns(num_slots, vocab_size)
         self._admitted: dict[int, Admit] = {}
