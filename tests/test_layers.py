@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "engine.watchers": {"messages", "feed.schema"},
     "api": {
         *("types", "text", "messages", "sequences", "embedding", "tasks", "config"),
-        *("decode.closed_objects", "decode.expressions", "decode.json_schema"),
+        *("decode.closed_objects", "decode.expressions", "decode.json_schema", "decode.size"),
         *("engine.engine_client", "engine.watchers"),
     },
     "offline": {

@@ -55,11 +55,24 @@ class Payload(Protocol):
 
 
 @dataclass(frozen=True)
+class GrammarPart:
+    """A client's own grammar inside a larger one. By itself it must be a grammar too.
+
+    Else it could end the one around it early, or add rules to it.
+    """
+
+    syntax: Literal["lark", "regex"]
+    text: str
+    field: str  # where it stands in the request, for errors
+
+
+@dataclass(frozen=True)
 class GrammarSpec:
     """What a reply must look like, as text of one of these languages."""
 
     kind: Literal["json_schema", "regex", "ebnf"]
     text: str
+    parts: tuple[GrammarPart, ...] = ()  # of the text
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,7 @@ class SamplingParams:
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
+    grammar_parts: tuple[GrammarPart, ...] = ()  # of `ebnf`; set by the server, for custom tools
 
     @property
     def grammar(self) -> GrammarSpec | None:
@@ -96,7 +110,7 @@ class SamplingParams:
             return GrammarSpec("json_schema", text)
         if self.regex is not None:
             return GrammarSpec("regex", self.regex)
-        return None if self.ebnf is None else GrammarSpec("ebnf", self.ebnf)
+        return None if self.ebnf is None else GrammarSpec("ebnf", self.ebnf, self.grammar_parts)
 
     @property
     def greedy(self) -> bool:

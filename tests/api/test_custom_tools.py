@@ -17,12 +17,12 @@ from call_texts import write_calls
 from pippin.api.grammars.calls import CallRules
 from pippin.api.grammars.lark import Lark
 from pippin.api.requests.custom_tools import InputReader, arguments_of, as_function, input_of
-from pippin.api.requests.request import InputGrammar, ToolUse
-from pippin.decode.compile import CompiledGrammar, compile_grammar
-from pippin.errors import UnsupportedField
+from pippin.api.requests.request import ToolUse
+from pippin.decode.compile import CompiledGrammar, compile_grammar, prove_grammar
+from pippin.errors import RequestError, UnsupportedField
 from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
 from pippin.text.parsers.formats import TOOL_FORMATS
-from pippin.types import GrammarSpec
+from pippin.types import GrammarPart, GrammarSpec
 
 # As OpenAI's guide and Codex have them.
 ARITHMETIC = """
@@ -87,7 +87,7 @@ def test_half_a_pair_is_no_character() -> None:
 # ---- held to a grammar -----------------------------------------------------------------------
 
 
-def grammar_of(format: str, grammar: InputGrammar | None) -> CompiledGrammar:
+def grammar_of(format: str, grammar: GrammarPart | None) -> CompiledGrammar:
     lark = Lark(TEXT.tokenizer)
     use = ToolUse((as_function("run", None, grammar),), required=True, custom={"run": grammar})
     text = lark.text(CallRules(lark, format, use).calls())
@@ -115,19 +115,19 @@ CONSTRAINED = [name for name in TOOL_FORMATS if name != "harmony"]
 def test_a_lark_grammar_is_kept_where_inputs_stand_bare(
     format: str, definition: str, good: list[str], bad: list[str]
 ) -> None:
-    grammar = grammar_of(format, InputGrammar("lark", definition, "tools[0].format.definition"))
+    grammar = grammar_of(format, GrammarPart("lark", definition, "tools[0].format.definition"))
     assert [allows(grammar.copy(), written(format, text)) for text in good] == [True] * len(good)
     assert not any(allows(grammar.copy(), written(format, text)) for text in bad)
 
 
 @pytest.mark.parametrize("format", CONSTRAINED)
 def test_a_regular_expression_is_kept_in_every_format(format: str) -> None:
-    grammar = grammar_of(format, InputGrammar("regex", TIMESTAMP, "f"))
+    grammar = grammar_of(format, GrammarPart("regex", TIMESTAMP, "f"))
     for good in ("2026-01-01", "2026-01-01 at 07:30"):
         assert allows(grammar.copy(), written(format, good))
     for bad in ("2026-1-1", "2026-01-01 at", "2026-01-01\n", ""):
         assert not allows(grammar.copy(), written(format, bad))
-    lines = grammar_of(format, InputGrammar("regex", r'(?s:"?a.*)', "f"))
+    lines = grammar_of(format, GrammarPart("regex", r'(?s:"?a.*)', "f"))
     assert allows(lines.copy(), written(format, 'a\n"b"\n\nc'))
     assert allows(lines.copy(), written(format, '"a'))
     assert not allows(lines.copy(), written(format, "b"))
@@ -143,7 +143,7 @@ def test_an_input_without_a_grammar_is_any_text(format: str) -> None:
 
 def test_a_lark_grammar_inside_of_a_json_string_is_refused() -> None:
     with pytest.raises(UnsupportedField, match="hermes a call's input is written as a JSON"):
-        grammar_of("hermes", InputGrammar("lark", ARITHMETIC, "tools[0].format.definition"))
+        grammar_of("hermes", GrammarPart("lark", ARITHMETIC, "tools[0].format.definition"))
 
 
 # ---- with the official client ----------------------------------------------------------------
@@ -289,9 +289,7 @@ def custom(**fields: Any) -> dict[str, Any]:
         (custom(name="a b"), "tools[0].name"),
         (custom(format="text"), "tools[0].format"),
         (custom(format={}), "tools[0].format.type"),
-        (custom(format=lark("start: x")), "tools[0].format.definition"),
-        (custom(format=lark('start: "a" }\nb: {')), "tools[0].format.definition"),
-        (custom(format=lark("(?=a)b") | {"syntax": "regex"}), "tools[0].format.definition"),
+        (custom(format=lark('start: "a"{9999999}')), "tools[0].format.definition"),
         (custom(format=lark() | {"syntax": "peg"}), "tools[0].format.syntax"),
         (custom(defer_loading=True), "tools[0].defer_loading"),
         ({"tool_choice": {"type": "custom", "name": "g"}}, "tool_choice"),
@@ -303,3 +301,40 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
     with client_of(says("")) as (client, _), pytest.raises(openai.BadRequestError) as caught:
         respond(client, **fields)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("definition", "syntax"),
+    [
+        ("start: x", "lark"),
+        ('start: "a" }\nb: {', "lark"),
+        ("(?=a)b", "regex"),
+        ("a)|(b", "regex"),
+    ],
+)
+def test_a_definition_that_is_no_grammar_by_itself_is_found_out_where_it_is_compiled(
+    definition: str, syntax: str
+) -> None:
+    with client_of(says("")) as (client, engine):
+        respond(client, **custom(format=lark(definition) | {"syntax": syntax}))
+    spec = engine.submits[-1].params.grammar
+    assert spec is not None
+    with pytest.raises(RequestError) as caught:
+        prove_grammar(spec, vocabulary())
+    assert caught.value.param == "tools[0].format.definition"
+
+
+def test_nothing_is_compiled_where_requests_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the server along: a chain of 5,000 rules overflows a compiler's stack."""
+
+    def compiled(*_: Any, **__: Any) -> None:
+        raise AssertionError("the process of the server compiled a grammar")
+
+    class NoMatcher:
+        __init__ = validate_grammar = validate_grammar_with_warnings = compiled
+
+    monkeypatch.setattr("pippin.decode.expressions.LLMatcher", NoMatcher)
+    with client_of(says("")) as (client, engine):
+        respond(client, **custom(format=lark()))
+        respond(client, **custom(format=lark("(") | {"syntax": "regex"}))
+    assert len(engine.submits) == 2

@@ -19,7 +19,10 @@ _COMBINED = ("allOf", "anyOf", "oneOf", "$ref")
 
 
 def closed(schema: Any) -> Any:
-    """The schema itself where parts of it are combined: closed, they would exclude each other."""
+    """The schema itself where parts of it are combined: closed, they would exclude each other.
+
+    It recurses: of a schema whose nesting was checked (`check_schema`).
+    """
     return schema if _combines(schema) else _closed(schema)
 
 

@@ -14,11 +14,12 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from pippin.decode.closed_objects import closed
-from pippin.decode.expressions import in_one_line, regex_terminal
+from pippin.decode.expressions import check_part, in_one_line, regex_terminal
 from pippin.decode.json_schema import check_schema
+from pippin.decode.size.check_size import check_size
 from pippin.decode.vocabulary import Vocabulary
 from pippin.errors import RequestError
-from pippin.types import GrammarSpec
+from pippin.types import GrammarPart, GrammarSpec
 
 SILENT = 0
 DISOBEYED = "doesn't satisfy the grammar"  # llguidance's words for a token that may not come
@@ -74,6 +75,19 @@ def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGramma
     if complaints:
         raise RequestError(f"{spec.kind}: {in_one_line(complaints[0])}", param=spec.kind)
     return CompiledGrammar(matcher)
+
+
+def prove_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> None:
+    """Raises what is wrong with a grammar that a client wrote, or what it is too large for.
+
+    It may also exhaust the stack, the memory or anyone's patience: run it in a process for that.
+    """
+    check_size(spec)
+    for part in spec.parts:
+        check_part(part)
+    if spec.kind == "regex":
+        check_part(GrammarPart("regex", spec.text, "regex"))
+    compile_grammar(spec, vocabulary)
 
 
 def _source(spec: GrammarSpec) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from llguidance import LLMatcher, regex_to_lark
 
 from pippin.errors import RequestError
+from pippin.types import GrammarPart
 
 ASCII_CLASSES = "dw"  # digits and word characters are those of ASCII, as in a schema's patterns
 MAX_MESSAGE_CHARS = 500
@@ -18,18 +19,17 @@ def regex_terminal(regex: str) -> str:
     return f"/(?:{regex_to_lark(regex, ASCII_CLASSES)})/"
 
 
-def check_regex(regex: str, param: str) -> None:
-    _check(f"start: {regex_terminal(regex)}", param)
+def _bare_terminal(regex: str) -> str:
+    """Without the group around it, which `a)|(b` would close."""
+    return f"/{regex_to_lark(regex, ASCII_CLASSES)}/" if regex else regex_terminal(regex)
 
 
-def check_lark(text: str, param: str) -> None:
-    _check(text, param)
-
-
-def _check(lark: str, param: str) -> None:
+def check_part(part: GrammarPart) -> None:
+    """Raises if it is no grammar by itself. Compiles it: only in a process that may die of it."""
+    lark = part.text if part.syntax == "lark" else f"start: {_bare_terminal(part.text)}"
     _, complaints = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(lark))
     if complaints:
-        raise RequestError(f"{param}: {in_one_line(complaints[0])}", param=param)
+        raise RequestError(f"{part.field}: {in_one_line(complaints[0])}", param=part.field)
 
 
 def in_one_line(message: str) -> str:

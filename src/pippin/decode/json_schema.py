@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
+from pippin.decode.size.schema_size import check_schema_size
+from pippin.decode.size.size_limits import TooLarge
 from pippin.errors import RequestError
 
-MAX_DEPTH = 64  # of schemas inside schemas: what is deeper is no schema that somebody wrote
 MAX_EXACT = 2**53  # llguidance keeps numbers as doubles, and crashes on some near 2**63
 MAX_REMAINDERS = 10_000  # compiling a multipleOf of a million takes 16 seconds
+MAX_NAME_CHARS = 60  # of a keyword or a property that an error names
 
 # Keywords whose values are schemas, by how they hold them.
 _ONE = {"additionalItems", "additionalProperties"}
@@ -49,32 +51,52 @@ _EXTENSION = "x-"  # by custom these are for other tools,
 _OPTIONS = "x-guidance"  # but for the one that loosens how llguidance reads a schema
 
 
+Place = tuple["Place", str] | None  # of a schema in the one around it; None: the whole
+
+
 def check_schema(text: str) -> dict[str, Any]:
-    """The schema that `text` holds; raises if it is none, or asks for what is not enforced."""
+    """The schema that `text` holds; raises if it is none, or asks for what is not enforced.
+
+    What is returned is nested no deeper than recursive code can follow.
+    """
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _refused(f"json_schema is not JSON: {error}") from error
     if not isinstance(schema, dict):
         raise _refused(f"json_schema is {_kind(schema)}; it must be an object")
-    for path, part in _parts(schema):
+    try:
+        check_schema_size(schema)
+    except TooLarge as error:
+        raise _refused(f"json_schema is too large: {error}") from error
+    for place, part in _parts(schema):
         for keyword, value in part.items():
             if (why := _why_not(keyword, value, part)) is not None:
-                raise _refused(f"json_schema: {path}: {why}")
+                raise _refused(f"json_schema: {_path(place)}: {why}")
     return schema
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
     """The schema and all schemas inside it, with where they are."""
-    found: list[tuple[str, Any, int]] = [("$", schema, 0)]
+    found: list[tuple[Place, Any]] = [(None, schema)]
     while found:
-        path, part, depth = found.pop()
+        place, part = found.pop()
         if not isinstance(part, dict):  # true, false, or wrong in a way that llguidance names
             continue
-        if depth > MAX_DEPTH:
-            raise _refused(f"json_schema is nested deeper than {MAX_DEPTH} levels: {path}")
-        yield path, part
-        found += ((f"{path}.{name}", inner, depth + 1) for name, inner in _inner(part))
+        yield place, part
+        found += (((place, name), inner) for name, inner in _inner(part))
+
+
+def _path(place: Place) -> str:
+    names: list[str] = []
+    while place is not None:
+        place, name = place
+        names.append(_cut(name))
+    return ".".join(["$", *reversed(names)])
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}..."
 
 
 def _inner(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -122,6 +144,7 @@ def _num_remainders(value: Any) -> int:
 
 
 def _refusal(keyword: str) -> str:
+    keyword = _cut(keyword)
     if keyword in _NOT_ENFORCED:
         return f"the keyword {keyword} is not supported"
     near = difflib.get_close_matches(keyword, _KNOWN, n=1)

@@ -11,13 +11,14 @@ from typing import Any
 from pippin.api.grammars.bare_keys import BareKeyRules
 from pippin.api.grammars.lark import Lark, one_of
 from pippin.api.requests.custom_tools import INPUT, input_schema
-from pippin.api.requests.request import InputGrammar, ToolUse
+from pippin.api.requests.request import ToolUse
 from pippin.decode.closed_objects import closed
 from pippin.decode.expressions import regex_terminal
 from pippin.decode.json_schema import check_schema
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.parsers.formats import HARMONY, TOOL_FORMATS
 from pippin.text.parsers.syntax import BareKeyArguments, CallSyntax, TaggedArguments
+from pippin.types import GrammarPart
 
 Schema = dict[str, Any]
 _NUMBER = "{number}"
@@ -79,7 +80,7 @@ class CallRules:
         key = self._lark.until(tags.before_value)
         return f"({self._literal(tags.before_key)} {key} {value})*"
 
-    def _input(self, grammar: InputGrammar | None) -> str:
+    def _input(self, grammar: GrammarPart | None) -> str:
         """The one argument of a custom tool."""
         tags = self._syntax.arguments
         if isinstance(tags, TaggedArguments):
@@ -96,16 +97,16 @@ class CallRules:
                 param=grammar.field,
             )
         if grammar is not None:
-            schema["properties"][INPUT]["pattern"] = f"^(?:{grammar.definition})$"
+            schema["properties"][INPUT]["pattern"] = f"^(?:{grammar.text})$"
         return self._lark.json(schema)
 
-    def _text(self, grammar: InputGrammar | None, end: str) -> str:
+    def _text(self, grammar: GrammarPart | None, end: str) -> str:
         """A text that stands as it is, and what ends it."""
         if grammar is None:
             return self._lark.until(end)
         if grammar.syntax == "regex":
-            return self._lark.until(end, regex_terminal(grammar.definition))
-        return f"{self._lark.nested(grammar.definition)} {self._literal(end)}"
+            return self._lark.until(end, regex_terminal(grammar.text))
+        return f"{self._lark.nested(grammar.text)} {self._literal(end)}"
 
     def _bare_keys(self, name: str, syntax: BareKeyArguments) -> BareKeyRules:
         def refuse(what: str) -> UnsupportedField:

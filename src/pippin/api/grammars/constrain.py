@@ -13,11 +13,12 @@ from pippin.api.grammars.lark import ANY_TEXT, Lark
 from pippin.api.requests.request import ChatRequest, Options
 from pippin.decode.closed_objects import closed
 from pippin.decode.json_schema import check_schema
+from pippin.decode.size.check_size import check_size
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import TextBundle
 from pippin.text.parsers.formats import HARMONY, REASONING_FORMATS, TOOL_FORMATS
 from pippin.text.prompt import Prompt
-from pippin.types import SamplingParams
+from pippin.types import GrammarPart, GrammarSpec, SamplingParams
 
 
 def can_forbid_calls(text: TextBundle) -> bool:
@@ -46,19 +47,21 @@ def constrain(request: ChatRequest, prompt: Prompt, text: TextBundle) -> Samplin
     if tool_use.is_free and params.grammar is None:
         return params
     assert text.formats.tools is not None, "checked where the prompt was made"
-    rules = CallRules(lark, text.formats.tools, tool_use)
+    rules, parts = CallRules(lark, text.formats.tools, tool_use), tool_use.grammars
     if tool_use.required:
         if params.grammar is not None:
             raise UnsupportedField(
                 "a reply that has to be a call has no other content to constrain",
                 param="tool_choice",
             )
-        return _with_grammar(request.options, lark, f"{reasoning} {rules.calls()}")
+        return _with_grammar(request.options, lark, f"{reasoning} {rules.calls()}", parts)
     rules.check_optional()
     _check_composes(params, "the reply may also be a call")
     if content:
-        return _with_grammar(request.options, lark, f"{reasoning} ({content} | {rules.calls()})")
-    return _with_grammar(request.options, lark, f"{reasoning} {ANY_TEXT} {rules.calls()}?")
+        start = f"{reasoning} ({content} | {rules.calls()})"
+    else:
+        start = f"{reasoning} {ANY_TEXT} {rules.calls()}?"
+    return _with_grammar(request.options, lark, start, parts)
 
 
 def _reasoning(lark: Lark, prompt: Prompt, text: TextBundle) -> str:
@@ -88,7 +91,9 @@ def _check_composes(params: SamplingParams, why: str) -> None:
             raise UnsupportedField(f"{field} cannot be kept, because {why}", param=field)
 
 
-def _with_grammar(options: Options, lark: Lark, start: str) -> SamplingParams:
+def _with_grammar(
+    options: Options, lark: Lark, start: str, parts: tuple[GrammarPart, ...] = ()
+) -> SamplingParams:
     grammar = lark.text(start)
     nbytes = len(grammar.encode())
     if nbytes > options.max_schema_bytes:
@@ -97,4 +102,5 @@ def _with_grammar(options: Options, lark: Lark, start: str) -> SamplingParams:
             "allowed (--max-schema-bytes)",
             param="tools",
         )
-    return replace(options.params, json_schema=None, regex=None, ebnf=grammar)
+    check_size(GrammarSpec("ebnf", grammar), "tools")
+    return replace(options.params, json_schema=None, regex=None, ebnf=grammar, grammar_parts=parts)

@@ -11,8 +11,8 @@ import re
 from typing import Any
 
 from pippin.api.requests.body import Body
-from pippin.api.requests.request import InputGrammar
-from pippin.decode.expressions import check_lark, check_regex
+from pippin.decode.size.check_size import check_part_size
+from pippin.types import GrammarPart
 
 INPUT = "input"
 SYNTAXES = {"lark": "Lark grammar", "regex": "regular expression"}
@@ -31,26 +31,26 @@ def input_schema() -> dict[str, Any]:
     }
 
 
-def as_function(name: str, description: str | None, grammar: InputGrammar | None) -> dict[str, Any]:
+def as_function(name: str, description: str | None, grammar: GrammarPart | None) -> dict[str, Any]:
     """The tool as templates want it. A grammar forbids, it does not explain: the model sees it."""
     told = [description] if description else []
     if grammar is not None:
-        told.append(f"The input matches this {SYNTAXES[grammar.syntax]}:\n{grammar.definition}")
+        told.append(f"The input matches this {SYNTAXES[grammar.syntax]}:\n{grammar.text}")
     function: dict[str, Any] = {"name": name, "parameters": input_schema()}
     if told:
         function["description"] = "\n\n".join(told)
     return {"type": "function", "function": function}
 
 
-def read_grammar(grammar: Body) -> InputGrammar:
-    """`syntax` and `definition`, checked: what is no grammar is refused here."""
+def read_grammar(grammar: Body) -> GrammarPart:
+    """`syntax` and `definition`. What is no grammar is refused where it is compiled."""
     for field in ("syntax", "definition"):
         grammar.require(field)
     syntax = grammar.one_of("syntax", tuple(SYNTAXES))
     definition, param = grammar.string("definition", ""), grammar.name("definition")
-    assert syntax is not None
-    (check_lark if syntax == "lark" else check_regex)(definition, param)
-    return InputGrammar(syntax, definition, param)
+    part = GrammarPart("lark" if syntax == "lark" else "regex", definition, param)
+    check_part_size(part)
+    return part
 
 
 def arguments_of(input: str) -> str:

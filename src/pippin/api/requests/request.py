@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pippin.types import SamplingParams
+from pippin.types import GrammarPart, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,6 @@ class Options:
 
 
 @dataclass(frozen=True)
-class InputGrammar:
-    """What the input of a custom tool must look like."""
-
-    syntax: str  # "lark" or "regex"
-    definition: str
-    field: str  # where it stands in the request, for errors
-
-
-@dataclass(frozen=True)
 class ToolUse:
     """The functions that a reply may call, as templates want them, and whether it has to."""
 
@@ -43,7 +34,7 @@ class ToolUse:
     only: frozenset[str] | None = None  # those that may be called; None: all
     parallel: bool = True  # several calls in one reply
     # Custom tools, which are shown as functions of one text, and what the text must look like:
-    custom: Mapping[str, InputGrammar | None] = field(default_factory=dict)
+    custom: Mapping[str, GrammarPart | None] = field(default_factory=dict)
     namespaces: frozenset[str] = frozenset()  # whose tools are shown as `namespace.name`
 
     @property
@@ -54,6 +45,12 @@ class ToolUse:
         if self.only is None:
             return self.tools
         return tuple(tool for tool in self.tools if tool["function"]["name"] in self.only)
+
+    @property
+    def grammars(self) -> tuple[GrammarPart, ...]:
+        """Those of custom tools that the reply may call."""
+        names = [tool["function"]["name"] for tool in self.allowed]
+        return tuple(found for name in names if (found := self.custom.get(name)) is not None)
 
     @property
     def strict(self) -> bool:

@@ -1,6 +1,7 @@
 """What a reply must look like: `response_format`, and SGLang's fields. Knows no grammars.
 
-Whether a schema or an expression can be kept is found out where it is compiled, by the engine.
+Its size is checked here. Whether a schema or an expression can be kept is found out where it is
+compiled, for the engine.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import json
 from dataclasses import dataclass
 
 from pippin.api.requests.body import Body
+from pippin.decode.size.check_size import check_nesting_of, check_size
 from pippin.errors import RequestError, UnsupportedField
+from pippin.types import GrammarSpec
 
 FIELDS = ("response_format", "json_schema", "regex", "ebnf")
 ANY_OBJECT = json.dumps({"type": "object"})
@@ -23,6 +26,14 @@ class Structure:
     regex: str | None = None
     ebnf: str | None = None
 
+    @property
+    def spec(self) -> GrammarSpec:
+        if self.json_schema is not None:
+            return GrammarSpec("json_schema", self.json_schema)
+        if self.regex is not None:
+            return GrammarSpec("regex", self.regex)
+        return GrammarSpec("ebnf", self.ebnf or "")
+
 
 def read_structure(body: Body, max_bytes: int) -> Structure:
     asked = [field for field in FIELDS if _asks(body, field)]
@@ -34,13 +45,14 @@ def read_structure(body: Body, max_bytes: int) -> Structure:
     if not asked:
         return Structure()
     structure = _read(body, asked[0])
-    nbytes = len((structure.json_schema or structure.regex or structure.ebnf or "").encode())
+    nbytes = len(structure.spec.text.encode())
     if nbytes > max_bytes:
         raise RequestError(
             f"{asked[0]} holds {nbytes:,} bytes, at most {max_bytes:,} are allowed "
             "(--max-schema-bytes)",
             param=asked[0],
         )
+    check_size(structure.spec, asked[0])
     return structure
 
 
@@ -86,6 +98,7 @@ def _schema(body: Body, field: str) -> str:
     """An object, or the JSON of one as SGLang takes it."""
     value = body.get(field)
     if isinstance(value, dict):
+        check_nesting_of(value, body.name(field))
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, str):
         return value

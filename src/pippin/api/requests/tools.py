@@ -9,8 +9,10 @@ from typing import Any
 
 from pippin.api.requests.body import Body, shown
 from pippin.api.requests.custom_tools import as_function, read_grammar
-from pippin.api.requests.request import InputGrammar, ToolUse
+from pippin.api.requests.request import ToolUse
+from pippin.decode.size.check_size import check_nesting_of
 from pippin.errors import RequestError, UnsupportedField
+from pippin.types import GrammarPart
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 MODES = ("auto", "none", "required")
@@ -36,7 +38,7 @@ class Declared:
 
     tool: dict[str, Any]
     custom: bool = False
-    grammar: InputGrammar | None = None  # of a custom tool's input
+    grammar: GrammarPart | None = None  # of a custom tool's input
     namespace: str | None = None
 
     @property
@@ -98,6 +100,7 @@ def function_tool(declared: Body, parameters_field: str) -> Declared:
     if declared.has(parameters_field):
         schema = declared.get(parameters_field)
         Body(schema, declared.name(parameters_field))
+        check_nesting_of(schema, declared.name(parameters_field))
         function["parameters"] = schema
     if declared.boolean("strict", False):
         function["strict"] = True

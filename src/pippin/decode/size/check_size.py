@@ -1,0 +1,58 @@
+"""Whether a grammar is small enough to be compiled, in any language. Knows no dialect of HTTP."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pippin.decode.size.lark_size import check_lark_size
+from pippin.decode.size.regex_size import check_regex_size
+from pippin.decode.size.schema_size import check_json_nesting, check_schema_size
+from pippin.decode.size.size_limits import MAX_NESTING, MAX_PART_BYTES, TooLarge, check_limit
+from pippin.errors import RequestError
+from pippin.types import GrammarPart, GrammarSpec
+
+
+def check_size(spec: GrammarSpec, param: str | None = None) -> None:
+    """Raises a RequestError that names the limit. A text that is no grammar passes."""
+    param = param or spec.kind
+    try:
+        match spec.kind:
+            case "json_schema":
+                check_schema_size(_read(spec.text))
+            case "regex":
+                check_regex_size(spec.text)
+            case "ebnf":
+                check_lark_size(spec.text)
+    except TooLarge as error:
+        raise _refused(error, param) from error
+
+
+def check_part_size(part: GrammarPart) -> None:
+    """Of a custom tool's grammar, before it becomes a part of another."""
+    try:
+        check_limit("bytes", len(part.text.encode()), MAX_PART_BYTES)
+    except TooLarge as error:
+        raise _refused(error, part.field) from error
+    check_size(GrammarSpec("ebnf" if part.syntax == "lark" else "regex", part.text), part.field)
+
+
+def check_nesting_of(value: Any, param: str) -> None:
+    """Of a schema that was read from JSON, before any code that recurses sees it."""
+    try:
+        check_json_nesting(value)
+    except TooLarge as error:
+        raise _refused(error, param) from error
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise TooLarge(f"nested deeper than {MAX_NESTING} levels") from error
+    except ValueError:
+        return None  # found out, and named, where schemas are read
+
+
+def _refused(error: TooLarge, param: str) -> RequestError:
+    return RequestError(f"{param} is too large: {error}", param=param)
