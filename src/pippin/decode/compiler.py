@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from pippin.decode.compile import CompiledGrammar, compile_grammar
+from pippin.decode.compile import CompiledGrammar, compile_grammar, prove_grammar
 from pippin.decode.vocabulary import Vocabulary
 from pippin.types import GrammarSpec
 
@@ -38,12 +38,16 @@ class GrammarCompiler:
         known = self._compiled.get(spec)
         if known is None:
             loading = self._loading()
-            known = self._threads.submit(lambda: compile_grammar(spec, loading.result()))
+            known = self._threads.submit(lambda: self._proven(spec, loading.result()))
             self._compiled[spec] = known
             if len(self._compiled) > REMEMBERED_GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(spec)
         return known
+
+    def _proven(self, spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
+        prove_grammar(spec, vocabulary)
+        return compile_grammar(spec, vocabulary)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
