@@ -19,6 +19,9 @@ PippinError
 
 from __future__ import annotations
 
+MAX_SHOWN_CHARS = 64  # of a client's own text
+MAX_MESSAGE_CHARS = 4_000
+
 
 class PippinError(Exception):
     """Base of all errors that carry a message meant for the user."""
@@ -28,9 +31,9 @@ class PippinError(Exception):
     retry_after_s: int | None = None  # when the same request may do better
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = cut(message, MAX_MESSAGE_CHARS)
+        super().__init__(self.message)
+        self.param = None if param is None else cut(param, 4 * MAX_SHOWN_CHARS)
 
 
 class RequestError(PippinError):
@@ -98,6 +101,11 @@ class UnsupportedLayout(LoadError):
 
 class DiskCacheError(LoadError):
     code = "disk_cache"
+
+
+def cut(text: str, most: int = MAX_SHOWN_CHARS) -> str:
+    """What is echoed of a client's text: names and values may have megabytes."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def error_of(message: str, code: str | None, status: int) -> PippinError:

@@ -213,9 +213,9 @@ def test_messages_render_with_text_parts_and_tool_history() -> None:
     assert text.endswith("\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_arguments_nested_too_deeply_to_be_read_stay_text() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 5_000}}
-    assert "[" * 5_000 in prompt_of(USER, {"role": "assistant", "tool_calls": [call]})
+def test_arguments_that_are_no_json_stay_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 100}}
+    assert "[" * 100 in prompt_of(USER, {"role": "assistant", "tool_calls": [call]})
 
 
 def test_the_generation_prompt_can_be_left_out() -> None:

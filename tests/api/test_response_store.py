@@ -53,8 +53,7 @@ def test_what_was_not_asked_for_longest_goes_first_and_what_was_built_on_it_stay
         store.get("b", ME)
     store.delete("a", ME)
     assert [each["id"] for each in store.get("c", ME).turn.items()][:2] == ["in-a", "out-a"]
-    assert store.item("out-a", ME) == item("out-a")
-    assert store.item("out-b", ME) is None
+    assert store.items(["out-a", "out-b"], ME) == {"out-a": item("out-a")}
 
 
 def test_another_key_finds_nothing() -> None:
@@ -65,7 +64,7 @@ def test_another_key_finds_nothing() -> None:
             ask("a", YOU)
     with pytest.raises(PreviousResponseNotFound, match="Previous response with id 'a' not found"):
         store.previous("a", YOU)
-    assert store.item("in-a", YOU) is None
+    assert store.items(["in-a"], YOU) == {}
     assert store.get("a", ME)
 
 

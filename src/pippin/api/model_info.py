@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pippin.api.http.errors import ModelNotFound
 from pippin.api.requests.body import shown
+from pippin.api.requests.bounds import MAX_CHARS_PER_TOKEN, MAX_COUNTED_CHARS
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,15 @@ class ModelInfo:
     vocab_size: int
     created_s: int  # unix time
     aliases: tuple[str, ...] = ()  # other names that it answers to
+
+    @property
+    def max_prompt_chars(self) -> int:
+        return self.max_len * MAX_CHARS_PER_TOKEN
+
+    @property
+    def max_counted_chars(self) -> int:
+        """Where the tokens of a text are only counted: it may be longer than a prompt."""
+        return max(self.max_prompt_chars, MAX_COUNTED_CHARS)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -23,6 +23,7 @@ from pippin.text.tokenizer import Tokenizer, read_json
 # last messages themselves a few turns ago, and each boundary costs a render.
 NUM_FIRST_BOUNDARIES = 2
 NUM_LAST_BOUNDARIES = 8
+MAX_RENDERED_MESSAGES = 16_000  # for the boundaries of one chat, all renders together
 
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # What a template raises when it meets messages that it was not written for.
@@ -93,8 +94,12 @@ class ChatTemplate:
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        check: Callable[[str], None] = lambda text: None,
     ) -> RenderedChat:
-        """The prompt's tokens, and those positions in it where messages end."""
+        """The prompt's tokens, and those positions in it where messages end.
+
+        `check` may refuse the rendered text before more is made of it.
+        """
 
         def render_part(part: Sequence[Message], part_tools: Tools | None) -> str:
             return self.render(
@@ -108,6 +113,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 variables=variables,
             )
+            check(text)
             message_ends = MessageEnds(render_part, text, messages, tools)
             prefixes = _prefixes(len(messages), has_tools=bool(tools))
             ends = [message_ends.find(num_messages) for num_messages in prefixes]
@@ -155,7 +161,8 @@ def _compile(source: str) -> BoundedTemplate:
 def _prefixes(num_messages: int, *, has_tools: bool) -> list[int]:
     """How many messages to look for the end of; the end of none is that of the tools."""
     first = range(0 if has_tools else 1, min(NUM_FIRST_BOUNDARIES, num_messages) + 1)
-    last = range(max(1, num_messages - NUM_LAST_BOUNDARIES + 1), num_messages + 1)
+    num_last = max(1, min(NUM_LAST_BOUNDARIES, MAX_RENDERED_MESSAGES // max(1, num_messages)))
+    last = range(max(1, num_messages - num_last + 1), num_messages + 1)
     return sorted({*first, *last})
 
 

@@ -58,6 +58,7 @@ class MessageShape:
         """Agents remind a model of its rules in mid-conversation. A template that knows no such
         thing is shown the user's words: nothing that was said is left out."""
         shaped: list[dict[str, Any]] = []
+        joined: list[list[str]] = []  # the contents of those that become one message, for each
         for message in map(self._message, messages):
             last = shaped[-1] if shaped else None
             if self.one_system and message["role"] == "system" and last is not None:
@@ -65,9 +66,13 @@ class MessageShape:
             only_one = message["role"] == "system" and self.one_system
             only_one |= message["role"] == "user" and self.one_user
             if only_one and last is not None and _can_join(last, message):
-                last["content"] += f"\n\n{message['content']}"
+                joined[-1].append(message["content"])
             else:
                 shaped.append(message)
+                joined.append([])
+        for message, more in zip(shaped, joined, strict=True):
+            if more:
+                message["content"] = "\n\n".join([message["content"], *more])
         return shaped
 
     def _message(self, message: Message) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pippin.errors import RequestError
+from pippin.errors import ContextOverflow, RequestError
 from pippin.text.bundle import TextBundle
 from pippin.text.detokenizer import Detokenizer, TokenSpan
 from pippin.text.message_shape import Message, Tools
@@ -37,14 +37,18 @@ def chat_prompt(
     tools: Tools | None = None,
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
+    max_chars: int | None = None,
+    param: str = "messages",
 ) -> Prompt:
-    """A conversation in the words of the model's own template."""
+    """A conversation in the words of the model's own template, of at most `max_chars`."""
     if text.chat is None:
         raise RequestError(
             "this model has no chat template; complete a text instead "
             "(/v1/completions, or LLM.generate)",
             param="messages",
         )
+    if max_chars is not None:
+        check_chars(sum(map(_num_shown, messages)), max_chars, param=param)
     if "developer" not in text.chat.source:  # the newer name for the same thing
         messages = [_as_system(message) for message in messages]
     rendered = text.chat.encode(
@@ -53,19 +57,45 @@ def chat_prompt(
         tools=tools,
         add_generation_prompt=add_generation_prompt,
         variables=variables,
+        check=lambda rendered: check_chars(len(rendered), max_chars, param=param),
     )
     ending = rendered.text[-NUM_ENDING_CHARS:]
     return Prompt(rendered.tokens, rendered.boundaries, ending=ending)
 
 
-def completion_prompt(given: str | list[int], text: TextBundle, *, echo: bool = False) -> Prompt:
+def completion_prompt(
+    given: str | list[int],
+    text: TextBundle,
+    *,
+    echo: bool = False,
+    max_chars: int | None = None,
+    param: str = "prompt",
+) -> Prompt:
     """A text or its tokens; nothing at all is the model's start token, if it has one."""
+    check_chars(len(given), max_chars, param=param)
     tokens = text.tokenizer.encode(given) if isinstance(given, str) else given
     if not tokens and text.tokenizer.bos_id is not None:
         tokens = [text.tokenizer.bos_id]
     if not tokens:
-        raise RequestError("prompt is empty: there is nothing to continue", param="prompt")
+        raise RequestError("prompt is empty: there is nothing to continue", param=param)
     return Prompt(tokens, echo=_echo(given, tokens, text) if echo else None)
+
+
+def check_chars(num_chars: int, max_chars: int | None, *, param: str) -> None:
+    """Before a text is encoded, which takes a second for a million characters."""
+    if max_chars is not None and num_chars > max_chars:
+        raise ContextOverflow(
+            "This model's maximum context length allows prompts of at most "
+            f"{max_chars:,} characters. However, you sent {num_chars:,}. Please reduce the length "
+            "of the prompt.",
+            param=param,
+        )
+
+
+def _num_shown(message: Message) -> int:
+    """Characters that every template shows. Of an assistant's text some leave out the reasoning."""
+    calls = sum(len(call["function"]["arguments"]) for call in message.get("tool_calls", ()))
+    return calls + (0 if message["role"] == "assistant" else len(message["content"]))
 
 
 def _as_system(message: Message) -> Message:

@@ -37,7 +37,7 @@ def parse_chat(
     check_model(body, model)
     check_metadata(body)
     for label in ("user", "safety_identifier", "prompt_cache_key"):
-        body.string(label, None)
+        body.label(label)
     options = read_options(body, model, defaults, limits, _num_logprobs(body))
     check_choices(1, options, limits)
     return ChatRequest(

@@ -37,7 +37,7 @@ def parse_completion(
     body = Body(fields)
     check_fields(body, COMPLETION_HONOURED, COMPLETION_REFUSED)
     check_model(body, model)
-    body.string("user", None)
+    body.label("user")
     prompts = _parse_prompts(body, model)
     echo = body.boolean("echo", False)
     num_logprobs = body.integer("logprobs", 0, MAX_LOGPROBS, None)

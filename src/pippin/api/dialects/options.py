@@ -6,6 +6,12 @@ from dataclasses import replace
 
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import Body, shown
+from pippin.api.requests.bounds import (
+    MAX_LABEL_CHARS,
+    MAX_LABEL_VALUE_CHARS,
+    MAX_LABELS,
+    check_count,
+)
 from pippin.api.requests.parameters import read_priority, read_sampling
 from pippin.api.requests.request import Options
 from pippin.config import LimitsConfig
@@ -72,8 +78,15 @@ def check_metadata(body: Body, field: str = "metadata") -> None:
     if not body.has(field):
         return
     metadata = Body(body.get(field), field)
+    check_count(metadata, MAX_LABELS, field, "members")
     for key in metadata.fields():
-        metadata.string(key, None)
+        metadata.label(key, MAX_LABEL_VALUE_CHARS)
+        if len(key) > MAX_LABEL_CHARS:
+            raise RequestError(
+                f"{field} has a name of {len(key):,} characters; at most {MAX_LABEL_CHARS:,} are "
+                "allowed",
+                param=field,
+            )
 
 
 def _timeout(body: Body, limits: LimitsConfig) -> float | None:

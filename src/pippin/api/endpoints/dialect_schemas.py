@@ -16,11 +16,13 @@ from pippin.api.endpoints.schema_words import (
     Schema,
     body_of,
     integer,
+    label,
     number,
     object_of,
     some,
 )
 from pippin.api.endpoints.stored_responses import ITEMS_PATH, MAX_LISTED, ORDERS, PATH
+from pippin.api.requests.bounds import MAX_LABEL_VALUE_CHARS, MAX_MESSAGES
 from pippin.api.requests.fields import (
     MESSAGES_HONOURED,
     MESSAGES_REFUSED,
@@ -34,7 +36,7 @@ _SUMMARY: Schema = {"enum": list(SUMMARIES)}
 
 def responses_schema(fields: Mapping[str, Schema]) -> Schema:
     own = {
-        "input": {"anyOf": [STRING, some(OBJECT)]},
+        "input": {"anyOf": [STRING, some(OBJECT) | {"maxItems": MAX_MESSAGES}]},
         "instructions": STRING,
         "max_output_tokens": integer(1),
         "reasoning": object_of(
@@ -43,7 +45,7 @@ def responses_schema(fields: Mapping[str, Schema]) -> Schema:
         "text": object_of(format=OBJECT, verbosity={"enum": ["medium"]}),
         "include": {"type": "array", "items": {"enum": list(INCLUDED)}},
         "store": BOOLEAN,
-        "previous_response_id": STRING,
+        "previous_response_id": label(),
         "client_metadata": fields["metadata"],
     }
     return body_of(
@@ -59,7 +61,7 @@ def messages_schemas(fields: Mapping[str, Schema]) -> dict[str, Schema]:
         "required": ["role", "content"],
     }
     own = {
-        "messages": some(message),
+        "messages": some(message) | {"maxItems": MAX_MESSAGES},
         "system": {"anyOf": [STRING, OBJECTS]},
         "stop_sequences": fields["stop"],
         "temperature": number(0, 1),
@@ -68,9 +70,9 @@ def messages_schemas(fields: Mapping[str, Schema]) -> dict[str, Schema]:
             type={"enum": list(THINKING)}, budget_tokens=integer(1), display=STRING
         ),
         "output_config": object_of(effort={"enum": list(MESSAGES_EFFORTS)}, format=OBJECT),
-        "metadata": object_of(user_id={}),
+        "metadata": object_of(user_id=label(MAX_LABEL_VALUE_CHARS)),
         **dict.fromkeys(("cache_control", "context_management"), OBJECT),
-        "user_profile_id": STRING,
+        "user_profile_id": label(),
     }
     known = {**fields, **own}
     path = "/v1/messages"

@@ -22,7 +22,7 @@ from pippin.messages import Submit
 from pippin.sequences import room_for_reply
 from pippin.tasks import all_or_none
 from pippin.text.bundle import TextBundle
-from pippin.text.prompt import Prompt
+from pippin.text.prompt import Prompt, check_chars
 
 EMBEDDINGS_HONOURED = frozenset(
     {"input", "model", "encoding_format", "dimensions", "user", "priority", "timeout"}
@@ -49,17 +49,11 @@ def parse_embeddings(
     check_fields(body, EMBEDDINGS_HONOURED, {})
     body.require("model")
     model.check_name(body.string("model", ""))
-    body.string("user", None)
+    body.label("user")
     encoding_format = body.string("encoding_format", "float")
     if encoding_format not in FORMATS:
         raise body.wrong("encoding_format", " or ".join(FORMATS))
-    rows = _read_rows(body, text, model)
-    if len(rows) > limits.max_choices:
-        raise RequestError(
-            f"input has {len(rows):,} texts; this server takes at most "
-            f"{limits.max_choices:,} (--max-choices)",
-            param="input",
-        )
+    rows = _read_rows(body, text, model, limits)
     priority = read_priority(body)
     id = f"embd-{uuid.uuid4().hex}"
     return EmbeddingJob(
@@ -73,7 +67,9 @@ def parse_embeddings(
     )
 
 
-def _read_rows(body: Body, text: TextBundle, model: ModelInfo) -> list[list[int]]:
+def _read_rows(
+    body: Body, text: TextBundle, model: ModelInfo, limits: LimitsConfig
+) -> list[list[int]]:
     given = body.require("input")
     if isinstance(given, str) or are_token_ids(given, model.vocab_size):
         items = [given]
@@ -86,12 +82,23 @@ def _read_rows(body: Body, text: TextBundle, model: ModelInfo) -> list[list[int]
             "input",
             f"a string, a list of strings, a list of {allowed}, or a list of such lists",
         )
-    rows = [text.tokenizer.encode(item) if isinstance(item, str) else item for item in items]
-    for number, tokens in enumerate(rows):
-        if not tokens:
-            raise RequestError(f"input {number} is empty: it has no vector", param="input")
-        room_for_reply(Prompt(tokens), model.max_len, param="input")
-    return rows
+    if len(items) > limits.max_choices:
+        raise RequestError(
+            f"input has {len(items):,} texts; this server takes at most "
+            f"{limits.max_choices:,} (--max-choices)",
+            param="input",
+        )
+    return [_row(item, number, text, model) for number, item in enumerate(items)]
+
+
+def _row(item: str | list[int], number: int, text: TextBundle, model: ModelInfo) -> list[int]:
+    if isinstance(item, str):
+        check_chars(len(item), model.max_prompt_chars, param="input")
+    tokens = text.tokenizer.encode(item) if isinstance(item, str) else item
+    if not tokens:
+        raise RequestError(f"input {number} is empty: it has no vector", param="input")
+    room_for_reply(Prompt(tokens), model.max_len, param="input")
+    return tokens
 
 
 class EmbeddingReply:

@@ -17,11 +17,13 @@ from pippin.api.endpoints.generate import (
 from pippin.api.endpoints.schema_words import (
     BOOLEAN,
     OBJECT,
+    OBJECTS,
     STRING,
     Schema,
     body_of,
     ids,
     integer,
+    label,
     nullable,
     number,
     object_of,
@@ -29,6 +31,14 @@ from pippin.api.endpoints.schema_words import (
 )
 from pippin.api.endpoints.tokenize import DETOKENIZE_HONOURED, TOKENIZE_HONOURED, TOKENIZE_REFUSED
 from pippin.api.model_info import ModelInfo
+from pippin.api.requests.bounds import (
+    MAX_LABEL_VALUE_CHARS,
+    MAX_LABELS,
+    MAX_MESSAGES,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOOLS,
+)
 from pippin.api.requests.chat_messages import ROLES
 from pippin.api.requests.fields import (
     CHAT_HONOURED,
@@ -85,7 +95,8 @@ def request_schemas(model: ModelInfo, limits: LimitsConfig) -> dict[str, Schema]
 def _shared_fields(model: ModelInfo, limits: LimitsConfig) -> dict[str, Schema]:
     """By name. Endpoints that mean something else by a name say so."""
     one, rows = ids(model), {"type": "array", "items": ids(model)}
-    text = {"type": "string", "minLength": 1}
+    text = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+    labels = ("user", "safety_identifier", "prompt_cache_key")
     return {
         "model": {"type": "string", "enum": list(model.names)},
         "max_tokens": integer(1),
@@ -108,7 +119,7 @@ def _shared_fields(model: ModelInfo, limits: LimitsConfig) -> dict[str, Schema]:
         "n": integer(1, MAX_CHOICES),
         "best_of": integer(1, MAX_CHOICES),
         "stop": {"anyOf": [text, {"type": "array", "items": text, "maxItems": limits.max_stops}]},
-        "stop_token_ids": one,
+        "stop_token_ids": one | {"maxItems": MAX_STOP_TOKEN_IDS},
         "logprobs": integer(0, MAX_LOGPROBS),
         "top_logprobs": integer(0, MAX_LOGPROBS),
         "stream_options": object_of(include_usage=BOOLEAN, include_obfuscation=BOOLEAN),
@@ -118,9 +129,13 @@ def _shared_fields(model: ModelInfo, limits: LimitsConfig) -> dict[str, Schema]:
             "required": ["type"],
         },
         "json_schema": {"type": ["object", "string"]},
-        "metadata": {"type": "object", "additionalProperties": nullable(STRING)},
+        "metadata": {
+            "type": "object",
+            "additionalProperties": nullable(label(MAX_LABEL_VALUE_CHARS)),
+            "maxProperties": MAX_LABELS,
+        },
         "priority": integer(-MAX_PRIORITY, MAX_PRIORITY),
-        "tools": {"type": "array", "items": OBJECT},
+        "tools": OBJECTS | {"maxItems": MAX_TOOLS},
         "tool_choice": {"type": ["string", "object"]},
         "parallel_tool_calls": BOOLEAN,
         "reasoning_effort": {"type": "string", "enum": list(EFFORTS)},
@@ -131,10 +146,11 @@ def _shared_fields(model: ModelInfo, limits: LimitsConfig) -> dict[str, Schema]:
         "tokens": {"anyOf": [one, rows]},
         "text": {"anyOf": [STRING, some(STRING)]},
         "input_ids": {"anyOf": [one, rows]},
-        "rid": {"anyOf": [STRING, some(STRING)]},
+        "rid": {"anyOf": [label(), some(label())]},
         "logprob_start_len": integer(-1),
         "top_logprobs_num": integer(0, MAX_LOGPROBS),
-        **dict.fromkeys(("regex", "ebnf", "user", "safety_identifier", "prompt_cache_key"), STRING),
+        **dict.fromkeys(("regex", "ebnf"), STRING),
+        **dict.fromkeys(labels, label()),
         **dict.fromkeys(("ignore_eos", "stream", "echo", "add_generation_prompt"), BOOLEAN),
         **dict.fromkeys(("add_special_tokens", "skip_special_tokens"), BOOLEAN),
         **dict.fromkeys(
@@ -149,4 +165,4 @@ def _messages() -> Schema:
         "properties": {"role": {"enum": list(ROLES)}, "content": {}},
         "required": ["role"],
     }
-    return {"type": "array", "items": message, "minItems": 1}
+    return some(message) | {"maxItems": MAX_MESSAGES}

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pippin.api.endpoints.timeouts import read_timeout
-from pippin.api.jobs.prepare import Job
+from pippin.api.jobs.prepare import Job, fitting_prompt
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import Body
+from pippin.api.requests.bounds import MAX_LABEL_CHARS
 from pippin.api.requests.fields import Refusal, check_fields
 from pippin.api.requests.parameters import (
     MAX_LOGPROBS,
@@ -26,7 +27,7 @@ from pippin.config import LimitsConfig
 from pippin.errors import RequestError
 from pippin.sequences import GeneratedSequence, context_overflow, open_sequences, room_for_reply
 from pippin.text.bundle import TextBundle
-from pippin.text.prompt import Prompt, completion_prompt
+from pippin.text.prompt import Prompt
 from pippin.types import SamplingParams
 
 DEFAULT_NEW_TOKENS = 128
@@ -160,7 +161,8 @@ def _read_prompts(body: Body, text: TextBundle, model: ModelInfo) -> tuple[list[
         if not all(are_token_ids(row, model.vocab_size) for row in rows):
             allowed = token_ids_in_words(model.vocab_size)
             raise body.wrong("input_ids", f"a list of {allowed}, or a list of such lists")
-    return [completion_prompt(row, text) for row in rows], many
+    param = "text" if body.has("text") else "input_ids"
+    return [fitting_prompt(row, text, model, param=param) for row in rows], many
 
 
 def _read_options(
@@ -205,4 +207,8 @@ def _read_rids(body: Body, id: str, count: int, *, many: bool) -> list[str]:
     rids = rid if isinstance(rid, list) else [rid]
     if len(rids) != count or not all(isinstance(each, str) for each in rids):
         raise body.wrong("rid", "a string" if count == 1 else f"a list of {count} strings")
+    if (longest := max(map(len, rids))) > MAX_LABEL_CHARS:
+        raise RequestError(
+            f"rid has {longest:,} characters; at most {MAX_LABEL_CHARS:,} are allowed", param="rid"
+        )
     return list(rids)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pippin.api.model_info import ModelInfo
+from pippin.api.requests.bounds import MAX_LABEL_CHARS
 from pippin.api.requests.fields import Refusal
 
 Schema = dict[str, Any]
@@ -51,6 +52,10 @@ def nullable(schema: Schema) -> Schema:
 
 def some(items: Schema) -> Schema:
     return {"type": "array", "items": items, "minItems": 1}
+
+
+def label(most: int = MAX_LABEL_CHARS) -> Schema:
+    return {"type": "string", "maxLength": most}
 
 
 def ids(model: ModelInfo) -> Schema:

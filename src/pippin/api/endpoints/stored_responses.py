@@ -14,7 +14,7 @@ from pippin.api.dialects.responses.store import ResponseStore
 from pippin.api.http.door import owner_of
 from pippin.api.http.errors import JSONResponse
 from pippin.api.requests.body import Body
-from pippin.errors import RequestError, UnsupportedField
+from pippin.errors import RequestError, UnsupportedField, cut
 
 PATH = "/v1/responses/{id}"
 ITEMS_PATH = f"{PATH}/input_items"
@@ -62,7 +62,7 @@ class StoredResponses:
         if (after := query.string("after", None)) is not None:
             ids = [item["id"] for item in items]
             if after not in ids:
-                raise RequestError(f"after: there is no item {after!r} here", param="after")
+                raise RequestError(f"after: there is no item {cut(after)!r} here", param="after")
             items = items[ids.index(after) + 1 :]
         return JSONResponse(_page(items, limit))
 
@@ -87,5 +87,5 @@ def _query(request: Request, known: Iterable[str]) -> Body:
     query.check_known(known)
     for value in (value for name in INCLUDE for value in request.query_params.getlist(name)):
         if value not in INCLUDED:
-            raise UnsupportedField(f"include: {value!r} is not supported", param="include")
+            raise UnsupportedField(f"include: {cut(value)!r} is not supported", param="include")
     return query

@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.http.request_log import record_of
-from pippin.errors import NotFound, PippinError
+from pippin.errors import NotFound, PippinError, cut
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; nginx's number, for the log
 
@@ -142,7 +142,7 @@ async def on_pippin_error(request: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own: no such route, wrong method."""
     assert isinstance(error, HTTPException)
-    told = PippinError(f"{error.detail}: {request.method} {request.url.path}")
+    told = PippinError(f"{error.detail}: {request.method} {cut(request.url.path)}")
     told.status, told.code = error.status_code, error.detail.lower().replace(" ", "_")
     return ErrorResponse(told, dict(error.headers or {}))
 

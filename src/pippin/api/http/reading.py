@@ -9,8 +9,9 @@ import msgspec
 from starlette.requests import Request
 
 from pippin.api.http.errors import TooLarge, TooSlow, WrongMediaType
+from pippin.api.requests.json_scan import check_json_size
 from pippin.config import LimitsConfig
-from pippin.errors import RequestError
+from pippin.errors import RequestError, cut
 
 
 async def read_body(request: Request, limits: LimitsConfig) -> bytes:
@@ -35,6 +36,7 @@ async def read_body(request: Request, limits: LimitsConfig) -> bytes:
 
 
 def parse_json(body: bytes) -> Any:
+    check_json_size(body, "the request body")
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -45,7 +47,7 @@ def _check_media_type(request: Request) -> None:
     """A page of any site may send other types without asking; no client of this API does."""
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
-        said = f"is {given[:100]!r}" if given else "is missing"
+        said = f"is {cut(given)!r}" if given else "is missing"
         raise WrongMediaType(f"the Content-Type {said}; it must be application/json")
 
 

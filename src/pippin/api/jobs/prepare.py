@@ -98,7 +98,7 @@ class Job:
 def prepare_chat(
     request: ChatRequest, text: TextBundle, model: ModelInfo, *, prefix: str = "chatcmpl-"
 ) -> Job:
-    prompt = prompt_of(request, text)
+    prompt = prompt_of(request, text, model.max_prompt_chars)
     tools = request.tool_use.allowed
     options = replace(request.options, params=constrain(request, prompt, text))
     job = _job(
@@ -113,7 +113,7 @@ def prepare_chat(
     return replace(job, tool_use=request.tool_use)
 
 
-def prompt_of(request: ChatRequest, text: TextBundle) -> Prompt:
+def prompt_of(request: ChatRequest, text: TextBundle, max_chars: int) -> Prompt:
     """A conversation, its tools and how much to reason, in the words of the model's template."""
     tool_use = request.tool_use
     tools: tuple[Tool, ...] | None = tool_use.tools
@@ -137,12 +137,35 @@ def prompt_of(request: ChatRequest, text: TextBundle) -> Prompt:
         tools=tools,
         add_generation_prompt=request.add_generation_prompt,
         variables={**effort, **request.template_variables},
+        max_chars=max_chars,
+        param=request.messages_field,
     )
 
 
 def prepare_completion(request: CompletionRequest, text: TextBundle, model: ModelInfo) -> Job:
-    prompts = [completion_prompt(given, text, echo=request.echo) for given in request.prompts]
+    prompts = [
+        fitting_prompt(given, text, model, echo=request.echo, param="prompt")
+        for given in request.prompts
+    ]
     return _job("cmpl-", prompts, request.options, text, model, param="prompt")
+
+
+def fitting_prompt(
+    given: str | list[int],
+    text: TextBundle,
+    model: ModelInfo,
+    *,
+    echo: bool = False,
+    param: str,
+) -> Prompt:
+    """Checked by itself, so that the first of many that is too long is the last that is encoded."""
+    if not isinstance(given, str):
+        room_for_reply(Prompt(given), model.max_len, param=param)
+    prompt = completion_prompt(
+        given, text, echo=echo, max_chars=model.max_prompt_chars, param=param
+    )
+    room_for_reply(prompt, model.max_len, param=param)
+    return prompt
 
 
 def _job(

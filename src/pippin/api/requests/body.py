@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pippin.errors import RequestError
+from pippin.api.requests.bounds import MAX_LABEL_CHARS, MAX_STOP_CHARS
+from pippin.errors import MAX_SHOWN_CHARS, RequestError, cut
 
 T = TypeVar("T")
-MAX_SHOWN_CHARS = 60
 
 
 class Body:
@@ -34,6 +34,7 @@ class Body:
         return len(self._fields)
 
     def name(self, field: str) -> str:
+        field = cut(field)
         return f"{self.path}.{field}" if self.path else field
 
     def fields(self) -> Iterable[str]:
@@ -61,7 +62,7 @@ class Body:
         known = set(known)
         for field in self._fields:
             if field not in known and self.has(field):
-                near = difflib.get_close_matches(field, known, n=1)
+                near = difflib.get_close_matches(field[:MAX_SHOWN_CHARS], known, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 name = self.name(field)
                 raise RequestError(f"{name} is not a field of this request{hint}", param=name)
@@ -106,6 +107,16 @@ class Body:
             raise self.wrong(field, "a string")
         return value
 
+    def label(self, field: str, most: int = MAX_LABEL_CHARS) -> str | None:
+        """A string that changes no reply: an id, a name, a note for the operator."""
+        value = self.string(field, None)
+        if value is not None and len(value) > most:
+            name = self.name(field)
+            raise RequestError(
+                f"{name} has {len(value):,} characters; at most {most:,} are allowed", param=name
+            )
+        return value
+
     def one_of(self, field: str, choices: Sequence[str]) -> str | None:
         value = self.get(field)
         if value is None:
@@ -127,6 +138,13 @@ class Body:
         ):
             expected = f"a string or a list of at most {most} strings ({option}), none empty"
             raise self.wrong(field, expected)
+        if (longest := max(map(len, found), default=0)) > MAX_STOP_CHARS:
+            name = self.name(field)
+            raise RequestError(
+                f"{name} has a string of {longest:,} characters; at most {MAX_STOP_CHARS:,} are "
+                "allowed",
+                param=name,
+            )
         return tuple(found)
 
 
@@ -136,5 +154,6 @@ def is_integer(value: Any) -> bool:
 
 def shown(value: Any) -> str:
     """A value as it was sent, cut short."""
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…"
+    if isinstance(value, str):
+        value = value[: MAX_SHOWN_CHARS + 1]
+    return cut(msgspec.json.encode(value).decode())

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pippin.api.requests.body import Body, shown
+from pippin.api.requests.bounds import MAX_MESSAGES, check_count
 from pippin.api.requests.custom_tools import arguments_of
+from pippin.api.requests.json_scan import check_json_size
 from pippin.errors import RequestError, UnsupportedField
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -25,6 +27,7 @@ def parse_messages(value: Any) -> list[dict[str, Any]]:
             f"messages is {shown(value)}; it must be a list of at least one message",
             param="messages",
         )
+    check_count(value, MAX_MESSAGES, "messages", "messages")
     return [_parse_message(Body(item, f"messages[{i}]")) for i, item in enumerate(value)]
 
 
@@ -100,9 +103,16 @@ def _parse_tool_call(call: Body) -> dict[str, Any]:
     if kind == "custom":
         arguments = arguments_of(called.string("input", ""))
     else:
-        arguments = called.string("arguments", "{}")
+        arguments = read_arguments(called)
     return {
         "id": call.string("id", ""),
         "type": "function",
         "function": {"name": called.string("name", ""), "arguments": arguments},
     }
+
+
+def read_arguments(call: Body) -> str:
+    """JSON that a template may want decoded: as deep and as large as a body may be."""
+    arguments, name = call.string("arguments", "{}"), call.name("arguments")
+    check_json_size(arguments.encode(), name, name)
+    return arguments

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from pippin.api.requests.body import Body, is_integer, shown
+from pippin.api.requests.body import Body, shown
+from pippin.api.requests.bounds import MAX_STOP_TOKEN_IDS, check_count
 from pippin.api.requests.structured import read_structure
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError
@@ -82,8 +83,11 @@ def read_sampling(
 
 
 def are_token_ids(value: Any, vocab_size: int) -> bool:
-    return isinstance(value, list | tuple) and all(
-        is_integer(item) and 0 <= item < vocab_size for item in value
+    if not isinstance(value, list | tuple):
+        return False
+    # Millions may be sent: no line of Python for each.
+    return set(map(type, value)) <= {int} and (
+        not value or (min(value) >= 0 and max(value) < vocab_size)
     )
 
 
@@ -115,9 +119,11 @@ def _stop_token_ids(body: Body, vocab_size: int) -> tuple[int, ...]:
     ids = body.get("stop_token_ids")
     if ids is None:
         return ()
+    if isinstance(ids, list | tuple):
+        check_count(ids, MAX_STOP_TOKEN_IDS, body.name("stop_token_ids"), "token ids")
     if not are_token_ids(ids, vocab_size):
         raise body.wrong("stop_token_ids", f"a list of {token_ids_in_words(vocab_size)}")
-    return tuple(ids)
+    return tuple(dict.fromkeys(ids))
 
 
 def _as_body(given: Any, name: str) -> Body:

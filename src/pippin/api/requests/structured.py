@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from pippin.api.requests.body import Body
+from pippin.api.requests.body import Body, shown
 from pippin.decode.size.check_size import check_nesting_of, check_size
 from pippin.errors import RequestError, UnsupportedField
 from pippin.types import GrammarSpec
@@ -81,7 +81,8 @@ def _response_format(given: Body) -> str:
     if kind != "json_schema":
         name = given.name("type")
         raise UnsupportedField(
-            f'{name} is {kind!r}; "text", "json_object" and "json_schema" are known', param=name
+            f'{name} is {shown(kind)}; "text", "json_object" and "json_schema" are known',
+            param=name,
         )
     given.require("json_schema")
     described = _as_object(given, "json_schema")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pippin.api.requests.body import Body, shown
+from pippin.api.requests.bounds import MAX_TOOLS, check_count
 from pippin.api.requests.custom_tools import as_function, read_grammar
 from pippin.api.requests.request import ToolUse
 from pippin.decode.size.check_size import check_nesting_of
@@ -65,14 +66,17 @@ def tool_bodies(body: Body) -> list[Body]:
         return []
     if not isinstance(tools, list):
         raise body.wrong("tools", "a list")
+    check_count(tools, MAX_TOOLS, body.name("tools"), "tools")
     return [Body(tool, f"{body.name('tools')}[{i}]") for i, tool in enumerate(tools)]
 
 
 def tool_use(body: Body, tools: Sequence[Declared], choice: Choice) -> ToolUse:
-    names = [tool.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
-            raise RequestError(f"two tools are called {shown(name)}", param="tools")
+    check_count(tools, MAX_TOOLS, "tools", "tools")  # with those of namespaces
+    names: set[str] = set()
+    for tool in tools:
+        if tool.name in names:
+            raise RequestError(f"two tools are called {shown(tool.name)}", param="tools")
+        names.add(tool.name)
     for name in choice.names or ():
         if name not in names:
             raise RequestError(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pippin.api.requests.body import Body, shown
+from pippin.api.requests.bounds import MAX_MESSAGES, check_count
 from pippin.errors import RequestError, UnsupportedField
 
 Message = dict[str, Any]
@@ -23,6 +24,7 @@ def parse_conversation(body: Body) -> list[Message]:
     given = body.require("messages")
     if not isinstance(given, list) or not given:
         raise body.wrong("messages", "a list of at least one message")
+    check_count(given, MAX_MESSAGES, "messages", "messages")
     messages = [*_system(body)]
     for number, item in enumerate(given):
         messages += _message(Body(item, f"messages[{number}]"))
@@ -83,20 +85,22 @@ def _tool_result(block: Body) -> Message:
 
 
 def _assistant(message: Body) -> Message:
-    content, reasoning, calls = "", "", []
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls = []
     for block in _blocks(message, "content"):
         match block.get("type"):
             case "thinking":
-                reasoning += block.string("thinking", "")
+                reasoning.append(block.string("thinking", ""))
             case "redacted_thinking":  # nobody here can read it
                 pass
             case "tool_use":
                 calls.append(_call(block))
             case _:
-                content += _text(block)
-    found: Message = {"role": "assistant", "content": content}
-    if reasoning:
-        found["reasoning_content"] = reasoning
+                content.append(_text(block))
+    found: Message = {"role": "assistant", "content": "".join(content)}
+    if any(reasoning):
+        found["reasoning_content"] = "".join(reasoning)
     if calls:
         found["tool_calls"] = calls
     return found

@@ -12,6 +12,7 @@ from pippin.api.dialects.messages.conversation import parse_conversation
 from pippin.api.dialects.options import check_model, read_options
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import Body, shown
+from pippin.api.requests.bounds import MAX_LABEL_VALUE_CHARS
 from pippin.api.requests.fields import MESSAGES_HONOURED, MESSAGES_REFUSED, check_fields
 from pippin.api.requests.request import ChatRequest, ToolUse
 from pippin.api.requests.tools import (
@@ -47,9 +48,11 @@ def parse_message_request(
     check_model(body, model)
     if not counts_only:
         body.require("max_tokens")
-    body.string("user_profile_id", None)
+    body.label("user_profile_id")
     if body.has("metadata"):
-        Body(body.get("metadata"), "metadata").check_known({"user_id"})
+        metadata = Body(body.get("metadata"), "metadata")
+        metadata.check_known({"user_id"})
+        metadata.label("user_id", MAX_LABEL_VALUE_CHARS)
     _object(body, "cache_control")
     _check_edits(body)
     options = read_options(_openai_body(body, limits), model, defaults, limits)

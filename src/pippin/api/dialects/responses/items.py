@@ -7,18 +7,24 @@ here.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from pippin.api.requests.body import Body, shown
+from pippin.api.requests.bounds import MAX_MESSAGES, check_count
+from pippin.api.requests.chat_messages import read_arguments
 from pippin.api.requests.custom_tools import arguments_of
 from pippin.api.requests.tools import full_name
-from pippin.errors import RequestError, UnsupportedField
+from pippin.errors import RequestError, UnsupportedField, cut
 
 Item = dict[str, Any]
 Message = dict[str, Any]
-FindItem = Callable[[str], Item | None]  # by its id, among those that are stored
+FindItems = Callable[[list[str]], Mapping[str, Item]]  # by their ids, among those that are stored
 _ROLES = ("system", "developer", "user", "assistant")
+_REFERENCE = "item_reference"
+_TEXTS = ("content", "reasoning_content")  # of a message
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _IGNORED = {"id", "status", "annotations", "logprobs", "phase"}  # as replies carry them
 _PREFIXES = {
@@ -31,36 +37,61 @@ _PREFIXES = {
 }
 
 
-def read_items(body: Body, find_item: FindItem) -> list[Item]:
-    """The input as items with ids: as they are stored, and listed again."""
+def read_items(body: Body, find_items: FindItems, max_bytes: int) -> list[Item]:
+    """The input as items with ids: as they are stored, and listed again.
+
+    `max_bytes`: of those that are referred to, each as often as it is.
+    """
     given = body.require("input")
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise body.wrong("input", "a string or a list of at least one item")
-    bodies = (Body(item, f"input[{number}]") for number, item in enumerate(given))
-    return [_whole_item(item, find_item) for item in bodies]
+    check_count(given, MAX_MESSAGES, "input", "items")
+    bodies = [Body(item, f"input[{number}]") for number, item in enumerate(given)]
+    references = [_reference(item) for item in bodies if item.get("type") == _REFERENCE]
+    stored = find_items(references) if references else {}
+    _check_bytes(references, stored, max_bytes)
+    return [_whole_item(item, stored) for item in bodies]
 
 
 def messages_of(
     instructions: str | None, before: Sequence[Item], items: Sequence[Item]
 ) -> list[Message]:
     """A conversation. What came `before` has been checked once."""
+    check_count([*before, *items], MAX_MESSAGES, "input", "items, with those it goes on from,")
     messages: list[Message] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
     for name, part in (("previous", before), ("input", items)):
         for number, item in enumerate(part):
             _add(Body(item, f"{name}[{number}]"), messages)
-    return messages
+    return [_joined(message) for message in messages]
 
 
-def _whole_item(item: Body, find_item: FindItem) -> Item:
+def _reference(item: Body) -> str:
+    item.check_known({"type", "id"})
+    item.require("id")
+    return item.string("id", "")
+
+
+def _check_bytes(references: list[str], stored: Mapping[str, Item], max_bytes: int) -> None:
+    sizes = {id: len(msgspec.json.encode(item)) for id, item in stored.items()}
+    nbytes = sum(sizes.get(id, 0) for id in references)
+    if nbytes > max_bytes:
+        raise RequestError(
+            f"input refers to {nbytes:,} bytes of items; at most {max_bytes:,} are allowed "
+            "(--max-body-bytes)",
+            param="input",
+        )
+
+
+def _whole_item(item: Body, stored: Mapping[str, Item]) -> Item:
     """The item itself, if it is a reference; with an id, and its text as parts."""
     fields = {field: item.get(field) for field in item.fields()}
     kind = fields.get("type") or "message"
-    if kind == "item_reference":
-        return _referred(item, find_item)
+    if kind == _REFERENCE:
+        return _referred(item, stored)
     id = item.string("id", None) or f"{_PREFIXES.get(str(kind), 'item')}_{uuid.uuid4().hex}"
     content = fields.get("content")
     if kind == "message" and isinstance(content, str):
@@ -69,14 +100,12 @@ def _whole_item(item: Body, find_item: FindItem) -> Item:
     return {**fields, "type": kind, "id": id}
 
 
-def _referred(item: Body, find_item: FindItem) -> Item:
-    item.check_known({"type", "id"})
-    item.require("id")
+def _referred(item: Body, stored: Mapping[str, Item]) -> Item:
     id = item.string("id", "")
-    found = find_item(id)
+    found = stored.get(id)
     if found is None:
         raise RequestError(
-            f"Item with id '{id}' not found. Items are not persisted when `store` is set to "
+            f"Item with id '{cut(id)}' not found. Items are not persisted when `store` is set to "
             "false, and dropped when too many are stored.",
             param=item.name("id"),
         )
@@ -88,8 +117,7 @@ def _add(item: Body, messages: list[Message]) -> None:
         case None | "message":
             _add_message(item, messages)
         case "reasoning":
-            turn = _turn(messages)
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + _reasoning(item)
+            _turn(messages).setdefault("reasoning_content", []).append(_reasoning(item))
         case "function_call" | "custom_tool_call":
             _turn(messages).setdefault("tool_calls", []).append(_call(item))
         case "function_call_output" | "custom_tool_call_output":
@@ -109,17 +137,21 @@ def _add_message(item: Body, messages: list[Message]) -> None:
     role = item.one_of("role", _ROLES)
     text = _text(item, "content")
     if role == "assistant":
-        turn = _turn(messages)
-        turn["content"] += text
+        _turn(messages)["content"].append(text)
     else:
         messages.append({"role": role, "content": text})
 
 
 def _turn(messages: list[Message]) -> Message:
-    """The assistant's message that is being put together."""
+    """The assistant's message that is being put together, its texts as lists of parts."""
     if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+        messages.append({"role": "assistant", "content": []})
     return messages[-1]
+
+
+def _joined(message: Message) -> Message:
+    parts = {field: "".join(value) for field, value in message.items() if field in _TEXTS}
+    return {**message, **parts}
 
 
 def _call(item: Body) -> Message:
@@ -130,7 +162,7 @@ def _call(item: Body) -> Message:
     if text_field == "input":
         arguments = arguments_of(item.string(text_field, ""))
     else:
-        arguments = item.string(text_field, "{}")
+        arguments = read_arguments(item)
     name = item.string("name", "")
     if (namespace := item.string("namespace", None)) is not None:
         name = full_name(namespace, name)

@@ -48,16 +48,16 @@ def parse_responses_request(
     check_metadata(body)
     check_metadata(body, "client_metadata")
     for label in ("user", "safety_identifier", "prompt_cache_key"):
-        body.string(label, None)
+        body.label(label)
     store = _store(body, stored)
     _check_include(body)
     options = read_options(
         _openai_body(body), model, defaults, limits, max_tokens_fields=("max_output_tokens",)
     )
     previous = None
-    if (previous_id := body.string("previous_response_id", None)) is not None:
+    if (previous_id := body.label("previous_response_id")) is not None:
         previous = stored.previous(previous_id, owner)
-    items = read_items(body, lambda id: stored.item(id, owner))
+    items = read_items(body, lambda ids: stored.items(ids, owner), limits.max_body_bytes)
     before = [] if previous is None else previous.items()
     chat = ChatRequest(
         options=options,

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from pippin.errors import NotFound, RequestError
+from pippin.errors import NotFound, RequestError, cut
 
 Item = dict[str, Any]
 Owner = bytes  # whose key it was: nobody else's requests find it
@@ -69,6 +69,11 @@ class Turn:
         turns = reversed(list(self.chain()))
         parts = (part for turn in turns for part in (turn.input, turn.output))
         return [item for part in parts for item in msgspec.json.decode(part)]
+
+    def items_by_id(self) -> dict[str, Item]:
+        """Its own; of two with one id, the first."""
+        items = [*msgspec.json.decode(self.input), *msgspec.json.decode(self.output)]
+        return {item["id"]: item for item in reversed(items)}
 
 
 @dataclass(frozen=True)
@@ -125,17 +130,16 @@ class ResponseStore:
             return self.get(id, owner).turn
         except ResponseNotFound as error:
             raise PreviousResponseNotFound(
-                f"Previous response with id '{id}' not found.", param="previous_response_id"
+                f"Previous response with id '{cut(id)}' not found.", param="previous_response_id"
             ) from error
 
-    def item(self, id: str, owner: Owner) -> Item | None:
-        """An item of any turn that is kept."""
+    def items(self, ids: Iterable[str], owner: Owner) -> dict[str, Item]:
+        """Those of any turns that are kept, by id. A turn is decoded once, however many it has."""
         with self._lock:
-            turn = self._turns.get(id)
-        if turn is None or turn.owner != owner:
-            return None
-        items: list[Item] = [*msgspec.json.decode(turn.input), *msgspec.json.decode(turn.output)]
-        return next(item for item in items if item["id"] == id)
+            turns = {id: turn for id in ids if (turn := self._turns.get(id)) is not None}
+        owned = {id: turn for id, turn in turns.items() if turn.owner == owner}
+        decoded = {turn: turn.items_by_id() for turn in dict.fromkeys(owned.values())}
+        return {id: decoded[turn][id] for id, turn in owned.items()}
 
     def delete(self, id: str, owner: Owner) -> None:
         with self._lock:
@@ -145,7 +149,7 @@ class ResponseStore:
     def _find(self, id: str, owner: Owner) -> StoredResponse:
         stored = self._responses.get(id)
         if stored is None or stored.owner != owner:
-            raise ResponseNotFound(f"Response with id '{id}' not found.")
+            raise ResponseNotFound(f"Response with id '{cut(id)}' not found.")
         return stored
 
     def _bytes_alone(self, told: bytes, turn: Turn) -> int:

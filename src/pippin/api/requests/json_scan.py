@@ -1,0 +1,61 @@
+"""How deep and how large JSON is, from its bytes alone, before it is decoded. Knows no field.
+
+What is decoded takes up to twenty times the bytes of its text, and code that walks it recurses.
+Where the text is no JSON the decoder stops; up to there it reads the same structure as the scan.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pippin.api.requests.bounds import (
+    MAX_JSON_CONTAINERS,
+    MAX_JSON_DEPTH,
+    MAX_JSON_STRINGS,
+    MAX_JSON_VALUES,
+)
+from pippin.errors import RequestError
+
+_QUOTE, _COMMA = ord('"'), ord(",")
+_STEPS = np.zeros(256, np.int8)  # what a byte outside of strings adds to the depth
+_STEPS[[ord("{"), ord("[")]] = 1
+_STEPS[[ord("}"), ord("]")]] = -1
+
+
+def check_json_size(text: bytes, name: str, param: str | None = None) -> None:
+    """Raise if the text is too deep, or holds too many values, for one request."""
+    if _is_small(text):
+        return
+    # In a string a backslash escapes the next byte: without these pairs every quote is a delimiter.
+    plain = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    found = np.frombuffer(plain, np.uint8)
+    quotes = found == _QUOTE
+    outside = (np.cumsum(quotes, dtype=np.uint8) & 1) == 0  # wraps at 256, which is even
+    steps = _STEPS[found[outside]]
+    steps = steps[steps != 0]
+    _check(int(np.count_nonzero(steps > 0)), MAX_JSON_CONTAINERS, "objects and arrays", name, param)
+    _check(int(np.count_nonzero(quotes)) // 2, MAX_JSON_STRINGS, "strings", name, param)
+    commas = int(np.count_nonzero(found[outside] == _COMMA))
+    _check(commas + 1, MAX_JSON_VALUES, "values", name, param)
+    depth = int(np.cumsum(steps, dtype=np.int32).max(initial=0))
+    if depth > MAX_JSON_DEPTH:
+        raise RequestError(
+            f"{name} is nested {depth:,} levels deep; at most {MAX_JSON_DEPTH} are allowed",
+            param=param,
+        )
+
+
+def _is_small(text: bytes) -> bool:
+    """Most bodies are by a count that takes strings for structure."""
+    return (
+        text.count(b"{") + text.count(b"[") <= MAX_JSON_DEPTH
+        and text.count(b'"') <= 2 * MAX_JSON_STRINGS
+        and text.count(b",") < MAX_JSON_VALUES
+    )
+
+
+def _check(count: int, most: int, what: str, name: str, param: str | None) -> None:
+    if count > most:
+        raise RequestError(
+            f"{name} holds {count:,} {what}; at most {most:,} are allowed", param=param
+        )
