@@ -14,8 +14,8 @@ import torch
 from pippin.backends.base import PrefillRow
 from pippin.backends.sampling import FAR
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.chunk_graphs import ChunkGraphs
 from pippin.backends.torch.device import find_device
+from pippin.backends.torch.graphs.chunk_graphs import ChunkGraphs
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer, Inputs
@@ -29,7 +29,7 @@ from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.decode_inputs import Inputs as SampleInputs
 from pippin.backends.torch.step.filters import least_kept
 from pippin.backends.torch.step.noise import add_gumbel_noise
-from pippin.backends.torch.step.rooms import Room
+from pippin.backends.torch.step.rooms import ROOM_ROWS, Room
 from torch_serving import load_torch
 
 DEVICE = find_device()
@@ -163,6 +163,8 @@ class _PlainWords:
 def capture_chunks(backend: TorchBackend, recorder: Any) -> ChunkGraphs:
     """On a GPU `TorchBackend` does the same with kernels."""
     prompt = PlainPrompt(backend._decoder, backend._pools, backend._rows.table)
-    graphs = ChunkGraphs(prompt, backend._future_map.tokens, backend._layout, recorder)
+    vocab, dtype = backend.spec.vocab_size, backend._decoder.dtype
+    logits = torch.empty(ROOM_ROWS[-1], vocab, dtype=dtype, device=DEVICE)
+    graphs = ChunkGraphs(prompt, backend._future_map.tokens, backend._layout, recorder, logits)
     backend._prompts.graphs = graphs
     return graphs

@@ -451,6 +451,23 @@ def test_a_device_that_always_fails_ends_the_engine_and_tells_everybody(overlap:
         client.submit(make_prompt(5), id="late")
 
 
+@both_modes
+def test_a_device_that_a_backend_calls_lost_ends_the_engine_at_once(overlap: bool) -> None:
+    launched: list[int] = []
+
+    class Lost(FakeBackend):
+        def launch(self, plan: StepPlan) -> FakePending:
+            launched.append(plan.step)
+            raise DeviceFailed("the GPU fails: an illegal memory access")
+
+    client = Client(make_loop(backend=Lost(num_slots=4), num_slots=2, overlap=overlap))
+    replies = [client.submit(make_prompt(5, number)) for number in range(20)]
+    client.run()
+    assert len(launched) == 1
+    assert str(client.loop.failure) == "the GPU fails: an illegal memory access"
+    assert {reply.finish for reply in replies} == {"error"}
+
+
 def test_failures_that_do_not_follow_each_other_end_nothing() -> None:
     class Shaky(FakeBackend):
         def launch(self, plan: StepPlan) -> FakePending:

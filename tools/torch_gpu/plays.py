@@ -32,7 +32,7 @@ import torch
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.capture import CudaGraphs
+from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.load import LoadedModel
 from pippin.backends.torch.models.build import build_decoder
@@ -121,4 +121,4 @@ def replayed_ms(run: Callable[[], object]) -> float:
     with torch.cuda.stream(torch.cuda.Stream()):
         run()
         torch.cuda.synchronize()
-        return gpu_ms(CudaGraphs().record(run).replay, repeats=5)
+        return gpu_ms(CudaGraphs(torch.device("cuda")).record(run).replay, repeats=5)

@@ -116,7 +116,7 @@ def replays(backend: TorchBackend) -> Iterator[list[str]]:
 
     def noted(words: np.ndarray, choice: Any) -> Any:
         in_place = [bool(same) for same in words[3] == words[4]]
-        way = "replay" if steps._recorder else "eager"
+        way = "replay" if steps.replays else "eager"
         how.append(f"{way} of width {words.shape[1]}, {choice.name}, slots {words[0].tolist()}, states in place {in_place}")
         return run(words, choice)
 

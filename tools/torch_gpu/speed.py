@@ -23,12 +23,12 @@ CHURN_CLIENTS, CHURN_SECONDS = 64, 30.0
 def replay_ms(backend: TorchBackend, play: Play, params: SamplingParams) -> float:
     """One replay after the other, nothing of the host in between."""
     steps = backend._decodes.steps
-    assert steps is not None
-    graphs = {key: g for key, g in steps._graphs.items() if key[0] >= len(play.slots)}
+    assert steps is not None and steps.replays is not None
+    graphs = {key: g for key, g in steps.replays.graphs.items() if key[0] >= len(play.slots)}
     width, choice = min(key for key in graphs if key[1] == (0 if params is GREEDY else 1))
-    graph = steps._graphs[width, choice]
+    graph = graphs[width, choice]
     with torch.cuda.stream(backend._streams._forward):
-        return gpu_ms(lambda: [graph.step.replay() for _ in range(20)], repeats=8) / 20
+        return gpu_ms(lambda: [graph.replay() for _ in range(20)], repeats=8) / 20
 
 
 def decode() -> None:

@@ -242,7 +242,8 @@ class Loop:
     ) -> list[TokenDelta]:
         """The plan's requests are told; the others go on."""
         logger.error("step %d failed", plan.step, exc_info=error)
-        self._num_failed += 1
+        lost = isinstance(error, DeviceFailed)  # as the backend says itself
+        self._num_failed = MAX_FAILED_STEPS if lost else self._num_failed + 1
         self._last_error = error
         if pending is not None:
             pending.discard()
@@ -250,8 +251,9 @@ class Loop:
 
     def _give_up(self) -> list[TokenDelta]:
         """The device is dead: nothing more is launched, and everybody is told."""
-        cause = str(self._last_error) or repr(self._last_error)
-        self.failure = DeviceFailed(f"the device failed {self._num_failed} steps in a row: {cause}")
+        error = self._last_error
+        cause = f"the device failed {self._num_failed} steps in a row: {str(error) or repr(error)}"
+        self.failure = error if isinstance(error, DeviceFailed) else DeviceFailed(cause)
         if self._in_flight is not None:
             self._in_flight.pending.discard()
             self._in_flight = None

@@ -9,8 +9,10 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 
 import torch
 
-from pippin.backends.base import PrefillRow
+from pippin.backends.base import PrefillRow, StepPlan
+from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.config import read_shape
+from pippin.backends.torch.pools.arena import SLABS_TO_KEEP_FREE
 from pippin.backends.torch.pools.layout import FIRST_SLAB, ZERO_SLAB, PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import KVPayload, StatePayload
@@ -19,6 +21,7 @@ from pippin.backends.torch.step.batches import take_chunks
 from pippin.errors import OutOfMemory
 from pippin.types import Component
 from torch_families import TORCH_CONFIGS
+from torch_serving import load_torch
 
 CPU = torch.device("cpu")
 KV = Component.ATTENTION
@@ -161,6 +164,94 @@ def test_no_row_of_a_forward_writes_the_state_that_another_one_reads() -> None:
     assert slab in pools.arena._free
 
 
+def scattered(pools: Pools, num_slabs: int) -> list[tuple[float, KVPayload]]:
+    """Two cells in each of so many slabs."""
+    payloads = [take_payload(pools, pools.layout.cells_per_slab(KV), n) for n in range(num_slabs)]
+    kept = []
+    for number, payload in enumerate(payloads):
+        few, rest = payload.split(2)
+        assert isinstance(few, KVPayload)
+        rest.release()
+        kept.append((float(number), few))
+    return kept
+
+
+def test_slabs_become_free_ahead_of_need_a_few_bytes_at_a_time() -> None:
+    """What is held can be read, released and taken between any two moves."""
+    pools = make_pools(num_slabs=12)
+    rows = Rows(pools, num_slots=1, max_len=64)
+    kept = scattered(pools, 12)
+    rows.borrow(1, 2, kept[5][1].cells, NO_CELLS, ZERO_SLAB)
+    at_most = 3 * pools.layout.cell_bytes(KV)
+    num_free = [len(pools.arena._free)]
+    while moved := pools.arena.compact(at_most):
+        assert moved <= at_most
+        num_free.append(len(pools.arena._free))
+        assert num_free[-1] - num_free[-2] <= 2
+        for mark, payload in kept:
+            assert marks_of(pools, payload.cells) == {mark}
+        assert marks_of(pools, rows.held(1, 0, 2)) == {5.0}
+        pools.arena.check_integrity()
+        if len(num_free) == 4:
+            kept.pop(0)[1].release()
+            kept.append((99.0, take_payload(pools, 1, mark=99.0)))
+    assert len(num_free) > 4
+    assert num_free[-1] == num_free[0] + 11
+
+
+def test_a_slab_that_is_half_emptied_is_there_for_a_step_that_needs_it() -> None:
+    pools = make_pools(num_slabs=4)
+    kept = scattered(pools, 4)
+    assert pools.arena.compact(pools.layout.cell_bytes(KV)) > 0
+    room = 4 * pools.layout.cells_per_slab(KV) - 8
+    kept.append((9.0, take_payload(pools, room, mark=9.0)))
+    pools.arena.check_integrity()
+    assert all(marks_of(pools, payload.cells) == {mark} for mark, payload in kept)
+    assert pools.arena.compact(1 << 30) == 0
+    with pytest.raises(OutOfMemory):
+        pools.arena.make_room(1, 0)
+
+
+def test_nobody_hears_of_moves_but_rows_and_holders_of_the_slab(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pools = make_pools(num_slabs=12)
+    kept = scattered(pools, 12)
+    told: list[KVPayload] = []
+    move = KVPayload.move
+    monkeypatch.setattr(KVPayload, "move", lambda p, cells: (told.append(p), move(p, cells)))
+    pools.arena.compact(2 * pools.layout.cell_bytes(KV))
+    assert len(told) == 1
+    assert told[0] in [payload for _, payload in kept]
+
+
+def test_cells_of_one_kind_alone_are_never_moved_ahead_of_need() -> None:
+    pools = make_pools("llama", num_slabs=12)
+    scattered(pools, 12)
+    assert pools.arena.compact(1 << 30) == 0
+
+
+def test_a_step_moves_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TorchBackend(load_torch("qwen3_5"), num_slots=2, pool_bytes=1 << 20, kernels=False)
+    pools, nbytes = backend._pools, backend._layout.cell_bytes(KV)
+    monkeypatch.setattr("pippin.backends.torch.backend.MOST_MOVED_BYTES", 3 * nbytes)
+    num_slabs = len(pools.arena._free)
+    with torch.inference_mode():
+        scattered(pools, num_slabs)
+    moved: list[int] = []
+    set_cells = pools._move_cells
+    for pool in pools.arena.cells.values():
+        monkeypatch.setattr(
+            pool, "_move_cells", lambda old, new: (moved.append(len(old)), set_cells(KV, old, new))
+        )
+    steps = 0
+    while len(pools.arena._free) < min(num_slabs - 1, SLABS_TO_KEEP_FREE):
+        steps += 1
+        before = sum(moved)
+        backend.launch(StepPlan(steps)).wait()
+        assert 0 < sum(moved) - before <= 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_random_holders_keep_what_they_hold(seed: int) -> None:
@@ -195,6 +286,8 @@ def test_random_holders_keep_what_they_hold(seed: int) -> None:
             payload = list(states)[rng.integers(len(states))]
             del states[payload]
             payload.release()
+        moved = pools.arena.compact(int(rng.integers(8)) * pools.layout.cell_bytes(KV))
+        assert moved <= 7 * pools.layout.cell_bytes(KV)
         pools.arena.check_integrity()
         assert pools.arena.used_bytes == sum(p.nbytes for p in (*kv, *states))
         assert all(marks_of(pools, p.cells) == {number} for p, number in kv.items())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import gc
+import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,40 +13,145 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 
 import torch
 
-from pippin.backends.torch.capture import CudaGraphs
+from pippin.backends.torch.graphs.capture import CaptureFailed, CudaGraphs
+from pippin.errors import DeviceFailed
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+GPU = torch.device("cuda", 0)
 ROOT = Path(__file__).parents[3]
-PLACE = "src/pippin/backends/torch/capture.py"
+PLACE = "src/pippin/backends/torch/graphs/capture.py"
 
 
-def test_other_threads_may_call_cuda_while_work_is_captured(
+STAGES = ("begin", "run", "invalidated", "instantiate")
+
+
+class MadeUpCuda:
+    """A stream, torch's allocator and its generator, in and out of capture mode.
+
+    A capture fails when it begins, inside the work, when CUDA finds at its end that the work
+    invalidated it, or when the graph is made executable.
+    """
+
+    def __init__(self, fails_at: str | None = None, is_lost: bool = False) -> None:
+        self.fails_at, self.is_lost = fails_at, is_lost
+        self.capturing = self.allocating = self.counting = False
+        self.error: str | None = None  # that the next call reports
+        self.pool_users = 0
+        self.options: list[dict[str, Any]] = []
+        self.num_waits = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        graph = type("CUDAGraph", (), {"capture_begin": self.begin, "capture_end": self.end})
+        graph.replay = lambda self: None  # type: ignore[attr-defined]
+        for name, stand_in in {
+            "CUDAGraph": graph,
+            "graph_pool_handle": lambda: "memory",
+            "current_device": lambda: 0,
+            "is_current_stream_capturing": lambda: self.capturing,
+            "synchronize": self.synchronize,
+            "empty_cache": lambda: None,
+            "default_generators": [self],
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.leave, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
+        monkeypatch.setattr(torch, "ones", self.ones)
+
+    def begin(self, **options: Any) -> None:
+        self.options.append(options)
+        self.allocating, self.pool_users = True, self.pool_users + 1
+        self.fail("begin")
+        self.capturing = self.counting = True
+
+    def end(self) -> None:
+        self.capturing = False
+        if self.fails_at in ("run", "invalidated"):
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.allocating = self.counting = False
+        self.fail("instantiate")
+
+    def work(self) -> int:
+        assert not gc.isenabled()
+        self.fail("run")
+        return 7
+
+    def fail(self, stage: str) -> None:
+        if self.fails_at == stage:
+            self.error = "left over"
+            raise RuntimeError(f"CUDA error at {stage}")
+
+    def leave(self, device: int, pool: str) -> None:
+        if not self.allocating:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.allocating = False
+
+    def release(self, device: int, pool: str) -> None:
+        self.pool_users -= 1
+
+    def synchronize(self, device: object = None) -> None:
+        assert not self.capturing
+        self.num_waits += 1
+        if self.is_lost:
+            raise RuntimeError("an illegal memory access was encountered")
+        if self.error is not None:
+            self.error = None
+            raise RuntimeError("left over")
+
+    def ones(self, *shape: int, device: object) -> torch.Tensor:
+        assert (self.capturing, self.allocating, self.error) == (False, False, None)
+        return torch.full((1,), 1.0)
+
+    def clone_state(self) -> str:
+        return "a generator that counts for no graph"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.counting = False
+
+
+def test_a_capture_lets_other_threads_call_cuda_and_waits_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In CUDA's own mode any other thread's call, say an allocation, breaks the capture."""
-    asked: list[dict[str, Any]] = []
+    cuda = MadeUpCuda()
+    cuda.install(monkeypatch)
+    graphs = CudaGraphs(GPU)
+    assert [graphs.record(cuda.work).result for _ in range(2)] == [7, 7]
+    assert gc.isenabled()
+    assert cuda.options == [{"pool": "memory", "capture_error_mode": "thread_local"}] * 2
+    assert cuda.num_waits == 0
 
-    @contextmanager
-    def graph(captured: object, **options: Any) -> Iterator[None]:
-        asked.append({"captured": captured} | options)
-        yield
 
-    made = SimpleNamespace(replay=lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "memory")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "forward")
-    graphs = CudaGraphs()
-    recorded = [graphs.record(lambda n=n: n) for n in (7, 8)]
-    assert [each.result for each in recorded] == [7, 8]
-    assert recorded[0].replay is made.replay
-    each = {"captured": made, "pool": "memory", "stream": "forward"}
-    assert asked == [each | {"capture_error_mode": "thread_local"}] * 2
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_capture_that_fails_leaves_nothing_behind(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = MadeUpCuda(stage)
+    cuda.install(monkeypatch)
+    graphs = CudaGraphs(GPU)
+    with pytest.raises(CaptureFailed):
+        graphs.record(cuda.work)
+    assert (cuda.capturing, cuda.allocating, cuda.counting) == (False, False, False)
+    assert cuda.error is None
+    assert gc.isenabled()
+    # A graph that was ended gives its own share of the memory back when it is collected.
+    assert cuda.pool_users == (1 if stage == "instantiate" else 0)
+    cuda.fails_at = None
+    assert graphs.record(cuda.work).result == 7
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gpu_that_is_lost_in_a_capture_ends_the_engine_with_a_clear_error(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MadeUpCuda(stage, is_lost=True).install(monkeypatch)
+    with pytest.raises(DeviceFailed, match=r"CUDA graph could not be captured .*illegal memory"):
+        CudaGraphs(GPU).record(lambda: 7)
 
 
 def test_nobody_else_captures() -> None:
     files = [*ROOT.glob("src/**/*.py"), *ROOT.glob("tools/*.py")]
-    found = {str(path.relative_to(ROOT)) for path in files if "cuda.graph(" in path.read_text()}
+    found = {
+        str(path.relative_to(ROOT))
+        for path in files
+        if re.search(r"cuda\.graph\(|capture_begin\(", path.read_text())
+    }
     assert found == {PLACE}

@@ -5,7 +5,6 @@ what it recorded, in plain operations that read the graphs' words and nothing el
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,7 @@ from chunk_words import capture_chunks
 from near_ties import TOLERANCE, assert_best, assert_same, log_softmax
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Restore, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.capture import Recorded
-from pippin.backends.torch.chunk_graphs import ChunkGraphs, RanChunks
+from pippin.backends.torch.graphs.chunk_graphs import ChunkGraphs, RanChunks
 from pippin.backends.torch.step.chunk_inputs import ChunkWords
 from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.rooms import ROOMS, Room, room_for
@@ -191,29 +189,39 @@ def test_what_no_graph_has_room_for_is_launched() -> None:
     assert room_for(length, 1) is None
 
 
-class Fails:
-    """A driver that takes no captures."""
-
-    def record(self, run: Callable[[], Any]) -> Recorded[Any]:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-
+@pytest.mark.parametrize("stage", ["first run", "begin", "run", "end"])
 def test_where_nothing_can_be_captured_it_says_so_once_and_goes_on(
-    caplog: pytest.LogCaptureFixture,
+    stage: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, other, _ = make_pair()
-    graphs = capture_chunks(other, Fails())
+    graphs = capture_chunks(other, RunAgain(stage))
+    if stage == "first run":  # a kernel that does not compile, say
+
+        def fail(_: Any) -> torch.Tensor:
+            raise RuntimeError("no capture: first run")
+
+        monkeypatch.setattr(graphs._kernels, "hidden", fail)
     with caplog.at_level(logging.WARNING, logger="pippin"):
         found = play(other, PARAMS["drawn"])
     expected = play(plain, PARAMS["drawn"])
     assert [dict(result.tokens) for result in found] == [dict(r.tokens) for r in expected]
     said = [record.getMessage() for record in caplog.records]
-    assert said == [
-        "chunks of prompts are not captured: operation not permitted when stream is capturing"
-    ]
+    assert said == [f"chunks of prompts are not captured: no capture: {stage}"]
     assert caplog.records[0].exc_info is not None
     assert not graphs.works
     other._pools.arena.check_integrity()
+
+
+def test_while_requests_run_chunks_are_launched_first_and_captured_next() -> None:
+    plain, other, _ = make_pair()
+    recorder = RunAgain()
+    graphs = capture_chunks(other, recorder)
+    other.make_way(busy=True)
+    expected = [dict(result.tokens) for result in play(plain, PARAMS["drawn"])]
+    for num_replays in (0, 4, 8):
+        assert [dict(result.tokens) for result in play(other, PARAMS["drawn"])] == expected
+        assert recorder.num_replays == num_replays
+    assert len(graphs.replays.graphs) == 4
 
 
 def client_of(name: str) -> tuple[Client, RunAgain]:

@@ -6,21 +6,23 @@ the device except `TorchPending.wait`; on a CPU `launch` itself computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from pippin.backends.base import Retire, StepPlan, WarmUpShape, captured_bytes
-from pippin.backends.torch.capture import CudaGraphs, Recorder
 from pippin.backends.torch.config import suit_kernels
 from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.device import device_info
 from pippin.backends.torch.forward import ChunkForward, PlainForward
+from pippin.backends.torch.graphs.capture import CudaGraphs, Recorder
+from pippin.backends.torch.graphs.replays import Replays
 from pippin.backends.torch.load import LoadedModel, load
+from pippin.backends.torch.pools.arena import MOST_MOVED_BYTES
 from pippin.backends.torch.pools.fingerprints import Fingerprints
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
@@ -32,16 +34,16 @@ from pippin.backends.torch.step.draws import Draws
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import Told, TorchPending
-from pippin.backends.torch.step.rooms import ROOMS
+from pippin.backends.torch.step.rooms import ROOM_ROWS, ROOMS
 from pippin.backends.torch.step.slots import Slots
-from pippin.backends.torch.step.widths import WIDTHS
+from pippin.backends.torch.step.widths import WIDTHS, width_for
 from pippin.backends.torch.streams import make_streams
 from pippin.cache.disk.entries import ArraySpec, Bytes
 from pippin.types import Component, ModelSpec
 
 if TYPE_CHECKING:
-    from pippin.backends.torch.chunk_graphs import ChunkGraphs
-    from pippin.backends.torch.graphs import DecodeSteps
+    from pippin.backends.torch.graphs.chunk_graphs import ChunkGraphs
+    from pippin.backends.torch.graphs.decode_steps import DecodeSteps
 
 ACTIVATION_SHARE = 0.1  # of what the weights leave
 # Chunks of prompts, as far as there is room (`step/rooms.py`), are captured where decode steps are.
@@ -153,6 +155,7 @@ class TorchBackend:
         if self._fingerprints is not None:
             made = [payload for capture in step.captures for payload in capture.payloads]
             self._fingerprints.take(plan.step, [*made, *step.loaded])
+        self._pools.arena.compact(MOST_MOVED_BYTES)
 
     def _retire(self, step: TorchPending, retire: Retire) -> None:
         if retire.captures:
@@ -207,7 +210,9 @@ class TorchBackend:
         return 0
 
     def make_way(self, *, busy: bool) -> None:
-        """It has no work of its own."""
+        """While requests run, graphs are captured one at a time (`replays.py`)."""
+        for replays in self._replays():
+            replays.busy = busy
 
     def close(self) -> None:
         self._slots.clear()
@@ -246,9 +251,18 @@ class TorchBackend:
 
     # ---- kernels ---------------------------------------------------------------------------
 
+    def _replays(self) -> Iterator[Replays[Any, Any]]:
+        """What is captured, if anything is."""
+        if self._decodes.steps is not None and self._decodes.steps.replays is not None:
+            yield self._decodes.steps.replays
+        if self._prompts.graphs is not None:
+            yield self._prompts.graphs.replays
+
     def _make_kernels(self) -> tuple[ChunkForward, DecodeSteps, ChunkGraphs | None]:
-        from pippin.backends.torch.chunk_graphs import ChunkGraphs  # triton is not everywhere
-        from pippin.backends.torch.graphs import DecodeSteps
+        from pippin.backends.torch.graphs.chunk_graphs import (
+            ChunkGraphs,  # triton is not everywhere
+        )
+        from pippin.backends.torch.graphs.decode_steps import DecodeSteps
         from pippin.backends.torch.kernels.decode import DecodeKernels
         from pippin.backends.torch.kernels.prefill import ChunkKernels
         from pippin.backends.torch.kernels.prompt import PromptKernels
@@ -256,13 +270,17 @@ class TorchBackend:
         decoder, pools, table = self._decoder, self._pools, self._rows.table
         future, recorder = self._future_map.tokens, self._recorder
         if recorder is None and decoder.device.type == "cuda":
-            recorder = CudaGraphs()
+            recorder = CudaGraphs(decoder.device)
         decode = DecodeKernels(decoder, pools, table)
-        steps = DecodeSteps(decode, future, self._layout.waste_cell, recorder)
+        most_rows = max(width_for(self._num_slots), *ROOM_ROWS)
+        logits = torch.empty(
+            most_rows, decoder.shape.vocab_size, dtype=decoder.dtype, device=decoder.device
+        )
+        steps = DecodeSteps(decode, future, self._layout.waste_cell, recorder, logits)
         graphs = None
         if recorder is not None and self._has_chunk_graphs:
             prompt = PromptKernels(decoder, pools, table)
-            graphs = ChunkGraphs(prompt, future, self._layout, recorder)
+            graphs = ChunkGraphs(prompt, future, self._layout, recorder, logits)
         return ChunkKernels(decoder, pools), steps, graphs
 
     def _make_fingerprints(self) -> Fingerprints:

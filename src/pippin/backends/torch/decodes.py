@@ -16,7 +16,7 @@ from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.widths import width_for
 
 if TYPE_CHECKING:
-    from pippin.backends.torch.graphs import DecodeSteps
+    from pippin.backends.torch.graphs.decode_steps import DecodeSteps
 
 
 class Decodes:

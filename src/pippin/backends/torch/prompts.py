@@ -30,7 +30,7 @@ from pippin.backends.torch.step.rooms import Room, group_by_room, room_for
 from pippin.types import Component, Payload
 
 if TYPE_CHECKING:
-    from pippin.backends.torch.chunk_graphs import ChunkGraphs
+    from pippin.backends.torch.graphs.chunk_graphs import ChunkGraphs
 
 _NO_CELLS = np.zeros(0, dtype=np.int32)
 

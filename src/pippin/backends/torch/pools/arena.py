@@ -6,7 +6,8 @@ out as a state or as cells of a kind, whichever is asked for. Everything is coun
 with it runs in the order of launches, on one stream, so what is free here may be handed out again
 at once.
 
-Where no slab is free although there is room, cells of the emptiest one move into gaps of others.
+Where few slabs are free although there is room, cells of the emptiest one move into gaps of others:
+so many bytes a step, ahead of need. A step that needs more slabs than are free moves what it must.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from pippin.backends.torch.pools.cells import CellPool
 from pippin.backends.torch.pools.layout import FIRST_SLAB, KV_KINDS, PoolLayout
 from pippin.errors import OutOfMemory
 from pippin.types import Component
+
+SLABS_TO_KEEP_FREE = 16  # as far as gaps allow: about as many states as a step begins
+MOST_MOVED_BYTES = 16 << 20  # ahead of need, by one step
 
 Move = Callable[[Component, np.ndarray, np.ndarray], None]  # cells of a kind: from, to
 
@@ -88,6 +92,10 @@ class Arena:
         """The same, with so many cells of each kind."""
         wanted = [(pool, num_cells.get(kind, 0)) for kind, pool in self.cells.items()]
         while len(self._free) < num_states + sum(pool.slabs_for(num) for pool, num in wanted):
+            for pool in self.cells.values():
+                pool.keep_slab()
+            if len(self._free) >= num_states + sum(pool.slabs_for(num) for pool, num in wanted):
+                return
             spare = next((pool for pool, num in wanted if pool.can_spare_a_slab(num)), None)
             if spare is None:
                 most = max(num for _, num in wanted) if wanted else 0
@@ -96,6 +104,24 @@ class Arena:
                     f"and {num_states:,} states"
                 )
             spare.empty_a_slab()
+
+    def compact(self, most_bytes: int) -> int:
+        """Ahead of need: move so many bytes at most, so that slabs are free. Returns how many.
+
+        Cells of one kind alone fill each other's gaps, and need none.
+        """
+        if not self.layout.num_delta_layers and len(self.cells) < 2:
+            return 0
+        moved = 0
+        for kind, pool in self.cells.items():
+            nbytes = self.layout.cell_bytes(kind)
+            while (most := (most_bytes - moved) // nbytes) > 0:
+                if not pool.is_emptying:
+                    if len(self._free) >= SLABS_TO_KEEP_FREE or not pool.can_spare_a_slab():
+                        break
+                    pool.start_emptying()
+                moved += pool.empty_further(most) * nbytes
+        return moved
 
     def check_integrity(self) -> None:
         """Count everything again."""

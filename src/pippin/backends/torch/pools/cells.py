@@ -3,6 +3,9 @@
 A cell is one token's keys and values, in all layers of a kind. Cells lie in slabs of the memory
 that all kinds and the states share: a slab is taken from the free ones when it is needed, and goes
 back when its last cell is free.
+
+A slab is emptied by moving its cells into gaps of others, a few at a time: between two moves it
+gives out no cells, and its holders may use and release what they hold there.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import numpy as np
 
 class Holder(Protocol):
     def move(self, new_cells: np.ndarray) -> None:
-        """Cell c is now new_cells[c], int32 [num_cells]."""
+        """Cell c is now new_cells[c], int32 [num_cells]: an array that is not to be kept."""
         ...
 
 
@@ -39,8 +42,11 @@ class CellPool:
         self._refs = np.zeros(num_slabs * per_slab, dtype=np.int32)
         self._used: dict[int, int] = {}  # cells in use, of each slab that holds some
         self._open: dict[int, None] = {}  # of these, which have gaps: free cells
-        self._num_gaps = 0
-        self.holders: set[Holder] = set()
+        self._num_gaps = 0  # in open slabs
+        self._emptied: int | None = None  # a slab whose cells move away; it is not open
+        self._rows: list[Holder] = []  # hold cells of any slab
+        self._holders: dict[int, dict[Holder, None]] = {}  # the other holders, by slab
+        self._new_cells = np.arange(len(self._refs), dtype=np.int32)
 
     @property
     def num_used(self) -> int:
@@ -74,43 +80,109 @@ class CellPool:
         slabs, counts = np.unique(freed // self._per_slab, return_counts=True)
         for slab, count in zip(slabs.tolist(), counts.tolist(), strict=True):
             self._used[slab] -= count
-            self._num_gaps += count
-            self._open[slab] = None
+            if slab != self._emptied:
+                self._num_gaps += count
+                self._open[slab] = None
             if not self._used[slab]:
-                self._close_slab(slab)
-                self._free_slab(slab)
+                self._give_back(slab)
 
     def slabs_for(self, num_cells: int) -> int:
         """How many more slabs it takes to have so many cells."""
         return -(-max(0, num_cells - self._num_gaps) // self._per_slab)
 
-    def can_spare_a_slab(self, num_cells: int) -> bool:
+    # ---- who hears of moves ----------------------------------------------------------------
+
+    def add_rows(self, rows: Holder) -> None:
+        """Hears of every move."""
+        self._rows.append(rows)
+
+    def add_holder(self, holder: Holder, cells: np.ndarray) -> None:
+        """Hears of moves of these cells, until it is dropped with the same ones."""
+        for slab in self._slabs_of(cells):
+            self._holders.setdefault(slab, {})[holder] = None
+
+    def drop_holder(self, holder: Holder, cells: np.ndarray) -> None:
+        for slab in self._slabs_of(cells):
+            del self._holders[slab][holder]
+            if not self._holders[slab]:
+                del self._holders[slab]
+
+    def _slabs_of(self, cells: np.ndarray) -> list[int]:
+        slabs = cells // self._per_slab
+        few = slabs[:1] if (slabs == slabs[:1]).all() else np.unique(slabs)
+        found: list[int] = few.tolist()
+        return found
+
+    # ---- emptying slabs --------------------------------------------------------------------
+
+    @property
+    def is_emptying(self) -> bool:
+        return self._emptied is not None
+
+    def can_spare_a_slab(self, num_cells: int = 0) -> bool:
         """Whether its gaps, but for so many that are wanted, have room for a slab's cells."""
         return self._num_gaps - num_cells >= self._per_slab
 
     def empty_a_slab(self) -> None:
-        """Move the cells of the emptiest slab into gaps of others, and tell whoever holds them."""
+        """The emptiest one, at once."""
+        self.keep_slab()
+        self.start_emptying()
+        self.empty_further(self._per_slab)
+
+    def start_emptying(self) -> None:
+        """The emptiest slab gives out no cells from now on."""
+        assert self._emptied is None
         slab = min(self._open, key=self._used.__getitem__)
+        self._num_gaps -= self._per_slab - self._used[slab]
+        del self._open[slab]
+        self._emptied = slab
+
+    def keep_slab(self) -> None:
+        """The slab that was being emptied, if there is one, gives out cells again."""
+        if (slab := self._emptied) is not None:
+            self._emptied = None
+            self._num_gaps += self._per_slab - self._used[slab]
+            if self._used[slab] < self._per_slab:
+                self._open[slab] = None
+
+    def empty_further(self, most_cells: int) -> int:
+        """Move so many cells at most into gaps of other slabs, and tell their holders.
+
+        Returns how many were moved; none, and the slab is kept, where the others have no room.
+        """
+        slab = self._emptied
+        assert slab is not None
         first = slab * self._per_slab
-        old = (np.flatnonzero(self._refs[first : first + self._per_slab]) + first).astype(np.int32)
-        self._close_slab(slab)
+        held = np.flatnonzero(self._refs[first : first + self._per_slab])[:most_cells]
+        if len(held) > self._num_gaps:
+            self.keep_slab()
+            return 0
+        old = (held + first).astype(np.int32)
         new = self.take(len(old))
         self._refs[new] = self._refs[old]
         self._refs[old] = 0
-        self._free_slab(slab)
+        self._used[slab] -= len(old)
         self._move_cells(old, new)
-        new_cells = np.arange(len(self._refs), dtype=np.int32)
-        new_cells[old] = new
-        for holder in self.holders:
-            holder.move(new_cells)
+        self._new_cells[old] = new
+        for holder in (*self._rows, *self._holders.get(slab, ())):
+            holder.move(self._new_cells)
+        self._new_cells[old] = old
+        if not self._used[slab]:
+            self._give_back(slab)
+        return len(old)
+
+    # ---- slabs -----------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Count everything again."""
         by_slab = np.count_nonzero(self._refs.reshape(self._num_slabs, -1), axis=1)
         used = {slab: int(by_slab[slab]) for slab in np.flatnonzero(by_slab).tolist()}
         assert used == self._used
-        assert set(self._open) == {slab for slab, count in used.items() if count < self._per_slab}
-        assert self._num_gaps == sum(self._per_slab - used[slab] for slab in self._open)
+        gaps = {slab: self._per_slab - count for slab, count in used.items()}
+        gaps.pop(self._emptied or 0, None)
+        assert set(self._open) == {slab for slab, count in gaps.items() if count}
+        assert self._num_gaps == sum(gaps.values())
+        assert set(self._holders) <= set(used)
 
     def _open_slab(self) -> int:
         slab = self._take_slab()
@@ -119,10 +191,15 @@ class CellPool:
         self._num_gaps += self._per_slab
         return slab
 
-    def _close_slab(self, slab: int) -> None:
-        """Nothing of it is held any more, or what is held is about to move."""
-        self._num_gaps -= self._per_slab - self._used.pop(slab)
-        self._open.pop(slab, None)
+    def _give_back(self, slab: int) -> None:
+        """Nothing of it is held any more."""
+        if slab == self._emptied:
+            self._emptied = None
+        else:
+            self._num_gaps -= self._per_slab
+            del self._open[slab]
+        del self._used[slab]
+        self._free_slab(slab)
 
     def _fill(self, slab: int, most: int) -> np.ndarray:
         first = slab * self._per_slab

@@ -27,7 +27,7 @@ class KVPayload:
         self._prints: np.ndarray | None = None  # int64, of each cell's bytes; None: not known
         self.num_tokens = len(cells)
         self.nbytes = len(cells) * pools.layout.cell_bytes(kind)
-        self._pool.holders.add(self)
+        self._pool.add_holder(self, cells)
 
     @classmethod
     def of(cls, pools: Pools, kind: Component, cells: np.ndarray) -> KVPayload:
@@ -58,10 +58,12 @@ class KVPayload:
             first += part.num_tokens
 
     def move(self, new_cells: np.ndarray) -> None:
+        self._pool.drop_holder(self, self._cells)
         self._cells = new_cells[self._cells]
+        self._pool.add_holder(self, self._cells)
 
     def split(self, at: int) -> tuple[Payload, Payload]:
-        self._pool.holders.remove(self)
+        self._pool.drop_holder(self, self._cells)
         head, tail = (
             KVPayload(self._pools, self.kind, self._cells[:at]),
             KVPayload(self._pools, self.kind, self._cells[at:]),
@@ -72,7 +74,7 @@ class KVPayload:
         return head, tail
 
     def release(self) -> None:
-        self._pool.holders.remove(self)
+        self._pool.drop_holder(self, self._cells)
         self._pool.release(self._cells)
 
     def fingerprint(self) -> int:

@@ -30,7 +30,7 @@ class RowCells:
         on_cpu = pools.device.type == "cpu"
         self.table = host if on_cpu else torch.zeros_like(host, device=pools.device)
         if self._pool is not None:
-            self._pool.holders.add(self)
+            self._pool.add_rows(self)
 
     def held(self, slot: int, start: int, end: int) -> np.ndarray:
         assert self._firsts[slot] <= start or start == end, "these cells were let go"
@@ -87,8 +87,12 @@ class RowCells:
     def move(self, new_cells: np.ndarray) -> None:
         for slot in np.flatnonzero(self._ends).tolist():
             first, end = int(self._firsts[slot]), int(self._ends[slot])
-            self._cells[slot, first:end] = new_cells[self._cells[slot, first:end]]
-            self._send(slot, first, end)
+            held = self._cells[slot, first:end]
+            moved = new_cells[held]
+            (places,) = np.nonzero(moved != held)
+            if len(places):
+                held[:] = moved
+                self._send(slot, first + int(places[0]), first + int(places[-1]) + 1)
 
     def _append(self, slot: int, cells: np.ndarray) -> None:
         start = int(self._ends[slot])

@@ -41,7 +41,7 @@ class ChunkWords:
 
     @classmethod
     def padding(cls, room: Room, layout: PoolLayout) -> ChunkWords:
-        num_taps = layout.conv_shape[0] + 1 if layout.num_delta_layers else 0
+        num_taps = num_taps_of(layout)
         words = cls(np.zeros(sum(_sizes(room, num_taps)), dtype=np.int32), room, num_taps)
         words.tokens[2] = layout.waste_cell
         words.tokens[3:] = room.num_rows * layout.conv_shape[0] + np.arange(room.num_tokens)
@@ -70,6 +70,10 @@ class ChunkWords:
         sizes = _sizes(self.room, self.num_taps)
         first = sum(sizes[:number])
         return self.words[first : first + sizes[number]].reshape(-1, width)
+
+
+def num_taps_of(layout: PoolLayout) -> int:
+    return layout.conv_shape[0] + 1 if layout.num_delta_layers else 0
 
 
 def pack_chunks(room: Room, taken: TakenChunks, held: Rows, layout: PoolLayout) -> ChunkWords:

@@ -55,12 +55,13 @@ class Draws:
         rows: Sequence[DecodeRow | PrefillRow],
         choice: Choice,
         told: torch.Tensor,  # int32 [2, rows or more]: tokens, and whether logits are no numbers
-        logits: torch.Tensor,  # [rows or more, vocab]
+        logits: torch.Tensor | None,  # [rows or more, vocab], where they are left to the sampler
     ) -> None:
         """What a graph left, which drew the tokens itself unless that was left to the sampler."""
         owners = [row.slot for row in rows]
         arrival = self._streams.bring([told[:, : len(owners)].clone()])
         if choice is Choice.LOGITS:
+            assert logits is not None
             step.told.append(Told(arrival, lambda found: step.read_overflows(owners, found[0][1])))
             self.sample(step, rows, logits[: len(owners)])
             return

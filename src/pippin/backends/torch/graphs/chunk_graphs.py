@@ -8,19 +8,18 @@ so once, and from then on chunks are launched one kernel after the other.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from pippin.backends.torch.capture import Recorded, Recorder
+from pippin.backends.torch.graphs.capture import Recorder
+from pippin.backends.torch.graphs.replays import Replays
 from pippin.backends.torch.pools.layout import PoolLayout
-from pippin.backends.torch.step.chunk_inputs import ChunkInputs, ChunkWords
+from pippin.backends.torch.step.chunk_inputs import ChunkInputs, ChunkWords, num_taps_of
 from pippin.backends.torch.step.decode_inputs import Choice, Inputs
-from pippin.backends.torch.step.rooms import Room
-
-logger = logging.getLogger(__name__)
+from pippin.backends.torch.step.rooms import ROOMS, Room
 
 
 class PromptForward(Protocol):
@@ -44,14 +43,8 @@ class RanChunks:
     """What chunks left: overwritten by the next replay."""
 
     told: torch.Tensor  # int32 [2, rows]: tokens, and whether logits are no numbers
-    logits: torch.Tensor  # [rows, vocab]
+    logits: torch.Tensor | None  # [rows, vocab], where they are left to the sampler
     hidden: torch.Tensor  # [rows, hidden]
-
-
-@dataclass(frozen=True)
-class _Graph:
-    words: torch.Tensor  # what it reads
-    run: Recorded[RanChunks]
 
 
 class ChunkGraphs:
@@ -61,42 +54,39 @@ class ChunkGraphs:
         future: torch.Tensor,  # int32 [slots]: the future map
         layout: PoolLayout,
         recorder: Recorder,
+        logits: torch.Tensor,  # [rows of a room, vocab]: where all graphs leave theirs
     ) -> None:
         self._kernels = kernels
         self._future = future
         self._layout = layout
-        self._recorder = recorder
-        self._graphs: dict[tuple[Room, Choice], _Graph] = {}
-        self.works = True
+        self._logits = logits
+        most = max(ChunkWords.padding(room, layout).words.size for room in ROOMS)
+        words = torch.zeros(most, dtype=torch.int32, device=future.device)
+        self.replays: Replays[tuple[Room, Choice], RanChunks] = Replays(
+            "chunks of prompts", recorder, words, self._padding, self._run
+        )
+
+    @property
+    def works(self) -> bool:
+        return self.replays.works
 
     def can_run(self, room: Room) -> bool:
-        """Captures what is to be captured: before anything of a prompt is in its way."""
-        if self.works and (room, Choice.GREEDY) not in self._graphs:
-            try:
-                self._graphs |= {(room, each): self._capture(room, each) for each in Choice}
-            except Exception as error:  # whatever a driver says: the usual launches serve too
-                self.works = False
-                logger.warning("chunks of prompts are not captured: %s", error, exc_info=error)
-        return self.works
+        """Captures what there is time for: before anything of a prompt is in its way."""
+        return self.replays.prepare((room, each) for each in Choice)
 
     def run(self, words: ChunkWords, choice: Choice) -> RanChunks:
         """In one copy and one replay, without waiting."""
-        graph = self._graphs[words.room, choice]
-        host, on_cuda = torch.from_numpy(words.words), self._future.is_cuda
-        graph.words.copy_(host.pin_memory() if on_cuda else host, non_blocking=on_cuda)
-        graph.run.replay()
-        return graph.run.result
+        return self.replays.run((words.room, choice), words.words)
 
-    def _capture(self, room: Room, choice: Choice) -> _Graph:
-        """On padding alone. The first run compiles kernels, which a capture must not."""
-        padding = ChunkWords.padding(room, self._layout)
-        words = torch.from_numpy(padding.words).to(self._future.device)
-        inputs = ChunkInputs(words, room, padding.num_taps)
-        self._run(inputs, choice)
-        return _Graph(words, self._recorder.record(lambda: self._run(inputs, choice)))
+    def _padding(self, key: tuple[Room, Choice]) -> np.ndarray:
+        return ChunkWords.padding(key[0], self._layout).words
 
-    def _run(self, inputs: ChunkInputs, choice: Choice) -> RanChunks:
+    def _run(self, key: tuple[Room, Choice], words: torch.Tensor) -> RanChunks:
+        room, choice = key
+        inputs = ChunkInputs(words, room, num_taps_of(self._layout))
         hidden = self._kernels.hidden(inputs)
         logits = self._kernels.logits(hidden)
         told = self._kernels.choose(logits, inputs.samples, self._future, choice)
-        return RanChunks(told, logits, hidden)
+        is_left = choice is Choice.LOGITS
+        kept = self._logits[: room.num_rows].copy_(logits) if is_left else None
+        return RanChunks(told, kept, hidden)

@@ -1,0 +1,103 @@
+"""Work by key, captured and launched: what runs when, and what happens where a capture fails."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+
+import torch
+
+from pippin.backends.torch.graphs.replays import Replays
+from pippin.errors import DeviceFailed
+from run_again import RunAgain
+
+
+@dataclass(frozen=True)
+class Doubled:
+    values: torch.Tensor
+
+
+class Doubling:
+    """Keys are lengths: each run doubles as many words."""
+
+    def __init__(self, recorder: Any) -> None:
+        words = torch.zeros(8, dtype=torch.int32)
+        self.ran: list[list[int]] = []
+        self.replays: Replays[int, Doubled] = Replays(
+            "doublings", recorder, words, lambda key: np.zeros(key, np.int32), self.double
+        )
+
+    def double(self, key: int, words: torch.Tensor) -> Doubled:
+        assert len(words) == key
+        self.ran.append(words.tolist())
+        return Doubled(words * 2)
+
+    def run(self, *values: int) -> list[int]:
+        found = self.replays.run(len(values), np.array(values, dtype=np.int32))
+        return found.values.tolist()
+
+
+def test_what_is_captured_reads_the_words_of_each_run() -> None:
+    recorder = RunAgain()
+    doubling = Doubling(recorder)
+    for values in ((1, 2), (3,), (4, 5), (6,)):
+        assert doubling.run(*values) == [2 * value for value in values]
+    assert recorder.num_replays == 4
+    assert set(doubling.replays.graphs) == {1, 2}
+
+
+def test_while_requests_run_a_key_is_launched_once_and_captured_then_alone() -> None:
+    """Its first run compiles what it needs: it is not run on padding as well."""
+    recorder = RunAgain()
+    doubling = Doubling(recorder)
+    doubling.replays.busy = True
+    assert doubling.replays.prepare([1, 2, 3])
+    assert not doubling.ran
+    assert doubling.run(1, 2) == [2, 4]
+    assert doubling.ran == [[1, 2]]
+    assert not doubling.replays.graphs
+    assert doubling.run(3, 4) == [6, 8]
+    assert set(doubling.replays.graphs) == {2}
+    assert recorder.num_replays == 1
+    doubling.replays.busy = False
+    assert doubling.replays.prepare([1, 2, 3])
+    assert set(doubling.replays.graphs) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("stage", ["begin", "run", "end"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_capture_that_fails_is_reported_once_and_what_was_captured_is_still_replayed(
+    stage: Any, busy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = RunAgain()
+    doubling = Doubling(recorder)
+    doubling.run(1)
+    recorder.fails_at = stage
+    doubling.replays.busy = busy
+    with caplog.at_level(logging.WARNING, logger="pippin"):
+        for _ in range(3):
+            assert doubling.run(1, 2) == [2, 4]
+            assert doubling.run(1, 2, 3) == [2, 4, 6]
+            assert doubling.run(5) == [10]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"doublings are not captured: no capture: {stage}"
+    ]
+    assert not doubling.replays.works
+    assert set(doubling.replays.graphs) == {1}
+    assert recorder.num_replays == 4
+
+
+def test_a_device_that_is_lost_in_a_capture_is_not_used_again() -> None:
+    class Lost:
+        def record(self, run: Any) -> Any:
+            raise DeviceFailed("the GPU fails")
+
+    doubling = Doubling(Lost())
+    with pytest.raises(DeviceFailed):
+        doubling.run(1)
