@@ -223,6 +223,7 @@ class Client:
         stop_ids: Sequence[int] = (),
         boundaries: Sequence[int] = (),
         priority: int = 0,
+        salt: bytes = b"",
         **params: Any,
     ) -> Reply:
         params = {"temperature": 0.0, "max_tokens": 4} | params
@@ -235,6 +236,7 @@ class Client:
             list(stop_ids),
             list(boundaries),
             priority,
+            salt,
         )
         self.loop.submit(submit, grammar)
         return reply

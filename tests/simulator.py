@@ -44,6 +44,7 @@ from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.courier import plain_memory
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
+from pippin.scheduler.planning.arriving import common_prefix_len
 from pippin.scheduler.scheduler import Scheduler
 from pippin.types import Component
 
@@ -159,6 +160,7 @@ class Ask:
     grammar: Callable[[], ToyGrammar] | None
     broken_grammar: bool
     leaves_after: int | None  # tokens; then it aborts, or has seen its stop string
+    salt: bytes = b""
     leaves_by: Literal["abort", "finish"] = "abort"
     has_left: bool = False
 
@@ -334,6 +336,7 @@ class World:
         self.workers = Workers()
         self.client = Client(self._make_loop(self.backend))
         self._num_faults = 0  # in a row
+        self._num_salts = random.Random(f"salts {self.seed}").choice((1, 1, 2, 4))
 
     def _make_loop(self, backend: SimulatedBackend) -> Loop:
         setting, spec = self.setting, backend.spec
@@ -468,9 +471,11 @@ class World:
         given = None if grammar is None else grammar()
         if broken:
             given = BrokenGrammar(rng.random() < 0.5, after=rng.randrange(4))
+        salt = toys.choice((b"", b"one", b"two", b"three")[: self._num_salts])
         reply = self.client.submit(
             prompt,
             grammar=given,
+            salt=salt,
             boundaries=sorted({rng.randrange(len(prompt) + 1) for _ in range(2)}),
             priority=rng.choice((0, 0, 0, 1, -1)),
             prompt_logprobs=rng.choice((None,) * 9 + (1,)),
@@ -485,6 +490,7 @@ class World:
             broken,
             leaves_after=rng.randrange(60) if rng.random() < 0.15 else None,
             leaves_by=rng.choice(("abort", "finish")),
+            salt=salt,
         )
         self.asks.append(ask)
         if ask.leaves_after is not None:
@@ -549,7 +555,10 @@ class World:
         with loop_clock(backend):
             for ask in known:
                 self.workers.advance(self.rng.randrange(8))
-                reply = client.ask(ask.prompt, **ask.kwargs)
+                if self._num_salts > 1:
+                    stranger = client.ask(ask.prompt, salt=ask.reply.id.encode(), max_tokens=1)
+                    assert not stranger.cached_tokens, f"another salt has {ask.reply.id}'s prefix"
+                reply = client.ask(ask.prompt, salt=ask.salt, **ask.kwargs)
                 right = (reply.tokens, reply.finish) == ask.expected
                 assert right or self._may_fail(ask), f"{ask.reply.id}: other tokens after a restart"
             for tiers, _ in client.loop.scheduler.tiers:
@@ -562,6 +571,17 @@ class World:
         for ask in self.asks:
             assert ask.reply.finish is not None, f"{ask.reply.id} never ended"
             self._check_reply(ask, died=failure is not None)
+        if self._num_salts > 1:
+            self._check_salts()
+
+    def _check_salts(self) -> None:
+        """What a request did not compute began a prompt or a reply of its own salt."""
+        known = [(ask, np.array([*ask.prompt, *ask.reply.tokens])) for ask in self.asks]
+        for ask, tokens in known:
+            others = (o for other, o in known if other is not ask and other.salt == ask.salt)
+            most = max((common_prefix_len(tokens, other) for other in others), default=0)
+            cached = ask.reply.cached_tokens or 0
+            assert cached <= most, f"{ask.reply.id}: {cached} tokens cached, its salt has {most}"
 
     def _check_reply(self, ask: Ask, *, died: bool) -> None:
         reply = ask.reply

@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "offline.requests": {
         *("types", "config", "messages", "text", "sequences", "embedding"),
-        "api.requests.parameters",
+        *("api.requests.parameters", "api.requests.salts"),
     },
     "offline.router": {"messages", "scheduler.loop"},
     "offline.progress": set(),

@@ -160,6 +160,10 @@ class ServerConfig:
     api_key_file: str | None = None
     """A file of such keys, one a line."""
 
+    share_prefixes: bool = False
+    """Let requests with different API keys share cached prefixes. Off: with more than one key, what
+    is cached for one key is neither used for another nor seen in its `cached_tokens` and times."""
+
     allowed_host: tuple[str, ...] = ()
     """A name in the Host header that is answered to; may be given several times. Addresses,
     localhost and --host always are. `*.example.com` stands for all names under it, `*` for any."""

@@ -20,8 +20,10 @@ from pippin.types import SamplingParams
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-def embedding_submit(id: str, tokens: Sequence[int], *, priority: int = 0) -> Submit:
-    return Submit(id, list(tokens), _ONE_TOKEN, priority=priority, embeds=True)
+def embedding_submit(
+    id: str, tokens: Sequence[int], *, priority: int = 0, salt: bytes = b""
+) -> Submit:
+    return Submit(id, list(tokens), _ONE_TOKEN, priority=priority, salt=salt, embeds=True)
 
 
 def embedding_of(delta: TokenDelta) -> np.ndarray:

@@ -77,6 +77,7 @@ def open_sequences(
     *,
     first_index: int = 0,
     priority: int = 0,
+    salt: bytes = b"",
     new_parser: Callable[[], ReplyParser] = PlainText,
 ) -> list[GeneratedSequence]:
     """`params.n` sequences of one prompt, numbered from `first_index`; their replies must fit.
@@ -96,6 +97,7 @@ def open_sequences(
             stop_ids=stop_ids,
             boundaries=prompt.boundaries,
             priority=priority,
+            salt=salt,
         )
         hides_reply = params.max_tokens == 0
         sequences.append(

@@ -28,7 +28,7 @@ from pippin.config import ServerConfig
 
 USER = {"role": "user", "content": "What is the weather?"}
 TOOL = {"name": "get_weather", "description": "Looks.", "input_schema": WEATHER}
-OUR_OWN = {"temperature", "top_p", "top_k", "priority", "timeout"}
+OUR_OWN = {"temperature", "top_p", "top_k", "priority", "timeout", "cache_salt"}
 BETA = {"context_management"}
 HEADERS = {"workspace_id"}
 

@@ -28,7 +28,7 @@ from pippin.api.requests.fields import RESPONSES_HONOURED, RESPONSES_REFUSED
 
 QUESTION = "What is the weather?"
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
-OUR_OWN = {"seed", "top_k", "min_p", "stop", "priority", "timeout"}
+OUR_OWN = {"seed", "top_k", "min_p", "stop", "priority", "timeout", "cache_salt"}
 CODEX = {"client_metadata"}
 
 

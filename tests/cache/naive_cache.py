@@ -2,6 +2,9 @@
 
 The naive cache is the set of live payloads: each knows which prefixes (tuples of tokens) it covers,
 so what a match must return follows from the rules alone, by trying every length.
+
+To the naive cache a salt is nothing but other tokens: those of salt `n` are `n * SPACE` higher. The
+real one is given the plain tokens and the salt.
 """
 
 from __future__ import annotations
@@ -19,7 +22,19 @@ from pippin.types import Component, Payload
 
 Prefix = tuple[int, ...]
 A, W, S, H = Component.ATTENTION, Component.WINDOW, Component.STATE, Component.HIDDEN
+SPACE = 1_000
+SALTS = (b"", b"a salt", b"another")
 NBYTES = {A: 3, W: 2, S: 40, H: 5}  # per token, per token, per state, per hidden vector
+
+
+def salted(tokens: Sequence[int]) -> tuple[np.ndarray, bytes]:
+    """What the real cache is given in place of these."""
+    ids = np.array(tokens)
+    return ids % SPACE, SALTS[int(ids[0]) // SPACE]
+
+
+def with_salt(tokens: Iterable[int], number: int) -> list[int]:
+    return [token + number * SPACE for token in tokens]
 
 
 @dataclass
@@ -108,8 +123,8 @@ class CheckedCache:
         self.probed_version = 0
 
     def match(self, tokens: Sequence[int], limit: int | None = None) -> Match:
-        probed = self.cache.probe(np.array(tokens), limit=limit)
-        match = self.cache.match(np.array(tokens), limit=limit)
+        probed = self.cache.probe(*salted(tokens), limit=limit)
+        match = self.cache.match(*salted(tokens), limit=limit)
         reach = len(tokens) if limit is None else min(limit, len(tokens))
         expected = next(n for n in range(reach, -1, -1) if self.valid(tokens, n))
         assert match.length == probed == expected
@@ -123,8 +138,8 @@ class CheckedCache:
 
     def match_prompt(self, tokens: Sequence[int]) -> Match:
         """All of it only with its hidden vector; else the longest that leaves a token."""
-        probed = self.cache.probe_prompt(np.array(tokens))
-        match = self.cache.match_prompt(np.array(tokens))
+        probed = self.cache.probe_prompt(*salted(tokens))
+        match = self.cache.match_prompt(*salted(tokens))
         reach = len(tokens) - (tuple(tokens) not in self.ledger.held(H))
         expected = next(n for n in range(reach, -1, -1) if self.valid(tokens, n))
         assert match.length == probed == expected
@@ -169,7 +184,8 @@ class CheckedCache:
         for payload in [*payloads.values(), *captured.values()]:
             wanted[payload.component] = wanted[payload.component] | set(payload.prefixes)
 
-        result = self.cache.insert(np.array(tokens), start, payloads, captured, last)
+        ids, salt = salted(tokens)
+        result = self.cache.insert(ids, start, payloads, captured, last, salt=salt)
         if last is not None and result.length == len(tokens) and self.keeps_hidden(tokens):
             wanted[H] = {tuple(tokens)}
         fits = self.num_evicted == num_evicted
@@ -272,7 +288,7 @@ class CheckedCache:
 
     def check_version(self) -> None:
         """As long as the version stays the same, so does every probe."""
-        probed = {tokens: self.cache.probe(np.array(tokens)) for tokens in self.probed}
+        probed = {tokens: self.cache.probe(*salted(tokens)) for tokens in self.probed}
         if self.cache.version == self.probed_version:
             assert probed == self.probed
         self.probed, self.probed_version = probed, self.cache.version

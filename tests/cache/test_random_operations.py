@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from naive_cache import A, CheckedCache, H, S, W
+from naive_cache import SALTS, A, CheckedCache, H, S, W, with_salt
 
 from pippin.cache.canary import Canary
 
@@ -26,11 +26,15 @@ NUM_OPERATIONS = 1_000  # for each layout and pressure
 
 
 def random_tokens(rng: random.Random) -> list[int]:
-    """A piece of one of three conversations that share a beginning, and sometimes a new turn."""
+    """A piece of one of three conversations that share a beginning, and sometimes a new turn.
+
+    Each of them under several salts.
+    """
     shared = [position % 3 for position in range(10)]
     conversation = shared + [rng.randrange(3)] * 14
     tokens = conversation[: rng.randrange(1, len(conversation))]
-    return tokens + [rng.randrange(3) for _ in range(rng.choice([0, 0, 1, 3]))]
+    tokens += [rng.randrange(3) for _ in range(rng.choice([0, 0, 1, 3]))]
+    return with_salt(tokens, rng.choice([0, 0, 1, 2]))
 
 
 def operate(checked: CheckedCache, rng: random.Random) -> None:
@@ -93,7 +97,11 @@ def test_thousands_of_random_operations_agree_with_the_naive_model(
     assert checked.ledger.num_made > NUM_OPERATIONS / 4
 
 
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=10)
+TOKENS = st.builds(
+    with_salt,
+    st.lists(st.integers(0, 1), min_size=1, max_size=10),
+    st.integers(0, len(SALTS) - 1),
+)
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from naive_cache import A, CheckedCache, H, Piece, Prefix, S, W
+from naive_cache import SALTS, SPACE, A, CheckedCache, H, Piece, Prefix, S, W, salted, with_salt
 
 from pippin.cache.canary import Canary
 from pippin.cache.disk.entries import ArraySpec, Bytes, Key
@@ -84,8 +84,12 @@ class LowerTier:
     def held(self) -> dict[Component, set[Prefix]]:
         """Of what the tree names, not of what the store has: that may be more for a moment."""
         found: dict[Component, set[Prefix]] = {c: set() for c in self.components}
+        numbers = {self.tiers.below.root(salt): number for number, salt in enumerate(SALTS)}
         for node in self.tiers.below.cache.nodes():
-            path = tuple(t for n in reversed(list(node.ancestors())) for t in n.token_ids.tolist())
+            nodes = list(node.ancestors())[::-1]
+            root = nodes[0].key[0] if isinstance(nodes[0].key, tuple) else b""
+            plain = (token for above in nodes for token in above.token_ids.tolist())
+            path = tuple(with_salt(plain, numbers[root]))
             for component, payload in zip((A, W, S, H), node.payloads, strict=True):
                 if payload is None:
                     continue
@@ -110,8 +114,9 @@ class LowerTier:
     # --- operations ---
 
     def spill(self, tokens: list[int]) -> None:
-        runs = self.tiers.missing(np.array(tokens))
-        entries = self.tiers.entries(np.array(tokens), runs)
+        ids, salt = salted(tokens)
+        runs = self.tiers.missing(ids, salt)
+        entries = self.tiers.entries(ids, runs, salt)
         fails = self.rng.random() < 0.1
         kept: list[bool] = []
         for run, entry in zip(runs, entries, strict=True):
@@ -121,12 +126,12 @@ class LowerTier:
                 prefixes += payload.prefixes
             wanted = all(kept) and not fails
             kept.append(wanted and self.store.write(entry, marks(prefixes, run.component)))
-        self.tiers.wrote(np.array(tokens), entries, kept)
+        self.tiers.wrote(ids, entries, kept, salt)
         self.tell_store()
 
     def load(self, tokens: list[int]) -> None:
-        found = self.tiers.find(np.array(tokens))
-        before = self.checked.cache.probe_prompt(np.array(tokens))
+        found = self.tiers.find(*salted(tokens))
+        before = self.checked.cache.probe_prompt(*salted(tokens))
         expected = self.expected(tokens)
         if found is None:
             assert expected < before + KEPT
@@ -135,7 +140,7 @@ class LowerTier:
         assert found.memory_length == before
         for piece in found.pieces:
             self.read(tokens, piece)
-        assert self.checked.cache.probe_prompt(np.array(tokens)) == expected
+        assert self.checked.cache.probe_prompt(*salted(tokens)) == expected
 
     def read(self, tokens: list[int], piece: DiskPiece) -> None:
         specs = format(piece.component, piece.num_tokens)
@@ -150,13 +155,15 @@ class LowerTier:
             assert array.tobytes() == wanted.tobytes()
         self.courier.give_back(buffer, reading)
         path, ledger, cache = tokens[: piece.end], self.checked.ledger, self.checked.cache
+        ids, salt = salted(path)
         if piece.component is S:
-            cache.insert(np.array(path), piece.end, {}, {piece.end: ledger.state(path, piece.end)})
+            states = {piece.end: ledger.state(path, piece.end)}
+            cache.insert(ids, piece.end, {}, states, salt=salt)
         elif piece.component is H:
-            cache.insert(np.array(path), piece.end, {}, {}, ledger.hidden(path))
+            cache.insert(ids, piece.end, {}, {}, ledger.hidden(path), salt=salt)
         else:
             kv = {piece.component: ledger.kv(piece.component, path, piece.start)}
-            cache.insert(np.array(path), piece.start, kv, {})
+            cache.insert(ids, piece.start, kv, {}, salt=salt)
 
     def lose(self) -> None:
         """The store gives an entry up, or it is found to be damaged."""
@@ -202,7 +209,7 @@ class Tiered:
         ]
 
     def insert(self, tokens: list[int]) -> None:
-        start = min(self.checked.cache.num_held(np.array(tokens)), len(tokens))
+        start = min(self.checked.cache.num_held(*salted(tokens)), len(tokens))
         start = self.rng.randrange(start + 1)
         states = {len(tokens), self.rng.randrange(1, len(tokens) + 1)}
         self.checked.insert(tokens, start, states, hidden=self.rng.random() < 0.5)
@@ -240,6 +247,8 @@ def test_tiers_agree_with_sets_of_prefixes(
                 rng.choice(known)[: rng.randrange(1, 260)] if known and rng.random() < 0.7 else []
             )
             tokens = base + [rng.randrange(4) for _ in range(rng.randrange(1, 140))]
+            number = rng.choice((0, 0, 1, 2))  # the same under another salt, now and then
+            tokens = with_salt((token % SPACE for token in tokens), number)
             known.append(tokens)
             match rng.randrange(8):
                 case 0 | 1 | 2:
@@ -272,6 +281,23 @@ def test_parts_of_an_entry_are_read_into_one_buffer() -> None:
     two.checked.insert(long[:30], 0)
     two.load([*fork, 1])
     assert two.checked.cache.probe(np.array(fork)) == 100
+
+
+def test_another_salt_finds_nothing_on_disk_also_after_a_restart() -> None:
+    two = Tiered((A, S), random.Random(0))
+    tokens = list(range(100))
+    two.checked.insert(with_salt(tokens, 1), 0, [100])
+    two.spill(with_salt(tokens, 1))
+    for _ in range(2):
+        (disk,) = two.tiers
+        two.checked.flush()
+        assert disk.tiers.find(*salted(with_salt([*tokens, 1], 2))) is None
+        assert disk.tiers.find(*salted([*tokens, 1])) is None
+        found = disk.tiers.find(*salted(with_salt([*tokens, 1], 1)))
+        assert found is not None
+        assert found.match.length == 100
+        two.restart()
+    assert not any(salt in entry.parent for entry in two.disk.entries() for salt in SALTS[1:])
 
 
 def test_what_is_lost_while_somebody_reads_it_is_offered_to_nobody_else() -> None:

@@ -227,6 +227,20 @@ def test_each_prompt_is_submitted_with_its_priority(monkeypatch: pytest.MonkeyPa
             llm.generate(["Once", "Twice"], GREEDY, priority=[1])
 
 
+def test_calls_with_different_salts_share_no_prefix() -> None:
+    prompt = [token % 97 for token in range(199)]
+    with make_llm() as llm:
+        (first,) = llm.generate([prompt], GREEDY, cache_salt="mine")
+        for salt, cached in (("yours", 0), (None, 0), ("mine", 199)):
+            (reply,) = llm.generate([prompt], GREEDY, cache_salt=salt)
+            assert (reply.tokens, reply.cached_tokens) == (first.tokens, cached)
+        assert "".join(llm.stream_generate(prompt, GREEDY, cache_salt="mine")) == first.text
+        llm.embed([prompt], cache_salt="mine")
+        for salt in ("", "x" * 1_025, 7):
+            with pytest.raises(RequestError, match="cache_salt"):
+                llm.chat(FOX, GREEDY, cache_salt=salt)  # type: ignore[arg-type]
+
+
 def test_prompts_that_the_model_cannot_read_are_refused() -> None:
     with make_llm() as llm:
         with pytest.raises(RequestError, match="token ids from 0 to 96"):

@@ -23,7 +23,7 @@ from pippin.api.dialects.responses.request import ResponsesRequest, parse_respon
 from pippin.api.dialects.responses.store import ResponseStore, Turn
 from pippin.api.endpoints.routes import Endpoints
 from pippin.api.endpoints.stored_responses import stored_routes
-from pippin.api.http.door import front_door, owner_of, shows_prompts
+from pippin.api.http.door import front_door, owner_of, owner_salt_of, shows_prompts
 from pippin.api.http.errors import (
     ErrorShapes,
     JSONResponse,
@@ -186,6 +186,7 @@ class _Api:
         self._engine.check_ready()
         body = await read_body(request, self._limits)
         job = await self._workers.run(prepare, body)
+        job.keep_apart(owner_salt_of(request.scope))
         record_of(request.scope).facts = lambda: facts_of(
             job, self._text.tokenizer if self._log_prompts else None
         )

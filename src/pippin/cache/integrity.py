@@ -34,7 +34,9 @@ def _check_links(node: Node) -> None:
     parent = node.parent
     assert parent is not None, f"{_name(node)} is in the tree without a parent"
     assert node.num_tokens > 0, f"{_name(node)} holds no tokens"
-    assert parent.children.get(int(node.token_ids[0])) is node, f"{_name(node)} is filed wrongly"
+    first = node.key[1] if parent.is_root and isinstance(node.key, tuple) else node.key
+    filed = first == int(node.token_ids[0]) and parent.children.get(node.key) is node
+    assert filed, f"{_name(node)} is filed wrongly"
     assert node.start == parent.end, f"{_name(node)} follows a node that ends at {parent.end}"
     assert len(node.token_ids) == node.num_tokens, f"{_name(node)} has {len(node.token_ids)} tokens"
 

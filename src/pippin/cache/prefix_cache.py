@@ -5,7 +5,8 @@
     insert   take over what a step captured
     evict    give the least useful bytes back
 
-Payloads are owned by the tree from `insert` on and released exactly once. One thread calls.
+Payloads are owned by the tree from `insert` on and released exactly once. One thread calls. Every
+verb that takes tokens takes a salt: sequences of different salts never share anything.
 """
 
 from __future__ import annotations
@@ -103,40 +104,40 @@ class PrefixCache:
 
     # --- find ---------------------------------------------------------------------------------
 
-    def probe(self, tokens: npt.ArrayLike, *, limit: int | None = None) -> int:
+    def probe(self, tokens: npt.ArrayLike, salt: bytes = b"", *, limit: int | None = None) -> int:
         """The length `match` would return. Touches nothing: for ordering a queue."""
-        path, reach = self._walk_sound(as_tokens(tokens))
+        path, reach = self._walk_sound(as_tokens(tokens), salt)
         return self._rules.deepest_valid(path, reach if limit is None else min(reach, limit))[1]
 
-    def num_held(self, tokens: npt.ArrayLike) -> int:
+    def num_held(self, tokens: npt.ArrayLike, salt: bytes = b"") -> int:
         """How many of these tokens lie in the tree at all, restorable or not."""
-        return self._tree.walk(as_tokens(tokens))[1]
+        return self._tree.walk(as_tokens(tokens), salt)[1]
 
-    def probe_prompt(self, tokens: npt.ArrayLike) -> int:
+    def probe_prompt(self, tokens: npt.ArrayLike, salt: bytes = b"") -> int:
         """The length `match_prompt` would return. Touches nothing."""
         ids = as_tokens(tokens)
-        path, reach = self._walk_sound(ids)
+        path, reach = self._walk_sound(ids, salt)
         return self._rules.deepest_for_prompt(path, reach, len(ids))[1]
 
-    def match(self, tokens: npt.ArrayLike, *, limit: int | None = None) -> Match:
+    def match(self, tokens: npt.ArrayLike, salt: bytes = b"", *, limit: int | None = None) -> Match:
         """The longest restorable prefix of at most `limit` tokens; counts as a use of it."""
         ids = as_tokens(tokens)
-        path, branch = self._walk_sound(ids)
+        path, branch = self._walk_sound(ids, salt)
         reach = branch if limit is None else min(branch, limit)
         return self._found(ids, branch, *self._rules.deepest_valid(path, reach))
 
-    def match_prompt(self, tokens: npt.ArrayLike) -> Match:
+    def match_prompt(self, tokens: npt.ArrayLike, salt: bytes = b"") -> Match:
         """The longest restorable prefix of a prompt, after which a token is to be sampled.
 
         That is all of it where its hidden vector is kept; else its last token is not in it.
         """
         ids = as_tokens(tokens)
-        path, branch = self._walk_sound(ids)
+        path, branch = self._walk_sound(ids, salt)
         return self._found(ids, branch, *self._rules.deepest_for_prompt(path, branch, len(ids)))
 
-    def walk(self, tokens: npt.ArrayLike) -> tuple[list[Node], int]:
+    def walk(self, tokens: npt.ArrayLike, salt: bytes = b"") -> tuple[list[Node], int]:
         """The nodes that share tokens with these, and how many they share. Touches nothing."""
-        return self._tree.walk(as_tokens(tokens))
+        return self._tree.walk(as_tokens(tokens), salt)
 
     def nodes(self) -> Iterator[Node]:
         """All of them, parents before children."""
@@ -152,9 +153,9 @@ class PrefixCache:
 
     # --- hold ---------------------------------------------------------------------------------
 
-    def hold(self, tokens: npt.ArrayLike) -> Lock:
+    def hold(self, tokens: npt.ArrayLike, salt: bytes = b"") -> Lock:
         """Keep what lies along these tokens, restorable or not, so that more can connect to it."""
-        path, reach = self._tree.walk(as_tokens(tokens))
+        path, reach = self._tree.walk(as_tokens(tokens), salt)
         node = self._store.end_node(path[-1], reach) if path else self._tree.root
         return self.lock(InsertResult(reach, 0, node))
 
@@ -184,6 +185,7 @@ class PrefixCache:
         states: Mapping[int, Payload],
         hidden: Payload | None = None,
         *,
+        salt: bytes = b"",
         placements: Mapping[int, Placement] | None = None,
     ) -> InsertResult:
         """Take over the KV of tokens [start, len(tokens)), states at positions along them, and
@@ -197,19 +199,19 @@ class PrefixCache:
         ids = as_tokens(tokens)
         incoming = Incoming(start, len(ids), kv, states, hidden, placements or {})
         incoming.check(self._rules)
-        path, reach = self._tree.walk(ids)
+        path, reach = self._tree.walk(ids, salt)
         if self._rules.has_attention and reach < start:
             self.stats.gaps += 1
             self._store.refuse(*incoming.payloads)
             return InsertResult(0, start - reach, self._tree.root)
 
         ids = ids[: incoming.path_end(self._rules, reach)]
-        tip = self._store.grow(path, reach, ids, cuts=states)
+        tip = self._store.grow(path, reach, ids, salt, cuts=states)
         tick = self._store.touch(tip)
         filled = incoming.fill(self._store, tip)
         self._store.keep_within(self.capacity_bytes, tick, filled)
         if not tip.attached:
-            path, _ = self._tree.walk(ids)
+            path, _ = self._tree.walk(ids, salt)
             tip = path[-1] if path else self._tree.root
         return InsertResult(tip.end, 0, tip)
 
@@ -223,19 +225,23 @@ class PrefixCache:
         """Drop a component of a node, and of attention all that hangs below; False if locked."""
         return self._store.discard(node, component)
 
-    def condemn(self, tokens: npt.ArrayLike, component: Component, start: int) -> None:
+    def condemn(
+        self, tokens: npt.ArrayLike, component: Component, start: int, salt: bytes = b""
+    ) -> None:
         """KV of [start, end) of this path, or what is kept after its end, is not what it was.
 
         Nothing is matched from there on any more, and it goes when no lock holds it.
         """
         ids = as_tokens(tokens)
-        path, _ = self._tree.walk(ids)
+        path, _ = self._tree.walk(ids, salt)
         self._condemned.condemn(path, len(ids), component, start)
 
-    def mark_copied(self, tokens: npt.ArrayLike, component: Component, start: int) -> None:
+    def mark_copied(
+        self, tokens: npt.ArrayLike, component: Component, start: int, salt: bytes = b""
+    ) -> None:
         """The tier below has a component of this path too: of [start, end), or at its end."""
         ids = as_tokens(tokens)
-        path, _ = self._tree.walk(ids)
+        path, _ = self._tree.walk(ids, salt)
         divides = component in (Component.ATTENTION, Component.WINDOW)
         for node in path:
             within = node.start >= start if divides else node.end == len(ids)
@@ -275,9 +281,9 @@ class PrefixCache:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _walk_sound(self, ids: TokenArray) -> tuple[list[Node], int]:
+    def _walk_sound(self, ids: TokenArray, salt: bytes) -> tuple[list[Node], int]:
         """The nodes that share tokens with these, up to where damage begins."""
-        path, reach = self._tree.walk(ids)
+        path, reach = self._tree.walk(ids, salt)
         return path, self._condemned.sound_reach(path, reach)
 
     def _found(self, ids: TokenArray, branch: int, node: Node | None, length: int) -> Match:

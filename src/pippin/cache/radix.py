@@ -3,6 +3,9 @@
     root ─ [5 9 2 7] ─┬─ [1 1 4]        a node holds the tokens between two forks (or checkpoints);
                       └─ [8 3] ─ [6]    children are found by their first token
 
+Sequences of different salts share nothing, not even a first token: at the root a child is found by
+the salt as well. Below that a salt costs nothing.
+
 Tokens are kept as `bytes` (int32), so one node is compared with one memcmp: matching costs one
 dictionary lookup per node, not one step per token.
 """
@@ -22,6 +25,9 @@ from pippin.types import Payload
 TokenArray = npt.NDArray[np.int32]
 TOKEN_BYTES = 4
 
+# By what a child is found: its first token; at the root, of a sequence with a salt, both.
+ChildKey = int | tuple[bytes, int]
+
 
 class Node:
     """Tokens at positions [start, end) of every sequence through here, and what is kept of them.
@@ -38,6 +44,7 @@ class Node:
         "hits",
         "holds",
         "id",
+        "key",
         "parent",
         "payloads",
         "pins",
@@ -59,7 +66,8 @@ class Node:
         self.start = start
         self.end = start + len(tokens) // TOKEN_BYTES
         self.parent = parent  # None: the root, or a node that was removed
-        self.children: dict[int, Node] = {}
+        self.key: ChildKey = 0  # its place among the parent's children
+        self.children: dict[ChildKey, Node] = {}
         self.payloads: list[Payload | None] = [None] * 4  # attention, window, state, hidden
         self.copied = 0  # bit i: payload i is in the tier below, too
         self.damaged = 0  # bit i: payload i is not what it was; it goes when no lock holds it
@@ -128,7 +136,7 @@ class RadixTree:
         self.num_tokens = 0
         self._ids = itertools.count(1)
 
-    def walk(self, tokens: TokenArray) -> tuple[list[Node], int]:
+    def walk(self, tokens: TokenArray, salt: bytes = b"") -> tuple[list[Node], int]:
         """The nodes that share tokens with this sequence, and how many tokens they share.
 
         Every node but the last is shared to its end.
@@ -137,7 +145,7 @@ class RadixTree:
         ids = memoryview(raw).cast("i")
         node, pos, path = self.root, 0, []
         while pos < len(ids):
-            child = node.children.get(ids[pos])
+            child = node.children.get((salt, ids[pos]) if salt and not pos else ids[pos])
             if child is None:
                 break
             path.append(child)
@@ -156,19 +164,22 @@ class RadixTree:
         assert parent is not None
         assert 0 < at < node.num_tokens
         upper = Node(node.tokens[: at * TOKEN_BYTES], node.start, parent, next(self._ids))
-        parent.children[_first(upper.tokens)] = upper
+        upper.key = node.key
+        parent.children[upper.key] = upper
         node.tokens = node.tokens[at * TOKEN_BYTES :]
         node.start = upper.end
         node.parent = upper
-        upper.children[_first(node.tokens)] = node
+        node.key = _first(node.tokens)
+        upper.children[node.key] = node
         self.num_nodes += 1
         return upper
 
-    def append(self, parent: Node, tokens: TokenArray) -> Node:
+    def append(self, parent: Node, tokens: TokenArray, salt: bytes = b"") -> Node:
         raw = tokens.tobytes()
-        assert _first(raw) not in parent.children
         node = Node(raw, parent.end, parent, next(self._ids))
-        parent.children[_first(raw)] = node
+        node.key = (salt, _first(raw)) if salt and parent.is_root else _first(raw)
+        assert node.key not in parent.children
+        parent.children[node.key] = node
         self.num_nodes += 1
         self.num_tokens += node.num_tokens
         return node
@@ -178,7 +189,7 @@ class RadixTree:
         parent = leaf.parent
         assert parent is not None
         assert not leaf.children
-        del parent.children[_first(leaf.tokens)]
+        del parent.children[leaf.key]
         leaf.parent = None
         self.num_nodes -= 1
         self.num_tokens -= leaf.num_tokens

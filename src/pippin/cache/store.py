@@ -94,7 +94,14 @@ class Store:
             self.queue.update(changed)
         return upper
 
-    def grow(self, path: list[Node], reach: int, ids: TokenArray, cuts: Iterable[int] = ()) -> Node:
+    def grow(
+        self,
+        path: list[Node],
+        reach: int,
+        ids: TokenArray,
+        salt: bytes = b"",
+        cuts: Iterable[int] = (),
+    ) -> Node:
         """The node that ends with `ids`, whose first `reach` tokens already lie along `path`.
 
         What is new of the path is one node, or several that end at the `cuts`.
@@ -104,7 +111,7 @@ class Store:
             return node
         was_leaf = not parent.children
         for end in sorted({*(cut for cut in cuts if reach < cut < len(ids)), len(ids)}):
-            node = self.tree.append(node, ids[node.end : end])
+            node = self.tree.append(node, ids[node.end : end], salt)
             if self.canary is not None:
                 self.canary.mark(node)
             if self.observer is not None:

@@ -83,30 +83,52 @@ class AsyncLLM:
         return cls(thread, requests, chosen.engine.max_queue)
 
     async def generate(
-        self, prompts: Prompts, params: Params = None, *, priority: Priority = 0
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        priority: Priority = 0,
+        cache_salt: str | None = None,
     ) -> list[Completion]:
         """As `LLM.generate`. Cancelling it stops what it asked for."""
         open = self._requests.completions
-        return await self._complete(await asyncio.to_thread(open, prompts, params, priority))
+        return await self._complete(
+            await asyncio.to_thread(open, prompts, params, priority, cache_salt)
+        )
 
     async def chat(
-        self, messages: Conversations, params: Params = None, *, priority: Priority = 0
+        self,
+        messages: Conversations,
+        params: Params = None,
+        *,
+        priority: Priority = 0,
+        cache_salt: str | None = None,
     ) -> list[Completion]:
         """As `LLM.chat`."""
         open = self._requests.chats
-        return await self._complete(await asyncio.to_thread(open, messages, params, priority))
+        return await self._complete(
+            await asyncio.to_thread(open, messages, params, priority, cache_salt)
+        )
 
-    async def embed(self, prompts: Prompts, *, priority: Priority = 0) -> np.ndarray:
+    async def embed(
+        self, prompts: Prompts, *, priority: Priority = 0, cache_salt: str | None = None
+    ) -> np.ndarray:
         """As `LLM.embed`."""
-        submits = await asyncio.to_thread(self._requests.embeddings, prompts, priority)
+        open = self._requests.embeddings
+        submits = await asyncio.to_thread(open, prompts, priority, cache_salt)
         return np.stack(await all_or_none([self._vector(submit) for submit in submits]))
 
     async def stream_generate(
-        self, prompt: PromptInput, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: PromptInput,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[str, None]:
         """The continuation's text as it comes. Closing the generator stops it."""
         open = self._requests.completions
-        sequences = await asyncio.to_thread(open, [prompt], params, priority)
+        sequences = await asyncio.to_thread(open, [prompt], params, priority, cache_salt)
         async with aclosing(self._pieces(only_one(sequences))) as pieces:
             async for piece in pieces:
                 if piece.text:
@@ -118,10 +140,11 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[str, None]:
         """The answer's text as it comes. Closing the generator stops the reply."""
         open = self._requests.chats
-        sequences = await asyncio.to_thread(open, messages, params, priority)
+        sequences = await asyncio.to_thread(open, messages, params, priority, cache_salt)
         async with aclosing(self._pieces(only_one(sequences))) as pieces:
             async for piece in pieces:
                 if piece.text:

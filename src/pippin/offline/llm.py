@@ -87,14 +87,16 @@ class LLM:
         params: Params = None,
         *,
         priority: Priority = 0,
+        cache_salt: str | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """Complete every prompt, any number at once; `n` completions each, next to each other.
 
-        Prompts of a higher priority start first. If one fails, its error is raised after the
-        others have been stopped. `progress`: show a bar in the terminal.
+        Prompts of a higher priority start first. Calls with different `cache_salt`s share no cached
+        prefix. If one fails, its error is raised after the others have been stopped. `progress`:
+        show a bar in the terminal.
         """
-        sequences = self._requests.completions(prompts, params, priority)
+        sequences = self._requests.completions(prompts, params, priority, cache_salt)
         return self._complete(sequences, progress=progress)
 
     def chat(
@@ -103,17 +105,23 @@ class LLM:
         params: Params = None,
         *,
         priority: Priority = 0,
+        cache_salt: str | None = None,
         progress: bool = False,
     ) -> list[Completion]:
         """Answer one conversation, or several at once."""
-        sequences = self._requests.chats(messages, params, priority)
+        sequences = self._requests.chats(messages, params, priority, cache_salt)
         return self._complete(sequences, progress=progress)
 
     def stream_generate(
-        self, prompt: PromptInput, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: PromptInput,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Iterator[str]:
         """The continuation's text as it comes. Closing the iterator stops it."""
-        return self._stream(self._requests.completions([prompt], params, priority))
+        return self._stream(self._requests.completions([prompt], params, priority, cache_salt))
 
     def stream_chat(
         self,
@@ -121,21 +129,27 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Iterator[str]:
         """The answer's text as it comes. Closing the iterator stops the reply.
 
         Several may be open at once, and other calls may be made meanwhile.
         """
-        return self._stream(self._requests.chats(messages, params, priority))
+        return self._stream(self._requests.chats(messages, params, priority, cache_salt))
 
     def embed(
-        self, prompts: Prompts, *, priority: Priority = 0, progress: bool = False
+        self,
+        prompts: Prompts,
+        *,
+        priority: Priority = 0,
+        cache_salt: str | None = None,
+        progress: bool = False,
     ) -> np.ndarray:
         """A vector of length 1 for every prompt: float32 [prompts, hidden].
 
         It is what the model's head reads after the prompt's last token.
         """
-        submits = self._requests.embeddings(prompts, priority)
+        submits = self._requests.embeddings(prompts, priority, cache_salt)
         found: dict[str, np.ndarray] = {}
         inbox = Inbox()
         with progress_bar(len(submits), shown=progress) as advance:

@@ -17,6 +17,7 @@ from pippin.api.requests.parameters import (
     check_sampling,
     token_ids_in_words,
 )
+from pippin.api.requests.salts import check_salt
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.embedding import embedding_submit
 from pippin.errors import RequestError
@@ -75,34 +76,38 @@ class OfflineRequests:
         self._ids = itertools.count()
 
     def completions(
-        self, prompts: Prompts, params: Params, priority: Priority
+        self, prompts: Prompts, params: Params, priority: Priority, cache_salt: str | None
     ) -> list[GeneratedSequence]:
         encoded = [self._completion_prompt(prompt) for prompt in _as_prompts(prompts)]
-        return self._open(encoded, params, priority)
+        return self._open(encoded, params, priority, cache_salt)
 
     def chats(
-        self, messages: Conversations, params: Params, priority: Priority
+        self, messages: Conversations, params: Params, priority: Priority, cache_salt: str | None
     ) -> list[GeneratedSequence]:
         prompts = [chat_prompt(chat, self._text) for chat in _as_conversations(messages)]
-        return self._open(prompts, params, priority)
+        return self._open(prompts, params, priority, cache_salt)
 
-    def embeddings(self, prompts: Prompts, priority: Priority) -> list[Submit]:
+    def embeddings(
+        self, prompts: Prompts, priority: Priority, cache_salt: str | None
+    ) -> list[Submit]:
         encoded = [self._completion_prompt(prompt) for prompt in _as_prompts(prompts)]
         if not encoded:
             raise RequestError("prompts is empty: there is nothing to embed", param="prompts")
         priorities: Sequence[int] = _for_each(priority, len(encoded), "priority")
+        salt = check_salt(cache_salt)
         request_id = next(self._ids)
         submits = []
         for number, (prompt, level) in enumerate(zip(encoded, priorities, strict=True)):
             room_for_reply(prompt, self._max_len, param="prompt")
             id = f"{request_id}-{number}"
-            submits.append(embedding_submit(id, prompt.tokens, priority=check_priority(level)))
+            level = check_priority(level)
+            submits.append(embedding_submit(id, prompt.tokens, priority=level, salt=salt))
         return submits
 
     def _open(
-        self, prompts: Sequence[Prompt], params: Params, priority: Priority
+        self, prompts: Sequence[Prompt], params: Params, priority: Priority, cache_salt: str | None
     ) -> list[GeneratedSequence]:
-        count = len(prompts)
+        count, salt = len(prompts), check_salt(cache_salt)
         all_params: Sequence[SamplingParams] = _for_each(self._checked(params), count, "params")
         priorities: Sequence[int] = _for_each(priority, count, "priority")
         request_id = str(next(self._ids))
@@ -116,6 +121,7 @@ class OfflineRequests:
                 self._text.tokenizer,
                 first_index=len(sequences),
                 priority=check_priority(level),
+                salt=salt,
             )
         return sequences
 

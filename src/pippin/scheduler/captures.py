@@ -59,7 +59,13 @@ def _insert(capture: Capture, holding: Holding, cache: PrefixCache, budget: Byte
     )
     tokens = request.tokens(capture.end)
     found = cache.insert(
-        tokens, capture.start, capture.kv, states, capture.hidden, placements=placements
+        tokens,
+        capture.start,
+        capture.kv,
+        states,
+        capture.hidden,
+        salt=request.salt,
+        placements=placements,
     )
     if not found.inserted:
         holding.lost_tree(capture.start - found.gap)

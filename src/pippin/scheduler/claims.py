@@ -73,7 +73,8 @@ class Claims:
         if not captures or self.cache is None:
             return bare
         # Nothing kept the path in the tree while the reply grew: what is gone is captured again.
-        held = self.cache.num_held(holding.request.tokens(holding.in_tree))
+        request = holding.request
+        held = self.cache.num_held(request.tokens(holding.in_tree), request.salt)
         start = min(holding.in_tree, held)
         if start == holding.held:
             return bare

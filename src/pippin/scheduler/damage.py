@@ -18,6 +18,6 @@ def take_back(
         holding.unlock(cache)
     if cache is not None:
         tokens = holding.request.tokens(damage.end)
-        cache.condemn(tokens, damage.component, damage.start)
+        cache.condemn(tokens, damage.component, damage.start, holding.request.salt)
     if holding.runs and not holding.retracting:
         registry.retract(holding)

@@ -38,7 +38,9 @@ class Request:
     seed: int
     arrival: int  # counts requests: the order in which they came
     came_at: int = 0  # counts prompt tokens that had been planned by then
-    key: bytes = b""  # of its first tokens: prompts that begin alike have the same; b"": too short
+    # Of its salt and first tokens: prompts that begin alike have the same; b"": too short.
+    key: bytes = b""
+    salt: bytes = b""  # a digest: requests of another salt share nothing with it
     priority: int = 0  # higher starts first, and is retracted last
     grammar: Grammar | None = None
     embeds: bool = False  # it wants the hidden vector after its prompt, and no reply
@@ -80,7 +82,8 @@ class Request:
             seed=seed,
             arrival=arrival,
             came_at=came_at,
-            key=prompt[:KEY_TOKENS].tobytes() if len(prompt) > KEY_TOKENS else b"",
+            key=submit.salt + prompt[:KEY_TOKENS].tobytes() if len(prompt) > KEY_TOKENS else b"",
+            salt=submit.salt,
             priority=submit.priority,
             grammar=grammar,
             embeds=submit.embeds,

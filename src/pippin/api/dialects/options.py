@@ -14,6 +14,7 @@ from pippin.api.requests.bounds import (
 )
 from pippin.api.requests.parameters import read_priority, read_sampling
 from pippin.api.requests.request import Options
+from pippin.api.requests.salts import read_salt
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import SamplingDefaults
@@ -55,6 +56,7 @@ def read_options(
         max_tokens=max_tokens,
         max_tokens_field=max_tokens_field,
         priority=read_priority(body),
+        salt=read_salt(body),
         stream=stream,
         include_usage=_include_usage(body, stream),
         timeout_s=_timeout(body, limits),

@@ -14,6 +14,7 @@ from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import Body
 from pippin.api.requests.fields import check_fields
 from pippin.api.requests.parameters import are_token_ids, read_priority, token_ids_in_words
+from pippin.api.requests.salts import read_salt, under_owner
 from pippin.config import LimitsConfig
 from pippin.embedding import embedding_of, embedding_submit
 from pippin.engine.engine_client import Engine
@@ -25,7 +26,7 @@ from pippin.text.bundle import TextBundle
 from pippin.text.prompt import Prompt, check_chars
 
 EMBEDDINGS_HONOURED = frozenset(
-    {"input", "model", "encoding_format", "dimensions", "user", "priority", "timeout"}
+    {"input", "model", "encoding_format", "dimensions", "user", "priority", "timeout", "cache_salt"}
 )
 FORMATS = ("float", "base64")
 
@@ -36,6 +37,10 @@ class EmbeddingJob:
     encoding_format: str
     dimensions: int | None  # that the client counts on
     timeout_s: float | None
+
+    def keep_apart(self, owner_salt: bytes) -> None:
+        """Share no prefix with requests of other owners."""
+        self.submits[:] = [under_owner(submit, owner_salt) for submit in self.submits]
 
     @property
     def prompt_tokens(self) -> int:
@@ -54,11 +59,11 @@ def parse_embeddings(
     if encoding_format not in FORMATS:
         raise body.wrong("encoding_format", " or ".join(FORMATS))
     rows = _read_rows(body, text, model, limits)
-    priority = read_priority(body)
+    priority, salt = read_priority(body), read_salt(body)
     id = f"embd-{uuid.uuid4().hex}"
     return EmbeddingJob(
         [
-            embedding_submit(f"{id}-{index}", tokens, priority=priority)
+            embedding_submit(f"{id}-{index}", tokens, priority=priority, salt=salt)
             for index, tokens in enumerate(rows)
         ],
         encoding_format,

@@ -48,6 +48,7 @@ from pippin.api.requests.fields import (
 )
 from pippin.api.requests.parameters import MAX_CHOICES, MAX_LOGPROBS, MAX_PRIORITY, MAX_SEED
 from pippin.api.requests.reasoning import EFFORTS
+from pippin.api.requests.salts import MAX_SALT_CHARS
 from pippin.config import LimitsConfig
 
 
@@ -135,6 +136,7 @@ def _shared_fields(model: ModelInfo, limits: LimitsConfig) -> dict[str, Schema]:
             "maxProperties": MAX_LABELS,
         },
         "priority": integer(-MAX_PRIORITY, MAX_PRIORITY),
+        "cache_salt": {"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS},
         "tools": OBJECTS | {"maxItems": MAX_TOOLS},
         "tool_choice": {"type": ["string", "object"]},
         "parallel_tool_calls": BOOLEAN,

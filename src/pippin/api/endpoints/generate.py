@@ -23,6 +23,7 @@ from pippin.api.requests.parameters import (
     read_sampling,
     token_ids_in_words,
 )
+from pippin.api.requests.salts import read_salt
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError
 from pippin.sequences import GeneratedSequence, context_overflow, open_sequences, room_for_reply
@@ -36,7 +37,7 @@ _LOGPROBS = ("logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
 GENERATE_HONOURED = frozenset(
     {
         *("text", "input_ids", "sampling_params", "rid", "stream", "return_logprob", *_LOGPROBS),
-        *("priority", "model", "timeout"),
+        *("priority", "model", "timeout", "cache_salt"),
     }
 )
 _TEXT_ONLY = "only text is read"
@@ -129,6 +130,7 @@ def parse_generate(
             text.tokenizer,
             first_index=len(sequences),
             priority=read_priority(body),
+            salt=read_salt(body),
         )
     job = Job(
         id=id,

@@ -21,6 +21,7 @@ from pippin.api.endpoints.generate_reply import GenerateReply
 from pippin.api.endpoints.metrics import MetricsEndpoint
 from pippin.api.endpoints.openapi import openapi_document
 from pippin.api.endpoints.tokenize import detokenize, tokenize
+from pippin.api.http.door import owner_salt_of
 from pippin.api.http.errors import JSONResponse, error_body
 from pippin.api.http.reading import parse_json, read_body
 from pippin.api.http.request_log import record_of
@@ -77,6 +78,7 @@ class Endpoints:
             lambda body: parse_embeddings(parse_json(body), self._text, self._model, self._limits),
             body,
         )
+        job.keep_apart(owner_salt_of(request.scope))
         record_of(request.scope).facts = lambda: {"prompt_tokens": job.prompt_tokens}
         return WholeResponse(EmbeddingReply(job, self._engine, self._model).whole, job.timeout_s)
 
@@ -93,6 +95,7 @@ class Endpoints:
             lambda body: parse_generate(parse_json(body), self._text, self._model, self._limits),
             body,
         )
+        job.keep_apart(owner_salt_of(request.scope))
         shown_with = self._text.tokenizer if self._log_prompts else None
         record_of(request.scope).facts = lambda: facts_of(job, shown_with)
         reply = GenerateReply(job, options, self._engine, self._text.tokenizer)

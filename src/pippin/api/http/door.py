@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pippin.api.http.errors import Forbidden, Unauthorized, error_response
 from pippin.api.http.keys import ApiKeys, key_in
 from pippin.api.http.request_log import PROBES
+from pippin.api.requests.salts import salt_of_owner
 from pippin.config import ServerConfig
 from pippin.errors import PippinError
 
@@ -47,7 +48,10 @@ def front_door(config: ServerConfig, public: frozenset[str] = frozenset()) -> li
         )
     door.append(Middleware(Guard, check=OriginCheck(config.cors_origin)))
     if config.api_key:
-        door.append(Middleware(Guard, check=KeyCheck(ApiKeys(config.api_key), PROBES | public)))
+        keys = ApiKeys(config.api_key)
+        separates = len(keys) > 1 and not config.share_prefixes
+        check = KeyCheck(keys, PROBES | public, separates=separates)
+        door.append(Middleware(Guard, check=check))
     return door
 
 
@@ -116,9 +120,11 @@ class OriginCheck:
 
 
 class KeyCheck:
-    def __init__(self, keys: ApiKeys, public: frozenset[str]) -> None:
+    def __init__(self, keys: ApiKeys, public: frozenset[str], *, separates: bool) -> None:
+        """`separates`: requests of different keys share no cached prefix."""
         self._keys = keys
         self._public = public
+        self._separates = separates
 
     def __call__(self, scope: Scope) -> None:
         if scope["path"] in self._public:
@@ -129,12 +135,19 @@ class KeyCheck:
                 "the API key is missing or wrong: send it as a bearer token, or as x-api-key"
             )
         scope["state"]["owner"] = owner
+        scope["state"]["salt"] = salt_of_owner(owner) if self._separates else b""
 
 
 def owner_of(scope: Scope) -> bytes:
     """Whose request it is. Without keys all are one."""
     owner: bytes = scope["state"].get("owner", b"")
     return owner
+
+
+def owner_salt_of(scope: Scope) -> bytes:
+    """What separates the prefixes of its owner from those of others; empty: nothing does."""
+    salt: bytes = scope["state"].get("salt", b"")
+    return salt
 
 
 def host_of(given: str) -> str:

@@ -14,7 +14,10 @@ class ApiKeys:
     """Keys, known by their digests: comparing takes as long whichever is right, or none."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = list(dict.fromkeys(_digest(key.encode()) for key in keys))
+
+    def __len__(self) -> int:
+        return len(self._digests)
 
     def owner(self, key: str) -> bytes | None:
         """Whose key this is, from a header as starlette decodes it: its digest, if it is known."""

@@ -11,6 +11,7 @@ from pippin.api.grammars.constrain import can_forbid_calls, constrain
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.reasoning import reasoning_variables
 from pippin.api.requests.request import ChatRequest, CompletionRequest, Options, ToolUse
+from pippin.api.requests.salts import under_owner
 from pippin.errors import UnsupportedField
 from pippin.sequences import (
     GeneratedSequence,
@@ -50,6 +51,11 @@ class Job:
     timeout_s: float | None = None  # from being ready to the end of the reply
     tool_use: ToolUse = field(default_factory=ToolUse)
     timing: Timing = field(default_factory=Timing)
+
+    def keep_apart(self, owner_salt: bytes) -> None:
+        """Share no prefix with requests of other owners."""
+        for sequence in self.sequences:
+            sequence.submit = under_owner(sequence.submit, owner_salt)
 
     @property
     def prompt_tokens(self) -> int:
@@ -189,6 +195,7 @@ def _job(
             text.tokenizer,
             first_index=len(sequences),
             priority=options.priority,
+            salt=options.salt,
             new_parser=new_parser,
         )
     return Job(

@@ -50,6 +50,7 @@ _SHARED = _SAMPLING | {
     # Not OpenAI's:
     "priority",
     "timeout",
+    "cache_salt",
     "json_schema",
     "regex",
     "ebnf",
@@ -102,7 +103,7 @@ RESPONSES_HONOURED = frozenset(
         # Labels; the last one is Codex's:
         *("metadata", "user", "safety_identifier", "prompt_cache_key", "client_metadata"),
         # Not OpenAI's:
-        *("seed", "top_k", "min_p", "stop", "priority", "timeout"),
+        *("seed", "top_k", "min_p", "stop", "priority", "timeout", "cache_salt"),
     }
 )
 RESPONSES_REFUSED = {
@@ -131,7 +132,7 @@ MESSAGES_HONOURED = frozenset(
         # Anthropic's own once, and still sent to other servers:
         *("temperature", "top_p", "top_k"),
         # Not Anthropic's:
-        *("priority", "timeout"),
+        *("priority", "timeout", "cache_salt"),
     }
 )
 MESSAGES_REFUSED = {

@@ -17,6 +17,7 @@ class Options:
     max_tokens: int | None  # None: as many as fit
     max_tokens_field: str
     priority: int
+    salt: bytes  # a digest, of what separates its prefixes from those of others; b"": none
     stream: bool
     include_usage: bool
     timeout_s: float | None

@@ -1,6 +1,7 @@
 """Names for sequences of tokens, of one model. Knows no entries and no files.
 
-    key(p) = BLAKE2b(model fingerprint, token 0 ... token p-1)
+    key(p) = BLAKE2b(root, token 0 ... token p-1)        root: the model's fingerprint, or
+    root   = BLAKE2b(model fingerprint, key = salt)            this, of sequences with a salt
 
 So a key says all that a payload at position `p` was computed from. It does not depend on where
 nodes of a tree begin and end: a path that was split later has the same keys. Nobody can find two
@@ -27,11 +28,24 @@ class Chain:
 
     __slots__ = ("_hash", "key", "length")
 
-    def __init__(self, fingerprint: bytes) -> None:
-        """The root, for a model of this fingerprint (`fingerprint.py`)."""
+    def __init__(self, fingerprint: bytes, salt: bytes = b"") -> None:
+        """The root, for a model of this fingerprint (`fingerprint.py`) and a salt's digest."""
         self.length = 0
         self._hash = hashlib.blake2b(fingerprint, digest_size=KEY_BYTES, person=b"pippin chain 1")
         self.key = self._hash.digest()
+        if salt:
+            salted = hashlib.blake2b(
+                fingerprint, key=salt, digest_size=KEY_BYTES, person=b"pippin salt 1"
+            )
+            self.key = salted.digest()
+            self._hash = _hash_below(self.key)
+
+    @classmethod
+    def of_root(cls, key: bytes) -> Chain:
+        """A root that some salt led to, of its key alone: entries name it, a salt is never kept."""
+        chain = cls.__new__(cls)
+        chain.length, chain.key, chain._hash = 0, key, _hash_below(key)
+        return chain
 
     def extended(self, tokens: npt.NDArray[np.int32] | bytes) -> Chain:
         """The chain after these tokens too (int32, or their bytes as a tree node keeps them)."""
@@ -42,6 +56,11 @@ class Chain:
         chain.key = chain._hash.digest()
         chain.length = self.length + len(raw) // 4
         return chain
+
+
+def _hash_below(root: bytes) -> hashlib.blake2b:
+    """Of sequences with a salt."""
+    return hashlib.blake2b(root, digest_size=KEY_BYTES, person=b"pippin chain 2")
 
 
 def little_endian(raw: bytes) -> bytes:

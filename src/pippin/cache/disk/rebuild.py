@@ -26,6 +26,7 @@ class Placed:
     entry: Entry
     chain: Chain  # at the entry's start
     above: Placed | None  # an entry that holds the token before `start`; None at the root
+    root: bytes  # the chain key of the path's root: another for each salt
 
     def path_tokens(self) -> bytes:
         """All tokens from the root to the entry's end, as tree nodes keep them."""
@@ -47,13 +48,19 @@ def rebuild(entries: Iterable[Entry], fingerprint: bytes) -> Rebuilt:
     """Order entries into paths from the root."""
     waiting: dict[bytes, list[Entry]] = defaultdict(list)  # by the chain key where they begin
     starts: set[int] = set()
+    at_root: dict[bytes, None] = {}
     num_entries = 0
     for entry in entries:
         waiting[entry.parent].append(entry)
         starts.add(entry.start)
+        if not entry.start:
+            at_root[entry.parent] = None
         num_entries += 1
-    root = Chain(fingerprint)
-    found = [Placed(entry, root, None) for entry in waiting.pop(root.key, ())]
+    plain = Chain(fingerprint)
+    roots = [plain, *(Chain.of_root(key) for key in at_root if key != plain.key)]
+    found = [
+        Placed(entry, root, None, root.key) for root in roots for entry in waiting.pop(root.key, ())
+    ]
     placed: list[Placed] = []
     orphans: list[Key] = []
     for above in found:  # grows while it is walked
@@ -63,7 +70,8 @@ def rebuild(entries: Iterable[Entry], fingerprint: bytes) -> Rebuilt:
             continue
         placed.append(above)
         for chain in places:
-            found += [Placed(entry, chain, above) for entry in waiting.pop(chain.key, ())]
+            below = waiting.pop(chain.key, ())
+            found += [Placed(entry, chain, above, above.root) for entry in below]
     orphans += [entry.key for left in waiting.values() for entry in left]
     assert len(placed) + len(orphans) == num_entries
     return Rebuilt(placed, orphans)

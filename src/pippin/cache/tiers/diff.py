@@ -51,12 +51,13 @@ class Diff:
         self._left = max_bytes
         self.runs: list[Run] = []
 
-    def find(self, ids: TokenArray) -> list[Run]:
-        path, reach = self._memory.walk(ids)
+    def find(self, ids: TokenArray, salt: bytes = b"", root: bytes = b"") -> list[Run]:
+        """`root`: by what the disk's tree knows the salt."""
+        path, reach = self._memory.walk(ids, salt)
         held = path[:-1] if path and path[-1].end > reach else path
         if not held:
             return []
-        on_disk, disk_reach = self._disk.walk(ids[: held[-1].end])
+        on_disk, disk_reach = self._disk.walk(ids[: held[-1].end], root)
         top = disk_reach
         if self._rules.has_attention:
             top = self._add_attention(held[-1], disk_reach)

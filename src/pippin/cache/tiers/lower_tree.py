@@ -62,10 +62,12 @@ class LowerTree:
         """Take in what an earlier process wrote; what leads nowhere is not wanted any more."""
         found = rebuild(store.entries(), self._fingerprint)
         self._unused += found.orphans
+        plain = Chain(self._fingerprint).key
         for placed in sorted(found.placed, key=lambda placed: ORDER[placed.entry.key.component]):
             entry = placed.entry
             if self._is_readable(entry):
-                self.add(np.frombuffer(placed.path_tokens(), dtype=np.int32), entry)
+                ids = np.frombuffer(placed.path_tokens(), dtype=np.int32)
+                self.add(ids, entry, b"" if placed.root == plain else placed.root)
             else:
                 self._unused.append(entry.key)  # of a backend that lays things out differently
 
@@ -74,12 +76,18 @@ class LowerTree:
         is_kept = component in self._components
         return is_kept and entry.arrays == self._format(component, num_parts(entry))
 
-    def entry(self, ids: TokenArray, component: Component, start: int) -> Entry:
+    def root(self, salt: bytes) -> bytes:
+        """By what this tree keeps salts apart: an earlier process left a chain's root, no salt."""
+        return Chain(self._fingerprint, salt).key if salt else b""
+
+    def entry(self, ids: TokenArray, component: Component, start: int, salt: bytes = b"") -> Entry:
         """What would hold a component of the path `ids`: KV of [start, end), or what is at its end.
 
         In the latter case `start` is how far the path lies in this tree already.
         """
-        chain = Chain(self._fingerprint).extended(ids[:start])
+        chain = Chain(self._fingerprint, salt)
+        if start:
+            chain = chain.extended(ids[:start])
         divides = component in (Component.ATTENTION, Component.WINDOW)
         num_tokens = len(ids) - start if divides else 0
         return Entry(
@@ -90,25 +98,25 @@ class LowerTree:
             self._format(component, num_tokens or 1),
         )
 
-    def add(self, ids: TokenArray, entry: Entry) -> None:
+    def add(self, ids: TokenArray, entry: Entry, root: bytes = b"") -> None:
         """An entry has been written; it is not wanted where it does not connect."""
         if entry.key in self._owned:
             return
         owner = Owned(entry, self._forget)
         self._owned[entry.key] = owner
-        found = self._insert(ids, entry, owner.part())
+        found = self._insert(ids, entry, owner.part(), root)
         if found.inserted and found.length == len(ids):
             owner.node = found.node
 
-    def _insert(self, ids: TokenArray, entry: Entry, part: EntryPart) -> InsertResult:
+    def _insert(self, ids: TokenArray, entry: Entry, part: EntryPart, root: bytes) -> InsertResult:
         end = len(ids)
         component = entry.key.component
         if component is Component.STATE:
-            return self.cache.insert(ids, end, {}, {end: part})
+            return self.cache.insert(ids, end, {}, {end: part}, salt=root)
         if component is Component.HIDDEN:
-            return self.cache.insert(ids, end, {}, {}, part)
+            return self.cache.insert(ids, end, {}, {}, part, salt=root)
         kv: dict[Component, Payload] = {component: part}
-        return self.cache.insert(ids, entry.start, kv, {})
+        return self.cache.insert(ids, entry.start, kv, {}, salt=root)
 
     def lose(self, keys: Iterable[Key], *, unreadable: bool = False) -> None:
         """The store does not have these any more, or they cannot be used."""

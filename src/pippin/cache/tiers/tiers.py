@@ -93,37 +93,45 @@ class Tiers:
 
     # ---- down ------------------------------------------------------------------------------
 
-    def missing(self, tokens: npt.ArrayLike) -> list[Run]:
+    def missing(self, tokens: npt.ArrayLike, salt: bytes = b"") -> list[Run]:
         """What is to be written next of a sequence; its payloads are borrowed until a change."""
         sizes = self._num_bytes
         diff = Diff(self._rules, self.memory, self.below.cache, sizes, self.batch_bytes)
-        return diff.find(as_tokens(tokens))
+        return diff.find(as_tokens(tokens), salt, self.below.root(salt))
 
-    def entries(self, tokens: npt.ArrayLike, runs: Sequence[Run]) -> list[Entry]:
+    def entries(self, tokens: npt.ArrayLike, runs: Sequence[Run], salt: bytes = b"") -> list[Entry]:
         ids = as_tokens(tokens)
-        return [self.below.entry(ids[: run.end], run.component, run.start) for run in runs]
+        return [self.below.entry(ids[: run.end], run.component, run.start, salt) for run in runs]
 
-    def wrote(self, tokens: npt.ArrayLike, entries: Sequence[Entry], kept: Sequence[bool]) -> None:
+    def wrote(
+        self,
+        tokens: npt.ArrayLike,
+        entries: Sequence[Entry],
+        kept: Sequence[bool],
+        salt: bytes = b"",
+    ) -> None:
         """These can be found from now on, if they were kept."""
-        ids = as_tokens(tokens)
+        ids, root = as_tokens(tokens), self.below.root(salt)
         for entry, was_kept in zip(entries, kept, strict=True):
             if was_kept:
-                self.below.add(ids[: entry.end], entry)
-                self.note_copy(ids[: entry.end], entry.key.component, entry.start)
+                self.below.add(ids[: entry.end], entry, root)
+                self.note_copy(ids[: entry.end], entry.key.component, entry.start, salt)
                 self.stats.spilled_entries += 1
                 self.stats.spilled_bytes += entry.nbytes
             else:
                 self.stats.failed_spills += 1
 
-    def note_copy(self, ids: TokenArray, component: Component, start: int) -> None:
+    def note_copy(
+        self, ids: TokenArray, component: Component, start: int, salt: bytes = b""
+    ) -> None:
         """Memory has a component of this path, and so has this tier: what memory gives up first
         is what the next tier has."""
         if not self.level:
-            self.memory.mark_copied(ids, component, start)
+            self.memory.mark_copied(ids, component, start, salt)
 
-    def keys_along(self, tokens: npt.ArrayLike) -> list[Key]:
+    def keys_along(self, tokens: npt.ArrayLike, salt: bytes = b"") -> list[Key]:
         """Of the entries along a path, the deepest first: what holds the others up goes last."""
-        path, _ = self.below.cache.walk(tokens)
+        path, _ = self.below.cache.walk(tokens, self.below.root(salt))
         found: dict[Key, None] = {}
         for node in reversed(path):
             for payload in reversed(node.payloads):
@@ -133,18 +141,18 @@ class Tiers:
 
     # ---- and up ----------------------------------------------------------------------------
 
-    def find(self, tokens: npt.ArrayLike) -> Found | None:
+    def find(self, tokens: npt.ArrayLike, salt: bytes = b"") -> Found | None:
         """What is worth loading for a prompt, if anything; whether it pays is another question."""
-        ids = as_tokens(tokens)
-        length = self.memory.probe_prompt(ids)
-        if self.below.cache.probe_prompt(ids) < length + MIN_LOADED_TOKENS:
+        ids, root, below = as_tokens(tokens), self.below.root(salt), self.below.cache
+        length = self.memory.probe_prompt(ids, salt)
+        if below.probe_prompt(ids, root) < length + MIN_LOADED_TOKENS:
             return None
-        match = self.below.cache.match_prompt(ids)
+        match = below.match_prompt(ids, root)
         if self._on_grid and match.length % GRID:
-            match = self.below.cache.match(ids, limit=match.length - match.length % GRID)
+            match = below.match(ids, root, limit=match.length - match.length % GRID)
         if match.length < length + MIN_LOADED_TOKENS:
             return None
-        held = min(self.memory.num_held(ids[: match.length]), match.length)
+        held = min(self.memory.num_held(ids[: match.length], salt), match.length)
         found = Found(match, length, pieces(match, held, self.batch_bytes))
         keys = [key for piece in found.pieces for key in piece.keys]
         return found if self.below.is_sound(keys) else None

@@ -262,15 +262,16 @@ class Admission:
     def _probe(self, request: Request) -> int:
         if self._cache is None or not self._uses_cache(request):
             return 0
-        return self._cache.probe_prompt(request.tokens(request.num_tokens))
+        return self._cache.probe_prompt(request.tokens(request.num_tokens), request.salt)
 
     def _match(self, request: Request) -> Match | None:
         if self._cache is None or not self._uses_cache(request):
             return None
         tokens = request.tokens(request.num_tokens)
-        match = self._cache.match_prompt(tokens)
+        match = self._cache.match_prompt(tokens, request.salt)
         if self._deterministic and match.length % GRID:  # whole blocks alone are computed alike
-            match = self._cache.match(tokens, limit=match.length - match.length % GRID)
+            limit = match.length - match.length % GRID
+            match = self._cache.match(tokens, request.salt, limit=limit)
         return match
 
     def _waits_for_prefix(self, offer: Offer, arriving: Arriving) -> bool:

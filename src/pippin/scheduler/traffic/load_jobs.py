@@ -30,6 +30,7 @@ class LoadJob:
     """One load, for whoever waits for it."""
 
     tokens: np.ndarray  # int32, up to the end of the match there
+    salt: bytes
     pieces: deque[Piece]
     lock: Lock  # in the tier's tree
     hold: Lock  # in memory, on what the next piece connects to

@@ -72,25 +72,28 @@ class Loads:
         if len(self._jobs) >= MAX_JOBS:
             return False
         tokens = request.tokens(request.num_tokens)
-        found = self._tiers.find(tokens)
+        found = self._tiers.find(tokens, request.salt)
         request.sought = self._tiers.level + 1
         if found is None:
             return False
-        job = self._job_along(tokens, found) or self._begin(tokens, found, now, compute_seconds)
+        wanted = tokens[: found.match.length]
+        job = self._job_along(wanted, request.salt)
+        job = job or self._begin(wanted, request.salt, found, now, compute_seconds)
         if job is None:
             return False
         job.waiters[request] = found.memory_length
         request.wait_for_load()
         return True
 
-    def _job_along(self, tokens: np.ndarray, found: Found) -> LoadJob | None:
+    def _job_along(self, tokens: np.ndarray, salt: bytes) -> LoadJob | None:
         """A load that brings just this already."""
-        wanted = tokens[: found.match.length]
-        return next((job for job in self._jobs if np.array_equal(job.tokens, wanted)), None)
+        jobs = (job for job in self._jobs if job.salt == salt)
+        return next((job for job in jobs if np.array_equal(job.tokens, tokens)), None)
 
     def _begin(
         self,
         tokens: np.ndarray,
+        salt: bytes,
         found: Found,
         now: float,
         compute_seconds: Callable[[int], float],
@@ -104,16 +107,17 @@ class Loads:
             return None
         patience = max(LEAST_PATIENCE, PATIENCE * computing) if computing else FIRST_PATIENCE
         job = LoadJob(
-            tokens[: match.length].copy(),
+            tokens.copy(),
+            salt,
             deque(found.pieces),
             lock=tiers.below.cache.lock(match),
-            hold=tiers.memory.hold(tokens[: match.length]),
+            hold=tiers.memory.hold(tokens, salt),
             began=now,
             deadline=now + patience,
         )
         self._jobs.append(job)
         tiers.stats.loads += 1
-        self._courier.tell(self._courier.store.touch, tiers.keys_along(job.tokens))
+        self._courier.tell(self._courier.store.touch, tiers.keys_along(job.tokens, salt))
         return job
 
     def remove(self, request: Request) -> None:
@@ -191,7 +195,8 @@ class Loads:
                 self._fail(job)
                 continue
             memory, piece = self._tiers.memory, reading.piece
-            self._tiers.note_copy(job.tokens[: piece.end], piece.component, piece.start)
+            tokens = job.tokens[: piece.end]
+            self._tiers.note_copy(tokens, piece.component, piece.start, job.salt)
             memory.unlock(job.hold)
             job.hold = memory.lock(found)
             job.brought = max(job.brought, found.length)
@@ -211,12 +216,12 @@ class Loads:
         self._courier.give_back(reading.buffer, reading.future)
 
     def _insert(self, job: LoadJob, piece: Piece, payload: Payload) -> InsertResult:
-        cache, tokens = self._tiers.memory, job.tokens[: piece.end]
+        cache, tokens, salt = self._tiers.memory, job.tokens[: piece.end], job.salt
         if piece.component is Component.STATE:
-            return cache.insert(tokens, piece.end, {}, {piece.end: payload})
+            return cache.insert(tokens, piece.end, {}, {piece.end: payload}, salt=salt)
         if piece.component is Component.HIDDEN:
-            return cache.insert(tokens, piece.end, {}, {}, payload)
-        return cache.insert(tokens, piece.start, {piece.component: payload}, {})
+            return cache.insert(tokens, piece.end, {}, {}, payload, salt=salt)
+        return cache.insert(tokens, piece.start, {piece.component: payload}, {}, salt=salt)
 
     # ---- ends ------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 class Batch:
     name: str
     tokens: np.ndarray
+    salt: bytes
     entries: list[Entry]
     step: int
     future: Future[list[bool]] | None = None  # once its step has been committed
@@ -39,7 +40,8 @@ class Spills:
     def __init__(self, tiers: Tiers, courier: Courier) -> None:
         self._tiers = tiers
         self._courier = courier
-        self._waiting: dict[str, np.ndarray] = {}  # by request; the longest waiting first
+        # Tokens and salt by request; the longest waiting first.
+        self._waiting: dict[str, tuple[np.ndarray, bytes]] = {}
         self._batch: Batch | None = None
         self._not_before = 0.0
         self._current = ""  # the sequence that is being written, in as many batches as it takes
@@ -54,10 +56,10 @@ class Spills:
         future = None if self._batch is None else self._batch.future
         return [] if future is None else [future]
 
-    def note(self, request_id: str, tokens: np.ndarray) -> None:
+    def note(self, request_id: str, tokens: np.ndarray, salt: bytes = b"") -> None:
         """The tree in memory holds more of this sequence than before."""
         self._waiting.pop(request_id, None)
-        self._waiting[request_id] = tokens
+        self._waiting[request_id] = tokens, salt
         if request_id == self._current:
             self._current = ""
         if len(self._waiting) > MAX_SEQUENCES:
@@ -79,19 +81,20 @@ class Spills:
         for _ in range(LOOKS):
             if not self._waiting:
                 break
-            name, tokens = next(iter(self._waiting.items()))
-            runs = self._tiers.missing(tokens)
+            name, (tokens, salt) = next(iter(self._waiting.items()))
+            runs = self._tiers.missing(tokens, salt)
             if name != self._current:
                 self._current, self._written = name, set()
             if not runs:
                 del self._waiting[name]
-                self._courier.tell(self._courier.store.touch, self._tiers.keys_along(tokens))
+                keys = self._tiers.keys_along(tokens, salt)
+                self._courier.tell(self._courier.store.touch, keys)
                 continue
-            entries = self._tiers.entries(tokens, runs)
+            entries = self._tiers.entries(tokens, runs, salt)
             if not self._written.isdisjoint(entry.key for entry in entries):
                 del self._waiting[name]  # its beginning went to make room for its end
                 continue
-            self._batch = Batch(name, tokens, entries, step)
+            self._batch = Batch(name, tokens, salt, entries, step)
             nbytes = sum(entry.nbytes for entry in entries)
             self._not_before = now + nbytes / self._tiers.kind.max_bytes_written
             return tuple(Spill(run.component, run.payloads) for run in runs)
@@ -115,7 +118,7 @@ class Spills:
             source.release()
             if not source.intact:
                 tokens, component = batch.tokens[: entry.end], entry.key.component
-                self._tiers.memory.condemn(tokens, component, entry.start)
+                self._tiers.memory.condemn(tokens, component, entry.start, batch.salt)
 
     def fail_step(self, step: int, now: float) -> None:
         """Perhaps because of what was spilled: this sequence is not tried again."""
@@ -132,7 +135,7 @@ class Spills:
         except Exception:  # a store counts what a disk does: this is a mistake, and costs a write
             logger.exception("writing to the %s tier failed", self._tiers.kind.name)
             kept = [False] * len(batch.entries)
-        self._tiers.wrote(batch.tokens, batch.entries, kept)
+        self._tiers.wrote(batch.tokens, batch.entries, kept, batch.salt)
         self._written |= {entry.key for entry in batch.entries}
         if all(kept):
             self._batch = None

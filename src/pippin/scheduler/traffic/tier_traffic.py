@@ -81,7 +81,7 @@ class TierTraffic:
         return self.loads.give_up()
 
     def note(self, request: Request, length: int) -> None:
-        self.spills.note(request.id, request.tokens(length).copy())
+        self.spills.note(request.id, request.tokens(length).copy(), request.salt)
 
     def plan(self, step: int) -> tuple[tuple[Spill, ...], tuple[Load, ...]]:
         now = self.clock()

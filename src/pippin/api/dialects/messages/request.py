@@ -29,6 +29,7 @@ from pippin.text.bundle import SamplingDefaults
 
 _TOOL_FIELDS = {"type", "name", "description", "input_schema", "cache_control", "strict"}
 _HARMLESS_TOOL_FIELDS = {"eager_input_streaming", "input_examples"}
+_EXTRA_FIELDS = ("priority", "timeout", "cache_salt")
 _KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 THINKING = ("enabled", "disabled", "adaptive")
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
@@ -71,7 +72,7 @@ def parse_message_request(
 def _openai_body(body: Body, limits: LimitsConfig) -> Body:
     """The fields that are OpenAI's too, by their names there."""
     body.number("temperature", 0, 1, None)
-    same = ("max_tokens", "temperature", "top_p", "top_k", "stream", "priority", "timeout")
+    same = ("max_tokens", "temperature", "top_p", "top_k", "stream", *_EXTRA_FIELDS)
     fields = {field: body.get(field) for field in same if body.has(field)}
     fields["stop"] = list(body.strings("stop_sequences", limits.max_stops, "--max-stops"))
     if (schema := _schema(body)) is not None:

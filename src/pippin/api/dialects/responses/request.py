@@ -19,7 +19,7 @@ from pippin.errors import UnsupportedField
 from pippin.text.bundle import SamplingDefaults
 
 _SAME_FIELDS = ("temperature", "top_p", "stream", "stream_options", "max_output_tokens")
-_EXTRA_FIELDS = ("seed", "top_k", "min_p", "stop", "priority", "timeout")
+_EXTRA_FIELDS = ("seed", "top_k", "min_p", "stop", "priority", "timeout", "cache_salt")
 SUMMARIES = ("auto", "concise", "detailed")
 INCLUDED = ("reasoning.encrypted_content",)  # reasoning comes in the open: there is none to add
 
