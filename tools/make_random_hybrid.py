@@ -68,7 +68,7 @@ SHAPES = {"0.8b": QWEN3_5_0_8B, "tiny": TINY}
 
 
 class RandomWeights:
-    """Of a hybrid's shape; the same for the same name."""
+    """Of a model's shape; the same for the same name."""
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
@@ -81,26 +81,43 @@ class RandomWeights:
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         values = torch.randn(size, generator=generator, device=self._device)
         if name.endswith("norm.weight"):
-            values = values * 0.0 + ("linear_attn.norm" in name)
+            values = values * 0.0 + (not self._shape.norm_offset or "linear_attn.norm" in name)
         elif len(size) > 1:
             values = values * 0.02
         return values.to(torch.float32 if exact else self._dtype)
 
     def _size(self, name: str) -> tuple[int, ...]:
-        shape, delta = self._shape, self._shape.delta
-        assert delta is not None
-        heads, kv, hidden = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.hidden
-        values = delta.num_v_heads * delta.v_dim
+        if name.endswith("_proj.bias"):
+            return self._size(name.removesuffix("bias") + "weight")[:1]
+        shape, hidden = self._shape, self._shape.hidden
+        heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         sizes: dict[str, tuple[int, ...]] = {
             "embed_tokens": (shape.vocab_size, hidden),
+            "lm_head": (shape.vocab_size, hidden),
             "q_norm": (shape.head_dim,),
             "k_norm": (shape.head_dim,),
-            "linear_attn.norm": (delta.v_dim,),
+            **self._delta_sizes(),
             "norm": (hidden,),
-            "q_proj": (2 * heads, hidden),
+            "q_proj": ((1 + shape.gated_attention) * heads, hidden),
             "k_proj": (kv, hidden),
             "v_proj": (kv, hidden),
             "o_proj": (hidden, heads),
+            **self._expert_sizes(),
+            "gate_proj": (shape.intermediate, hidden),
+            "up_proj": (shape.intermediate, hidden),
+            "down_proj": (hidden, shape.intermediate),
+        }
+        return next(size for part, size in sizes.items() if part in name)
+
+    def _delta_sizes(self) -> dict[str, tuple[int, ...]]:
+        delta, hidden = self._shape.delta, self._shape.hidden
+        if delta is None:
+            return {}
+        values = delta.num_v_heads * delta.v_dim
+        return {
+            "linear_attn.norm": (delta.v_dim,),
+            "in_proj_qkvz": (delta.num_channels + values, hidden),
+            "in_proj_ba": (2 * delta.num_v_heads, hidden),
             "in_proj_qkv": (delta.num_channels, hidden),
             "in_proj_z": (values, hidden),
             "in_proj_b": (delta.num_v_heads, hidden),
@@ -109,11 +126,22 @@ class RandomWeights:
             "A_log": (delta.num_v_heads,),
             "dt_bias": (delta.num_v_heads,),
             "out_proj": (hidden, values),
-            "gate_proj": (shape.intermediate, hidden),
-            "up_proj": (shape.intermediate, hidden),
-            "down_proj": (hidden, shape.intermediate),
         }
-        return next(size for part, size in sizes.items() if part in name)
+
+    def _expert_sizes(self) -> dict[str, tuple[int, ...]]:
+        experts, hidden = self._shape.experts, self._shape.hidden
+        if experts is None:
+            return {}
+        number, size, shared = experts.num_experts, experts.intermediate, experts.shared_intermediate
+        return {
+            "mlp.gate.": (number, hidden),
+            "experts.gate_up_proj": (number, 2 * size, hidden),
+            "experts.down_proj": (number, hidden, size),
+            "shared_expert_gate": (1, hidden),
+            "shared_expert.gate_proj": (shared, hidden),
+            "shared_expert.up_proj": (shared, hidden),
+            "shared_expert.down_proj": (hidden, shared),
+        }
 
 
 class Recorded(RandomWeights):

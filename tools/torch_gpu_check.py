@@ -6,10 +6,14 @@
                 on the GPU and on the CPU
     chunks      captured chunks of prompts against launched ones: the same tokens, and both times; where
                 it fails, CHUNK_GRAPHS = False in backends/torch/backend.py goes on without them
+    moe         experts, in a hybrid and in a model of attention: kernels and captured graphs against
+                plain operations on the GPU; --deterministic to the bit, alone and in company
+    biases      models with every bias that a config can ask for: decode says what prefill says
     races       200 random schedules, launched ahead of a GPU that is held up, against the same ones
                 with a wait after each step: tokens, and the bits of what was kept
     waits       nothing between a plan and its launch waits for the device
     decode, prefill    Qwen3.5-0.8B's shape in bfloat16, random weights
+    expert_speed       eight layers of Qwen3-30B-A3B's shape, against the time to read their weights
     churn       the same shape served to 64 clients
     host        prompts that come back from pinned memory of the host: the same tokens, both times,
                 and the gaps of streams meanwhile
@@ -34,6 +38,7 @@ import torch
 from torch_gpu.right import correct
 from torch_gpu.chunks import chunks
 from torch_gpu.host import host
+from torch_gpu.moe import biases, expert_speed, moe
 from torch_gpu.races import races, waits
 from torch_gpu.speed import churn, decode, prefill
 from torch_gpu.tuning import products, profile, recurrence
@@ -74,10 +79,13 @@ USUAL = {
     "environment": environment,
     "correct": correct,
     "chunks": chunks,
+    "moe": moe,
+    "biases": biases,
     "races": races,
     "waits": waits,
     "decode": decode,
     "prefill": prefill,
+    "expert_speed": expert_speed,
     "host": host,
     "churn": churn,
 }

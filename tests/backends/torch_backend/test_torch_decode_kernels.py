@@ -87,6 +87,8 @@ class Step:
         ("qwen2", (5, 17), 2),
         ("qwen2", (17,), 1),
         ("llama", (0, 33), 2),
+        ("qwen3_moe", (5, 17, 3), 3),
+        ("qwen3_5_moe", (17,), 1),
         ("llama_biases", (5, 17), 2),
         ("llama_biases", (17,), 1),
         ("qwen3_next_biases", (1, 63), 2),

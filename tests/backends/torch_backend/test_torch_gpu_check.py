@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,16 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 
-from torch_gpu import chunks, races, right
+from torch_gpu import chunks, moe, races, right
 
 from chunk_words import capture_chunks
 from pippin.backends.torch.backend import TorchBackend
+from pippin.backends.torch.forward import PlainForward
+from pippin.backends.torch.load import LoadedModel
+from pippin.backends.torch.models.decoder import DecoderLayer
+from pippin.backends.torch.models.parts import DenseMlp, Linear
 from pippin.backends.torch.pools.arena import Arena
+from pippin.backends.torch.step.batches import DecodeBatch
 from pippin.backends.torch.step.rooms import Room
 from run_again import RunAgain
 from torch_serving import load_torch
@@ -71,6 +77,49 @@ def test_ways_to_compute_are_compared(
     said = capsys.readouterr().out
     assert said.count("again: same") == 6
     assert "DIFFERS" not in said
+
+
+@pytest.fixture
+def plain_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sections of `moe.py` on a CPU, where nothing is a kernel."""
+    monkeypatch.setattr(moe, "DEVICE", "cpu")
+    monkeypatch.setattr(moe, "HALF", torch.float32)
+
+    def plain(loaded: LoadedModel, **options: Any) -> TorchBackend:
+        return TorchBackend(loaded, **options | {"kernels": False})
+
+    monkeypatch.setattr(moe, "TorchBackend", plain)
+
+
+@pytest.mark.usefixtures("no_gpu", "plain_experts")
+def test_experts_and_biases_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(moe, "BIASED", {"llama": moe.BIASED["llama"]})
+    with torch.inference_mode():
+        moe.deterministic("attention", moe.ATTENTION_MOE)
+        moe.biases()
+    said = capsys.readouterr().out
+    assert said.count("--deterministic is the same to the bit") == 1
+    assert said.count("decode says what prefill says") == 2
+
+
+@pytest.mark.usefixtures("no_gpu", "plain_experts")
+def test_a_bias_that_decode_leaves_out_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_bias(self: PlainForward, batch: DecodeBatch) -> torch.Tensor:
+        layers = tuple(_without_bias(layer) for layer in self.decoder.layers)
+        return tokens(PlainForward(replace(self.decoder, layers=layers), self.pools), batch)
+
+    tokens = PlainForward.tokens
+    monkeypatch.setattr(PlainForward, "tokens", without_bias)
+    backend = TorchBackend(moe.model(moe.BIASED["llama"], torch.float32), num_slots=2)
+    with torch.inference_mode(), pytest.raises(AssertionError, match="its prompt does not say"):
+        moe.decode_is_prefill("llama", backend, 1)
+
+
+def _without_bias(layer: DecoderLayer) -> DecoderLayer:
+    assert isinstance(layer.mlp, DenseMlp)
+    return replace(layer, mlp=replace(layer.mlp, down=Linear(layer.mlp.down.weight)))
 
 
 def test_captured_chunks_are_compared_with_launched_ones() -> None:

@@ -34,6 +34,7 @@ def chunk(slot: int, start: int, length: int, *checkpoints: int) -> PrefillRow:
         ("qwen3_5", (chunk(1, 0, 70, 64, 70), chunk(2, 5, 2), chunk(3, 60, 1))),
         ("qwen3_next", (chunk(1, 3, 65, 67),)),
         ("llama", (chunk(1, 0, 20), chunk(2, 7, 9))),
+        ("qwen3_moe", (chunk(1, 0, 20), chunk(2, 7, 9))),
     ],
 )
 def test_chunks_through_kernels_are_chunks_through_plain_operations(

@@ -36,8 +36,8 @@ THREE = (chunk(1, 0, 70, 64, 70), chunk(2, 5, 2), chunk(3, 60, 1))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chunks"),
-    [("qwen3_5", THREE), ("llama", (chunk(2, 7, 9),))],
-    ids=["qwen3_5", "llama"],
+    [("qwen3_5", THREE), ("llama", (chunk(2, 7, 9),)), ("qwen3_5_moe", (chunk(2, 7, 9),))],
+    ids=["qwen3_5", "llama", "qwen3_5_moe"],
 )
 def test_chunks_in_a_room_are_chunks_through_plain_operations(
     name: str, chunks: tuple[PrefillRow, ...]
@@ -116,9 +116,11 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The kernels themselves are left out: which are launched, and in how many programs, is not."""
     from pippin.backends.torch.kernels import attention_blocks, delta_blocks, kept_inputs, rows
+    from pippin.backends.torch.kernels.experts import products, routing
 
     found = []
     for chunks in (THREE, (chunk(1, 0, 128, 64),)):
@@ -132,16 +134,19 @@ def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch) -> N
                 self._launches.seen.append((self._name, grid))
                 return lambda *args, **options: None
 
-        for module in (attention_blocks, delta_blocks, kept_inputs, rows):
+        for module in (attention_blocks, delta_blocks, kept_inputs, rows, products, routing):
             names = ("_attend_blocks", "_solve", "_scan", "_keep_inputs", "_add_norm")
-            for name in (*names, "_swiglu", "_conv_rows", "_gated_norm"):
-                if hasattr(module, name):
-                    monkeypatch.setattr(module, name, Noted(name))
-        made = MadeUpChunks("qwen3_5", chunks)
+            names += ("_swiglu", "_conv_rows", "_gated_norm", "_route", "_order", "_cut")
+            for kernel in (*names, "_expert_product", "_weighted_sum"):
+                if hasattr(module, kernel):
+                    monkeypatch.setattr(module, kernel, Noted(kernel))
+        made = MadeUpChunks(name, chunks)
         inputs = made.inputs(ROOM)
         run = PromptKernels(made.decoder, made.pools, made.held.table)
         with torch.inference_mode(), launches:
             run.logits(run.hidden(inputs))
         found.append(launches.seen)
     assert found[0] == found[1]
-    assert {"_attend_blocks", "_scan", "_keep_inputs"} <= {name for name, _ in found[0]}
+    expected = {"_attend_blocks", "_scan", "_keep_inputs"}
+    expected |= {"_expert_product", "_order"} if name == "qwen3_5_moe" else set()
+    assert expected <= {kernel for kernel, _ in found[0]}

@@ -10,8 +10,9 @@ import torch
 
 from pippin.backends.torch.kernels.attention_step import attention_step
 from pippin.backends.torch.kernels.delta_step import conv_step, delta_step
+from pippin.backends.torch.kernels.experts.feed_forward import feed_forward
 from pippin.backends.torch.kernels.products import ConvStep, product
-from pippin.backends.torch.kernels.rows import add_norm, look_up, norm_rows, swiglu
+from pippin.backends.torch.kernels.rows import add_norm, look_up, norm_rows
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
@@ -63,7 +64,7 @@ class DecodeKernels:
     def _one_row_mlp(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
         mlp, norm = layer.mlp, layer.mlp_norm
         if not isinstance(mlp, DenseMlp):
-            return x + mlp(norm_rows(x, norm))
+            return x + feed_forward(mlp, norm_rows(x, norm))
         gate_up, down = mlp.gate_up, mlp.down
         y = product(
             x, gate_up.weight, bias=gate_up.bias, norm=norm.weight, eps=norm.eps, swiglu=True
@@ -79,7 +80,7 @@ class DecodeKernels:
             x, normed = add_norm(x, self._mix(layer, normed, inputs), layer.mlp_norm)
             last = index + 1 == len(layers)
             following = self._decoder.norm if last else layers[index + 1].input_norm
-            x, normed = add_norm(x, self._mlp(layer, normed), following)
+            x, normed = add_norm(x, feed_forward(layer.mlp, normed), following)
         return self._decoder.head(normed)
 
     def _mix(self, layer: DecoderLayer, normed: torch.Tensor, inputs: Inputs) -> torch.Tensor:
@@ -90,12 +91,6 @@ class DecodeKernels:
         conv = self._pools.conv[layer.number]
         conv_step(projected, mixer, conv, inputs.state_in, inputs.state_out)
         return mixer.out(self._recur(mixer, layer.number, projected, inputs))
-
-    def _mlp(self, layer: DecoderLayer, normed: torch.Tensor) -> torch.Tensor:
-        mlp = layer.mlp
-        if not isinstance(mlp, DenseMlp):
-            return mlp(normed)
-        return mlp.down(swiglu(mlp.gate_up(normed)))
 
     # ---- either ----------------------------------------------------------------------------
 

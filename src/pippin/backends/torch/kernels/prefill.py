@@ -10,17 +10,16 @@ import numpy as np
 import torch
 
 from pippin.backends.torch.kernels.delta_blocks import BlockTable, delta_blocks
+from pippin.backends.torch.kernels.experts.feed_forward import feed_forward
 from pippin.backends.torch.kernels.rows import (
     add_norm,
     conv_rows,
     gated_norm,
     norm_rows,
-    swiglu,
 )
 from pippin.backends.torch.layer_run import LayerRun
 from pippin.backends.torch.models.decoder import Decoder, Mix
 from pippin.backends.torch.models.delta_layer import DeltaLayer
-from pippin.backends.torch.models.parts import DenseMlp, Mlp
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.batches import ChunkBatch
 from pippin.types import GRID
@@ -52,12 +51,8 @@ def run_layers(decoder: Decoder, tokens: torch.Tensor, mix: Mix) -> torch.Tensor
         x, normed = add_norm(x, mix(layer, normed), layer.mlp_norm)
         last = index + 1 == len(layers)
         following = decoder.norm if last else layers[index + 1].input_norm
-        x, normed = add_norm(x, _feed_forward(layer.mlp, normed), following)
+        x, normed = add_norm(x, feed_forward(layer.mlp, normed), following)
     return normed
-
-
-def _feed_forward(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
-    return mlp.down(swiglu(mlp.gate_up(x))) if isinstance(mlp, DenseMlp) else mlp(x)
 
 
 class _ChunkRun(LayerRun[ChunkBatch]):

@@ -50,9 +50,7 @@ class ExpertMlp:
     shared_gate: Linear | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self.route(x)
-        run = self._by_groups if x.is_cuda else self._one_by_one
-        y = run(x, weights, chosen)
+        y = self.run(x, *self.route(x))
         if self.shared is not None and self.shared_gate is not None:
             y = y + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
         return y
@@ -65,31 +63,17 @@ class ExpertMlp:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), chosen
 
-    def _one_by_one(
-        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
-    ) -> torch.Tensor:
-        """Asks which experts were chosen, so the host waits for the device: for CPUs."""
-        y = torch.zeros_like(x)
+    def run(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Expert by expert; asks which were chosen, so the host waits for the device.
+
+        The sum over a token's experts is in the order of its choices, without atomics.
+        """
+        y = x.new_zeros(*chosen.shape, x.shape[-1])
         for expert in chosen.unique().tolist():
             rows, places = torch.nonzero(chosen == expert, as_tuple=True)
             gate, up = F.linear(x[rows], self.gate_up[expert]).chunk(2, dim=-1)
-            out = F.linear(F.silu(gate) * up, self.down[expert])
-            y.index_add_(0, rows, out * weights[rows, places, None])
-        return y
-
-    def _by_groups(
-        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
-    ) -> torch.Tensor:
-        """Tokens sorted by expert and one grouped product; the host learns nothing."""
-        order = chosen.flatten().argsort(stable=True)
-        counts = torch.zeros(self.shape.num_experts, dtype=torch.int32, device=x.device)
-        counts.index_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.int32))
-        ends = counts.cumsum(0).to(torch.int32)
-        rows = order // self.shape.num_chosen
-        gate, up = F.grouped_mm(x[rows], self.gate_up.mT, offs=ends).chunk(2, dim=-1)
-        out = F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends)
-        out = out * weights.flatten()[order, None]
-        return torch.zeros_like(x).index_add_(0, rows, out)
+            y[rows, places] = F.linear(F.silu(gate) * up, self.down[expert])
+        return (y * weights[..., None]).sum(dim=1)
 
 
 Mlp = DenseMlp | ExpertMlp
