@@ -15,7 +15,7 @@ from torch_gpu.speed import replay_ms
 from make_random_hybrid import TINY, RandomWeights
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.capture import CudaGraphs
+from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.load import LoadedModel
 from pippin.backends.torch.models.build import build_decoder
@@ -120,7 +120,7 @@ def same_layer(dtype: torch.dtype, num_tokens: int) -> None:
         launched = feed_forward(mlp, x).clone()
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda.synchronize()
-            recorded = CudaGraphs().record(lambda: feed_forward(mlp, x))
+            recorded = CudaGraphs(torch.device("cuda")).record(lambda: feed_forward(mlp, x))
             recorded.replay()
             torch.cuda.synchronize()
             assert torch.equal(recorded.result, launched), "a replay says something else"
