@@ -178,6 +178,9 @@ def test_deep_arguments_in_a_history_are_refused(client: httpx.Client, depth: in
         ("[" + "{}," * 100_000 + "1]", "100,001 objects and arrays; at most 100,000"),
         ("[" + '"",' * 500_001 + "1]", "500,001 strings; at most 500,000"),
         ("[" + "1," * 4_000_000 + "1]", "4,000,001 values; at most 4,000,000"),
+        ("[" + "5e-324," * 20_001 + "1]", "20,001 numbers that are no integers; at most 20,000"),
+        ("[" + "5E1," * 20_001 + "1]", "20,001 numbers that are no integers; at most 20,000"),
+        ("[" + "0.5," * 20_001 + "1]", "20,001 numbers that are no integers; at most 20,000"),
         ("[" * 129 + "]" * 129, "129 levels deep; at most 128"),
     ],
 )
@@ -189,6 +192,10 @@ def test_json_is_measured_before_it_is_decoded(text: str, what: str) -> None:
 @pytest.mark.parametrize("text", ["{[" * 300_000, '\\"[{' * 200_000, "\\" * 999_999, '"' * 501])
 def test_structure_inside_of_strings_does_not_count(text: str) -> None:
     check_json_size(json.dumps({"a": text, "b": "\\", "c": ["]"] * 200}).encode(), "it")
+
+
+def test_words_and_integers_are_no_floats() -> None:
+    check_json_size(b"[" + b"true,false,12," * 30_000 + b"1]", "it")
 
 
 def test_brackets_behind_an_escaped_quote_count() -> None:

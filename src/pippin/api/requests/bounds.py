@@ -15,6 +15,7 @@ MAX_JSON_DEPTH = 128
 MAX_JSON_CONTAINERS = 100_000  # objects and arrays
 MAX_JSON_STRINGS = 500_000  # values and names of members
 MAX_JSON_VALUES = 4_000_000  # token ids may be as many
+MAX_JSON_FLOATS = 20_000  # with a point or an exponent: msgspec takes up to 15 us for each
 
 MAX_MESSAGES = 10_000  # or items of input
 MAX_TOOLS = 1_024

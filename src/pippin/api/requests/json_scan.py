@@ -11,12 +11,15 @@ import numpy as np
 from pippin.api.requests.bounds import (
     MAX_JSON_CONTAINERS,
     MAX_JSON_DEPTH,
+    MAX_JSON_FLOATS,
     MAX_JSON_STRINGS,
     MAX_JSON_VALUES,
 )
 from pippin.errors import RequestError
 
-_QUOTE, _COMMA = ord('"'), ord(",")
+_QUOTE, _COMMA, _POINT = ord('"'), ord(","), ord(".")
+_LOWER_CASE = 0x20  # the bit that "E" lacks
+_SHORTEST_FLOAT = len("1e1,")
 _STEPS = np.zeros(256, np.int8)  # what a byte outside of strings adds to the depth
 _STEPS[[ord("{"), ord("[")]] = 1
 _STEPS[[ord("}"), ord("]")]] = -1
@@ -30,13 +33,14 @@ def check_json_size(text: bytes, name: str, param: str | None = None) -> None:
     plain = text.replace(rb"\\", b"").replace(rb"\"", b"")
     found = np.frombuffer(plain, np.uint8)
     quotes = found == _QUOTE
-    outside = (np.cumsum(quotes, dtype=np.uint8) & 1) == 0  # wraps at 256, which is even
-    steps = _STEPS[found[outside]]
+    outside = found[(np.cumsum(quotes, dtype=np.uint8) & 1) == 0]  # wraps at 256, which is even
+    steps = _STEPS[outside]
     steps = steps[steps != 0]
     _check(int(np.count_nonzero(steps > 0)), MAX_JSON_CONTAINERS, "objects and arrays", name, param)
     _check(int(np.count_nonzero(quotes)) // 2, MAX_JSON_STRINGS, "strings", name, param)
-    commas = int(np.count_nonzero(found[outside] == _COMMA))
+    commas = int(np.count_nonzero(outside == _COMMA))
     _check(commas + 1, MAX_JSON_VALUES, "values", name, param)
+    _check(_num_floats(outside), MAX_JSON_FLOATS, "numbers that are no integers", name, param)
     depth = int(np.cumsum(steps, dtype=np.int32).max(initial=0))
     if depth > MAX_JSON_DEPTH:
         raise RequestError(
@@ -45,12 +49,18 @@ def check_json_size(text: bytes, name: str, param: str | None = None) -> None:
         )
 
 
+def _num_floats(outside: np.ndarray) -> int:
+    """By their points, or by their exponents: the "e" of `true` follows no digit."""
+    digits = (outside >= ord("0")) & (outside <= ord("9"))
+    exponents = digits[:-1] & ((outside[1:] | _LOWER_CASE) == ord("e"))
+    return max(int(np.count_nonzero(outside == _POINT)), int(np.count_nonzero(exponents)))
+
+
 def _is_small(text: bytes) -> bool:
     """Most bodies are by a count that takes strings for structure."""
     return (
-        text.count(b"{") + text.count(b"[") <= MAX_JSON_DEPTH
-        and text.count(b'"') <= 2 * MAX_JSON_STRINGS
-        and text.count(b",") < MAX_JSON_VALUES
+        len(text) <= MAX_JSON_FLOATS * _SHORTEST_FLOAT
+        and text.count(b"{") + text.count(b"[") <= MAX_JSON_DEPTH
     )
 
 

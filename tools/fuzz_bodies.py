@@ -1,0 +1,227 @@
+"""Sends hostile bodies to a real server, one after the other, and stops at what they cost it.
+
+    python tools/fuzz_bodies.py [--number 2000] [--seed 1] [--no-grammars] [--only PATH]
+
+Of every body: an answer below 500, and no more than a second of CPU in the HTTP server or in the
+engine, besides what the tokens of the request take. Of all: the same engine, no growth, and a normal
+request answered as before. The bodies are in tests/hostile_bodies.py. Linux: reads /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+sys.path[:0] = [str(Path(__file__).parent.parent / "tests")]
+
+from hostile_bodies import LARGEST, Hostile, hostile_bodies  # noqa: E402
+from processes import children_of, environment  # noqa: E402
+
+MOST_CPU_SECONDS = 1.0
+HTTP_TOKEN_SECONDS = 20e-6  # for a token of a prompt or a reply: encoded, echoed, told
+WARM_AFTER = 200  # bodies, from where on memory must not grow
+MOST_GROWTH_MB = 128  # of one process: the store of responses alone may take 64
+SERVE = ("--port", "0", "--memory", "300MB")
+ANSWER_SECONDS = 120.0
+NORMAL = {"model": "", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+PROMPT_WORDS = 1_000  # of the prompt whose cost is the measure of a token's
+
+
+@dataclass
+class Answer:
+    status: int  # 0: there was none
+    tokens: int  # computed for it, in prompts and replies
+    http_s: float  # CPU seconds
+    engine_s: float
+
+
+@dataclass
+class Report:
+    statuses: Counter[int] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    slowest: list[tuple[float, str]] = field(default_factory=list)
+    rss: list[dict[str, float]] = field(default_factory=list)  # MB, warm and at the end
+
+
+class Server:
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self._process = process
+        self._address = urlsplit(url).netloc
+        self.engine = self._engine()
+        self.model = self.get("/v1/models")["data"][0]["id"]
+        self.document = self.get("/openapi.json")
+
+    def _engine(self) -> int:
+        """The child that has computed most: others watch, or compile."""
+        return max(children_of(self._process.pid), key=rss_mb)
+
+    def get(self, path: str) -> Any:
+        connection = http.client.HTTPConnection(self._address, timeout=ANSWER_SECONDS)
+        connection.request("GET", path)
+        return json.loads(connection.getresponse().read())
+
+    def send(self, path: str, body: bytes) -> tuple[Answer, bytes]:
+        before = self._cpu()
+        connection = http.client.HTTPConnection(self._address, timeout=ANSWER_SECONDS)
+        status, answer = 0, b""
+        try:
+            connection.request("POST", path, body, {"content-type": "application/json"})
+            reply = connection.getresponse()
+            status, answer = reply.status, reply.read()
+        except (OSError, http.client.HTTPException) as error:
+            answer = repr(error).encode()
+        finally:
+            connection.close()
+        after = self._cpu()
+        http_s, engine_s = (b - a for a, b in zip(before, after, strict=True))
+        return Answer(status, _tokens_of(answer), http_s, engine_s), answer
+
+    def rss(self) -> dict[str, float]:
+        return {"http": rss_mb(self._process.pid), "engine": rss_mb(self.engine)}
+
+    def is_whole(self) -> bool:
+        return self._process.poll() is None and self._engine() == self.engine
+
+    def _cpu(self) -> tuple[float, float]:
+        """Of the HTTP process, and of all its children: some compile grammars."""
+        children = children_of(self._process.pid)
+        return cpu_s(self._process.pid), sum(map(cpu_s, children))
+
+
+def cpu_s(pid: int) -> float:
+    """A child that is gone by now is in its parent's fields of children that it waited for."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_mb(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _tokens_of(answer: bytes) -> int:
+    """All that the usage of a reply, or of several, counts."""
+    names = rb'"(?:prompt_tokens|completion_tokens|input_tokens|output_tokens)":\s*(\d+)'
+    return sum(int(number) for number in re.findall(names, answer))
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    command = [sys.executable, "-m", "pippin", "serve", *SERVE]
+    with (
+        open(os.devnull, "w", encoding="utf-8") as log,
+        subprocess.Popen(
+            command, env=environment(), stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            banner = process.stdout.readline()
+            found = re.search(r"http://[^\s\"]+", banner)
+            assert found, f"no address in {banner!r}"
+            yield Server(process, found[0])
+        finally:
+            process.terminate()
+
+
+def token_cost(server: Server) -> float:
+    """CPU seconds of the engine for a token of a prompt, everything compiled."""
+    costs = []
+    for letter in "ab":
+        prompt = " ".join(f"{letter}{i}" for i in range(PROMPT_WORDS))
+        body = {"model": server.model, "prompt": prompt, "max_tokens": 1}
+        answer, told = server.send("/v1/completions", json.dumps(body).encode())
+        assert answer.status == 200, told
+        costs.append(answer.engine_s / answer.tokens)
+    return costs[-1]
+
+
+def normal_reply(server: Server) -> str:
+    body = json.dumps(NORMAL | {"model": server.model}).encode()
+    answer, told = server.send("/v1/completions", body)
+    return json.loads(told)["choices"][0]["text"] if answer.status == 200 else repr(told)
+
+
+def fuzz(server: Server, bodies: Iterator[Hostile], verbose: bool) -> Report:
+    report = Report()
+    per_token = token_cost(server)
+    expected = normal_reply(server)
+    for number, hostile in enumerate(bodies):
+        if number == WARM_AFTER:
+            report.rss.append(server.rss())
+        answer, told = server.send(hostile.path, hostile.body)
+        engine_s = max(0.0, answer.engine_s - 2 * per_token * answer.tokens)
+        http_s = max(0.0, answer.http_s - HTTP_TOKEN_SECONDS * answer.tokens)
+        spent = max(http_s, engine_s)
+        what = (
+            f"{number}: {hostile.path} of {len(hostile.body):,} bytes ({hostile.what[:200]}): "
+            f"{answer.status}, http {http_s:.2f} s, engine {engine_s:.2f} s"
+        )
+        if verbose:
+            print(what, flush=True)
+        report.statuses[answer.status] += 1
+        report.slowest = sorted([*report.slowest, (spent, what)], reverse=True)[:8]
+        if answer.status == 0 or answer.status >= 500 or spent > MOST_CPU_SECONDS:
+            report.faults.append(f"{what}: {told[:300]!r}")
+            print("fault", report.faults[-1], flush=True)
+    report.rss.append(server.rss())
+    if not server.is_whole():
+        report.faults.append("the server or its engine was lost")
+    if (said := normal_reply(server)) != expected:
+        report.faults.append(f"a normal request said {expected!r}, and now {said!r}")
+    first, last = report.rss[0], report.rss[-1]
+    report.faults += [
+        f"the {name} process grew from {first[name]:.0f} to {last[name]:.0f} MB"
+        for name in first
+        if last[name] - first[name] > MOST_GROWTH_MB
+    ]
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--number", type=int, default=2_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--no-grammars", action="store_true", help="send nothing that is compiled")
+    parser.add_argument("--only", help="bodies of this path alone")
+    parser.add_argument("--verbose", action="store_true", help="a line for each body")
+    given = parser.parse_args()
+    began = time.monotonic()
+    with serving() as server:
+        bodies = hostile_bodies(
+            server.document,
+            server.model,
+            given.number,
+            seed=given.seed,
+            grammars=not given.no_grammars,
+            largest=LARGEST,
+        )
+        kept = (body for body in bodies if given.only in (None, body.path))
+        report = fuzz(server, kept, given.verbose)
+    print(f"{sum(report.statuses.values()):,} bodies in {time.monotonic() - began:.0f} s")
+    print("statuses:", dict(sorted(report.statuses.items())))
+    for _, line in report.slowest:
+        print("slowest:", line)
+    print("MB, warm and at the end:", report.rss)
+    print(f"{len(report.faults)} faults", *report.faults, sep="\n  ")
+    return 1 if report.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
