@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("cache", "backends", "scheduler", "feed"),
     },
     "engine.model_vocabulary": {"types", "text", "decode"},
+    "engine.grammar_zygote": {"decode", "engine.model_vocabulary"},
     "engine.message_pump": {"messages", "feed", "scheduler.loop"},
     "engine.engine_client": {"messages", "engine.watchers"},
     "engine.watchers": {"messages", "feed.schema"},

@@ -19,6 +19,7 @@ from pippin.backends.masks import allow_only, allowed_ids, full_masks, num_words
 from pippin.decode import compiler as compiler_module
 from pippin.decode.compile import CompiledGrammar, compile_grammar
 from pippin.decode.compiler import REMEMBERED_GRAMMARS, GrammarCompiler
+from pippin.decode.proving.verdicts import Verdict
 from pippin.decode.vocabulary import Vocabulary
 from pippin.engine.model_vocabulary import vocabulary_of
 from pippin.errors import RequestError, UnsupportedField
@@ -286,6 +287,19 @@ def test_masks_are_packed_and_unpacked(vocab_size: int) -> None:
 # ---- the compiler ----------------------------------------------------------------------------
 
 
+class Trusting:
+    """Takes every grammar for proven."""
+
+    def load(self) -> None:
+        pass
+
+    def prove(self, spec: GrammarSpec) -> Verdict:
+        return Verdict()
+
+    def close(self) -> None:
+        pass
+
+
 def test_a_grammar_is_compiled_once_and_forgotten_last_used_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -294,9 +308,8 @@ def test_a_grammar_is_compiled_once_and_forgotten_last_used_first(
     def note(spec: GrammarSpec, _: Vocabulary) -> Any:
         compiled.append(spec.text)
 
-    monkeypatch.setattr(compiler_module, "prove_grammar", lambda *_: None)
     monkeypatch.setattr(compiler_module, "compile_grammar", note)
-    compiler = GrammarCompiler(bundled_vocabulary)
+    compiler = GrammarCompiler(bundled_vocabulary, Trusting())
 
     def ask(number: int) -> Future[CompiledGrammar]:
         future = compiler.compile(GrammarSpec("regex", f"a{number}"))
@@ -325,7 +338,7 @@ def test_grammars_are_compiled_beside_the_callers_thread() -> None:
         go_on.wait(60)
         return bundled_vocabulary()
 
-    compiler = GrammarCompiler(load)
+    compiler = GrammarCompiler(load, Trusting())
     future = compiler.compile(GrammarSpec("regex", "a"))
     assert not future.done()
     go_on.set()
@@ -338,7 +351,7 @@ def test_whoever_asks_is_told_that_there_can_be_no_grammars() -> None:
     def load() -> Vocabulary:
         raise UnsupportedField("not with this tokenizer")
 
-    compiler = GrammarCompiler(load)
+    compiler = GrammarCompiler(load, Trusting())
     compiler.load()
     future = compiler.compile(GrammarSpec("regex", "a"))
     with pytest.raises(UnsupportedField, match="not with this tokenizer"):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -20,6 +20,9 @@ from pippin.decode.size.check_size import check_size
 from pippin.decode.vocabulary import Vocabulary
 from pippin.errors import RequestError
 from pippin.types import GrammarPart, GrammarSpec
+
+if TYPE_CHECKING:
+    import numpy as np  # processes that are forked do without its threads
 
 SILENT = 0
 DISOBEYED = "doesn't satisfy the grammar"  # llguidance's words for a token that may not come
@@ -40,7 +43,7 @@ class CompiledGrammar:
         return self._matcher.is_stopped()
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        assert mask.dtype == np.int32
+        assert mask.dtype.name == "int32"
         assert mask.flags.c_contiguous
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()

@@ -1,29 +1,41 @@
 """Compiles grammars beside the engine's thread, and remembers them. Knows no requests.
 
 Whoever asks gets a future. The same grammar asked for again, also while it is being compiled, is
-compiled once; each reply follows a copy of its own.
+compiled once; each reply follows a copy of its own. Nothing is compiled here that a child process
+has not compiled before, on a smaller stack.
 """
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import TypeVar
 
-from pippin.decode.compile import CompiledGrammar, compile_grammar, prove_grammar
+from pippin.decode.compile import CompiledGrammar, compile_grammar
+from pippin.decode.proving.prover import Proves
+from pippin.decode.proving.verdicts import STACK_BYTES, Verdict
 from pippin.decode.vocabulary import Vocabulary
 from pippin.types import GrammarSpec
 
+T = TypeVar("T")
 REMEMBERED_GRAMMARS = 64
+REMEMBERED_REFUSALS = 1024
 NUM_THREADS = 2  # a large grammar does not hold up a small one
 
 
 class GrammarCompiler:
-    def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
+    def __init__(self, load_vocabulary: Callable[[], Vocabulary], prover: Proves) -> None:
         """`load_vocabulary` is called once, when the first grammar is compiled or by `load`."""
         self._load_vocabulary = load_vocabulary
+        self._prover = prover
         self._vocabulary: Future[Vocabulary] | None = None
         self._compiled: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
+        self._compiling: dict[GrammarSpec, Future[CompiledGrammar]] = {}
+        self._refused: OrderedDict[bytes, Verdict] = OrderedDict()  # by digest of the grammar
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
 
     def load(self) -> None:
@@ -35,24 +47,62 @@ class GrammarCompiler:
 
     def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """The grammar before a reply's first token, to be copied; or the error that it is."""
-        known = self._compiled.get(spec)
-        if known is None:
+        self._remember()
+        if (known := self._compiled.get(spec)) is not None:
+            self._compiled.move_to_end(spec)
+            return known
+        if (known := self._compiling.get(spec)) is None:
             loading = self._loading()
-            known = self._threads.submit(lambda: self._proven(spec, loading.result()))
-            self._compiled[spec] = known
-            if len(self._compiled) > REMEMBERED_GRAMMARS:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(spec)
+            known = self._compiling[spec] = self._submit(lambda: self._compile(spec, loading))
         return known
 
-    def _proven(self, spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
-        prove_grammar(spec, vocabulary)
-        return compile_grammar(spec, vocabulary)
+    def _remember(self) -> None:
+        """What has been compiled since. Errors push no grammar out."""
+        for spec, future in list(self._compiling.items()):
+            if future.done():
+                del self._compiling[spec]
+                if future.exception() is None:
+                    self._compiled[spec] = future
+                    if len(self._compiled) > REMEMBERED_GRAMMARS:
+                        self._compiled.popitem(last=False)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._prover.close()
+
+    def _compile(self, spec: GrammarSpec, loading: Future[Vocabulary]) -> CompiledGrammar:
+        vocabulary, digest = loading.result(), _digest(spec)
+        verdict = self._refused.get(digest) or self._prover.prove(spec)
+        if verdict.error is not None and verdict.is_final:
+            self._refused[digest] = verdict
+            if len(self._refused) > REMEMBERED_REFUSALS:
+                self._refused.popitem(last=False)
+        verdict.raise_error()
+        return compile_grammar(spec, vocabulary)
 
     def _loading(self) -> Future[Vocabulary]:
         if self._vocabulary is None:
-            self._vocabulary = self._threads.submit(self._load_vocabulary)
+            self._prover.load()  # builds one of its own at the same time
+            self._vocabulary = self._submit(self._load_vocabulary)
         return self._vocabulary
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        with _large_stacks():  # of a thread that this may start
+            return self._threads.submit(work)
+
+
+@contextmanager
+def _large_stacks() -> Iterator[None]:
+    """What a child compiled on its stack cannot overflow one of twice the size."""
+    before = threading.stack_size(2 * STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def _digest(spec: GrammarSpec) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for text in (spec.kind, spec.text, *(t for p in spec.parts for t in (p.syntax, p.text))):
+        digest.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
+    return digest.digest()

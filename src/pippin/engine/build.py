@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.config import Config, EngineConfig
 from pippin.decode.compiler import GrammarCompiler
+from pippin.decode.proving.prover import Prover
 from pippin.engine.build_tiers import (
     BATCHES_IN_FLIGHT,
     build_tiers,
@@ -44,6 +46,9 @@ def build_loop(
 
     `for_streams`: replies are read as they come. A `backend` that is given has been loaded already.
     """
+    prover = Prover((sys.executable, "-m", "pippin.engine.grammar_zygote"))
+    if stays and config.model.backend != "fake":
+        prover.start()  # it is ready by the time the model is
     backend = backend or load_backend(config, progress, stays=stays)
     capacity_bytes = _capacity_bytes(config.engine, backend)
     kinds = tier_kinds(config, backend.device)
@@ -62,7 +67,8 @@ def build_loop(
     )
     cache = _build_cache(config.engine, backend.spec, capacity_bytes)
     model_dir, vocab_size = Path(config.model.model), backend.spec.vocab_size
-    compiler = GrammarCompiler(lambda: load_vocabulary(model_dir, vocab_size))
+    prover.set_up(model_dir=str(model_dir), vocab_size=vocab_size)
+    compiler = GrammarCompiler(lambda: load_vocabulary(model_dir, vocab_size), prover)
     tiers = []
     if cache is not None:
         tiers = build_tiers(kinds, config, backend, cache, batch_bytes, progress)

@@ -1,0 +1,179 @@
+"""The engine's side: asks a zygote, which it starts, whether grammars can be compiled.
+
+Knows no grammar's language, and not what a zygote is made of: its command, and its first line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import subprocess
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from pippin.decode.proving.verdicts import (
+    WALL_SECONDS,
+    Verdict,
+    decode_answer,
+    encode_job,
+    lost,
+)
+from pippin.types import GrammarSpec
+
+START_SECONDS = 300.0  # for a vocabulary to be built, on a machine that has much else to do
+GRACE_SECONDS = 30.0  # beyond a child's deadline: then the zygote itself hangs
+EXIT_SECONDS = 0.5
+ATTEMPTS = 2  # a zygote that was killed is no grammar's fault
+
+
+class Proves(Protocol):
+    """Finds out whether a grammar can be compiled, without any danger to this process."""
+
+    def load(self) -> None:
+        """Be ready for the first one."""
+        ...
+
+    def prove(self, spec: GrammarSpec) -> Verdict:
+        """Blocks. From any thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Prover:
+    def __init__(self, command: Sequence[str]) -> None:
+        """Nothing is started before `start`, `load` or the first grammar."""
+        self._command = command
+        self._setup: dict[str, Any] | None = None
+        self._zygote: _ZygoteProcess | None = None
+        self._changing = threading.Lock()
+        self._closed = False
+
+    def start(self) -> None:
+        """The process alone: it imports what it needs, and waits for `set_up`."""
+        with self._changing:
+            if self._zygote is None and not self._closed:
+                self._zygote = _ZygoteProcess(self._command)
+
+    def set_up(self, **setup: Any) -> None:
+        """What a zygote is told first."""
+        self._setup = setup
+
+    def load(self) -> None:
+        self._running()
+
+    def prove(self, spec: GrammarSpec) -> Verdict:
+        verdict = lost("the server is shutting down")
+        for _ in range(ATTEMPTS):
+            zygote = self._running()
+            if zygote is None:
+                return verdict
+            verdict = zygote.prove(spec)
+            if verdict.is_final:
+                return verdict
+        return verdict
+
+    def close(self) -> None:
+        with self._changing:
+            self._closed = True
+            zygote, self._zygote = self._zygote, None
+        if zygote is not None:
+            zygote.close()
+
+    def _running(self) -> _ZygoteProcess | None:
+        """One that lives, and has been set up."""
+        with self._changing:
+            if self._closed:
+                return None
+            if self._zygote is None or self._zygote.ended:
+                self._zygote = _ZygoteProcess(self._command)
+            assert self._setup is not None, "a zygote needs to know its vocabulary"
+            self._zygote.set_up(self._setup)
+            return self._zygote
+
+
+class _ZygoteProcess:
+    def __init__(self, command: Sequence[str]) -> None:
+        # A session of its own: Ctrl-C in a program with an `LLM` is for that program.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[Verdict]] = {}
+        self._sending = threading.Lock()
+        self._is_set_up = False
+        self._is_ready = threading.Event()
+        self.ended = False
+        self._reader = threading.Thread(target=self._read, name="grammar-verdicts", daemon=True)
+        self._reader.start()
+
+    def set_up(self, setup: dict[str, Any]) -> None:
+        if not self._is_set_up:
+            self._is_set_up = True
+            self._send(json.dumps(setup).encode() + b"\n")
+
+    def prove(self, spec: GrammarSpec) -> Verdict:
+        self._is_ready.wait(START_SECONDS)
+        number, answer = next(self._numbers), Future[Verdict]()
+        self._waiting[number] = answer
+        self._send(encode_job(number, spec))
+        if self.ended:  # perhaps before the answer could be listed
+            self._lose_all()
+        try:
+            return answer.result(WALL_SECONDS + GRACE_SECONDS)
+        except TimeoutError:
+            self._process.kill()
+            return lost("the process that has the vocabulary does not answer")
+        finally:
+            self._waiting.pop(number, None)
+
+    def close(self) -> None:
+        self._close_inbox()
+        try:
+            self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._reader.join()
+
+    def _send(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        with self._sending:
+            if self.ended:
+                return
+            try:
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+            except BrokenPipeError:
+                return  # the reader hears of its end
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                if not self._is_ready.is_set():
+                    self._is_ready.set()
+                    continue
+                number, verdict = decode_answer(line)
+                waiting = self._waiting.get(number)
+                if waiting is not None:
+                    waiting.set_result(verdict)
+        self._process.wait()
+        self._close_inbox()
+        self._is_ready.set()
+        self._lose_all()
+
+    def _close_inbox(self) -> None:
+        assert self._process.stdin is not None
+        with self._sending:
+            self.ended = True
+            with contextlib.suppress(BrokenPipeError):  # what was written last was never read
+                self._process.stdin.close()
+
+    def _lose_all(self) -> None:
+        with self._sending:
+            for waiting in list(self._waiting.values()):
+                if not waiting.done():
+                    waiting.set_result(lost("the process that has the vocabulary ended"))

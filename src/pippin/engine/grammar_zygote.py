@@ -1,0 +1,53 @@
+"""The process whose children compile grammars: loads a checkpoint's vocabulary. Knows no engine.
+
+    python -m pippin.engine.grammar_zygote      reads its setup from the first line of stdin
+
+Started by an engine while its model loads. It imports neither a model library nor numpy, whose
+threads could not be forked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from pippin.decode.compile import prove_grammar
+from pippin.decode.proving.zygote import Zygote
+from pippin.engine.model_vocabulary import load_vocabulary
+from pippin.errors import PippinError
+
+STDIN, STDOUT, STDERR = 0, 1, 2
+
+
+def main() -> int:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no threads
+    outbox = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)  # what a library prints is no verdict
+    line = _first_line()
+    if not line:
+        return 0
+    setup = json.loads(line)
+    try:
+        vocabulary = load_vocabulary(Path(setup["model_dir"]), setup["vocab_size"])
+    except PippinError:
+        return 0  # the engine builds the same, and says why there can be no grammars
+    os.write(outbox, b"ready\n")
+    Zygote(lambda spec: prove_grammar(spec, vocabulary), STDIN, outbox).run()
+    return 0
+
+
+def _first_line() -> bytes:
+    """And not a byte more: what follows is read elsewhere."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(STDIN, 1)
+        if not byte:
+            return b""
+        line += byte
+    return line
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""Grammars are tried out in child processes: whatever happens there costs one request an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import FAMILIES
+from walks import bundled_vocabulary
+
+from bundled import BUNDLED_PATH
+from pippin.decode.compiler import GrammarCompiler
+from pippin.decode.proving.prover import Prover
+from pippin.decode.proving.verdicts import STACK_BYTES, Verdict, lost
+from pippin.errors import ContextOverflow, NotReady, PippinError, RequestError
+from pippin.types import GrammarPart, GrammarSpec
+from processes import children_of, environment, wait_until, wait_until_gone
+
+STRANGE = (sys.executable, str(Path(__file__).parent / "strange_zygote.py"))
+ZYGOTE = (sys.executable, "-m", "pippin.engine.grammar_zygote")
+
+
+@contextmanager
+def strange_prover(monkeypatch: pytest.MonkeyPatch, **setup: Any) -> Iterator[Prover]:
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    prover = Prover(STRANGE)
+    prover.set_up(**setup)
+    yield prover
+    prover.close()
+
+
+def ask(prover: Prover, what: str) -> Verdict:
+    return prover.prove(GrammarSpec("regex", what))
+
+
+def told(prover: Prover) -> dict[str, Any]:
+    verdict = ask(prover, "tell")
+    assert verdict.error is not None
+    return dict(json.loads(verdict.error))
+
+
+@pytest.mark.parametrize(
+    ("what", "limit"),
+    [
+        ("signal SIGSEGV", "16 MiB of stack"),
+        ("signal SIGBUS", "16 MiB of stack"),
+        ("signal SIGABRT", "512 MiB of memory"),
+        ("signal SIGXCPU", "4 s"),
+        ("compute", "4 s"),
+        ("sleep 300", "4 s"),
+        ("raise out of luck", "out of luck"),
+    ],
+)
+def test_a_child_that_dies_or_is_late_is_a_400_that_names_the_limit(
+    monkeypatch: pytest.MonkeyPatch, what: str, limit: str
+) -> None:
+    wall = {"wall_seconds": 0.1} if what.startswith("sleep") else {}
+    with strange_prover(monkeypatch, cpu_seconds=1, **wall) as prover:
+        verdict = ask(prover, what)
+        with pytest.raises(RequestError, match=rf"^regex is too complex: .*{limit}") as caught:
+            verdict.raise_error()
+        assert caught.value.param == "regex"
+        assert verdict.is_final
+        assert ask(prover, "refuse x").error == "x", "another child takes its place"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS does not enforce RLIMIT_AS")
+def test_a_child_that_allocates_without_end_is_a_400(monkeypatch: pytest.MonkeyPatch) -> None:
+    with strange_prover(monkeypatch) as prover:
+        assert "512 MiB of memory" in str(ask(prover, "allocate 2").error)
+
+
+def test_a_real_overflow_of_the_stack_ends_the_child_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5,000 chained rules that nothing checked before."""
+    chain = FAMILIES["chained rules with choices"][0](9_000).text
+    with strange_prover(monkeypatch, vocabulary=True) as prover:
+        assert "MiB of stack" in str(ask(prover, f"compile {chain}").error)
+        assert ask(prover, 'compile start: "a"\n').error is None
+
+
+def test_an_error_raised_in_a_child_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    with strange_prover(monkeypatch) as prover, pytest.raises(PippinError) as caught:
+        ask(prover, 'refuse "words" of\nseveral lines \ud800').raise_error()
+    assert type(caught.value) is ContextOverflow
+    assert caught.value.message == '"words" of\nseveral lines \ud800'
+    assert caught.value.param == "some.field"
+
+
+def test_what_was_killed_from_outside_is_no_verdict_on_a_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with strange_prover(monkeypatch) as prover:
+        verdict = ask(prover, "signal SIGKILL")
+        assert not verdict.is_final
+        with pytest.raises(NotReady, match="try again"):
+            verdict.raise_error()
+
+
+def test_a_zygote_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with strange_prover(monkeypatch) as prover:
+        first = told(prover)["parent"]
+        os.kill(first, signal.SIGKILL)
+        wait_until_gone(first)
+        assert told(prover)["parent"] != first
+
+
+def test_a_child_has_nothing_open_but_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    with strange_prover(monkeypatch) as prover:
+        for _ in range(3):
+            seen = told(prover)
+            assert seen["open"][:3] == [0, 1, 2]
+            assert len(seen["open"]) == 4
+            assert seen["cores"] == 0
+
+
+def test_each_grammar_has_a_child_of_its_own_and_none_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with strange_prover(monkeypatch) as prover, ThreadPoolExecutor(8) as threads:
+        seen = list(threads.map(lambda _: told(prover), range(40)))
+        assert len({each["pid"] for each in seen}) == 40
+        [zygote] = {each["parent"] for each in seen}
+        wait_until(lambda: len(children_of(zygote)) == 2)
+    for pid in (zygote, *(each["pid"] for each in seen)):
+        wait_until_gone(pid)
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "while one compiles"])
+def test_nothing_outlives_an_engine_that_was_killed(busy: bool) -> None:
+    code = f"""
+from pippin.decode.proving.prover import Prover
+from pippin.types import GrammarSpec
+prover = Prover({STRANGE!r})
+prover.set_up()
+verdict = prover.prove(GrammarSpec("regex", "tell"))
+print(verdict.error, flush=True)
+prover.prove(GrammarSpec("regex", "sleep 1000"))
+"""
+    if not busy:
+        code = code.replace('"sleep 1000"', '"tell"') + "import time; time.sleep(1000)"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        zygote = json.loads(engine.stdout.readline())["parent"]
+        wait_until(lambda: len(children_of(zygote)) >= 2 + busy)
+        children = children_of(zygote)
+        engine.kill()
+    for pid in (zygote, *children):
+        wait_until_gone(pid)
+
+
+def test_a_closed_prover_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with strange_prover(monkeypatch) as prover:
+        zygote = told(prover)["parent"]
+    wait_until_gone(zygote)
+    assert not ask(prover, "tell").is_final
+
+
+# ---- with the bundled model's vocabulary -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prover() -> Iterator[Prover]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+        prover = Prover(ZYGOTE)
+        prover.set_up(model_dir=str(BUNDLED_PATH), vocab_size=8192)
+        prover.load()
+        yield prover
+        prover.close()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.95, 1.05, 3.0])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_hostile_grammar_of_any_size_is_compiled_or_refused(
+    prover: Prover, name: str, share: float
+) -> None:
+    """Around what is too large: if the check lets it pass, a child finds out."""
+    family, large, _ = FAMILIES[name]
+    verdict = prover.prove(family(max(1, int(large * share))))
+    assert verdict.is_final
+    assert verdict.error is None or verdict.param in ("ebnf", "regex", "json_schema")
+    if share >= 1:
+        assert "too large" in str(verdict.error)
+
+
+def test_a_part_that_is_no_grammar_by_itself_is_named(prover: Prover) -> None:
+    part = GrammarPart("lark", 'start: "a" }\nb: {', "tools[0].format.definition")
+    whole = f"start: n\nn: %lark {{\n{part.text}\n}}\n"
+    assert prover.prove(GrammarSpec("ebnf", whole, (part,))).param == part.field
+
+
+def test_what_is_proven_can_be_followed_on_a_small_stack(prover: Prover) -> None:
+    """Masks are made by the engine's thread, which on macOS may have half a megabyte."""
+    compiler = GrammarCompiler(bundled_vocabulary, prover)
+    try:
+        followed = 0
+        for family, large, small in FAMILIES.values():
+            for size in (small, min(large // 2, 5 * small)):
+                future = compiler.compile(family(size))
+                if future.exception() is not None:
+                    continue
+                done = threading.Event()
+                grammar = future.result()
+
+                def follow(grammar: Any = grammar, done: threading.Event = done) -> None:
+                    copied = grammar.copy()
+                    for _ in range(8):
+                        tokens = copied.forced()
+                        copied.advance(tokens)
+                        if not tokens or copied.finished:
+                            break
+                    done.set()
+
+                before = threading.stack_size(512 << 10)
+                thread = threading.Thread(target=follow)
+                thread.start()
+                threading.stack_size(before)
+                thread.join()
+                assert done.is_set()
+                followed += 1
+        assert followed > len(FAMILIES)
+    finally:
+        compiler._threads.shutdown()
+
+
+# ---- the compiler ------------------------------------------------------------------------------
+
+
+class CountingProver:
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        self.asked: list[str] = []
+        self.closed = False
+
+    def load(self) -> None:
+        pass
+
+    def prove(self, spec: GrammarSpec) -> Verdict:
+        self.asked.append(spec.text)
+        return self.verdict
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_refusal_is_remembered_and_pushes_no_grammar_out() -> None:
+    prover = CountingProver(Verdict())
+    compiler = GrammarCompiler(bundled_vocabulary, prover)
+    good = compiler.compile(GrammarSpec("regex", "a"))
+    good.result()
+    prover.verdict = Verdict("too complex", RequestError.code, param="regex")
+    for number in range(100):
+        with pytest.raises(RequestError, match="too complex"):
+            compiler.compile(GrammarSpec("regex", f"b{number}")).result()
+    with pytest.raises(RequestError, match="too complex"):
+        compiler.compile(GrammarSpec("regex", "b0")).result()
+    assert prover.asked.count("b0") == 1
+    assert compiler.compile(GrammarSpec("regex", "a")) is good
+    compiler.close()
+    assert prover.closed
+
+
+def test_what_was_lost_is_tried_again() -> None:
+    prover = CountingProver(lost("it was killed"))
+    compiler = GrammarCompiler(bundled_vocabulary, prover)
+    with pytest.raises(NotReady):
+        compiler.compile(GrammarSpec("regex", "a")).result()
+    prover.verdict = Verdict()
+    assert not compiler.compile(GrammarSpec("regex", "a")).result().finished
+    compiler.close()
+
+
+def test_what_no_child_has_compiled_is_not_compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def note(spec: GrammarSpec, _: Any) -> Any:
+        sizes.append(threading.stack_size())
+
+    monkeypatch.setattr("pippin.decode.compiler.compile_grammar", note)
+    prover = CountingProver(Verdict("no", RequestError.code))
+    compiler = GrammarCompiler(bundled_vocabulary, prover)
+    with pytest.raises(RequestError):
+        compiler.compile(GrammarSpec("regex", "a")).result()
+    assert not sizes
+    compiler.close()
+
+
+def test_the_engines_threads_have_more_stack_than_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a child's stack just holds is compiled again, with the whole chain."""
+    sizes: list[int] = []
+    start = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        if thread.name.startswith("grammar"):
+            sizes.append(threading.stack_size())
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    compiler = GrammarCompiler(bundled_vocabulary, CountingProver(Verdict()))
+    compiler.compile(GrammarSpec("regex", "a")).result()
+    compiler.close()
+    assert sizes
+    assert min(sizes) > STACK_BYTES
