@@ -160,6 +160,14 @@ class ServerConfig:
     api_key_file: str | None = None
     """A file of such keys, one a line."""
 
+    admin_key: tuple[str, ...] = field(default=(), repr=False)
+    """A key for what concerns every client: flushing the cache, /events, details of /status. May be
+    given several times, and does what an API key does besides. Default: the API key, if there is
+    one; with several, these routes are refused."""
+
+    admin_key_file: str | None = None
+    """A file of such keys, one a line."""
+
     share_prefixes: bool = False
     """Let requests with different API keys share cached prefixes. Off: with more than one key, what
     is cached for one key is neither used for another nor seen in its `cached_tokens` and times."""
@@ -174,10 +182,11 @@ class ServerConfig:
 
     stored_responses: int = 1024
     """Responses of /v1/responses that are kept in memory, to be continued and read again; 0 stores
-    none. Those that were not asked for longest are dropped."""
+    none. Each key has an equal part of them, one at least, and drops its own that were not asked
+    for longest."""
 
     stored_bytes: int = 64_000_000
-    """Bytes that they may take together."""
+    """Bytes that they may take together; each key has an equal part."""
 
     page: bool = True
     """Serve a page at / that chats with the model and shows what the engine does."""
@@ -189,8 +198,8 @@ class ServerConfig:
     """Write prompts into the log, too."""
 
     show_prompts: Literal["auto", "on", "off"] = "auto"
-    """Whether whoever may use the server can read what is in the prefix cache, at /events/node.
-    `auto`: if there is one API key, or none and nobody else can reach the server."""
+    """Whether an admin can read what is in the prefix cache, at /events/node. `auto`: if there is
+    one key, or none and the server listens on this machine alone."""
 
     engine_timeout: int = 300
     """Seconds that one step may take before the engine counts as hung and is replaced."""
@@ -222,6 +231,11 @@ class ServerConfig:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
         if not all(key.strip() for key in self.api_key):
             raise ConfigError("api_key is empty: give a key, or leave the option out")
+        if not all(key.strip() for key in self.admin_key):
+            raise ConfigError("admin_key is empty: give a key, or leave the option out")
+        has_admin = self.admin_key or self.admin_key_file is not None
+        if has_admin and not (self.api_key or self.api_key_file is not None):
+            raise ConfigError("admin_key goes with api_key: without one every request is admitted")
         for name in self.allowed_host:
             if "*" in name.removeprefix("*.") and name != "*":
                 raise ConfigError(f"allowed_host {name!r}: * stands alone or as in *.example.com")

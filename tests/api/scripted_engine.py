@@ -108,6 +108,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.finished: list[str] = []
         self.reason: str | None = None
+        self.state: dict[str, Any] = {"running": 0}  # what `status` tells
         self.numbers: dict[str, Any] = {}  # what `counters` tells
         self.events: list[WatchEvent] = []  # what watchers are told; then the stream ends
         self.nodes: dict[int, dict[str, Any]] = {}
@@ -142,7 +143,7 @@ class ScriptedEngine:
         self.finished.append(id)
 
     async def status(self) -> dict[str, Any]:
-        return {"running": 0}
+        return self.state
 
     async def counters(self) -> dict[str, Any]:
         if self.reason is not None:

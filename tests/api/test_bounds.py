@@ -312,7 +312,7 @@ def stored_turn(num_items: int, text: str = "a") -> ResponseStore:
         {"type": "message", "role": "user", "id": f"i{i}", "content": text}
         for i in range(num_items)
     ]
-    store.put({"id": "r", "output": []}, Turn.of(b"", given, [], None))
+    store.put({"id": "r", "output": []}, Turn.of(given, [], None))
     return store
 
 
@@ -325,14 +325,14 @@ def test_references_decode_a_stored_turn_once(monkeypatch: pytest.MonkeyPatch) -
     decode = msgspec.json.decode
     monkeypatch.setattr(msgspec.json, "decode", lambda part: (decoded.append(1), decode(part))[1])
     body = references(*(f"i{i}" for i in range(1000)), "i7")
-    found = read_items(body, lambda ids: store.items(ids, b""), 1_000_000)
+    found = read_items(body, store.items, 1_000_000)
     assert [item["id"] for item in found[-2:]] == ["i999", "i7"]
     assert len(decoded) == 2  # what went in, what came out
 
 
 def test_references_to_more_than_a_body_may_hold_are_refused() -> None:
     store = stored_turn(1, "x" * 10_000)
-    find = lambda ids: store.items(ids, b"")  # noqa: E731
+    find = store.items
     assert len(read_items(references(*["i0"] * 9), find, 100_000)) == 9
     with pytest.raises(RequestError, match=r"at most 100,000 .*--max-body-bytes"):
         read_items(references(*["i0"] * 10), find, 100_000)

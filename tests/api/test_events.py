@@ -61,7 +61,7 @@ def test_the_text_of_a_node_is_told_on_its_own() -> None:
 
 
 def test_text_that_may_be_somebody_elses_is_refused() -> None:
-    with watched(ServerConfig(api_key=("secret", "another"))) as url:
+    with watched(ServerConfig(api_key=("another",), admin_key=("secret",))) as url:
         reply = httpx.get(f"{url}/events/node/7", headers=KEY)
         assert reply.status_code == 403
         assert "--show-prompts" in reply.json()["error"]["message"]

@@ -211,3 +211,62 @@ def test_an_open_server_is_warned_about(
 ) -> None:
     warn_if_open(ServerConfig(host=host, api_key=keys))
     assert ("without an API key" in caplog.text) == warns
+
+
+def fetched(site: str, mode: str = "no-cors", dest: str = "empty", **more: str) -> dict[str, str]:
+    """What a browser says of where a request is from, beside or in place of an Origin."""
+    return {"sec-fetch-site": site, "sec-fetch-mode": mode, "sec-fetch-dest": dest, **more}
+
+
+ROUTES = [
+    *(("GET", path) for path in ("/status", "/events", "/v1/models", "/metrics", "/health")),
+    *(("POST", path) for path in ("/flush_cache", "/v1/chat/completions")),
+    *(("GET", path) for path in ("/page/app.js", "/openapi.json", "/events/node/1")),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "something new"])
+def test_a_request_that_another_sites_page_makes_without_an_origin_is_refused(
+    method: str, path: str, site: str
+) -> None:
+    engine = ScriptedEngine(say("Hi."))
+    with serving(engine) as url:
+        for headers in (
+            fetched(site),
+            fetched(site, "navigate", "document"),  # a link to it, or a form
+            fetched(site, "navigate", "iframe"),
+        ):
+            reply = httpx.request(method, url + path, json=CHAT, headers=headers)
+            assert reply.status_code == 403
+            assert "--cors-origin" in reply.json()["error"]["message"]
+    assert not engine.submits
+
+
+def test_a_link_on_another_site_may_lead_to_the_page() -> None:
+    link = fetched("cross-site", "navigate", "document")
+    assert status(ServerConfig(), "GET", "/", headers=link) == 200
+    for wrong in (
+        fetched("cross-site", "navigate", "iframe"),
+        fetched("cross-site", "no-cors", "document"),
+        fetched("cross-site"),
+    ):
+        assert status(ServerConfig(), "GET", "/", headers=wrong) == 403
+    assert status(ServerConfig(), "POST", "/", headers=link) == 403
+
+
+@pytest.mark.parametrize("site", ["same-origin", "none"])
+def test_the_page_itself_and_addresses_typed_by_hand_pass(site: str) -> None:
+    assert status(ServerConfig(), "GET", "/v1/models", headers=fetched(site, "cors")) == 200
+
+
+def test_requests_of_a_site_that_was_named_pass_with_their_origin() -> None:
+    config = ServerConfig(cors_origin=("https://chat.example",))
+    for site in ("cross-site", "same-site"):
+        headers = fetched(site, "cors")
+        named = {**headers, "origin": "https://chat.example"}
+        assert status(config, "GET", "/v1/models", headers=named) == 200
+        assert status(config, "GET", "/v1/models", headers=headers) == 403
+        assert status(config, "GET", "/v1/models", headers={**headers, "origin": EVIL}) == 403
+    anyone = ServerConfig(cors_origin=("*",))
+    assert status(anyone, "GET", "/v1/models", headers=fetched("cross-site")) == 200

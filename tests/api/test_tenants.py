@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from scripted_engine import ScriptedEngine, say, serving
 
-from pippin.config import ServerConfig
+from pippin.config import Config, ServerConfig
+from pippin.errors import ConfigError
 from pippin.messages import Submit
+from pippin.startup.resolve import resolve
 
 SECRET = "a salt that nobody may read"
 CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]}
@@ -90,3 +93,123 @@ def test_one_key_or_none_shares_and_several_share_if_they_are_to() -> None:
     assert submitted(path, shared, "keyA").salt == b""
     salted = submitted(path, shared, "keyA", cache_salt=SECRET)
     assert salted.salt == submitted(path, shared, "keyB", cache_salt=SECRET).salt != b""
+
+
+# ---- stored responses ------------------------------------------------------------------------
+
+
+def respond(url: str, key: str, *items: dict[str, Any]) -> httpx.Response:
+    body = {"model": "stories", "input": list(items)}
+    return httpx.post(f"{url}/v1/responses", json=body, headers={"authorization": f"Bearer {key}"})
+
+
+def test_another_key_cannot_break_a_reference_to_a_stored_item() -> None:
+    mine = {"id": "msg_shared", "role": "user", "content": "Of A."}
+    refers = {"type": "item_reference", "id": "msg_shared"}
+    engine = ScriptedEngine(say("Hello."))
+    with serving(engine, TWO_KEYS) as url:
+        assert respond(url, "keyA", mine).status_code == 200
+        assert respond(url, "keyB", refers).status_code == 400
+        assert respond(url, "keyB", {**mine, "content": "Of B."}).status_code == 200
+        assert respond(url, "keyA", refers).status_code == 200
+        assert engine.submits[-1].tokens == engine.submits[0].tokens
+        assert respond(url, "keyB", refers).status_code == 200
+        assert engine.submits[-1].tokens == engine.submits[1].tokens
+
+
+def test_another_key_cannot_evict_what_is_stored() -> None:
+    config = ServerConfig(api_key=("keyA", "keyB"), stored_responses=4)
+    with serving(ScriptedEngine(say("Hello.")), config) as url:
+        item = {"role": "user", "content": "Hi."}
+        stored = respond(url, "keyA", item).json()["id"]
+        ids = [respond(url, "keyB", item).json()["id"] for _ in range(5)]
+
+        def read(key: str, id: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.get(f"{url}/v1/responses/{id}", headers=headers).status_code
+
+        assert read("keyA", stored) == 200
+        assert [read("keyB", id) for id in ids] == [404, 404, 404, 200, 200]
+        assert read("keyB", stored) == 404
+
+
+# ---- admin routes ----------------------------------------------------------------------------
+
+ADMIN_ROUTES = [("POST", "/flush_cache"), ("GET", "/events"), ("GET", "/events/node/1")]
+WITH_ADMIN = ServerConfig(api_key=("keyA", "keyB"), admin_key=("root",), show_prompts="on")
+
+
+def asked(config: ServerConfig, method: str, path: str, key: str = "") -> httpx.Response:
+    engine = ScriptedEngine(say("Hello."))
+    engine.nodes[1] = {"start": 0, "num_tokens": 1, "tokens": [5]}
+    engine.state = {"cache": {"recent_paths": [{"first_tokens": [5], "last_tokens": [6]}]}}
+    with serving(engine, config) as url:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.request(method, url + path, headers=headers)
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+def test_with_several_keys_admin_routes_need_the_admin_key(method: str, path: str) -> None:
+    for key in ("keyA", "keyB"):
+        refused = asked(WITH_ADMIN, method, path, key)
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "admin_key_required"
+        assert "--admin-key" in refused.json()["error"]["message"]
+    assert asked(WITH_ADMIN, method, path).status_code == 401
+    assert asked(WITH_ADMIN, method, path, "root").status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+def test_several_keys_without_an_admin_key_say_what_to_set(method: str, path: str) -> None:
+    refused = asked(TWO_KEYS, method, path, "keyA")
+    assert refused.status_code == 403
+    for way in ("--admin-key", "--admin-key-file", "PIPPIN_ADMIN_KEY"):
+        assert way in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+def test_the_only_key_is_the_admins_and_without_keys_all_routes_are_open(
+    method: str, path: str
+) -> None:
+    assert asked(ServerConfig(api_key=("keyA",)), method, path, "keyA").status_code == 200
+    assert asked(ServerConfig(), method, path).status_code == 200
+
+
+def test_an_admin_key_takes_that_from_the_only_api_key() -> None:
+    config = ServerConfig(api_key=("keyA",), admin_key=("root",))
+    assert asked(config, "POST", "/flush_cache", "keyA").status_code == 403
+    assert asked(config, "POST", "/flush_cache", "root").status_code == 200
+
+
+def test_the_admin_key_may_send_prompts_and_has_prefixes_of_its_own() -> None:
+    path = "/v1/chat/completions"
+    salts = {submitted(path, WITH_ADMIN, key).salt for key in ("keyA", "keyB", "root")}
+    assert len(salts) == 3
+    assert b"" not in salts
+
+
+def test_status_shows_paths_of_the_tree_to_admins_alone() -> None:
+    assert "recent_paths" in asked(WITH_ADMIN, "GET", "/status", "root").json()["cache"]
+    for config in (WITH_ADMIN, TWO_KEYS):
+        shown = asked(config, "GET", "/status", "keyA")
+        assert shown.status_code == 200
+        assert "recent_paths" not in shown.json()["cache"]
+    assert (
+        "recent_paths" in asked(ServerConfig(api_key=("k",)), "GET", "/status", "k").json()["cache"]
+    )
+
+
+@pytest.mark.parametrize("fields", [{"admin_key": ("",), "api_key": ("k",)}, {"admin_key": ("k",)}])
+def test_an_admin_key_is_not_empty_and_goes_with_an_api_key(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="admin_key"):
+        ServerConfig(**fields)
+
+
+def test_admin_keys_come_from_a_file_too_and_are_never_shown(tmp_path: Path) -> None:
+    path = tmp_path / "admins"
+    path.write_text("# ours\nchief\n")
+    server = ServerConfig(api_key=("k",), admin_key=("boss",), admin_key_file=str(path))
+    resolved = resolve(Config(server=server)).server
+    assert resolved.admin_key == ("boss", "chief")
+    assert "chief" not in repr(resolved)
+    assert "boss" not in repr(resolved)

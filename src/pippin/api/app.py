@@ -20,9 +20,10 @@ from pippin.api.dialects.messages.reply import MessagesDialect, messages_error
 from pippin.api.dialects.messages.request import parse_message_request
 from pippin.api.dialects.responses.reply import ResponsesDialect
 from pippin.api.dialects.responses.request import ResponsesRequest, parse_responses_request
-from pippin.api.dialects.responses.store import ResponseStore, Turn
+from pippin.api.dialects.responses.store import ResponseStores, Turn
 from pippin.api.endpoints.routes import Endpoints
 from pippin.api.endpoints.stored_responses import stored_routes
+from pippin.api.http.admins import Admins
 from pippin.api.http.door import front_door, owner_of, owner_salt_of, shows_prompts
 from pippin.api.http.errors import (
     ErrorShapes,
@@ -33,6 +34,7 @@ from pippin.api.http.errors import (
     on_pippin_error,
     on_unexpected,
 )
+from pippin.api.http.keys import known_keys
 from pippin.api.http.reading import parse_json, read_body
 from pippin.api.http.request_log import RequestLog, record_of
 from pippin.api.http.sending import StreamResponse, WholeResponse
@@ -58,7 +60,8 @@ def create_app(
 ) -> ASGIApp:
     registry = CollectorRegistry()
     engine = MeteredEngine(engine, ReplyTimes(registry))
-    stored = ResponseStore(config.stored_responses, config.stored_bytes)
+    num_owners = max(1, len(known_keys(config)))
+    stored = ResponseStores(config.stored_responses, config.stored_bytes, num_owners)
     endpoints = Endpoints(engine, text, config, model, limits, registry)
     api = _Api(engine, text, config, model, limits, stored)
     app = Starlette(
@@ -105,7 +108,7 @@ class _Api:
         config: ServerConfig,
         model: ModelInfo,
         limits: LimitsConfig,
-        stored: ResponseStore,
+        stored: ResponseStores,
     ) -> None:
         self._engine = engine
         self._text = text
@@ -114,6 +117,7 @@ class _Api:
         self._stored = stored
         self._log_prompts = config.log_prompts
         self._shows_prompts = shows_prompts(config)
+        self._admins = Admins(config)
         self._workers = Workers()
 
     async def chat_completions(self, request: Request) -> Response:
@@ -125,20 +129,20 @@ class _Api:
         return self._answer(job, CompletionsDialect(job, self._text.tokenizer))
 
     async def responses(self, request: Request) -> Response:
-        owner = owner_of(request.scope)
+        stored = self._stored.of(owner_of(request.scope))
         read: list[ResponsesRequest] = []
 
         def prepare(body: bytes) -> Job:
             fields = parse_json(body)
-            asked = parse_responses_request(fields, *self._rules, stored=self._stored, owner=owner)
+            asked = parse_responses_request(fields, *self._rules, stored=stored)
             read.append(asked)
             return prepare_chat(asked.chat, self._text, self._model, prefix="resp_")
 
         def keep(response: dict[str, Any]) -> bool:
             if not asked.store:
                 return False
-            turn = Turn.of(owner, asked.items, response["output"], asked.previous)
-            return self._stored.put(response, turn)
+            turn = Turn.of(asked.items, response["output"], asked.previous)
+            return stored.put(response, turn)
 
         job = await self._prepare(request, prepare)
         (asked,) = read
@@ -174,12 +178,17 @@ class _Api:
 
     async def status(self, request: Request) -> Response:
         status = await self._engine.status()
-        if not self._shows_prompts and status.get("cache") is not None:
-            for path in status["cache"]["recent_paths"]:
+        if (cache := status.get("cache")) is None:
+            return JSONResponse(status)
+        if not self._admins.admit(request.scope):
+            del cache["recent_paths"]
+        elif not self._shows_prompts:
+            for path in cache["recent_paths"]:
                 del path["first_tokens"], path["last_tokens"]
         return JSONResponse(status)
 
     async def flush_cache(self, request: Request) -> Response:
+        self._admins.check(request.scope)
         return JSONResponse(await self._engine.flush_cache())
 
     async def _prepare(self, request: Request, prepare: Callable[[bytes], Job]) -> Job:

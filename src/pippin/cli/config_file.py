@@ -19,7 +19,7 @@ from platformdirs import user_config_path
 from pippin.errors import ConfigError
 
 NAME = "pippin.toml"
-SECRETS = {"api-key"}  # never shown, and not read from a file that others can read
+SECRETS = {"api-key", "admin-key"}  # never shown, and not read from a file that others can read
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read_config_file(path: Path, known: set[str]) -> list[Setting]:
         if name in SECRETS and mode & 0o077:
             raise ConfigError(
                 f"{place}: others can read {name} here (mode {mode:o}): chmod 600 {path}, or name "
-                "a file of keys with api-key-file"
+                f"a file of keys with {name}-file"
             )
         settings[name] = Setting(name, value, place)
     return list(settings.values())

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def resolve(config: Config) -> Config:
     """Every "auto" that can be decided without the device; the model as a directory."""
     model, server = config.model, config.server
-    keys = read_key_file(server.api_key_file) if server.api_key_file is not None else ()
+    keys = _keys_in(server.api_key_file)
     path = find_checkpoint(model)
     return dataclasses.replace(
         config,
@@ -36,8 +36,13 @@ def resolve(config: Config) -> Config:
             server,
             served_name=server.served_name or model_name(model),
             api_key=(*server.api_key, *keys),
+            admin_key=(*server.admin_key, *_keys_in(server.admin_key_file)),
         ),
     )
+
+
+def _keys_in(path: str | None) -> tuple[str, ...]:
+    return () if path is None else read_key_file(path)
 
 
 def choose_backend(name: str, checkpoint: Path, engine: EngineConfig = NO_OPTIONS) -> BackendName:

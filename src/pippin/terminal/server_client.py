@@ -91,11 +91,17 @@ def api_key_of_environment() -> str | None:
     return next(iter(os.environ.get("PIPPIN_API_KEY", "").split()), None)
 
 
+def admin_key_of_environment() -> str | None:
+    """The same for what concerns every client; a server's only API key is its admin key."""
+    admins = os.environ.get("PIPPIN_ADMIN_KEY", "").split()
+    return next(iter(admins), None) or api_key_of_environment()
+
+
 def show_cache(url: str, *, flush: bool) -> None:
     """Print a server's state; with `flush`, empty its prefix cache first."""
     console = Console()
     table = Table(box=None, show_header=False)
-    with ServerClient(url, api_key_of_environment()) as client:
+    with ServerClient(url, admin_key_of_environment()) as client:
         if flush:
             freed = client.post("/flush_cache")
             console.print(f"freed {freed['freed_bytes']:,} bytes, kept {freed['kept_bytes']:,}")

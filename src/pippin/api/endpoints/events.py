@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pippin.api.dialects.base import data_event
+from pippin.api.http.admins import Admins
 from pippin.api.http.door import shows_prompts
 from pippin.api.http.errors import Forbidden, JSONResponse, error_body
 from pippin.api.http.sending import StreamResponse
@@ -27,6 +28,7 @@ class EventsEndpoint:
         self._engine = engine
         self._tokenizer = tokenizer
         self._shows_prompts = shows_prompts(config)
+        self._admins = Admins(config)
 
     def routes(self) -> list[Route]:
         return [
@@ -35,6 +37,7 @@ class EventsEndpoint:
         ]
 
     async def events(self, request: Request) -> Response:
+        self._admins.check(request.scope)
         return StreamResponse(
             self._stream(),
             tell=lambda error: b"event: error\n" + data_event(error_body(error)),
@@ -43,6 +46,7 @@ class EventsEndpoint:
 
     async def node(self, request: Request) -> Response:
         """What a node of the tree stands for. Prompts are somebody's: see `shows_prompts`."""
+        self._admins.check(request.scope)
         if not self._shows_prompts:
             raise Forbidden(
                 "this server does not show prompts to whoever may use it (--show-prompts)"

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pippin.api.dialects.responses.request import INCLUDED
-from pippin.api.dialects.responses.store import ResponseStore
+from pippin.api.dialects.responses.store import ResponseStore, ResponseStores
 from pippin.api.http.door import owner_of
 from pippin.api.http.errors import JSONResponse
 from pippin.api.requests.body import Body
@@ -25,7 +25,7 @@ RESPONSE_QUERY = (*INCLUDE, "stream")
 ITEMS_QUERY = (*INCLUDE, "limit", "order", "after")
 
 
-def stored_routes(stored: ResponseStore) -> list[Route]:
+def stored_routes(stored: ResponseStores) -> list[Route]:
     endpoint = StoredResponses(stored)
     return [
         Route(PATH, endpoint.show, methods=["GET"]),
@@ -35,27 +35,27 @@ def stored_routes(stored: ResponseStore) -> list[Route]:
 
 
 class StoredResponses:
-    def __init__(self, stored: ResponseStore) -> None:
+    def __init__(self, stored: ResponseStores) -> None:
         self._stored = stored
 
     async def show(self, request: Request) -> Response:
         query = _query(request, RESPONSE_QUERY)
         if query.get("stream") not in (None, "false"):
             raise UnsupportedField("a stored response is told whole", param="stream")
-        stored = self._stored.get(request.path_params["id"], owner_of(request.scope))
+        stored = self._of(request).get(request.path_params["id"])
         return JSONResponse(stored.response())
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]
         _query(request, ())
-        self._stored.delete(id, owner_of(request.scope))
+        self._of(request).delete(id)
         return JSONResponse({"id": id, "object": "response", "deleted": True})
 
     async def list_items(self, request: Request) -> Response:
         query = _query(request, ITEMS_QUERY)
         limit = query.integer("limit", 1, MAX_LISTED, 20)
         order = query.one_of("order", ORDERS) or "desc"
-        stored = self._stored.get(request.path_params["id"], owner_of(request.scope))
+        stored = self._of(request).get(request.path_params["id"])
         items = stored.turn.input_items()
         if order == "desc":
             items.reverse()
@@ -65,6 +65,9 @@ class StoredResponses:
                 raise RequestError(f"after: there is no item {cut(after)!r} here", param="after")
             items = items[ids.index(after) + 1 :]
         return JSONResponse(_page(items, limit))
+
+    def _of(self, request: Request) -> ResponseStore:
+        return self._stored.of(owner_of(request.scope))
 
 
 def _page(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:

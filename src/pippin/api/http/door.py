@@ -1,7 +1,8 @@
 """Who is let in: by the Host, the Origin and the key of a request. Knows no route.
 
 Host     a name that only a tricked resolver leads here is refused (DNS rebinding)
-Origin   a page of another site is refused, unless --cors-origin names it
+Origin   a page of another site is refused, unless --cors-origin names it. Where a browser sends no
+         Origin, Sec-Fetch-Site says whose page it is
 key      one of ours as a bearer token, if there are any; not to ask whether the server is alive,
          and not for paths that are told to be public
 """
@@ -20,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.http.errors import Forbidden, Unauthorized, error_response
-from pippin.api.http.keys import ApiKeys, key_in
+from pippin.api.http.keys import ApiKeys, key_in, known_keys
 from pippin.api.http.request_log import PROBES
 from pippin.api.requests.salts import salt_of_owner
 from pippin.config import ServerConfig
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 Check = Callable[[Scope], None]  # raises a PippinError
 ANY = "*"
+OWN_SITE = ("same-origin", "none")  # none: a person typed the address
 
 
 def front_door(config: ServerConfig, public: frozenset[str] = frozenset()) -> list[Middleware]:
@@ -48,7 +50,7 @@ def front_door(config: ServerConfig, public: frozenset[str] = frozenset()) -> li
         )
     door.append(Middleware(Guard, check=OriginCheck(config.cors_origin)))
     if config.api_key:
-        keys = ApiKeys(config.api_key)
+        keys = known_keys(config)
         separates = len(keys) > 1 and not config.share_prefixes
         check = KeyCheck(keys, PROBES | public, separates=separates)
         door.append(Middleware(Guard, check=check))
@@ -103,7 +105,11 @@ class HostCheck:
 
 
 class OriginCheck:
-    """Browsers say which page asks. Only this server's own pages and those named may."""
+    """Browsers say which page asks. Only this server's own pages and those named may.
+
+    Images, scripts, links and forms of another site carry no Origin, or none on a GET: what they
+    ask for is refused by Sec-Fetch-Site, but for a link that leads a person to the page at /.
+    """
 
     def __init__(self, allowed: Iterable[str]) -> None:
         self._allowed = frozenset(allowed)
@@ -111,7 +117,15 @@ class OriginCheck:
     def __call__(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         origin = headers.get("origin")
-        if origin is None or ANY in self._allowed or origin in self._allowed:
+        if ANY in self._allowed or origin in self._allowed:
+            return
+        site = headers.get("sec-fetch-site", "none")  # programs send none of these headers
+        if site not in OWN_SITE and not _leads_to_the_page(scope, headers):
+            raise Forbidden(
+                f"this request is from a page of another site (Sec-Fetch-Site: {site[:100]!r}); "
+                "--cors-origin lets a site in"
+            )
+        if origin is None:
             return
         if origin.partition("://")[2].lower() != headers.get("host", "").lower():
             raise Forbidden(
@@ -175,11 +189,21 @@ def shows_prompts(config: ServerConfig) -> bool:
     """Whether whoever is let in may read what others wrote. `auto`: where there are no others."""
     if config.show_prompts != "auto":
         return config.show_prompts == "on"
-    return len(config.api_key) == 1 or (not config.api_key and is_loopback(config.host))
+    return len(known_keys(config)) == 1 or (not config.api_key and is_loopback(config.host))
 
 
 def is_loopback(host: str) -> bool:
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _leads_to_the_page(scope: Scope, headers: Headers) -> bool:
+    """Whether a browser was sent here by a link, in a tab of its own."""
+    return (
+        scope["method"] == "GET"
+        and scope["path"] == "/"
+        and headers.get("sec-fetch-mode") == "navigate"
+        and headers.get("sec-fetch-dest") == "document"
+    )
 
 
 def _matches(host: str, pattern: str) -> bool:

@@ -4,6 +4,7 @@ PippinError (see `pippin.errors`)
 ├── ModelNotFound         404
 ├── Unauthorized          401  no key, or the wrong one
 ├── Forbidden             403  a Host or an Origin that is not let in
+│   └── AdminOnly              an API key, where an admin key is needed
 ├── TooSlow               408  the head or the body of a request took too long to come
 ├── DeadlinePassed        408  the reply was not there in time
 ├── TooLarge              413
@@ -41,6 +42,10 @@ class Unauthorized(PippinError):
 class Forbidden(PippinError):
     status = 403
     code = "forbidden"
+
+
+class AdminOnly(Forbidden):
+    code = "admin_key_required"
 
 
 class TooSlow(PippinError):

@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from pippin.config import ServerConfig
 from pippin.errors import LoadError
 
 
@@ -19,11 +20,20 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._digests)
 
+    def __contains__(self, owner: bytes) -> bool:
+        """Whether one of them has this digest."""
+        same = [hmac.compare_digest(owner, digest) for digest in self._digests]
+        return any(same)
+
     def owner(self, key: str) -> bytes | None:
         """Whose key this is, from a header as starlette decodes it: its digest, if it is known."""
         given = _digest(key.strip().encode("latin-1"))
-        known = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return given if any(known) else None
+        return given if given in self else None
+
+
+def known_keys(config: ServerConfig) -> ApiKeys:
+    """All that requests may carry: each stands for an owner."""
+    return ApiKeys((*config.api_key, *config.admin_key))
 
 
 def key_in(headers: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from pippin.api.dialects.openai_tools import read_responses_tools
 from pippin.api.dialects.options import check_metadata, check_model, read_options
 from pippin.api.dialects.responses.items import Item, messages_of, read_items
-from pippin.api.dialects.responses.store import Owner, ResponseStore, Turn
+from pippin.api.dialects.responses.store import ResponseStore, Turn
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import Body, shown
 from pippin.api.requests.fields import RESPONSES_HONOURED, RESPONSES_REFUSED, check_fields
@@ -40,7 +40,6 @@ def parse_responses_request(
     limits: LimitsConfig,
     *,
     stored: ResponseStore,
-    owner: Owner,
 ) -> ResponsesRequest:
     body = Body(fields)
     check_fields(body, RESPONSES_HONOURED, RESPONSES_REFUSED)
@@ -56,8 +55,8 @@ def parse_responses_request(
     )
     previous = None
     if (previous_id := body.label("previous_response_id")) is not None:
-        previous = stored.previous(previous_id, owner)
-    items = read_items(body, lambda ids: stored.items(ids, owner), limits.max_body_bytes)
+        previous = stored.previous(previous_id)
+    items = read_items(body, stored.items, limits.max_body_bytes)
     before = [] if previous is None else previous.items()
     chat = ChatRequest(
         options=options,

@@ -4,7 +4,8 @@ response  r3 ───> turn 3 ─┐             a turn: what went in, what cam
 response  r2 ───────────> turn 2 ─┐     kept, and counted once, while a response
 (r1 was dropped)                turn 1  leads to it
 
-The response that nobody asked for longest goes first. Those that were built on it stay whole.
+The response that was not asked for longest is dropped first. Those that continue it stay whole.
+Every owner has a store of its own: no request finds, breaks or evicts what another owner stored.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 from pippin.errors import NotFound, RequestError, cut
 
 Item = dict[str, Any]
-Owner = bytes  # whose key it was: nobody else's requests find it
+Owner = bytes  # the digest of an API key; b"": there are no keys
 
 
 class ResponseNotFound(NotFound):
@@ -35,7 +36,6 @@ class PreviousResponseNotFound(RequestError):
 class Turn:
     """One request's items and its reply's, as JSON, behind those of the turns before."""
 
-    owner: Owner
     input: bytes
     output: bytes
     ids: tuple[str, ...]  # of its items
@@ -43,10 +43,10 @@ class Turn:
     num_holders: int = 0  # responses that are found and turns that are kept, which lead to it
 
     @classmethod
-    def of(cls, owner: Owner, input: list[Item], output: list[Item], previous: Turn | None) -> Turn:
+    def of(cls, input: list[Item], output: list[Item], previous: Turn | None) -> Turn:
         ids = tuple(item["id"] for item in (*input, *output))
         encode = msgspec.json.encode
-        return cls(owner, encode(input), encode(output), ids, previous)
+        return cls(encode(input), encode(output), ids, previous)
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,6 @@ class Turn:
 
 @dataclass(frozen=True)
 class StoredResponse:
-    owner: Owner
     told: bytes  # the response but for its output, as JSON
     turn: Turn
 
@@ -89,7 +88,7 @@ class StoredResponse:
 
 @dataclass
 class ResponseStore:
-    """Bounded in number and in bytes of JSON. Threads may share it."""
+    """Of one owner. Bounded in number and in bytes of JSON. Threads may share it."""
 
     max_responses: int
     max_bytes: int
@@ -111,44 +110,43 @@ class ResponseStore:
         if not self.enabled or self._bytes_alone(told, turn) > self.max_bytes:
             return False
         with self._lock:
-            self._responses[response["id"]] = StoredResponse(turn.owner, told, turn)
+            self._responses[response["id"]] = StoredResponse(told, turn)
             self.nbytes += len(told)
             self._hold(turn)
             while len(self._responses) > self.max_responses or self.nbytes > self.max_bytes:
                 self._drop(next(iter(self._responses)))
         return True
 
-    def get(self, id: str, owner: Owner) -> StoredResponse:
+    def get(self, id: str) -> StoredResponse:
         with self._lock:
-            stored = self._find(id, owner)
+            stored = self._find(id)
             self._responses.move_to_end(id)
             return stored
 
-    def previous(self, id: str, owner: Owner) -> Turn:
+    def previous(self, id: str) -> Turn:
         """The turn that a request goes on from."""
         try:
-            return self.get(id, owner).turn
+            return self.get(id).turn
         except ResponseNotFound as error:
             raise PreviousResponseNotFound(
                 f"Previous response with id '{cut(id)}' not found.", param="previous_response_id"
             ) from error
 
-    def items(self, ids: Iterable[str], owner: Owner) -> dict[str, Item]:
+    def items(self, ids: Iterable[str]) -> dict[str, Item]:
         """Those of any turns that are kept, by id. A turn is decoded once, however many it has."""
         with self._lock:
             turns = {id: turn for id in ids if (turn := self._turns.get(id)) is not None}
-        owned = {id: turn for id, turn in turns.items() if turn.owner == owner}
-        decoded = {turn: turn.items_by_id() for turn in dict.fromkeys(owned.values())}
-        return {id: decoded[turn][id] for id, turn in owned.items()}
+        decoded = {turn: turn.items_by_id() for turn in dict.fromkeys(turns.values())}
+        return {id: decoded[turn][id] for id, turn in turns.items()}
 
-    def delete(self, id: str, owner: Owner) -> None:
+    def delete(self, id: str) -> None:
         with self._lock:
-            self._find(id, owner)
+            self._find(id)
             self._drop(id)
 
-    def _find(self, id: str, owner: Owner) -> StoredResponse:
+    def _find(self, id: str) -> StoredResponse:
         stored = self._responses.get(id)
-        if stored is None or stored.owner != owner:
+        if stored is None:
             raise ResponseNotFound(f"Response with id '{cut(id)}' not found.")
         return stored
 
@@ -177,3 +175,20 @@ class ResponseStore:
             for id in turn.ids:
                 if self._turns.get(id) is turn:  # a client may send an item twice
                     del self._turns[id]
+
+
+class ResponseStores:
+    """A store for each owner, with an equal part of the room. Owners have keys: they are few."""
+
+    def __init__(self, max_responses: int, max_bytes: int, num_owners: int = 1) -> None:
+        """`num_owners`: how many there can be. Each may keep one response, if any are kept."""
+        self._max_responses = max_responses and max(1, max_responses // num_owners)
+        self._max_bytes = max_bytes // num_owners
+        self._stores: dict[Owner, ResponseStore] = {}
+        self._lock = threading.Lock()
+
+    def of(self, owner: Owner) -> ResponseStore:
+        with self._lock:
+            if owner not in self._stores:
+                self._stores[owner] = ResponseStore(self._max_responses, self._max_bytes)
+            return self._stores[owner]

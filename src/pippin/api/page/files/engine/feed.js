@@ -31,6 +31,7 @@ export class Feed {
         if (!error.title) console.error(error); // this page's own mistake
         this.#told.trouble(`${error.title ?? "The feed broke off"}: ${error.message}`);
         if (error.status === 404) return; // a server without a feed
+        if (error.code === "admin_key_required") return this.close(); // asked again when it is opened again
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, 3)]));
     }

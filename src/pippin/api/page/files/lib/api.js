@@ -27,6 +27,7 @@ const TITLES = {
   deadline_passed: "It took too long",
   too_many_connections: "Too many connections",
   forbidden: "This address is not let in",
+  admin_key_required: "Only an admin may see this",
   interrupted: "The connection broke off",
 };
 
