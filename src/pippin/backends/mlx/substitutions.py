@@ -14,8 +14,8 @@
     the language-model head        computed only for the positions that are asked for (head.py)
 
 Functions are bound by name in each model module, so the module's name is rebound to a dispatcher.
-Outside our own forwards (`active()`) it calls the original: stock mlx-lm in the same process stays
-stock. Modules are changed per instance by giving them a subclass.
+Outside our own forwards (`active()`) it calls the original: stock mlx-lm in the same process, also in
+a thread that runs beside them, stays stock. Modules are changed per instance by giving them a subclass.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -64,23 +65,22 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {
 
 RECURRENCES = ("gated_delta_update", "ssm_update")
 
-_active = False
-_mlx_lm_kinds: frozenset[Kind] = frozenset()
+# Inside a forward of ours: the recurrent calls that are mlx-lm's all the same. None: outside.
+_forward_kinds: ContextVar[frozenset[Kind] | None] = ContextVar("pippin_forward", default=None)
 
 
 @contextmanager
 def active(mlx_lm_kinds: frozenset[Kind] = frozenset()) -> Iterator[None]:
-    """Our own forward runs inside; everything else in the process sees stock mlx-lm.
+    """Our own forward runs inside; everything else in the process, in this thread before and after
+    or in another one meanwhile, sees stock mlx-lm.
 
     Recurrent calls of `mlx_lm_kinds` are mlx-lm's inside too.
     """
-    global _active, _mlx_lm_kinds
-    before = _active, _mlx_lm_kinds
-    _active, _mlx_lm_kinds = True, mlx_lm_kinds
+    token = _forward_kinds.set(mlx_lm_kinds)
     try:
         yield
     finally:
-        _active, _mlx_lm_kinds = before
+        _forward_kinds.reset(token)
 
 
 def attention(
@@ -125,7 +125,8 @@ def _dispatcher(name: str) -> Callable[..., Any]:
     original, replacement = _ORIGINALS[name], _REPLACEMENTS[name]
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        return (replacement if _active else original)(*args, **kwargs)
+        outside = _forward_kinds.get() is None
+        return (original if outside else replacement)(*args, **kwargs)
 
     dispatch.__name__ = name
     return dispatch
@@ -135,10 +136,11 @@ def _recurrence_dispatcher(name: str) -> Callable[..., Any]:
     original, replacement = _ORIGINALS[name], _REPLACEMENTS[name]
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        if not _active:
+        mlx_lm_kinds = _forward_kinds.get()
+        if mlx_lm_kinds is None:
             return original(*args, **kwargs)
         record_call(name, args, kwargs)
-        if _mlx_lm_kinds and is_among(_mlx_lm_kinds, name, args, kwargs):
+        if mlx_lm_kinds and is_among(mlx_lm_kinds, name, args, kwargs):
             return original(*args, **kwargs)
         return replacement(*args, **kwargs)
 
