@@ -13,8 +13,10 @@ import pytest
 
 from pippin import LLM, SamplingParams
 from pippin.backends.host import host_memory_bytes
+from pippin.backends.mlx import environment
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.config import Config, EngineConfig, ModelConfig
+from pippin.engine.build import load_backend
 from pippin.errors import LoadError
 from pippin.offline.requests import Completion
 from pippin.terminal import doctor
@@ -143,9 +145,79 @@ def test_the_model_is_loaded_once_within_its_budget(monkeypatch: pytest.MonkeyPa
         findings_of(tiny)
 
 
-def test_checks_run_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLX_ENABLE_TF32", "1")
-    monkeypatch.delenv("MLX_ENABLE_TF32")
+NAMES = (environment.TF32, environment.CUDA_GRAPHS, *environment.BUFFER_LIMITS)
+
+
+@pytest.fixture
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+
+
+def settings() -> dict[str, str]:
+    return {name: os.environ[name] for name in NAMES if name in os.environ}
+
+
+@pytest.mark.usefixtures("nothing_set")
+@pytest.mark.parametrize(
+    "engine", [EngineConfig(), EngineConfig(deterministic=True), EngineConfig(buffer_limit=200)]
+)
+def test_checks_run_with_the_environment_of_serve(
+    engine: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared with what an engine with the same options sets before it loads a model."""
+    config = Config(ModelConfig(backend="mlx"), engine)
     examine(monkeypatch, Finding("said", "x"))
-    doctor.run_doctor(Config(), as_json=True)
-    assert os.environ["MLX_ENABLE_TF32"] == "0"
+    doctor.run_doctor(config, as_json=True)
+    checked = settings()
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(MLXBackend, "load", lambda *_, **__: None)
+    load_backend(config, lambda _: None)
+    assert checked == settings()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "on, as mlx sets it and as pippin serve runs; --deterministic turns it off"),
+        ("0", "off: MLX_ENABLE_TF32=0, here and in pippin serve"),
+        ("1", "on: MLX_ENABLE_TF32=1, here and in pippin serve"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_set")
+def test_the_report_says_whether_products_are_rounded(
+    value: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is not None:
+        monkeypatch.setenv(environment.TF32, value)
+    monkeypatch.setattr(doctor, "on_cpu", lambda: False)
+    found = {finding.name: finding.value for finding in doctor._device()}
+    assert found["TF32"] == said
+
+
+@pytest.mark.usefixtures("nothing_set")
+@pytest.mark.parametrize(("error", "with_tf32", "ok"), [(1e-3, True, True), (1e-3, False, False)])
+def test_what_tf32_rounds_is_no_failure_where_serve_rounds_it(
+    error: float, with_tf32: bool, ok: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "on_cpu", lambda: False)
+    if not with_tf32:
+        monkeypatch.setenv(environment.TF32, "0")
+    monkeypatch.setattr(doctor, "_relative_error", lambda *_: error)
+    (finding,) = doctor._recurrence()
+    assert finding.ok is ok
+
+
+@pytest.mark.parametrize(
+    ("engine", "compiled", "said"),
+    [
+        (EngineConfig(), True, "compiled, as in pippin serve"),
+        (EngineConfig(deterministic=True), False, "not compiled: --deterministic"),
+    ],
+)
+def test_the_report_says_which_decode_steps_were_checked(
+    engine: EngineConfig, compiled: bool, said: str
+) -> None:
+    assert doctor._steps(Config(engine=engine), compiled=compiled) == said

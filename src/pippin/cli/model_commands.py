@@ -47,9 +47,11 @@ def chat(
     run_chat(config, url=url, system=system, temperature=temperature, max_tokens=max_tokens)
 
 
-@takes_config("model")
+@takes_config("model", "engine")
 def doctor(config: Config, *, json: bool = False) -> None:
-    """Check this machine: versions, device, memory, BLAS speed and a 30-second self-check.
+    """Check this machine with what `pippin serve` runs here, given the same options.
+
+    Versions, device, memory, BLAS speed and a 30-second self-check.
 
     Parameters
     ----------

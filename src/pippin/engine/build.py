@@ -105,11 +105,9 @@ def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> 
         return _load_torch(config, progress)
     from pippin.backends.mlx import environment
 
-    environment.launch_directly()
-    if config.engine.deterministic:
-        environment.use_exact_products()
-    if config.engine.buffer_limit is not None:
-        environment.limit_buffers(config.engine.buffer_limit)
+    environment.prepare(
+        deterministic=config.engine.deterministic, buffer_limit=config.engine.buffer_limit
+    )
 
     from pippin.backends.mlx.backend import MLXBackend  # imports mlx, which reads what was set
 

@@ -235,6 +235,11 @@ class MLXBackend:
     def loaded(self) -> LoadedModel:
         return self._loaded
 
+    @property
+    def steps_are_compiled(self) -> bool:
+        """Whether decode steps are, as of now."""
+        return not self._deterministic and self._kernels.ready()
+
     def make_way(self, *, busy: bool) -> None:
         self._kernels.give_way(busy=busy)
 

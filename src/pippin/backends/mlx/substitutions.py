@@ -14,8 +14,9 @@
     the language-model head        computed only for the positions that are asked for (head.py)
 
 Functions are bound by name in each model module, so the module's name is rebound to a dispatcher.
-Outside our own forwards (`active()`) it calls the original: stock mlx-lm in the same process, also in
-a thread that runs beside them, stays stock. Modules are changed per instance by giving them a subclass.
+Outside our own forwards (`active()`) it calls the original: stock mlx-lm in the same process stays
+stock, also in a thread that runs beside them. Modules are changed per instance by giving them a
+subclass.
 """
 
 from __future__ import annotations
