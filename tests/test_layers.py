@@ -92,7 +92,9 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "terminal.server_client": set(),
     "terminal.chat": {"", "config", "terminal.server_client"},
     "terminal.cache_directory": {"cache.disk"},
-    "terminal.doctor": {"", "types", "config", "offline.requests", "backends.mlx"},
+    "terminal.doctor": {
+        *("", "types", "config", "offline.requests", "backends.host", "backends.mlx"),
+    },
     "service": set(),
     "supervision": {
         "messages",

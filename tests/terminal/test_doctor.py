@@ -15,6 +15,7 @@ from pippin import LLM, SamplingParams
 from pippin.backends.host import host_memory_bytes
 from pippin.backends.mlx import environment
 from pippin.backends.mlx.backend import MLXBackend
+from pippin.backends.mlx.cpu.operations.library import OperationsReport
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build import load_backend
 from pippin.errors import LoadError
@@ -143,6 +144,16 @@ def test_the_model_is_loaded_once_within_its_budget(monkeypatch: pytest.MonkeyPa
     tiny = Config(engine=EngineConfig(memory="1MB"))
     with pytest.raises(LoadError, match="of a budget of 1,000,000"):
         findings_of(tiny)
+
+
+def test_operations_that_do_not_work_here_are_named() -> None:
+    why = {"choose": "it crashed (SIGILL)"}
+    both = list(doctor._operations(OperationsReport(Path("x.so"), left_out=why)))
+    assert both[0].value.startswith("ours, in C++")
+    assert (both[1].name, both[1].ok) == ("operation choose", None)
+    assert "it crashed (SIGILL)" in both[1].value
+    (none,) = doctor._operations(OperationsReport(reason="no g++ on PATH"))
+    assert none.value == "mlx's: no g++ on PATH"
 
 
 NAMES = (environment.TF32, environment.CUDA_GRAPHS, *environment.BUFFER_LIMITS)

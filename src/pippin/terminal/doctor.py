@@ -22,11 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pippin import LLM, SamplingParams, __version__
+from pippin.backends.host import num_threads
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.blas import load_fast_blas
 from pippin.backends.mlx.cpu.compiler import compile_available
 from pippin.backends.mlx.cpu.few_rows import use_few_rows_kernel
-from pippin.backends.mlx.cpu.operations.library import find_library
+from pippin.backends.mlx.cpu.operations.library import OperationsReport, find_library
 from pippin.backends.mlx.describe import describe
 from pippin.backends.mlx.device import device_info, max_buffers, on_cpu
 from pippin.backends.mlx.environment import TF32, prepare, products_are_exact
@@ -129,10 +130,18 @@ def _device() -> Iterator[Finding]:
         few = use_few_rows_kernel()
         text = f"up to {few.max_rows} by a kernel of ours" if few.max_rows else f"{few.reason}"
         yield Finding("products of few rows", text)
-        found = find_library()
-        yield Finding("operations", "ours, in C++" if found.path else f"mlx's: {found.reason}")
+        yield from _operations(find_library())
     compiles = compile_available()
     yield Finding("mx.compile", f"{'on' if compiles.available else 'off'}: {compiles.reason}")
+
+
+def _operations(found: OperationsReport) -> Iterator[Finding]:
+    if found.path is None:
+        yield Finding("operations", f"mlx's: {found.reason}")
+        return
+    yield Finding("operations", f"ours, in C++, {num_threads()} threads")
+    for name, why in found.left_out.items():
+        yield Finding(f"operation {name}", f"mlx's, as ours does not work here: {why}")
 
 
 def _tf32() -> str:

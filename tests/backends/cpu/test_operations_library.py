@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from pippin.backends.mlx.cpu.operations import library
-from pippin.backends.mlx.cpu.operations.check import DOES_NOT_FIT
+from pippin.backends.mlx.cpu.operations.library import DOES_NOT_FIT
 
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("g++") is None, reason="built with g++, on Linux"
@@ -29,59 +31,105 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     library.find_library.cache_clear()
 
 
+@dataclass
+class Ends:
+    """How a command ends, and what it says."""
+
+    status: int = 0
+    printed: str = ""
+    errors: str = ""
+
+
 class Commands:
     """Stands for the compiler and for the process that tries what it built."""
 
-    def __init__(self, *exits: int) -> None:
-        self.left = list(exits)
+    def __init__(self, *ends: Ends, version: str = "g++ 12") -> None:
+        self.left = list(ends)
+        self.version = version
         self.ran: list[list[str]] = []
 
     def __call__(self, command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        if "--version" in command:
+            return subprocess.CompletedProcess(command, 0, self.version, "")
         self.ran.append(command)
         if "-o" in command:
             Path(command[command.index("-o") + 1]).touch()
-        return subprocess.CompletedProcess(command, self.left.pop(0), "", "what went wrong\n")
+        end = self.left.pop(0)
+        return subprocess.CompletedProcess(command, end.status, end.printed, end.errors)
+
+
+WORKS = Ends()
+WRONG_SOURCE = "library.cpp:12:3: error: what went wrong\ncompilation terminated.\n"
+
+
+def find_again() -> library.OperationsReport:
+    """As another process does."""
+    library.find_library.cache_clear()
+    return library.find_library()
 
 
 @needs_compiler
 def test_it_is_built_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = Commands(0, 0)
+    commands = Commands(WORKS, WORKS)
     monkeypatch.setattr(subprocess, "run", commands)
     first = library.find_library()
-    library.find_library.cache_clear()  # another process
-    assert library.find_library() == first
+    assert find_again() == first
     assert first.path is not None
     assert first.path.exists()
     assert ["-m" in command for command in commands.ran] == [False, True]
 
 
 @needs_compiler
-@pytest.mark.parametrize("exits", [(1,), (0, DOES_NOT_FIT), (0, -11)])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        (Ends(1, errors=WRONG_SOURCE),),
+        (WORKS, Ends(DOES_NOT_FIT, errors="what went wrong\n")),
+        (WORKS, Ends(-signal.SIGSEGV, errors="what went wrong\n")),  # before any was tried
+    ],
+)
 def test_what_does_not_work_is_not_tried_again(
-    exits: tuple[int, ...],
+    ends: tuple[Ends, ...],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    commands = Commands(*exits)
-    monkeypatch.setattr(subprocess, "run", commands)
+    monkeypatch.setattr(subprocess, "run", Commands(*ends))
     with caplog.at_level(logging.WARNING):
         assert library.find_library().path is None
     assert "what went wrong" in caplog.text
-    library.find_library.cache_clear()
-    again = library.find_library()
+    again = find_again()
     assert again.path is None
     assert "what went wrong" in str(again.reason)
     assert not list(tmp_path.rglob("*.so*"))
 
 
 @needs_compiler
-def test_what_could_not_be_tried_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", Commands(0, 1))  # a traceback: a package is missing
-    assert "what went wrong" in str(library.find_library().reason)
-    library.find_library.cache_clear()
-    monkeypatch.setattr(subprocess, "run", Commands(0, 0))
-    assert library.find_library().path is not None
+@pytest.mark.parametrize(
+    "ends",
+    [
+        (Ends(-signal.SIGKILL),),
+        (Ends(1, errors="g++: fatal error: Killed signal terminated program cc1plus\n"),),
+        (Ends(1, errors="library.cpp: fatal error: error writing to x: No space left on device"),),
+        (Ends(1, errors=f"{WRONG_SOURCE}as: BFD: /tmp/x.o: No space left on device\n"),),
+        (Ends(1, errors="cc1plus: out of memory allocating 65536 bytes\n"),),
+        (Ends(1, errors="virtual memory exhausted: Cannot allocate memory\n"),),
+        (Ends(4, errors=f"{WRONG_SOURCE}x.h:1:2: internal compiler error: Bus error\n"),),
+        (Ends(1, errors="x.h:5:10: fatal error: cmath: No such file or directory\n"),),
+        (Ends(1, errors="collect2: error: ld returned 1 exit status\n"),),
+        (WORKS, Ends(1, errors="ModuleNotFoundError: what went wrong\n")),  # a traceback
+        (WORKS, Ends(-signal.SIGKILL, printed="try rms_norm\n")),
+        (WORKS, Ends(-signal.SIGTERM, printed="try rms_norm\n")),
+    ],
+)
+def test_what_may_be_the_machine_s_fault_is_tried_again(
+    ends: tuple[Ends, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(subprocess, "run", Commands(*ends))
+    assert library.find_library().path is None
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    monkeypatch.setattr(subprocess, "run", Commands(WORKS, WORKS))
+    assert find_again().path is not None
 
 
 @needs_compiler
@@ -91,9 +139,62 @@ def test_a_compiler_that_takes_too_long_is_asked_again(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(subprocess, "run", runs_late)
     assert library.find_library().path is None
-    library.find_library.cache_clear()
-    monkeypatch.setattr(subprocess, "run", Commands(0, 0))
-    assert library.find_library().path is not None
+    monkeypatch.setattr(subprocess, "run", Commands(WORKS, WORKS))
+    assert find_again().path is not None
+
+
+@needs_compiler
+def test_a_refusal_counts_for_its_compiler_and_its_mlx(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    libmlx = tmp_path / "mlx" / "lib" / "libmlx.so"
+    libmlx.parent.mkdir(parents=True)
+    libmlx.write_bytes(b"one build")
+    monkeypatch.setattr(library, "libmlx_path", lambda: libmlx)
+    monkeypatch.setattr(subprocess, "run", Commands(Ends(1, errors=WRONG_SOURCE)))
+    assert find_again().path is None
+    assert find_again().path is None
+    monkeypatch.setattr(subprocess, "run", Commands(WORKS, WORKS, version="g++ 13"))
+    assert find_again().path is not None
+    monkeypatch.setattr(subprocess, "run", Commands(WORKS, WORKS))
+    libmlx.write_bytes(b"another build of the same version")
+    assert find_again().path is not None
+
+
+@needs_compiler
+def test_an_operation_that_does_not_work_is_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One crashes, which ends the process that tried it; one computes something else."""
+    commands = Commands(
+        WORKS,
+        Ends(-signal.SIGILL, printed="try rms_norm\nok rms_norm\ntry linear\n"),
+        Ends(printed="try rms_norm\nok rms_norm\ntry choose\noff choose: its error is 2e+00\n"),
+    )
+    monkeypatch.setattr(subprocess, "run", commands)
+    expected = {"linear": "it crashed (SIGILL)", "choose": "its error is 2e+00"}
+    with caplog.at_level(logging.WARNING):
+        assert find_again().left_out == expected
+    assert commands.ran[-1][-1] == "linear"  # is not tried again
+    assert "operation linear is left to mlx on this CPU: it crashed (SIGILL)" in caplog.text
+    again = find_again()
+    assert again.left_out == expected
+    assert again.path is not None
+
+
+@needs_compiler
+def test_a_library_whose_trials_are_not_known_is_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(subprocess, "run", Commands(WORKS, WORKS))
+    find_again()
+    (notes,) = tmp_path.rglob("*.json")
+    for damaged in ("[1", None):
+        notes.write_text(damaged) if damaged else notes.unlink()
+        commands = Commands(WORKS, WORKS)
+        monkeypatch.setattr(subprocess, "run", commands)
+        assert find_again().path is not None
+        assert not commands.left
 
 
 def test_they_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def prepare(
     model.eval()
     progress("preparing layers")
     head = substitutions.install(model, cpu=on_cpu())
-    if not on_cpu() or operations() is not None:
+    if not on_cpu() or operations("linear") is not None:
         _merge_siblings(model)
     if mx.cuda.is_available():
         fuse_layers(model)

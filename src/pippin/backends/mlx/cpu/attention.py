@@ -25,7 +25,7 @@ def attend(
     scale: float,
     mask: mx.array | str | None,  # bool or added [B or 1, H or 1, S, L]; "causal"; None
 ) -> mx.array:
-    ours = operations()
+    ours = operations("attention")
     if ours is not None and are_float32(queries, keys, values) and _is_simple(mask, queries, keys):
         allowed = None if isinstance(mask, str) else mask
         return ours.attention(queries, keys, values, scale, allowed, causal=isinstance(mask, str))

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pippin.backends.host import num_threads
 from pippin.backends.mlx.cpu.elf import imported_slots, load_address, write_slot
 
 REDIRECTED = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # all the CBLAS that libmlx imports
@@ -101,25 +102,10 @@ def libmlx_path() -> Path:
 
 
 def _set_threads(library: ctypes.CDLL, prefix: str) -> int | None:
-    """One thread for each physical core we may run on, unless the environment says otherwise."""
+    """As many as `num_threads`, unless the environment says otherwise."""
     if not hasattr(library, f"{prefix}openblas_set_num_threads"):
         return None
     if not any(os.environ.get(name) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")):
-        library[f"{prefix}openblas_set_num_threads"](physical_cores())
+        library[f"{prefix}openblas_set_num_threads"](num_threads())
     get_threads: Callable[[], int] = library[f"{prefix}openblas_get_num_threads"]
     return get_threads()
-
-
-def physical_cores() -> int:
-    """Physical cores among the CPUs this process may use; hyper-threads count once."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    return len({_core_id(cpu) for cpu in os.sched_getaffinity(0)})
-
-
-def _core_id(cpu: int) -> tuple[str, ...]:
-    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-    try:
-        return tuple((topology / f).read_text() for f in ("physical_package_id", "core_id"))
-    except OSError:  # containers may hide it: then each CPU counts
-        return (str(cpu),)

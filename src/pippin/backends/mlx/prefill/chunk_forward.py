@@ -20,7 +20,7 @@ from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows.cohorts import Cohort
 from pippin.backends.mlx.rows.decode_forward import Forward
 from pippin.backends.mlx.rows.decode_step import Tree
-from pippin.backends.mlx.rows.listed_views import list_cohorts, lister_for
+from pippin.backends.mlx.rows.listed_views import LISTED, list_cohorts, lister_for
 from pippin.backends.mlx.tree.packing import KV
 
 LONGEST = 128  # tokens: to build the graph of a longer chunk is nothing to computing it
@@ -47,7 +47,7 @@ class ListedChunkKV:
         return "causal"
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
-        ours = operations()
+        ours = operations(*LISTED)
         assert ours is not None, "chunks are listed for operations of ours"
         assert self.new is not None, "keys come before queries"
         return ours.listed_attention(queries, *self.new, self._listing, scale, place=self._place)

@@ -78,7 +78,7 @@ def gated_delta_update(
         g = compute_g(A_log, a, dt_bias)
     else:
         g = compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
-    ours = operations()
+    ours = operations("gated_delta")
     if ours is not None:
         y, states = gated_delta_by_token(ours, q, k, v, g, beta, state, mask)
         record_block_states(states)

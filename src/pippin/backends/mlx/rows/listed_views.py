@@ -17,6 +17,9 @@ from pippin.backends.mlx.rows.cohorts import Cohort
 from pippin.backends.mlx.rows.decode_step import DecodeStep
 from pippin.backends.mlx.rows.views import RowKV
 
+# Rows are listed for all of these or for none.
+LISTED = ("listing", "listed_attention", "row_attention", "tail_write")
+
 
 @dataclass(frozen=True)
 class ListedShape:
@@ -27,7 +30,7 @@ class ListedShape:
 
 def lister_for(layout: Layout) -> Operations | None:
     """None where the operation does not take what layers keep, or there is none."""
-    return operations() if layout.lists else None
+    return operations(*LISTED) if layout.lists else None
 
 
 def list_cohorts(ours: Operations, layout: Layout, cohorts: Sequence[Cohort]) -> mx.array:
@@ -49,7 +52,7 @@ class ListedRowKV(RowKV):
         self._place = place
 
     def _written(self, keys: mx.array, values: mx.array) -> list[mx.array]:
-        ours = operations()
+        ours = operations(*LISTED)
         assert ours is not None, "rows are listed for operations of ours"
         column = keys.astype(mx.float32), values.astype(mx.float32)
         return ours.tail_write((self.tail[0], self.tail[1]), column, self.step.tree["cursor"])
@@ -57,7 +60,7 @@ class ListedRowKV(RowKV):
     def attend(
         self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
-        ours = operations()
+        ours = operations(*LISTED)
         assert ours is not None, "rows are listed for operations of ours"
         out = ours.row_attention(
             queries.astype(mx.float32),

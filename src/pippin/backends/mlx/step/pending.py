@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Capture, PrefillRow, Spill, StepPlan, StepResult
+from pippin.backends.mlx.cpu.operations.calls import check_operations
 from pippin.backends.mlx.cpu.stream_clock import StreamClock
 from pippin.backends.mlx.step.sampler import Logprobs, Sampled, SampleRow
 from pippin.backends.mlx.tree.fingerprints import Fingerprints
@@ -187,6 +188,7 @@ class MLXPending:
             slot: tuple(entry for part in parts for entry in token_logprobs(part))
             for slot, parts in self.prompt_logprobs.items()
         }
+        check_operations()
         return StepResult(
             tokens,
             logprobs,

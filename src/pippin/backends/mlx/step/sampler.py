@@ -154,7 +154,7 @@ class Sampler:
 
     def _draw(self, x: mx.array, rows: Sequence[SampleRow], batch: SampleBatch) -> mx.array:
         keys = noise_keys(batch.streams, [row.num_generated for row in rows])
-        ours = operations()
+        ours = operations("choose")
         if ours is not None:
             return ours.choose(x.astype(mx.float32), batch.choices, mx.array(keys))
         return _draw_by_groups(x, keys, batch)

@@ -1,12 +1,12 @@
 """The operations as Python sees them: arrays in, arrays out. Knows no model.
 
-Each takes float32 alone; what it `takes` is for the caller to ask first.
+Each takes float32 alone, which the caller sees to.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from pippin.backends.mlx.cpu.blas import load_fast_blas
+from pippin.backends.host import num_threads
 from pippin.backends.mlx.cpu.operations.library import find_library, open_library
 from pippin.backends.mlx.device import on_cpu
 
 Address, Number, Count = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
+    "pippin_start": (Count,),
+    "pippin_take_failure": (ctypes.c_char_p, ctypes.c_long),
     "pippin_is_array": (Address, Address, ctypes.c_long, Count),
     "pippin_attention": (Address, Address, Count, Number, Count),
     "pippin_listing": (Address, Address, Count, Address),
@@ -36,6 +38,7 @@ _ARGUMENTS = {
     "pippin_choose": (Address, Address, Address, Address),
     "pippin_rope": (Address, Address, Address, Address, Number, Count),
 }
+FAILURE_BYTES = 256
 
 
 class LinearWeights(NamedTuple):
@@ -57,17 +60,27 @@ class LinearLayers:
 
 
 class Operations:
-    def __init__(self, path: Path, num_threads: int = 1) -> None:
+    def __init__(
+        self, path: Path, num_threads: int = 1, left_out: Collection[str] = frozenset()
+    ) -> None:
+        """`left_out`: names of those that failed when they were tried here."""
+        self.left_out = frozenset(left_out)
         self._library = open_library(path)
         for name, types in _ARGUMENTS.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = types, Count
-        self._library.pippin_start(num_threads)
+        _check(self._library.pippin_start(num_threads))
         self._panel = self._library.pippin_panel()
 
     def is_array(self, x: mx.array, buffer: int) -> bool:
         """Whether the library finds in `x` what Python sees of it, which lies at `buffer`."""
         return bool(self._library.pippin_is_array(id(x), buffer, x.size, x.shape[-1]))
+
+    def take_failure(self) -> str | None:
+        """Why an operation could not be computed: its results are no numbers, or tokens of -1."""
+        text = ctypes.create_string_buffer(FAILURE_BYTES)
+        failed = self._library.pippin_take_failure(text, FAILURE_BYTES)
+        return text.value.decode(errors="replace") if failed else None
 
     def rms_norm(self, x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
         given = None if weight is None else id(weight)
@@ -225,18 +238,29 @@ class Operations:
 
 @cache
 def _loaded() -> Operations | None:
-    path = find_library().path
-    if path is None:
+    found = find_library()
+    if found.path is None:
         return None
-    return Operations(path, load_fast_blas().threads or 1)
+    return Operations(found.path, num_threads(), found.left_out)
 
 
 _in_use = True
 
 
-def operations() -> Operations | None:
-    """None where mlx's own are to be used."""
-    return _loaded() if _in_use and on_cpu() else None
+def operations(*names: str) -> Operations | None:
+    """None where mlx's own are to be used, as where one of these does not work here."""
+    ours = _loaded() if _in_use and on_cpu() else None
+    return None if ours is None or not ours.left_out.isdisjoint(names) else ours
+
+
+def check_operations() -> None:
+    """Call once a step was computed: what fails in mlx's threads cannot raise there."""
+    ours = operations()
+    failure = None if ours is None else ours.take_failure()
+    if failure is not None:
+        raise RuntimeError(
+            f"a CPU operation failed: {failure}. PIPPIN_OPERATIONS=off uses mlx's own"
+        )
 
 
 @contextmanager

@@ -1,20 +1,36 @@
-"""python -m pippin.backends.mlx.cpu.operations.check LIBRARY: does it work with the mlx at hand?
+"""python -m pippin.backends.mlx.cpu.operations.check LIBRARY [NAME...]: does it work here?
 
-If not it may well crash, so nobody else asks.
+Each operation but those named is computed once, on this CPU and with the mlx at hand, and compared
+with mlx's own operations. That may crash, so it runs in a process of its own, and prints what it is
+about to try and what became of it (library.py reads that):
+
+    try rms_norm
+    ok rms_norm
+    try choose
+    off choose: a token that the filters drop
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.cpu.operations.calls import LinearLayers, LinearWeights, Operations
+from pippin.backends.mlx.cpu.operations.drop_ins import _frequencies
+from pippin.backends.mlx.cpu.operations.library import DOES_NOT_FIT
+from pippin.backends.sampling_noise import gumbel, noise_keys, random_bits
 
-TOLERANCE = 1e-5
-DOES_NOT_FIT = 3  # as an exit status: no traceback has it
+TOLERANCE = 1e-4
+
+NUM_THREADS = 2
+SCALE = 0.3
+
+Pairs = Iterable[tuple[mx.array, mx.array]]  # of ours and of what it should be
 
 
 def finds_arrays(operations: Operations) -> bool:
@@ -25,43 +41,229 @@ def finds_arrays(operations: Operations) -> bool:
     return all(operations.is_array(x, np.asarray(x).ctypes.data) for x in arrays)
 
 
-def computes(operations: Operations) -> bool:
-    """In a graph, and compiled: a node of one output, and one of several."""
-    x = mx.random.normal((3, 2, 8))
-    weight = mx.random.normal((8,))
-    ours = operations.rms_norm(x * 2.0, weight, 1e-5) + 1.0
-    if not _are_close(ours, mx.fast.rms_norm(x * 2.0, weight, 1e-5) + 1.0):
-        return False
-    weights = mx.random.normal((40, 8))
-    layer = LinearLayers([LinearWeights(operations.pack(weights), None, len(weights))])
-    if not _are_close(operations.linear(x, layer)[0], x @ weights.T):
-        return False
-    step = mx.compile(lambda a: operations.gated_delta(a, a, a, g, g, state, num_states=2))
-    a, g, state = mx.random.normal((1, 65, 2, 4)), mx.ones((1, 65, 2)), mx.zeros((1, 2, 4, 4))
-    y, states = step(a * 0.1)
-    again, _ = step(a * 0.1)
-    first = _first_read(a[:, 0] * 0.1)
-    return _are_close(y[:, 0], first) and _are_close(y, again + 0 * states[1].sum())
+def normal(*shape: int, seed: int = 0) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
 
 
-def _first_read(x: mx.array) -> mx.array:
-    """What is read after one token, of gates and betas of one: v (k . q)."""
-    return x * (x * x).sum(axis=-1, keepdims=True)
+# ---- one trial for each operation, of sizes that several threads share -------------------------
 
 
-def _are_close(a: mx.array, b: mx.array) -> bool:
-    return bool(mx.allclose(a, b, atol=TOLERANCE).item())
+def rms_norm(ours: Operations) -> Pairs:
+    x, weight = normal(4, 50, 130).swapaxes(0, 1), normal(130, seed=1)
+    yield ours.rms_norm(x * 2.0, weight, 1e-5) + 1.0, mx.fast.rms_norm(x * 2.0, weight, 1e-5) + 1.0
+    yield ours.rms_norm(x[..., ::2], None, 1e-5), mx.fast.rms_norm(x[..., ::2], None, 1e-5)
+
+
+def linear(ours: Operations) -> Pairs:
+    x, bias = normal(3, 5, 96), normal(100, seed=1)
+    for number, dtype in enumerate((mx.float32, mx.float16, mx.bfloat16)):
+        weight = (normal(300, 96, seed=2 + number) * 0.1).astype(dtype).astype(mx.float32)
+        two = (
+            LinearWeights(ours.pack(weight), None, 300),
+            LinearWeights(ours.pack(weight[:100]), bias, 100),
+        )
+        wide, narrow = ours.linear(x, LinearLayers(two))
+        yield wide, x @ weight.T
+        yield narrow, x @ weight[:100].T + bias
+
+
+def swiglu(ours: Operations) -> Pairs:
+    gate, x = normal(40, 500) * 10, normal(40, 500, seed=1)
+    yield ours.swiglu(gate, x), gate * mx.sigmoid(gate) * x
+
+
+def gated_heads(ours: Operations) -> Pairs:
+    x, gate = normal(2, 6, 20, 32), normal(2, 20, 6, 32, seed=1)
+    gated = x.swapaxes(1, 2) * mx.sigmoid(gate)
+    yield ours.gated_heads(x, gate), gated.reshape(2, 20, -1)
+
+
+def rope(ours: Operations) -> Pairs:
+    x = normal(3, 9, 4, 64).swapaxes(1, 2)
+    for offset in (100, mx.array([7, 0, 300])):
+        theirs = mx.fast.rope(x, 32, traditional=False, base=10000.0, scale=0.5, offset=offset)
+        yield ours.rope(x, _frequencies(32, 10000.0), offset, 0.5), theirs
+
+
+def attention(ours: Operations) -> Pairs:
+    q, k, v = normal(2, 6, 40, 32), normal(2, 2, 100, 32, seed=1), normal(2, 2, 100, 48, seed=2)
+    allowed = mx.random.uniform(shape=(2, 1, 40, 100), key=mx.random.key(3)) < 0.6
+    allowed[..., 0] = True
+    plain = mx.fast.scaled_dot_product_attention
+    yield (
+        ours.attention(q, k, v, SCALE, None, causal=True),
+        plain(q, k, v, scale=SCALE, mask="causal"),
+    )
+    yield (
+        ours.attention(q, k, v, SCALE, allowed, causal=False),
+        plain(q, k, v, scale=SCALE, mask=allowed),
+    )
+
+
+def listing(ours: Operations) -> Pairs:
+    """Where rows lie, of arrays that lie well and of some that are copied."""
+    keys, values = normal(2, 2, 30, 16), normal(2, 2, 16, 30, seed=1).swapaxes(2, 3)
+    address = _listing(ours, keys, values)
+    mx.eval(address)
+    yield (address > 0).astype(mx.float32), mx.ones(1)
+
+
+def _listing(ours: Operations, keys: mx.array, values: mx.array) -> mx.array:
+    """One layer and one cohort of two rows, of 30 tokens and of 7."""
+    return ours.listing([keys, values], [1, 1, 2, 0, 1, False, 30, 7])
+
+
+def listed_attention(ours: Operations) -> Pairs:
+    """A chunk of each row, after what is listed of it."""
+    before = normal(2, 2, 30, 16), normal(2, 2, 16, 30, seed=1).swapaxes(2, 3)
+    q, k, v = normal(2, 4, 5, 16, seed=2), normal(2, 2, 5, 16, seed=3), normal(2, 2, 5, 16, seed=4)
+    found = ours.listed_attention(q, k, v, _listing(ours, *before), SCALE, place=0)
+    for row, count in enumerate((30, 7)):
+        one = slice(row, row + 1)
+        keys = mx.concatenate([before[0][one, :, :count], k[one]], axis=2)
+        values = mx.concatenate([before[1][one, :, :count], v[one]], axis=2)
+        plain = mx.fast.scaled_dot_product_attention(
+            q[one], keys, values, scale=SCALE, mask="causal"
+        )
+        yield found[one], plain
+
+
+def row_attention(ours: Operations) -> Pairs:
+    """A token of each row, over what is listed of it and what is written of its tail."""
+    main = normal(2, 2, 30, 16), normal(2, 2, 16, 30, seed=1).swapaxes(2, 3)
+    q = normal(2, 4, 1, 16, seed=2)
+    tail = normal(2, 2, 8, 16, seed=3), normal(2, 2, 8, 16, seed=4)
+    written = mx.arange(8)[None] < mx.array([[3], [8]])
+    found = ours.row_attention(q, tail, written, _listing(ours, *main), SCALE, place=0)
+    for row, (count, num_written) in enumerate(((30, 3), (7, 8))):
+        one = slice(row, row + 1)
+        keys, values = (
+            mx.concatenate([side[one, :, :count], end[one, :, :num_written]], axis=2)
+            for side, end in zip(main, tail, strict=True)
+        )
+        yield found[one], mx.fast.scaled_dot_product_attention(q[one], keys, values, scale=SCALE)
+
+
+def tail_write(ours: Operations) -> Pairs:
+    tail = normal(2, 2, 8, 16), normal(2, 2, 8, 24, seed=1)
+    column = normal(2, 2, 1, 16, seed=2), normal(2, 2, 1, 24, seed=3)
+    both = zip(tail, column, strict=True)
+    wanted = [mx.concatenate([t[:, :, :5], c, t[:, :, 6:]], axis=2) for t, c in both]
+    mx.eval(wanted)
+    yield from zip(ours.tail_write(tail, column, mx.array([5])), wanted, strict=True)
+
+
+def gated_delta(ours: Operations) -> Pairs:
+    """One block and a part of another, and a single token."""
+    from mlx_lm.models.gated_delta import gated_delta_ops
+
+    q, k = (normal(2, 70, 2, 16, seed=seed) * 0.2 for seed in (0, 1))
+    v, state = normal(2, 70, 4, 24, seed=2), normal(2, 4, 24, 16, seed=3)
+    g, beta = (mx.random.uniform(shape=(2, 70, 4), key=mx.random.key(n)) for n in (4, 5))
+    step = mx.compile(lambda *given: ours.gated_delta(*given, num_states=1))
+    for count in (70, 1):
+        until = slice(count)
+        few = q[:, until], k[:, until], v[:, until], g[:, until], beta[:, until], state
+        y, states = step(*few)
+        plain, after = gated_delta_ops(*few)
+        yield y, plain
+        yield states[-1], after
+    _, several = ours.gated_delta(q, k, v, g, beta, state, num_states=2)
+    block = slice(64)
+    _, first = gated_delta_ops(
+        q[:, block], k[:, block], v[:, block], g[:, block], beta[:, block], state
+    )
+    yield several[0], first
+
+
+def delta_layer(ours: Operations) -> Pairs:
+    from mlx_lm.models.cache import ArraysCache
+    from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
+
+    mx.random.seed(0)
+    layer = GatedDeltaNet(
+        TextModelArgs(
+            hidden_size=48,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=24,
+            linear_conv_kernel_dim=4,
+        )
+    )
+    layer.norm.weight, layer.dt_bias = normal(24), normal(4, seed=1)
+    layer.eval()
+    taps, x = mx.contiguous(layer.conv1d.weight[:, :, 0].T), normal(2, 70, 48, seed=2)
+    for num_tokens in (70, 1):
+        held = normal(2, 3, layer.conv_dim, seed=3), normal(2, 4, 24, 16, seed=4)
+        cache, given = ArraysCache(size=2), x[:, :num_tokens]
+        cache[0], cache[1] = held
+        products = (layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
+        inputs = [product(given) for product in products]
+        weights = (taps, layer.A_log, layer.dt_bias, layer.norm.weight)
+        out, conv, states = ours.delta_layer(
+            (*inputs, *held, *weights), k_heads=(2, 16), eps=layer.norm.eps, num_states=1
+        )
+        yield layer.out_proj(out), layer(given, None, cache)
+        yield conv, cache[0]
+        yield states[-1], cache[1]
+
+
+def choose(ours: Operations) -> Pairs:
+    """Greedy; noise alone; noise and each filter, over logits that no filter nearly keeps."""
+    logits = np.where(np.arange(500) % 100 == 7, 20.0, np.linspace(0.0, 1.0, 500))
+    rows = ((0.0, 0, np.inf, 0.0), (1.0, 0, np.inf, 0.0), (1.0, 5, np.inf, 0.0))
+    choices = np.array([*rows, (1.0, 0, 0.9, 0.0), (1.0, 0, np.inf, 0.1)], np.float32)
+    keys = noise_keys(np.full(5, 12345, np.uint64), range(5))
+    x = np.tile(logits.astype(np.float32), (5, 1))
+    x[0, 321], x[1] = 30.0, x[1] * 0.1  # a winner; and a row whose noise decides
+    tokens = np.array(ours.choose(mx.array(x), mx.array(choices), mx.array(keys)))
+    sums = x + gumbel(random_bits(keys, 500))
+    sums[0] = x[0]
+    sums[2:, x[0] < 20.0] = -np.inf
+    found = np.take_along_axis(sums, tokens[:, None], axis=1)[:, 0]
+    yield mx.array(found), mx.array(sums.max(axis=1))
+
+
+TRIALS: tuple[Callable[[Operations], Pairs], ...] = (
+    *(rms_norm, linear, swiglu, gated_heads, rope, attention, listing, listed_attention),
+    *(row_attention, tail_write, gated_delta, delta_layer, choose),
+)
+
+
+def error_of(trial: Callable[[Operations], Pairs], ours: Operations) -> str | None:
+    try:
+        errors = [_error(found, expected) for found, expected in trial(ours)]
+    except (RuntimeError, ValueError) as error:  # as mlx raises them
+        return str(error)
+    if (failure := ours.take_failure()) is not None:
+        return failure
+    worst = float(np.max(errors))  # or what is no number
+    return None if worst < TOLERANCE else f"its error is {worst:.0e}"
+
+
+def _error(found: mx.array, expected: mx.array) -> float:
+    if found.shape != expected.shape:
+        raise ValueError(f"its shape is {found.shape} and not {expected.shape}")
+    scale = mx.maximum(mx.abs(expected).max(), 1.0)
+    return float(np.asarray(mx.abs(found - expected).max() / scale))
 
 
 def main() -> int:
+    os.environ["PIPPIN_OPERATIONS"] = "off"  # what is compared with is mlx's own
     mx.set_default_device(mx.Device(mx.cpu))
-    operations = Operations(Path(sys.argv[1]))
-    if not finds_arrays(operations):
+    path, *skipped = sys.argv[1:]
+    ours = Operations(Path(path), NUM_THREADS)
+    if not finds_arrays(ours):
         print("mlx's arrays are not where they are looked for", file=sys.stderr)
         return DOES_NOT_FIT
-    if not computes(operations):
-        print("the operations are off", file=sys.stderr)
-        return DOES_NOT_FIT
+    for trial in TRIALS:
+        name = trial.__name__
+        if name in skipped:
+            continue
+        print("try", name, flush=True)
+        error = error_of(trial, ours)
+        print("ok" if error is None else "off", name + (f": {error}" if error else ""), flush=True)
     return 0
 
 

@@ -19,7 +19,7 @@ _mlx_rms_norm, _mlx_rope = mx.fast.rms_norm, mx.fast.rope
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **options: Any) -> mx.array:
     """Drop-in for `mx.fast.rms_norm`."""
-    ours = operations()
+    ours = operations("rms_norm")
     given = (x,) if weight is None else (x, weight)
     if ours is None or options or not x.size or not are_float32(*given):
         return _mlx_rms_norm(x, weight, eps, **options)
@@ -38,7 +38,7 @@ def rope(
     **options: Any,
 ) -> mx.array:
     """Drop-in for `mx.fast.rope`."""
-    ours = operations()
+    ours = operations("rope")
     known = x.ndim == 4 and x.size and not traditional and not options and are_float32(x)
     if ours is None or not known or not _is_known(offset, x.shape[0]):
         return _mlx_rope(

@@ -22,7 +22,7 @@ class GatedAttention(Qwen3NextAttention):
     """mlx-lm's layer, made over in place by `use_gated_heads`."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        ours = operations()
+        ours = operations("gated_heads")
         y: mx.array
         if ours is None or cache is None or not x.size or not are_float32(x):
             y = super().__call__(x, mask, cache)

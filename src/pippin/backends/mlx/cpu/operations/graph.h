@@ -5,8 +5,11 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
+#include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -87,6 +90,49 @@ using Kernel = std::function<void(const Inputs&, const Outputs&)>;
 // The memory of an array, alive as long as this.
 using Memory = std::remove_cvref_t<decltype(std::declval<mx::array>().data_shared_ptr())>;
 
+// What failed in mlx's own threads, where an exception would end the process, until Python asks.
+class Failures {
+ public:
+  // Whether all went well.
+  template <typename F>
+  static bool catch_all(const char* name, const F& work) noexcept {
+    try {
+      work();
+      return true;
+    } catch (const std::exception& error) {
+      note(name, error.what());
+    } catch (...) {
+      note(name, "unknown");
+    }
+    return false;
+  }
+
+  // The first since the last call, cut to `size` with its end; false if there was none.
+  static bool take(char* text, size_t size) {
+    std::lock_guard<std::mutex> hold(mutex());
+    std::snprintf(text, size, "%s", first());
+    return std::exchange(*first(), '\0');
+  }
+
+ private:
+  static constexpr size_t LONGEST = 256;
+
+  static void note(const char* name, const char* what) noexcept {
+    std::lock_guard<std::mutex> hold(mutex());
+    if (!*first()) std::snprintf(first(), LONGEST, "%s: %s", name, what);
+  }
+
+  static char* first() {
+    static char text[LONGEST];
+    return text;
+  }
+
+  static std::mutex& mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+};
+
 class Operation : public mx::Primitive {
  public:
   // `in_place`: so many outputs are written where the first inputs lie, whoever else holds these.
@@ -98,17 +144,23 @@ class Operation : public mx::Primitive {
     Inputs in(inputs.begin(), inputs.end());
     Outputs out;
     std::vector<Memory> held;
+    std::vector<std::pair<void*, size_t>> own;  // what is no number if this fails
     for (size_t i = 0; i < outputs.size(); i++) {
       if (i < in_place_ && inputs[i].flags().row_contiguous) {
         outputs[i].copy_shared_buffer(inputs[i]);
         held.push_back(inputs[i].data_shared_ptr());
       } else {
         outputs[i].set_data(mx::allocator::malloc(outputs[i].nbytes()));
+        own.emplace_back(outputs[i].data<void>(), outputs[i].nbytes());
       }
       out.push_back(outputs[i].data<float>());
     }
-    mx::cpu::get_command_encoder(stream()).dispatch(
-        [kernel = kernel_, in = std::move(in), out = std::move(out), held = std::move(held)] { kernel(in, out); });
+    mx::cpu::get_command_encoder(stream()).dispatch([name = name_, kernel = kernel_, in = std::move(in),
+                                                     out = std::move(out), held = std::move(held),
+                                                     own = std::move(own)] {
+      if (Failures::catch_all(name, [&] { kernel(in, out); })) return;
+      for (auto [data, nbytes] : own) std::memset(data, 0xff, nbytes);  // NaN, and as int32 -1
+    });
   }
 
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
@@ -123,11 +175,16 @@ class Operation : public mx::Primitive {
   size_t in_place_;
 };
 
-// The array inside a Python object: nanobind keeps its distance behind the object's head.
+// The array inside a Python object. Behind the object's head nanobind keeps a distance, and bits that say
+// whether the array lies there, or its address does.
 inline mx::array& array_in(void* object) {
-  constexpr int HEAD = 16;  // reference count, type
-  return *reinterpret_cast<mx::array*>(
-      static_cast<char*>(object) + *reinterpret_cast<int32_t*>(static_cast<char*>(object) + HEAD));
+  constexpr int HEAD = 16;                        // reference count, type
+  constexpr uint32_t STATE = 3, READY = 2, DIRECT = 4;
+  char* const start = static_cast<char*>(object);
+  const uint32_t bits = *reinterpret_cast<uint32_t*>(start + HEAD + sizeof(int32_t));
+  if ((bits & STATE) != READY) throw std::invalid_argument("not an array that is ready");
+  char* const place = start + *reinterpret_cast<int32_t*>(start + HEAD);
+  return bits & DIRECT ? *reinterpret_cast<mx::array*>(place) : **reinterpret_cast<mx::array**>(place);
 }
 
 // Put one node in the place of blank arrays, all of one type.

@@ -29,12 +29,21 @@ extern "C" {
 
 // Whether the object's array is what Python sees: its buffer, its size, its last extent.
 int pippin_is_array(void* object, const void* buffer, long size, int last) {
-  const mx::array& x = array_in(object);
-  return x.data<void>() == buffer && long(x.size()) == size && x.shape(-1) == last;
+  bool is_array = false;
+  guarded([&] {
+    const mx::array& x = array_in(object);
+    is_array = x.data<void>() == buffer && long(x.size()) == size && x.shape(-1) == last;
+  });
+  return is_array;
 }
 
 // Before all else: how many threads compute.
-void pippin_start(int threads) { Pool::start(threads); }
+int pippin_start(int threads) {
+  return guarded([&] { Pool::start(threads); });
+}
+
+// Whether an operation failed while mlx computed it, and then why, as text of at most `size` bytes.
+int pippin_take_failure(char* text, long size) { return Failures::take(text, size); }
 
 // So many outputs' weights are packed side by side.
 int pippin_panel() { return PANEL; }

@@ -1,4 +1,4 @@
-"""Builds and loads the operations, once for the CPU and the mlx at hand. Knows nothing of them.
+"""Builds, tries and loads the operations, once for the CPU and the mlx at hand. Knows no model.
 
 mlx's own way in is an extension module, built with Python's headers and the nanobind that mlx was
 built with: few machines have both. These are built with g++ and the headers in mlx's wheel alone,
@@ -6,9 +6,12 @@ and arrays are handed over by address:
 
     Python's mx.array  ->  the C++ array inside of the object  ->  a node of ours in a blank array
 
-Where it lies inside is nanobind's business, so it is tried first, in a process that may crash
-(check.py), and what was tried is remembered beside the library. Where that fails, or there is no
-compiler, mlx's own operations are used, always. `PIPPIN_OPERATIONS=off` leaves ours alone.
+Where it lies inside is nanobind's business, so everything is tried first, in a process that may
+crash (check.py). What came of it is remembered beside the library: an operation that crashes or
+computes something else is left out by name. mlx's own are used instead of it, and of all of them
+where the library does not fit or there is no compiler. Failures that the next process may not have
+(no memory, a full disk, a compiler that was killed) are not remembered. `PIPPIN_OPERATIONS=off`
+uses mlx's own always.
 """
 
 from __future__ import annotations
@@ -20,12 +23,16 @@ import importlib.metadata
 import logging
 import os
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 from platformdirs import user_cache_path
 
 from pippin.backends.mlx.cpu.blas import libmlx_path
@@ -38,6 +45,16 @@ FLAGS = (
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
 )
 BUILD_SECONDS, CHECK_SECONDS = 300, 120
+DOES_NOT_FIT = 3  # check.py's exit status where arrays are not found; no traceback has it
+# Ends of a process that the code in it brought about, and no lack of memory or user.
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+# What a compiler says of a line of the source, and of what the source is not to blame for.
+DIAGNOSTIC = re.compile(r"^\S+:\d+:\d+: error: ", re.MULTILINE)
+DOUBTS = re.compile(
+    r"killed|signal|no space left|disk quota|allocate memory|out of memory|memory exhausted"
+    r"|internal compiler error|input/output error",
+    re.IGNORECASE,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +65,7 @@ class OperationsReport:
 
     path: Path | None = None
     reason: str | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)  # why, by operation
 
 
 @functools.cache
@@ -65,12 +83,15 @@ def find_library() -> OperationsReport:
         refusal = library.with_suffix(".refused")
         if refusal.exists():
             return OperationsReport(reason=f"{refusal.read_text()} (see {refusal})")
-        if not library.exists():
-            _build(compiler, library, refusal)
+        left_out = _tried(library)
+        if left_out is None:
+            left_out = _build(compiler, library, refusal)
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("mlx's own operations are used: %s", error)
         return OperationsReport(reason=str(error))
-    return OperationsReport(library)
+    for name, why in left_out.items():
+        logger.warning("operation %s is left to mlx on this CPU: %s", name, why)
+    return OperationsReport(library, left_out=left_out)
 
 
 def compile_command(compiler: str, library: Path) -> list[str]:
@@ -83,46 +104,91 @@ def compile_command(compiler: str, library: Path) -> list[str]:
 
 def _path(compiler: Path) -> Path:
     """Named by all that decides whether a library fits."""
-    sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*"))]
+    files = [*sorted(SOURCE.parent.glob("*.[ch]*")), SOURCE.with_name("check.py")]
+    sources = [path.read_bytes() for path in files]
     command = compile_command(str(compiler), SOURCE)
-    facts = (sources, command, importlib.metadata.version("mlx"), sys.version)
+    version = _run([str(compiler), "--version"], BUILD_SECONDS)
+    libmlx = libmlx_path().stat()
+    mlx = (importlib.metadata.version("mlx"), libmlx.st_size, libmlx.st_mtime_ns)
+    facts = (sources, command, version, mlx, sys.version)
     name = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     return user_cache_path("pippin") / "kernels" / cpu_identity(compiler) / f"operations-{name}.so"
 
 
-def _build(compiler: str, library: Path, refusal: Path) -> None:
-    """Under another name until it was tried: a library that is there is one that works. What does
-    not fit is not tried again; what failed for another reason is, by the next process."""
+def _tried(library: Path) -> dict[str, str] | None:
+    """What was left out when it was tried; None: it was not, or that cannot be read any more."""
+    if not library.exists():
+        return None
+    try:
+        return msgspec.json.decode(_notes(library).read_bytes(), type=dict[str, str])
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def _notes(library: Path) -> Path:
+    return library.with_suffix(".json")
+
+
+def _build(compiler: str, library: Path, refusal: Path) -> dict[str, str]:
+    """Under another name until it was tried: a library that is there is one that works."""
     library.parent.mkdir(parents=True, exist_ok=True)
     own = library.with_name(f"{library.name}.{os.getpid()}")
-    check = [sys.executable, "-m", "pippin.backends.mlx.cpu.operations.check", str(own)]
+    own_notes = _notes(own)
     try:
         _run(compile_command(compiler, own), BUILD_SECONDS)
-        _run(check, CHECK_SECONDS)
+        left_out = _try_operations(own)
+        own_notes.write_bytes(msgspec.json.encode(left_out))
+        own_notes.replace(_notes(library))
         own.replace(library)
     except Failed as failure:
-        if failure.status != TRACEBACK or failure.command != check:
+        if failure.is_for_good:
             refusal.write_text(str(failure))
         raise
     finally:
         own.unlink(missing_ok=True)
+        own_notes.unlink(missing_ok=True)
+    return left_out
 
 
-TRACEBACK = 1  # Python's exit status
+def _try_operations(library: Path) -> dict[str, str]:
+    """Why each operation that does not work here does not. One that crashes ends the process that
+    tried it: the rest is tried by another."""
+    module = "pippin.backends.mlx.cpu.operations.check"
+    left_out: dict[str, str] = {}
+    while True:
+        command = [sys.executable, "-m", module, str(library), *left_out]
+        try:
+            printed = _run(command, CHECK_SECONDS)
+        except Failed as failure:
+            last = failure.printed.splitlines()[-1:]
+            if failure.crash is None or not last or not last[0].startswith("try "):
+                raise
+            left_out[last[0].removeprefix("try ")] = f"it crashed ({failure.crash})"
+            continue
+        lines = [line.split(" ", 1) for line in printed.splitlines()]
+        off = [text.split(": ", 1) for verdict, text in lines if verdict == "off"]
+        return left_out | dict(off)
 
 
 class Failed(OSError):
-    def __init__(self, command: list[str], status: int, errors: str) -> None:
-        last = errors.strip().splitlines()[-1:] or [f"ended with {status}"]
-        super().__init__(f"{Path(command[0]).name}: {last[0]}")
-        self.command = command
-        self.status = status
+    def __init__(self, command: list[str], status: int, printed: str, errors: str) -> None:
+        lines = errors.strip().splitlines() or [f"ended with {status}"]
+        said = next((line for line in lines if "error: " in line), lines[-1])
+        super().__init__(f"{Path(command[0]).name}: {said}")
+        self.printed = printed
+        died_of = signal.Signals(-status) if -status in signal.valid_signals() else None
+        self.crash = died_of.name if died_of in CRASHES else None
+        is_about_source = bool(DIAGNOSTIC.search(errors)) and not DOUBTS.search(errors)
+        self.is_for_good = status == DOES_NOT_FIT or self.crash is not None or is_about_source
 
 
-def _run(command: list[str], seconds: float) -> None:
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+def _run(command: list[str], seconds: float) -> str:
+    """What it prints."""
+    english = os.environ | {"LC_ALL": "C"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=english)
     if ran.returncode:
-        raise Failed(command, ran.returncode, ran.stderr)
+        raise Failed(command, ran.returncode, ran.stdout, ran.stderr)
+    return ran.stdout
 
 
 def open_library(path: Path) -> ctypes.PyDLL:

@@ -34,7 +34,7 @@ class PackedLinear(Linear):
     _siblings: PackedSiblings
 
     def __call__(self, x: mx.array) -> mx.array:
-        ours = operations()
+        ours = operations("linear")
         if ours is None or not x.size or not are_float32(x) or "weight" in self:
             y: mx.array = x @ self.weight.T
             return y + self.bias if "bias" in self else y
@@ -105,7 +105,7 @@ class PackedEmbedding(Embedding):
         return vectors.astype(mx.float32)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        ours = operations()
+        ours = operations("linear")
         if ours is None or not x.size or not are_float32(x):
             return x @ self.weight.T
         (logits,) = ours.linear(x, self._layers)
@@ -130,7 +130,7 @@ class PackedEmbedding(Embedding):
 def pack_head(model: Module) -> None:
     """Before anything else stands in its place. A model without one of its own reads its
     embedding."""
-    ours = operations()
+    ours = operations("linear")
     if ours is None:
         return
     parts = {name.split(".")[-1]: part for name, part in model.named_modules()}
@@ -145,7 +145,7 @@ def pack_head(model: Module) -> None:
 
 def pack_linear_layers(model: Module, siblings: Iterable[Sequence[Module]] = ()) -> None:
     """`siblings`: groups of layers that read the same input, each in one group at most."""
-    ours = operations()
+    ours = operations("linear")
     if ours is None:
         return
     groups = [*siblings]

@@ -29,7 +29,8 @@ class Listing {
   std::vector<std::vector<int>> rows;             // by cohort: of each line, or -1
   std::vector<std::vector<ListedCohort>> layers;  // by KV leaf, by cohort
 
-  // The array is held; what does not lie as it should is copied, once it was computed.
+  // The array is held; what does not lie as it should is copied, once it was computed. The copy may run
+  // after this listing is gone: it holds what it reads and what it writes.
   Side add(const mx::array& x, bool dense, mx::Stream stream) {
     const long dim = x.shape(-1);
     const bool lies = (dim < 2 || x.strides(-1) == 1) && (!dense || x.shape(2) < 2 || x.strides(2) == dim);
@@ -37,20 +38,21 @@ class Listing {
       held_.push_back(x.data_shared_ptr());
       return {x.data<float>(), x.strides(0), x.strides(1), x.strides(2)};
     }
-    copies_.push_back(std::make_unique<std::vector<float>>(x.size()));
+    copies_.push_back(std::make_shared<std::vector<float>>(x.size()));
     float* to = copies_.back()->data();
-    mx::cpu::get_command_encoder(stream).dispatch([from = View(x), to] {
+    auto copy = [from = View(x), held = x.data_shared_ptr(), kept = copies_.back()] {
       std::vector<float> room;
       const float* all = from.all(room);
-      std::copy(all, all + from.size(), to);
-    });
-    held_.push_back(x.data_shared_ptr());
+      std::copy(all, all + from.size(), kept->data());
+    };
+    mx::cpu::get_command_encoder(stream).dispatch(
+        [copy = std::move(copy)] { Failures::catch_all("ListOfRows", copy); });
     return {to, x.shape(1) * x.shape(2) * dim, x.shape(2) * dim, dim};
   }
 
  private:
   std::vector<Memory> held_;
-  std::vector<std::unique_ptr<std::vector<float>>> copies_;
+  std::vector<std::shared_ptr<std::vector<float>>> copies_;
 };
 
 // What there is to list, but for the arrays: see `Operations.listing`.

@@ -4,10 +4,13 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <pthread.h>
+#include <system_error>
 #include <thread>
+#include <utility>
 
 // A task is cut into blocks that whoever is awake takes. A thread that the system does not let run is not
 // waited for.
@@ -18,16 +21,26 @@ class Pool {
   // Never freed: threads may be in it when the process ends.
   static Pool& shared() { return *slot(); }
 
-  // Once per process; the caller is one of the threads. A child that is forked has none of the others.
+  // Once per process; the caller is one of the threads. Where the system allows fewer, these do. A child
+  // that is forked has none of the others.
   static void start(int threads) {
-    for (int i = 1; i < threads; i++) std::thread([pool = slot()] { pool->work(); }).detach();
-    slot()->threads_ = threads;
+    for (; slot()->threads_ < threads; slot()->threads_++) {
+      try {
+        std::thread([pool = slot()] { pool->work(); }).detach();
+      } catch (const std::system_error&) {
+        break;
+      }
+    }
     pthread_atfork(nullptr, nullptr, [] { slot() = new Pool; });
   }
 
-  // `body` of all of [0, count), in blocks; by the caller alone where others are at work already.
+  // `body` of all of [0, count), in blocks; by the caller alone where others are at work already. If it
+  // throws, in whichever thread, no more blocks are started, and the first exception is thrown here.
   void run(long count, long block, const Body& body) {
-    if (threads_ < 2 || count <= block || !free_.try_lock()) return body(0, count);
+    if (threads_ < 2 || count <= block) return body(0, count);
+    const std::unique_lock<std::mutex> own(free_, std::try_to_lock);
+    if (!own) return body(0, count);
+    failed_ = false;
     body_ = &body;
     count_ = count;
     block_ = block;
@@ -40,7 +53,7 @@ class Pool {
     take_blocks();
     open_ = 0;                                  // from now on nobody comes in ...
     while (inside_) std::this_thread::yield();  // ... and those who are finish their block
-    free_.unlock();
+    if (failed_) std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
  private:
@@ -51,7 +64,12 @@ class Pool {
 
   void take_blocks() {
     for (long from; (from = next_.fetch_add(block_)) < count_;) {
-      (*body_)(from, std::min(from + block_, count_));
+      try {
+        (*body_)(from, std::min(from + block_, count_));
+      } catch (...) {
+        if (!failed_.exchange(true)) failure_ = std::current_exception();
+        next_ = count_;
+      }
     }
   }
 
@@ -94,6 +112,8 @@ class Pool {
   std::atomic<unsigned long> open_{0};  // the round that may be worked on
   std::atomic<int> inside_{0}, asleep_{0};
   std::atomic<long> next_{0};
+  std::atomic<bool> failed_{false};
+  std::exception_ptr failure_;  // of the thread that failed first; read once no thread is inside
   const Body* body_ = nullptr;
   long count_ = 0, block_ = 0;
 };

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <vector>
 
 // Floats on a line of the cache, until the end of the scope. The first room that a task takes is the first
@@ -13,8 +14,9 @@ class Scratch {
   explicit Scratch(long count) {
     Rooms& rooms = own_rooms();
     if (rooms.taken == rooms.all.size()) rooms.all.emplace_back();
-    Room& room = rooms.all[rooms.taken++];
+    Room& room = rooms.all[rooms.taken];
     if (!room.data || room.size < count) room = Room(count);
+    rooms.taken++;  // not before there is room: then nothing gives it back
     data_ = room.data.get();
   }
 
@@ -38,6 +40,7 @@ class Scratch {
     explicit Room(long count) : size(count) {
       const size_t bytes = (count * sizeof(float) + 63) / 64 * 64;
       data.reset(static_cast<float*>(std::aligned_alloc(64, std::max<size_t>(bytes, 64))));
+      if (!data) throw std::bad_alloc();
     }
 
     std::unique_ptr<float, void (*)(void*)> data{nullptr, std::free};
