@@ -5,23 +5,21 @@ Costs are counted in lines of Python that run, which is the same on every machin
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import FrameType
 
 import numpy as np
 import pytest
-from naive_cache import A, S, W
+from naive_cache import A, H, S, W
 
-from pippin.cache import prefix_cache
+from counted_lines import num_lines
+from pippin.backends.fake import FakeBackend
 from pippin.cache.canary import MAX_COUNTED, NUM_SWEPT, Canary
+from pippin.cache.disk.entries import Key
 from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.tiers.lower_tree import LowerTree
 from pippin.types import Component, Payload
 
-CACHE = str(Path(prefix_cache.__file__).parent)
 LAYOUTS = {"attention": [A], "state": [A, S], "window": [A, W], "all": [A, W, S]}
 over_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 BLOCK = 4  # tokens of a node
@@ -45,26 +43,6 @@ class Sized:
 
     def fingerprint(self) -> int:
         return 0
-
-
-def num_lines(operation: Callable[[], object]) -> int:
-    """How many lines of the cache run in `operation`."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> object:
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(CACHE):
-            return None  # a garbage collector's callback, or a test's
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        operation()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def conversation(number: int, num_blocks: int = 6) -> np.ndarray:
@@ -173,3 +151,111 @@ def test_a_logging_canary_does_not_count_a_large_tree_when_idle(
     for _ in range(cache._tree.num_nodes // NUM_SWEPT + 1):  # still, every node's turn comes
         cache.check_when_idle()
     assert "holds another sequence" in caplog.text
+
+
+# ---- what a tier below memory evicts --------------------------------------------------------
+
+ORDERS: dict[str, tuple[Component, ...]] = {
+    "attention first": (A, W, S, H),
+    "hidden first": (H, S, W, A),
+    "states first": (S, H, W, A),
+    "states alone": (S,),
+    "hidden alone": (H,),
+    "windows alone": (W,),
+}
+
+
+def make_tier(layout: str, num_leaves: int) -> tuple[LowerTree, list[list[Key]]]:
+    """Conversations in two entries of each component, which begin alike; with their keys."""
+    components = (*LAYOUTS[layout], H)
+    window = WINDOW if W in components else 0
+    backend = FakeBackend(components=components, window=window or 16)
+    tree = LowerTree(b"m", components, window, backend.payload_arrays, Canary("off"))
+    found: list[list[Key]] = []
+    for number in range(num_leaves):
+        tokens, keys = conversation(number), []
+        for start, end in ((0, BLOCK), (BLOCK, 4 * BLOCK), (4 * BLOCK, 6 * BLOCK)):
+            for component in components:
+                divides = component in (A, W)
+                entry = tree.entry(tokens[:end], component, start if divides else end)
+                tree.add(tokens[:end], entry)
+                if start:  # the first part is every conversation's
+                    keys.append(entry.key)
+        found.append(keys)
+    tree.settle()  # as a step does: what was added lets more be removed
+    return tree, found
+
+
+def settle_all(tree: LowerTree) -> int:
+    """Removes all that was lost; the lines of the dearest of the calls that it takes."""
+    worst = 0
+    while tree._lost:
+        worst = max(worst, num_lines(tree.settle))
+    return worst
+
+
+@over_layouts
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_a_store_evicts_costs_the_same_in_a_tree_of_any_size(layout: str, order: str) -> None:
+    lines = []
+    for num_leaves in SIZES:
+        tree, keys = make_tier(layout, num_leaves)
+        lost = [key for own in keys[:5] for key in own if key.component in ORDERS[order]]
+        lost.sort(key=lambda key: ORDERS[order].index(key.component))
+        spent = num_lines(partial(tree.lose, lost))
+        while tree._lost:
+            spent += num_lines(tree.settle)
+        assert not set(lost) & set(tree._owned)
+        tree.check_integrity()
+        lines.append(spent)
+    assert lines[1] < 1.5 * lines[0] + 10, "more than deeper heaps explain"
+
+
+@over_layouts
+def test_an_entry_that_was_split_is_removed_as_fast(layout: str) -> None:
+    lines = []
+    for num_leaves in SIZES:
+        tree, keys = make_tier(layout, num_leaves)
+        longer = np.concatenate([conversation(0, 3), [5] * BLOCK]).astype(np.int32)
+        tree.add(longer, tree.entry(longer, A, 3 * BLOCK))  # splits the entry of [4, 16)
+        middle, last = (key for key in keys[0] if key.component is A)
+        tree.lose([last])
+        settle_all(tree)
+        tree.lose([middle])
+        lines.append(num_lines(tree.settle))
+        assert middle not in tree._owned
+        tree.check_integrity()
+    assert lines[1] < 1.5 * lines[0] + 10
+
+
+@over_layouts
+def test_a_step_removes_a_bounded_number_of_nodes_however_much_was_evicted(layout: str) -> None:
+    """A whole segment, and the entry that all others hang below."""
+    worst = []
+    for num_leaves in SIZES:
+        tree, keys = make_tier(layout, num_leaves)
+        tree.lose(key for own in keys for key in own)
+        worst.append(settle_all(tree))
+        assert tree.cache.num_nodes == 1
+    for num_leaves in SIZES:
+        tree, keys = make_tier(layout, num_leaves)
+        tree.lose([tree.entry(conversation(0)[:BLOCK], A, 0).key])
+        worst.append(settle_all(tree))
+        assert tree.cache.num_nodes == 0
+    assert max(worst) < 10_000
+    assert worst[1] < 1.5 * worst[0]
+    assert worst[3] < 1.5 * worst[2]
+
+
+def test_steps_that_add_much_remove_as_much_of_what_was_evicted() -> None:
+    """Else a store that writes a lot would leave more and more behind in the tree."""
+    tree, keys = make_tier("state", 100)
+    tree.lose(key for own in keys[:90] for key in own)
+    for number in range(1_000, 1_010):
+        before = len(tree._lost)
+        for component in (A, S, H):
+            start = BLOCK if component is A else 6 * BLOCK
+            tokens = conversation(number)
+            tree.add(tokens, tree.entry(tokens, component, start))
+        tree.settle()
+        assert len(tree._lost) <= before - 3

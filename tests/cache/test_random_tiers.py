@@ -17,6 +17,7 @@ from pippin.cache.canary import Canary
 from pippin.cache.disk.entries import ArraySpec, Bytes, Key
 from pippin.cache.disk.memory import MemoryStore
 from pippin.cache.host.host_store import HostStore
+from pippin.cache.tiers import lower_tree
 from pippin.cache.tiers.courier import Courier, plain_memory
 from pippin.cache.tiers.kinds import DISK, HOST, TierKind
 from pippin.cache.tiers.pieces import Piece as DiskPiece
@@ -91,7 +92,7 @@ class LowerTier:
             plain = (token for above in nodes for token in above.token_ids.tolist())
             path = tuple(with_salt(plain, numbers[root]))
             for component, payload in zip((A, W, S, H), node.payloads, strict=True):
-                if payload is None:
+                if payload is None or payload.owner.key in self.tiers.below._lost:
                     continue
                 first = node.start if component in (A, W) else node.end - 1
                 found[component] |= {path[: i + 1] for i in range(first, node.end)}
@@ -133,14 +134,15 @@ class LowerTier:
         found = self.tiers.find(*salted(tokens))
         before = self.checked.cache.probe_prompt(*salted(tokens))
         expected = self.expected(tokens)
+        waits = bool(self.tiers.below._lost)  # to be removed: then less may be offered
         if found is None:
-            assert expected < before + KEPT
+            assert waits or expected < before + KEPT
             return
-        assert found.match.length == expected
+        assert found.match.length == expected or (waits and found.match.length < expected)
         assert found.memory_length == before
         for piece in found.pieces:
             self.read(tokens, piece)
-        assert self.checked.cache.probe_prompt(*salted(tokens)) == expected
+        assert self.checked.cache.probe_prompt(*salted(tokens)) == found.match.length
 
     def read(self, tokens: list[int], piece: DiskPiece) -> None:
         specs = format(piece.component, piece.num_tokens)
@@ -181,7 +183,8 @@ class LowerTier:
     def check(self) -> None:
         self.tiers.check_integrity()
         kept: set[Key] = {entry.key for entry in self.store.entries()}
-        assert set(self.tiers.below._owned) <= kept, "the tree names what the store does not have"
+        named = set(self.tiers.below._owned) - set(self.tiers.below._lost)
+        assert named <= kept, "the tree names what the store does not have"
 
 
 @dataclass
@@ -236,9 +239,11 @@ class Tiered:
 )
 @pytest.mark.parametrize("host_bytes", [0, 40_000], ids=["two", "three"])
 def test_tiers_agree_with_sets_of_prefixes(
-    components: tuple[Component, ...], host_bytes: int
+    components: tuple[Component, ...], host_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the first seed what a store evicted leaves the tree at once, with the other slowly."""
     for seed in range(2):
+        monkeypatch.setattr(lower_tree, "MAX_REMOVALS", (1 << 20, 1)[seed])
         rng = random.Random(seed)
         tiered = Tiered(components, rng, host_bytes)
         known: list[list[int]] = []
@@ -267,6 +272,10 @@ def test_tiers_agree_with_sets_of_prefixes(
             tiered.check()
             tiered.load(rng.choice(known))
             tiered.check()
+        for tier in tiered.tiers:
+            while tier.tiers.below._lost:
+                tier.tell_store()
+        tiered.check()
 
 
 def test_parts_of_an_entry_are_read_into_one_buffer() -> None:
@@ -318,3 +327,50 @@ def test_what_is_lost_while_somebody_reads_it_is_offered_to_nobody_else() -> Non
     disk.tell_store()
     assert not disk.store.entries()
     two.check()
+
+
+def test_what_was_evicted_before_the_tree_knew_of_it_is_not_named() -> None:
+    """A batch that evicts its own first entries; the store's report comes before its end."""
+    two = Tiered((A, S), random.Random(0), disk=MemoryStore(b"m", 1_605))
+    tokens = list(range(100))
+    two.checked.insert(tokens, 0, {100})
+    (disk,) = two.tiers
+    runs = disk.tiers.missing(np.array(tokens))
+    entries = disk.tiers.entries(np.array(tokens), runs)
+    kept = [
+        disk.store.write(entry, [np.zeros(s.nbytes, "u1") for s in entry.arrays])
+        for entry in entries
+    ]
+    assert all(kept)
+    assert [entry.key in disk.store for entry in entries] == [False, True]
+    disk.tell_store()
+    disk.tiers.wrote(np.array(tokens), entries, kept)
+    disk.tell_store()
+    disk.check()
+    assert disk.tiers.below.num_entries == 0, "a state that nothing connects to"
+
+
+def test_a_prefix_whose_end_was_evicted_is_offered_as_far_as_the_store_has_it() -> None:
+    """Before the tree knows of it, and however much there is to remove."""
+    for component, expected in ((A, 130), (S, 130), (W, 130), (H, 299)):
+        two = Tiered((A, W, S, H), random.Random(0))
+        tokens = [t % 7 for t in range(300)]
+        for end, start in ((130, 0), (299, 130), (300, 299)):
+            two.checked.insert(tokens[:end], start, {end}, hidden=end == 300)
+            two.spill(tokens[:end])
+        two.checked.flush()
+        (disk,) = two.tiers
+        assert disk.tiers.find(np.array(tokens)).match.length == 300
+        last = 300 if component is H else 299
+        lost = [
+            e.key for e in disk.store.entries() if e.key.component is component and e.end >= last
+        ]
+        assert lost
+        disk.store.forget(lost)
+        found = disk.tiers.find(np.array(tokens))
+        assert found is not None
+        assert found.match.length == expected
+        assert not set(lost) & {key for piece in found.pieces for key in piece.keys}
+        disk.tell_store()
+        assert not set(lost) & set(disk.tiers.below._owned)
+        disk.check()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from builders import ALL, Client, Reply, check_idle, make_loop, make_prompt, oracle
+from counted_lines import num_lines
+from evicted_segments import EvictedSegments
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
+from pippin.cache.disk.base import Destination
+from pippin.cache.disk.entries import Key, Loaded
 from pippin.cache.disk.memory import MemoryStore
 from pippin.scheduler.traffic.tier_traffic import TierTraffic
 from pippin.types import Component
@@ -151,19 +157,32 @@ def test_a_disk_is_taken_for_fast_until_it_was_seen_to_be_slow() -> None:
     assert tiers.rates.seconds(nbytes) > 0.5
 
 
+class DamagedStore(MemoryStore):
+    """Notices when it reads them that some entries are damaged, and drops them."""
+
+    damaged: frozenset[Key] = frozenset()
+
+    def read(
+        self, keys: Sequence[Key], into: Sequence[Destination] | None = None
+    ) -> list[Loaded | None]:
+        self.forget(self.damaged.intersection(keys))
+        return super().read(keys, into)
+
+
 @pytest.mark.parametrize("component", [A, W, S])
 def test_what_cannot_be_read_is_computed_counted_once_and_not_offered_again(
     component: Component,
 ) -> None:
-    store = make_store()
+    store = DamagedStore(FINGERPRINT, 1 << 30)
     prompt, first = known(store)
     client = start(store)
-    gone = [entry.key for entry in store.entries() if entry.key.component is component]
-    store.forget(gone)
+    keys = [entry.key for entry in store.entries() if entry.key.component is component]
+    store.damaged = frozenset(keys)
     for _ in range(2):
         reply = client.ask(prompt)
         assert reply.tokens == first.tokens
         client.loop.scheduler.cache.flush()
+        store.damaged = frozenset()
     client.loop.close()
     after = disk_of(client)
     assert after["unreadable_entries"] == 1
@@ -289,3 +308,18 @@ def test_a_load_that_would_take_longer_than_computing_is_not_begun() -> None:
     reply = client.ask(prompt)
     assert (reply.tokens, reply.cached_tokens) == (first.tokens, 0)
     assert disk_of(client)["declined_loads"] == 1
+
+
+@pytest.mark.slow
+def test_a_segment_that_is_evicted_costs_each_step_a_little() -> None:
+    """In lines of Python, in a tier of a few nodes and in one of many."""
+    worst = []
+    for num_nodes in (300, 2_000):
+        world, lines = EvictedSegments(num_nodes), [0]
+        num_steps = world.run(4, lambda work: lines.append(num_lines(work)))  # noqa: B023
+        assert num_steps > num_nodes // 64, "it was not spread over steps"
+        world.flow.tiers.below.check_integrity()
+        worst.append(max(lines))
+    small, large = worst
+    assert large < 1.5 * small, "more than deeper heaps explain"
+    assert large < 8_000

@@ -221,9 +221,13 @@ class PrefixCache:
         """Free at least `nbytes`, or all `evictable_bytes` if that is less; returns the bytes."""
         return self._store.evict(nbytes)
 
-    def discard(self, node: Node, component: Component) -> bool:
-        """Drop a component of a node, and of attention all that hangs below; False if locked."""
-        return self._store.discard(node, component)
+    def discard(self, node: Node, component: Component, limit: int | None = None) -> int:
+        """Drop a component of a node, and of attention all that hangs below; 0 if it is locked.
+
+        Returns the number of nodes that changed. With a `limit` no more than so many are removed,
+        leaves first: then the component may still be there.
+        """
+        return self._store.discard(node, component, limit)
 
     def condemn(
         self, tokens: npt.ArrayLike, component: Component, start: int, salt: bytes = b""

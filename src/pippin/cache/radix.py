@@ -126,6 +126,18 @@ class Node:
             yield node
             stack.extend(node.children.values())
 
+    def leaves_first(self) -> Iterator[Node]:
+        """This node and those below it, children before parents."""
+        path = [(self, iter(self.children.values()))]
+        while path:
+            node, children = path[-1]
+            child = next(children, None)
+            if child is None:
+                path.pop()
+                yield node
+            else:
+                path.append((child, iter(child.children.values())))
+
 
 class RadixTree:
     """Structure only: find, fork, grow and prune."""

@@ -6,6 +6,7 @@ Knows how to grow, attach, drop and prune; does not know requests, matches or wh
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from pippin.cache.canary import Canary
 from pippin.cache.components import COMPONENTS, HIDDEN, INDEX, STATE, WINDOW, Rules
@@ -211,23 +212,28 @@ class Store:
             self._release(leaf, index)
         self.settle(self._cut_off(leaf))
 
-    def remove_below(self, node: Node) -> None:
-        """Take a node off the tree with all that hangs below it; no lock may hold any of it."""
+    def remove_below(self, node: Node, limit: int | None = None) -> int:
+        """Take a node off the tree with all that hangs below it; no lock may hold any of it.
+
+        Of these, `limit` at the most, leaves first; returns how many.
+        """
         assert not node.holds, f"a node at {node.end} is locked"
-        for below in reversed(list(node.with_descendants())):
+        leaves_first = list(islice(node.leaves_first(), limit))
+        for below in leaves_first:
             if below.attached:  # or else pruned with its last child
                 self.remove(below)
+        return len(leaves_first)
 
-    def discard(self, node: Node, component: Component) -> bool:
-        """Drop a component of a node, and of attention all that hangs below; False if locked."""
+    def discard(self, node: Node, component: Component, limit: int | None = None) -> int:
+        """Drop a component of a node, and of attention all that hangs below, up to `limit` nodes;
+        returns how many nodes changed: none if it is locked."""
         index = INDEX[component]
         if self.pins.holds(node, index):
-            return False
+            return 0
         if component is Component.ATTENTION:
-            self.remove_below(node)
-        else:
-            self.drop(node, index)
-        return True
+            return self.remove_below(node, limit)
+        self.drop(node, index)
+        return 1
 
     def drop(self, node: Node, index: int) -> None:
         """Leave a tombstone: the node stays, one component is gone."""

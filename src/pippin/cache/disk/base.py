@@ -84,8 +84,11 @@ class EntryStore(Protocol):
         """
         ...
 
-    def take_lost(self) -> list[Key]:
-        """Keys that went since the last call without `forget`: evicted, or damaged. Cheap."""
+    def take_lost(self, limit: int | None = None) -> list[Key]:
+        """Keys that were evicted or damaged, without `forget`, each once and in that order.
+
+        Cheap. With a `limit`, the others are for the next call.
+        """
         ...
 
     def clear(self) -> None:

@@ -164,8 +164,8 @@ class DiskStore:
     def forget(self, keys: Iterable[Key]) -> None:
         self._catalog.forget(keys)
 
-    def take_lost(self) -> list[Key]:
-        return self._catalog.take_lost()
+    def take_lost(self, limit: int | None = None) -> list[Key]:
+        return self._catalog.take_lost(limit)
 
     def clear(self) -> None:
         with self._writing:

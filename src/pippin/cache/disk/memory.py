@@ -74,9 +74,10 @@ class MemoryStore:
                 if key in self._kept:
                     self._drop(key)
 
-    def take_lost(self) -> list[Key]:
+    def take_lost(self, limit: int | None = None) -> list[Key]:
         with self._lock:
-            lost, self._lost = self._lost, []
+            lost = self._lost[:limit]
+            del self._lost[:limit]
             return lost
 
     def clear(self) -> None:

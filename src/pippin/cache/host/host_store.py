@@ -104,10 +104,7 @@ class HostStore:
                 if area is None:
                     return None
                 while not area.has_gaps(nbytes):
-                    for key in area.unused_longest():
-                        self._drop(key)
-                        self._lost.append(key)
-                        self._count(evicted=1)
+                    self._evict(area, area.unused_longest())
                 area.moving = True
                 moves = area.moves()
             for kept, at in moves:
@@ -116,6 +113,15 @@ class HostStore:
                 area.settle(moves)
                 area.moving = False
                 self._lock.notify_all()
+
+    def _evict(self, area: Area, keys: Sequence[Key]) -> None:
+        """Counted at once: the engine's thread may wait for the lock."""
+        dropped = [area.kept.pop(key) for key in keys]
+        for key in keys:
+            del self._places[key]
+        self._lost += keys
+        nbytes = sum(kept.entry.nbytes for kept in dropped)
+        self._count(evicted=len(keys), entries=-len(keys), bytes=-nbytes)
 
     def _area_to_tidy(self, nbytes: int) -> Area | None:
         free = [area for area in self._areas if not area.num_readers and area.size >= nbytes]
@@ -206,9 +212,10 @@ class HostStore:
                 if key in self._places:
                     self._drop(key)
 
-    def take_lost(self) -> list[Key]:
+    def take_lost(self, limit: int | None = None) -> list[Key]:
         with self._lock:
-            lost, self._lost = self._lost, []
+            lost = self._lost[:limit]
+            del self._lost[:limit]
             return lost
 
     def clear(self) -> None:

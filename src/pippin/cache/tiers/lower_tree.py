@@ -1,12 +1,14 @@
 """The tree of what a tier below memory has: the rules of the one in memory, over parts of entries.
 
-It has no ceiling of its own. The store keeps within its bytes and says what it gave up; that, and
-what hangs below it, leaves the tree, as soon as nobody reads it.
+It has no ceiling of its own. The store keeps within its bytes and reports what it evicted. That and
+what hangs below it leaves the tree as soon as no lock holds it, a bounded number of nodes in each
+step (`settle`). Until then `Tiers.find` knows that it is lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from pippin.cache.tiers.parts import EntryPart, Owned, num_parts
 from pippin.types import Component, Payload
 
 NO_CEILING = 1 << 62
+MAX_REMOVALS = 8  # nodes and parts in one `settle`: about half a millisecond on a slow core
 # A path first, then where it can end, then what is kept only at such an end.
 ORDER = {
     component: place
@@ -50,9 +53,13 @@ class LowerTree:
         self._components = tuple(components)
         self._format = format
         self._owned: dict[Key, Owned] = {}
-        self._lost: list[Owned] = []  # these leave the tree once no lock holds them
+        self._lost: dict[Key, Owned] = {}  # these leave the tree once no lock holds them
+        self._num_added = (
+            0  # since the last `settle`: so many more leave, and what is lost is little
+        )
         self._unused: list[Key] = []  # nothing of these is in the tree any more
         self.num_unreadable = 0  # entries that did not read back as they were written
+        self.cache.observe(_Places())
 
     @property
     def num_entries(self) -> int:
@@ -70,6 +77,7 @@ class LowerTree:
                 self.add(ids, entry, b"" if placed.root == plain else placed.root)
             else:
                 self._unused.append(entry.key)  # of a backend that lays things out differently
+        self._num_added = 0
 
     def _is_readable(self, entry: Entry) -> bool:
         component = entry.key.component
@@ -102,11 +110,10 @@ class LowerTree:
         """An entry has been written; it is not wanted where it does not connect."""
         if entry.key in self._owned:
             return
+        self._num_added += 1
         owner = Owned(entry, self._forget)
         self._owned[entry.key] = owner
-        found = self._insert(ids, entry, owner.part(), root)
-        if found.inserted and found.length == len(ids):
-            owner.node = found.node
+        self._insert(ids, entry, owner.part(), root)
 
     def _insert(self, ids: TokenArray, entry: Entry, part: EntryPart, root: bytes) -> InsertResult:
         end = len(ids)
@@ -124,22 +131,25 @@ class LowerTree:
             owner = self._owned.get(key)
             if owner is None:
                 continue
-            if owner not in self._lost:
-                self._lost.append(owner)
+            self._lost[key] = owner
             if unreadable and not owner.unreadable:  # a store may have told of it before
                 owner.unreadable = True
                 self.num_unreadable += 1
 
     def settle(self) -> list[Key]:
-        """Take what was lost out of the tree; returns keys that the store may forget."""
-        self._lost = [owner for owner in self._lost if not self._removed(owner)]
+        """Take some of what was lost out of the tree; returns keys that the store may forget."""
+        left, self._num_added = MAX_REMOVALS + self._num_added, 0
+        for owner in list(islice(self._lost.values(), left)):
+            if left <= 0:
+                break
+            left -= self._remove(owner, left)
+            if owner.parts and left > 0:  # locked: others have their turn first
+                self._lost[owner.key] = self._lost.pop(owner.key)
         unused, self._unused = self._unused, []
         return unused
 
-    def is_sound(self, keys: Iterable[Key]) -> bool:
-        """Whether none of these is known to be lost."""
-        lost = {owner.key for owner in self._lost}
-        return not lost.intersection(keys)
+    def is_lost(self, key: Key) -> bool:
+        return key in self._lost
 
     def check_integrity(self) -> None:
         self.cache.check_integrity()
@@ -150,29 +160,49 @@ class LowerTree:
                     assert isinstance(payload, EntryPart)
                     key = payload.owner.key
                     live[key] = live.get(key, 0) + payload.num_tokens
-        owned = {key: owner.num_live for key, owner in self._owned.items()}
+                    assert payload.node is node, "a part does not know its node"
+        owned = {
+            key: sum(part.num_tokens for part in owner.parts) for key, owner in self._owned.items()
+        }
         assert live == owned, "entries of a tier and parts in its tree do not add up"
+        assert self._lost.keys() <= owned.keys(), "what was lost and is not in the tree is kept"
 
-    def _removed(self, owner: Owned) -> bool:
-        """Whether nothing of the entry is left in the tree."""
-        for node in self._nodes_of(owner):
-            if node.attached and _holds_part(node.payloads, owner):
-                self.cache.discard(node, owner.key.component)
-        return not owner.num_live
-
-    def _nodes_of(self, owner: Owned) -> list[Node]:
-        """Nodes that may hold parts of an entry, parents before children."""
-        node = owner.node
-        if node is None or not node.attached:  # its end went with something else: rare
-            return list(self.cache.nodes())
-        if not owner.key.num_tokens:
-            return [node]
-        return list(node.back_to(owner.entry.start))[::-1]
+    def _remove(self, owner: Owned, limit: int) -> int:
+        """Up to `limit` parts of an entry, or nodes below them; returns how many were looked at."""
+        removed = 0
+        for part in list(islice(owner.parts, limit)):
+            node = part.node
+            assert node is not None
+            if part in owner.parts:  # or else it was below another one
+                removed += max(1, self.cache.discard(node, owner.key.component, limit - removed))
+            if removed >= limit:
+                break
+        return removed
 
     def _forget(self, owner: Owned) -> None:
         del self._owned[owner.key]
+        self._lost.pop(owner.key, None)
         self._unused.append(owner.key)
 
 
-def _holds_part(payloads: Sequence[Payload | None], owner: Owned) -> bool:
-    return any(isinstance(p, EntryPart) and p.owner is owner for p in payloads)
+class _Places:
+    """Tells parts which node has them: an observer of the tree."""
+
+    def changed(self, node: Node) -> None:
+        for payload in node.payloads:
+            if payload is not None:
+                assert isinstance(payload, EntryPart)
+                payload.node = node
+
+    def split(self, upper: Node, lower: Node) -> None:
+        self.changed(upper)
+        self.changed(lower)
+
+    def added(self, node: Node) -> None:
+        """It has no part yet."""
+
+    def removed(self, leaf: Node, parent: Node) -> None:
+        """Its parts were released before."""
+
+    def used(self, node: Node) -> None:
+        """Where parts are does not depend on it."""

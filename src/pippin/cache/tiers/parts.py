@@ -6,7 +6,7 @@ Splitting a part is arithmetic. An entry is read whole, and is wanted until its 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pippin.cache.disk.entries import Entry, Key
@@ -37,12 +37,11 @@ def num_parts(entry: Entry) -> int:
 
 @dataclass(eq=False)
 class Owned:
-    """An entry that the tree names: by how many of its tokens, and where it ends."""
+    """An entry that the tree names, and the parts by which it does: each knows its node."""
 
     entry: Entry
     on_unused: Callable[[Owned], None]
-    num_live: int = 0
-    node: Node | None = None
+    parts: dict[EntryPart, None] = field(default_factory=dict)  # a set, in a fixed order
     unreadable: bool = False  # it did not read back as it was written
 
     @property
@@ -51,20 +50,21 @@ class Owned:
 
     def part(self) -> EntryPart:
         """All of it, once."""
-        assert not self.num_live
-        self.num_live = num_parts(self.entry)
-        return EntryPart(self, 0, self.num_live)
+        assert not self.parts
+        return EntryPart(self, 0, num_parts(self.entry))
 
 
 class EntryPart:
     """A payload of the disk's tree."""
 
-    __slots__ = ("owner", "start", "stop")
+    __slots__ = ("node", "owner", "start", "stop")
 
     def __init__(self, owner: Owned, start: int, stop: int) -> None:
         self.owner = owner
         self.start = start
         self.stop = stop
+        self.node: Node | None = None  # that has it; None: an insert has yet to place it
+        owner.parts[self] = None
 
     @property
     def num_tokens(self) -> int:
@@ -82,13 +82,14 @@ class EntryPart:
 
     def split(self, at: int) -> tuple[Payload, Payload]:
         cut = self.start + at
+        del self.owner.parts[self]
         return EntryPart(self.owner, self.start, cut), EntryPart(self.owner, cut, self.stop)
 
     def release(self) -> None:
         owner = self.owner
-        owner.num_live -= self.num_tokens
-        assert owner.num_live >= 0, "a part was released twice"
-        if not owner.num_live:
+        assert self in owner.parts, "a part was released twice"
+        del owner.parts[self]
+        if not owner.parts:
             owner.on_unused(owner)
 
     def fingerprint(self) -> int:

@@ -26,6 +26,7 @@ from pippin.cache.tiers.pieces import Piece, num_bytes, pieces
 from pippin.types import GRID, Component, ModelSpec
 
 MIN_LOADED_TOKENS = GRID  # fewer are not worth a wait
+MAX_LOOKS = 8  # at shorter and shorter matches, while the store has evicted parts of each
 
 
 @dataclass
@@ -82,6 +83,7 @@ class Tiers:
         self.kind = kind
         self.level = level
         self.memory = memory
+        self._store = store
         self.below = LowerTree(store.fingerprint, spec.components, spec.window, format, canary)
         self.format = format
         self.batch_bytes = batch_bytes
@@ -110,12 +112,17 @@ class Tiers:
         kept: Sequence[bool],
         salt: bytes = b"",
     ) -> None:
-        """These can be found from now on, if they were kept."""
+        """These can be found from now on, if they were kept.
+
+        What the store has evicted since, to make room for what was written after it, it may have
+        reported before the tree knew of it, and would not report again.
+        """
         ids, root = as_tokens(tokens), self.below.root(salt)
         for entry, was_kept in zip(entries, kept, strict=True):
             if was_kept:
-                self.below.add(ids[: entry.end], entry, root)
-                self.note_copy(ids[: entry.end], entry.key.component, entry.start, salt)
+                if entry.key in self._store:
+                    self.below.add(ids[: entry.end], entry, root)
+                    self.note_copy(ids[: entry.end], entry.key.component, entry.start, salt)
                 self.stats.spilled_entries += 1
                 self.stats.spilled_bytes += entry.nbytes
             else:
@@ -148,14 +155,29 @@ class Tiers:
         if below.probe_prompt(ids, root) < length + MIN_LOADED_TOKENS:
             return None
         match = below.match_prompt(ids, root)
-        if self._on_grid and match.length % GRID:
-            match = below.match(ids, root, limit=match.length - match.length % GRID)
-        if match.length < length + MIN_LOADED_TOKENS:
-            return None
-        held = min(self.memory.num_held(ids[: match.length], salt), match.length)
-        found = Found(match, length, pieces(match, held, self.batch_bytes))
-        keys = [key for piece in found.pieces for key in piece.keys]
-        return found if self.below.is_sound(keys) else None
+        for _ in range(MAX_LOOKS):
+            if self._on_grid and match.length % GRID:
+                match = below.match(ids, root, limit=match.length - match.length % GRID)
+            if match.length < length + MIN_LOADED_TOKENS:
+                return None
+            held = min(self.memory.num_held(ids[: match.length], salt), match.length)
+            found = Found(match, length, pieces(match, held, self.batch_bytes))
+            limit = self._sound_limit(found)
+            if limit is None:
+                return found
+            match = below.match(ids, root, limit=limit)
+        return None
+
+    def _sound_limit(self, found: Found) -> int | None:
+        """How long a match may be so that it needs nothing that the store has not; None: as it is.
+
+        The tree may name that for some steps: `LowerTree.settle` removes a little at a time.
+        """
+        needed = [span.entry for piece in found.pieces for span in piece.spans]
+        lost = [e for e in needed if e.key not in self._store or self.below.is_lost(e.key)]
+        self.below.lose(entry.key for entry in lost)
+        last = found.match.length - 1
+        return min((e.start if e.key.num_tokens else last for e in lost), default=None)
 
     # ---- both ------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ from pippin.scheduler.traffic.loads import Loads
 from pippin.scheduler.traffic.spills import Spills
 from pippin.types import TierName
 
+MAX_LOST = 64  # keys that the tree learns of in one step
+
 Clock = Callable[[], float]
 
 
@@ -85,6 +87,7 @@ class TierTraffic:
 
     def plan(self, step: int) -> tuple[tuple[Spill, ...], tuple[Load, ...]]:
         now = self.clock()
+        self.spills.poll(now)
         self._tidy()
         load = self.loads.plan(step, now)
         spill = self.spills.plan(step, now)
@@ -139,8 +142,9 @@ class TierTraffic:
         return {self.tiers.kind.name: counted}
 
     def _tidy(self) -> None:
+        """Some of it: an evicted segment may hold very many entries, and every stream waits."""
         store = self.courier.store
-        self.tiers.below.lose(store.take_lost())
+        self.tiers.below.lose(store.take_lost(MAX_LOST))
         unused = self.tiers.below.settle()
         if unused:
             self.courier.tell(store.forget, unused)

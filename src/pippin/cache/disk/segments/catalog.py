@@ -97,9 +97,10 @@ class Catalog:
                 if note:
                     self._unnoted.append(slot)
 
-    def take_lost(self) -> list[Key]:
+    def take_lost(self, limit: int | None = None) -> list[Key]:
         with self._lock:
-            lost, self._lost = self._lost, []
+            lost = self._lost[:limit]
+            del self._lost[:limit]
             return lost
 
     def take_unnoted(self) -> dict[Segment, list[int]]:
