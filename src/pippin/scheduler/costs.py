@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import median
 
 import numpy as np
@@ -13,14 +14,20 @@ import numpy as np
 STEPS_OF_A_KIND = 8  # remembered of steps that are alike,
 MAX_KINDS = 16  # of the kinds seen last
 HALF_LIFE = 64  # steps after which one counts half,
-LEAST_WEIGHT = 0.02  # and at the least so much: what was seen once tells forward and tokens apart
+LEAST_WEIGHT = 0.05  # and at the least so much: what was seen once tells forward and tokens apart
 STEPS_BETWEEN_FITS = 4
 OUTLIER = 3.0  # a step that took this many times as long as steps like it met a pause,
 MAX_OUTLIERS = 8  # unless it goes on like that: then the device has changed its speed
 STIFFNESS = 0.02  # how much of a step's evidence it takes to leave what was believed before
+UNSURE = 0.02  # a prediction whose relative standard error is larger than this is a guess
+LEAST_ERROR = 0.01  # relative, of a step: clocks and devices are no better, whatever a few show
+LEAST_COST = 1e-3  # of what the cost would be if nothing else cost anything: none is quite zero
+NO_EVIDENCE = 1e-6  # in place of zero: costs that no step tells apart have a huge variance
 # A forward's own cost, before anything is known: what this many prompt tokens cost. The bundled
 # model on two cores takes 22 ms for 16 tokens, 27 for 32, 38 for 64 and 67 for 128.
 FORWARD_TOKENS = 32
+ROUNDING = 1e-6  # of a token: what `prefill_seconds` makes of n tokens are n tokens again
+EYE = np.eye(4)
 
 Kind = tuple[int, int, int, int]
 
@@ -55,10 +62,38 @@ class Timed:
         )
 
 
+# Of a step: decode steps, rows, forwards, tokens, the seconds of all of these, and how many steps
+# had been seen.
+_Seen = tuple[int, int, int, int, float, int]
+
+
 @dataclass(frozen=True)
-class _Seen:
-    step: Timed
-    number: int  # how many steps had been seen
+class Fit:
+    """What steps cost, and how well the steps seen determine it."""
+
+    decode: float
+    row: float
+    forward: float
+    token: float
+    evidence: np.ndarray  # float64 [4, 4]: of the costs in units of `scale`, by the steps alone
+    scale: np.ndarray  # float64 [4]
+    error: float  # of a step's seconds, relative
+
+    def seconds(self, rows: int, tokens: int) -> float:
+        decode = self.decode + self.row * rows if rows else 0.0
+        return decode + (self.forward + self.token * tokens if tokens else 0.0)
+
+    def is_sure(self, rows: int, tokens: int) -> bool:
+        features = np.array(_features(Timed.step(0.0, rows, tokens))) * self.scale
+        variance = float(features @ self.covariance @ features)
+        return variance <= (UNSURE * self.seconds(rows, tokens)) ** 2
+
+    @cached_property
+    def covariance(self) -> np.ndarray:
+        """Of the costs in units of `scale`. Evidence in these units is about the number of steps,
+        so what is inverted has a condition that leaves half of the digits."""
+        regular = self.evidence + NO_EVIDENCE * EYE
+        return np.asarray(self.error**2 * np.linalg.inv(regular))
 
 
 @dataclass
@@ -75,7 +110,7 @@ class CostModel:
     _num_seen: int = 0
     _num_unfitted: int = 0
     _num_outliers: int = 0  # in a row
-    _costs: np.ndarray | None = None  # float64 [4]: decode, row, forward, token
+    _fit: Fit | None = None
 
     @property
     def known(self) -> bool:
@@ -95,7 +130,7 @@ class CostModel:
         self._num_unfitted += 1
         if kind not in self._kinds:
             self._kinds[kind] = deque(maxlen=STEPS_OF_A_KIND)
-        self._kinds[kind].append(_Seen(step, self._num_seen))
+        self._kinds[kind].append((*_features(step), step.seconds, self._num_seen))
         self._kinds.move_to_end(kind)
         if len(self._kinds) > MAX_KINDS:
             self._kinds.popitem(last=False)
@@ -104,47 +139,51 @@ class CostModel:
         """Whether a step of about so many rows, and no prompts, is remembered."""
         return _kind(Timed.step(0.0, rows, 0)) in self._kinds
 
+    @property
+    def largest_chunk(self) -> int:
+        """Prompt tokens of the longest step that is remembered."""
+        kinds = [alike for (_, _, forwards, _), alike in self._kinds.items() if forwards]
+        return max((tokens // n for alike in kinds for _, _, n, tokens, _, _ in alike), default=0)
+
+    def predicts(self, rows: int, tokens: int) -> bool:
+        """Whether the steps seen determine what a step of `rows` and `tokens` would take.
+
+        Chunks of one size do not: their seconds may be the forward's or the tokens'.
+        """
+        return self._fitted().is_sure(rows, tokens)
+
     def decode_seconds(self, rows: int) -> float:
-        costs = self._fitted()
-        return float(costs[0] + costs[1] * rows)
+        return self._fitted().seconds(rows, 0)
 
     def prefill_seconds(self, tokens: int) -> float:
-        costs = self._fitted()
-        return float(costs[2] + costs[3] * tokens)
+        return self._fitted().seconds(0, tokens)
 
     @property
     def productive_tokens(self) -> int:
         """A forward of so many takes as long for its tokens as for being a forward."""
-        costs = self._fitted()
-        return math.ceil(float(costs[2] / costs[3]))
+        fit = self._fitted()
+        return math.ceil(fit.forward / fit.token)
 
     def prefill_tokens(self, seconds: float) -> int:
         """How many prompt tokens take `seconds`; 0 if the forward alone takes longer."""
-        costs = self._fitted()
-        return max(0, math.floor(float((seconds - costs[2]) / costs[3])))
+        fit = self._fitted()
+        return max(0, math.floor((seconds - fit.forward) / fit.token + ROUNDING))
 
-    def _fitted(self) -> np.ndarray:
-        """Fitted when somebody asks, and again after a few more steps; at first after each."""
+    def _fitted(self) -> Fit:
+        """Fitted when it is asked for, and again after a few more steps; at first after each."""
         enough = STEPS_BETWEEN_FITS if self._num_seen > 4 * STEPS_BETWEEN_FITS else 1
-        if self._costs is None or self._num_unfitted >= enough:
+        if self._fit is None or self._num_unfitted >= enough:
             self._num_unfitted = 0
-            self._costs = self._fit()
-        return self._costs
+            every = [seen for alike in self._kinds.values() for seen in alike]
+            believed = _guess(every[0]) if self._fit is None else self._fit
+            self._fit = _least_squares(every, self._num_seen, believed)
+        return self._fit
 
     def _met_a_pause(self, step: Timed, kind: Kind) -> bool:
         alike = self._kinds.get(kind, ())
         if len(alike) < 3:
             return False
-        return step.seconds > OUTLIER * median(seen.step.seconds for seen in alike)
-
-    def _fit(self) -> np.ndarray:
-        every = [seen for alike in self._kinds.values() for seen in alike]
-        features = np.array([_features(seen.step) for seen in every], dtype=np.float64)
-        seconds = np.array([seen.step.seconds for seen in every])
-        ages = self._num_seen - np.array([seen.number for seen in every])
-        weights = np.maximum(0.5 ** (ages / HALF_LIFE), LEAST_WEIGHT)
-        believed = self._costs if self._costs is not None else _guess(every[0].step)
-        return _least_squares(features, seconds, weights, believed)
+        return step.seconds > OUTLIER * median(seen[4] for seen in alike)
 
 
 def _kind(step: Timed) -> Kind:
@@ -162,27 +201,48 @@ def _features(step: Timed) -> tuple[int, int, int, int]:
     return step.num_decodes, step.decode_rows, step.num_prefills, step.prefill_tokens
 
 
-def _guess(step: Timed) -> np.ndarray:
+def _guess(seen: _Seen) -> Fit:
     """From one step alone: all of its time is spread over what it did."""
-    tokens = step.prefill_tokens + FORWARD_TOKENS + step.decode_rows
-    token = step.seconds / tokens
-    return np.array([token * FORWARD_TOKENS / 2, token, token * FORWARD_TOKENS, token])
+    _, rows, _, tokens, seconds, _ = seen
+    token = seconds / (tokens + FORWARD_TOKENS + rows)
+    costs = token * FORWARD_TOKENS / 2, token, token * FORWARD_TOKENS, token
+    return Fit(*costs, np.zeros((4, 4)), np.array(costs), LEAST_ERROR)
 
 
-def _least_squares(
-    features: np.ndarray, seconds: np.ndarray, weights: np.ndarray, believed: np.ndarray
-) -> np.ndarray:
-    """The costs, none negative, that explain `seconds` best; each drawn a little to `believed`."""
-    scaled = features / seconds[:, None] * believed  # unknown: how many times what was believed
-    weighted = scaled * weights[:, None]
-    stiffness = STIFFNESS * np.eye(4)
-    left = weighted.T @ scaled + stiffness
-    right = weighted.sum(axis=0) + stiffness @ np.ones(4)
-    free = np.ones(4, dtype=bool)
-    while True:
-        factors = np.zeros(4)
-        factors[free] = np.linalg.solve(left[np.ix_(free, free)], right[free])
-        if (factors >= 0.0).all():
+def _least_squares(every: Sequence[_Seen], num_seen: int, believed: Fit) -> Fit:
+    """The costs, none negative, that explain what was seen best; each drawn a little to `believed`.
+
+    In units in which each explains the steps alone, so that none is too small to be found again.
+    """
+    table = np.array(every, dtype=np.float64)
+    relative = table[:, :4] / table[:, 4:5]
+    weights = np.maximum(0.5 ** ((num_seen - table[:, 5]) / HALF_LIFE), LEAST_WEIGHT)
+    weighted = relative * weights[:, None]
+    evidence, explained = weighted.T @ relative, weighted.sum(axis=0)
+    num_steps, before = float(weights.sum()), np.array(_costs(believed))
+    squares = np.diagonal(evidence)
+    scale = np.where(squares > 0.0, np.sqrt(num_steps / np.maximum(squares, 1e-300)), before)
+    evidence = evidence * np.outer(scale, scale)
+    left = evidence + STIFFNESS * EYE
+    right = explained * scale + STIFFNESS * before / scale
+    costs = np.maximum(_solve_positive(left, right), LEAST_COST) * scale
+    errors = relative @ costs - 1.0
+    error = math.sqrt(float(weights @ errors**2) / num_steps)
+    return Fit(*costs.tolist(), evidence, scale, max(error, LEAST_ERROR))
+
+
+def _costs(fit: Fit) -> tuple[float, float, float, float]:
+    return fit.decode, fit.row, fit.forward, fit.token
+
+
+def _solve_positive(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Unknowns that would be negative are zero, and the others are found without them."""
+    found = np.linalg.solve(left, right)
+    free = found >= 0.0
+    while not free.all():
+        found = np.zeros(len(right))
+        found[free] = np.linalg.solve(left[np.ix_(free, free)], right[free])
+        if (found >= 0.0).all():
             break
-        free &= factors >= 0.0
-    return believed * np.maximum(factors, 1e-3)
+        free &= found >= 0.0
+    return found

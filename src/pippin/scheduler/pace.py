@@ -9,14 +9,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pippin.scheduler.costs import CostModel, Timed
+from pippin.scheduler.costs import ROUNDING, CostModel, Timed
 from pippin.types import GRID
 
 STEP_STRETCH = 2.4  # a step with prompts may take this many times a decode-only step,
 LONGEST_STRETCH = 3.9  # and up to this many the more prompts wait for each stream that runs
 SMALLEST_CHUNK = GRID // 2
-CHUNK_STEP = GRID // 4  # beside streams chunks are multiples of this,
-CHUNKS_BETWEEN_ODD = 8  # but for one in so many
+CHUNK_STEP = GRID // 4  # beside streams chunks are multiples of this, short ones of half of it
+LONGER = 1.5  # what chunks this many times as long would take is to be known,
+CHUNKS_BETWEEN_EXPLORING = 3  # and until it is, one in so many explores:
+LEAST_CONTRAST = 1.1  # it is at least this many times as long, or half as long,
+MAX_GROWTH = 2.0  # and at most this many times as long
 STEPS_BETWEEN_RESTS = 32  # a step without prompts now and then tells the two costs apart,
 LONGEST_SAVED = 0.055  # seconds of prompts to save up for: streams wait for all of it at once
 MAX_SAVING_STEPS = 32  # without prompts, before a forward that streams cannot pay for runs anyway
@@ -35,6 +38,10 @@ class Pace:
 
         tokens dominate (CPUs):       |d pp|d pp|d pp|d pp|
         forwards dominate (GPUs):     |d|d|d|d|d|d pppppppp|d|d|d|d|
+
+    Chunks of one size do not show what a forward costs and what its tokens do. So long as steps
+    have not shown what longer chunks would take, every other chunk explores: it is longer, as far
+    as it stays within the gap even if tokens are all that costs, or shorter.
     """
 
     prefill_tokens: int
@@ -43,7 +50,8 @@ class Pace:
     costs: CostModel = field(default_factory=CostModel)
     _num_mixed: int = STEPS_BETWEEN_RESTS  # steps since streams last had one to themselves
     _credit: float = math.inf  # seconds that prompts may take
-    _num_chunks: int = 0
+    _num_guessed: int = 0  # chunks; what longer ones would have taken was a guess
+    _explored_up: bool = False  # the last chunk that explored was a longer one
 
     def budget(self, num_streams: int, num_prompts: int = 1) -> int:
         """Prompt tokens of the next step, where `num_prompts` wait for some: 0 for a rest.
@@ -73,7 +81,9 @@ class Pace:
         self._credit = min(self._credit + income, at_once + income)  # what is over is not lost
         if self._credit < price and self._can_save(income, price):
             return 0
-        return self._rounded(min(max(self._within(min(self._credit, at_once)), least), most))
+        tokens = min(max(self._within(min(self._credit, at_once)), least), most)
+        tokens = self._reachable(num_streams, tokens, self.max_gap - decode)
+        return self._explored(num_streams, tokens, self.max_gap - decode)
 
     @property
     def productive_tokens(self) -> int:
@@ -106,13 +116,44 @@ class Pace:
             return self.prefill_tokens
         return min(self.costs.prefill_tokens(seconds), self.prefill_tokens)
 
-    def _rounded(self, tokens: int) -> int:
-        """Down to a multiple, as chunks of few lengths are compiled. Now and then not: from one
-        length alone nobody could tell what tokens cost from what a forward does."""
-        self._num_chunks += 1
-        if self._num_chunks % CHUNKS_BETWEEN_ODD == 0 or self.productive_tokens > GRID:
+    def _reachable(self, num_streams: int, tokens: int, seconds: float) -> int:
+        """No longer than is safe from what was seen, where the costs of more are a guess.
+
+        Down to a multiple, as chunks of few lengths are compiled.
+        """
+        seen = self.costs.largest_chunk
+        if tokens > max(seen, SMALLEST_CHUNK) and not self.costs.predicts(num_streams, tokens):
+            tokens = min(tokens, max(self._safe(seen, seconds), SMALLEST_CHUNK))
+        if self.productive_tokens > GRID:
             return tokens
-        return max(tokens // CHUNK_STEP * CHUNK_STEP, min(tokens, CHUNK_STEP))
+        step = CHUNK_STEP if tokens >= GRID else CHUNK_STEP // 2
+        return max(tokens // step * step, min(tokens, step))
+
+    def _explored(self, num_streams: int, tokens: int, seconds: float) -> int:
+        """Another length now and then, so long as steps do not show what longer chunks would take.
+
+        Longer ones and shorter ones in turn, where both are possible.
+        """
+        more = min(math.ceil(LONGER * tokens), self.prefill_tokens)
+        if more == tokens or self.costs.predicts(num_streams, more):
+            return tokens
+        self._num_guessed += 1
+        if self._num_guessed % CHUNKS_BETWEEN_EXPLORING:
+            return tokens
+        longest = max(self.costs.prefill_seconds(tokens), LONGEST_SAVED)
+        longer = min(self._safe(tokens, min(seconds, longest)), self.prefill_tokens)
+        shorter = max(tokens // 2, min(CHUNK_STEP, tokens))
+        can_grow = longer >= LEAST_CONTRAST * tokens
+        self._explored_up = can_grow and not (self._explored_up and shorter < tokens)
+        return longer if self._explored_up else shorter
+
+    def _safe(self, tokens: int, seconds: float) -> int:
+        """How many tokens take at most `seconds`, whatever share of their costs is the forward's:
+        n times the tokens take at most n times as long."""
+        growth = MAX_GROWTH
+        if tokens and seconds < math.inf:
+            growth = min(growth, max(seconds, 0.0) / self.costs.prefill_seconds(tokens))
+        return max(tokens, math.floor(growth * tokens + ROUNDING))
 
     def spend(self, tokens: int) -> None:
         """A step with so many prompt tokens was planned."""

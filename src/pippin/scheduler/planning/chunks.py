@@ -26,9 +26,12 @@ class Chunker:
     smallest: int = 1  # tokens that are worth a forward if they do not end their prompt
     on_grid: bool = False  # whole grid blocks and a last, shorter chunk that nobody shares
 
-    def least(self, num_left: int) -> int:
-        """The fewest tokens worth running of a request that has `num_left` to run."""
-        return min(self.smallest, num_left)
+    def least(self, num_left: int, budget: int) -> int:
+        """The fewest tokens worth running of a request that has `num_left` to run.
+
+        A step whose whole `budget` is less explores what chunks cost.
+        """
+        return min(self.smallest, num_left, max(budget, 1))
 
     def next_chunk(self, holding: Holding, num_tokens: int) -> Chunk:
         """At most `num_tokens` more of what is known; at least one, given `least` or more.

@@ -59,18 +59,18 @@ class PromptPlanner:
         admit, rows = self._start(step, holdings, budget - sum(tentative), unfinished)
         unfinished -= sum(len(row.tokens) for row in rows if not row.samples)
         shares = share(turns, budget - _num_tokens(rows), for_unfinished=max(unfinished, 0))
-        rows = self._go_on(step, started, shares) + rows
+        rows = self._go_on(step, started, shares, budget) + rows
         self.num_planned += _num_tokens(rows)
         self.pace.spend(_num_tokens(rows))
         return tuple(admit), tuple(rows)
 
     def _go_on(
-        self, step: int, started: Sequence[Holding], shares: Sequence[int]
+        self, step: int, started: Sequence[Holding], shares: Sequence[int], budget: int
     ) -> list[PrefillRow]:
         return [
             self._row(step, holding, num_tokens)
             for holding, num_tokens in zip(started, shares, strict=True)
-            if num_tokens >= self.chunker.least(holding.num_left)
+            if num_tokens >= self.chunker.least(holding.num_left, budget)
         ]
 
     def _start(
@@ -94,7 +94,7 @@ class PromptPlanner:
             arriving.add(holding)
             admit.append(_admit(holding))
             most = left if holding.num_left <= left else min(left, unfinished)
-            most = max(most, self.chunker.least(holding.num_left))
+            most = max(most, self.chunker.least(holding.num_left, self.chunker.smallest))
             rows.append(self._row(step, holding, most, self._restore(holding)))
             left -= len(rows[-1].tokens)
             unfinished -= 0 if rows[-1].samples else len(rows[-1].tokens)
