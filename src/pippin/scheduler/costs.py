@@ -228,7 +228,8 @@ def _least_squares(every: Sequence[_Seen], num_seen: int, believed: Fit) -> Fit:
     costs = np.maximum(_solve_positive(left, right), LEAST_COST) * scale
     errors = relative @ costs - 1.0
     error = math.sqrt(float(weights @ errors**2) / num_steps)
-    return Fit(*costs.tolist(), evidence, scale, max(error, LEAST_ERROR))
+    decode, row, forward, token = costs.tolist()
+    return Fit(decode, row, forward, token, evidence, scale, max(error, LEAST_ERROR))
 
 
 def _costs(fit: Fit) -> tuple[float, float, float, float]:

@@ -80,7 +80,7 @@ class TorchBackend:
         self._num_slots = num_slots
         self._deterministic = deterministic
         self._layout = PoolLayout(decoder.shape, decoder.dtype)
-        self._streams = make_streams(decoder.device)
+        self._streams = make_streams(decoder.device, decoder.dtype)
         self._slots = Slots(num_slots, decoder.shape.vocab_size, self._send)
         if kernels is None:
             kernels = decoder.device.type == "cuda" and suit_kernels(decoder.shape)

@@ -52,11 +52,25 @@ class Arrived:
 
 
 class NullStreams:
-    """A CPU has done what it was told when the call returns."""
+    """A CPU has finished its work when the call returns.
+
+    `onednn`: False where that library does not multiply in the model's type. Torch would try it for
+    each product of matrices, fail, warn and use its own kernel.
+    """
+
+    def __init__(self, *, onednn: bool = True) -> None:
+        self._onednn = onednn
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        yield
+        if self._onednn:
+            yield
+            return
+        before, *_ = torch.backends.mkldnn.set_flags(_enabled=False)
+        try:
+            yield
+        finally:
+            torch.backends.mkldnn.set_flags(_enabled=before)
 
     def bring(self, results: Sequence[torch.Tensor]) -> Arrival:
         return Arrived(results)
@@ -126,5 +140,12 @@ class CudaStreams:
         return CudaSending(sent, event, self._forward)
 
 
-def make_streams(device: torch.device) -> NullStreams | CudaStreams:
-    return CudaStreams(device) if device.type == "cuda" else NullStreams()
+def make_streams(device: torch.device, dtype: torch.dtype) -> NullStreams | CudaStreams:
+    if device.type == "cuda":
+        return CudaStreams(device)
+    return NullStreams(onednn=dtype != torch.bfloat16 or has_bfloat16_products())
+
+
+def has_bfloat16_products() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this CPU: not on ARM before version 8.6."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
