@@ -48,6 +48,16 @@ def bytes_in(directory: Path) -> int:
     return sum(path.stat().st_size for path in files_in(directory) if path.name != "lock")
 
 
+def test_no_other_user_may_read_what_was_written(tmp_path: Path) -> None:
+    """The index has the tokens of prompts in it."""
+    store = open_store(tmp_path, FINGERPRINT, MB)
+    write_all(store, states(3))
+    store.close()
+    written = [path for path in files_in(tmp_path) if path.suffix in (".data", ".index")]
+    assert len(written) >= 2
+    assert all(path.stat().st_mode & 0o077 == 0 for path in written)
+
+
 def test_what_was_written_is_found_after_a_restart(tmp_path: Path) -> None:
     kv, end = kv_entry(ROOT, range(50))
     entries = [kv, state_entry(end)[0], kv_entry(end, range(9))[0]]

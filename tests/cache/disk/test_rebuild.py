@@ -39,6 +39,34 @@ def test_a_chain_key_says_tokens_order_and_model() -> None:
     assert len(set(keys)) == len(keys)
 
 
+def test_a_chain_key_says_the_salt_and_a_root_is_enough_to_go_on_from() -> None:
+    salted, other = Chain(FINGERPRINT, b"mine"), Chain(FINGERPRINT, b"yours")
+    ends = [chain.extended(tokens(1, 2)) for chain in (ROOT, salted, other)]
+    elsewhere = Chain(b"another", b"mine")
+    keys = [chain.key for chain in (ROOT, salted, other, elsewhere, *ends)]
+    assert len(set(keys)) == len(keys)
+    assert Chain.of_root(salted.key).extended(tokens(1, 2)).key == ends[1].key
+    assert Chain(FINGERPRINT, b"").extended(tokens(1, 2)).key == ends[0].key
+
+
+def test_paths_of_every_salt_are_found_again_and_stay_apart() -> None:
+    """The same tokens under three roots; a path whose tokens are not its name's leads nowhere."""
+    roots = [ROOT, Chain(FINGERPRINT, b"mine"), Chain(FINGERPRINT, b"yours")]
+    entries = []
+    for root in roots:
+        kv, end = kv_entry(root, [1, 2, 3])
+        entries += [state_entry(end, [4])[0], kv]
+    found = rebuild(entries, FINGERPRINT)
+    assert not found.orphans
+    assert [placed.root for placed in found.placed].count(roots[1].key) == 2
+    assert {placed.root for placed in found.placed} == {root.key for root in roots}
+    kv = entries[3]
+    lying = Entry(kv.key, kv.parent, kv.start, tokens(1, 9, 3), kv.arrays)
+    moved = Entry(kv.key, roots[2].key, kv.start, kv.tokens, kv.arrays)
+    for false in (lying, moved):
+        assert rebuild([false], FINGERPRINT).orphans == [kv.key]
+
+
 def test_an_entry_that_begins_inside_of_another_is_placed_there() -> None:
     long, _ = kv_entry(ROOT, range(100))
     forked, end = kv_entry(ROOT.extended(tokens(*range(60))), [7, 8, 9])
