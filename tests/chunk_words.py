@@ -162,9 +162,9 @@ class _PlainWords:
 
 def capture_chunks(backend: TorchBackend, recorder: Any) -> ChunkGraphs:
     """On a GPU `TorchBackend` does the same with kernels."""
-    prompt = PlainPrompt(backend._decoder, backend._pools, backend._rows.table)
+    prompt = PlainPrompt(backend._decoder, backend.runner.pools, backend.runner.rows.table)
     vocab, dtype = backend.spec.vocab_size, backend._decoder.dtype
     logits = torch.empty(ROOM_ROWS[-1], vocab, dtype=dtype, device=DEVICE)
     graphs = ChunkGraphs(prompt, backend._future_map.tokens, backend._layout, recorder, logits)
-    backend._prompts.graphs = graphs
+    backend.runner.prompts.graphs = graphs
     return graphs

@@ -166,10 +166,10 @@ def check_idle(client: Client) -> None:
 
 def check_pools(backend: Any, cache: PrefixCache) -> None:
     """Of torch's pools nobody but the tree holds anything."""
-    arena = backend._pools.arena
+    arena = backend.runner.pools.arena
     arena.check_integrity()
     assert arena.used_bytes == cache.nbytes - cache.component_bytes[Component.HIDDEN]
-    assert not backend._rows.lengths.any()
+    assert not backend.runner.rows.lengths.any()
 
 
 def active_bytes() -> int:

@@ -38,7 +38,7 @@ def chunks() -> None:
     print("\n| tokens | rows | launched, ms | captured, ms | captured first, s |\n|---|---|---|---|---|")
     for room in ROOMS:
         (before, _), (after, first) = (timed(backend, room) for backend in (launched, captured))
-        assert captured._prompts.graphs.works, HELP
+        assert captured.runner.prompts.graphs.works, HELP
         print(f"| {room.num_tokens} | {room.least_rows} | {before:.2f} | {after:.2f} | {first:.1f} |", flush=True)
 
 
@@ -46,7 +46,7 @@ def compare(launched: TorchBackend, captured: TorchBackend, room: Room, dtype: s
     """Prompts that fill the room, each in two chunks with states kept between, greedy and drawn."""
     for params in (GREEDY, DRAWN, SamplingParams(temperature=0.0, logprobs=5)):
         found, expected = (Prompts(backend, room, params).run() for backend in (captured, launched))
-        graphs = captured._prompts.graphs
+        graphs = captured.runner.prompts.graphs
         assert graphs is not None and graphs.works, HELP
         if dtype == "float32":
             assert found.tokens == expected.tokens, f"{room}: captured {found.tokens}, launched {expected.tokens}"
@@ -57,8 +57,8 @@ def compare(launched: TorchBackend, captured: TorchBackend, room: Room, dtype: s
                 if mine.top_ids[0] != theirs.top_ids[0]:
                     break  # two different texts from here on
     for backend in (launched, captured):
-        backend._pools.arena.check_integrity()
-        assert backend._pools.arena.used_bytes == 0
+        backend.runner.pools.arena.check_integrity()
+        assert backend.runner.pools.arena.used_bytes == 0
 
 
 class Prompts:

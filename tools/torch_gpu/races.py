@@ -89,7 +89,7 @@ def run_plans(backend: TorchBackend, plans: list[StepPlan], *, ahead: int) -> li
         with replays(backend) as how:
             step = backend.launch(plan)
         if plan.num_prefill_tokens:
-            graphs = backend._prompts.graphs
+            graphs = backend.runner.prompts.graphs
             way = "eager" if graphs is None or not graphs.works else "captured where there is room"
             how.append(f"{way}, {plan.num_prefill_tokens} tokens of slots {[row.slot for row in plan.prefill]}")
         pending.append((step, how))
@@ -107,7 +107,7 @@ def run_plans(backend: TorchBackend, plans: list[StepPlan], *, ahead: int) -> li
 def replays(backend: TorchBackend) -> Iterator[list[str]]:
     """Notes the decode steps that are run meanwhile."""
     how: list[str] = []
-    steps = backend._decodes.steps
+    steps = backend.runner.decodes.steps
     if steps is None:  # a shape that the kernels do not take
         how.append("plain operations")
         yield how
@@ -129,7 +129,7 @@ def replays(backend: TorchBackend) -> Iterator[list[str]]:
 
 def checksums(backend: TorchBackend, capture: Any) -> list[tuple[str, torch.Tensor]]:
     """Sums of bits, which do not depend on their order. Made on the device."""
-    pools, found = backend._pools, []
+    pools, found = backend.runner.pools, []
     for payload in capture.kv.values():
         bits = pools.cell_bytes(payload.kind, payload.cells).view(torch.int32)
         found.append((f"KV of slot {capture.slot}, [{capture.start}, {capture.end})", bits.sum()))
@@ -161,8 +161,8 @@ def races() -> None:
             raise AssertionError(f"schedule {seed} says otherwise when it is launched ahead")
         if not same_bits(found, expected):
             others.append(seed)
-        backend._pools.arena.check_integrity()
-        assert backend._pools.arena.used_bytes == 0
+        backend.runner.pools.arena.check_integrity()
+        assert backend.runner.pools.arena.used_bytes == 0
         if seed % 50 == 49:
             print(f"{seed + 1} schedules say what they say with a wait after each step", flush=True)
     print(f"schedules that kept other bits, though they said the same: {others or 'none'}")

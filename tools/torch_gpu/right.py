@@ -37,7 +37,7 @@ def correct() -> None:
                         same_tokens(backends, rows, params)
                 near_numbers(dtype, backends, rows)
             for backend in backends.values():
-                backend._pools.arena.check_integrity()
+                backend.runner.pools.arena.check_integrity()
 
 
 def same_tokens(backends: dict[str, TorchBackend], num_rows: int, params: SamplingParams) -> None:

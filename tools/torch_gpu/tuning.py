@@ -17,7 +17,7 @@ def recurrence() -> None:
 
     backend = TorchBackend(random_model(), num_slots=4, pool_bytes=8 << 30)
     layer = random_model().decoder.layers[0]
-    mixer, state = layer.mixer, backend._pools.recurrent[layer.number]
+    mixer, state = layer.mixer, backend.runner.pools.recurrent[layer.number]
     for num_rows in (1, 8, 32, 64):
         projected = torch.randn(num_rows, mixer.project.weight.shape[0], device="cuda").bfloat16()
         slabs = torch.arange(2, 2 + num_rows, device="cuda", dtype=torch.int32)

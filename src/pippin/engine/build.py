@@ -137,6 +137,7 @@ def _load_torch(config: Config, progress: Progress) -> Backend:
         dtype=config.model.dtype,
         max_len=config.model.max_len,
         deterministic=config.engine.deterministic,
+        prefill_tokens=config.engine.prefill_tokens,
         fingerprints=keeps_fingerprints(config.engine),
         progress=progress,
     )
@@ -155,10 +156,16 @@ def _capacity_bytes(config: EngineConfig, backend: Backend) -> int:
     if capacity < least:
         raise LoadError(
             f"memory: the model holds {backend.memory_used():,} bytes of a budget of {budget:,}, "
-            f"which leaves {max(capacity, 0):,}; one request of {LEAST_TOKENS:,} tokens needs "
-            f"{least:,}"
+            f"which leaves {max(capacity, 0):,}{_beside(backend)}; one request of {LEAST_TOKENS:,} "
+            f"tokens needs {least:,}"
         )
     return capacity
+
+
+def _beside(backend: Backend) -> str:
+    """What else takes of the budget, where a backend knows."""
+    others = {name: n for name, n in backend.memory_parts().items() if name != "pools" and n}
+    return f" ({', '.join(f'{name} {n:,}' for name, n in others.items())})" if others else ""
 
 
 def budget_bytes(config: EngineConfig, total_bytes: int, default_share: float) -> int:

@@ -125,6 +125,7 @@ class Loop:
             "overlap": self.overlap,
             "memory": {
                 "device_bytes": self.backend.memory_used(),
+                "parts": self.backend.memory_parts(),
                 "device_buffers": self.backend.buffers_used(),
                 "max_device_buffers": self.backend.device.max_buffers,
                 "budget_bytes": scheduler.budget.capacity,

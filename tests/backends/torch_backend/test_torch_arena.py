@@ -233,8 +233,8 @@ def test_cells_of_one_kind_alone_are_never_moved_ahead_of_need() -> None:
 
 def test_a_step_moves_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TorchBackend(load_torch("qwen3_5"), num_slots=2, pool_bytes=1 << 20, kernels=False)
-    pools, nbytes = backend._pools, backend._layout.cell_bytes(KV)
-    monkeypatch.setattr("pippin.backends.torch.backend.MOST_MOVED_BYTES", 3 * nbytes)
+    pools, nbytes = backend.runner.pools, backend._layout.cell_bytes(KV)
+    monkeypatch.setattr("pippin.backends.torch.runner.MOST_MOVED_BYTES", 3 * nbytes)
     num_slabs = len(pools.arena._free)
     with torch.inference_mode():
         scattered(pools, num_slabs)

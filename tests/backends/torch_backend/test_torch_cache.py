@@ -48,7 +48,7 @@ def test_nothing_that_the_tree_holds_is_written(name: str) -> None:
 
 def spoil(client: Client, payload: Payload) -> None:
     """Change one number of it, where it lies."""
-    pools = client.loop.backend._pools  # type: ignore[attr-defined]
+    pools = client.loop.backend.runner.pools  # type: ignore[attr-defined]
     match payload:
         case KVPayload():
             views = pools.kv if payload.kind is Component.ATTENTION else pools.window_kv
@@ -80,14 +80,14 @@ def test_what_falls_behind_a_window_is_let_go(name: str) -> None:
     """Without a tree: a row holds its window, whatever it has read and written."""
     client = make_client(f"{TORCH}{name}", cache=False, chunk=64)
     backend = client.loop.backend
-    pool = backend._pools.arena.cells[Component.WINDOW]  # type: ignore[attr-defined]
+    pool = backend.runner.pools.arena.cells[Component.WINDOW]  # type: ignore[attr-defined]
     client.submit(make_prompt(f"{TORCH}{name}", 200, seed=3), max_tokens=40)
     held = []
     while not client.loop.idle:
         client.step()
         held.append(pool.num_used)
     assert max(held) == WINDOW
-    backend._pools.arena.check_integrity()  # type: ignore[attr-defined]
+    backend.runner.pools.arena.check_integrity()  # type: ignore[attr-defined]
     assert pool.num_used == 0
 
 

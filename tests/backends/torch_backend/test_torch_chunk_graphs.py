@@ -5,6 +5,7 @@ what it recorded, in plain operations that read the graphs' words and nothing el
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -118,8 +119,8 @@ def test_captured_chunks_say_what_chunks_say(params: dict[str, Any]) -> None:
                 one, two = (
                     torch.cat([view[each.states[position].slab].flatten() for view in views])
                     for each, views in (
-                        (a, (*captured._pools.recurrent, *captured._pools.conv)),
-                        (b, (*plain._pools.recurrent, *plain._pools.conv)),
+                        (a, (*captured.runner.pools.recurrent, *captured.runner.pools.conv)),
+                        (b, (*plain.runner.pools.recurrent, *plain.runner.pools.conv)),
                     )
                 )
                 torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
@@ -209,7 +210,7 @@ def test_where_nothing_can_be_captured_it_says_so_once_and_goes_on(
     assert said == [f"chunks of prompts are not captured: no capture: {stage}"]
     assert caplog.records[0].exc_info is not None
     assert not graphs.works
-    other._pools.arena.check_integrity()
+    other.runner.pools.arena.check_integrity()
 
 
 def test_while_requests_run_chunks_are_launched_first_and_captured_next() -> None:
@@ -258,11 +259,10 @@ def test_replies_after_captured_chunks_are_what_mlx_says(name: str) -> None:
 
 
 def test_rooms_are_warmed_up() -> None:
-    backend = TorchBackend(load_torch("llama"), num_slots=16, kernels=False)
-    backend._uses_kernels = backend._has_chunk_graphs = True
-    shapes = backend._shapes_to_warm_up()
+    ways = TorchBackend(load_torch("llama"), num_slots=16, kernels=False)._ways
+    shapes = replace(ways, kernels=True, chunk_graphs=True).shapes_to_warm_up()
     rooms = {room_for(s.num_rows * s.num_tokens, s.num_rows) for s in shapes if not s.num_steps}
     assert rooms == set(ROOMS)
-    backend._has_chunk_graphs = False
-    assert all(shape.num_steps for shape in backend._shapes_to_warm_up())
+    shapes = replace(ways, kernels=True, chunk_graphs=False).shapes_to_warm_up()
+    assert all(shape.num_steps for shape in shapes)
     assert Room(64, 4) in rooms

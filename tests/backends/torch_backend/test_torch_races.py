@@ -74,12 +74,12 @@ class Steps:
         """A copy of all that a state slot holds, once everything has run."""
         if ON_CUDA:
             torch.cuda.synchronize()
-        pools = self.backend._pools
+        pools = self.backend.runner.pools
         views = [*pools.recurrent, *pools.conv]
         return torch.cat([view[slab].float().flatten() for view in views]).cpu()
 
     def state_of(self, slot: int) -> torch.Tensor:
-        return self.states(int(self.backend._rows.states[slot]))
+        return self.states(int(self.backend.runner.rows.states[slot]))
 
 
 def admit(slot: int, prompt: np.ndarray, **params: Any) -> Admit:
@@ -147,8 +147,8 @@ def clear_at_allocation_instead_of_in_the_forward() -> None:
     steps = Steps()
     pending = [steps.start(1, PROMPT), steps.launch(decode=(DecodeRow(1, 20),))]
     rows, per_slab = (
-        steps.backend._rows,
-        steps.backend._pools.layout.cells_per_slab(Component.ATTENTION),
+        steps.backend.runner.rows,
+        steps.backend.runner.pools.layout.cells_per_slab(Component.ATTENTION),
     )
     left = {int(rows.states[1]), *(rows.held(1, 0, 21) // per_slab).tolist()}
     chunk = PrefillRow(2, 0, OTHER, samples=True)

@@ -136,6 +136,10 @@ class Backend(Costs, Protocol):
         """Bytes the device holds now, weights included."""
         ...
 
+    def memory_parts(self) -> dict[str, int]:
+        """Where the bytes of its budget go, by name; empty where nothing sets them apart."""
+        ...
+
     def buffers_used(self) -> int:
         """In how many buffers, but for those of steps under way."""
         ...

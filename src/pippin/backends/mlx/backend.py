@@ -246,6 +246,10 @@ class MLXBackend:
     def memory_used(self) -> int:
         return int(mx.get_active_memory())
 
+    def memory_parts(self) -> dict[str, int]:
+        """One allocator has them all."""
+        return {}
+
     def buffers_used(self) -> int:
         rows = {id(own): own for own in (self._shared_rows, *self._rows.values())}
         held = sum(len(own.arrays()) for own in rows.values())

@@ -1,51 +1,54 @@
-"""The torch backend: executes plans. The one place of this backend that launches device work.
+"""The torch backend: says what things cost, keeps a budget, and launches what `runner.py` executes.
 
-Pools are written in place, in the order of launches, on the forward stream. Nothing here waits for
-the device except `TorchPending.wait`; on a CPU `launch` itself computes.
+Nothing here waits for the device except `TorchPending.wait`; on a CPU `launch` itself computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from pippin.backends.base import Retire, StepPlan, WarmUpShape, captured_bytes
+from pippin.backends.base import StepPlan, WarmUpShape, captured_bytes
+from pippin.backends.torch.budget import (
+    DRIVER_BYTES_PER_GRAPH,
+    SLACK,
+    CudaMeter,
+    MemoryUse,
+    Meter,
+    Needs,
+    share_out,
+)
 from pippin.backends.torch.config import suit_kernels
-from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.device import device_info
-from pippin.backends.torch.forward import ChunkForward, PlainForward
-from pippin.backends.torch.graphs.capture import CudaGraphs, Recorder
-from pippin.backends.torch.graphs.replays import Replays
+from pippin.backends.torch.graphs.capture import Recorder
+from pippin.backends.torch.largest_steps import (
+    capture_largest,
+    largest_chunk,
+    run_largest_chunk,
+    run_largest_sampling,
+)
 from pippin.backends.torch.load import LoadedModel, load
-from pippin.backends.torch.pools.arena import MOST_MOVED_BYTES
-from pippin.backends.torch.pools.fingerprints import Fingerprints
 from pippin.backends.torch.pools.layout import PoolLayout
-from pippin.backends.torch.pools.memory import Pools
-from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.pools.transfers import Transfers, host_memory, payload_arrays
-from pippin.backends.torch.prompts import Prompts
-from pippin.backends.torch.step.captures import Captures
-from pippin.backends.torch.step.draws import Draws
+from pippin.backends.torch.pools.transfers import host_memory, payload_arrays
+from pippin.backends.torch.runner import Runner, Ways
+from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.future_map import FutureMap
-from pippin.backends.torch.step.parts import StepParts
-from pippin.backends.torch.step.pending import Told, TorchPending
-from pippin.backends.torch.step.rooms import ROOM_ROWS, ROOMS
+from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.slots import Slots
-from pippin.backends.torch.step.widths import WIDTHS, width_for
 from pippin.backends.torch.streams import make_streams
 from pippin.cache.disk.entries import ArraySpec, Bytes
+from pippin.errors import LoadError
 from pippin.types import Component, ModelSpec
 
-if TYPE_CHECKING:
-    from pippin.backends.torch.graphs.chunk_graphs import ChunkGraphs
-    from pippin.backends.torch.graphs.decode_steps import DecodeSteps
+logger = logging.getLogger(__name__)
 
-ACTIVATION_SHARE = 0.1  # of what the weights leave
+ACTIVATION_SHARE = 0.1  # of what the weights leave, where nothing is measured
 # Chunks of prompts, as far as there is room (`step/rooms.py`), are captured where decode steps are.
 # Where that fails this says so and goes on without; False: they are launched kernel by kernel.
 CHUNK_GRAPHS = True
@@ -63,35 +66,51 @@ class TorchBackend:
         *,
         num_slots: int,
         deterministic: bool = False,
-        pool_bytes: int = DEFAULT_POOL_BYTES,
+        pool_bytes: int | None = DEFAULT_POOL_BYTES,
         kernels: bool | None = None,
         recorder: Recorder | None = None,
         chunk_graphs: bool = CHUNK_GRAPHS,
+        prefill_tokens: int | None = None,
+        meter: Meter | None = None,
         fingerprints: bool = False,
         debug: bool = False,
     ) -> None:
-        """`kernels`: Triton's. None: on GPUs, for shapes that they can take.
+        """`pool_bytes`: None: `limit_memory` makes pools.
+        `kernels`: Triton's. None: on GPUs, for shapes that they can take.
+        `prefill_tokens`: of the largest step. None: what suits the device.
+        `meter`: of the device's memory. None: there is one on GPUs.
 
         `recorder`: captures what is made of them. None: on GPUs CUDA graphs do.
         `fingerprints`: of what the tree holds; compared when it is used.
         """
         decoder = loaded.decoder
         self._decoder = decoder
-        self._num_slots = num_slots
-        self._deterministic = deterministic
         self._layout = PoolLayout(decoder.shape, decoder.dtype)
         self._streams = make_streams(decoder.device, decoder.dtype)
         self._slots = Slots(num_slots, decoder.shape.vocab_size, self._send)
-        if kernels is None:
-            kernels = decoder.device.type == "cuda" and suit_kernels(decoder.shape)
-        self._uses_kernels = kernels
-        self._takes_fingerprints = fingerprints
-        self._recorder = recorder
-        is_captured = kernels and (recorder is not None or decoder.device.type == "cuda")
-        # Scored or not, alone or in company: there a chunk runs the same way each time.
-        self._has_chunk_graphs = chunk_graphs and is_captured and not deterministic
         self.device = device_info(decoder.device)
-        self.shapes_to_warm_up: Sequence[WarmUpShape] = self._shapes_to_warm_up()
+        if prefill_tokens is not None:
+            self.device = replace(self.device, prefill_tokens=prefill_tokens)
+        on_cuda = decoder.device.type == "cuda"
+        if kernels is None:
+            kernels = on_cuda and suit_kernels(decoder.shape)
+        is_captured = kernels and (recorder is not None or on_cuda)
+        self._ways = Ways(
+            num_slots=num_slots,
+            max_len=loaded.max_len,
+            prefill_tokens=self.device.prefill_tokens,
+            deterministic=deterministic,
+            kernels=kernels,
+            recorder=recorder,
+            # Scored or not, alone or in company: there a chunk runs the same way each time.
+            chunk_graphs=chunk_graphs and is_captured and not deterministic,
+            fingerprints=fingerprints,
+        )
+        self._meter = CudaMeter(decoder.device) if meter is None and on_cuda else meter
+        self._needs: Needs | None = None  # measured once
+        self._memory = MemoryUse(decoder.nbytes, 0, 0, 0, 0)
+        self._runner: Runner | None = None
+        self.shapes_to_warm_up: Sequence[WarmUpShape] = self._ways.shapes_to_warm_up()
         self.spec = ModelSpec(
             name=loaded.name,
             vocab_size=decoder.shape.vocab_size,
@@ -102,7 +121,8 @@ class TorchBackend:
         )
         with torch.inference_mode(), self._streams.forward():
             self._future_map = FutureMap(num_slots, decoder.device, debug=debug)
-            self._make_pools(pool_bytes)
+        if pool_bytes is not None:
+            self._make_runner(pool_bytes)
 
     @classmethod
     def load(
@@ -113,60 +133,42 @@ class TorchBackend:
         dtype: str = "auto",
         max_len: int | None = None,
         deterministic: bool = False,
+        prefill_tokens: int | None = None,
         fingerprints: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> TorchBackend:
-        with torch.inference_mode():
-            loaded = load(path, dtype=dtype, max_len=max_len, progress=progress)
+        try:
+            with torch.inference_mode():
+                loaded = load(path, dtype=dtype, max_len=max_len, progress=progress)
+        except torch.OutOfMemoryError as error:
+            raise LoadError(f"memory: the weights do not fit the device: {error}") from error
         return cls(
-            loaded, num_slots=num_slots, deterministic=deterministic, fingerprints=fingerprints
+            loaded,
+            num_slots=num_slots,
+            deterministic=deterministic,
+            pool_bytes=None,
+            prefill_tokens=prefill_tokens,
+            fingerprints=fingerprints,
         )
 
+    @property
+    def runner(self) -> Runner:
+        """One over a memory of some size, where `limit_memory` was not asked for one."""
+        return self._runner or self._make_runner(DEFAULT_POOL_BYTES)
+
     def launch(self, plan: StepPlan) -> TorchPending:
+        runner = self.runner
         step = TorchPending(
-            plan, self._sample_masked, self._slots.num_top_logprobs, self._fingerprints
+            plan, runner.sample_masked, self._slots.num_top_logprobs, runner.fingerprints
         )
         step.dispatched = perf_counter()
         try:
             with torch.inference_mode(), self._streams.forward():
-                self._execute(step, plan)
+                runner.execute(step, plan)
         except BaseException:
-            step.discard()  # nobody will
+            step.discard()  # no caller can
             raise
         return step
-
-    def _execute(self, step: TorchPending, plan: StepPlan) -> None:
-        sent = self._transfers.send(plan.load)
-        for retire in plan.retire:
-            self._retire(step, retire)
-        for admit in plan.admit:
-            self._slots.admit(admit)
-        self._decodes.run(step, plan.decode)
-        self._prompts.run(step, plan.prefill)
-        for spill in plan.spill:
-            spilled = self._transfers.spill(spill)
-            step.spilled.append(spilled)
-            if self._fingerprints is not None:
-                self._fingerprints.compare(plan.step, spill.payloads, spilled.note_damage)
-        if plan.load:
-            step.loaded += self._transfers.load(plan.load, sent)
-            # Whoever takes the step in may use what it was loaded from for something else.
-            step.told.append(Told(self._streams.bring([]), lambda _: None))
-        if self._fingerprints is not None:
-            made = [payload for capture in step.captures for payload in capture.payloads]
-            self._fingerprints.take(plan.step, [*made, *step.loaded])
-        self._pools.arena.compact(MOST_MOVED_BYTES)
-
-    def _retire(self, step: TorchPending, retire: Retire) -> None:
-        if retire.captures:
-            step.captures += self._captures.of_slot(retire)
-        self._rows.retire(retire.slot)
-        self._slots.retire(retire.slot)
-        self._prompts.retire(retire.slot)
-
-    def _sample_masked(self, step: TorchPending, masks: np.ndarray) -> None:
-        with torch.inference_mode(), self._streams.forward():
-            self._draws.sample_masked(step, masks)
 
     # ---- bytes -----------------------------------------------------------------------------
 
@@ -193,116 +195,123 @@ class TorchBackend:
         return host_memory(self._decoder.device, nbytes)
 
     def limit_memory(self, budget_bytes: int) -> int:
-        """Makes pools of that size, unless another engine over this model already holds some."""
-        left = int((budget_bytes - self._decoder.nbytes) * (1.0 - ACTIVATION_SHARE))
-        if held := self._pools.arena.used_bytes:
-            return min(left, self._pools.capacity_bytes) - held
+        """Makes pools of what is left, unless another engine over this model already holds some."""
+        if self._runner is not None and (held := self._runner.pools.arena.used_bytes):
+            left = budget_bytes - sum(self._memory.parts().values()) + self._memory.pools
+            return min(left, self._runner.pools.capacity_bytes) - held
+        self._drop_runner()
+        self._memory = self._share_out(budget_bytes)
+        left = self._memory.pools
         if left > self._layout.slab_bytes:
-            with torch.inference_mode(), self._streams.forward():
-                self._make_pools(left)
+            self._make_runner(left)
+            if self._meter is not None:
+                self._capture_largest()
+        logger.info("memory: %s, of a budget of %s", self._memory, f"{budget_bytes:,}")
         return left
 
+    def _share_out(self, budget_bytes: int) -> MemoryUse:
+        meter, nbytes = self._meter, self._decoder.nbytes
+        if meter is None:
+            left = budget_bytes - nbytes
+            activations = int(left * ACTIVATION_SHARE)
+            return MemoryUse(nbytes, left - activations, activations, 0, 0)
+        available = min(budget_bytes, meter.free() + meter.reserved() + meter.outside())
+        if self._needs is None and available > nbytes + meter.outside():
+            meter.cap(available - meter.outside())
+            try:
+                self._needs = self._measure(meter)
+            except torch.OutOfMemoryError as error:
+                self._drop_runner()
+                raise LoadError(
+                    f"memory: a step of {self.device.prefill_tokens:,} tokens and "
+                    f"{self._ways.num_slots:,} rows does not fit {available:,} bytes beside "
+                    f"{nbytes:,} of weights: raise memory, or lower prefill_tokens or max_running "
+                    f"({error})"
+                ) from error
+        needs = self._needs or Needs(nbytes, 0)
+        needs = replace(needs, other=needs.other + meter.outside())
+        meter.cap(int(available * SLACK) - meter.outside())
+        return share_out(available, needs, self._layout, self.spec.max_len)
+
+    def _measure(self, meter: Meter) -> Needs:
+        """With pools that hold the largest chunk and nothing else."""
+        meter.give_back()
+        num_slots, nbytes = self._ways.num_slots, self._decoder.nbytes
+        lengths = largest_chunk(self.device.prefill_tokens, self.spec.max_len, num_slots)
+        before = meter.reserved()
+        pools = self._make_runner(sum(self.row_bytes(length) for length in lengths)).pools
+        tables = meter.reserved() - before - pools.memory.nbytes
+        activations = meter.peak(lambda: self._run_largest(lengths))
+        meter.give_back()
+        kept = meter.reserved()
+        at_capture = meter.peak(self._capture_largest)
+        meter.give_back()
+        graphs = meter.reserved() - kept
+        self._drop_runner()
+        num_graphs = len(Choice) * len(self.shapes_to_warm_up)
+        return Needs(
+            nbytes,
+            max(activations, at_capture - graphs),
+            graphs + num_graphs * DRIVER_BYTES_PER_GRAPH,
+            max(before - nbytes, 0) + tables,
+        )
+
+    def _run_largest(self, lengths: list[int]) -> None:
+        run_largest_chunk(self.launch, lengths)
+        with torch.inference_mode(), self._streams.forward():
+            logits = self._decoder.embed.new_zeros(self.spec.vocab_size)
+            run_largest_sampling(self._slots, self._ways.num_slots, logits)
+
+    def _capture_largest(self) -> None:
+        with torch.inference_mode(), self._streams.forward():
+            capture_largest(self.runner.decodes, self.runner.prompts, self._ways.num_slots)
+
     def memory_used(self) -> int:
-        return self._decoder.nbytes + self._pools.arena.used_bytes
+        used = 0 if self._runner is None else self._runner.pools.arena.used_bytes
+        return self._memory.weights + used
+
+    def memory_parts(self) -> dict[str, int]:
+        return self._memory.parts()
 
     def buffers_used(self) -> int:
-        """Nobody counts them here."""
+        """They are not counted here."""
         return 0
 
     def make_way(self, *, busy: bool) -> None:
-        """While requests run, graphs are captured one at a time (`replays.py`)."""
-        for replays in self._replays():
+        """While requests run, graphs are captured one at a time (`graphs/replays.py`)."""
+        for replays in self._runner.replays() if self._runner is not None else ():
             replays.busy = busy
 
     def close(self) -> None:
+        """All that it holds of the device goes back; it runs no more."""
         self._slots.clear()
+        self._drop_runner()
+        self.__dict__.pop("_decoder", None)
+        self._memory = MemoryUse(0, 0, 0, 0, 0)
+        if self._meter is not None:
+            self._meter.give_back()
 
-    def _make_pools(self, capacity_bytes: int) -> None:
+    def _make_runner(self, capacity_bytes: int) -> Runner:
         assert not self._slots, "pools are made before requests run"
-        self._pools = Pools(self._layout, capacity_bytes, self._decoder.device)
-        self._rows = Rows(self._pools, self._num_slots, self.spec.max_len)
-        self._transfers = Transfers(self._pools, self._streams)
-        self._captures = Captures(self._pools, self._rows)
-        self._fingerprints = self._make_fingerprints() if self._takes_fingerprints else None
-        self._draws = Draws(self._slots, self._future_map, self._pools, self._streams)
-        parts = StepParts(
-            self._pools,
-            self._rows,
-            self._captures,
-            self._slots,
-            self._future_map,
-            self._draws,
-            self._streams,
-        )
-        plain = PlainForward(self._decoder, self._pools)
-        forward: ChunkForward = plain
-        steps: DecodeSteps | None = None
-        graphs: ChunkGraphs | None = None
-        if self._uses_kernels:
-            forward, steps, graphs = self._make_kernels()
-        self._decodes = Decodes(parts, plain, steps, deterministic=self._deterministic)
-        self._prompts = Prompts(
-            parts,
-            forward,
-            graphs,
-            deterministic=self._deterministic,
-            max_tokens=self.device.prefill_tokens,
-        )
+        self._drop_runner()
+        with torch.inference_mode(), self._streams.forward():
+            self._runner = Runner(
+                self._decoder,
+                self._layout,
+                self._slots,
+                self._future_map,
+                self._streams,
+                self._ways,
+                capacity_bytes,
+            )
+        return self._runner
 
-    # ---- kernels ---------------------------------------------------------------------------
-
-    def _replays(self) -> Iterator[Replays[Any, Any]]:
-        """What is captured, if anything is."""
-        if self._decodes.steps is not None and self._decodes.steps.replays is not None:
-            yield self._decodes.steps.replays
-        if self._prompts.graphs is not None:
-            yield self._prompts.graphs.replays
-
-    def _make_kernels(self) -> tuple[ChunkForward, DecodeSteps, ChunkGraphs | None]:
-        from pippin.backends.torch.graphs.chunk_graphs import (
-            ChunkGraphs,  # triton is not everywhere
-        )
-        from pippin.backends.torch.graphs.decode_steps import DecodeSteps
-        from pippin.backends.torch.kernels.decode import DecodeKernels
-        from pippin.backends.torch.kernels.prefill import ChunkKernels
-        from pippin.backends.torch.kernels.prompt import PromptKernels
-
-        decoder, pools, table = self._decoder, self._pools, self._rows.table
-        future, recorder = self._future_map.tokens, self._recorder
-        if recorder is None and decoder.device.type == "cuda":
-            recorder = CudaGraphs(decoder.device)
-        decode = DecodeKernels(decoder, pools, table)
-        most_rows = max(width_for(self._num_slots), *ROOM_ROWS)
-        logits = torch.empty(
-            most_rows, decoder.shape.vocab_size, dtype=decoder.dtype, device=decoder.device
-        )
-        steps = DecodeSteps(decode, future, self._layout.waste_cell, recorder, logits)
-        graphs = None
-        if recorder is not None and self._has_chunk_graphs:
-            prompt = PromptKernels(decoder, pools, table)
-            graphs = ChunkGraphs(prompt, future, self._layout, recorder, logits)
-        return ChunkKernels(decoder, pools), steps, graphs
-
-    def _make_fingerprints(self) -> Fingerprints:
-        if not self._uses_kernels:
-            return Fingerprints(self._pools, self._streams)
-        from pippin.backends.torch.kernels.word_sums import sum_words
-
-        return Fingerprints(self._pools, self._streams, sum_words)
-
-    def _shapes_to_warm_up(self) -> list[WarmUpShape]:
-        if not self._uses_kernels:
-            return []
-        widths = [width for width in WIDTHS if width <= self._num_slots]
-        shapes = [WarmUpShape(width, num_tokens=1, num_steps=1) for width in widths]
-        if self._has_chunk_graphs:
-            filled = ((room, room.least_rows) for room in ROOMS)
-            shapes += [
-                WarmUpShape(num_rows, num_tokens=room.num_tokens // num_rows)
-                for room, num_rows in filled
-                if num_rows <= self._num_slots
-            ]
-        return shapes
+    def _drop_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.free()
+            self._runner = None
+            if self._meter is not None:
+                self._meter.give_back()
 
     def _send(self, values: np.ndarray) -> torch.Tensor:
         """To the device, in its own type; the host does not wait."""

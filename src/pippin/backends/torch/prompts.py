@@ -165,7 +165,7 @@ class Prompts:
         for index, capture in enumerate(step.captures):
             number = wanted.get(capture.slot)
             if number is not None and not capture.retired and capture.end == chunks[number].end:
-                payload = HiddenPayload(hidden[number].clone())
+                payload = HiddenPayload(self._parts.pools, hidden[number].clone())
                 step.captures[index] = replace(capture, hidden=payload)
         self._tell_hidden(step, chunks, hidden)
 

@@ -96,6 +96,9 @@ class CellPool:
         """Hears of every move."""
         self._rows.append(rows)
 
+    def drop_rows(self) -> None:
+        self._rows.clear()
+
     def add_holder(self, holder: Holder, cells: np.ndarray) -> None:
         """Hears of moves of these cells, until it is dropped with the same ones."""
         for slab in self._slabs_of(cells):

@@ -36,7 +36,7 @@ class PoolLayout:
 
     def cell_bytes(self, kind: Component) -> int:
         """0 where a model has no such layers."""
-        return self._num_layers(kind) * self._kv_layer_bytes
+        return self._num_layers(kind) * self.kv_layer_bytes
 
     def _num_layers(self, kind: Component) -> int:
         return self.shape.layers.count(KV_KINDS[kind])
@@ -46,7 +46,7 @@ class PoolLayout:
         return int(self.dtype.itemsize)
 
     @property
-    def _kv_layer_bytes(self) -> int:
+    def kv_layer_bytes(self) -> int:
         return 2 * self.shape.num_kv_heads * self.shape.head_dim * self._item_bytes
 
     @property
@@ -101,10 +101,10 @@ class PoolLayout:
         left = self.state_bytes
         for index, kind in enumerate(self.shape.layers):
             if kind == "attention":
-                specs.append(LayerSpec(index, Component.ATTENTION, self._kv_layer_bytes))
+                specs.append(LayerSpec(index, Component.ATTENTION, self.kv_layer_bytes))
                 continue
             if kind == "window":
-                nbytes, window = self._kv_layer_bytes, self.shape.window
+                nbytes, window = self.kv_layer_bytes, self.shape.window
                 specs.append(LayerSpec(index, Component.WINDOW, nbytes, window))
                 continue
             is_last = "delta" not in self.shape.layers[index + 1 :]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import torch
 
@@ -10,17 +13,28 @@ from pippin.backends.torch.pools.layout import FIRST_SLAB, KV_KINDS, ZERO_SLAB, 
 from pippin.types import Component
 
 
+def spare_slabs(layout: PoolLayout) -> int:
+    """Beside those of its capacity. Of each further kind of cells one slab may be all but empty."""
+    num_kinds = sum(layout.cell_bytes(kind) > 0 for kind in KV_KINDS)
+    return FIRST_SLAB + max(num_kinds - 1, 0)
+
+
 class Pools:
     """One tensor; `kv`, `window_kv`, `recurrent` and `conv` are views of it, one for each layer of
     the kind."""
 
-    def __init__(self, layout: PoolLayout, capacity_bytes: int, device: torch.device) -> None:
-        kinds = [kind for kind in KV_KINDS if layout.cell_bytes(kind)]
-        # Of each further kind of cells one slab may be all but empty.
-        spare = FIRST_SLAB + max(len(kinds) - 1, 0)
-        num_slabs = spare + max(-(-capacity_bytes // layout.slab_bytes), 1)
+    def __init__(
+        self,
+        layout: PoolLayout,
+        capacity_bytes: int,
+        device: torch.device,
+        forward: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`forward`: where all that reads or writes the memory runs."""
+        num_slabs = spare_slabs(layout) + max(-(-capacity_bytes // layout.slab_bytes), 1)
         self.layout = layout
         self.device = device
+        self.forward = forward
         # Not touched before it is used: on CPUs what nobody uses takes no memory.
         self.memory = torch.empty(num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
         self._slab(ZERO_SLAB).zero_()
@@ -29,6 +43,14 @@ class Pools:
         self.window_kv = layout.kv(self.memory, Component.WINDOW)
         self.recurrent = layout.recurrent(self.memory) if layout.num_delta_layers else []
         self.conv = layout.conv(self.memory) if layout.num_delta_layers else []
+
+    def free(self) -> None:
+        """The memory goes back; who holds what of it is still counted, until the last lets go."""
+        self.memory = self.memory.new_empty(0)
+        for views in (self.kv, self.window_kv, self.recurrent, self.conv):
+            views.clear()
+        for pool in self.arena.cells.values():
+            pool.drop_rows()
 
     @property
     def capacity_bytes(self) -> int:

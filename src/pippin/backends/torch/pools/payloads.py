@@ -78,7 +78,8 @@ class KVPayload:
         self._pool.release(self._cells)
 
     def fingerprint(self) -> int:
-        return _crc(self._pools.cell_bytes(self.kind, self.cells))
+        with self._pools.forward():  # behind the launches that write it
+            return _crc(self._pools.cell_bytes(self.kind, self.cells))
 
 
 class StatePayload:
@@ -109,7 +110,8 @@ class StatePayload:
         self._pools.arena.release_state(self.slab)
 
     def fingerprint(self) -> int:
-        return _crc(self._pools.state_bytes(self.slab))
+        with self._pools.forward():
+            return _crc(self._pools.state_bytes(self.slab))
 
 
 class HiddenPayload:
@@ -117,7 +119,8 @@ class HiddenPayload:
 
     num_tokens = 1
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, pools: Pools, hidden: torch.Tensor) -> None:
+        self._pools = pools
         self.hidden: torch.Tensor | None = hidden  # [hidden]
         self.prints: np.ndarray | None = None  # int64 [1], of its bytes
         self.nbytes = hidden.nbytes
@@ -133,7 +136,8 @@ class HiddenPayload:
 
     def fingerprint(self) -> int:
         assert self.hidden is not None
-        return _crc(self.hidden.contiguous().view(torch.uint8))
+        with self._pools.forward():
+            return _crc(self.hidden.contiguous().view(torch.uint8))
 
 
 def _crc(content: torch.Tensor) -> int:

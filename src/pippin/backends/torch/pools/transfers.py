@@ -115,7 +115,7 @@ class Transfers:
             pools.set_cells(load.component, cells, sent[0])
             return KVPayload(pools, load.component, cells)
         if load.component is Component.HIDDEN:
-            return HiddenPayload(sent[0])
+            return HiddenPayload(pools, sent[0])
         slab = pools.arena.take_state()
         for layer, (conv, recurrent) in enumerate(zip(pools.conv, pools.recurrent, strict=True)):
             conv[slab] = sent[2 * layer]

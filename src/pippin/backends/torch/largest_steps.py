@@ -1,0 +1,75 @@
+"""The largest steps there can be, tried before requests run, so that their memory is known.
+
+A chunk of as many tokens as a step takes, scored and sampled; the sampler with every stage for all
+slots; and the widest of what is captured. Knows no budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import numpy as np
+import torch
+
+from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
+from pippin.backends.masks import WORD_BITS
+from pippin.backends.torch.decodes import Decodes
+from pippin.backends.torch.prompts import Prompts
+from pippin.backends.torch.step.decode_inputs import Choice
+from pippin.backends.torch.step.pending import TorchPending
+from pippin.backends.torch.step.rooms import ROOMS
+from pippin.backends.torch.step.sampler import MAX_TOP_LOGPROBS, SampleRow
+from pippin.backends.torch.step.slots import Slots
+from pippin.backends.torch.step.widths import width_for
+from pippin.types import SamplingParams
+
+FIRST_STEP = -(1 << 41)  # before those of any request, and of any that warms up
+HUNGRY = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    min_p=0.01,
+    frequency_penalty=0.5,
+    presence_penalty=0.5,
+    repetition_penalty=1.1,
+    logprobs=MAX_TOP_LOGPROBS,
+)
+SCORED = SamplingParams(temperature=1.0, prompt_logprobs=MAX_TOP_LOGPROBS)
+
+
+def largest_chunk(prefill_tokens: int, max_len: int, num_slots: int) -> list[int]:
+    """Tokens of each row of the largest chunk: as few rows as it takes."""
+    longest = max(max_len - 1, 1)
+    full, rest = divmod(prefill_tokens, longest)
+    return ([longest] * full + [rest] * (rest > 0))[:num_slots]
+
+
+def run_largest_chunk(launch: Callable[[StepPlan], TorchPending], lengths: list[int]) -> None:
+    prompts = {slot: np.zeros(n, dtype=np.int32) for slot, n in enumerate(lengths, start=1)}
+    steps: Iterator[int] = count(FIRST_STEP)
+    admit = tuple(Admit(slot, SCORED, (), prompt, seed=1) for slot, prompt in prompts.items())
+    rows = tuple(PrefillRow(slot, 0, prompt, samples=True) for slot, prompt in prompts.items())
+    launch(StepPlan(next(steps), admit=admit, prefill=rows)).wait()
+    launch(StepPlan(next(steps), retire=tuple(Retire(slot) for slot in prompts))).wait()
+
+
+def run_largest_sampling(slots: Slots, num_slots: int, logits: torch.Tensor) -> None:
+    """Of rows that each have these logits, [vocab], and wait for their masks."""
+    owners = range(1, num_slots + 1)
+    prompt = np.zeros(1, dtype=np.int32)
+    for slot in owners:
+        slots.admit(Admit(slot, HUNGRY, (), prompt, seed=slot))
+    waiting = [logits.clone() for _ in owners]
+    masks = np.full((num_slots, -(-len(logits) // WORD_BITS)), -1, dtype=np.int32)
+    rows = [SampleRow(slot, 0) for slot in owners]
+    slots.sampler.sample(torch.stack(waiting), rows, masks)
+    for slot in owners:
+        slots.retire(slot)
+
+
+def capture_largest(decodes: Decodes, prompts: Prompts, num_slots: int) -> None:
+    """So that smaller ones, captured later, fit into the memory that these have."""
+    if decodes.steps is not None and decodes.steps.replays is not None:
+        decodes.steps.replays.prepare((width_for(num_slots), each) for each in Choice)
+    if prompts.graphs is not None:
+        prompts.graphs.replays.prepare((ROOMS[-1], each) for each in Choice)

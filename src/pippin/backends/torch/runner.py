@@ -1,0 +1,183 @@
+"""Executes plans over one memory: its pools, rows, forwards and graphs. Knows no budget.
+
+Pools are written in place, in the order of launches, on the forward stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from pippin.backends.base import Retire, StepPlan, WarmUpShape
+from pippin.backends.torch.decodes import Decodes
+from pippin.backends.torch.forward import ChunkForward, PlainForward
+from pippin.backends.torch.graphs.capture import CudaGraphs, Recorder
+from pippin.backends.torch.graphs.replays import Replays
+from pippin.backends.torch.models.decoder import Decoder
+from pippin.backends.torch.pools.arena import MOST_MOVED_BYTES
+from pippin.backends.torch.pools.fingerprints import Fingerprints
+from pippin.backends.torch.pools.layout import PoolLayout
+from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.pools.rows import Rows
+from pippin.backends.torch.pools.transfers import Transfers
+from pippin.backends.torch.prompts import Prompts
+from pippin.backends.torch.step.captures import Captures
+from pippin.backends.torch.step.draws import Draws
+from pippin.backends.torch.step.future_map import FutureMap
+from pippin.backends.torch.step.parts import StepParts
+from pippin.backends.torch.step.pending import Told, TorchPending
+from pippin.backends.torch.step.rooms import ROOM_ROWS, ROOMS
+from pippin.backends.torch.step.slots import Slots
+from pippin.backends.torch.step.widths import WIDTHS, width_for
+from pippin.backends.torch.streams import Streams
+
+if TYPE_CHECKING:
+    from pippin.backends.torch.graphs.chunk_graphs import ChunkGraphs
+    from pippin.backends.torch.graphs.decode_steps import DecodeSteps
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How steps are run."""
+
+    num_slots: int
+    max_len: int
+    prefill_tokens: int  # of the largest step
+    deterministic: bool
+    kernels: bool  # Triton's
+    recorder: Recorder | None  # captures what is made of them; None: on GPUs CUDA graphs do
+    chunk_graphs: bool
+    fingerprints: bool
+
+    def shapes_to_warm_up(self) -> list[WarmUpShape]:
+        if not self.kernels:
+            return []
+        widths = [width for width in WIDTHS if width <= self.num_slots]
+        shapes = [WarmUpShape(width, num_tokens=1, num_steps=1) for width in widths]
+        for room in ROOMS if self.chunk_graphs else ():
+            num_rows = room.least_rows
+            if num_rows <= self.num_slots:
+                shapes.append(WarmUpShape(num_rows, num_tokens=room.num_tokens // num_rows))
+        return shapes
+
+
+class Runner:
+    def __init__(
+        self,
+        decoder: Decoder,
+        layout: PoolLayout,
+        slots: Slots,
+        future: FutureMap,
+        streams: Streams,
+        ways: Ways,
+        capacity_bytes: int,
+    ) -> None:
+        self._decoder = decoder
+        self._slots = slots
+        self._future = future
+        self._streams = streams
+        self._ways = ways
+        self.pools = Pools(layout, capacity_bytes, decoder.device, streams.forward)
+        self.rows = Rows(self.pools, ways.num_slots, ways.max_len)
+        self._transfers = Transfers(self.pools, streams)
+        self._captures = Captures(self.pools, self.rows)
+        self.fingerprints = self._make_fingerprints() if ways.fingerprints else None
+        self.draws = Draws(slots, future, self.pools, streams)
+        parts = StepParts(self.pools, self.rows, self._captures, slots, future, self.draws, streams)
+        plain = PlainForward(decoder, self.pools)
+        forward: ChunkForward = plain
+        steps: DecodeSteps | None = None
+        graphs: ChunkGraphs | None = None
+        if ways.kernels:
+            forward, steps, graphs = self._make_kernels()
+        self.decodes = Decodes(parts, plain, steps, deterministic=ways.deterministic)
+        self.prompts = Prompts(
+            parts,
+            forward,
+            graphs,
+            deterministic=ways.deterministic,
+            max_tokens=ways.prefill_tokens,
+        )
+
+    def execute(self, step: TorchPending, plan: StepPlan) -> None:
+        sent = self._transfers.send(plan.load)
+        for retire in plan.retire:
+            self._retire(step, retire)
+        for admit in plan.admit:
+            self._slots.admit(admit)
+        self.decodes.run(step, plan.decode)
+        self.prompts.run(step, plan.prefill)
+        for spill in plan.spill:
+            spilled = self._transfers.spill(spill)
+            step.spilled.append(spilled)
+            if self.fingerprints is not None:
+                self.fingerprints.compare(plan.step, spill.payloads, spilled.note_damage)
+        if plan.load:
+            step.loaded += self._transfers.load(plan.load, sent)
+            # What it was loaded from may be used for something else once the step is committed.
+            step.told.append(Told(self._streams.bring([]), lambda _: None))
+        if self.fingerprints is not None:
+            made = [payload for capture in step.captures for payload in capture.payloads]
+            self.fingerprints.take(plan.step, [*made, *step.loaded])
+        self.pools.arena.compact(MOST_MOVED_BYTES)
+
+    def _retire(self, step: TorchPending, retire: Retire) -> None:
+        if retire.captures:
+            step.captures += self._captures.of_slot(retire)
+        self.rows.retire(retire.slot)
+        self._slots.retire(retire.slot)
+        self.prompts.retire(retire.slot)
+
+    def sample_masked(self, step: TorchPending, masks: np.ndarray) -> None:
+        with torch.inference_mode(), self._streams.forward():
+            self.draws.sample_masked(step, masks)
+
+    def replays(self) -> Iterator[Replays[Any, Any]]:
+        """What is captured, if anything is."""
+        if self.decodes.steps is not None and self.decodes.steps.replays is not None:
+            yield self.decodes.steps.replays
+        if self.prompts.graphs is not None:
+            yield self.prompts.graphs.replays
+
+    def free(self) -> None:
+        """The memory, and the graphs over it, whatever payloads are still held."""
+        for replays in self.replays():
+            replays.graphs.clear()
+        self.pools.free()
+
+    # ---- kernels ---------------------------------------------------------------------------
+
+    def _make_kernels(self) -> tuple[ChunkForward, DecodeSteps, ChunkGraphs | None]:
+        # Triton is not everywhere.
+        from pippin.backends.torch.graphs.chunk_graphs import ChunkGraphs
+        from pippin.backends.torch.graphs.decode_steps import DecodeSteps
+        from pippin.backends.torch.kernels.decode import DecodeKernels
+        from pippin.backends.torch.kernels.prefill import ChunkKernels
+        from pippin.backends.torch.kernels.prompt import PromptKernels
+
+        decoder, pools, table = self._decoder, self.pools, self.rows.table
+        future, recorder = self._future.tokens, self._ways.recorder
+        if recorder is None and decoder.device.type == "cuda":
+            recorder = CudaGraphs(decoder.device)
+        decode = DecodeKernels(decoder, pools, table)
+        most_rows = max(width_for(self._ways.num_slots), *ROOM_ROWS)
+        logits = torch.empty(
+            most_rows, decoder.shape.vocab_size, dtype=decoder.dtype, device=decoder.device
+        )
+        steps = DecodeSteps(decode, future, pools.layout.waste_cell, recorder, logits)
+        graphs = None
+        if recorder is not None and self._ways.chunk_graphs:
+            prompt = PromptKernels(decoder, pools, table)
+            graphs = ChunkGraphs(prompt, future, pools.layout, recorder, logits)
+        return ChunkKernels(decoder, pools), steps, graphs
+
+    def _make_fingerprints(self) -> Fingerprints:
+        if not self._ways.kernels:
+            return Fingerprints(self.pools, self._streams)
+        from pippin.backends.torch.kernels.word_sums import sum_words
+
+        return Fingerprints(self.pools, self._streams, sum_words)
