@@ -13,6 +13,7 @@ from pippin.backends.sampling import SlotSampling
 from pippin.backends.sampling_noise import gumbel, noise_keys, random_bits
 from pippin.backends.torch.device import find_device
 from pippin.backends.torch.forward import PlainForward
+from pippin.backends.torch.kernels import attention_step
 from pippin.backends.torch.kernels.decode import DecodeKernels
 from pippin.backends.torch.kernels.delta_step import StateTile, delta_step
 from pippin.backends.torch.kernels.draw import draw
@@ -29,7 +30,7 @@ from pippin.backends.torch.step.decode_inputs import (
     SamplingColumns,
     pack_inputs,
 )
-from pippin.types import SamplingParams
+from pippin.types import Component, SamplingParams
 from torch_serving import load_torch
 
 DEVICE = find_device()
@@ -39,16 +40,19 @@ LENGTHS = (0, 1, 63, 64, 130)
 class Step:
     """Rows of these lengths with made-up KV and states, one token before their next."""
 
-    def __init__(self, name: str, lengths: tuple[int, ...], seed: int = 0) -> None:
+    def __init__(
+        self, name: str, lengths: tuple[int, ...], seed: int = 0, max_len: int = 256
+    ) -> None:
         self.decoder = load_torch(name).decoder
         layout = PoolLayout(self.decoder.shape, self.decoder.dtype)
-        self.pools = Pools(layout, 40 * layout.slab_bytes, DEVICE)
+        cells = (sum(lengths) + len(lengths)) * layout.cell_bytes(Component.ATTENTION)
+        self.pools = Pools(layout, 40 * layout.slab_bytes + cells, DEVICE)
         generator = torch.Generator(DEVICE).manual_seed(seed)
         for views in (self.pools.kv, self.pools.recurrent, self.pools.conv):
             for view in views:
                 view.normal_(generator=generator)
         self.pools.memory[: layout.slab_bytes] = 0
-        self.rows = Rows(self.pools, len(lengths), max_len=256)
+        self.rows = Rows(self.pools, len(lengths), max_len)
         self.slots = np.arange(1, len(lengths) + 1)
         for slot, length in zip(self.slots.tolist(), lengths, strict=True):
             self.rows.grow(slot, length)
@@ -126,6 +130,32 @@ def test_a_state_is_gone_through_in_parts_or_at_once() -> None:
         found.append((y, pool[step.arrays.states_out].clone()))
     for at_once, in_parts in zip(*found, strict=True):
         torch.testing.assert_close(in_parts, at_once, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5", "llama"])
+def test_a_long_row_is_attended_by_more_programs_than_the_short_ones_beside_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stretches of 64 tokens and four programs a row: as rows of 100,000 tokens have with 64."""
+    monkeypatch.setattr(attention_step, "splits_for", lambda num_groups: (4, 64))
+    step = Step(name, (0, 600, 63, 64, 255, 256, 257, 130), max_len=1024)
+    with torch.inference_mode():
+        expected = step.plain()
+        step.pools.memory.copy_(step.memory)
+        found = step.kernels(8)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 16, 33, 64, 128, 512, 4096, 10_000])
+def test_programs_are_enough_for_long_rows_and_not_too_many_for_short_ones(num_groups: int) -> None:
+    splits, least = attention_step.splits_for(num_groups)
+    assert splits & (splits - 1) == 0
+    assert splits == 1 or splits * num_groups <= attention_step.MOST_PROGRAMS
+    assert splits * max(num_groups, 64) * 2 > min(attention_step.MOST_PROGRAMS, num_groups)
+    assert least % attention_step.BLOCK_T == 0
+    short = -(-512 // max(least, -(-512 // splits)))  # stretches of 512 tokens
+    assert short <= max(attention_step.PROGRAMS // num_groups, 8)
 
 
 def states_of(*params: SamplingParams) -> list[SlotSampling]:

@@ -1,9 +1,10 @@
 """One token's attention over cells: norms, rotation, the new cell, the softmax, the gate.
 
 Two kernels. Of the first, one program takes one stretch of one row's tokens, for all query heads
-that share a key head; whoever takes the last stretch also makes the new token's key and value and
-writes them into their cell, while it uses its own copy of them. The second adds the stretches up.
-Lengths are looked up, so a captured graph serves rows of any length.
+that share a key head; that of the last stretch also makes the new token's key and value and writes
+them into their cell, while it uses its own copy of them. The second adds the stretches up.
+Lengths are looked up, so a captured graph serves rows of any length: there are as many programs as
+a long row needs, and those for which a short one has no stretch end at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 
 BLOCK_T = 64
-PROGRAMS = 264  # of the first kernel, about: two for each processor of a large GPU
+PROGRAMS = 264  # of the first kernel that work, about: two for each processor of a large GPU
+MOST_PROGRAMS = 4096  # of it in all, where rows could be long
+MOST_SPLITS = 64  # of a row
+LEAST_TOKENS = 256  # of a stretch, where there are enough rows to keep a GPU busy
 
 
 @triton.jit
@@ -70,6 +74,12 @@ def _normed_one(
 
 
 @triton.jit
+def _stretch(position, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
+    """Tokens of a row that one program takes."""
+    return tl.maximum(tl.cdiv(tl.cdiv(position + 1, SPLITS), BLOCK) * BLOCK, LEAST)
+
+
+@triton.jit
 def _attend(
     qkv,
     q_norm,
@@ -98,14 +108,17 @@ def _attend(
     SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_kv: tl.constexpr = HEADS // KV_HEADS
     half: tl.constexpr = ROTATED // 2
     position = tl.load(positions + row)
-    stretch = tl.cdiv(tl.cdiv(position + 1, SPLITS), BLOCK) * BLOCK
+    stretch = _stretch(position, SPLITS, BLOCK, LEAST)
     first = split * stretch
+    if first > position:
+        return
     end = tl.minimum(first + stretch, position + 1)
     g, i = tl.arange(0, GROUP), tl.arange(0, D)
     head = kv_head * per_kv + tl.minimum(g, per_kv - 1)
@@ -141,7 +154,7 @@ def _attend(
         found *= shrink[:, None]
         found = tl.dot(weights.to(v.dtype), v, found, input_precision=PRECISION)
         top = highest
-    if (first <= position) & (end == position + 1):  # the new token is in this stretch
+    if end == position + 1:  # the new token is in this stretch
         k_new = _normed_one(keys, k_norm, i, partner, rotates, cos, sin, eps, half, NORM, D).to(
             kv.dtype.element_ty
         )
@@ -167,25 +180,41 @@ def _combine(
     partial,
     tops,
     masses,
+    positions,
     out,
     row_stride,
     HEADS: tl.constexpr,
     GATED: tl.constexpr,
     D: tl.constexpr,
     SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
     s, i = tl.arange(0, SPLITS), tl.arange(0, D)
     at = (row * HEADS + head) * SPLITS + s
-    top = tl.load(tops + at)
+    position = tl.load(positions + row)
+    has_run = s * _stretch(position, SPLITS, BLOCK, LEAST) <= position
+    top = tl.load(tops + at, mask=has_run, other=float("-inf"))
     weights = tl.exp(top - tl.max(top))
-    mass = tl.sum(weights * tl.load(masses + at))
-    parts = tl.load(partial + at[:, None] * D + i[None, :])
+    mass = tl.sum(weights * tl.load(masses + at, mask=has_run, other=0.0))
+    parts = tl.load(partial + at[:, None] * D + i[None, :], mask=has_run[:, None], other=0.0)
     y = tl.sum(parts * weights[:, None], axis=0) / mass
     if GATED:
         gate = tl.load(qkv + row.to(tl.int64) * row_stride + (HEADS + head) * D + i)
         y = y * tl.sigmoid(gate.to(tl.float32))
     tl.store(out + (row * HEADS + head) * D + i, y.to(out.dtype.element_ty))
+
+
+def splits_for(num_groups: int) -> tuple[int, int]:
+    """Stretches that a row can have at most, and the tokens of one at least.
+
+    `num_groups`: rows, times heads of keys. A few rows share a GPU by short stretches; many fill it
+    with one or two each, and only rows that are much longer have more.
+    """
+    busy = max(1, min(MOST_SPLITS, PROGRAMS // num_groups))
+    most = max(busy, min(MOST_SPLITS, MOST_PROGRAMS // num_groups))
+    return 1 << (most.bit_length() - 1), BLOCK_T if busy >= 8 else LEAST_TOKENS
 
 
 def attention_step(
@@ -199,8 +228,8 @@ def attention_step(
 ) -> torch.Tensor:
     """[rows, heads * channels], what the last product reads."""
     num_rows, heads, dim = qkv.shape[0], layer.num_heads, layer.head_dim
-    splits = max(1, min(64, PROGRAMS // (num_rows * layer.num_kv_heads)))
-    splits = 1 << (splits.bit_length() - 1)
+    splits, least = splits_for(num_rows * layer.num_kv_heads)
+    block = BLOCK_T if dim <= 128 else BLOCK_T // 2
     norms = layer.q_norm, layer.k_norm
     options = {"dtype": torch.float32, "device": qkv.device}
     tops, masses = (torch.empty(num_rows, heads, splits, **options) for _ in range(2))
@@ -233,7 +262,8 @@ def attention_step(
         ROTATED=layer.rope.dim,
         SPLITS=splits,
         GROUP=max(16, triton.next_power_of_2(heads // layer.num_kv_heads)),
-        BLOCK=BLOCK_T if dim <= 128 else BLOCK_T // 2,
+        BLOCK=block,
+        LEAST=least,
         PRECISION=precision_of(qkv.dtype),
         num_warps=4,
         num_stages=2,
@@ -243,12 +273,15 @@ def attention_step(
         partial,
         tops,
         masses,
+        positions,
         out,
         qkv.stride(0),
         HEADS=heads,
         GATED=layer.gated,
         D=dim,
         SPLITS=splits,
+        BLOCK=block,
+        LEAST=least,
         num_warps=4,
     )
     return out
