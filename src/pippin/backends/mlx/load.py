@@ -86,7 +86,9 @@ def load(
     disable_compile_unless_available()
     if on_cpu():
         keep_large_buffers()
+        progress("preparing CPU operations, which are compiled once on a machine")
         use_few_rows_kernel()
+        operations()
     progress("reading the checkpoint")
     try:
         model, config = load_model(path, lazy=True)
