@@ -27,7 +27,7 @@ from pippin.backends.torch.step.batches import take_chunks
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs, pack_chunks
 from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.decode_inputs import Inputs as SampleInputs
-from pippin.backends.torch.step.filters import least_kept
+from pippin.backends.torch.step.filters import is_top_p_alone, least_in_top_p, least_kept
 from pippin.backends.torch.step.noise import add_gumbel_noise
 from pippin.backends.torch.step.rooms import ROOM_ROWS, Room
 from torch_serving import load_torch
@@ -94,11 +94,14 @@ class PlainPrompt:
         if choice is Choice.LOGITS:
             return told
         x = logits.float()
-        if choice is Choice.DRAWN:
+        if choice is not Choice.GREEDY:
             scaled = x * inputs.inverse_temperature[:, None]
             noisy = add_gumbel_noise(scaled, inputs.keys)
             x = torch.where(inputs.noisy[:, None] > 0, noisy, scaled)
-            x = x - (scaled < least_kept(logits, inputs)[:, None]) * FAR
+            in_top_p = least_in_top_p(scaled, inputs.top_p, inputs.min_p)
+            alone = is_top_p_alone(inputs)
+            least = torch.where(alone, in_top_p, least_kept(logits, inputs))
+            x = x - (scaled < least[:, None]) * FAR
         told[0] = x.argmax(dim=-1)
         future[inputs.slot.long()] = told[0]
         return told

@@ -9,6 +9,7 @@
     moe         experts, in a hybrid and in a model of attention: kernels and captured graphs against
                 plain operations on the GPU; --deterministic to the bit, alone and in company
     biases      models with every bias that a config can ask for: decode says what prefill says
+    top_p       of a whole vocabulary, without a sort: the same tokens, and both times
     races       200 random schedules, launched ahead of a GPU that is held up, against the same ones
                 with a wait after each step: tokens, and the bits of what was kept
     waits       nothing between a plan and its launch waits for the device
@@ -37,6 +38,7 @@ import torch
 
 from torch_gpu.right import correct
 from torch_gpu.chunks import chunks
+from torch_gpu.filters import top_p
 from torch_gpu.host import host
 from torch_gpu.moe import biases, expert_speed, moe
 from torch_gpu.races import races, waits
@@ -81,6 +83,7 @@ USUAL = {
     "chunks": chunks,
     "moe": moe,
     "biases": biases,
+    "top_p": top_p,
     "races": races,
     "waits": waits,
     "decode": decode,

@@ -12,36 +12,9 @@ import pytest
 
 from pippin.backends.mlx.step import filters, largest
 from pippin.backends.mlx.step.sampling_state import DrawGroup, build_batch
-from pippin.backends.sampling import MASS_UNITS, SlotSampling
+from pippin.backends.sampling import SlotSampling
 from pippin.types import SamplingParams
-
-VOCAB = 1000
-ROWS = 6
-KINDS = ("spread", "peaked", "tied", "masked", "level")
-PARAMS = [
-    SamplingParams(top_p=0.9),
-    SamplingParams(top_p=0.3, min_p=0.01),
-    SamplingParams(top_p=1e-6),
-    SamplingParams(top_p=1 - 2**-24),
-    SamplingParams(top_k=200),
-    SamplingParams(top_k=VOCAB - 1, top_p=0.999),
-    SamplingParams(top_k=333, top_p=0.8, min_p=0.001),
-]
-
-
-def logits(kind: str) -> mx.array:
-    rng = np.random.default_rng(KINDS.index(kind))
-    x = rng.normal(size=(ROWS, VOCAB)).astype(np.float32)
-    match kind:
-        case "peaked":
-            x *= 12
-        case "tied":  # few values, as of logits in 8 bits; both zeros among them
-            x = np.round(x * 4) / 4
-        case "masked":
-            x = np.where(rng.random(x.shape) < 0.7, -np.inf, x * 3).astype(np.float32)
-        case "level":
-            x[:] = 1.5
-    return mx.array(x)
+from sampling_rule import KINDS, PARAMS, ROWS, VOCAB, kept_by_rule, logits
 
 
 def group_of(params: SamplingParams, num_rows: int = ROWS, vocab: int = VOCAB) -> DrawGroup:
@@ -50,27 +23,10 @@ def group_of(params: SamplingParams, num_rows: int = ROWS, vocab: int = VOCAB) -
     return group
 
 
-def kept_by_rule(params: SamplingParams, x: np.ndarray, mass: np.ndarray) -> np.ndarray:
-    """One row. `mass`: of each token, the likeliest one's is 1."""
-    units = [int(m * np.float32(MASS_UNITS)) for m in mass]
-    keys = x if params.top_k else mass
-    order = np.argsort(-keys, kind="stable")
-    first = order[: params.top_k] if params.top_k else order
-    total = sum(units[i] for i in first)
-    share = np.float32(total) * np.float32(params.top_p)
-    needed = max(int(np.ceil(share)), 1) if params.top_p < 1 else total + 1
-    above, sums = 0, {}
-    for i in first:
-        sums.setdefault(float(keys[i]), above)  # of what is truly larger
-        above += units[i]
-    kept = {key for key, larger in sums.items() if larger < needed}
-    return np.array([float(key) in kept for key in keys]) & (mass >= np.float32(params.min_p))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_both_forms_keep_what_the_rule_keeps(params: SamplingParams, kind: str) -> None:
-    x, group = logits(kind), group_of(params)
+    x, group = mx.array(logits(kind)), group_of(params)
     by_sort = np.array(filters.dropped_by_sort(x, group))
     np.testing.assert_array_equal(np.array(filters.dropped_by_bisection(x, group)), by_sort)
     mass = np.array(filters._mass(x, x.max(axis=-1, keepdims=True)))
@@ -80,7 +36,7 @@ def test_both_forms_keep_what_the_rule_keeps(params: SamplingParams, kind: str) 
 
 
 def test_metal_bisects_and_others_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, group = logits("spread"), group_of(SamplingParams(top_p=0.9))
+    x, group = mx.array(logits("spread")), group_of(SamplingParams(top_p=0.9))
     asked: list[str] = []
     for name in ("dropped_by_sort", "dropped_by_bisection"):
         monkeypatch.setattr(filters, name, lambda x, group, name=name: asked.append(name))

@@ -37,7 +37,9 @@ from pippin.backends.torch.load import LoadedModel, load
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.transfers import host_memory, payload_arrays
 from pippin.backends.torch.runner import Runner, Ways
+from pippin.backends.torch.step import filters
 from pippin.backends.torch.step.decode_inputs import Choice
+from pippin.backends.torch.step.filters import LeastInTopP
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.slots import Slots
@@ -87,13 +89,13 @@ class TorchBackend:
         self._decoder = decoder
         self._layout = PoolLayout(decoder.shape, decoder.dtype)
         self._streams = make_streams(decoder.device, decoder.dtype)
-        self._slots = Slots(num_slots, decoder.shape.vocab_size, self._send)
         self.device = device_info(decoder.device)
         if prefill_tokens is not None:
             self.device = replace(self.device, prefill_tokens=prefill_tokens)
         on_cuda = decoder.device.type == "cuda"
         if kernels is None:
             kernels = on_cuda and suit_kernels(decoder.shape)
+        self._slots = Slots(num_slots, decoder.shape.vocab_size, self._send, _in_top_p(kernels))
         is_captured = kernels and (recorder is not None or on_cuda)
         self._ways = Ways(
             num_slots=num_slots,
@@ -319,3 +321,12 @@ class TorchBackend:
         if self._decoder.device.type == "cpu":
             return host
         return host.pin_memory().to(self._decoder.device, non_blocking=True)
+
+
+def _in_top_p(kernels: bool) -> LeastInTopP:
+    """The same in captured steps and in the sampler: a row's company decides which it meets."""
+    if not kernels:
+        return filters.least_in_top_p
+    from pippin.backends.torch.kernels import top_p
+
+    return top_p.least_in_top_p

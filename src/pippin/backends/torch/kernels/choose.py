@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from pippin.backends.torch.kernels.draw import draw
+from pippin.backends.torch.kernels.top_p import least_in_top_p
 from pippin.backends.torch.step.decode_inputs import Choice, Inputs
-from pippin.backends.torch.step.filters import least_kept
+from pippin.backends.torch.step.filters import is_top_p_alone, least_kept
 
 
 def choose(
@@ -19,17 +20,28 @@ def choose(
     told = torch.empty(2, logits.shape[0], dtype=torch.int32, device=logits.device)
     if choice is Choice.GREEDY:
         draw(logits, inputs.slot, future, told)
-    elif choice is Choice.DRAWN:
+    elif choice is not Choice.LOGITS:
         draw(
             logits,
             inputs.slot,
             future,
             told,
             inverse_temperature=inputs.inverse_temperature,
-            thresholds=least_kept(logits, inputs),
+            thresholds=_thresholds(logits, inputs, choice),
             noisy=inputs.noisy,
             keys=inputs.keys,
         )
     else:
         told[1] = logits[:, 0].isnan()
     return told
+
+
+def _thresholds(logits: torch.Tensor, inputs: Inputs, choice: Choice) -> torch.Tensor:
+    """float32 [rows]: the least scaled logit that each row keeps."""
+    least = least_kept(logits, inputs)
+    if choice is not Choice.TOP_P:
+        return least
+    is_alone = is_top_p_alone(inputs)
+    top_p = inputs.top_p.masked_fill(~is_alone, torch.inf)
+    in_top_p = least_in_top_p(logits, top_p, inputs.min_p, inputs.inverse_temperature)
+    return torch.where(is_alone, in_top_p, least)

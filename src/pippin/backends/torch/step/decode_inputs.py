@@ -72,7 +72,16 @@ class Choice(enum.IntEnum):
 
     GREEDY = 0
     DRAWN = 1  # with noise, perhaps with a short top_k and min_p
-    LOGITS = 2  # leave them to the sampler: penalties, biases, log probabilities, long filters
+    TOP_P = 2  # some rows with top_p of the whole vocabulary
+    LOGITS = 3  # leave them to the sampler: penalties, biases, log probabilities, long filters
+
+
+_CHOICES = {
+    Draw.GREEDY: Choice.GREEDY,
+    Draw.PLAIN: Choice.DRAWN,
+    Draw.SHORT_TOP_K: Choice.DRAWN,
+    Draw.TOP_P: Choice.TOP_P,
+}
 
 
 class SamplingColumns:
@@ -88,11 +97,10 @@ class SamplingColumns:
     def admit(self, slot: int, state: SlotSampling) -> None:
         params, draw = state.params, state.draw(self._vocab_size)
         greedy = draw is Draw.GREEDY
-        plain = draw in (Draw.GREEDY, Draw.PLAIN, Draw.SHORT_TOP_K)
-        if not plain or params.has_penalties or params.logit_bias or params.logprobs is not None:
-            self._choices[slot] = Choice.LOGITS
-        else:
-            self._choices[slot] = Choice.GREEDY if greedy else Choice.DRAWN
+        choice = _CHOICES.get(draw, Choice.LOGITS)
+        if params.has_penalties or params.logit_bias or params.logprobs is not None:
+            choice = Choice.LOGITS
+        self._choices[slot] = choice
         self._streams[slot] = state.stream
         self._min_tokens[slot] = params.min_tokens if state.stop_ids else 0
         words, floats = self._words, self._words.view(np.float32)

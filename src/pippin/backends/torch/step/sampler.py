@@ -18,7 +18,7 @@ from pippin.backends.base import Admit
 from pippin.backends.masks import WORD_BITS
 from pippin.backends.sampling import FAR, PADDING, Draw, SlotSampling
 from pippin.backends.sampling_noise import noise_keys
-from pippin.backends.torch.step.filters import dropped_tokens
+from pippin.backends.torch.step.filters import LeastInTopP, dropped_tokens, least_in_top_p
 from pippin.backends.torch.step.noise import add_gumbel_noise
 from pippin.backends.torch.step.sampling_state import (
     PenaltyGroup,
@@ -59,8 +59,15 @@ class Sampled:
 class Sampler:
     """Sampling state by slot, and the batched call over any rows of them."""
 
-    def __init__(self, vocab_size: int, num_slots: int, send: Send) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        num_slots: int,
+        send: Send,
+        in_top_p: LeastInTopP = least_in_top_p,
+    ) -> None:
         self._vocab_size = vocab_size
+        self._in_top_p = in_top_p
         self._send = send
         self._slots = [PADDING] * (num_slots + 1)
         self._history = TokenHistory(vocab_size, send)
@@ -146,7 +153,7 @@ class Sampler:
             if group.draw is not Draw.GREEDY:
                 scaled = part.float() * group.inverse_temperature
                 part = add_gumbel_noise(scaled, self._row_keys(rows, batch, group.subset))
-                dropped = dropped_tokens(scaled, group)
+                dropped = dropped_tokens(scaled, group, self._in_top_p)
                 if dropped is not None:
                     part = part - dropped * FAR
             tokens = group.subset.put(tokens, part.argmax(dim=-1))
