@@ -47,7 +47,7 @@ class MadeUpDevice:
         self.total = 100 * MIB
         self.others = 0  # of other processes
         self.step_bytes = 5 * MIB
-        self.caps: list[int] = []
+        self.caps: list[int | None] = []
         self.pools: list[weakref.ref[Pools]] = []
         self.num_given_back = 0
 
@@ -69,7 +69,7 @@ class MadeUpDevice:
         run()
         return self.step_bytes
 
-    def cap(self, nbytes: int) -> None:
+    def cap(self, nbytes: int | None) -> None:
         self.caps.append(nbytes)
 
     def give_back(self) -> None:
@@ -293,6 +293,7 @@ def test_close_frees_memory_that_payloads_still_name(device: MadeUpDevice) -> No
     gc.collect()
     assert not any(ref() is not None for ref in (*tensors, *parts))
     assert device.num_given_back > before
+    assert device.caps[-1] is None
     assert backend.memory_used() == 0
     assert not any(backend.memory_parts().values())
     assert "_decoder" not in vars(backend)

@@ -15,7 +15,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 
-from torch_gpu import chunks, moe, races, right
+from torch_gpu import chunks, limits, moe, races, right
 
 from chunk_words import capture_chunks
 from pippin.backends.torch.backend import TorchBackend
@@ -151,3 +151,39 @@ def test_captured_chunks_that_say_otherwise_are_shown(monkeypatch: pytest.Monkey
     monkeypatch.setattr(graphs, "run", shift)
     with torch.inference_mode(), pytest.raises(AssertionError, match=r"captured .* launched"):
         chunks.compare(launched, captured, Room(64, 16), "float32")
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "DEVICE": "cpu",
+        "HALF": torch.float32,
+        "KERNELS": False,
+        "LONG": 150,
+        "SHORT": 40,
+        "CHUNK": 64,
+        "NUM_ROWS": 4,
+        "NUM_OPERATIONS": 60,
+        "BUDGET_SECONDS": 1e9,
+        "SERVED_SHAPE": limits.TINY,
+    }.items():
+        monkeypatch.setattr(limits, name, value)
+
+
+@pytest.mark.usefixtures("no_gpu", "small_limits")
+def test_long_contexts_are_compared_and_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    with torch.inference_mode():
+        limits.long()
+    said = capsys.readouterr().out
+    assert "differ by 0.0e+00 at most" in said
+    assert "8 rows, the longest 150 tokens" in said
+
+
+@pytest.mark.usefixtures("no_gpu", "small_limits")
+def test_a_budget_is_served_within_and_watched(capsys: pytest.CaptureFixture[str]) -> None:
+    looks = iter(range(10**6))
+    with torch.inference_mode():
+        limits.serve_within(200_000_000, lambda: (next(looks), 0))
+        with pytest.raises(AssertionError, match="more than the budget"):
+            limits.serve_within(200_000_000, lambda: (0, 210_000_000))
+    assert "4 rows at most" in capsys.readouterr().out

@@ -292,6 +292,7 @@ class TorchBackend:
         self._memory = MemoryUse(0, 0, 0, 0, 0)
         if self._meter is not None:
             self._meter.give_back()
+            self._meter.cap(None)
 
     def _make_runner(self, capacity_bytes: int) -> Runner:
         assert not self._slots, "pools are made before requests run"

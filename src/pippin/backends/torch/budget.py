@@ -46,8 +46,8 @@ class Meter(Protocol):
         """What `run` reserved at most beside what was reserved before."""
         ...
 
-    def cap(self, nbytes: int) -> None:
-        """Torch reserves no more than that."""
+    def cap(self, nbytes: int | None) -> None:
+        """Torch reserves no more than that. None: what the device has."""
         ...
 
     def give_back(self) -> None:
@@ -76,9 +76,10 @@ class CudaMeter:
         torch.cuda.synchronize(self._device)
         return int(torch.cuda.max_memory_reserved(self._device)) - before
 
-    def cap(self, nbytes: int) -> None:
+    def cap(self, nbytes: int | None) -> None:
         total = torch.cuda.mem_get_info(self._device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(max(nbytes, 0) / total, 1.0), self._device)
+        share = 1.0 if nbytes is None else min(max(nbytes, 0) / total, 1.0)
+        torch.cuda.set_per_process_memory_fraction(share, self._device)
 
     def give_back(self) -> None:
         gc.collect()
