@@ -176,6 +176,8 @@ def fuzz(server: Server, bodies: Iterator[Hostile], verbose: bool) -> Report:
         if verbose:
             print(what, flush=True)
         report.statuses[answer.status] += 1
+        if number % WARM_AFTER == 0:
+            print(f"{number:,} bodies", flush=True)
         report.slowest = sorted([*report.slowest, (spent, what)], reverse=True)[:8]
         if answer.status == 0 or answer.status >= 500 or spent > MOST_CPU_SECONDS:
             report.faults.append(f"{what}: {told[:300]!r}")

@@ -6,6 +6,7 @@ What a body at the bounds costs is measured by `tools/fuzz_bodies.py`.
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from pippin.api.requests.parameters import check_sampling
 from pippin.errors import MAX_MESSAGE_CHARS, RequestError, cut
 from pippin.text.message_shape import MessageShape
 from pippin.types import SamplingParams
+from processes import run_python
 
 CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 1}
 COMPLETION = {"model": "stories", "prompt": "Hi.", "max_tokens": 1}
@@ -171,6 +173,14 @@ def test_deep_arguments_in_a_history_are_refused(client: httpx.Client, depth: in
     assert error["param"] == "input[1].arguments"
 
 
+def test_half_of_a_pair_in_arguments_is_no_mistake_of_the_server() -> None:
+    shape = MessageShape(text_arguments=False, one_text_beside_calls=False)
+    call = {"function": {"name": "f", "arguments": r'{"a\udfff": "\uD800", "b": "\ud83d\ude00"}'}}
+    [message] = shape.apply([{"role": "assistant", "tool_calls": [call]}])
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert arguments == {"a\ufffd": "\ufffd", "b": "\U0001f600"}
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -263,6 +273,7 @@ def test_what_is_shown_of_a_value_is_cut() -> None:
         ("/v1/embeddings", {"input": ["a", LONG]}, "input"),
         ("/generate", {"text": LONG}, "text"),
         ("/tokenize", {"prompt": LONG}, "prompt"),
+        ("/tokenize", {"prompt": "\U0001f600" * 125_001}, "prompt"),  # bytes count
     ],
 )
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
@@ -365,6 +376,12 @@ def test_user_messages_in_a_row_are_joined_where_a_template_wants_one() -> None:
         reply,
         messages[0],
     ]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_glibc_uses_one_arena_and_takes_its_thresholds() -> None:
+    code = "from pippin.api.http import freed_memory as f; print(f.return_freed_memory())"
+    assert run_python(code) == "True"
 
 
 def test_the_documentation_lists_every_bound() -> None:

@@ -79,7 +79,7 @@ ANY_JSON = st.recursive(
 )
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "refusal")
 MESSAGE = st.dictionaries(st.sampled_from(MESSAGE_FIELDS), ANY_JSON, max_size=4)
-STORM = settings(max_examples=500, suppress_health_check=list(HealthCheck))
+STORM = settings(max_examples=250, suppress_health_check=list(HealthCheck))
 
 
 def changed(fields: frozenset[str], refused: Any) -> st.SearchStrategy[dict[str, Any]]:

@@ -27,7 +27,7 @@ SCHEMA.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.N
 
 
 @SCHEMA.include(path=[*request_schemas(MODEL, LimitsConfig()), *query_schemas()]).parametrize()
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_the_document_forbids_is_refused_and_nothing_is_a_500(case: schemathesis.Case) -> None:
     case.call_and_validate(
         checks=[not_a_server_error, negative_data_rejection, response_schema_conformance]

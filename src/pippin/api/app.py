@@ -212,7 +212,7 @@ class _Api:
 
     def _prompt_len(self, body: bytes) -> int:
         chat = parse_message_request(parse_json(body), *self._rules, counts_only=True)
-        return len(prompt_of(chat, self._text, self._model.max_counted_chars).tokens)
+        return len(prompt_of(chat, self._text, self._model.max_counted_bytes).tokens)
 
     def _chat_job(self, body: bytes) -> Job:
         chat = parse_chat(parse_json(body), *self._rules)

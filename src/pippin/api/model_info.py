@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pippin.api.http.errors import ModelNotFound
 from pippin.api.requests.body import shown
-from pippin.api.requests.bounds import MAX_CHARS_PER_TOKEN, MAX_COUNTED_CHARS
+from pippin.api.requests.bounds import MAX_BYTES_PER_TOKEN, MAX_COUNTED_BYTES
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class ModelInfo:
     aliases: tuple[str, ...] = ()  # other names that it answers to
 
     @property
-    def max_prompt_chars(self) -> int:
-        return self.max_len * MAX_CHARS_PER_TOKEN
+    def max_prompt_bytes(self) -> int:
+        return self.max_len * MAX_BYTES_PER_TOKEN
 
     @property
-    def max_counted_chars(self) -> int:
+    def max_counted_bytes(self) -> int:
         """Where the tokens of a text are only counted: it may be longer than a prompt."""
-        return max(self.max_prompt_chars, MAX_COUNTED_CHARS)
+        return max(self.max_prompt_bytes, MAX_COUNTED_BYTES)
 
     @property
     def names(self) -> tuple[str, ...]:

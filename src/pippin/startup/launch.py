@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pippin.api.app import create_app, create_waiting_app
 from pippin.api.http.connection import allow_open_files, uvicorn_config
 from pippin.api.http.door import warn_if_open
+from pippin.api.http.freed_memory import return_freed_memory
 from pippin.api.model_info import ModelInfo
 from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.engine.engine_client import EngineClient
@@ -36,6 +37,7 @@ from pippin.text.bundle import TextBundle
 def run_server(config: Config) -> None:
     """Load a model and serve it until SIGINT or SIGTERM."""
     configure_logging(config.server.log_format)
+    return_freed_memory()
     with _listen(config.server) as listener:  # before a download that may take an hour
         if config.server.trace is not None:
             TraceFile.begin(Path(config.server.trace))

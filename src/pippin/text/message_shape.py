@@ -146,4 +146,12 @@ def _as_mapping(arguments: Any) -> Any:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) else arguments
+    if not isinstance(value, dict):
+        return arguments
+    return _without_halves(value) if "\\ud" in arguments.lower() else value
+
+
+def _without_halves(value: Any) -> Any:
+    """Half of a surrogate pair is valid JSON, and no character: no tokenizer reads it."""
+    text = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+    return json.loads(text.decode("utf-16", "replace"))

@@ -37,18 +37,18 @@ def chat_prompt(
     tools: Tools | None = None,
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
-    max_chars: int | None = None,
+    max_bytes: int | None = None,
     param: str = "messages",
 ) -> Prompt:
-    """A conversation in the words of the model's own template, of at most `max_chars`."""
+    """A conversation in the words of the model's own template, of at most `max_bytes`."""
     if text.chat is None:
         raise RequestError(
             "this model has no chat template; complete a text instead "
             "(/v1/completions, or LLM.generate)",
             param="messages",
         )
-    if max_chars is not None:
-        check_chars(sum(map(_num_shown, messages)), max_chars, param=param)
+    if max_bytes is not None:
+        check_nbytes(sum(map(_num_shown, messages)), max_bytes, param=param)
     if "developer" not in text.chat.source:  # the newer name for the same thing
         messages = [_as_system(message) for message in messages]
     rendered = text.chat.encode(
@@ -57,7 +57,7 @@ def chat_prompt(
         tools=tools,
         add_generation_prompt=add_generation_prompt,
         variables=variables,
-        check=lambda rendered: check_chars(len(rendered), max_chars, param=param),
+        check=lambda rendered: check_nbytes(nbytes_of(rendered), max_bytes, param=param),
     )
     ending = rendered.text[-NUM_ENDING_CHARS:]
     return Prompt(rendered.tokens, rendered.boundaries, ending=ending)
@@ -68,11 +68,11 @@ def completion_prompt(
     text: TextBundle,
     *,
     echo: bool = False,
-    max_chars: int | None = None,
+    max_bytes: int | None = None,
     param: str = "prompt",
 ) -> Prompt:
     """A text or its tokens; nothing at all is the model's start token, if it has one."""
-    check_chars(len(given), max_chars, param=param)
+    check_nbytes(nbytes_of(given) if isinstance(given, str) else 0, max_bytes, param=param)
     tokens = text.tokenizer.encode(given) if isinstance(given, str) else given
     if not tokens and text.tokenizer.bos_id is not None:
         tokens = [text.tokenizer.bos_id]
@@ -81,21 +81,25 @@ def completion_prompt(
     return Prompt(tokens, echo=_echo(given, tokens, text) if echo else None)
 
 
-def check_chars(num_chars: int, max_chars: int | None, *, param: str) -> None:
-    """Before a text is encoded, which takes a second for a million characters."""
-    if max_chars is not None and num_chars > max_chars:
+def nbytes_of(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def check_nbytes(nbytes: int, max_bytes: int | None, *, param: str) -> None:
+    """Before a text is tokenized, which takes a second for a million bytes."""
+    if max_bytes is not None and nbytes > max_bytes:
         raise ContextOverflow(
             "This model's maximum context length allows prompts of at most "
-            f"{max_chars:,} characters. However, you sent {num_chars:,}. Please reduce the length "
+            f"{max_bytes:,} bytes of text. However, you sent {nbytes:,}. Please reduce the length "
             "of the prompt.",
             param=param,
         )
 
 
 def _num_shown(message: Message) -> int:
-    """Characters that every template shows. Of an assistant's text some leave out the reasoning."""
-    calls = sum(len(call["function"]["arguments"]) for call in message.get("tool_calls", ()))
-    return calls + (0 if message["role"] == "assistant" else len(message["content"]))
+    """Bytes that every template shows. Of an assistant's text some leave out the reasoning."""
+    calls = sum(nbytes_of(call["function"]["arguments"]) for call in message.get("tool_calls", ()))
+    return calls + (0 if message["role"] == "assistant" else nbytes_of(message["content"]))
 
 
 def _as_system(message: Message) -> Message:

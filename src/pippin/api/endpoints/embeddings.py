@@ -23,7 +23,7 @@ from pippin.messages import Submit
 from pippin.sequences import room_for_reply
 from pippin.tasks import all_or_none
 from pippin.text.bundle import TextBundle
-from pippin.text.prompt import Prompt, check_chars
+from pippin.text.prompt import Prompt, check_nbytes, nbytes_of
 
 EMBEDDINGS_HONOURED = frozenset(
     {"input", "model", "encoding_format", "dimensions", "user", "priority", "timeout", "cache_salt"}
@@ -98,7 +98,7 @@ def _read_rows(
 
 def _row(item: str | list[int], number: int, text: TextBundle, model: ModelInfo) -> list[int]:
     if isinstance(item, str):
-        check_chars(len(item), model.max_prompt_chars, param="input")
+        check_nbytes(nbytes_of(item), model.max_prompt_bytes, param="input")
     tokens = text.tokenizer.encode(item) if isinstance(item, str) else item
     if not tokens:
         raise RequestError(f"input {number} is empty: it has no vector", param="input")

@@ -13,7 +13,7 @@ from pippin.api.requests.parameters import are_token_ids, token_ids_in_words
 from pippin.errors import RequestError
 from pippin.text.bundle import TextBundle
 from pippin.text.chat_template import RESERVED_VARIABLES
-from pippin.text.prompt import chat_prompt, check_chars
+from pippin.text.prompt import chat_prompt, check_nbytes, nbytes_of
 
 CHAT_ONLY = ("add_generation_prompt", "chat_template_kwargs")
 TOKENIZE_HONOURED = frozenset(
@@ -33,7 +33,7 @@ def tokenize(fields: Any, text: TextBundle, model: ModelInfo) -> dict[str, Any]:
     check_fields(body, TOKENIZE_HONOURED, TOKENIZE_REFUSED)
     model.check_name(body.string("model", model.name))
     wants_strings = body.boolean("return_token_strs", False)
-    rows = _rows(body, text, model.max_counted_chars)
+    rows = _rows(body, text, model.max_counted_bytes)
     told: list[dict[str, Any]] = [
         {
             "tokens": tokens,
@@ -62,9 +62,9 @@ def detokenize(fields: Any, text: TextBundle, model: ModelInfo) -> dict[str, Any
         allowed = token_ids_in_words(model.vocab_size)
         raise body.wrong("tokens", f"a list of {allowed}, or a list of such lists")
     num_tokens = sum(map(len, rows))
-    if num_tokens > model.max_counted_chars:
+    if num_tokens > model.max_counted_bytes:
         raise RequestError(
-            f"tokens has {num_tokens:,} token ids; at most {model.max_counted_chars:,} are allowed",
+            f"tokens has {num_tokens:,} token ids; at most {model.max_counted_bytes:,} are allowed",
             param="tokens",
         )
     skips = body.boolean("skip_special_tokens", False)
@@ -74,11 +74,11 @@ def detokenize(fields: Any, text: TextBundle, model: ModelInfo) -> dict[str, Any
     return {"text": shown, "prompt": shown}
 
 
-def _rows(body: Body, text: TextBundle, max_chars: int) -> list[list[int]]:
+def _rows(body: Body, text: TextBundle, max_bytes: int) -> list[list[int]]:
     if body.has("messages") == body.has("prompt"):
         raise RequestError("one of prompt and messages is required", param="prompt")
     if body.has("messages"):
-        return [_chat_tokens(body, text, max_chars)]
+        return [_chat_tokens(body, text, max_bytes)]
     for field in CHAT_ONLY:
         if body.has(field):
             raise RequestError(f"{field} goes with messages, not with prompt", param=field)
@@ -87,12 +87,12 @@ def _rows(body: Body, text: TextBundle, max_chars: int) -> list[list[int]]:
     if not prompts or not all(isinstance(item, str) for item in prompts):
         raise body.wrong("prompt", "a string or a list of strings")
     check_count(prompts, MAX_MESSAGES, "prompt", "texts")
-    check_chars(sum(map(len, prompts)), max_chars, param="prompt")
+    check_nbytes(sum(map(nbytes_of, prompts)), max_bytes, param="prompt")
     special = body.boolean("add_special_tokens", True)
     return [text.tokenizer.encode(item, add_special_tokens=special) for item in prompts]
 
 
-def _chat_tokens(body: Body, text: TextBundle, max_chars: int) -> list[int]:
+def _chat_tokens(body: Body, text: TextBundle, max_bytes: int) -> list[int]:
     if body.boolean("add_special_tokens", False):
         field = "add_special_tokens"
         raise RequestError(f"{field} goes with prompt: a template writes its own", param=field)
@@ -106,6 +106,6 @@ def _chat_tokens(body: Body, text: TextBundle, max_chars: int) -> list[int]:
         text,
         add_generation_prompt=body.boolean("add_generation_prompt", True),
         variables=variables,
-        max_chars=max_chars,
+        max_bytes=max_bytes,
     )
     return prompt.tokens

@@ -104,7 +104,7 @@ class Job:
 def prepare_chat(
     request: ChatRequest, text: TextBundle, model: ModelInfo, *, prefix: str = "chatcmpl-"
 ) -> Job:
-    prompt = prompt_of(request, text, model.max_prompt_chars)
+    prompt = prompt_of(request, text, model.max_prompt_bytes)
     tools = request.tool_use.allowed
     options = replace(request.options, params=constrain(request, prompt, text))
     job = _job(
@@ -119,7 +119,7 @@ def prepare_chat(
     return replace(job, tool_use=request.tool_use)
 
 
-def prompt_of(request: ChatRequest, text: TextBundle, max_chars: int) -> Prompt:
+def prompt_of(request: ChatRequest, text: TextBundle, max_bytes: int) -> Prompt:
     """A conversation, its tools and how much to reason, in the words of the model's template."""
     tool_use = request.tool_use
     tools: tuple[Tool, ...] | None = tool_use.tools
@@ -143,7 +143,7 @@ def prompt_of(request: ChatRequest, text: TextBundle, max_chars: int) -> Prompt:
         tools=tools,
         add_generation_prompt=request.add_generation_prompt,
         variables={**effort, **request.template_variables},
-        max_chars=max_chars,
+        max_bytes=max_bytes,
         param=request.messages_field,
     )
 
@@ -168,7 +168,7 @@ def fitting_prompt(
     if not isinstance(given, str):
         room_for_reply(Prompt(given), model.max_len, param=param)
     prompt = completion_prompt(
-        given, text, echo=echo, max_chars=model.max_prompt_chars, param=param
+        given, text, echo=echo, max_bytes=model.max_prompt_bytes, param=param
     )
     room_for_reply(prompt, model.max_len, param=param)
     return prompt

@@ -25,9 +25,9 @@ MAX_LABEL_CHARS = 1_024  # of an id or a name that changes no reply
 MAX_LABELS = 64  # members of `metadata`
 MAX_LABEL_VALUE_CHARS = 16_384
 
-# No tokenizer makes so few tokens of a real text. Encoding takes a second for a million characters.
-MAX_CHARS_PER_TOKEN = 16
-MAX_COUNTED_CHARS = 500_000  # where tokens are only counted, of a model with a small context
+# No tokenizer makes so few tokens of a real text, and it takes a second for a million bytes.
+MAX_BYTES_PER_TOKEN = 16
+MAX_COUNTED_BYTES = 500_000  # where tokens are only counted, of a model with a small context
 
 
 def check_count(found: Sized, most: int, field: str, what: str) -> None:
