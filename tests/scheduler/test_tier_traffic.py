@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from builders import ALL, Client, Reply, check_idle, make_loop, make_prompt, oracle
@@ -14,6 +15,7 @@ from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.disk.base import Destination
 from pippin.cache.disk.entries import Key, Loaded
 from pippin.cache.disk.memory import MemoryStore
+from pippin.scheduler.traffic import spills
 from pippin.scheduler.traffic.tier_traffic import TierTraffic
 from pippin.types import Component
 from simulator import Workers
@@ -323,3 +325,21 @@ def test_a_segment_that_is_evicted_costs_each_step_a_little() -> None:
     small, large = worst
     assert large < 1.5 * small, "more than deeper heaps explain"
     assert large < 8_000
+
+
+def test_sequences_that_wait_to_be_written_are_bounded_in_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(spills, "MAX_WAITING_BYTES", 4_000)
+    client, _ = started(make_store())
+    traffic = client.loop.scheduler.traffic
+    assert isinstance(traffic, TierTraffic)
+    for number in range(20):
+        traffic.spills.note(f"r{number % 15}", np.zeros(100 + number, np.int32))
+        held = [tokens.nbytes for tokens, _ in traffic.spills._waiting.values()]
+        assert sum(held) == traffic.spills._waiting_bytes <= 4_000
+    assert f"r{19 % 15}" in traffic.spills._waiting, "the newest was forgotten"
+    traffic.spills.note("alone", np.zeros(2_000, np.int32))
+    assert list(traffic.spills._waiting) == ["alone"]
+    traffic.spills.forget()
+    assert traffic.spills._waiting_bytes == 0

@@ -138,13 +138,15 @@ def _host_bytes(config: Config) -> int:
 def fingerprint(config: Config, backend: Backend) -> bytes:
     """Of the weights and of what is computed from them.
 
-    Backends that lay their payloads out alike share entries. Deterministic runs share them with
-    nobody but themselves: another backend, or another version of it, rounds differently.
+    Entries are read by the backend that wrote them alone, with the same libraries: what an error
+    that was fixed in either has computed must not be read again. Deterministic runs share entries
+    with no other device or version either, which may round differently.
     """
     kept = [component for component in Component if component in backend.spec.components]
     facts = {c.value: repr(backend.payload_arrays(c, 1)) for c in kept}
+    facts["arithmetic"] = backend.arithmetic
     if config.engine.deterministic:
-        facts["deterministic"] = f"{config.model.backend} {backend.device.kind} {__version__}"
+        facts["deterministic"] = f"{backend.device.kind} {__version__}"
     if config.model.backend == "fake":
         return hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=32).digest()
     return model_fingerprint(Path(config.model.model), facts)

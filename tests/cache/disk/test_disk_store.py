@@ -387,6 +387,25 @@ def test_what_cannot_be_a_directory_is_refused_with_its_name(tmp_path: Path) -> 
         open_store(file, FINGERPRINT, MB)
 
 
+def test_a_disk_without_room_for_the_process_id_is_written_when_it_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(file: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pippin.cache.disk.directory.os.pwrite", full)
+        store = open_store(tmp_path, FINGERPRINT, MB)
+    assert not store.read_only
+    assert "process's id cannot be noted" in caplog.text
+    with pytest.raises(DiskCacheError, match=r"in use by process \?"):
+        open_store(tmp_path, FINGERPRINT, MB)
+    (entry,) = states(1)
+    write_all(store, [entry])
+    assert same_bytes(store.read([entry.key]), [entry])
+    store.close()
+
+
 def test_where_no_lock_can_be_had_what_is_there_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

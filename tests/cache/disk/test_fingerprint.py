@@ -78,3 +78,69 @@ def test_a_damaged_note_costs_a_hash(
     own_cache.write_text(content)
     assert model_fingerprint(model, {}) == first
     assert "not what was written" in caplog.text
+
+
+def replace_in_place(weights: Path, content: bytes) -> None:
+    """As `cp -p` and `rsync -t --inplace` do: the inode and the time of modification stay."""
+    before = weights.stat()
+    weights.write_bytes(content)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = weights.stat()
+    assert (after.st_size, after.st_mtime_ns, after.st_ino) == (
+        before.st_size,
+        before.st_mtime_ns,
+        before.st_ino,
+    )
+
+
+def test_weights_replaced_in_place_are_another_model_whatever_their_time(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    first = model_fingerprint(model, {})
+    replace_in_place(model / "model-1.safetensors", b"c" * 5_000_000)
+    assert model_fingerprint(model, {}) != first
+
+
+@pytest.mark.parametrize("field", ["st_ctime_ns", "sample"])
+def test_a_changed_file_is_noticed_by_its_ctime_and_by_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """Each is enough: one byte between samples, or a file system that keeps no ctime."""
+    model = make_model(tmp_path / "model")
+    weights = model / "model-1.safetensors"
+    real = fingerprint.file_times
+    if field == "sample":
+        monkeypatch.setattr(fingerprint, "file_times", lambda facts: real(facts)[:1])
+        content = b"c" * 5_000_000
+    else:
+        changed = bytearray(weights.read_bytes())
+        changed[3_123_456] ^= 1
+        content = bytes(changed)
+    first = model_fingerprint(model, {})
+    replace_in_place(weights, content)
+    assert model_fingerprint(model, {}) != first
+
+
+def test_every_file_that_a_backend_loads_counts(tmp_path: Path) -> None:
+    """torch loads *.safetensors, mlx-lm model*.safetensors."""
+    model = make_model(tmp_path / "model")
+    first = model_fingerprint(model, {})
+    (model / "zz_patch.safetensors").write_bytes(b"c" * 1000)
+    assert model_fingerprint(model, {}) != first
+
+
+def test_a_file_that_is_written_while_it_is_hashed_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(tmp_path / "model")
+    real = fingerprint.hash_file
+
+    def hash_and_write(path: Path) -> bytes:
+        hashed = real(path)
+        if path.name == "model-2.safetensors":
+            path.write_bytes(b"c" * 1000)
+        return hashed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fingerprint, "hash_file", hash_and_write)
+        first = model_fingerprint(model, {})
+    assert model_fingerprint(model, {}) != first

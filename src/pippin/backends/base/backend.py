@@ -104,6 +104,14 @@ class Backend(Costs, Protocol):
     def device(self) -> DeviceInfo: ...
 
     @property
+    def arithmetic(self) -> str:
+        """What computes: the backend with its ARITHMETIC_VERSION, and its libraries with theirs.
+
+        What was computed otherwise is never read from disk.
+        """
+        ...
+
+    @property
     def shapes_to_warm_up(self) -> Sequence[WarmUpShape]:
         """The most likely ones first; none where nothing has to be warmed up."""
         ...
@@ -116,7 +124,7 @@ class Backend(Costs, Protocol):
     def payload_arrays(self, component: Component, num_tokens: int) -> tuple[ArraySpec, ...]:
         """How a payload looks as bytes; KV with its tokens along the first axis.
 
-        Backends that say the same can read what the other wrote.
+        Where two agree, one can read what the other wrote.
         """
         ...
 

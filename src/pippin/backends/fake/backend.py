@@ -24,7 +24,7 @@ from pippin.backends.fake import transfers
 from pippin.backends.fake.device import FakeDevice, FutureMap
 from pippin.backends.fake.payloads import FakePayload, Ledger, PayloadMaker, as_fake, contents
 from pippin.backends.fake.pending import FakePending
-from pippin.backends.fake.toy import ToyRow
+from pippin.backends.fake.toy import ARITHMETIC_VERSION, ToyRow
 from pippin.backends.masks import allowed_ids
 from pippin.cache.disk.entries import ArraySpec, Bytes
 from pippin.types import Component, LayerSpec, ModelSpec, Payload, TokenLogprobs
@@ -78,6 +78,10 @@ class FakeBackend:
     @property
     def device(self) -> DeviceInfo:
         return DeviceInfo("fake", "toy", MEMORY_BYTES, share=1.0, prefill_tokens=512, unified=False)
+
+    @property
+    def arithmetic(self) -> str:
+        return f"fake {ARITHMETIC_VERSION}"
 
     def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
         spec = self.spec

@@ -15,6 +15,8 @@ from pippin.backends.base import Admit
 from pippin.backends.fake.payloads import FakePayload
 from pippin.types import Component
 
+# Raise it whenever a digest is computed differently: what is on disk from before is not read then.
+ARITHMETIC_VERSION = 1
 MASK = (1 << 61) - 1
 
 

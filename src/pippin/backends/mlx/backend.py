@@ -8,6 +8,7 @@ the engine's one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -53,6 +54,9 @@ from pippin.cache.disk.entries import ArraySpec, Bytes
 from pippin.errors import LoadError
 from pippin.types import Component, ModelSpec
 
+# Raise it with every change to what is computed for KV, states or hidden vectors, if only in the
+# last bit: a kernel, a fix, another order. What is on disk from before is not read then.
+ARITHMETIC_VERSION = 1
 # Of what the weights leave:
 ACTIVATION_SHARE = 0.1  # activations, and copies on their way
 MOST_WARMED_TOKENS = 2048  # of a chunk; larger ones are rare, and take their time anyway
@@ -209,6 +213,10 @@ class MLXBackend:
             prompts.restore(step, whole)
         for group in prompts.groups([row for row in chunks if len(row.tokens)]):
             prompts.run(step, group)
+
+    @property
+    def arithmetic(self) -> str:
+        return f"mlx {ARITHMETIC_VERSION}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
 
     def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
         """A restored prefix is copied into its row: `num_borrowed` changes nothing."""

@@ -56,6 +56,10 @@ ACTIVATION_SHARE = 0.1  # of what the weights leave, where nothing is measured
 CHUNK_GRAPHS = True
 DEFAULT_POOL_BYTES = 2 << 30  # where nobody set a budget; a CPU commits only what is used
 
+# Raise it with every change to what is computed for KV, states or hidden vectors, if only in the
+# last bit: a kernel, a fix, another order. What is on disk from before is not read then.
+ARITHMETIC_VERSION = 1
+
 
 class TorchBackend:
     """Slots in, tokens out."""
@@ -173,6 +177,10 @@ class TorchBackend:
         return step
 
     # ---- bytes -----------------------------------------------------------------------------
+
+    @property
+    def arithmetic(self) -> str:
+        return f"torch {ARITHMETIC_VERSION}, torch {torch.__version__}"
 
     def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
         """A restored prefix is read where the tree has it; a state is written in one place.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ NAME_DIGITS = 8
 LOOK_S = 0.05  # between two looks at a lock that somebody has
 RECENCY = "recency"
 
+logger = logging.getLogger(__name__)
+
 
 class DirectoryLock:
     """The right to write to a directory, until `release`."""
@@ -33,8 +36,6 @@ class DirectoryLock:
         self._file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._take(time.monotonic() + patience_s)
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
             holder = os.pread(self._file, 32, 0).decode(errors="replace").strip()
             os.close(self._file)
@@ -44,6 +45,16 @@ class DirectoryLock:
                 f"{directory} is in use by process {holder or '?'}: "
                 "each server needs a --cache-dir of its own"
             ) from error
+        self._note_holder(directory)
+
+    def _note_holder(self, directory: Path) -> None:
+        """For the message to a second server. A full disk has no room for it: entries that are
+        evicted make some, and the lock is held without it."""
+        try:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            logger.warning("%s: this process's id cannot be noted: %s", directory / "lock", error)
 
     def release(self) -> None:
         os.close(self._file)

@@ -2,8 +2,13 @@
 
 All bytes of all weights count, and of the file beside them that says how they are used: a model
 that was trained on, or whose rope was changed, is another one. Weights are hashed once (XXH3, as
-fast as the disk reads) and remembered in the user's cache directory by path, size and time of
-change; a file that is loaded is read anyway.
+fast as the disk reads) and remembered in the user's cache directory; a file that is loaded is read
+anyway.
+
+What is remembered holds while path, size, inode, times of change and a sample of the bytes are the
+same. The time of modification alone can be kept by whoever writes (`cp -p`, `rsync -t`); ctime can
+not, and a `chmod` or a new hard link only costs another hash. The sample is for file systems that
+keep no ctime, or clocks that were set back: a fine-tune changes nearly every tensor.
 
 Tokenizers and chat templates do not count: entries are named by tokens.
 """
@@ -23,7 +28,9 @@ from platformdirs import user_cache_path
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 4 << 20
-COUNTED = ("config.json", "model*.safetensors")  # what is loaded
+COUNTED = ("config.json", "*.safetensors")  # what any backend loads
+NUM_SAMPLES = 32  # of a file, from its header to its end: milliseconds, however large it is
+SAMPLE_BYTES = 4096
 
 
 def model_fingerprint(folder: Path, facts: Mapping[str, str]) -> bytes:
@@ -51,12 +58,14 @@ class _Remembered:
 
     def digest(self, path: Path) -> bytes:
         real = path.resolve()
-        facts = real.stat()
-        name = f"{real}|{facts.st_size}|{facts.st_mtime_ns}|{facts.st_ino}"
-        if name not in self._known:
-            self._known[name] = hash_file(real).hex()
+        name = _state(real)
+        if name in self._known:
+            return bytes.fromhex(self._known[name])
+        hashed = hash_file(real)
+        if _state(real) == name:  # or else it was written meanwhile
+            self._known[name] = hashed.hex()
             self._changed = True
-        return bytes.fromhex(self._known[name])
+        return hashed
 
     def save(self) -> None:
         if not self._changed:
@@ -78,6 +87,27 @@ def hash_file(path: Path) -> bytes:
         while count := file.readinto(block):
             digest.update(memoryview(block)[:count])
     return digest.digest()
+
+
+def sample_file(path: Path) -> bytes:
+    """A digest of blocks at equal distances, the first and the last included."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        last = max(0, os.fstat(file.fileno()).st_size - SAMPLE_BYTES)
+        for number in range(NUM_SAMPLES):
+            offset = last * number // (NUM_SAMPLES - 1)
+            digest.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+    return digest.digest()
+
+
+def file_times(facts: os.stat_result) -> tuple[int, ...]:
+    return facts.st_mtime_ns, facts.st_ctime_ns
+
+
+def _state(path: Path) -> str:
+    facts = path.stat()
+    numbers = (facts.st_size, facts.st_ino, facts.st_dev, *file_times(facts))
+    return "|".join([str(path), *map(str, numbers), sample_file(path).hex()])
 
 
 def _load(path: Path) -> dict[str, str]:

@@ -20,6 +20,7 @@ from pippin.cache.tiers.courier import Courier
 from pippin.cache.tiers.tiers import Tiers
 
 MAX_SEQUENCES = 4096  # that wait to be written; the oldest is forgotten then
+MAX_WAITING_BYTES = 64 << 20  # of their tokens, in the host's memory; likewise
 LOOKS = 4  # sequences of which nothing may be missing, in one plan
 PAUSE = 5.0  # seconds, after something could not be written
 
@@ -42,6 +43,7 @@ class Spills:
         self._courier = courier
         # Tokens and salt by request; the longest waiting first.
         self._waiting: dict[str, tuple[np.ndarray, bytes]] = {}
+        self._waiting_bytes = 0
         self._batch: Batch | None = None
         self._not_before = 0.0
         self._current = ""  # the sequence that is being written, in as many batches as it takes
@@ -58,12 +60,20 @@ class Spills:
 
     def note(self, request_id: str, tokens: np.ndarray, salt: bytes = b"") -> None:
         """The tree in memory holds more of this sequence than before."""
-        self._waiting.pop(request_id, None)
+        self._drop(request_id)
         self._waiting[request_id] = tokens, salt
+        self._waiting_bytes += tokens.nbytes
         if request_id == self._current:
             self._current = ""
-        if len(self._waiting) > MAX_SEQUENCES:
-            del self._waiting[next(iter(self._waiting))]
+        while len(self._waiting) > 1 and (
+            len(self._waiting) > MAX_SEQUENCES or self._waiting_bytes > MAX_WAITING_BYTES
+        ):
+            self._drop(next(iter(self._waiting)))
+
+    def _drop(self, name: str) -> None:
+        tokens, _ = self._waiting.pop(name, (None, b""))
+        if tokens is not None:
+            self._waiting_bytes -= tokens.nbytes
 
     def hurry(self) -> bool:
         """Let nothing wait any longer; whether there is anything to be written."""
@@ -73,6 +83,7 @@ class Spills:
     def forget(self) -> None:
         """What waits was dropped from memory."""
         self._waiting.clear()
+        self._waiting_bytes = 0
 
     def plan(self, step: int, now: float) -> tuple[Spill, ...]:
         self.poll(now)
@@ -86,13 +97,13 @@ class Spills:
             if name != self._current:
                 self._current, self._written = name, set()
             if not runs:
-                del self._waiting[name]
+                self._drop(name)
                 keys = self._tiers.keys_along(tokens, salt)
                 self._courier.tell(self._courier.store.touch, keys)
                 continue
             entries = self._tiers.entries(tokens, runs, salt)
             if not self._written.isdisjoint(entry.key for entry in entries):
-                del self._waiting[name]  # its beginning went to make room for its end
+                self._drop(name)  # its beginning went to make room for its end
                 continue
             self._batch = Batch(name, tokens, salt, entries, step)
             nbytes = sum(entry.nbytes for entry in entries)
@@ -145,4 +156,4 @@ class Spills:
     def _give_up(self, batch: Batch, now: float) -> None:
         self._batch = None
         self._not_before = now + PAUSE
-        self._waiting.pop(batch.name, None)
+        self._drop(batch.name)
