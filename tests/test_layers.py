@@ -60,7 +60,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "engine.model_vocabulary": {"types", "text", "decode"},
     "engine.grammar_zygote": {"decode", "engine.model_vocabulary"},
     "engine.message_pump": {"messages", "feed", "scheduler.loop"},
-    "engine.engine_client": {"messages", "engine.watchers"},
+    "engine.engine_client": {"messages", "engine.watchers", "engine.suspects"},
+    "engine.suspects": {"messages"},
     "engine.watchers": {"messages", "feed.schema"},
     "api": {
         *("types", "text", "messages", "sequences", "embedding", "tasks", "config"),

@@ -3,6 +3,7 @@
 PippinError
 ├── RequestError            400  the request is wrong; names the field and the numbers
 │   ├── ContextOverflow     400  prompt + reply do not fit the model
+│   ├── PoisonRequest       400  engines were lost while this same request was in flight
 │   └── UnsupportedField    400  a documented field that this server does not honour
 ├── NotFound                404
 ├── Overloaded              503  the queue is full
@@ -43,6 +44,10 @@ class RequestError(PippinError):
 
 class ContextOverflow(RequestError):
     code = "context_length_exceeded"
+
+
+class PoisonRequest(RequestError):
+    code = "poison_request"
 
 
 class UnsupportedField(RequestError):

@@ -72,6 +72,12 @@ class Started(msgspec.Struct, tag="started", frozen=True):
     ids: list[str]
 
 
+class Compiled(msgspec.Struct, tag="compiled", frozen=True):
+    """The grammars of these requests have been compiled: they wait in the queue now."""
+
+    ids: list[str]
+
+
 class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one request; `finish` set makes it the request's one terminal message."""
 
@@ -140,4 +146,6 @@ class FeedMessage(msgspec.Struct, tag="feed", frozen=True):
 
 Question = FlushCache | GetStatus | GetCounters | GetNode
 ToEngine = Submit | Abort | Finish | Question | Watch | Unwatch | Shutdown
-FromEngine = Started | TokenBatch | FeedMessage | Alive | Ready | Loading | Failed | Answer
+FromEngine = (
+    Started | Compiled | TokenBatch | FeedMessage | Alive | Ready | Loading | Failed | Answer
+)

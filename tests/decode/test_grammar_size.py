@@ -9,9 +9,9 @@ import sys
 from typing import Any
 
 import pytest
-from hostile import FAMILIES
 from walks import bundled_vocabulary
 
+from hostile_grammars import FAMILIES
 from pippin.decode.compile import prove_grammar
 from pippin.decode.json_schema import check_schema
 from pippin.decode.size.check_size import check_nesting_of, check_part_size, check_size

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import FAMILIES
 from walks import bundled_vocabulary
 
 from bundled import BUNDLED_PATH
+from hostile_grammars import FAMILIES
 from pippin.decode.compiler import GrammarCompiler
 from pippin.decode.proving.prover import Prover
 from pippin.decode.proving.verdicts import STACK_BYTES, Verdict, lost

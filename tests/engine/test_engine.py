@@ -53,7 +53,7 @@ async def listen(connection: Connection, engine: EngineClient, signs: list[Alive
             signs.append(message)
         if isinstance(message, TokenBatch | Started | Answer):
             engine.deliver(message)
-    engine.engine_lost(message.message)
+    engine.engine_lost(message.message, knows_all=True)
 
 
 async def loss_of(engine: EngineClient) -> str:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from pippin.engine.engine_client import MAX_ENGINES, EngineClient
-from pippin.errors import DeviceFailed, EngineDead, NotReady, PippinError
+from pippin.engine.engine_client import EngineClient
+from pippin.engine.suspects import MAX_DEATHS, MAX_ENGINES, REMEMBERED_SUSPECTS, Suspects
+from pippin.errors import DeviceFailed, EngineDead, NotReady, PippinError, PoisonRequest
 from pippin.messages import (
     Abort,
     Answer,
+    Compiled,
     Finish,
     FlushCache,
     GetStatus,
@@ -33,6 +35,8 @@ Scenario = Callable[[EngineClient, "SentMessages"], Coroutine[Any, Any, None]]
 class SentMessages(list[ToEngine]):
     """What an engine was sent."""
 
+    alive = True
+
     def send(self, message: ToEngine) -> None:
         self.append(message)
 
@@ -48,12 +52,12 @@ def run(scenario: Scenario) -> None:
     asyncio.run(asyncio.wait_for(work(), PATIENCE_SECONDS))
 
 
-def submit(id: str = "a") -> Submit:
-    return Submit(id, [1, 2], SamplingParams())
+def submit(id: str = "a", **params: Any) -> Submit:
+    return Submit(id, [1, ord(id[0])], SamplingParams(**params))
 
 
-async def collect(client: EngineClient, id: str) -> list[TokenDelta]:
-    return [delta async for delta in client.generate(submit(id))]
+async def collect(client: EngineClient, id: str, **params: Any) -> list[TokenDelta]:
+    return [delta async for delta in client.generate(submit(id, **params))]
 
 
 async def open_requests(client: EngineClient, *ids: str) -> list[asyncio.Task[list[TokenDelta]]]:
@@ -191,18 +195,120 @@ def test_a_reply_that_is_whole_when_its_engine_is_lost_stays_whole() -> None:
     run(scenario)
 
 
-def test_a_request_that_engines_die_of_before_they_begin_is_given_up() -> None:
+def test_a_request_that_may_have_been_alone_in_its_step_is_not_submitted_again() -> None:
+    """An engine may die of it before what it said of it has left the process."""
+
     async def scenario(client: EngineClient, sent: SentMessages) -> None:
-        [task] = await open_requests(client, "a")
-        for _ in range(MAX_ENGINES - 1):
-            client.engine_lost(LOST)
-            assert client.num_open == 1
-            client.engine_ready(sent)
+        tasks = await open_requests(client, "a", "b")
         client.engine_lost(LOST)
-        assert await task == [dead("a")]
-        assert sent == [submit()] * MAX_ENGINES
+        assert await asyncio.gather(*tasks) == [[dead("a")], [dead("b")]]
+        second = SentMessages()
+        client.engine_ready(second)
+        assert second == []
 
     run(scenario)
+
+
+def test_a_request_is_submitted_to_a_second_engine_and_to_no_third() -> None:
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        [waiting] = await open_requests(client, "a")
+        for number in range(MAX_ENGINES):
+            [other] = await open_requests(client, f"other {number}")
+            client.deliver(Started([f"other {number}"]))
+            client.engine_lost(LOST)
+            await other
+            assert client.num_open == (number + 1 < MAX_ENGINES)
+            client.engine_ready(sent)
+        assert await waiting == [dead("a")]
+        assert sent.count(submit("a")) == MAX_ENGINES == 2
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_request_whose_grammar_may_have_been_compiling_is_not_submitted_again(
+    compiled: bool,
+) -> None:
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        [running] = await open_requests(client, "r")
+        client.deliver(Started(["r"]))
+        asking = asyncio.create_task(collect(client, "a", regex="x"))
+        await asyncio.sleep(0)
+        if compiled:
+            client.deliver(Compiled(["a"]))
+        client.engine_lost(LOST)
+        await running
+        second = SentMessages()
+        client.engine_ready(second)
+        assert second == ([submit("a", regex="x")] if compiled else [])
+        client.close()
+        await asking
+
+    run(scenario)
+
+
+def test_what_was_submitted_to_an_engine_that_had_died_goes_to_the_next() -> None:
+    """However often: none of them can have died of it."""
+
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        sent.alive = False
+        [task] = await open_requests(client, "a")
+        for _ in range(5):
+            client.engine_lost(LOST)
+            client.engine_ready(sent)
+        assert sent == []
+        client.engine_lost(LOST)
+        sent.alive = True
+        client.engine_ready(sent)
+        assert sent == [submit("a")]
+        say(client, TokenDelta("a", [1], finish="stop"))
+        assert await task == [TokenDelta("a", [1], finish="stop")]
+
+    run(scenario)
+
+
+def test_a_request_that_was_in_flight_at_two_deaths_is_refused_for_good() -> None:
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        for _ in range(MAX_DEATHS):
+            [task] = await open_requests(client, "a")
+            client.deliver(Started(["a"]))
+            client.engine_lost(LOST)
+            assert await task == [dead("a")]
+            client.engine_ready(sent)
+        for id in ("a", "a again"):
+            with pytest.raises(PoisonRequest, match="until the server is restarted") as caught:
+                await collect(client, id)
+            assert caught.value.status == 400
+        [other] = await open_requests(client, "b")
+        say(client, TokenDelta("b", [1], finish="stop"))
+        await other
+
+    run(scenario)
+
+
+def test_a_request_that_was_served_between_two_deaths_is_not_refused() -> None:
+    async def scenario(client: EngineClient, sent: SentMessages) -> None:
+        for _ in range(3):
+            [task] = await open_requests(client, "a")
+            client.deliver(Started(["a"]))
+            client.engine_lost(LOST)
+            await task
+            client.engine_ready(sent)
+            [task] = await open_requests(client, "a")
+            say(client, TokenDelta("a", [1], finish="length"))
+            await task
+
+    run(scenario)
+
+
+def test_suspects_are_remembered_up_to_a_number() -> None:
+    suspects = Suspects()
+    for _ in range(MAX_DEATHS):
+        suspects.engine_lost([submit("a")])
+    with pytest.raises(PoisonRequest):
+        suspects.check(submit("a"))
+    suspects.engine_lost(Submit("x", [n], SamplingParams()) for n in range(REMEMBERED_SUSPECTS))
+    suspects.check(submit("a"))
 
 
 def test_an_engine_that_gives_up_for_all_does_not_end_what_it_had_not_begun() -> None:
@@ -215,7 +321,7 @@ def test_an_engine_that_gives_up_for_all_does_not_end_what_it_had_not_begun() ->
         ]
         say(client, *failed)
         assert await begun == failed[:1]
-        client.engine_lost("the engine stopped: the device failed 3 steps in a row")
+        client.engine_lost("the device failed 3 steps in a row", knows_all=True)
         client.engine_ready(SentMessages())
         say(client, TokenDelta("b", [1], finish="stop"))
         assert await waiting == [TokenDelta("b", [1], finish="stop")]

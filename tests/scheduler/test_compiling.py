@@ -61,6 +61,23 @@ def test_a_request_waits_for_its_grammar_and_others_go_on(overlap: bool) -> None
     check_idle(client)
 
 
+def test_it_is_told_which_requests_are_compiled_no_more() -> None:
+    client, compiler = make_compiling_client()
+    told: list[list[str]] = []
+    client.loop.scheduler.compiling.on_compiled = told.append
+    replies = [client.submit(make_prompt(20, n), regex=str(n + 4)) for n in range(3)]
+    client.submit(make_prompt(20, 3))
+    client.step()
+    assert told == []
+    compiler.finish("4")
+    compiler.finish("6")
+    client.step()
+    assert told == [[replies[0].id, replies[2].id]]
+    compiler.finish("5")
+    client.run()
+    assert told[1:] == [[replies[1].id]]
+
+
 def test_requests_of_one_grammar_follow_copies_of_it() -> None:
     client, compiler = make_compiling_client()
     replies = [client.submit(make_prompt(20, n), regex="4", max_tokens=9) for n in range(3)]

@@ -4,7 +4,7 @@
     engine lost       submitted to the next engine        ended with an error
 
 Nothing of a request that has not begun was computed, and nothing of it was said, so it may go to
-another engine. One that has begun may be what the engine died of.
+another engine, unless it may be what this one died of (`suspects.py`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pippin.engine.suspects import OpenRequest, Suspects, to_resubmit
 from pippin.engine.watchers import Watchers, WatchEvent
 from pippin.errors import DeviceFailed, EngineDead, NotReady, PippinError
 from pippin.messages import (
     Abort,
     Answer,
+    Compiled,
     FeedMessage,
     Finish,
     FlushCache,
@@ -33,9 +34,6 @@ from pippin.messages import (
     TokenBatch,
     TokenDelta,
 )
-
-# An engine may die of a request before it can say that it begins with it.
-MAX_ENGINES = 3
 
 
 class Engine(Protocol):
@@ -88,27 +86,25 @@ class Engine(Protocol):
 class Sender(Protocol):
     """The way to one engine."""
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine runs: what is sent to one that does not is never read."""
+        ...
+
     def send(self, message: ToEngine) -> None: ...
-
-
-@dataclass
-class _OpenRequest:
-    submit: Submit
-    deltas: asyncio.Queue[TokenDelta] = field(default_factory=asyncio.Queue)
-    begun: bool = False  # an engine said so, or sent some of the reply
-    num_engines: int = 0  # it was given to
 
 
 class EngineClient:
     """Whoever runs engines says when there is one, when it is lost, and brings what it says."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, _OpenRequest] = {}  # in the order in which they came
+        self._requests: dict[str, OpenRequest] = {}  # in the order in which they came
         self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._call_ids = (f"call-{n}" for n in itertools.count())
         self._sender: Sender | None = None
         self._reason: str | None = "the model is being loaded"
         self._watchers = Watchers(self._send)
+        self._suspects = Suspects()
         self._draining = False
         self._none_open = asyncio.Event()
         self._none_open.set()
@@ -131,8 +127,9 @@ class EngineClient:
 
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         self.check_ready()
+        self._suspects.check(submit)
         assert submit.id not in self._requests, f"request id {submit.id} is in use"
-        request = self._requests[submit.id] = _OpenRequest(submit)
+        request = self._requests[submit.id] = OpenRequest(submit)
         self._none_open.clear()
         self._submit(request)
         try:
@@ -140,6 +137,8 @@ class EngineClient:
                 delta = await request.deltas.get()
                 if delta.finish is not None:
                     self._forget(submit.id)
+                if delta.finish in ("stop", "length"):
+                    self._suspects.finished(submit)
                 yield delta
                 if delta.finish is not None:
                     return
@@ -179,7 +178,7 @@ class EngineClient:
             self._submit(request)
         self._watchers.engine_ready()
 
-    def deliver(self, message: TokenBatch | Started | Answer | FeedMessage) -> None:
+    def deliver(self, message: TokenBatch | Started | Compiled | Answer | FeedMessage) -> None:
         match message:
             case TokenBatch(deltas=deltas):
                 for delta in deltas:
@@ -188,20 +187,32 @@ class EngineClient:
                 for id in ids:
                     if (request := self._requests.get(id)) is not None:
                         request.begun = True
+            case Compiled(ids=ids):
+                for id in ids:
+                    if (request := self._requests.get(id)) is not None:
+                        request.compiled = True
             case Answer(id=id, data=data, error=error):
                 self._answer(id, data, error)
             case FeedMessage():
                 self._watchers.tell(message)
 
-    def engine_lost(self, reason: str) -> None:
-        """What had begun ends; what had not waits for the next engine."""
+    def engine_lost(self, reason: str, *, knows_all: bool = False) -> None:
+        """What had begun ends, or may be the reason; what had not waits for the next engine.
+
+        `knows_all`: the engine stopped by itself, and everything that it sent was delivered.
+        """
         self._sender = None
         self._reason = reason if self._draining else f"{reason}; another is being started"
         self._end_questions(reason)
         self._watchers.engine_lost(self._reason)
-        for id, request in list(self._requests.items()):
-            if request.begun or request.num_engines >= MAX_ENGINES or self._draining:
-                self._end(id, reason)
+        requests = list(self._requests.values())
+        kept = set(to_resubmit(requests, knows_all=knows_all))
+        self._suspects.engine_lost(each.submit for each in requests if each not in kept)
+        for request in requests:
+            if request in kept and not self._draining:
+                request.returned()
+            else:
+                self._end(request.submit.id, reason)
 
     # ---- the end ---------------------------------------------------------------------------
 
@@ -233,9 +244,11 @@ class EngineClient:
 
     # ----------------------------------------------------------------------------------------
 
-    def _submit(self, request: _OpenRequest) -> None:
-        request.num_engines += 1
-        self._send(request.submit)
+    def _submit(self, request: OpenRequest) -> None:
+        if self._sender is not None and self._sender.alive:
+            request.sent = True
+            request.num_engines += 1
+            self._sender.send(request.submit)
 
     def _send(self, message: ToEngine) -> None:
         """While there is no engine, there is nobody who would have to know."""

@@ -13,6 +13,7 @@ from pippin.feed.recorder import Recorder
 from pippin.messages import (
     Abort,
     Answer,
+    Compiled,
     Finish,
     FlushCache,
     FromEngine,
@@ -50,6 +51,7 @@ class MessagePump:
         self._channel = channel
         self._feed = Feed(loop, recorder or Recorder(loop.scheduler), channel.send)
         loop.on_start = lambda ids: channel.send(Started(ids))
+        loop.scheduler.compiling.on_compiled = lambda ids: channel.send(Compiled(ids))
         self.turn_began = time.monotonic()
 
     def run(self) -> None:

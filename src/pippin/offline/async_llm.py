@@ -31,6 +31,7 @@ from pippin.engine.message_pump import MessagePump
 from pippin.errors import EngineDead
 from pippin.messages import (
     Answer,
+    Compiled,
     FeedMessage,
     FromEngine,
     Shutdown,
@@ -256,7 +257,7 @@ class _EngineThread:
         loop.close()
 
     def send(self, message: FromEngine) -> None:
-        assert isinstance(message, TokenBatch | Started | Answer | FeedMessage)
+        assert isinstance(message, TokenBatch | Started | Compiled | Answer | FeedMessage)
         if not self._event_loop.is_closed():
             self._event_loop.call_soon_threadsafe(self.client.deliver, message)
 
@@ -271,6 +272,8 @@ class _EngineThread:
 
 
 class _Sender:
+    alive = True
+
     def __init__(self, inbox: queue.SimpleQueue[ToEngine]) -> None:
         self._inbox = inbox
 

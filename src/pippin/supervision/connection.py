@@ -5,6 +5,8 @@ Knows no request: it carries messages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import zmq
 import zmq.asyncio
@@ -16,7 +18,11 @@ LINGER_MS = 200
 
 
 class Connection:
-    def __init__(self, inbox: str, outbox: str) -> None:
+    def __init__(
+        self, inbox: str, outbox: str, is_running: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`is_running`: whether there is a process that reads the inbox."""
+        self._is_running = is_running
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._push: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
@@ -26,6 +32,10 @@ class Connection:
             socket.linger = LINGER_MS
         self._push.connect(inbox)
         self._pull.connect(outbox)
+
+    @property
+    def alive(self) -> bool:
+        return self._is_running()
 
     def send(self, message: ToEngine) -> None:
         self._push.send(self._encoder.encode(message), zmq.NOBLOCK)

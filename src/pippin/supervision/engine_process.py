@@ -69,6 +69,9 @@ class EngineProcess:
         await asyncio.sleep(WATCH_SECONDS)
         return f"the engine process {describe_exit(code)}"
 
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
     def kill(self) -> None:
         self.process.kill()
 

@@ -24,6 +24,7 @@ from pippin.errors import EngineDead, LoadError
 from pippin.messages import (
     Alive,
     Answer,
+    Compiled,
     Failed,
     FeedMessage,
     GetStatus,
@@ -74,6 +75,7 @@ class Supervisor:
         self._client = client
         self._on_loading = on_loading
         self._backoff = Backoff(config.server.engine_restarts)
+        self._stopped_itself = False  # the engine said why it ends: that is all it had to say
 
     async def run(self) -> None:
         """Until it is cancelled, or an engine is lost that need not be replaced.
@@ -101,13 +103,14 @@ class Supervisor:
             reason = f"the engine process could not be started: {error}"
             self._client.engine_lost(reason)
             return reason
+        self._stopped_itself = False
         server = self._config.server
         pulse = Pulse(silence_limit=server.heartbeat_timeout, step_limit=server.engine_timeout)
         try:
             reason = await _first_of(
                 self._listen(connection, process, pulse), process.ended(), _hang(pulse)
             )
-            self._client.engine_lost(reason)
+            self._client.engine_lost(reason, knows_all=self._stopped_itself)
             if pulse.complaint is not None:
                 process.kill()
             return reason
@@ -118,7 +121,7 @@ class Supervisor:
     def _start(self) -> tuple[EngineProcess, Connection]:
         process = EngineProcess(self._config)
         try:
-            return process, Connection(process.spec.inbox, process.spec.outbox)
+            return process, Connection(process.spec.inbox, process.spec.outbox, process.is_running)
         except ZMQError:
             process.kill()
             process.stop()
@@ -140,6 +143,7 @@ class Supervisor:
                     if not self.loaded.done():
                         self._on_loading(stage)
                 case Failed(message=reason):
+                    self._stopped_itself = True
                     return reason
                 case Ready():
                     pulse.heard(0.0)
@@ -151,7 +155,7 @@ class Supervisor:
                     if any(delta.finish in ("stop", "length") for delta in deltas):
                         self._backoff.finished_request()
                     self._client.deliver(message)
-                case Started() | Answer() | FeedMessage():
+                case Started() | Compiled() | Answer() | FeedMessage():
                     self._client.deliver(message)
 
     def _serve_on(self, connection: Connection, ready: Ready, load_seconds: float) -> None:

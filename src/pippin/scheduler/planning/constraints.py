@@ -36,6 +36,7 @@ class Compiling:
     """Requests whose grammars are being compiled: they are not in the queue yet."""
 
     compiler: GrammarCompiler | None  # None: nobody asks for a grammar
+    on_compiled: Callable[[list[str]], None] = lambda ids: None
     _pending: dict[Request, Future[CompiledGrammar]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -61,6 +62,8 @@ class Compiling:
             self.remove(request)
             request.follow(future.result().copy())
             ready.append(request)
+        if ready:
+            self.on_compiled([request.id for request in ready])
         return ready
 
     def wait(self, seconds: float) -> None:
