@@ -9,6 +9,7 @@
     moe         experts, in a hybrid and in a model of attention: kernels and captured graphs against
                 plain operations on the GPU; --deterministic to the bit, alone and in company
     biases      models with every bias that a config can ask for: decode says what prefill says
+    agreement   what is tried at load: that each kernel agrees with plain operations, in under a second
     top_p       of a whole vocabulary, without a sort: the same tokens, and both times
     captures    captures that CUDA invalidates: the engine goes on, and nothing leaks
     long        a row of 100,000 tokens beside seven short ones: kernels against plain operations, and
@@ -46,7 +47,7 @@ from torch_gpu.chunks import chunks
 from torch_gpu.filters import top_p
 from torch_gpu.host import host
 from torch_gpu.limits import budget, captures, long
-from torch_gpu.moe import biases, expert_speed, moe
+from torch_gpu.moe import agreement, biases, expert_speed, moe
 from torch_gpu.races import races, waits
 from torch_gpu.speed import churn, decode, prefill
 from torch_gpu.tuning import products, profile, recurrence
@@ -89,6 +90,7 @@ USUAL = {
     "chunks": chunks,
     "moe": moe,
     "biases": biases,
+    "agreement": agreement,
     "top_p": top_p,
     "captures": captures,
     "long": long,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch_gpu.plays import GREEDY, Play, gpu_ms
 from torch_gpu.right import reply_of
 from torch_gpu.speed import replay_ms
 
-from make_random_hybrid import TINY, RandomWeights
+from make_random_hybrid import QWEN3_5_0_8B, TINY, RandomWeights
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.graphs.capture import CudaGraphs
@@ -192,6 +193,25 @@ def decode_is_prefill(name: str, backend: TorchBackend, num_rows: int) -> None:
         worst = max(abs(a - b) for a, b in zip(result.logprobs[slot].top_logprobs, lines[slot][num_steps][1]))
         assert worst < NEAR, f"{name}: slot {slot} decodes what its prompt does not say, by {worst:.1e}"
     print(f"{name} with biases, {num_rows} rows: decode says what prefill says", flush=True)
+
+
+def agreement() -> None:
+    """What is tried at load: the kernels agree on every model here, and it takes under a second."""
+    from pippin.backends.torch.kernels.checks.ours import our_kernels_agree
+
+    configs = [*MODELS.items(), *BIASED.items(), ("Qwen3.5-0.8B", QWEN3_5_0_8B)]
+    for name, config in configs:
+        for dtype in ROUNDING:
+            loaded = model(config, dtype)
+            times = []
+            for _ in range(2):  # the first one compiles kernels
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    assert our_kernels_agree(loaded.decoder, loaded.max_len), f"{name}, {dtype}: see the warning"
+                times.append(time.perf_counter() - began)
+            print(f"{name}, {dtype}: kernels agree, tried in {times[1]:.2f} s, first {times[0]:.1f} s", flush=True)
+            assert times[1] < 1.0, "this is too slow for every start"
 
 
 def expert_speed() -> None:

@@ -27,6 +27,7 @@ from pippin.backends.torch.budget import (
 from pippin.backends.torch.config import suit_kernels
 from pippin.backends.torch.device import device_info
 from pippin.backends.torch.graphs.capture import Recorder
+from pippin.backends.torch.kernels.checks.ours import our_kernels_agree
 from pippin.backends.torch.largest_steps import (
     capture_largest,
     largest_chunk,
@@ -82,7 +83,8 @@ class TorchBackend:
         debug: bool = False,
     ) -> None:
         """`pool_bytes`: None: `limit_memory` makes pools.
-        `kernels`: Triton's. None: on GPUs, for shapes that they can take.
+        `kernels`: Triton's. None: on GPUs, for shapes that they can take, if they agree there with
+        plain operations.
         `prefill_tokens`: of the largest step. None: what suits the device.
         `meter`: of the device's memory. None: there is one on GPUs.
 
@@ -99,6 +101,8 @@ class TorchBackend:
         on_cuda = decoder.device.type == "cuda"
         if kernels is None:
             kernels = on_cuda and suit_kernels(decoder.shape)
+            with self._streams.forward():
+                kernels = kernels and our_kernels_agree(decoder, loaded.max_len)
         self._slots = Slots(num_slots, decoder.shape.vocab_size, self._send, _in_top_p(kernels))
         is_captured = kernels and (recorder is not None or on_cuda)
         self._ways = Ways(

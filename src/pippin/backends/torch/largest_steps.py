@@ -14,6 +14,7 @@ import torch
 
 from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
 from pippin.backends.masks import WORD_BITS
+from pippin.backends.sampling import SHORT
 from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.prompts import Prompts
 from pippin.backends.torch.step.decode_inputs import Choice
@@ -27,6 +28,7 @@ from pippin.types import SamplingParams
 FIRST_STEP = -(1 << 41)  # before those of any request, and of any that warms up
 HUNGRY = SamplingParams(
     temperature=1.0,
+    top_k=SHORT + 1,  # sorts the vocabulary
     top_p=0.9,
     min_p=0.01,
     frequency_penalty=0.5,

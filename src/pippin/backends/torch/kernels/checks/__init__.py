@@ -1,0 +1,1 @@
+"""Whether kernels agree with plain operations on this device and this model, tried at load."""

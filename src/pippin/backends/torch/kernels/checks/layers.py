@@ -1,0 +1,118 @@
+"""A few layers of a model with rows of noise, one token or one chunk before their next.
+
+Imports no kernels, and judges nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from pippin.backends.base import PrefillRow
+from pippin.backends.torch.config import LayerKind
+from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
+from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.parts import DenseMlp, Linear, Mlp
+from pippin.backends.torch.pools.layout import PoolLayout
+from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.pools.rows import Rows
+from pippin.backends.torch.step.batches import TakenChunks, take_chunks
+from pippin.backends.torch.step.decode_inputs import RowArrays
+from pippin.types import GRID, Component
+
+LENGTHS = (GRID + 6, 3, 17)  # tokens that rows hold
+CHUNKS = ((0, GRID + 6), (5, 2))  # a row's first new token, and how many there are
+
+
+def few_layers(decoder: Decoder) -> dict[str, Decoder]:
+    """A layer of each kind, by its name; experts, which are tried alone, are one dense layer.
+
+    Rows hold cells in every model, so a recurrent layer has one of attention behind it.
+    """
+    first = {layer.mixer.__class__: layer for layer in reversed(decoder.layers)}
+    alone = {cls: replace(each, number=0, mlp=_dense(each.mlp)) for cls, each in first.items()}
+    found: dict[str, Decoder] = {}
+    kinds: tuple[tuple[str, LayerKind, type], ...] = (
+        ("attention", "attention", AttentionLayer),
+        ("Gated DeltaNet", "delta", DeltaLayer),
+    )
+    layers: tuple[DecoderLayer, ...] = ()
+    names: tuple[LayerKind, ...] = ()
+    for name, kind, mixer in kinds:
+        if mixer in alone:
+            layers, names = (alone[mixer], *layers), (kind, *names)
+            shape = replace(decoder.shape, layers=names, experts=None)
+            found[name] = replace(decoder, shape=shape, layers=layers)
+    return found
+
+
+def _dense(mlp: Mlp) -> DenseMlp:
+    return (
+        mlp if isinstance(mlp, DenseMlp) else DenseMlp(Linear(mlp.gate_up[0]), Linear(mlp.down[0]))
+    )
+
+
+class NoisyRows:
+    """Pools of noise, and slots 1, 2 ... that hold so many tokens."""
+
+    def __init__(self, decoder: Decoder, lengths: tuple[int, ...]) -> None:
+        layout = PoolLayout(decoder.shape, decoder.dtype)
+        num_cells = sum(lengths) + sum(new for _, new in CHUNKS) + len(lengths)
+        num_cell_slabs = -(-num_cells // layout.cells_per_slab(Component.ATTENTION))
+        num_slabs = 3 * len(lengths) + num_cell_slabs + 2
+        self.pools = Pools(layout, num_slabs * layout.slab_bytes, decoder.device)
+        generator = torch.Generator(decoder.device).manual_seed(0)
+        for view in (*self.pools.kv, *self.pools.recurrent, *self.pools.conv):
+            view.normal_(generator=generator)
+        self.pools.memory[: layout.slab_bytes] = 0
+        self.rows = Rows(self.pools, len(lengths), 4 * GRID)
+        self.slots = np.arange(1, len(lengths) + 1)
+        for slot, length in zip(self.slots.tolist(), lengths, strict=True):
+            self.rows.grow(slot, length)
+            if length:
+                self.rows.next_states(np.array([slot]))
+
+    def written(self, cells: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
+        """What a forward left in the pools."""
+        pools = self.pools
+        found = [view[cells] for view in pools.kv]
+        return found + [view[states] for view in (*pools.recurrent, *pools.conv)]
+
+
+@dataclass(frozen=True)
+class NoisyStep:
+    """Rows that run one token each."""
+
+    held: NoisyRows
+    arrays: RowArrays
+    tokens: np.ndarray
+    before: torch.Tensor  # the pools' memory
+
+
+def noisy_step(decoder: Decoder, num_rows: int) -> NoisyStep:
+    held = NoisyRows(decoder, LENGTHS[:num_rows])
+    positions = held.rows.lengths[held.slots].copy()
+    cells = held.rows.grow_each(held.slots)
+    arrays = RowArrays(held.slots, positions, cells, *held.rows.next_states(held.slots))
+    return NoisyStep(held, arrays, 1 + np.arange(num_rows), held.pools.memory.clone())
+
+
+@dataclass(frozen=True)
+class NoisyChunks:
+    held: NoisyRows
+    taken: TakenChunks
+    before: torch.Tensor
+
+
+def noisy_chunks(decoder: Decoder) -> NoisyChunks:
+    held = NoisyRows(decoder, tuple(start for start, _ in CHUNKS))
+    rng = np.random.default_rng(0)
+    chunks = [
+        PrefillRow(slot, start, rng.integers(0, decoder.shape.vocab_size, new).astype(np.int32))
+        for slot, (start, new) in enumerate(CHUNKS, start=1)
+    ]
+    taken = take_chunks(chunks, held.rows, held.pools)
+    return NoisyChunks(held, taken, held.pools.memory.clone())

@@ -1,0 +1,159 @@
+"""Kernels are held against plain operations at load; one that is wrong is named and not used.
+
+Plain operations stand for kernels here, right ones and wrong ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+
+import torch
+
+from chunk_words import PlainPrompt
+from pippin.backends.torch.forward import PlainForward
+from pippin.backends.torch.kernels.checks import ours
+from pippin.backends.torch.kernels.checks.agreement import KernelSet, kernels_agree
+from pippin.backends.torch.models.decoder import Decoder
+from pippin.backends.torch.models.parts import ExpertMlp
+from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.step.batches import DecodeBatch, HeldCells
+from pippin.backends.torch.step.decode_inputs import Inputs
+from pippin.backends.torch.step.filters import least_in_top_p
+from torch_serving import load_torch
+
+
+class PlainSteps:
+    """Reads nothing but the words of a step and the table, as kernels do."""
+
+    def __init__(self, decoder: Decoder, pools: Pools, table: torch.Tensor) -> None:
+        self.forward, self.table = PlainForward(decoder, pools), table
+
+    def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
+        slots, positions, cells = (x.long() for x in (inputs.slot, inputs.position, inputs.cell))
+        self.table[slots, positions] = inputs.cell
+        seen = tuple(
+            self.table[slot, : position + 1].long()
+            for slot, position in zip(slots.tolist(), positions.tolist(), strict=True)
+        )
+        batch = DecodeBatch(
+            tokens=future[slots].long(),
+            positions=positions,
+            states_in=inputs.state_in.long(),
+            states_out=inputs.state_out.long(),
+            held=HeldCells(cells, seen),
+        )
+        return self.forward.logits(self.forward.tokens(batch))
+
+
+def plain_experts(mlp: ExpertMlp, x: torch.Tensor) -> torch.Tensor:
+    return mlp(x)
+
+
+PLAIN = KernelSet(PlainSteps, PlainForward, PlainPrompt, plain_experts, least_in_top_p)
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
+def test_kernels_that_are_right_are_used(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with torch.inference_mode():
+        assert kernels_agree(load_torch(name).decoder, lambda: PLAIN)
+    assert not caplog.records
+
+
+class WithoutResidual(PlainSteps):
+    def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
+        return super().logits(inputs, future) * 1.2
+
+
+class OneRowIsRight(PlainSteps):
+    def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
+        found = super().logits(inputs, future)
+        found[1:] = found[0]
+        return found
+
+
+class KeepsNothing(PlainSteps):
+    """Logits are right, but what the next step reads is not."""
+
+    def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
+        found = super().logits(inputs, future)
+        self.forward.pools.kv[0][inputs.cell.long()] = 0.0
+        return found
+
+
+class NoNumbers(PlainForward):
+    def chunks(self, batch: Any) -> torch.Tensor:
+        return super().chunks(batch) * torch.nan
+
+
+class OtherTokens(PlainPrompt):
+    def hidden(self, inputs: Any) -> torch.Tensor:
+        inputs.words[0] += 1
+        return super().hidden(inputs)
+
+
+class Raises(PlainSteps):
+    def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+
+def one_expert_less(mlp: ExpertMlp, x: torch.Tensor) -> torch.Tensor:
+    weights, chosen = mlp.route(x)
+    weights[:, -1] = 0.0
+    return mlp.run(x, weights, chosen)
+
+
+def one_row_of_experts(mlp: ExpertMlp, x: torch.Tensor) -> torch.Tensor:
+    found = mlp(x)
+    found[-1] = 0.0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"steps": WithoutResidual}, "a decode step of 1 rows with attention"),
+        ({"steps": OneRowIsRight}, "a decode step of 3 rows with Gated DeltaNet"),
+        ({"steps": KeepsNothing}, "a decode step of 1 rows with attention"),
+        ({"steps": Raises}, "shared memory"),
+        ({"chunks": NoNumbers}, "chunks of prompts with Gated DeltaNet"),
+        ({"prompts": OtherTokens}, "captured chunks with attention"),
+        ({"experts": one_expert_less}, "experts"),
+        ({"experts": one_row_of_experts}, "experts"),
+        ({"in_top_p": lambda x, top_p, min_p: x.amax(dim=-1)}, "top_p"),
+    ],
+)
+def test_a_kernel_that_is_wrong_is_named(
+    wrong: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = load_torch("qwen3_5_moe").decoder
+    with torch.inference_mode():
+        assert not kernels_agree(decoder, lambda: replace(PLAIN, **wrong))
+    said = [record.getMessage() for record in caplog.records]
+    assert all(line.startswith("plain operations are used: ") for line in said)
+    assert any(named in line for line in said)
+    if "experts" not in wrong:
+        assert not any("experts" in line for line in said)
+
+
+def test_kernels_that_cannot_be_imported_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> KernelSet:
+        raise ImportError("no triton")
+
+    assert not kernels_agree(load_torch("llama").decoder, make)
+    assert "no triton" in caplog.text
+
+
+def test_our_kernels_are_tried_on_a_loaded_model(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load_torch("llama")
+    monkeypatch.setattr(ours, "our_kernels", lambda: replace(PLAIN, steps=WithoutResidual))
+    assert not ours.our_kernels_agree(loaded.decoder, loaded.max_len)
+    assert "a decode step of 1 rows with attention" in caplog.text
+    monkeypatch.setattr(ours, "our_kernels", lambda: PLAIN)
+    assert ours.our_kernels_agree(loaded.decoder, loaded.max_len)
