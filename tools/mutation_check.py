@@ -66,6 +66,7 @@ def read_mutants() -> tuple[Mutant, ...]:
 
 
 MUTANTS = read_mutants()
+HELPERS = ("builders", "counted_lines", "damage", "evicted_segments", "simulator", "timed")
 
 
 def copy_project(target: Path) -> None:
@@ -73,10 +74,10 @@ def copy_project(target: Path) -> None:
     shutil.copytree(
         ROOT / "src", target / "src", ignore=shutil.ignore_patterns("__pycache__", "models")
     )
-    for tests in ("cache", "scheduler"):
+    for tests in ("cache", "engine", "scheduler"):
         shutil.copytree(ROOT / "tests" / tests, target / "tests" / tests)
-    for helper in ("builders.py", "damage.py", "simulator.py", "timed.py"):
-        shutil.copy(ROOT / "tests" / helper, target / "tests")
+    for helper in HELPERS:
+        shutil.copy(ROOT / "tests" / f"{helper}.py", target / "tests")
     shutil.copy(ROOT / "pyproject.toml", target)
 
 

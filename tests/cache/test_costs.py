@@ -17,7 +17,7 @@ from pippin.backends.fake import FakeBackend
 from pippin.cache.canary import MAX_COUNTED, NUM_SWEPT, Canary
 from pippin.cache.disk.entries import Key
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.lower_tree import LowerTree
+from pippin.cache.tiers.lower_tree import MAX_REMOVALS, LowerTree
 from pippin.types import Component, Payload
 
 LAYOUTS = {"attention": [A], "state": [A, S], "window": [A, W], "all": [A, W, S]}
@@ -251,11 +251,11 @@ def test_steps_that_add_much_remove_as_much_of_what_was_evicted() -> None:
     """Else a store that writes a lot would leave more and more behind in the tree."""
     tree, keys = make_tier("state", 100)
     tree.lose(key for own in keys[:90] for key in own)
-    for number in range(1_000, 1_010):
+    num_added = 4 * MAX_REMOVALS
+    for step in range(3):
         before = len(tree._lost)
-        for component in (A, S, H):
-            start = BLOCK if component is A else 6 * BLOCK
-            tokens = conversation(number)
-            tree.add(tokens, tree.entry(tokens, component, start))
+        for number in range(num_added):
+            tokens = conversation(1_000 + step * num_added + number)
+            tree.add(tokens, tree.entry(tokens, A, BLOCK))
         tree.settle()
-        assert len(tree._lost) <= before - 3
+        assert len(tree._lost) <= before - num_added
