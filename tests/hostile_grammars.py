@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -126,3 +127,16 @@ def _nested_items(size: int) -> str:
 
 def _nested_constant(size: int) -> str:
     return '{"const":' + "[" * size + "]" * size + "}"
+
+
+def draw_hostile(draw: random.Random) -> GrammarSpec:
+    """Of any family, around and beyond what is allowed; never the same text twice."""
+    family, large, small = draw.choice(list(FAMILIES.values()))
+    spec = family(int(small * (3 * large / small) ** draw.random()))
+    number = draw.getrandbits(64)
+    if spec.kind == "json_schema":
+        return GrammarSpec(spec.kind, f'{{"title":"{number}",{spec.text[1:]}')
+    if spec.kind == "regex":
+        return GrammarSpec(spec.kind, f"{number}{spec.text}")
+    comment = "//" if spec.text.startswith("start") else "#"
+    return GrammarSpec(spec.kind, f"{spec.text}{comment} {number}\n")

@@ -6,7 +6,9 @@ gets SIGKILL or SIGSTOP, in turn. What must hold all the while:
 - every request ends exactly once: with a reply, or with one error;
 - a greedy probe says what it said to a fresh server;
 - the probe that is asked as the engine is killed is answered, by the next engine;
-- the server's memory does not grow.
+- the server's memory does not grow;
+- grammars that ask for more than their text shows are replied to or refused: no engine is lost
+  because of them.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from hostile_grammars import draw_hostile
 from near_ties import count_same
 from pippin.types import TokenLogprobs
 from processes import children_of, environment
@@ -38,6 +41,7 @@ CLIENTS = 12
 KILL_SECONDS = 20.0
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 PROBE_SECONDS = 1.0  # between probes
+HOSTILE_SECONDS = 0.5  # between grammars of hostile clients
 REQUEST_SECONDS = 120.0  # longer means that it never ends
 TIGHT = ("--memory", "300MB", "--max-running", "6", "--max-queue", "64")
 STORY = (
@@ -83,6 +87,13 @@ class Report:
     same_tokens: int = 0
     server_mb: list[tuple[float, float]] = field(default_factory=list)  # at, resident
     engine_mb: list[tuple[float, float]] = field(default_factory=list)
+    hostile: Counter[str] = field(default_factory=Counter)  # by how they ended
+    engine_pids: set[int] = field(default_factory=set)
+
+    @property
+    def num_lost_otherwise(self) -> int:
+        """Engines that ended without a signal of ours."""
+        return max(0, len(self.engine_pids) - 1 - len(self.recoveries))
 
     @property
     def growth_mb(self) -> float:
@@ -105,6 +116,9 @@ class Report:
             f"engines lost: {len(seconds)}; served again after {np.median(seconds):.1f} s "
             f"(median), {max(seconds):.1f} s (longest): "
             + ", ".join(f"{name} {taken:.1f}" for name, taken in self.recoveries),
+            f"hostile grammars: {sum(self.hostile.values()):,} ("
+            + ", ".join(f"{count:,} {name}" for name, count in self.hostile.most_common())
+            + f"); engines lost besides those that were killed: {self.num_lost_otherwise}",
             f"greedy probes: {self.probes}, {self.same_tokens} of {self.probe_tokens} tokens as a "
             "fresh server's, the others after a tie",
             f"server's memory: {self.server_mb[0][1]:.0f} MB at first, {self.server_mb[-1][1]:.0f} "
@@ -163,6 +177,7 @@ class Soak:
                 for _ in range(CLIENTS):
                     group.create_task(self._client())
                 group.create_task(self._probe())
+                group.create_task(self._attack())
                 group.create_task(self._measure())
                 group.create_task(self._kill())
             await self._check_that_nothing_is_left()
@@ -275,6 +290,25 @@ class Soak:
         self.report.probe_tokens += len(expected.tokens)
         self.report.same_tokens += count_same(reply.tokens, expected)
 
+    # ---- hostile grammars ------------------------------------------------------------------
+
+    async def _attack(self) -> None:
+        while not self._over:
+            spec = draw_hostile(self._random)
+            body = {"model": "stories-hybrid-20m", "prompt": "Once", "max_tokens": 4}
+            async with asyncio.timeout(REQUEST_SECONDS):
+                answer = await self._http.post(
+                    "/v1/completions", json=body | {spec.kind: spec.text}
+                )
+            if answer.status_code == 400:
+                end = "refused (400)"
+            elif answer.status_code == 200:
+                end = "finished"
+            else:
+                end = _error_end(answer.status_code, answer.json())
+            self.report.hostile[end] += 1
+            await asyncio.sleep(HOSTILE_SECONDS)
+
     # ---- trouble ---------------------------------------------------------------------------
 
     async def _kill(self) -> None:
@@ -300,6 +334,8 @@ class Soak:
                 raise BrokenPromise("the server is gone")
             self.report.server_mb.append((at, size))
             pid = self._server.engine_pid
+            if pid is not None:
+                self.report.engine_pids.add(pid)
             if pid is not None and (size := _resident_mb(pid)) is not None:
                 self.report.engine_mb.append((at, size))
 

@@ -21,5 +21,6 @@ def test_nothing_is_lost_while_engines_die() -> None:
     assert report.ends["finished"] > 20
     assert report.ends["cut off (engine_dead)"] > 0
     assert report.ends["left"] > 0
+    assert report.hostile["refused (400)"] > 0
     assert report.same_tokens > report.probe_tokens / 2
     assert report.growth_mb < MOST_GROWTH_MB

@@ -1,5 +1,5 @@
-"""Soaks a server: mixed load, clients that leave, a tight budget, and an engine that is killed or
-frozen every 20 s. Stops with a status at the first promise that is broken.
+"""Soaks a server: mixed load, clients that leave, hostile grammars, a tight budget, and an engine
+that is killed or frozen every 20 s. Stops with a status at the first promise that is broken.
 
     python tools/soak.py [--seconds 600]
 
@@ -32,7 +32,9 @@ def main() -> int:
         print(f"broken: {len(slow)} times serving again took more than {LONGEST_RECOVERY:g} s")
     if report.growth_mb > MOST_GROWTH:
         print(f"broken: the server grew by {report.growth_mb:.0f} MB")
-    return 1 if slow or report.growth_mb > MOST_GROWTH else 0
+    if report.num_lost_otherwise:
+        print(f"broken: {report.num_lost_otherwise} engines were lost that were not killed")
+    return 1 if slow or report.growth_mb > MOST_GROWTH or report.num_lost_otherwise else 0
 
 
 if __name__ == "__main__":
