@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[3]
 PLACE = "src/pippin/backends/torch/graphs/capture.py"
 
 
+RELEASED = -1  # users of a pool that takes no other capture
 STAGES = ("begin", "run", "invalidated", "instantiate")
 
 
@@ -35,7 +36,7 @@ class MadeUpCuda:
         self.fails_at, self.is_lost = fails_at, is_lost
         self.capturing = self.allocating = self.counting = False
         self.error: str | None = None  # that the next call reports
-        self.pool_users = 0
+        self.pool_users: dict[str, int] = {}
         self.options: list[dict[str, Any]] = []
         self.num_waits = 0
 
@@ -44,7 +45,7 @@ class MadeUpCuda:
         graph.replay = lambda self: None  # type: ignore[attr-defined]
         for name, stand_in in {
             "CUDAGraph": graph,
-            "graph_pool_handle": lambda: "memory",
+            "graph_pool_handle": self.new_pool,
             "current_device": lambda: 0,
             "is_current_stream_capturing": lambda: self.capturing,
             "synchronize": self.synchronize,
@@ -56,9 +57,18 @@ class MadeUpCuda:
         monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
         monkeypatch.setattr(torch, "ones", self.ones)
 
+    def new_pool(self) -> str:
+        name = f"memory {len(self.pool_users)}"
+        self.pool_users[name] = 0
+        return name
+
     def begin(self, **options: Any) -> None:
         self.options.append(options)
-        self.allocating, self.pool_users = True, self.pool_users + 1
+        pool = options["pool"]
+        # torch keeps a pool that no graph uses any more as long as a tensor of it is alive.
+        assert self.pool_users[pool] >= 0, "use_count > 0 INTERNAL ASSERT FAILED"
+        self.allocating = True
+        self.pool_users[pool] += 1
         self.fail("begin")
         self.capturing = self.counting = True
 
@@ -85,7 +95,9 @@ class MadeUpCuda:
         self.allocating = False
 
     def release(self, device: int, pool: str) -> None:
-        self.pool_users -= 1
+        self.pool_users[pool] -= 1
+        if self.pool_users[pool] == 0:
+            self.pool_users[pool] = RELEASED
 
     def synchronize(self, device: object = None) -> None:
         assert not self.capturing
@@ -116,7 +128,7 @@ def test_a_capture_lets_other_threads_call_cuda_and_waits_for_nothing(
     graphs = CudaGraphs(GPU)
     assert [graphs.record(cuda.work).result for _ in range(2)] == [7, 7]
     assert gc.isenabled()
-    assert cuda.options == [{"pool": "memory", "capture_error_mode": "thread_local"}] * 2
+    assert cuda.options == [{"pool": "memory 0", "capture_error_mode": "thread_local"}] * 2
     assert cuda.num_waits == 0
 
 
@@ -133,7 +145,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(
     assert cuda.error is None
     assert gc.isenabled()
     # A graph that was ended gives its own share of the memory back when it is collected.
-    assert cuda.pool_users == (1 if stage == "instantiate" else 0)
+    assert cuda.pool_users["memory 0"] == (1 if stage == "instantiate" else RELEASED)
     cuda.fails_at = None
     assert graphs.record(cuda.work).result == 7
 

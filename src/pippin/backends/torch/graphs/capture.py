@@ -74,6 +74,8 @@ class CudaGraphs:
         device = torch.cuda.current_device() if self._device.index is None else self._device.index
         if self._attempt(lambda: torch._C._cuda_endAllocateToPool(device, self._pool)):
             torch._C._cuda_releasePool(device, self._pool)
+        # A released pool whose blocks are still held (by `cause`) takes no other capture.
+        self._pool = torch.cuda.graph_pool_handle()
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())  # it may count for the graph
         self._attempt(lambda: torch.cuda.synchronize(self._device))  # reads the error: it is gone
