@@ -41,9 +41,9 @@ def code_lines(document: Path) -> list[str]:
 
 def options_of(command: App) -> set[str]:
     if command.default_command is None:  # a group of commands
-        return {"--help"}
+        return {"--help", "--help-all"}
     arguments = command.assemble_argument_collection()
-    return {"--help", *(name for argument in arguments for name in argument.names)}
+    return {"--help", "--help-all", *(name for argument in arguments for name in argument.names)}
 
 
 @over_documents

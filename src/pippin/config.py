@@ -26,23 +26,26 @@ def _check_at_least(section: Any, **minimums: int) -> None:
 @dataclass(frozen=True)
 class ModelConfig:
     model: str = "stories-hybrid-20m"
-    """A local directory, a Hugging Face id, or the name of the model that pippin[demo] brings."""
+    """Model to serve: a local directory, a Hugging Face id such as Qwen/Qwen3.5-0.8B, or the name
+    of the demo model that pippin[demo] installs."""
 
     _: KW_ONLY
 
     backend: Literal["auto", "mlx", "torch", "fake"] = "auto"
-    """What runs the model. `auto`: torch on an NVIDIA GPU, where its kernels take the model; else
-    mlx, where it is installed; else torch. `fake` is a toy for testing clients: it emits nonsense,
-    fast."""
+    """Library that runs the model. `auto`: torch on an NVIDIA GPU if its kernels support the model;
+    otherwise mlx if it is installed; otherwise torch. `fake` needs no model and returns meaningless
+    text quickly, to test clients."""
 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Arithmetic type. `auto`: float32 on CPUs, otherwise the checkpoint's own."""
+    """Data type of weights and activations. `auto`: float32 on CPUs, otherwise the data type of the
+    checkpoint."""
 
     revision: str | None = None
-    """Branch, tag or commit of a Hugging Face id."""
+    """Branch, tag or commit to download of a Hugging Face id. Default: the main branch."""
 
     max_len: int | None = None
-    """Longest prompt and reply together, in tokens. Default: what the checkpoint holds."""
+    """Maximum length of a prompt and its reply together, in tokens. Default: the context length in
+    the checkpoint."""
 
     def __post_init__(self) -> None:
         _check_at_least(self, max_len=1)
@@ -51,59 +54,66 @@ class ModelConfig:
 @dataclass(frozen=True)
 class EngineConfig:
     max_running: int = 64
-    """Requests that decode at the same time; more wait in the queue."""
+    """Maximum number of requests that are decoded in one batch; further requests wait in the
+    queue."""
 
     max_queue: int = 1024
-    """Requests that may wait; more are refused with 503."""
+    """Maximum number of requests in the queue; further requests are refused with HTTP 503."""
 
     max_queue_tokens: int = 4_000_000
-    """Prompt tokens that may wait, of all requests together; more are refused with 503."""
+    """Maximum number of prompt tokens in the queue, summed over its requests; further requests are
+    refused with HTTP 503."""
 
     prefill_tokens: int | None = None
-    """Prompt tokens computed in one step when nothing else is running. Default: 512 on CPUs, 2,048
-    on Metal, 8,192 on CUDA."""
+    """Prompt tokens computed in one step while no other request is running. Default: 512 on CPUs,
+    2,048 on Metal, 8,192 on CUDA."""
 
     max_gap: float = 0.2
-    """Seconds that running streams wait for their next token, at most, while prompts are computed
-    beside them. It bounds what steps are planned to take, except for the smallest piece of a
-    prompt. Less is smoother; prompts take longer."""
+    """Longest planned pause between two tokens of a running stream while prompts are computed in
+    the same steps, in seconds. A lower value makes streams smoother and prompts slower. The
+    smallest piece of a prompt may exceed it."""
 
     overlap: bool = True
-    """Plan and launch the next step before the last one's tokens are known."""
+    """Plan and launch the next step before the tokens of the previous step are known."""
 
     forced_chunks: bool = True
-    """Run several tokens at once where a grammar leaves no choice, if that is faster."""
+    """Compute several tokens in one step where a grammar allows only one continuation, if that is
+    faster."""
 
     prefix_cache: bool = True
-    """Reuse the KV and recurrent states of shared prefixes."""
+    """Reuse the KV cache and recurrent states of prompt prefixes that requests have in common."""
 
     memory: str = "auto"
-    """Byte budget for weights, KV, states and work space: bytes ("6GB") or a fraction ("0.7")."""
+    """Memory budget for weights, KV cache, recurrent states and temporary buffers: an amount
+    ("6GB") or a fraction of the device's memory ("0.7"). `auto`: a fraction that depends on the
+    device, which `pippin doctor` prints."""
 
     host_cache: str | None = None
-    """Bytes of the host's memory for cached prefixes that the device has no room for ("32GB").
-    Pinned at start. For GPUs with a memory of their own, by torch."""
+    """Host memory for cached prefixes that were evicted from GPU memory ("32GB"), pinned at start.
+    Requires the torch backend and a GPU with its own memory. Default: none."""
 
     cache_dir: str | None = None
-    """Directory of a prefix cache that outlives the process; needs `disk`. One server each."""
+    """Directory of a prefix cache on disk that is kept across restarts. Requires --disk. Only one
+    server can use a directory at a time. Default: no cache on disk."""
 
     disk: str | None = None
-    """Bytes that may be written there ("20GB"); needs `cache_dir`."""
+    """Maximum size of the prefix cache in --cache-dir ("20GB")."""
 
     deterministic: bool = False
-    """Fixed shapes: cold equals warm and solo equals batched, bit for bit; float32 products without
-    TF32. Slower."""
+    """Return bit-identical results whether a prefix was cached or not and whether requests ran
+    alone or in a batch: fixed shapes, and float32 products without TF32. Slower."""
 
     wired: bool = False
-    """Keep the weights wired on Metal, so that macOS never swaps them out. Off: servers that wire
-    memory have panicked it."""
+    """Keep the weights wired in memory on Metal, so that macOS does not swap them out. Off by
+    default because wired memory can cause a macOS kernel panic."""
 
     buffer_limit: int | None = None
-    """Operations, and megabytes, that mlx hands a GPU at a time. Default: its own choice for the
-    device."""
+    """Maximum number of operations, and of megabytes, in one command buffer that mlx submits to a
+    GPU. Default: mlx's value for the device."""
 
     canary: Literal["off", "log", "raise"] = "off"
-    """Verify cached entries when used and when idle. `raise` stops the engine at a fault; slow."""
+    """Verify entries of the prefix cache when they are used and when the engine is idle; slow.
+    `log` logs a fault, `raise` stops the engine."""
 
     def __post_init__(self) -> None:
         _check_at_least(self, max_running=1, max_queue=1, max_queue_tokens=1, prefill_tokens=1)
@@ -135,93 +145,100 @@ class EngineConfig:
 @dataclass(frozen=True)
 class ServerConfig:
     host: str = "127.0.0.1"
-    """Address to listen on."""
+    """IP address to listen on; 0.0.0.0 accepts connections from other machines."""
 
     port: int = 8000
-    """Port to listen on; 0 picks a free one."""
+    """TCP port to listen on; 0 chooses a free port."""
 
     served_name: str | None = None
     """Model name in the API. Default: the last part of the model's path or id."""
 
     alias: tuple[str, ...] = ()
-    """Another name that the model answers to; may be given several times. Tools that ask for a
-    model of their own, such as gpt-4o, then get this one."""
+    """Further model name that requests may use; may be given several times. For clients with a
+    fixed model name, such as gpt-4o."""
 
     tool_parser: str = "auto"
-    """The format of the model's tool calls, or `off`. `auto`: by its chat template."""
+    """Format of the model's tool calls: a name from docs/tools.md, or the name of vLLM's parser.
+    `auto`: detected from the chat template. `off`: tool calls are returned as text."""
 
     reasoning_parser: str = "auto"
-    """The format of its reasoning, or `off`. `auto`: by its chat template."""
+    """Format of the model's reasoning: a name from docs/tools.md, or the name of vLLM's parser.
+    `auto`: detected from the chat template. `off`: reasoning is returned as text."""
 
     api_key: tuple[str, ...] = field(default=(), repr=False)
-    """A key that requests must carry as a bearer token; may be given several times. Others can read
-    a command line: better from a file, or from the environment (separated by spaces)."""
+    """API key that requests must send as a bearer token; may be given several times. Other users of
+    this machine can read command lines: prefer --api-key-file, or PIPPIN_API_KEY with keys
+    separated by spaces. Default: no key is required."""
 
     api_key_file: str | None = None
-    """A file of such keys, one a line."""
+    """File with API keys, one per line."""
 
     admin_key: tuple[str, ...] = field(default=(), repr=False)
-    """A key for what concerns every client: flushing the cache, /events, details of /status. May be
-    given several times, and does what an API key does besides. Default: the API key, if there is
-    one; with several, these routes are refused."""
+    """Key for routes that affect all clients: flushing the cache, /events, details of /status. It
+    is also valid as an API key; may be given several times. Default: the API key if there is
+    exactly one; with several, these routes are refused."""
 
     admin_key_file: str | None = None
-    """A file of such keys, one a line."""
+    """File with admin keys, one per line."""
 
     share_prefixes: bool = False
-    """Let requests with different API keys share cached prefixes. Off: with more than one key, what
-    is cached for one key is neither used for another nor seen in its `cached_tokens` and times."""
+    """Share cached prefixes between requests with different API keys. Off: a prefix cached for one
+    key is not used for another, so that `cached_tokens` and response times reveal nothing about
+    other keys."""
 
     allowed_host: tuple[str, ...] = ()
-    """A name in the Host header that is answered to; may be given several times. Addresses,
-    localhost and --host always are. `*.example.com` stands for all names under it, `*` for any."""
+    """Host name accepted in the Host header; may be given several times. IP addresses, localhost
+    and the value of --host are always accepted. `*.example.com` accepts all its subdomains, `*` any
+    name."""
 
     cors_origin: tuple[str, ...] = ()
-    """A site whose pages may use this server from a browser, such as https://chat.example.com; may
-    be given several times. `*` is any site."""
+    """Web site whose pages may call this server from a browser, such as https://chat.example.com;
+    may be given several times. `*` allows any site."""
 
     stored_responses: int = 1024
-    """Responses of /v1/responses that are kept in memory, to be continued and read again; 0 stores
-    none. Each key has an equal part of them, one at least, and drops its own that were not asked
-    for longest."""
+    """Maximum number of responses of /v1/responses that are stored in memory for
+    `previous_response_id` and retrieval; 0 stores none. Each API key has an equal share, at least
+    one, and its least recently used response is deleted first."""
 
     stored_bytes: int = 64_000_000
-    """Bytes that they may take together; each key has an equal part."""
+    """Maximum size of all stored responses of /v1/responses, in bytes; each API key has an equal
+    share."""
 
     page: bool = True
-    """Serve a page at / that chats with the model and shows what the engine does."""
+    """Serve a web page at / with a chat and a live view of the engine."""
 
     log_format: Literal["text", "json"] = "text"
-    """How log lines look."""
+    """Format of log lines."""
 
     log_prompts: bool = False
-    """Write prompts into the log, too."""
+    """Write the text of prompts to the log."""
 
     show_prompts: Literal["auto", "on", "off"] = "auto"
-    """Whether an admin can read what is in the prefix cache, at /events/node. `auto`: if there is
-    one key, or none and the server listens on this machine alone."""
+    """Let admins read the text in the prefix cache, at /events/node. `auto`: on if there is exactly
+    one key, or no key and the server listens on a loopback address."""
 
     engine_timeout: int = 300
-    """Seconds that one step may take before the engine counts as hung and is replaced."""
+    """Seconds after which a step that has not finished counts as hung and the engine process is
+    restarted."""
 
     heartbeat_timeout: int = 30
-    """Seconds without a sign of life before the engine counts as frozen and is replaced. Signs
-    come every half second, steps or not."""
+    """Seconds without a heartbeat after which the engine process counts as frozen and is restarted.
+    It sends one every half second, also during a step."""
 
     step_log: str | None = None
-    """Write what each step did, and when, to this file: a line of JSON each."""
+    """File to which one line of JSON per step is written: what the step did, and when."""
 
     trace: str | None = None
-    """Write what the engine does to this file in Chrome's trace format, which Perfetto opens;
-    200 MB at most."""
+    """File to which a trace of the engine is written in Chrome's trace format, for Perfetto; at
+    most 200 MB."""
 
     engine_restarts: int = 5
-    """Engines in a row that may die, without one finished request between them, and be replaced.
-    One more ends the server with status 1."""
+    """Maximum number of engine restarts in a row without a finished request between them. After one
+    more failure the server exits with status 1."""
 
     drain_timeout: int = 20
-    """Seconds that requests may take to finish after SIGTERM or Ctrl-C. A second one stops at
-    once."""
+    """Seconds that running requests have to finish after SIGTERM or Ctrl-C. A second signal stops
+    the server at once."""
 
     def __post_init__(self) -> None:
         _check_at_least(self, engine_timeout=1, heartbeat_timeout=1)
@@ -246,44 +263,46 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """What one client may ask of the server. Whoever asks for more gets a 4xx that names it."""
+    """Limits for one client. A request above one is refused with a 4xx error that names it."""
 
     max_body_bytes: int = 32_000_000
-    """Bytes of a request's body."""
+    """Maximum size of a request body, in bytes."""
 
     max_choices: int = 512
-    """Replies of one request: its prompts times n."""
+    """Maximum number of replies to one request: its number of prompts times `n`."""
 
     max_tokens: int | None = None
-    """Tokens of one reply. Default: what the model holds beside the prompt."""
+    """Maximum length of one reply, in tokens. Default: the model's context length minus the
+    prompt."""
 
     max_stops: int = 16
-    """Stop strings of a request."""
+    """Maximum number of stop strings in one request."""
 
     max_logit_bias: int = 1024
-    """Tokens that a request's logit_bias names."""
+    """Maximum number of tokens in the `logit_bias` of one request."""
 
     max_schema_bytes: int = 262_144
-    """Bytes of a JSON Schema or an expression that a reply must obey."""
+    """Maximum size of a JSON Schema, regular expression or grammar in a request, in bytes."""
 
     max_connections: int = 1024
-    """Open connections; more get a 429, once there is no idle one to close."""
+    """Maximum number of open connections. At the limit, an idle connection is closed to accept a
+    new one; if there is none, the new one gets HTTP 429."""
 
     header_timeout: float = 10.0
-    """Seconds that the head of a request may take to come."""
+    """Seconds within which the headers of a request must arrive."""
 
     body_timeout: float = 60.0
-    """Seconds that its body may take to come."""
+    """Seconds within which the body of a request must arrive."""
 
     idle_timeout: int = 75
-    """Seconds that a connection is kept open between two requests."""
+    """Seconds after which a connection without requests is closed."""
 
     send_timeout: float = 60.0
-    """Seconds for which a client may take nothing of what is sent to it; then it is cut off."""
+    """Seconds after which a client that reads nothing of its response is disconnected."""
 
     request_timeout: float | None = None
-    """Seconds that a request may take, waiting included; the field `timeout` can ask for less.
-    Default: as long as it takes."""
+    """Maximum duration of one request in seconds, including its time in the queue; a request can
+    set a lower value with its `timeout` field. Default: no limit."""
 
     def __post_init__(self) -> None:
         _check_at_least(self, max_body_bytes=1, max_choices=1, max_tokens=1, max_stops=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 from typing import get_type_hints
@@ -15,6 +16,7 @@ import pippin.config
 from cli.commands import error_of, output_of, served_with
 from pippin import cli
 from pippin.amounts import parse_memory
+from pippin.cli.option_groups import GROUP_OF, HEADINGS
 from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
 from pippin.errors import LoadError
 from processes import environment
@@ -60,7 +62,7 @@ def test_an_empty_variable_is_an_error(
 
 
 def test_every_config_field_is_an_option_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = " ".join(output_of(capsys, "serve", "--help").replace("│", " ").split())
+    shown = unwrapped(output_of(capsys, "serve", "--help-all"))
     arguments = cli.app["serve"].assemble_argument_collection(parse_docstring=True)
     helps = {argument.name: str(argument.parameter.help) for argument in arguments}
     for section in get_type_hints(Config).values():
@@ -69,6 +71,93 @@ def test_every_config_field_is_an_option_with_its_help(capsys: pytest.CaptureFix
             assert ("MODEL" if name == "--model" else name) in shown
             assert helps[name].endswith(".")
             assert helps[name].split()[0] in shown
+
+
+def unwrapped(page: str) -> str:
+    return " ".join(page.replace("│", " ").split())
+
+
+def test_every_config_field_has_a_heading_in_the_help() -> None:
+    fields = {f.name for kind in get_type_hints(Config).values() for f in dataclasses.fields(kind)}
+    assert set(GROUP_OF) == fields
+
+
+def test_expert_options_are_listed_by_help_all_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    short = output_of(capsys, "serve", "--help")
+    assert "--port" in short
+    assert "--max-gap" not in short
+    assert "5 more options with --help-all." in unwrapped(short)
+    full = output_of(capsys, "serve", "--help-all")
+    assert "--max-gap" in full
+    assert "more options" not in full
+    assert output_of(capsys, "serve", "--help") == short  # of one page, not from now on
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "doctor", "config", "bench one-batch"])
+def test_options_are_listed_under_headings(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = output_of(capsys, *command.split(), "--help")
+    headings = re.findall(r"╭─ (.*?) ─", page)
+    expected = [name for name in HEADINGS if name in headings]
+    assert expected[:4] == ["Model", "Memory", "Prefix cache", "Batching"]
+    assert [name for name in headings if name in HEADINGS] == expected  # in this order
+
+
+def test_an_own_option_of_a_command_is_shown_though_a_field_of_its_name_is_expert(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pippin.cli.option_groups.EXPERT", {"max_tokens", "overlap"})
+    page = output_of(capsys, "chat", "--help")
+    assert "--max-tokens" in page
+    assert "--overlap" not in page
+
+
+@pytest.mark.parametrize(
+    ("argv", "section", "expected"),
+    [
+        (["--max-model-len", "4096"], "model", ModelConfig("some/model", max_len=4096)),
+        (["--tool-call-parser", "openai"], "server", ServerConfig(tool_parser="openai")),
+        (
+            ["--enable-auto-tool-choice", "--tool-call-parser=hermes"],
+            "server",
+            ServerConfig(tool_parser="hermes"),
+        ),
+        (["--served-model-name", "a"], "server", ServerConfig(served_name="a")),
+        (
+            ["--served-model-name", "a", "b", "c", "--port", "1"],
+            "server",
+            ServerConfig(served_name="a", alias=("b", "c"), port=1),
+        ),
+        (
+            ["--alias", "x", "--served-model-name", "a", "b"],
+            "server",
+            ServerConfig(served_name="a", alias=("x", "b")),
+        ),
+    ],
+)
+def test_options_of_vllm_mean_here_what_they_mean_there(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], section: str, expected: object
+) -> None:
+    assert getattr(served_with(monkeypatch, "some/model", *argv), section) == expected
+
+
+def test_one_name_in_two_spellings_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["serve", "--served-name", "a", "--served-model-name", "b"]
+    status, text = error_of(capsys, *argv)
+    assert status == 2
+    assert "as --served-name and as --served-model-name: give one" in text
+
+
+def test_an_unknown_tool_parser_is_refused_before_anything_is_downloaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pippin.startup.launch.resolve", lambda config: pytest.fail("resolved"))
+    argv = ["serve", "no/model", "--port", "0", "--tool-call-parser", "pythonic"]
+    status, text = error_of(capsys, *argv)
+    assert status == 2
+    assert "tool_parser 'pythonic' is unknown: use one of auto, off, harmony" in text
+    assert "llama3_json" in text
 
 
 def test_every_check_of_a_value_is_an_error_that_the_command_line_tells() -> None:

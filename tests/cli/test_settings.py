@@ -46,6 +46,18 @@ def test_a_file_says_what_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_file_may_spell_options_as_vllm_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("max-model-len = 5\nserved_model_name = 'mine'\ntool-call-parser = 'openai'")
+    config = served_with(monkeypatch)
+    assert config.model.max_len == 5
+    assert config.server == ServerConfig(served_name="mine", tool_parser="openai")
+    assert 'served-name = "mine"  # pippin.toml:2' in output_of(capsys, "config")
+    write("max-model-len = 5\nmax-len = 6")
+    assert "max-len is already set at pippin.toml:1" in error_of(capsys, "serve")[1]
+
+
 def test_option_before_environment_before_file_before_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,17 +107,23 @@ def test_what_a_command_has_no_use_for_is_passed_over(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("port = 1\n\nmax-runing = 3", "pippin.toml:3: max-runing is no option of `pippin serve`"),
+        (
+            "port = 1\n\nmax-runing = 3",
+            "pippin.toml:3: max-runing is not an option of `pippin serve`",
+        ),
         ("max-runing = 3", "did you mean max-running?"),
-        ("zzz = 3", "as `pippin serve --help` lists them"),
+        ("zzz = 3", "`pippin serve --help-all` lists the options"),
         ("# port\nport = 'x'", '[port] from pippin.toml:2: unable to convert "x" into int'),
         ("port = [1, 2]", "[port] from pippin.toml:1: unable to convert"),
         ("\nport = 70000", "pippin.toml:2: port must be between 0 and 65535, got 70000"),
         ("backend = 'cuda'", "for [backend] from pippin.toml:1. Choose from: "),
-        ("\n[server]\nport = 1", "pippin.toml:2: no section [server] is known"),
-        ("max-queue = 1\n'max_queue' = 2", "max-queue is there already, at pippin.toml:1"),
+        ("\n[server]\nport = 1", "pippin.toml:2: section [server] is not supported"),
+        ("max-queue = 1\n'max_queue' = 2", "max-queue is already set at pippin.toml:1"),
         ("\nport =\n", "pippin.toml: Invalid value (at line 2, column 7)"),
-        ("api-key = 'secret'", "pippin.toml:1: others can read api-key here (mode 644)"),
+        (
+            "api-key = 'secret'",
+            "pippin.toml:1: other users can read the value of api-key in this file (mode 644)",
+        ),
     ],
 )
 def test_a_wrong_line_is_named_with_its_file(

@@ -15,17 +15,22 @@ from pippin import __version__
 from pippin.cli.cache_commands import cache
 from pippin.cli.completion_commands import add_completion
 from pippin.cli.model_commands import chat, doctor, serve
+from pippin.cli.option_groups import HELP_ALL, HelpPage
 from pippin.cli.options import option_name
 from pippin.cli.settings import SETTINGS
 from pippin.cli.settings_commands import config
 from pippin.errors import ConfigError, PippinError
 from pippin.native_kernels import build_for_this_cpu
 
+help_page = HelpPage()
 app = App(
     name="pippin",
     version=__version__,
-    help="Serve large language models on MLX. What is not given as an option is read from the "
-    "environment (--port from PIPPIN_PORT), then from pippin.toml: `pippin config` shows it.",
+    help="Serve large language models with MLX or PyTorch. An option that is not given is read "
+    "from the environment (--port from PIPPIN_PORT), then from pippin.toml: `pippin config` prints "
+    "the values that apply.",
+    help_flags=("--help", "-h", HELP_ALL),
+    help_formatter=help_page,
     config=SETTINGS,
 )
 
@@ -50,8 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a command. What the user got wrong is one line on stderr and exit status 2 or 1."""
     if argv is None:  # a process of our own, not a program that calls us
         build_for_this_cpu()
+    words = sys.argv[1:] if argv is None else list(argv)
+    help_page.shows_all = HELP_ALL in words
     try:
-        app(argv)
+        app(words)
     except ConfigError as error:
         name = option_name(error.message.split()[0])  # by its convention, the field
         place = SETTINGS.place_of(name)

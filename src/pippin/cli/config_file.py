@@ -1,4 +1,4 @@
-"""`pippin.toml`: which file is read, and what stands on its lines. Knows no command.
+"""`pippin.toml`: which file is read, and its settings with their lines. Knows no command.
 
 Its keys are the options of `pippin serve`, by the same names: `max-running = 8` is --max-running 8.
 """
@@ -10,6 +10,7 @@ import os
 import re
 import stat
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from platformdirs import user_config_path
 from pippin.errors import ConfigError
 
 NAME = "pippin.toml"
-SECRETS = {"api-key", "admin-key"}  # never shown, and not read from a file that others can read
+SECRETS = {"api-key", "admin-key"}  # never printed, nor read from a file that other users can read
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Setting:
 
 
 def default_paths() -> list[Path]:
-    """Where a file is looked for; the first that exists is read, and no other."""
+    """Candidate files in order; only the first one that exists is read."""
     return [Path(NAME), user_config_path("pippin") / NAME]
 
 
@@ -40,12 +41,15 @@ def find_config_file(named: str | None) -> Path | None:
         return next((path for path in default_paths() if path.is_file()), None)
     path = Path(named).expanduser()
     if path.is_dir():
-        raise ConfigError(f"{path} is a directory: give a file such as {NAME}")
+        raise ConfigError(f"--config {path} is a directory: give a file such as {path / NAME}")
     return path
 
 
-def read_config_file(path: Path, known: set[str]) -> list[Setting]:
-    """Its settings in order. A line that says nothing sensible is an error that names it."""
+def read_config_file(path: Path, known: Mapping[str, str]) -> list[Setting]:
+    """Its settings in order; `known` has the option that each key sets.
+
+    A key or a line that cannot be read is an error that names its place.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read()
@@ -57,31 +61,34 @@ def read_config_file(path: Path, known: set[str]) -> list[Setting]:
         raise ConfigError(f"{path}: {error}") from error
     settings: dict[str, Setting] = {}
     for key, value in table.items():
-        name = key.replace("_", "-")
+        spelt = key.replace("_", "-")
         place = f"{path}:{_line_of(key, text)}"
-        if name not in known:
-            raise ConfigError(f"{place}: {_unknown(name, value, known)}")
+        if spelt not in known:
+            raise ConfigError(f"{place}: {_unknown(spelt, value, known)}")
+        name = known[spelt]
         if name in settings:
-            raise ConfigError(f"{place}: {name} is there already, at {settings[name].place}")
+            raise ConfigError(
+                f"{place}: {name} is already set at {settings[name].place}: remove one of them"
+            )
         if name in SECRETS and mode & 0o077:
             raise ConfigError(
-                f"{place}: others can read {name} here (mode {mode:o}): chmod 600 {path}, or name "
-                f"a file of keys with {name}-file"
+                f"{place}: other users can read the value of {name} in this file (mode {mode:o}): "
+                f"run `chmod 600 {path}`, or put the keys into a separate file and set {name}-file"
             )
         settings[name] = Setting(name, value, place)
     return list(settings.values())
 
 
-def _unknown(name: str, value: Any, known: set[str]) -> str:
+def _unknown(name: str, value: Any, known: Iterable[str]) -> str:
     if isinstance(value, dict):
-        return f"no section [{name}] is known: options stand by themselves, as in port = 8000"
+        return f"section [{name}] is not supported: write options at the top level: port = 8000"
     near = difflib.get_close_matches(name, sorted(known), n=1)
-    meant = f"; did you mean {near[0]}?" if near else ", as `pippin serve --help` lists them"
-    return f"{name} is no option of `pippin serve`{meant}"
+    meant = f"did you mean {near[0]}?" if near else "`pippin serve --help-all` lists the options"
+    return f"{name} is not an option of `pippin serve`; {meant}"
 
 
 def _line_of(key: str, text: str) -> int:
-    """Where a top-level key is set: the parser does not say."""
+    """The line that sets a top-level key: the parser does not report it."""
     spelt = rf"""(?:{re.escape(key)}|"{re.escape(key)}"|'{re.escape(key)}')"""
     found = re.search(rf"^[ \t]*(?:\[+[ \t]*)?{spelt}[ \t]*[=.\]]", text, re.MULTILINE)
     return text.count("\n", 0, found.start()) + 1 if found else 1

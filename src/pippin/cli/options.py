@@ -1,7 +1,7 @@
 """Turns config sections into command-line options. Knows no command and starts nothing.
 
-cyclopts reads the dataclasses: a field becomes `--its-name`, the string after it the help text, its
-section the heading. Where values come from beside the command line is told in `settings.py`.
+cyclopts reads the dataclasses: a field becomes `--its-name`, the string after it the help text.
+Headings are in `option_groups.py`; values that are not on the command line in `settings.py`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,49 @@ from typing import Annotated, Any, get_type_hints
 
 from cyclopts import Group, Parameter
 
+from pippin.cli.option_groups import ALIASES, GROUP_OF, HEADINGS
 from pippin.config import Config
 
 SECTIONS: dict[str, type] = get_type_hints(Config)
-GROUPS = {name: Group(name.capitalize(), sort_key=n) for n, name in enumerate(SECTIONS)}
 CONFIG_FILE = "--config"
+SERVED_MODEL_NAME = "--served-model-name"
 ConfigFile = Annotated[
     Path | None,
     Parameter(
         name=CONFIG_FILE,
-        group=Group("Settings", sort_key=len(GROUPS)),
+        group=Group("Settings", sort_key=len(HEADINGS)),
         env_var="PIPPIN_CONFIG",
         show_env_var=False,
-        help="A file of the options above. Default: pippin.toml in the working directory, or else "
-        "in the user's configuration directory (`pippin config` shows which).",
+        help="File with values for the options above. Default: pippin.toml in the working "
+        "directory, or if there is none, in the user's configuration directory (`pippin config` "
+        "prints which one was read).",
     ),
 ]
+# Options of vLLM that have no field of their own here; `settings.py` moves their values.
+VLLM_OPTIONS = {
+    "served_model_name": Annotated[
+        tuple[str, ...],
+        Parameter(
+            name=SERVED_MODEL_NAME,
+            group=HEADINGS["API"],
+            consume_multiple=True,
+            negative="",
+            show_default=False,
+            help="The same as --served-name, as vLLM spells it; further names after the first are "
+            "the same as --alias.",
+        ),
+    ],
+    "enable_auto_tool_choice": Annotated[
+        bool,
+        Parameter(
+            group=HEADINGS["API"],
+            negative="",
+            show_default=False,
+            help="Accepted because vLLM requires it for tool calls. It has no effect: the model "
+            "may always choose a tool.",
+        ),
+    ],
+}
 
 
 def option_name(field: str) -> str:
@@ -48,15 +75,18 @@ def takes_config(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         options = [_section_parameter(name, without) for name in sections]
-        file = inspect.Parameter(
-            "config_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile
+        read_by_settings = [_keyword("config_file", ConfigFile, None)]
+        if "server" in sections:
+            read_by_settings += [_keyword(n, kind, ()) for n, kind in VLLM_OPTIONS.items()]
+        signature = inspect.Signature(
+            sorted([*options, *own, *read_by_settings], key=lambda p: p.kind)
         )
-        signature = inspect.Signature(sorted([*options, *own, file], key=lambda p: p.kind))
 
         @functools.wraps(command)
         def with_config(*args: Any, **kwargs: Any) -> None:
             given = signature.bind(*args, **kwargs).arguments
-            given.pop("config_file", None)  # it has been read by now
+            for parameter in read_by_settings:
+                given.pop(parameter.name, None)
             parts = {name: given.pop(name) for name in sections if name in given}
             command(Config(**parts), **given)
 
@@ -66,24 +96,43 @@ def takes_config(
     return decorate
 
 
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
 def _section_parameter(name: str, without: Iterable[str]) -> inspect.Parameter:
     section = SECTIONS[name]
     parameter = Parameter(
         name="*",
-        group=GROUPS[name],
         parse=re.compile(rf"^(?!(?:{'|'.join(without)})$)") if without else None,
         negative_iterable=(),
         show_default=_shown_default,
     )
-    is_positional = name == "model"  # the model's name; its other fields are keywords
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD
-        if is_positional
-        else inspect.Parameter.KEYWORD_ONLY,
-        default=section(),
-        annotation=Annotated[section, parameter],
-    )
+    annotation = Annotated[_with_headings(section), parameter]
+    if name != "model":
+        return _keyword(name, annotation, section())
+    # The model's name may be positional; its other fields are keywords.
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name, kind, default=section(), annotation=annotation)
+
+
+def _with_headings(section: type) -> type:
+    """The section for cyclopts: the same fields, each with its heading and its vLLM spelling.
+
+    Calling it makes the section itself.
+    """
+    annotations = {
+        name: Annotated[hint, Parameter(group=GROUP_OF[name], alias=ALIASES.get(name, ()))]
+        for name, hint in get_type_hints(section).items()
+        if name in GROUP_OF
+    }
+    body = {
+        "__annotations__": annotations,
+        "__new__": lambda cls, *args, **fields: section(*args, **fields),
+    }
+    return type(section.__name__, (section,), body)
 
 
 def _shown_default(value: Any) -> str | None:

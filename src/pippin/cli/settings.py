@@ -1,9 +1,10 @@
-"""Where options come from that were not given: the environment, then `pippin.toml`. Runs nothing.
+"""Values of options that are not on the command line: the environment, then `pippin.toml`.
 
     option  >  PIPPIN_ITS_NAME  >  pippin.toml  >  default
 
 cyclopts calls `Settings` for every command, after it has read the command line. Only the fields of
-config sections are looked for; a command's own options, such as --url, come from its line alone.
+config sections are looked up; a command's own options, such as --url, are read from its command
+line alone. Runs nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +17,20 @@ from cyclopts import App, Argument, ArgumentCollection, Token
 from cyclopts.config import Dict, Env
 
 from pippin.cli.config_file import Setting, find_config_file, read_config_file
-from pippin.cli.options import CONFIG_FILE, GROUPS, SECTIONS, option_name
+from pippin.cli.option_groups import ALIASES
+from pippin.cli.options import CONFIG_FILE, SECTIONS, SERVED_MODEL_NAME, option_name
 from pippin.errors import ConfigError
 
 PREFIX = "PIPPIN_"
 OPTION = "option"
 ENVIRONMENT = Env(PREFIX, command=False, show=False)
-KNOWN = {option_name(f.name) for section in SECTIONS.values() for f in dataclasses.fields(section)}
+FIELDS = {option_name(f.name) for section in SECTIONS.values() for f in dataclasses.fields(section)}
+# The keys of pippin.toml, and which option each sets.
+KEYS = {
+    **{name: name for name in FIELDS},
+    **{alias.removeprefix("--"): option_name(field) for field, alias in ALIASES.items()},
+    SERVED_MODEL_NAME.removeprefix("--"): "served-name",
+}
 
 
 class Settings:
@@ -42,10 +50,11 @@ class Settings:
         fields = ArgumentCollection(a for a in arguments if _is_field(a))
         if not fields:
             return
+        _split_served_model_name(arguments)
         _refuse_empty_variables(fields)
         ENVIRONMENT(app, commands, fields)
         self.file = find_config_file(_named_file(arguments))
-        for setting in read_config_file(self.file, KNOWN) if self.file is not None else ():
+        for setting in read_config_file(self.file, KEYS) if self.file is not None else ():
             _add(setting, app, commands, fields)
         self.origins = {
             argument.name.removeprefix("--"): _origin(argument.tokens[0])
@@ -55,8 +64,25 @@ class Settings:
 
 
 def _is_field(argument: Argument) -> bool:
-    groups = argument.parameter.group
-    return isinstance(groups, tuple) and any(group in groups for group in GROUPS.values())
+    """Not a command's own option of the same name: those are no fields of a section."""
+    return len(argument.keys) == 1 and argument.name.removeprefix("--") in FIELDS
+
+
+def _split_served_model_name(arguments: ArgumentCollection) -> None:
+    """`--served-model-name a b`, as vLLM has it, is `--served-name a --alias b`."""
+    by_name = {argument.name: argument for argument in arguments}
+    given = by_name.get(SERVED_MODEL_NAME)
+    if given is None or not given.tokens:
+        return
+    if by_name["--served-name"].tokens:
+        raise ConfigError(
+            f"served_name was given twice, as --served-name and as {SERVED_MODEL_NAME}: give one"
+        )
+    first, *others = given.tokens
+    given.tokens.clear()
+    by_name["--served-name"].append(first.evolve(index=0))
+    for token in others:
+        by_name["--alias"].append(token.evolve(index=len(by_name["--alias"].tokens)))
 
 
 def _named_file(arguments: ArgumentCollection) -> str | None:

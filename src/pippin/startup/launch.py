@@ -32,12 +32,16 @@ from pippin.messages import Ready
 from pippin.startup.resolve import resolve
 from pippin.supervision.supervisor import Supervisor
 from pippin.text.bundle import TextBundle
+from pippin.text.parsers.formats import ReplyFormats
 
 
 def run_server(config: Config) -> None:
     """Load a model and serve it until SIGINT or SIGTERM."""
     configure_logging(config.server.log_format)
     return_freed_memory()
+    ReplyFormats.choose(  # names are checked before a download that may take an hour, too
+        "", tools=config.server.tool_parser, reasoning=config.server.reasoning_parser
+    )
     with _listen(config.server) as listener:  # before a download that may take an hour
         if config.server.trace is not None:
             TraceFile.begin(Path(config.server.trace))

@@ -13,9 +13,16 @@ import pytest
 
 from bundled import BUNDLED_PATH
 from call_texts import NAMES, TOOLS, Call, Maker, write_calls
-from pippin.errors import LoadError
+from pippin.errors import ConfigError
 from pippin.text.bundle import TextBundle
-from pippin.text.parsers.formats import HARMONY, REASONING_FORMATS, TOOL_FORMATS, ReplyFormats
+from pippin.text.parsers.formats import (
+    HARMONY,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    VLLM_REASONING_PARSERS,
+    VLLM_TOOL_PARSERS,
+    ReplyFormats,
+)
 from pippin.text.pieces import CallBegin, Content, FoldedText, TextPiece, joined
 
 WEATHER = ("get_weather", {"text": "Tokyo"})
@@ -351,12 +358,28 @@ def test_a_template_without_marks_has_no_formats() -> None:
 def test_formats_can_be_chosen_by_name_and_turned_off() -> None:
     chosen = ReplyFormats.choose("<tool_call><think></think>", tools="llama3", reasoning="off")
     assert chosen == ReplyFormats("llama3", None)
-    with pytest.raises(LoadError, match=r"no tool parser 'herms' \(did you mean hermes\?\)"):
+    with pytest.raises(ConfigError, match=r"tool_parser 'herms' is unknown \(did you mean hermes"):
         ReplyFormats.choose("", tools="herms")
-    with pytest.raises(LoadError, match="no reasoning parser 'x'; known are auto, off, think"):
+    with pytest.raises(
+        ConfigError, match="reasoning_parser 'x' is unknown: use one of auto, off, thi"
+    ):
         ReplyFormats.choose("", reasoning="x")
 
 
 def test_a_checkpoints_formats_can_be_named_when_it_is_loaded() -> None:
     chosen = TextBundle.load(BUNDLED_PATH, tool_parser="hermes", reasoning_parser="off")
     assert chosen.formats == ReplyFormats("hermes", None)
+
+
+@pytest.mark.parametrize("name", [*VLLM_TOOL_PARSERS, *TOOL_FORMATS])
+def test_a_parser_of_vllm_names_a_format_of_ours(name: str) -> None:
+    chosen = ReplyFormats.choose("", tools=name, reasoning="off").tools
+    assert chosen == VLLM_TOOL_PARSERS.get(name, name)
+    assert chosen in TOOL_FORMATS
+
+
+@pytest.mark.parametrize("name", [*VLLM_REASONING_PARSERS, *REASONING_FORMATS])
+def test_a_reasoning_parser_of_vllm_names_a_format_of_ours(name: str) -> None:
+    chosen = ReplyFormats.choose("", tools="off", reasoning=name).reasoning
+    assert chosen == VLLM_REASONING_PARSERS.get(name, name)
+    assert chosen in (*REASONING_FORMATS, "harmony")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pippin.errors import LoadError
+from pippin.errors import ConfigError
 from pippin.text.parsers.base import CallParser, PlainText, ReplyParser, Tool
 from pippin.text.parsers.calls.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
 from pippin.text.parsers.calls.gemma import FunctionGemmaParser, Gemma4Parser
@@ -53,6 +53,21 @@ REASONING_FORMATS = {
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     "gemma4": ReasoningMarks("<|channel>thought", "<channel|>"),
 }
+# vLLM's names of the same formats, for those that are called something else here.
+VLLM_TOOL_PARSERS = {
+    "openai": "harmony",
+    "minimax": "minimax_m1",
+    "functiongemma": "function_gemma",
+    "glm45": "glm",
+    "glm47": "glm",
+    "qwen3_xml": "qwen3_coder",
+    "llama3_json": "llama3",
+    "llama4_json": "llama3",
+}
+VLLM_REASONING_PARSERS = {
+    "openai_gptoss": HARMONY,
+    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "minimax_m2"), "think"),
+}
 
 
 @dataclass(frozen=True)
@@ -66,11 +81,16 @@ class ReplyFormats:
     def choose(cls, template: str, *, tools: str = AUTO, reasoning: str = AUTO) -> ReplyFormats:
         """Those asked for by name; for "auto", those whose marks are in the chat template."""
         return cls(
-            _choose("tool parser", tools, TOOL_FORMATS, lambda: _find_tool_format(template)),
             _choose(
-                "reasoning parser",
+                "tool_parser",
+                tools,
+                {**dict.fromkeys(TOOL_FORMATS), **VLLM_TOOL_PARSERS},
+                lambda: _find_tool_format(template),
+            ),
+            _choose(
+                "reasoning_parser",
                 reasoning,
-                [*REASONING_FORMATS, HARMONY],
+                {**dict.fromkeys([*REASONING_FORMATS, HARMONY]), **VLLM_REASONING_PARSERS},
                 lambda: _find_reasoning_format(template),
             ),
         )
@@ -93,8 +113,9 @@ class ReplyFormats:
 
 
 def _choose(
-    kind: str, name: str, known: Collection[str], find: Callable[[], str | None]
+    option: str, name: str, known: Mapping[str, str | None], find: Callable[[], str | None]
 ) -> str | None:
+    """`known` has vLLM's names besides ours, each of them with our name."""
     if name == AUTO:
         return find()
     if name == OFF:
@@ -103,8 +124,8 @@ def _choose(
         choices = [AUTO, OFF, *known]
         near = difflib.get_close_matches(name, choices, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise LoadError(f"there is no {kind} {name!r}{hint}; known are {', '.join(choices)}")
-    return name
+        raise ConfigError(f"{option} {name!r} is unknown{hint}: use one of {', '.join(choices)}")
+    return known[name] or name
 
 
 def _find_tool_format(template: str) -> str | None:
