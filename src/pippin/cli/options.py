@@ -110,12 +110,15 @@ def _section_parameter(name: str, without: Iterable[str]) -> inspect.Parameter:
         negative_iterable=(),
         show_default=_shown_default,
     )
-    annotation = Annotated[_with_headings(section), parameter]
-    if name != "model":
-        return _keyword(name, annotation, section())
-    # The model's name may be positional; its other fields are keywords.
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Parameter(name, kind, default=section(), annotation=annotation)
+    is_positional = name == "model"  # the model's name; its other fields are keywords
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if is_positional
+        else inspect.Parameter.KEYWORD_ONLY,
+        default=section(),
+        annotation=Annotated[_with_headings(section), parameter],
+    )
 
 
 def _with_headings(section: type) -> type:
