@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from metric_names import documented, families, names_in_dashboard
 from processes import (
     PATIENCE_SECONDS,
     children_of,
@@ -77,7 +78,10 @@ def test_a_restart_restores_the_prompt_and_says_the_same(
     details = {"cached_tokens": length, "disk_cached_tokens": length}
     assert again["usage"]["prompt_tokens_details"] == details
     assert again["choices"][0]["text"] == first["choices"][0]["text"]
-    assert f"pippin_disk_tokens_total {float(length)}" in metrics
+    assert f'pippin_prompt_tokens_loaded_total{{tier="disk"}} {float(length)}' in metrics
+    names = {sample.name for family in families(metrics).values() for sample in family.samples}
+    assert names_in_dashboard() <= names
+    assert documented() <= families(metrics).keys()
 
 
 def test_a_second_server_is_refused_the_directory(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -13,13 +13,14 @@ from scripted_engine import Script, ScriptedEngine, fail, hang, say, serving
 
 from builders import Client, make_loop
 from pippin.api.endpoints import metrics
+from pippin.types import FinishReason
 
 CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]}
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
 def engine_after_a_run(*scripts: Script, cache: bool = True) -> ScriptedEngine:
-    """Tells what a real loop counted over two requests with the same prompt."""
+    """Reports what a real loop counted over two requests with the same prompt."""
     client = Client(make_loop(cache=cache))
     for _ in range(2):
         client.submit(list(range(200)), max_tokens=5)
@@ -49,22 +50,22 @@ def ask(url: str, **fields: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=CHAT | fields)
 
 
-def test_the_engines_numbers_are_told() -> None:
+def test_the_engines_numbers_are_exported() -> None:
     engine = engine_after_a_run()
     with serving(engine) as url:
         found = scrape(url)
     status, cache = engine.numbers["metrics"], engine.numbers["cache"]
     assert found["pippin_engine_up"] == 1
-    assert found["pippin_requests_running"] == found["pippin_requests_waiting"] == 0
-    assert found["pippin_generated_tokens_total"] == 10
+    assert found["pippin_num_requests_running"] == found["pippin_num_requests_waiting"] == 0
+    assert found["pippin_generation_tokens_total"] == 10
     assert found["pippin_prompt_tokens_total"] == 400
-    assert found["pippin_cached_tokens_total"] == status["cached_tokens"] > 0
-    assert found["pippin_cache_hit_tokens_total"] == cache["tokens_matched"] > 0
-    assert found["pippin_retractions_total"] == 0
+    assert found["pippin_prompt_tokens_cached_total"] == status["cached_tokens"] > 0
+    assert found["pippin_prefix_cache_hits_total"] == cache["tokens_matched"] > 0
+    assert found["pippin_num_preemptions_total"] == 0
     assert found["pippin_device_idle_ratio"] == status["device_idle_share"]
     for component, nbytes in cache["component_bytes"].items():
-        assert found[f"pippin_cache_bytes/{component}"] == nbytes > 0
-        assert f"pippin_cache_evictions_total/{component}" in found
+        assert found[f"pippin_prefix_cache_bytes/{component}"] == nbytes > 0
+        assert f"pippin_prefix_cache_evictions_total/{component}" in found
 
 
 def test_both_formats_of_prometheus_hold_the_same_families() -> None:
@@ -85,27 +86,31 @@ def test_replies_are_timed_and_counted_by_their_end() -> None:
         ask(url)
         ask(url)
         found = scrape(url)
-    num_tokens = found["pippin_sequence_reply_tokens_sum"]
+    num_tokens = found["pippin_request_generation_tokens_sum"]
     assert num_tokens >= 5
-    assert found["pippin_sequences_total/stop"] == found["pippin_sequences_total/error"] == 1
-    assert found["pippin_sequence_seconds_count"] == 2
-    assert found["pippin_sequence_prompt_tokens_count"] == 2
+    assert found["pippin_requests_total/stop"] == found["pippin_requests_total/error"] == 1
+    assert found["pippin_request_success_total/stop"] == 1
+    assert "pippin_request_success_total/error" not in found
+    assert found["pippin_e2e_request_latency_seconds_count"] == 2
+    assert found["pippin_request_prompt_tokens_count"] == 2
     assert found["pippin_time_to_first_token_seconds_count"] == 1
-    assert found["pippin_token_gap_seconds_count"] == num_tokens - 1
-    assert found["pippin_queue_seconds_sum"] == 0.25  # as the engine said
+    assert found["pippin_inter_token_latency_seconds_count"] == num_tokens - 1
+    assert found["pippin_request_queue_time_seconds_sum"] == 0.25  # as the engine said
 
 
-def test_a_stop_string_is_a_stop_and_a_client_that_leaves_a_cut() -> None:
+def test_a_stop_string_is_a_stop_and_a_request_that_times_out_an_abort() -> None:
     engine = engine_after_a_run(say("one two three"), hang(after="one"))
     with serving(engine) as url:
         ask(url, stop=" two")
-        assert scrape(url)["pippin_sequences_total/stop"] == 1
+        assert scrape(url)["pippin_requests_total/stop"] == 1
         assert ask(url, timeout=0.05).status_code == 408
         found = scrape(url)
+    assert found["pippin_requests_total/stop"] == found["pippin_requests_total/abort"] == 1
     assert found["pippin_sequences_total/stop"] == found["pippin_sequences_total/cut"] == 1
+    assert found["pippin_request_success_total/stop"] == 1
 
 
-def test_a_lost_engine_is_told_and_its_numbers_are_not() -> None:
+def test_a_lost_engine_is_reported_and_its_numbers_are_not() -> None:
     engine = engine_after_a_run()
     with serving(engine) as url:
         assert "pippin_steps_total" in scrape(url)
@@ -116,12 +121,12 @@ def test_a_lost_engine_is_told_and_its_numbers_are_not() -> None:
     assert "pippin_time_to_first_token_seconds_count" in found
 
 
-def test_a_server_without_a_prefix_cache_tells_the_rest() -> None:
+def test_a_server_without_a_prefix_cache_exports_the_rest() -> None:
     engine = engine_after_a_run(cache=False)
     with serving(engine) as url:
         found = scrape(url)
-    assert found["pippin_generated_tokens_total"] == 10
-    assert not any(name.startswith("pippin_cache_") for name in found)
+    assert found["pippin_generation_tokens_total"] == 10
+    assert not any(name.startswith(("pippin_cache_", "pippin_prefix_cache_")) for name in found)
 
 
 def test_a_scrape_during_a_long_step_gets_what_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,5 +140,31 @@ def test_a_scrape_during_a_long_step_gets_what_was_known(monkeypatch: pytest.Mon
         monkeypatch.setattr(engine, "counters", never)
         monkeypatch.setattr(metrics, "PATIENCE_SECONDS", 0.01)
         found = scrape(url)
-    assert found["pippin_generated_tokens_total"] == 10
+    assert found["pippin_generation_tokens_total"] == 10
     assert found["pippin_engine_counters_age_seconds"] > 0
+
+
+def test_finish_reasons_are_exported_before_the_first_request() -> None:
+    with serving(engine_after_a_run()) as url:
+        found = scrape(url)
+    for reason in get_args(FinishReason):
+        assert found[f"pippin_requests_total/{reason}"] == 0
+
+
+def test_usage_counts_what_running_requests_use_and_not_what_can_be_evicted() -> None:
+    client = Client(make_loop())
+    engine = ScriptedEngine()
+    client.submit(list(range(200)), max_tokens=50)
+    for _ in range(8):
+        client.loop.step()
+    with serving(engine) as url:
+        engine.numbers = client.loop.counters()
+        memory = engine.numbers["memory"]
+        busy = scrape(url)["pippin_kv_cache_usage_perc"]
+        assert memory["claimed_bytes"] / memory["budget_bytes"] <= busy < 1
+        assert busy > 0
+        client.run()
+        engine.numbers = client.loop.counters()
+        found = scrape(url)
+    assert found["pippin_prefix_cache_tokens"] > 0
+    assert found["pippin_kv_cache_usage_perc"] == 0

@@ -1,7 +1,8 @@
 """An engine whose replies are timed, for Prometheus. Knows no HTTP, no text and no dialect.
 
-Times are those of one sequence, from being handed to the engine to its tokens' arrival in this
-process: what a client sees, but for reading its request and writing the reply.
+A request here is one sequence of the engine: a client's request for n choices counts n times. It is
+timed from its submission to the arrival of its tokens in this process: what a client sees, without
+the time to read its request and to write the reply.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from time import perf_counter
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from pippin.engine.engine_client import Engine
 from pippin.engine.watchers import WatchEvent
 from pippin.messages import Submit, TokenDelta
+from pippin.types import FinishReason
 
 WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 5)
 WHOLE_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
+SUCCESS: tuple[FinishReason, ...] = ("stop", "length")
 LENGTH_BUCKETS = tuple(4**n for n in range(10))  # 1 to 262,144 tokens
 
-CUT = "cut"  # nobody waited for the end: the client left, or its time was over
+ABORT: FinishReason = "abort"  # the client disconnected, or its request timed out
 
 
 class ReplyTimes:
@@ -30,57 +33,72 @@ class ReplyTimes:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.queue = Histogram(
-            "pippin_queue_seconds",
-            "From the engine's having a sequence to its first chunk.",
+            "pippin_request_queue_time_seconds",
+            "Seconds that a request waited in the engine's queue before its first chunk.",
             buckets=WAIT_BUCKETS,
             registry=registry,
         )
         self.first_token = Histogram(
             "pippin_time_to_first_token_seconds",
-            "From submitting a sequence to its first token.",
+            "Seconds from submitting a request to the engine to its first token.",
             buckets=WAIT_BUCKETS,
             registry=registry,
         )
-        self.gap = Histogram(
-            "pippin_token_gap_seconds",
-            "Between tokens of a sequence that follow each other (those that come together count "
-            "as one).",
+        self.inter_token = Histogram(
+            "pippin_inter_token_latency_seconds",
+            "Seconds between successive tokens of a request; tokens of one step count as one.",
             buckets=GAP_BUCKETS,
             registry=registry,
         )
         self.whole = Histogram(
-            "pippin_sequence_seconds",
-            "From submitting a sequence to its end.",
+            "pippin_e2e_request_latency_seconds",
+            "Seconds from submitting a request to the engine to its end.",
             buckets=WHOLE_BUCKETS,
             registry=registry,
         )
         self.prompt_tokens = Histogram(
-            "pippin_sequence_prompt_tokens",
-            "Prompt tokens of a sequence.",
+            "pippin_request_prompt_tokens",
+            "Number of prompt tokens of a request.",
             buckets=LENGTH_BUCKETS,
             registry=registry,
         )
-        self.reply_tokens = Histogram(
-            "pippin_sequence_reply_tokens",
-            "Generated tokens of a sequence.",
+        self.generation_tokens = Histogram(
+            "pippin_request_generation_tokens",
+            "Number of generated tokens of a request.",
             buckets=LENGTH_BUCKETS,
             registry=registry,
         )
-        self.sequences = Counter(
-            "pippin_sequences",
-            "Sequences that are over, by how they ended.",
-            ["finish"],
-            registry=registry,
+        self.requests = _by_reason(
+            "pippin_requests",
+            "Number of requests that ended, by finish reason.",
+            get_args(FinishReason),
+            registry,
         )
+        self.successes = _by_reason(
+            "pippin_request_success",
+            "Number of requests that ended with a complete reply, by finish reason.",
+            SUCCESS,
+            registry,
+        )
+
+
+def _by_reason(
+    name: str, help: str, reasons: tuple[str, ...], registry: CollectorRegistry
+) -> Counter:
+    """Its samples start at 0, so that `rate()` sees the first request of each reason."""
+    counter = Counter(name, help, ["finished_reason"], registry=registry)
+    for reason in reasons:
+        counter.labels(reason)
+    return counter
 
 
 class MeteredEngine:
-    """The same engine; what it says of each sequence is timed on the way."""
+    """The same engine; the replies that it sends are timed on the way."""
 
     def __init__(self, engine: Engine, times: ReplyTimes) -> None:
         self._engine = engine
         self._times = times
-        self._open: dict[str, _TimedSequence] = {}
+        self._open: dict[str, _TimedRequest] = {}
 
     @property
     def healthy(self) -> bool:
@@ -94,22 +112,22 @@ class MeteredEngine:
         self._engine.check_ready()
 
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
-        sequence = self._open[submit.id] = _TimedSequence(self._times, len(submit.tokens))
+        request = self._open[submit.id] = _TimedRequest(self._times, len(submit.tokens))
         try:
             async with aclosing(self._engine.generate(submit)) as deltas:
                 async for delta in deltas:
-                    sequence.note(delta)
+                    request.note(delta)
                     if delta.finish is not None:
                         self._end(submit.id, delta.finish)
                     yield delta
         finally:
-            self._end(submit.id, CUT)
+            self._end(submit.id, ABORT)
 
     def abort(self, id: str) -> None:
         self._engine.abort(id)
 
     def finish(self, id: str) -> None:
-        self._end(id, "stop")  # by a stop string: the engine will not say so
+        self._end(id, "stop")  # by a stop string, which the engine does not report
         self._engine.finish(id)
 
     async def status(self) -> dict[str, Any]:
@@ -127,17 +145,17 @@ class MeteredEngine:
     async def node(self, node: int) -> dict[str, Any]:
         return await self._engine.node(node)
 
-    def _end(self, id: str, finish: str) -> None:
+    def _end(self, id: str, finish: FinishReason) -> None:
         """Unless it has ended before."""
-        if (sequence := self._open.pop(id, None)) is not None:
-            sequence.end(finish)
+        if (request := self._open.pop(id, None)) is not None:
+            request.end(finish)
 
 
-class _TimedSequence:
+class _TimedRequest:
     def __init__(self, times: ReplyTimes, prompt_len: int) -> None:
         self._times = times
         self._began = perf_counter()
-        self._last: float | None = None  # when its latest tokens came
+        self._last: float | None = None  # when its latest tokens arrived
         self._num_tokens = 0
         times.prompt_tokens.observe(prompt_len)
 
@@ -152,11 +170,13 @@ class _TimedSequence:
         if self._last is None:
             self._times.first_token.observe(now - self._began)
         else:
-            self._times.gap.observe(now - self._last)
+            self._times.inter_token.observe(now - self._last)
         self._last = now
         self._num_tokens += count
 
-    def end(self, finish: str) -> None:
+    def end(self, finish: FinishReason) -> None:
         self._times.whole.observe(perf_counter() - self._began)
-        self._times.reply_tokens.observe(self._num_tokens)
-        self._times.sequences.labels(finish).inc()
+        self._times.generation_tokens.observe(self._num_tokens)
+        self._times.requests.labels(finish).inc()
+        if finish in SUCCESS:
+            self._times.successes.labels(finish).inc()

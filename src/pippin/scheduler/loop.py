@@ -130,6 +130,7 @@ class Loop:
                 "max_device_buffers": self.backend.device.max_buffers,
                 "budget_bytes": scheduler.budget.capacity,
                 "claimed_bytes": scheduler.budget.claimed,
+                "available_bytes": scheduler.budget.available,
             },
             "metrics": scheduler.metrics.summary(),
             "cache": cache.counters() if cache is not None else None,

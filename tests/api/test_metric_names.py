@@ -1,0 +1,97 @@
+"""Every metric is documented, every documented one is exported, and old names still work."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+from prometheus_client import Metric
+from scripted_engine import ScriptedEngine, say, serving
+
+from builders import Client, make_loop
+from metric_names import (
+    dashboard,
+    deprecated,
+    documented,
+    documented_as_deprecated,
+    families,
+    names_in_dashboard,
+)
+from pippin.cache.disk.memory import MemoryStore
+from pippin.cache.host.host_store import HostStore
+from pippin.cache.tiers.courier import plain_memory
+
+NOT_ALONE = re.compile(r"^(Of |And |In them|It |Given up|these)", re.IGNORECASE)
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, Metric]:
+    """By a server whose engine has a prefix cache and both lower tiers."""
+    host = HostStore(1 << 20, plain_memory, 8_192)
+    client = Client(make_loop(host=host, store=MemoryStore(b"m", 1 << 20), batch_bytes=8_192))
+    client.submit(list(range(200)), max_tokens=5)
+    client.run()
+    engine = ScriptedEngine(say("one two three"))
+    engine.numbers = client.loop.counters()
+    client.loop.close()
+    with serving(engine) as url:
+        body = {"model": "stories", "prompt": "Hi."}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+        return families(httpx.get(f"{url}/metrics").text)
+
+
+def test_the_documented_metrics_are_the_exported_ones(exported: dict[str, Metric]) -> None:
+    assert documented() == exported.keys() - deprecated(exported).keys()
+
+
+def test_the_documented_old_names_are_exported_and_name_the_new_ones(
+    exported: dict[str, Metric],
+) -> None:
+    assert documented_as_deprecated() == deprecated(exported)
+    assert set(deprecated(exported).values()) <= documented()
+
+
+def test_an_old_name_has_the_values_of_the_new_one(exported: dict[str, Metric]) -> None:
+    for old, new in deprecated(exported).items():
+        tier = "host" if old.startswith("pippin_host_") else "disk"
+        samples = [s for s in exported[new].samples if s.labels.get("tier", tier) == tier]
+        assert [s.value for s in exported[old].samples] == [s.value for s in samples], old
+
+
+def test_every_metric_of_the_dashboard_is_exported(exported: dict[str, Metric]) -> None:
+    lasting = exported.keys() - deprecated(exported).keys()
+    samples = {sample.name for name in lasting for sample in exported[name].samples}
+    assert names_in_dashboard() <= samples
+
+
+def test_the_panels_of_the_dashboard_do_not_overlap() -> None:
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) < 24
+
+
+def test_every_help_line_can_be_read_alone(exported: dict[str, Metric]) -> None:
+    texts = [family.documentation for family in exported.values()]
+    for text in texts:
+        assert re.fullmatch(r"[A-Z1].*\.", text), text
+        assert len(text.split()) >= 4, text
+        assert not NOT_ALONE.match(text), text
+    current = [text for text in texts if not text.startswith("Deprecated")]
+    assert len(set(current)) == len(current)
+
+
+def test_names_end_in_their_unit(exported: dict[str, Metric]) -> None:
+    for name, family in exported.items():
+        assert name.endswith("_total") == (family.type == "counter"), name
+        if "seconds" in family.documentation.lower().split()[:1]:
+            assert name.endswith("_seconds"), name
+        if family.documentation.startswith("Bytes"):
+            assert name.removesuffix("_total").endswith("_bytes"), name

@@ -1,0 +1,57 @@
+"""Names of metrics: as a server exports them, as the documents and the dashboard use them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+DOCS = Path(__file__).parent.parent / "docs"
+CURRENT, DEPRECATED = (DOCS / "metrics.md").read_text(encoding="utf-8").split("## Deprecated names")
+
+
+def families(text: str) -> dict[str, Metric]:
+    """By the name that a query uses; without the times at which counters were created."""
+    return {
+        family.name + ("_total" if family.type == "counter" else ""): family
+        for family in text_string_to_metric_families(text)
+        if not family.name.endswith("_created")
+    }
+
+
+def deprecated(exported: dict[str, Metric]) -> dict[str, str]:
+    """The new name by the old one, as HELP has it."""
+    found = {n: re.match(r"Deprecated: use (\w+)\.", f.documentation) for n, f in exported.items()}
+    return {name: match[1] for name, match in found.items() if match}
+
+
+def documented() -> set[str]:
+    return {name for cell, _ in _rows(CURRENT) for name in _names(cell)}
+
+
+def documented_as_deprecated() -> dict[str, str]:
+    """The new name by the old one."""
+    return {old: _names(new)[0] for cell, new in _rows(DEPRECATED) for old in _names(cell)}
+
+
+def _rows(text: str) -> list[tuple[str, str]]:
+    """The first two cells of the rows that begin with a metric."""
+    return re.findall(r"^\| (`pippin_.*?) \| (.*?) ?\|", text, re.MULTILINE)
+
+
+def _names(cell: str) -> list[str]:
+    return re.findall(r"`(pippin_\w+)", cell)
+
+
+def dashboard() -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((DOCS / "grafana-dashboard.json").read_text(encoding="utf-8"))
+    return read
+
+
+def names_in_dashboard() -> set[str]:
+    """Of samples: those of a histogram end in `_bucket`."""
+    return set(re.findall(r"\bpippin_\w+", json.dumps(dashboard())))
