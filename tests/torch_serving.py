@@ -13,9 +13,9 @@ from torch_families import checkpoint
 
 
 @cache
-def load_torch(name: str) -> LoadedModel:
-    """In float32 on every device: half precision would leave too many tokens on a level."""
-    return load(BUNDLED_PATH if name == BUNDLED else checkpoint(name), dtype="float32")
+def load_torch(name: str, dtype: str = "float32") -> LoadedModel:
+    """In float32 where tokens are compared: half precision leaves too many on a level."""
+    return load(BUNDLED_PATH if name == BUNDLED else checkpoint(name), dtype=dtype)
 
 
 def make_torch_backend(name: str, *, num_slots: int, pool_bytes: int = AMPLE_BYTES) -> TorchBackend:

@@ -24,6 +24,7 @@ from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.batches import DecodeBatch, HeldCells
 from pippin.backends.torch.step.decode_inputs import Inputs
 from pippin.backends.torch.step.filters import least_in_top_p
+from pippin.backends.torch.streams import make_streams
 from torch_serving import load_torch
 
 
@@ -61,6 +62,17 @@ PLAIN = KernelSet(PlainSteps, PlainForward, PlainPrompt, plain_experts, least_in
 def test_kernels_that_are_right_are_used(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with torch.inference_mode():
         assert kernels_agree(load_torch(name).decoder, lambda: PLAIN)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_of_a_half_precision_model_hold_numbers(
+    dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its states are in float32, in the same memory: read as halves, their bits may be anything."""
+    decoder = load_torch("qwen3_5", dtype=dtype).decoder
+    with torch.inference_mode(), make_streams(decoder.device, decoder.dtype).forward():
+        assert kernels_agree(decoder, lambda: PLAIN)
     assert not caplog.records
 
 

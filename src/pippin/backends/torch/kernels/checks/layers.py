@@ -56,7 +56,11 @@ def _dense(mlp: Mlp) -> DenseMlp:
 
 
 class NoisyRows:
-    """Pools of noise, and slots 1, 2 ... that hold so many tokens."""
+    """Slots 1, 2 ... that hold so many tokens of noise.
+
+    Cells and states share one memory in numbers of different sizes: noise is written where a slot
+    holds it, as what is read there.
+    """
 
     def __init__(self, decoder: Decoder, lengths: tuple[int, ...]) -> None:
         layout = PoolLayout(decoder.shape, decoder.dtype)
@@ -64,16 +68,23 @@ class NoisyRows:
         num_cell_slabs = -(-num_cells // layout.cells_per_slab(Component.ATTENTION))
         num_slabs = 3 * len(lengths) + num_cell_slabs + 2
         self.pools = Pools(layout, num_slabs * layout.slab_bytes, decoder.device)
-        generator = torch.Generator(decoder.device).manual_seed(0)
-        for view in (*self.pools.kv, *self.pools.recurrent, *self.pools.conv):
-            view.normal_(generator=generator)
-        self.pools.memory[: layout.slab_bytes] = 0
+        self.pools.memory.zero_()
+        self._generator = torch.Generator(decoder.device).manual_seed(0)
         self.rows = Rows(self.pools, len(lengths), 4 * GRID)
         self.slots = np.arange(1, len(lengths) + 1)
         for slot, length in zip(self.slots.tolist(), lengths, strict=True):
             self.rows.grow(slot, length)
             if length:
                 self.rows.next_states(np.array([slot]))
+                self._fill(slot, length)
+
+    def _fill(self, slot: int, length: int) -> None:
+        pools = self.pools
+        cells, states = self.rows.held(slot, 0, length), self.rows.states[[slot]]
+        for views, places in ((pools.kv, cells), ((*pools.recurrent, *pools.conv), states)):
+            where = pools.index(places)
+            for view in views:
+                view[where] = torch.empty_like(view[where]).normal_(generator=self._generator)
 
     def written(self, cells: torch.Tensor, states: torch.Tensor) -> list[torch.Tensor]:
         """What a forward left in the pools."""
