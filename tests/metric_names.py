@@ -38,6 +38,12 @@ def documented_as_deprecated() -> dict[str, str]:
     return {old: _names(new)[0] for cell, new in _rows(DEPRECATED) for old in _names(cell)}
 
 
+def documented_status_fields() -> set[str]:
+    chapter = CURRENT.split("## Fields of `/status`")[1]
+    cells = re.findall(r"^\| (`.*?) \|", chapter, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
+
+
 def _rows(text: str) -> list[tuple[str, str]]:
     """The first two cells of the rows that begin with a metric."""
     return re.findall(r"^\| (`pippin_.*?) \| (.*?) ?\|", text, re.MULTILINE)

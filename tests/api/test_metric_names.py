@@ -1,4 +1,4 @@
-"""Every metric is documented, every documented one is exported, and old names still work."""
+"""The documents, the dashboard and a server agree on metrics and fields; old names work."""
 
 from __future__ import annotations
 
@@ -15,30 +15,48 @@ from metric_names import (
     deprecated,
     documented,
     documented_as_deprecated,
+    documented_status_fields,
     families,
     names_in_dashboard,
 )
 from pippin.cache.disk.memory import MemoryStore
 from pippin.cache.host.host_store import HostStore
 from pippin.cache.tiers.courier import plain_memory
+from pippin.scheduler.loop import Loop
 
 NOT_ALONE = re.compile(r"^(Of |And |In them|It |Given up|these)", re.IGNORECASE)
 
 
-@pytest.fixture(scope="module")
-def exported() -> dict[str, Metric]:
-    """By a server whose engine has a prefix cache and both lower tiers."""
+def loop_with_tiers() -> Loop:
+    """A prefix cache, both lower tiers, and one finished request."""
     host = HostStore(1 << 20, plain_memory, 8_192)
     client = Client(make_loop(host=host, store=MemoryStore(b"m", 1 << 20), batch_bytes=8_192))
     client.submit(list(range(200)), max_tokens=5)
     client.run()
+    return client.loop
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, Metric]:
+    loop = loop_with_tiers()
     engine = ScriptedEngine(say("one two three"))
-    engine.numbers = client.loop.counters()
-    client.loop.close()
+    engine.numbers = loop.counters()
+    loop.close()
     with serving(engine) as url:
         body = {"model": "stories", "prompt": "Hi."}
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
         return families(httpx.get(f"{url}/metrics").text)
+
+
+def test_the_documented_fields_of_status_are_those_it_has() -> None:
+    loop = loop_with_tiers()
+    status = loop.status()
+    loop.close()
+    assert status.pop("disk").keys() == status["host"].keys()
+    fields = {name for name, value in status.items() if not isinstance(value, dict)}
+    for section in status.keys() - fields:
+        fields |= {f"{section}.{name}" for name in status[section]}
+    assert documented_status_fields() == fields
 
 
 def test_the_documented_metrics_are_the_exported_ones(exported: dict[str, Metric]) -> None:

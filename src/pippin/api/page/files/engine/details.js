@@ -42,7 +42,7 @@ export class Details {
       ["Device idle before", step.span ? `${seconds(Math.max(0, step.idle))} (${percent(Math.max(0, step.idle) / step.span)})` : "after a pause"],
       ["Captured for the tree", plural(step.captures, "row")],
       ["Started", names(step.started)],
-      ["Retracted", names(step.retracted)],
+      ["Preempted", names(step.retracted)],
       ["Slots given back", step.retired.join(", ") || "none"],
       ["Forwards", forwards(step.forwards)],
     ], rowsTable(step, requestIn));
@@ -60,7 +60,7 @@ export class Details {
       ["First token after", seconds(request.first_token === null ? null : request.first_token - request.came)],
       ["Ended after", seconds(request.ended === null ? null : request.ended - request.came)],
       ["Priority", request.priority],
-      ["Retracted", plural(request.retractions, "time")],
+      ["Preempted", plural(request.retractions, "time")],
     ]);
   }
 

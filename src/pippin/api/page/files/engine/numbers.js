@@ -31,7 +31,7 @@ export class Numbers {
     const recent = rates.filter((entry) => entry.at > at - 1);
     const speed = recent.length ? recent.reduce((sum, entry) => sum + entry.rate, 0) / recent.length : 0;
     this.#set("rate", load.running ? rate(speed) : "0", `${count(load.generated_tokens)} since the start`);
-    this.#set("running", `${load.running} of ${facts.slots}`, `${count(load.waiting + load.compiling)} waiting, ${count(load.retractions)} retracted`);
+    this.#set("running", `${load.running} of ${facts.slots}`, `${count(load.waiting + load.compiling)} waiting, ${count(load.retractions)} preempted`);
     this.#set("reused", load.prompt_tokens ? percent(load.cached_tokens / load.prompt_tokens) : "–", `${count(load.cached_tokens)} of ${count(load.prompt_tokens)}`);
     this.#set("ttft", seconds(quantile(ttfts, 0.5)), `p99 ${seconds(quantile(ttfts, 0.99))}`);
     this.#set("gap", seconds(quantile(gaps, 0.5)), `p99 ${seconds(quantile(gaps, 0.99))}`);

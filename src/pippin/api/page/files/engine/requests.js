@@ -48,7 +48,7 @@ export class Requests {
     const draw = (request, longest, now) => {
       const { prompt, cached, held, reply, ended, finish, phase, retractions } = request;
       const computed = ended === null ? Math.max(0, Math.min(held, prompt) - cached) : prompt - cached;
-      const again = retractions && ended === null ? ` (retracted ${retractions}×)` : "";
+      const again = retractions && ended === null ? ` (preempted ${retractions}×)` : "";
       element.className = `phase-${phase}`;
       cells[0].textContent = (finish ?? phase) + again;
       cells[1].textContent = `${count(cached)} / ${count(prompt)} + ${count(reply)}`;
