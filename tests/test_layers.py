@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("backends.chunking", "backends.masks", "backends.sampling", "backends.sampling_noise"),
     },
     "backends.torch": {
-        *("types", "cache.disk.entries", "backends.base", "backends.host"),
+        *("types", "amounts", "cache.disk.entries", "backends.base", "backends.host"),
         *("backends.chunking", "backends.masks", "backends.sampling", "backends.sampling_noise"),
     },
     "scheduler": {
@@ -85,9 +85,12 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("config", "startup.checkpoint", "api.http.keys"),
         *("backends.nvidia", "backends.torch.config"),
     },
+    "startup.memory_remedy": {"amounts", "config", "backends.host"},
+    "startup.port": {"config"},
     "startup.launch": {
         *("config", "logs", "messages", "text", "feed", "api"),
-        *("engine.engine_client", "supervision", "startup.resolve"),
+        *("engine.engine_client", "supervision"),
+        *("startup.memory_remedy", "startup.port", "startup.resolve"),
     },
     "terminal": set(),
     "terminal.server_client": set(),

@@ -1,6 +1,8 @@
-"""Amounts of memory as people write them. Knows no option."""
+"""Amounts of memory as people write and read them. Knows no option."""
 
 from __future__ import annotations
+
+import math
 
 from pippin.errors import ConfigError
 
@@ -31,3 +33,21 @@ def parse_memory(text: str) -> int | float:
     if unit not in MEMORY_UNITS or value <= 0.0:
         raise ConfigError(f'memory must be like "6GB" or a fraction like "0.7", got {text!r}')
     return int(value * MEMORY_UNITS[unit])
+
+
+def show_bytes(nbytes: int) -> str:
+    """For people: "6.2 GB"."""
+    if nbytes < 1000:
+        return f"{nbytes} bytes"
+    unit = _unit_of(nbytes)
+    return f"{nbytes / MEMORY_UNITS[unit]:.1f} {unit}"
+
+
+def option_bytes(nbytes: int) -> str:
+    """As the value of an option, rounded up: "6.3GB" is at least `nbytes`."""
+    unit = _unit_of(nbytes)
+    return f"{math.ceil(nbytes / MEMORY_UNITS[unit] * 10) / 10:g}{unit}"
+
+
+def _unit_of(nbytes: int) -> str:
+    return "GB" if nbytes >= 100 * 10**6 else "MB" if nbytes >= 10**5 else "KB"

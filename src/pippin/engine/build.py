@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pippin.amounts import parse_memory
+from pippin.amounts import option_bytes, parse_memory, show_bytes
 from pippin.backends.base import Backend
 from pippin.cache.canary import Canary
 from pippin.cache.policy import CheckpointPolicy
@@ -154,18 +154,34 @@ def _capacity_bytes(config: EngineConfig, backend: Backend) -> int:
     capacity = backend.limit_memory(budget)
     least = backend.row_bytes(LEAST_TOKENS)
     if capacity < least:
+        used = max(budget - capacity, backend.memory_used())
         raise LoadError(
-            f"memory: the model holds {backend.memory_used():,} bytes of a budget of {budget:,}, "
-            f"which leaves {max(capacity, 0):,}{_beside(backend)}; one request of {LEAST_TOKENS:,} "
-            f"tokens needs {least:,}"
+            f"memory: the model uses {show_bytes(backend.memory_used())} of a budget of "
+            f"{show_bytes(budget)}, which leaves {show_bytes(max(capacity, 0))}{_beside(backend)}; "
+            f"one request of {LEAST_TOKENS:,} tokens needs {show_bytes(least)}: "
+            f"{_remedy(int(1.1 * (used + 2 * least)), device.memory_bytes)}"
         )
     return capacity
+
+
+def _remedy(needed: int, total_bytes: int) -> str:
+    """`needed`: a budget that leaves room for a few requests, with a margin."""
+    if needed <= total_bytes:
+        return (
+            f"start with --memory {option_bytes(needed)} or more (the device has "
+            f"{show_bytes(total_bytes)}), or use a smaller or quantized model"
+        )
+    return (
+        f"about {show_bytes(needed)} are needed and the device has {show_bytes(total_bytes)}: "
+        "use a smaller or quantized model"
+    )
 
 
 def _beside(backend: Backend) -> str:
     """What else takes of the budget, where a backend knows."""
     others = {name: n for name, n in backend.memory_parts().items() if name != "pools" and n}
-    return f" ({', '.join(f'{name} {n:,}' for name, n in others.items())})" if others else ""
+    parts = ", ".join(f"{name} {show_bytes(n)}" for name, n in others.items())
+    return f" ({parts})" if parts else ""
 
 
 def budget_bytes(config: EngineConfig, total_bytes: int, default_share: float) -> int:

@@ -29,6 +29,8 @@ from pippin.errors import LoadError
 from pippin.feed.trace import TraceFile
 from pippin.logs import configure_logging
 from pippin.messages import Ready
+from pippin.startup.memory_remedy import with_remedy
+from pippin.startup.port import listen
 from pippin.startup.resolve import resolve
 from pippin.supervision.supervisor import Supervisor
 from pippin.text.bundle import TextBundle
@@ -42,7 +44,7 @@ def run_server(config: Config) -> None:
     ReplyFormats.choose(  # names are checked before a download that may take an hour, too
         "", tools=config.server.tool_parser, reasoning=config.server.reasoning_parser
     )
-    with _listen(config.server) as listener:  # before a download that may take an hour
+    with listen(config.server) as listener:  # before a download that may take an hour
         if config.server.trace is not None:
             TraceFile.begin(Path(config.server.trace))
         config = resolve(config)
@@ -120,7 +122,10 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         supervising.cancel()  # unless it is done: then it says why
         await asyncio.wait((supervising,))
     if not supervising.cancelled():
-        supervising.result()
+        try:
+            supervising.result()
+        except LoadError as error:
+            raise LoadError(with_remedy(error.message, config)) from error
 
 
 async def _open(
@@ -170,23 +175,6 @@ def _model_info(config: Config, ready: Ready) -> ModelInfo:
         created_s=int(time.time()),
         aliases=config.server.alias,
     )
-
-
-def _listen(config: ServerConfig) -> socket.socket:
-    """Before a model is downloaded or loaded: a port in use is worth knowing at once."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # By name, since asyncio sends small pieces at once (TCP_NODELAY) only where it sees this.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-        listener.listen()  # whoever reads the banner may connect at once
-    except OSError as error:
-        listener.close()
-        raise LoadError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}"
-        ) from error
-    return listener
 
 
 def _banner(config: ServerConfig, listener: socket.socket) -> str:

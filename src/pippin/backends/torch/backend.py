@@ -14,6 +14,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from pippin.amounts import option_bytes, show_bytes
 from pippin.backends.base import StepPlan, WarmUpShape, captured_bytes
 from pippin.backends.torch.budget import (
     DRIVER_BYTES_PER_GRAPH,
@@ -151,7 +152,12 @@ class TorchBackend:
             with torch.inference_mode():
                 loaded = load(path, dtype=dtype, max_len=max_len, progress=progress)
         except torch.OutOfMemoryError as error:
-            raise LoadError(f"memory: the weights do not fit the device: {error}") from error
+            nbytes = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+            raise LoadError(
+                f"memory: the weights ({show_bytes(nbytes)} on disk) do not fit the GPU's free "
+                "memory: stop other programs that use the GPU, or use a smaller or quantized model "
+                f"({error})"
+            ) from error
         return cls(
             loaded,
             num_slots=num_slots,
@@ -238,8 +244,9 @@ class TorchBackend:
                 self._drop_runner()
                 raise LoadError(
                     f"memory: a step of {self.device.prefill_tokens:,} tokens and "
-                    f"{self._ways.num_slots:,} rows does not fit {available:,} bytes beside "
-                    f"{nbytes:,} of weights: raise memory, or lower prefill_tokens or max_running "
+                    f"{self._ways.num_slots:,} rows does not fit {show_bytes(available)} beside "
+                    f"{show_bytes(nbytes)} of weights: give more with --memory (now "
+                    f"{option_bytes(budget_bytes)}), or lower --prefill-tokens or --max-running "
                     f"({error})"
                 ) from error
         needs = self._needs or Needs(nbytes, 0)
