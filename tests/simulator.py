@@ -44,7 +44,9 @@ from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.courier import plain_memory
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
+from pippin.scheduler.planning.admission import LOOKAHEAD
 from pippin.scheduler.planning.arriving import common_prefix_len
+from pippin.scheduler.request import Request
 from pippin.scheduler.scheduler import Scheduler
 from pippin.types import Component
 
@@ -53,6 +55,7 @@ LAYOUTS = ((A, S), (A,), (A, W, S), (A, W), (S,), (W, S))
 VOCAB = 97
 MAX_LEN = 2048
 MAX_DRAIN_STEPS = 60_000
+MAX_STEPS_IN_LINE = 64  # for the first of those that wait, while slots and bytes are free
 SWEEP_EVERY = 64  # steps between full counts of the tree
 
 Fault = Literal[
@@ -323,6 +326,7 @@ class World:
     asks: list[Ask] = field(default_factory=list)
     leaving: list[Ask] = field(default_factory=list)  # those who will not wait for their end
     doomed: set[str] = field(default_factory=set)  # had a row in a step that failed
+    first: tuple[str | None, int] = (None, 0)  # in line, though there is room; for so many steps
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -442,15 +446,19 @@ class World:
             return
         while self.rng.random() < self.setting.arrival_rate:
             self._ask()
+        if self.rng.random() < 0.002:  # branches behind a long prompt, more than are looked at
+            trunk = make_prompt(MAX_LEN // 3, 500_000 + len(self.asks))
+            for number in range(LOOKAHEAD + 4):
+                self._ask([*trunk, number])
         self._leave()
         if self.rng.random() < 0.002:
             self.client.loop.flush_cache()
         if self.rng.random() < 0.01:
             self.client.loop.status()
 
-    def _ask(self) -> None:
+    def _ask(self, prompt: list[int] | None = None) -> None:
         rng = self.rng
-        prompt = self._prompt()
+        prompt = prompt or self._prompt()
         modulus = rng.choice((None,) * 6 + (3, 4))
         kwargs: dict[str, Any] = {
             "max_tokens": min(_log_uniform(rng, 1, 500), MAX_LEN - len(prompt)),
@@ -536,10 +544,36 @@ class World:
         alive = self.backend.memory_used()
         assert alive <= capacity, f"{alive:,} bytes are alive, the budget holds {capacity:,}"
         assert scheduler.slots.num_free + len(scheduler.holdings) == scheduler.slots.num_slots
+        self._check_queue()
         if scheduler.cache is not None and self.steps_run % SWEEP_EVERY == 0:
             scheduler.cache.check_integrity()
             for tiers, _ in scheduler.tiers:
                 tiers.check_integrity()
+
+    def _check_queue(self) -> None:
+        """No request waits for a prefill that has a lower priority than itself, and the first in
+        line starts soon while there are slots and bytes for it."""
+        admission = self.client.loop.scheduler.admission
+        for request, holding in admission.waiters.pairs():
+            assert holding.priority >= request.priority, "a prefill did not inherit a priority"
+        aside = len(admission.waiters)
+        assert aside + len(admission.line) == len(admission.queue), "the queue does not add up"
+        first = admission.line[0] if admission.line else None
+        if first is None or not self._has_room(first):
+            self.first = None, 0
+            return
+        before, num_steps = self.first
+        self.first = first.id, num_steps + 1 if before == first.id else 0
+        assert self.first[1] < MAX_STEPS_IN_LINE, f"{first.id} waits with slots and bytes free"
+
+    def _has_room(self, request: Request) -> bool:
+        scheduler = self.client.loop.scheduler
+        if not scheduler.slots.num_free or scheduler.limits.deterministic:
+            return False
+        if scheduler.admission.refused is not None:  # one that may not be passed over lacks bytes
+            return False
+        need = scheduler.costs.row_bytes(request.max_total)
+        return 2 * need < scheduler.budget.available
 
     def _restart(self) -> None:
         """Another engine finds what this one wrote: killed, or stopped in good order."""

@@ -6,11 +6,12 @@ import pytest
 
 from builders import Client, check_idle, make_client, make_prompt, oracle
 from pippin.backends.fake import FakeBackend
-from pippin.scheduler.planning.admission import MAX_PASSED_OVER
-from pippin.scheduler.planning.arriving import common_prefix_len
+from pippin.scheduler.planning.admission import MAX_EXAMINED, MAX_PASSED_OVER, Offer
+from pippin.scheduler.planning.arriving import Arriving, Promise, common_prefix_len
+from pippin.scheduler.planning.prompts import MAX_SKIPPED
 from pippin.types import Component
 
-A = Component.ATTENTION
+A, S = Component.ATTENTION, Component.STATE
 both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 
 
@@ -185,4 +186,117 @@ def test_a_row_that_must_grow_lets_go_of_what_it_holds_in_the_tree(overlap: bool
     client = make_client(overlap=overlap, components=(A,), chunk=512, capacity_bytes=capacity)
     reply = client.ask(make_prompt(100), max_tokens=500)
     assert (reply.tokens, reply.finish) == oracle(make_prompt(100), components=(A,), max_tokens=500)
+    check_idle(client)
+
+
+@pytest.mark.parametrize("num_branches", [15, 16, 40, 60])
+def test_a_stranger_starts_at_once_behind_branches_of_a_long_prompt(num_branches: int) -> None:
+    """Those that wait by choice for a prefix are not looked at in place of others."""
+    client = make_client(components=(A, S), num_slots=80, chunk=512, max_len=1 << 15)
+    long = make_prompt(16_000, 1)
+    client.submit(long, max_tokens=2)
+    client.step()
+    branches = [client.submit([*long, i], max_tokens=2) for i in range(num_branches)]
+    stranger = client.submit(make_prompt(20, 99), max_tokens=2)
+    client.step(3)
+    assert stranger.tokens
+    client.run()
+    assert all(reply.cached_tokens >= 15_900 for reply in branches)
+    check_idle(client)
+
+
+def test_a_plan_looks_at_a_bounded_number_of_a_thousand_that_wait() -> None:
+    client = make_client(components=(A, S), num_slots=4, chunk=64, max_len=1 << 15)
+    long = make_prompt(4_000, 1)
+    client.submit(long, max_tokens=2)
+    client.step()
+    admission = client.loop.scheduler.admission
+    examined: list[str] = []
+    promise = admission._promise
+
+    def counted(offer: Offer, arriving: Arriving) -> Promise | None:
+        examined.append(offer.request.id)
+        return promise(offer, arriving)
+
+    admission._promise = counted  # type: ignore[method-assign]
+    for i in range(1000):
+        client.submit([*long, i], max_tokens=1)
+    for _ in range(20):
+        before = len(examined)
+        client.step()
+        assert len(examined) - before <= MAX_EXAMINED
+    assert len(set(examined)) == len(examined) == 1000, "each was looked at once"
+    assert len(admission.waiters) == 1000
+
+
+def test_a_branch_goes_on_when_what_it_waits_for_is_gone() -> None:
+    client = make_client(components=(A, S), num_slots=8, chunk=64, max_len=1 << 15)
+    long = make_prompt(2_000, 1)
+    first = client.submit(long, max_tokens=2)
+    client.step()
+    branches = [client.submit([*long, i], max_tokens=2) for i in range(3)]
+    client.step(2)
+    assert len(client.loop.scheduler.admission.waiters) == 3
+    client.loop.abort(branches[1].id)
+    client.loop.abort(first.id)
+    client.run()
+    assert [reply.finish for reply in branches] == ["length", "abort", "length"]
+    check_idle(client)
+
+
+def test_a_prefill_inherits_the_priority_of_a_request_that_waits_for_it() -> None:
+    """Else that request would wait for as long as others of its own priority arrive."""
+    client = make_client(num_slots=8, chunk=64, max_len=1 << 15)
+    long = make_prompt(2_000, 1)
+    first = client.submit(long, max_tokens=2, priority=-1)
+    client.step()
+    other = client.submit(make_prompt(3_000, 2), max_tokens=2)
+    client.step(2)
+    urgent = client.submit([*long, 7], max_tokens=2, priority=5)
+    client.step()
+    (holding,) = (h for h in client.loop.scheduler.holdings.values() if h.request.id == first.id)
+    assert holding.priority == 5
+    while not urgent.tokens:
+        client.step()
+    assert first.tokens
+    assert not other.tokens
+    assert holding.priority == -1, "nothing waits for it any more"
+    client.run()
+
+
+def test_a_prefill_that_nothing_waits_for_any_more_has_its_own_priority() -> None:
+    client = make_client(num_slots=8, chunk=64, max_len=1 << 15)
+    long = make_prompt(2_000, 1)
+    client.submit(long, max_tokens=2, priority=-1)
+    client.step()
+    waiting = [client.submit([*long, 7], max_tokens=2, priority=p) for p in (5, 3)]
+    client.step()
+    (holding,) = client.loop.scheduler.holdings.values()
+    priorities = [holding.priority]
+    for reply in waiting:
+        client.loop.abort(reply.id)
+        client.step()
+        priorities.append(holding.priority)
+    assert priorities == [5, 3, -1]
+
+
+def test_prompts_of_a_higher_priority_are_computed_first_but_not_for_ever() -> None:
+    """Before one in the queue that started, and a started one of a lower priority still gets a
+    chunk now and then."""
+    client = make_client(num_slots=8, chunk=64, max_len=1 << 15)
+    low = client.submit(make_prompt(1_000, 1), max_tokens=1, priority=-1)
+    client.step(2)
+    high = client.submit(make_prompt(4_000, 2), max_tokens=1)
+    client.step(2)
+    (one, two) = client.loop.scheduler.holdings.values()
+    held = one.held
+    client.step(4)
+    assert one.held == held
+    assert two.held > 4 * 64
+    client.step(2 * MAX_SKIPPED)
+    assert one.held > held
+    while not high.tokens:
+        client.step()
+    assert not low.tokens
+    client.run()
     check_idle(client)

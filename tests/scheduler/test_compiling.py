@@ -134,6 +134,17 @@ def test_the_queues_bound_counts_those_that_wait_for_a_grammar() -> None:
     client.run()
 
 
+def test_the_queues_bound_in_tokens_counts_those_that_wait_for_a_grammar() -> None:
+    client, compiler = make_compiling_client(max_queue_tokens=100)
+    client.submit(make_prompt(60), regex="3")
+    second = client.submit(make_prompt(60), max_tokens=1)
+    client.step()
+    assert (second.finish, second.error_status) == ("error", 503)
+    assert "requests of 60 tokens are waiting" in (second.error or "")
+    compiler.finish("3")
+    client.run()
+
+
 def test_nobody_left_hears_of_the_end() -> None:
     client, _ = make_compiling_client()
     reply = client.submit(make_prompt(20), regex="3")

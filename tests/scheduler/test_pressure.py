@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.components import STATE
 from pippin.errors import DeviceFailed
+from pippin.scheduler.claims import GROWTH_TOKENS
 from pippin.scheduler.loop import MAX_FAILED_STEPS
 from pippin.types import GRID, Component
 
@@ -500,4 +502,20 @@ def test_a_chunk_that_finds_no_room_in_the_tree_ends_its_captures() -> None:
     cache = client.loop.scheduler.cache
     assert cache is not None
     assert cache.stats.gaps == 0
+    check_idle(client)
+
+
+def test_a_request_that_is_retracted_again_and_again_claims_more_each_time() -> None:
+    """So it is retracted a few times at most, however long its reply is."""
+    backend = FakeBackend(components=(A,), num_slots=32, max_len=1 << 14)
+    capacity = 2 * backend.row_bytes(100 + 4000)
+    client = make_client(backend=backend, num_slots=16, chunk=512, capacity_bytes=capacity)
+    requests = []
+    for number in range(12):
+        client.submit(make_prompt(100, number), max_tokens=4000)
+        requests.append(client.loop.scheduler.requests[f"r{number}"])
+    while not client.loop.idle:
+        client.step()
+    doublings = math.log2(4000 / GROWTH_TOKENS)
+    assert max(request.num_retractions for request in requests) <= math.ceil(doublings)
     check_idle(client)

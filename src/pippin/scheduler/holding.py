@@ -43,6 +43,8 @@ class Holding:
     keeps_last: bool = True  # False: the last token of the reply is not run: no room, or no use
     # States of the reply, by position. The tree takes them when it gets the KV they belong to.
     checkpoints: dict[int, Payload] = field(default_factory=dict)
+    inherited: int | None = None  # the highest priority of requests that wait for its prompt
+    num_skipped: int = 0  # steps in a row that computed prompts, and nothing of this one
     released: bool = False
 
     def __post_init__(self) -> None:
@@ -52,6 +54,12 @@ class Holding:
     def runs(self) -> bool:
         """Whether its request is running, and in this slot."""
         return self.request.running and self.request.slot == self.slot
+
+    @property
+    def priority(self) -> int:
+        """Of its request, or of one that waits for what it computes if that is higher."""
+        own = self.request.priority
+        return own if self.inherited is None else max(own, self.inherited)
 
     @property
     def num_left(self) -> int:
@@ -84,6 +92,10 @@ class Holding:
         return sum(state.nbytes for state in self.checkpoints.values())
 
     # ---- transitions -----------------------------------------------------------------------
+
+    def inherit(self, priority: int) -> None:
+        """A request of this priority waits for its prompt."""
+        self.inherited = priority if self.inherited is None else max(self.inherited, priority)
 
     def plan_chunk(self, step: int, end: int) -> None:
         """The next step runs what is known up to `end`, and samples if that is all of it."""

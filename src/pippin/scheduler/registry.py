@@ -31,6 +31,17 @@ class Registry:
         self.observer: Observer | None = None  # None: nobody watches
 
     @property
+    def num_coming_tokens(self) -> int:
+        """Of requests that will be in the queue when something is compiled or loaded for them."""
+        if not len(self._compiling) and not self._traffic.num_loading:
+            return 0
+        return sum(
+            request.num_tokens
+            for request in self.requests.values()
+            if request.phase in ("compiling", "loading")
+        )
+
+    @property
     def running(self) -> list[Holding]:
         return [holding for holding in self.holdings.values() if holding.runs]
 

@@ -102,7 +102,7 @@ def choose(running: Sequence[Holding], nbytes: int) -> list[Holding]:
 def _cost(holding: Holding) -> tuple[int, int, int]:
     """Low priority first; then the fewest blocks to run again; then the youngest."""
     request = holding.request
-    return request.priority, (holding.held - holding.in_tree) // GRID, -request.arrival
+    return holding.priority, (holding.held - holding.in_tree) // GRID, -request.arrival
 
 
 def _freed(holding: Holding) -> int:

@@ -132,7 +132,11 @@ class Scheduler:
 
     def check(self, submit: Submit) -> None:
         """Raise for a request that could never start, or that finds the queue full."""
-        self.admission.check(submit, num_coming=self.num_waiting - len(self.admission.queue))
+        self.admission.check(
+            submit,
+            num_coming=self.num_waiting - len(self.admission.queue),
+            num_coming_tokens=self._registry.num_coming_tokens,
+        )
 
     @property
     def num_waiting(self) -> int:

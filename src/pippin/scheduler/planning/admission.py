@@ -9,13 +9,15 @@ be computed for it. Offers are tried in this order, and each is claimed, or ther
 
 One that does not fit is passed over by smaller ones behind it, which ages it; one that may not be
 passed over any more, or that has a higher priority, holds the others up instead. A request that
-shares an uncomputed prefix with one that is computing it waits instead of computing it again.
+shares an uncomputed prefix with one that is computing it waits instead of computing it again: it is
+set aside until that prefix is in the tree, so that those behind it are considered.
 """
 
 from __future__ import annotations
 
 import bisect
 import enum
+import itertools
 from dataclasses import dataclass
 
 import msgspec
@@ -28,13 +30,15 @@ from pippin.messages import Submit
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.claims import GROWTH_TOKENS
 from pippin.scheduler.holding import Holding
-from pippin.scheduler.planning.arriving import Arriving
+from pippin.scheduler.planning.arriving import Arriving, Promise, Waiters
 from pippin.scheduler.request import Request
 from pippin.scheduler.slots import SlotPool
 from pippin.types import GRID
 
-LOOKAHEAD = 16  # queued requests considered at a time
+LOOKAHEAD = 16  # queued requests considered at a time,
+MAX_EXAMINED = 64  # with those that are found to share an arriving prefix, and set aside
 MAX_PASSED_OVER = 8
+MAX_DOUBLINGS = 16  # of what a request that was retracted claims for its reply, each time
 PROBED_TOKENS = 1 << 15  # of a plan: looking prompts up costs host time by their lengths
 
 
@@ -96,14 +100,17 @@ class Admission:
         self._refused_at: int | None = None  # bytes available when nobody could start
         self.refused: Request | None = None  # the first that did not fit then
         self.queue: list[Request] = []  # by seniority
+        self.line: list[Request] = []  # of these, without those set aside
+        self.waiters = Waiters()  # those set aside
         self.num_tokens = 0  # in the queue
 
     # ---- the queue -------------------------------------------------------------------------
 
-    def check(self, submit: Submit, *, num_coming: int = 0) -> None:
+    def check(self, submit: Submit, *, num_coming: int = 0, num_coming_tokens: int = 0) -> None:
         """Raise for a request that could never start, or that finds the queue full.
 
-        `num_coming` others will be in the queue soon: something is compiled or loaded for them.
+        `num_coming` others will be in the queue soon, with `num_coming_tokens` in all: something is
+        compiled or loaded for them.
         """
         prompt_len, max_tokens = len(submit.tokens), submit.params.max_tokens
         max_len = self._costs.spec.max_len
@@ -125,20 +132,26 @@ class Admission:
             raise Overloaded(
                 f"{waiting:,} requests are waiting, the queue holds {limits.max_requests:,}"
             )
-        if waiting and self.num_tokens + prompt_len > limits.max_tokens:
+        num_tokens = self.num_tokens + num_coming_tokens
+        if waiting and num_tokens + prompt_len > limits.max_tokens:
             raise Overloaded(
-                f"requests of {self.num_tokens:,} tokens are waiting and this one has "
+                f"requests of {num_tokens:,} tokens are waiting and this one has "
                 f"{prompt_len:,}, the queue holds {limits.max_tokens:,}"
             )
 
     def add(self, request: Request) -> None:
         """Also takes back a request that was retracted: its arrival puts it first."""
-        bisect.insort(self.queue, request, key=lambda r: r.rank)
+        bisect.insort(self.queue, request, key=_rank)
+        bisect.insort(self.line, request, key=_rank)
         self.num_tokens += request.num_tokens
         self._refused_at = None
 
     def remove(self, request: Request) -> None:
-        self.queue.remove(request)
+        _remove(self.queue, request)
+        if request in self.waiters:
+            self.waiters.remove(request)
+        else:
+            _remove(self.line, request)
         self.num_tokens -= request.num_tokens
         self._hints.pop(request, None)
         self._refused_at = self.refused = None
@@ -154,59 +167,84 @@ class Admission:
         as little as it can, and gives up its match before it gives up. `max_to_compute`: only so
         little is left of a step that longer ones had better wait for the next.
         """
+        self._take_ready()
         if not nothing_runs and self._still_refused:
             return None
-        offers = self._offers()
-        waits = set()
-        if arriving:
-            waits = {offer.request for offer in offers if self._waits_for_prefix(offer, arriving)}
+        num_waiters = len(self.waiters)
+        offers = self._offers(arriving)
         self.refused = None
         for offer in offers:
             if max_to_compute is not None and offer.num_to_compute > max_to_compute:
                 if offer.is_firm:
                     return None
                 continue
-            if offer.request in waits:
-                continue
             claimed = self._claim(offer, nothing_runs=nothing_runs)
             if isinstance(claimed, Holding):
-                self._start(claimed, waits)
+                self._start(claimed)
                 return claimed
             self.refused = self.refused or offer.request
             if claimed is Verdict.HOLDS_OTHERS_UP:
                 break
-        if not waits and max_to_compute is None:
+        if len(self.waiters) == num_waiters and max_to_compute is None:
             self._refused_at = self._budget.available
         return None
 
-    def shortest(self) -> int | None:
-        """The fewest tokens that one of the next in line would have to compute."""
-        found = [r.num_tokens - self._hints.get(r, (0, 0))[1] for r in self.queue[:LOOKAHEAD]]
+    def considered(self) -> list[Request]:
+        """The next in line."""
+        return self.line[:LOOKAHEAD]
+
+    def shortest(self, priority: int) -> int | None:
+        """The fewest tokens that one of the next in line would have to compute, of those that have
+        this priority or a higher one."""
+        considered = (r for r in self.considered() if r.priority >= priority)
+        found = (r.num_tokens - self._hints.get(r, (0, 0))[1] for r in considered)
         return min(found, default=None)
+
+    @property
+    def top_priority(self) -> int | None:
+        """The highest of those in line; None if there is none."""
+        return self.line[0].priority if self.line else None
 
     @property
     def _still_refused(self) -> bool:
         """Nobody could start, nobody came since, and no bytes were given back: do not ask again."""
         return self._refused_at is not None and self._budget.available <= self._refused_at
 
-    def _offers(self) -> list[Offer]:
-        """Those considered now, the best first."""
+    def _take_ready(self) -> None:
+        """Back into the line with those that need not wait any longer."""
+        for request in self.waiters.take_ready():
+            bisect.insort(self.line, request, key=_rank)
+            self._refused_at = None
+
+    def _offers(self, arriving: Arriving) -> list[Offer]:
+        """Those considered now, the best first. Those that had better wait are set aside."""
         probed = 0
-        offers = []
-        for request in self.queue[:LOOKAHEAD]:
+        offers: list[Offer] = []
+        waits: list[tuple[Request, Promise]] = []
+        current = 0 if self._cache is None else self._cache.version
+        for request in itertools.islice(self.line, MAX_EXAMINED):
             version, matched = self._hints.get(request, (-1, 0))
-            current = 0 if self._cache is None else self._cache.version
             if version != current and probed < PROBED_TOKENS:
                 probed += request.num_tokens
                 matched = self._probe(request)
                 self._hints[request] = current, matched
-            offers.append(Offer(request, matched))
+            offer = Offer(request, matched)
+            if arriving and (promise := self._promise(offer, arriving)) is not None:
+                waits.append((request, promise))
+                continue
+            offers.append(offer)
+            if len(offers) == LOOKAHEAD:
+                break
+        for request, promise in waits:
+            _remove(self.line, request)
+            self.waiters.add(request, promise)
         return sorted(offers, key=lambda offer: offer.order)
 
     def _claim(self, offer: Offer, *, nothing_runs: bool) -> Holding | Verdict:
         request = offer.request
         whole, least = request.max_total, request.num_tokens + 1
-        wanted = whole if self._deterministic else min(whole, request.num_tokens + GROWTH_TOKENS)
+        ahead = GROWTH_TOKENS << min(request.num_retractions, MAX_DOUBLINGS)
+        wanted = whole if self._deterministic else min(whole, request.num_tokens + ahead)
         holding = self._try(request, wanted, use_match=True)
         if holding is None and nothing_runs:
             holding = self._try(request, least, use_match=True)
@@ -244,13 +282,11 @@ class Admission:
             keeps_last=not request.embeds,  # what it draws is nobody's
         )
 
-    def _start(self, holding: Holding, waits: set[Request]) -> None:
-        """Off the queue. Whoever came earlier was passed over, unless it waits by choice."""
+    def _start(self, holding: Holding) -> None:
+        """Off the queue. Those that came earlier were passed over, unless they wait by choice."""
         request = holding.request
-        for earlier in self.queue:
-            if earlier is request:
-                break
-            earlier.passed_over += earlier not in waits
+        for earlier in self.line[: _place(self.line, request)]:
+            earlier.passed_over += 1
         self.remove(request)
         request.start(holding.slot, holding.start_len)
 
@@ -274,10 +310,26 @@ class Admission:
             match = self._cache.match(tokens, request.salt, limit=limit)
         return match
 
-    def _waits_for_prefix(self, offer: Offer, arriving: Arriving) -> bool:
-        return self._uses_cache(offer.request) and arriving.has_more(
+    def _promise(self, offer: Offer, arriving: Arriving) -> Promise | None:
+        if not self._uses_cache(offer.request):
+            return None
+        return arriving.promise(
             offer.request,
             offer.matched,
             knows_head=self._costs.spec.hidden_bytes > 0,
             deterministic=self._deterministic,
         )
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank
+
+
+def _place(line: list[Request], request: Request) -> int:
+    return bisect.bisect_left(line, request.rank, key=_rank)
+
+
+def _remove(line: list[Request], request: Request) -> None:
+    place = _place(line, request)
+    assert line[place] is request
+    del line[place]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,10 +29,10 @@ class Arriving:
         if key := holding.request.key:
             self._bringing.setdefault(key, []).append(holding)
 
-    def has_more(
+    def promise(
         self, request: Request, matched: int, *, knows_head: bool, deterministic: bool
-    ) -> bool:
-        """Whether somebody is about to bring at least a block more than the tree has now.
+    ) -> Promise | None:
+        """Who is about to bring at least a block more than the tree has now.
 
         Less is worth a wait if it is a whole reply, which comes with the next step or the one after
         it, and whose end is what the next turn of a conversation continues; or this very prompt.
@@ -46,8 +48,81 @@ class Arriving:
             tokens = request.tokens(request.num_tokens)
             shared = common_prefix_len(tokens, other.request.tokens(num_arriving))
             if shared >= needed and shared > other.in_tree:
-                return True
-        return False
+                return Promise(other, shared, num_arriving)
+        return None
+
+
+@dataclass(frozen=True)
+class Promise:
+    holding: Holding
+    shared: int  # tokens that it brings to a request that waits,
+    num_arriving: int  # of so many in all
+
+
+class Waiters:
+    """Requests that wait by choice for a prefix that a running request brings.
+
+    Nothing is done for them in a step that does not bring it. The running request has the highest
+    priority of those that wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._promises: dict[Request, Promise] = {}
+        # For each holding, by what is shared with it; ended waits are dropped when they are met.
+        self._heaps: dict[Holding, list[tuple[int, int, Request]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._promises)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._promises
+
+    def pairs(self) -> Iterator[tuple[Request, Holding]]:
+        """Each request and what it waits for."""
+        return ((request, promise.holding) for request, promise in self._promises.items())
+
+    def add(self, request: Request, promise: Promise) -> None:
+        self._promises[request] = promise
+        heap = self._heaps.setdefault(promise.holding, [])
+        heapq.heappush(heap, (promise.shared, request.arrival, request))
+        promise.holding.inherit(request.priority)
+
+    def remove(self, request: Request) -> None:
+        holding = self._promises.pop(request).holding
+        if holding.inherited == request.priority:
+            self._inherit(holding)
+
+    def take_ready(self) -> list[Request]:
+        """Those whose prefix is in the tree by now, or will not arrive any more."""
+        ready: list[Request] = []
+        for holding, heap in list(self._heaps.items()):
+            before = len(ready)
+            while heap and self._is_over(holding, heap[0]):
+                *_, request = heapq.heappop(heap)
+                if self._waits_for(request, holding):
+                    del self._promises[request]
+                    ready.append(request)
+            if not heap:
+                del self._heaps[holding]
+            if len(ready) > before:
+                self._inherit(holding)
+        return ready
+
+    def _is_over(self, holding: Holding, entry: tuple[int, int, Request]) -> bool:
+        shared, _, request = entry
+        if holding.released or not self._waits_for(request, holding) or shared <= holding.in_tree:
+            return True
+        return holding.num_arriving < self._promises[request].num_arriving
+
+    def _waits_for(self, request: Request, holding: Holding) -> bool:
+        promise = self._promises.get(request)
+        return promise is not None and promise.holding is holding
+
+    def _inherit(self, holding: Holding) -> None:
+        holding.inherited = None
+        for *_, request in self._heaps.get(holding, ()):
+            if self._waits_for(request, holding):
+                holding.inherit(request.priority)
 
 
 def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:

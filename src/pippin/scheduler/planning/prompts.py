@@ -23,6 +23,8 @@ from pippin.scheduler.slots import SlotPool
 
 Holdings = dict[int, Holding]  # by slot
 
+MAX_SKIPPED = 8  # steps that compute other prompts, of a higher priority, before one that started
+
 
 @dataclass
 class PromptPlanner:
@@ -47,15 +49,21 @@ class PromptPlanner:
         if not started and not waiting:
             return (), ()
         budget = self.pace.budget(num_streams, len(started) + waiting)
-        turns = [Turn(h.num_left, self.num_planned - h.request.came_at) for h in started]
-        shortest = self.admission.shortest() if waiting and self.slots.num_free else None
+        turns = self._turns(started)
+        top = max((turn.priority for turn in turns), default=None)
+        waiting_top = self.admission.top_priority if self.slots.num_free else None
+        shortest = None
+        if waiting_top is not None:
+            shortest = self.admission.shortest(waiting_top if top is None else top)
         unfinished = beside_short(
             turns,
             budget,
             max(self.pace.productive_tokens, self.chunker.smallest),
             shortest_waiting=shortest,
         )
-        tentative = share(turns, budget, shortest_waiting=shortest, for_unfinished=unfinished)
+        # Those in the queue that have a higher priority are offered the step before these.
+        ahead = [turn for turn in turns if waiting_top is None or turn.priority >= waiting_top]
+        tentative = share(ahead, budget, shortest_waiting=shortest, for_unfinished=unfinished)
         admit, rows = self._start(step, holdings, budget - sum(tentative), unfinished)
         unfinished -= sum(len(row.tokens) for row in rows if not row.samples)
         shares = share(turns, budget - _num_tokens(rows), for_unfinished=max(unfinished, 0))
@@ -64,14 +72,29 @@ class PromptPlanner:
         self.pace.spend(_num_tokens(rows))
         return tuple(admit), tuple(rows)
 
+    def _turns(self, started: Sequence[Holding]) -> list[Turn]:
+        """A prompt that was skipped in many steps has the highest priority of all for one."""
+        top = max((holding.priority for holding in started), default=0)
+        return [
+            Turn(
+                holding.num_left,
+                self.num_planned - holding.request.came_at,
+                top if holding.num_skipped >= MAX_SKIPPED else holding.priority,
+            )
+            for holding in started
+        ]
+
     def _go_on(
         self, step: int, started: Sequence[Holding], shares: Sequence[int], budget: int
     ) -> list[PrefillRow]:
-        return [
-            self._row(step, holding, num_tokens)
-            for holding, num_tokens in zip(started, shares, strict=True)
-            if num_tokens >= self.chunker.least(holding.num_left, budget)
-        ]
+        rows: list[PrefillRow] = []
+        for holding, num_tokens in zip(started, shares, strict=True):
+            if num_tokens >= self.chunker.least(holding.num_left, budget):
+                holding.num_skipped = 0
+                rows.append(self._row(step, holding, num_tokens))
+            else:
+                holding.num_skipped += budget > 0
+        return rows
 
     def _start(
         self, step: int, holdings: Holdings, left: int, unfinished: int

@@ -9,6 +9,7 @@ short one waits, no long one takes all of a step; and the step that finishes it 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ class Turn:
     """One prompt that has started."""
 
     num_left: int  # tokens it still needs
-    num_waited: int  # tokens that steps have computed for anybody since it came
+    num_waited: int  # tokens that steps have computed for any prompt since it came
+    priority: int = 0  # the highest takes what it can use, then the next
 
 
 def share(
@@ -30,27 +32,56 @@ def share(
 ) -> list[int]:
     """Tokens of this step for each of `turns`; what is left over is for those not started.
 
-    `shortest_waiting`: what the shortest of these would need. Half of a step is kept for whoever
-    can be done with it. `for_unfinished`: what all those may take that are not done with it.
+    `shortest_waiting`: what the shortest of these would need. Half of a step is kept for prompts of
+    the same priority that can be finished with it. `for_unfinished`: what all those may take that
+    are not finished with this step.
     """
     shares = [0] * len(turns)
-    if not turns:
-        return shares
-    order = sorted(range(len(turns)), key=lambda i: _ratio(turns[i]), reverse=True)
     left = budget
     unfinished = budget if for_unfinished is None else for_unfinished
-    for place, index in enumerate(order):
-        others = [turns[i].num_left for i in order[place + 1 :]]
-        if shortest_waiting is not None:
-            others.append(shortest_waiting)
-        kept = _kept(others, budget // 2)
-        most = max(0, left - kept)
-        if turns[index].num_left > most:
-            most = min(most, unfinished)
-            unfinished -= most
-        shares[index] = min(turns[index].num_left, most)
-        left -= shares[index]
+    order = sorted(range(len(turns)), key=lambda i: (turns[i].priority, _ratio(turns[i])))
+    for _, alike in itertools.groupby(reversed(order), key=lambda i: turns[i].priority):
+        level = list(alike)
+        others = _Others([turns[i].num_left for i in level], budget // 2, shortest_waiting)
+        for place, index in enumerate(level):
+            others.remove(place)
+            most = max(0, left - others.kept)
+            if turns[index].num_left > most:
+                most = min(most, unfinished)
+                unfinished -= most
+            shares[index] = min(turns[index].num_left, most)
+            left -= shares[index]
     return shares
+
+
+class _Others:
+    """What those need that can be finished with at most `most` tokens together, the shortest first,
+    while one after the other is removed. So they are passed once."""
+
+    def __init__(self, lengths: Sequence[int], most: int, waiting: int | None) -> None:
+        self._lengths = [*lengths, *([] if waiting is None else [waiting])]
+        self._most = most
+        self._order = sorted(range(len(self._lengths)), key=self._lengths.__getitem__)
+        self._next = 0  # in `_order`: those before it are kept, or removed
+        self._state = ["" for _ in self._lengths]  # "kept", "removed" or neither
+        self.kept = 0
+        self._extend()
+
+    def remove(self, place: int) -> None:
+        if self._state[place] == "kept":
+            self.kept -= self._lengths[place]
+        self._state[place] = "removed"
+        self._extend()
+
+    def _extend(self) -> None:
+        while self._next < len(self._order):
+            place = self._order[self._next]
+            if self._state[place] != "removed":
+                if self.kept + self._lengths[place] > self._most:
+                    return
+                self.kept += self._lengths[place]
+                self._state[place] = "kept"
+            self._next += 1
 
 
 def beside_short(
@@ -61,19 +92,8 @@ def beside_short(
     As much as those need that are done with half of the step, or a `productive` chunk if that is
     more; all where nobody is.
     """
-    waiting = [] if shortest_waiting is None else [shortest_waiting]
-    kept = _kept([*(turn.num_left for turn in turns), *waiting], budget // 2)
+    kept = _Others([turn.num_left for turn in turns], budget // 2, shortest_waiting).kept
     return min(max(kept, productive), budget) if kept else budget
-
-
-def _kept(others: Sequence[int], most: int) -> int:
-    """What those need that can be finished with at most `most` tokens together."""
-    kept = 0
-    for num_left in sorted(others):
-        if kept + num_left > most:
-            break
-        kept += num_left
-    return kept
 
 
 def _ratio(turn: Turn) -> float:

@@ -15,7 +15,7 @@ from pippin.backends.base import Costs, Load, Spill, StepResult
 from pippin.cache.tiers.courier import Courier
 from pippin.cache.tiers.tiers import Tiers
 from pippin.scheduler.budget import ByteBudget
-from pippin.scheduler.planning.admission import LOOKAHEAD, Admission
+from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.request import Request
 from pippin.scheduler.traffic.loads import Loads
 from pippin.scheduler.traffic.spills import Spills
@@ -68,7 +68,7 @@ class TierTraffic:
         for request in back:
             admission.add(request)
         now = self.clock()
-        new = [r for r in admission.queue[:LOOKAHEAD] if r.sought == self.tiers.level]
+        new = [r for r in admission.considered() if r.sought == self.tiers.level]
         waiting: list[Request] = []
         for request in new:
             if not request.wants_prompt_logprobs and self.loads.seek(request, now, compute_seconds):
