@@ -197,8 +197,8 @@ class Loads:
             memory, piece = self._tiers.memory, reading.piece
             tokens = job.tokens[: piece.end]
             self._tiers.note_copy(tokens, piece.component, piece.start, job.salt)
-            memory.unlock(job.hold)
-            job.hold = memory.lock(found)
+            before, job.hold = job.hold, memory.lock(found)
+            memory.unlock(before)  # may evict, so it comes last
             job.brought = max(job.brought, found.length)
             if not job.pieces and not job.readings and not job.in_steps:
                 self._succeed(job, now)
