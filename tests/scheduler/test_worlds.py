@@ -24,3 +24,15 @@ def test_worlds_go_as_they_should(batch: int, caplog: pytest.LogCaptureFixture) 
     while steps < LEAST_STEPS:
         steps += simulate(100_000 + seed, STEPS_PER_WORLD)
         seed += 1
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(178, id="a load was evicted before it was locked"),
+        pytest.param(1025, id="one tier's load evicted what another was to write"),
+    ],
+)
+def test_worlds_that_went_wrong_once(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    simulate(seed, STEPS_PER_WORLD)

@@ -7,6 +7,7 @@ for its prompt in the first, waits for what is there, and then looks for more in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -67,17 +68,13 @@ class StackedTraffic:
             traffic.note(request, length)
 
     def plan(self, step: int) -> tuple[tuple[Spill, ...], tuple[Load, ...]]:
-        spills: list[Spill] = []
-        loads: list[Load] = []
-        shares: list[tuple[int, int]] = []
-        for traffic in self.tiers:
-            spill, load = traffic.plan(step)
-            spills += spill
-            loads += load
-            shares.append((len(spill), len(load)))
-        if spills or loads:
-            self._shares[step] = shares
-        return tuple(spills), tuple(loads)
+        """All loads first: what one tier loads may evict what another is to write."""
+        loads = [traffic.plan_loads(step) for traffic in self.tiers]
+        spills = [traffic.plan_spills(step) for traffic in self.tiers]
+        if any(spills) or any(loads):
+            sizes = zip(spills, loads, strict=True)
+            self._shares[step] = [(len(spill), len(load)) for spill, load in sizes]
+        return tuple(itertools.chain(*spills)), tuple(itertools.chain(*loads))
 
     def commit(self, step: int, result: StepResult) -> None:
         spilled, loaded = result.spilled, result.loaded

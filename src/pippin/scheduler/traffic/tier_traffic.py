@@ -86,14 +86,24 @@ class TierTraffic:
         self.spills.note(request.id, request.tokens(length).copy(), request.salt)
 
     def plan(self, step: int) -> tuple[tuple[Spill, ...], tuple[Load, ...]]:
+        load = self.plan_loads(step)
+        return self.plan_spills(step), load
+
+    def plan_loads(self, step: int) -> tuple[Load, ...]:
+        """They claim bytes, and so may evict: before any spill of the step is planned."""
         now = self.clock()
         self.spills.poll(now)
         self._tidy()
         load = self.loads.plan(step, now)
-        spill = self.spills.plan(step, now)
-        if spill or load:
+        if load:
             self._steps.add(step)
-        return spill, load
+        return load
+
+    def plan_spills(self, step: int) -> tuple[Spill, ...]:
+        spill = self.spills.plan(step, self.clock())
+        if spill:
+            self._steps.add(step)
+        return spill
 
     def commit(self, step: int, result: StepResult) -> None:
         if step in self._steps:
