@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ import httpx
 import pytest
 
 from bundled import BUNDLED_PATH
+from pippin import cli
 from processes import (
     PATIENCE_SECONDS,
     children_of,
@@ -269,6 +271,29 @@ def test_the_engine_does_not_outlive_a_killed_server() -> None:
         served.process.kill()
         served.process.wait(PATIENCE_SECONDS)
         wait_until_gone(engine_pid)
+
+
+def test_commands_find_a_running_server_by_a_file_without_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("PIPPIN_API_KEY", "PIPPIN_ADMIN_KEY"):
+        monkeypatch.setenv(name, f"secret-{name}")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("pippin.terminal.find_server.DEFAULT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    with serve() as served:
+        for command in ("status", "chat"):
+            with pytest.raises(SystemExit) as exited:
+                cli.main([command])
+            shown = capsys.readouterr()
+            assert (exited.value.code, served.url in shown.out + shown.err) == (0, True), shown.err
+            assert len(shown.out) > 10
+        (file,) = (tmp_path / "pippin").iterdir()
+        assert served.url in file.read_text()
+        assert "secret" not in file.read_text()
+        served.process.terminate()
+        assert served.process.wait(PATIENCE_SECONDS) == 0
+    assert not (tmp_path / "pippin").exists()
 
 
 def test_a_port_in_use_is_one_line() -> None:

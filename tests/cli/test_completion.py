@@ -51,7 +51,12 @@ def command_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("line", "expected"),
     [
         (["pippin", "ser"], {"serve", "service"}),
+        (["pippin", "sta"], {"status"}),
+        (["pippin", "cache", "fl"], {"flush"}),
         (["pippin", "serve", "--max-r"], {"--max-running"}),
+        (["pippin", "serve", "--max-mod"], {"--max-model-len"}),
+        (["pippin", "serve", "--served-m"], {"--served-model-name"}),
+        (["pippin", "serve", "--help-"], {"--help-all"}),
         (["pippin", "serve", "--no-ov"], {"--no-overlap"}),
         (["pippin", "serve", "--backend", ""], {"auto", "mlx", "torch", "fake"}),
         (["pippin", "bench", "one"], {"one-batch"}),

@@ -93,15 +93,14 @@ def test_what_a_command_has_no_use_for_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write("port = 1\nmax-tokens = 7\nbackend = 'fake'")
-    seen: list[tuple[Config, int]] = []
+    seen: list[tuple[Config, dict[str, object]]] = []
     monkeypatch.setattr(
         "pippin.terminal.chat.run_chat",
-        lambda config, **own: seen.append((config, own["max_tokens"])),
+        lambda config, **own: seen.append((config, own["options"])),
     )
-    output_of(capsys, "chat")
-    assert seen == [
-        (Config(ModelConfig(backend="fake")), 512)
-    ]  # chat's own --max-tokens is its own
+    output_of(capsys, "chat", "--dtype", "float32")
+    # chat's own --max-tokens is its own
+    assert seen == [(Config(ModelConfig(backend="fake", dtype="float32")), {"max_tokens": 512})]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from pippin.terminal.server_client import ServerClient, ServerError, show_cache
+from pippin.terminal.server_client import ServerClient, ServerError
+from pippin.terminal.server_status import flush_cache, show_status
 
 
 @pytest.mark.parametrize("body", ["<html>It works</html>", "", "[1]"])
@@ -13,7 +14,7 @@ def test_another_server_is_told_from_ours(body: str, monkeypatch: pytest.MonkeyP
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
     with ServerClient("http://127.0.0.1:9") as client:
         monkeypatch.setattr(client._http, "_transport", transport)
-        with pytest.raises(ServerError, match=r"127.0.0.1:9/status answered, but not as Pippin"):
+        with pytest.raises(ServerError, match=r"127.0.0.1:9/status did not return a JSON object"):
             client.get("/status")
 
 
@@ -50,7 +51,8 @@ def test_a_server_is_asked_about_its_cache_with_the_admin_key(
         monkeypatch.setenv(name, value)
     transport = httpx.MockTransport(answer)
     monkeypatch.setattr(httpx.Client, "_init_transport", lambda *_, **__: transport)
-    show_cache("http://127.0.0.1:9", flush=True)
+    flush_cache("http://127.0.0.1:9")
+    show_status("http://127.0.0.1:9")
     assert seen == [("/flush_cache", sent), ("/status", sent)]
 
 
@@ -59,4 +61,4 @@ def test_a_refusal_is_shown_in_the_servers_words(monkeypatch: pytest.MonkeyPatch
     transport = httpx.MockTransport(lambda request: httpx.Response(403, json=refusal))
     monkeypatch.setattr(httpx.Client, "_init_transport", lambda *_, **__: transport)
     with pytest.raises(ServerError, match="this needs an admin key"):
-        show_cache("http://127.0.0.1:9", flush=True)
+        flush_cache("http://127.0.0.1:9")

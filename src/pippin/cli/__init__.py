@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from cyclopts import App
 
 from pippin import __version__
-from pippin.cli.cache_commands import cache
+from pippin.cli.cache_commands import cache, status
 from pippin.cli.completion_commands import add_completion
 from pippin.cli.model_commands import chat, doctor, serve
 from pippin.cli.option_groups import HELP_ALL, HelpPage
@@ -34,7 +34,7 @@ app = App(
     config=SETTINGS,
 )
 
-for command in (serve, chat, cache, doctor, config):
+for command in (serve, chat, status, cache, doctor, config):
     app.command(command)
 add_completion(app)
 

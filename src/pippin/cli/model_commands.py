@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from pippin.cli.options import takes_config
+from pippin.cli.settings import OPTION, SETTINGS
 from pippin.config import Config
+from pippin.errors import ConfigError
 
 CLIENT = Group("Client", sort_key=-1)
 
 
 @takes_config("model", "engine", "server", "limits")
 def serve(config: Config) -> None:
-    """Serve a model with the OpenAI API until Ctrl-C."""
+    """Serve a model over HTTP with the APIs of OpenAI and Anthropic, until Ctrl-C."""
     from pippin.startup.launch import run_server
 
     run_server(config)
@@ -29,34 +31,44 @@ def chat(
     temperature: Annotated[float | None, Parameter(group=CLIENT)] = None,
     max_tokens: Annotated[int, Parameter(group=CLIENT)] = 512,
 ) -> None:
-    """Talk to a model in the terminal: one loaded here, or a server's with --url.
+    """Chat in the terminal, with a running server or with a model loaded by this command.
+
+    `pippin chat` finds a running server. `pippin chat MODEL`, or any other option of the model on
+    the command line, loads the model into this process.
 
     Parameters
     ----------
     url
-        A running server, for instance http://127.0.0.1:8000. Default: load the model here.
+        Address of the server. Default: http://127.0.0.1:8000 if a server is ready there,
+        otherwise the server that you started last.
     system
         System prompt.
     temperature
-        0 always takes the likeliest token. Default: the model's own.
+        Sampling temperature; 0 always chooses the most likely token. Default: the model's own.
     max_tokens
-        Longest reply.
+        Maximum length of a reply, in tokens.
     """
     from pippin.terminal.chat import run_chat
 
-    run_chat(config, url=url, system=system, temperature=temperature, max_tokens=max_tokens)
+    loads_model = OPTION in SETTINGS.origins.values()
+    if loads_model and url is not None:
+        raise ConfigError("--url names a server, so options of the model have no effect: give one")
+    options: dict[str, Any] = {"max_tokens": max_tokens}
+    if temperature is not None:
+        options["temperature"] = temperature
+    run_chat(config if loads_model else None, url=url, system=system, options=options)
 
 
 @takes_config("model", "engine")
 def doctor(config: Config, *, json: bool = False) -> None:
-    """Check this machine with what `pippin serve` runs here, given the same options.
+    """Check whether `pippin serve` computes correct results on this machine with these options.
 
-    Versions, device, memory, BLAS speed and a 30-second self-check.
+    Prints versions, device, memory and matrix speed, and runs a self-check of about 30 seconds.
 
     Parameters
     ----------
     json
-        Print the findings as JSON.
+        Print the results as JSON.
     """
     from pippin.terminal.doctor import run_doctor
 

@@ -32,6 +32,7 @@ from pippin.messages import Ready
 from pippin.startup.memory_remedy import with_remedy
 from pippin.startup.port import listen
 from pippin.startup.resolve import resolve
+from pippin.startup.server_file import announced
 from pippin.supervision.supervisor import Supervisor
 from pippin.text.bundle import TextBundle
 from pippin.text.parsers.formats import ReplyFormats
@@ -111,8 +112,10 @@ async def _serve(config: Config, listener: socket.socket) -> None:
     try:
         if opening.done():
             opening.result()
-            console.print(_banner(config.server, listener), highlight=False, soft_wrap=True)
-            await _first_of(supervising, serving, stop.first)
+            url = _url_of(listener)
+            with announced(url, str(config.server.served_name)):
+                console.print(_banner(config.server, url), highlight=False, soft_wrap=True)
+                await _first_of(supervising, serving, stop.first)
         if stop.first.done():
             await _drain(config.server, engine, (supervising, serving, stop.second), console)
     finally:
@@ -177,10 +180,14 @@ def _model_info(config: Config, ready: Ready) -> ModelInfo:
     )
 
 
-def _banner(config: ServerConfig, listener: socket.socket) -> str:
+def _url_of(listener: socket.socket) -> str:
+    """For clients on this machine."""
     host, port = listener.getsockname()[:2]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{shown}:{port}"
+    return f"http://{shown}:{port}"
+
+
+def _banner(config: ServerConfig, url: str) -> str:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
     body = (
         f'{{"model": "{config.served_name}", "stream": true, '

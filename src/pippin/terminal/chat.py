@@ -1,7 +1,7 @@
 """`pippin chat`: a conversation in the terminal. Knows how to talk, not who answers.
 
 Lines from a terminal are edited with history; piped lines are answered one by one. Ctrl-C stops a
-reply and keeps what was said; /reset forgets the conversation; /exit or end of file leaves.
+reply and keeps its text; /reset starts a new conversation; /exit or end of file ends the command.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from rich.console import Console
 from pippin import LLM, SamplingParams
 from pippin.config import Config
 from pippin.errors import PippinError
+from pippin.terminal.find_server import NoServer, connect
 from pippin.terminal.server_client import ServerClient, api_key_of_environment
 
 PROMPT = "› "
-HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops a reply"
+HELP = "/reset starts a new conversation, /exit ends it, Ctrl-C stops a reply"
 
 Message = dict[str, str]
 
 
 class Speaker(Protocol):
-    """Whoever answers. Closing the iterator stops the reply."""
+    """A model that replies. Closing the iterator stops the reply."""
 
     def reply(self, messages: list[Message]) -> Iterator[str]: ...
 
@@ -116,22 +117,14 @@ def terminal_lines() -> Iterator[str]:
 
 
 def run_chat(
-    config: Config,
-    *,
-    url: str | None,
-    system: str | None,
-    temperature: float | None,
-    max_tokens: int,
+    config: Config | None, *, url: str | None, system: str | None, options: dict[str, Any]
 ) -> None:
-    """Talk to the server at `url`, or to the configured model loaded into this process."""
-    options: dict[str, Any] = {"max_tokens": max_tokens}
-    if temperature is not None:
-        options["temperature"] = temperature
+    """Chat with the model of `config`, loaded into this process; without one, with a server."""
     with contextlib.ExitStack() as stack:
         speaker: Speaker
-        if url is not None:
-            client = ServerClient(url, api_key_of_environment())
-            speaker = ServerSpeaker(stack.enter_context(client), options)
+        if config is None:
+            client = stack.enter_context(_connect(url))
+            speaker = ServerSpeaker(client, options)
         else:
             with Console(stderr=True).status(f"loading {config.model.model}"):
                 llm = stack.enter_context(LLM(config=config))
@@ -141,3 +134,10 @@ def run_chat(
             print(HELP)
         lines = terminal_lines() if interactive else iter(sys.stdin)
         Conversation(speaker, sys.stdout, system).run(lines)
+
+
+def _connect(url: str | None) -> ServerClient:
+    try:
+        return connect(url, api_key_of_environment())
+    except NoServer as error:
+        raise NoServer(f"{error.message}; or load a model here with `pippin chat MODEL`") from error

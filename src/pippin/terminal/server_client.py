@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-from rich.console import Console
-from rich.table import Table
 
 from pippin.errors import PippinError
 
@@ -17,7 +15,7 @@ TIMEOUT = httpx.Timeout(10.0, read=600.0)  # a busy server may queue a request f
 
 
 class ServerError(PippinError):
-    """The server is out of reach, or answered with an error."""
+    """The server cannot be reached, or returned an error."""
 
 
 class ServerClient:
@@ -48,13 +46,13 @@ class ServerClient:
                 for line in response.iter_lines():
                     yield from _texts(line)
         except httpx.TransportError as error:
-            raise ServerError(f"{self.url}: {error}") from error
+            raise ServerError(f"no answer from {self.url}: {error}") from error
 
     def _json(self, method: str, path: str) -> dict[str, Any]:
         try:
             response = self._http.request(method, path)
         except httpx.TransportError as error:
-            raise ServerError(f"{self.url}: {error}") from error
+            raise ServerError(f"no answer from {self.url}: {error}") from error
         if response.is_error:
             raise ServerError(_message(response))
         try:
@@ -62,7 +60,9 @@ class ServerClient:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise ServerError(f"{response.request.url} answered, but not as Pippin does")
+            raise ServerError(
+                f"{response.request.url} did not return a JSON object: is it a Pippin server?"
+            )
         return answer
 
 
@@ -83,36 +83,15 @@ def _message(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"{response.request.url}: HTTP {response.status_code}"
+        return f"{response.request.url} returned HTTP {response.status_code}"
 
 
 def api_key_of_environment() -> str | None:
-    """The first of the keys that a server with the same environment would take."""
+    """The first of the keys that a server with the same environment accepts."""
     return next(iter(os.environ.get("PIPPIN_API_KEY", "").split()), None)
 
 
 def admin_key_of_environment() -> str | None:
-    """The same for what concerns every client; a server's only API key is its admin key."""
+    """The same for admin routes; a server's only API key is its admin key."""
     admins = os.environ.get("PIPPIN_ADMIN_KEY", "").split()
     return next(iter(admins), None) or api_key_of_environment()
-
-
-def show_cache(url: str, *, flush: bool) -> None:
-    """Print a server's state; with `flush`, empty its prefix cache first."""
-    console = Console()
-    table = Table(box=None, show_header=False)
-    with ServerClient(url, admin_key_of_environment()) as client:
-        if flush:
-            freed = client.post("/flush_cache")
-            console.print(f"freed {freed['freed_bytes']:,} bytes, kept {freed['kept_bytes']:,}")
-        for name, value in _flatten(client.get("/status")):
-            table.add_row(name, f"{value:,}" if type(value) is int else str(value))
-    console.print(table)
-
-
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield prefix, value
-        return
-    for name, inner in value.items():
-        yield from _flatten(inner, f"{prefix}.{name}" if prefix else str(name))

@@ -1,0 +1,34 @@
+"""A running server's state as a table, and its prefix cache emptied. Knows no options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pippin.terminal.find_server import connect
+from pippin.terminal.server_client import admin_key_of_environment
+
+
+def show_status(url: str | None) -> None:
+    table = Table(box=None, show_header=False)
+    with connect(url, admin_key_of_environment()) as client:
+        for name, value in _flatten({"url": client.url, **client.get("/status")}):
+            table.add_row(name, f"{value:,}" if type(value) is int else str(value))
+    Console().print(table)
+
+
+def flush_cache(url: str | None) -> None:
+    with connect(url, admin_key_of_environment()) as client:
+        freed = client.post("/flush_cache")
+    print(f"freed {freed['freed_bytes']:,} bytes, kept {freed['kept_bytes']:,}")
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield prefix, value
+        return
+    for name, inner in value.items():
+        yield from _flatten(inner, f"{prefix}.{name}" if prefix else str(name))

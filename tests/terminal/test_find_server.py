@@ -1,0 +1,154 @@
+"""Which server a command talks to without --url, and which one is sent a key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cli.commands import error_of
+from pippin.startup.server_file import announced
+from pippin.terminal.find_server import DEFAULT_URL, connect
+from pippin.terminal.server_client import ServerError
+
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+@pytest.fixture(autouse=True)
+def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    """Requests, as URL and key; nothing answers unless `answer_with` says so."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for name in ("PIPPIN_API_KEY", "PIPPIN_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    answer_with(monkeypatch, refuse)
+    return []
+
+
+def refuse(request: httpx.Request) -> httpx.Response:
+    raise httpx.ConnectError("Connection refused")
+
+
+def answer_with(
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Answer,
+    seen: list[tuple[str, str | None]] | None = None,
+) -> None:
+    def note(request: httpx.Request) -> httpx.Response:
+        if seen is not None:
+            seen.append((str(request.url), request.headers.get("authorization")))
+        return answer(request)
+
+    transport = httpx.MockTransport(note)
+    monkeypatch.setattr(httpx.Client, "_init_transport", lambda *_, **__: transport)
+
+
+def ready(request: httpx.Request) -> httpx.Response:
+    return httpx.Response(200, json={"status": "ready"})
+
+
+def test_a_server_at_the_default_port_is_found_and_sent_no_key(
+    monkeypatch: pytest.MonkeyPatch,
+    seen: list[tuple[str, str | None]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answer_with(monkeypatch, ready, seen)
+    with connect(None, "secret") as client:
+        assert client.url == DEFAULT_URL
+        client.get("/status")
+    assert seen == [(f"{DEFAULT_URL}/ready", None), (f"{DEFAULT_URL}/status", None)]
+    said = capsys.readouterr().err
+    assert "no key is sent to http://127.0.0.1:8000" in said
+    assert "secret" not in said
+
+
+def test_a_server_that_this_user_started_is_sent_the_key(
+    monkeypatch: pytest.MonkeyPatch, seen: list[tuple[str, str | None]]
+) -> None:
+    answer_with(monkeypatch, ready, seen)
+    with announced(DEFAULT_URL, "m"), connect(None, "secret") as client:
+        client.get("/status")
+    assert seen == [(f"{DEFAULT_URL}/status", "Bearer secret")]
+
+
+def test_a_server_at_another_port_is_found_by_its_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with announced("http://127.0.0.1:4321", "m"), connect(None, None) as client:
+        assert client.url == "http://127.0.0.1:4321"
+    assert "using m at http://127.0.0.1:4321; --url chooses" in capsys.readouterr().err
+
+
+def test_the_default_port_is_tried_before_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(monkeypatch, ready)
+    with announced("http://127.0.0.1:4321", "m"), connect(None, None) as client:
+        assert client.url == DEFAULT_URL
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        httpx.Response(200, text="<html>"),
+        httpx.Response(200, json=[1]),
+        httpx.Response(404, json={"error": "no"}),
+        httpx.Response(200, json={"status": "ok"}),
+    ],
+)
+def test_another_program_at_the_default_port_is_no_server(
+    monkeypatch: pytest.MonkeyPatch, response: httpx.Response
+) -> None:
+    answer_with(monkeypatch, lambda request: response)
+    with announced("http://127.0.0.1:4321", "m"), connect(None, None) as client:
+        assert client.url == "http://127.0.0.1:4321"
+
+
+def test_a_server_that_still_loads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"error": {"code": "not_ready", "message": "the model is being loaded"}}
+    answer_with(monkeypatch, lambda request: httpx.Response(503, json=body))
+    with pytest.raises(ServerError, match=r"8000 is not ready: the model is being loaded"):
+        connect(None, None)
+
+
+@pytest.mark.parametrize("command", ["status", "cache flush", "cache", "chat"])
+def test_without_a_server_a_command_says_how_to_start_one(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = error_of(capsys, *command.split())
+    assert status == 1
+    assert "no running server was found at http://127.0.0.1:8000" in text
+    assert "start one with `pippin serve MODEL`, or name one with --url" in text
+    assert ("`pippin chat MODEL`" in text) == (command == "chat")
+
+
+@pytest.mark.parametrize(
+    ("old", "note"),
+    [
+        ("cache", "`pippin cache` is now `pippin status`"),
+        ("cache --flush", "`pippin cache --flush` is now `pippin cache flush`"),
+    ],
+)
+def test_old_spellings_work_with_a_note(
+    old: str,
+    note: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from pippin import cli
+
+    body = {"freed_bytes": 1, "kept_bytes": 0, "status": "ready"}
+    answer_with(monkeypatch, lambda request: httpx.Response(200, json=body))
+    with pytest.raises(SystemExit) as exited:
+        cli.main(old.split())
+    assert exited.value.code == 0
+    shown = capsys.readouterr()
+    assert note in shown.err
+    assert ("freed 1 bytes" in shown.out) == ("--flush" in old)
+    assert "kept_bytes" in shown.out
+
+
+def test_a_model_and_a_server_are_not_given_together(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = error_of(capsys, "chat", "some/model", "--url", "http://127.0.0.1:1")
+    assert status == 2
+    assert "--url names a server" in text
