@@ -26,8 +26,8 @@ def _check_at_least(section: Any, **minimums: int) -> None:
 @dataclass(frozen=True)
 class ModelConfig:
     model: str = "stories-hybrid-20m"
-    """Model to serve: a local directory, a Hugging Face id such as Qwen/Qwen3.5-0.8B, or the name
-    of the demo model that pippin[demo] installs."""
+    """Model: a local directory, a Hugging Face id such as Qwen/Qwen3.5-0.8B, or the name of the
+    demo model that pippin[demo] installs."""
 
     _: KW_ONLY
 

@@ -167,14 +167,14 @@ def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["grammar", "--no-forced-chunks"], "leave the option away"),
         (["grammar", "--backend", "fake", "--streams", "1"], "streams must be at least 2, got 1"),
         (["overlap", "--backend", "fake", "--pairs", "0"], "--pairs. Must be > 0"),
-        (["churn", "--clients", "3", "--rate", "1"], "not both"),
+        (["churn", "--clients", "3", "--rate", "1"], "exclude each other"),
         (["serve", "--requests", "0"], "--requests. Must be > 0"),
         (["serve", "--concurrency", "4,0"], "--concurrency. Must be > 0"),
         (["churn", "--seconds", "0"], "--seconds. Must be > 0"),
         (["backends", "--backends", "mlx,jax"], "no backend 'jax'; there are mlx, torch, fake"),
         (["backends", "--backends", "mlx,mlx"], "different backends are compared, two at least"),
         (["compare", "--against", "vllm"], "nobody here is called 'vllm'"),
-        (["churn", "--url", "http://x", "--memory", "0.5"], "leave the engine's options away"),
+        (["churn", "--url", "http://x", "--memory", "0.5"], "remove --step-log and options of the engine"),
     ]:
         with pytest.raises(SystemExit) as exited:
             cli.main(["bench", *argv])

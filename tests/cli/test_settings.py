@@ -179,11 +179,11 @@ def test_keys_are_counted_and_never_shown(
     write("api-key = ['secret-1', 'secret-2']", mode=0o600)
     assert served_with(monkeypatch).server.api_key == ("secret-1", "secret-2")
     printed = output_of(capsys, "config")
-    assert "# api-key = (2 given, not shown)  # pippin.toml:1" in printed
+    assert "# api-key = (2 set, not printed)  # pippin.toml:1" in printed
     assert "secret" not in printed
     monkeypatch.setenv("PIPPIN_API_KEY", "secret-3")
     printed = output_of(capsys, "config")
-    assert "# api-key = (1 given, not shown)  # PIPPIN_API_KEY" in printed
+    assert "# api-key = (1 set, not printed)  # PIPPIN_API_KEY" in printed
     assert "secret" not in printed
 
 
@@ -192,4 +192,4 @@ def test_without_a_file_config_says_where_it_looked(
 ) -> None:
     first = output_of(capsys, "config").splitlines()[0]
     users = tmp_path / "home" / "pippin" / "pippin.toml"
-    assert first == f"# no file was found: neither pippin.toml nor {users}"
+    assert first == f"# no file was found at pippin.toml or {users}"

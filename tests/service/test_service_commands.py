@@ -169,7 +169,7 @@ def test_print_shows_the_file_and_does_nothing(
         (["--", "--prot", "1"], "Did you mean --port?"),
         (["--", "--port", "70000"], "port must be between 0 and 65535"),
         (["--", "nothing-there"], "no model 'nothing-there'"),
-        (["--", "--api-key", "secret"], "give --api-key-file"),
+        (["--", "--api-key", "secret"], "use --api-key-file"),
         (["--name", "../x"], "a service's name has letters, digits, dots and dashes"),
     ],
 )
@@ -192,7 +192,7 @@ def test_a_variable_that_the_service_would_not_see_is_named(
     monkeypatch.setenv(variable, "/dev/null" if variable == "PIPPIN_CONFIG" else "1234")
     status, error = error_of(capsys, "service", "install", "--", "some/model")
     assert status == 2
-    assert f"a service does not see {variable}" in error
+    assert f"a service does not inherit {variable}" in error
     assert "1234" not in error
 
 

@@ -42,17 +42,17 @@ add_completion(app)
 app.command(
     "pippin.cli.service_commands:service",
     name="service",
-    help="Have `pippin serve` started by the system: systemd on Linux, launchd on macOS.",
+    help="Run `pippin serve` as a service of the system: systemd on Linux, launchd on macOS.",
 )
 app.command(
     "pippin.cli.bench:bench",
     name="bench",
-    help="Measure speed: a batch, a server, churn, cache, overlap, growth; us and mlx-lm.",
+    help="Measure the speed of a model, of a server or of the prefix cache; compare with mlx-lm.",
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command. What the user got wrong is one line on stderr and exit status 2 or 1."""
+    """Run a command. A user error is one line on stderr and exit status 2 or 1."""
     if argv is None:  # a process of our own, not a program that calls us
         build_for_this_cpu()
     words = sys.argv[1:] if argv is None else list(argv)
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         fail(error.message, status=1)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:  # of `pippin config | head`: nobody reads on
+    except BrokenPipeError:  # of `pippin config | head`: the pipe is closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
 

@@ -12,17 +12,18 @@ def add_completion(app: App) -> None:
 
     @app.command
     def completion(shell: Literal["bash", "zsh", "fish"]) -> None:
-        """Print a script that completes commands and options in a shell.
+        """Print a shell script that completes commands and options.
 
-        `pippin --install-completion` puts it where the shell finds it.
+        `pippin --install-completion` installs it for your shell.
 
         Parameters
         ----------
         shell
-            The shell, for instance in ~/.bashrc: `source <(pippin completion bash)`.
+            Shell to write the script for. In ~/.bashrc, for example: `source <(pippin completion
+            bash)`.
         """
         print(app.generate_completion(shell=shell), end="")
 
     app.register_install_completion_command(
-        help="Let your shell complete commands and options, from its next start on."
+        help="Install completion of commands and options in your shell, from its next start on."
     )

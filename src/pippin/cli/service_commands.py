@@ -20,12 +20,12 @@ from pippin.startup.checkpoint import HUB_ID, find_checkpoint
 
 service = App(
     name="service",
-    help="Have `pippin serve` started by the system: systemd on Linux, launchd on macOS.",
+    help="Run `pippin serve` as a service of the system: systemd on Linux, launchd on macOS.",
 )
 serve_options = App(name="pippin serve", config=SETTINGS)
 serve_options.default(serve)
 
-Name = Annotated[str, Parameter(help="The service's name, if there are to be several.")]
+Name = Annotated[str, Parameter(help="Name of the service, to install several of them.")]
 
 
 @service.command
@@ -34,17 +34,17 @@ def install(
     name: Name = "pippin",
     print_only: Annotated[bool, Parameter(name="--print", negative="")] = False,
 ) -> None:
-    """Start a server now, and whenever you log in; restart it when it fails.
+    """Start a server now and at every login, and restart it when it fails.
 
-    It is run as in this directory: `pippin service install -- Qwen/Qwen3.5-0.8B --port 9000`. One
-    that was installed before is replaced.
+    The service runs in this directory: `pippin service install -- Qwen/Qwen3.5-0.8B --port 9000`.
+    An installed service of the same name is replaced.
 
     Parameters
     ----------
     options
-        What `pippin serve` is given, after `--`. What is not is read from pippin.toml.
+        Options of `pippin serve`, after `--`. Options that are not given are read from pippin.toml.
     print_only
-        Show the file that would be written, and do nothing.
+        Print the service file without writing it or starting anything.
     """
     config = _parse(options)
     definition = define(name, options, drain_timeout=config.server.drain_timeout)
@@ -55,19 +55,19 @@ def install(
     manager.install(definition)
     print(f"Installed {manager.file}")
     print(
-        f"It serves at http://{config.server.host}:{config.server.port} once its model is loaded."
+        f"It serves at http://{config.server.host}:{config.server.port} when its model is loaded."
     )
     if SETTINGS.file is not None:
         print(f"It reads {SETTINGS.file.resolve()}")
     print(manager.start_hint())
     if "HF_TOKEN" in os.environ:
-        print("It does not see HF_TOKEN: `hf auth login` keeps a token where it finds it.")
+        print("The service does not inherit HF_TOKEN: run `hf auth login` to store a token for it.")
     _print_logs(manager)
 
 
 @service.command
 def status(*, name: Name = "pippin") -> None:
-    """Show whether the service runs, and where its logs are. Exit status 3 if it does not run."""
+    """Print the state of the service and where its logs are. Exit status 3 if it is not running."""
     manager = manager_of(name)
     found = manager.status()
     print(f"{name} is {found.says}")
@@ -79,7 +79,7 @@ def status(*, name: Name = "pippin") -> None:
 
 @service.command
 def uninstall(*, name: Name = "pippin") -> None:
-    """Stop the service and remove its file. Models, caches and pippin.toml stay."""
+    """Stop the service and delete its file. Models, caches and pippin.toml are kept."""
     manager = manager_of(name)
     manager.uninstall()
     print(f"Removed {manager.file}")
@@ -90,23 +90,21 @@ def _print_logs(manager: Manager) -> None:
 
 
 def _parse(options: tuple[str, ...]) -> Config:
-    """The config that the service will have, or an error if `pippin serve` would have one."""
+    """The config of the service, or the error that `pippin serve` would report."""
     _, bound, _ = serve_options.parse_args(list(options))
     config = Config(**{k: v for k, v in bound.arguments.items() if k in SECTIONS})
     for option, origin in SETTINGS.origins.items():
         if option in SECRETS and origin == OPTION:
             raise ConfigError(
-                f"--{option} would stand in a file and in the list of processes: give "
-                f"--{option}-file, or write it into a pippin.toml that only you can read"
+                f"--{option} would be readable in the service file and in the process list: use "
+                f"--{option}-file, or write it into a pippin.toml with mode 600"
             )
         if origin.startswith(PREFIX):
             instead = f"--{option}-file" if option in SECRETS else f"--{option}"
-            raise ConfigError(
-                f"a service does not see {origin}: give {instead}, or use pippin.toml"
-            )
+            raise ConfigError(f"a service does not inherit {origin}: use {instead} or pippin.toml")
     if "PIPPIN_CONFIG" in os.environ:
-        raise ConfigError("a service does not see PIPPIN_CONFIG: give --config")
+        raise ConfigError("a service does not inherit PIPPIN_CONFIG: use --config")
     model = config.model.model
     if Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
-        find_checkpoint(config.model)  # nothing is downloaded for that, and it may be missing
+        find_checkpoint(config.model)  # it needs no download, and may be missing
     return config

@@ -93,15 +93,15 @@ def _named_file(arguments: ArgumentCollection) -> str | None:
 
 
 def _refuse_empty_variables(fields: ArgumentCollection) -> None:
-    """A variable that is set and empty says nothing; of a key it would say "none is needed"."""
+    """An empty variable has no value; for a key it would mean that none is required."""
     for field in fields:
         variable = PREFIX + field.name.removeprefix("--").replace("-", "_").upper()
         if os.environ.get(variable) == "":
-            raise ConfigError(f"{variable} is set and empty: give it a value, or unset it")
+            raise ConfigError(f"{variable} is set and empty: set a value, or unset the variable")
 
 
 def _add(setting: Setting, app: App, commands: tuple[str, ...], fields: ArgumentCollection) -> None:
-    """What this command has no use for is passed over: a file is for all of them."""
+    """A setting that this command does not have is ignored: one file serves all commands."""
     if f"--{setting.name}" in (name for field in fields for name in field.names):
         source = Dict(
             {setting.name: setting.value}, source=setting.place, use_commands_as_keys=False

@@ -1,4 +1,4 @@
-"""`pippin config`: what is in force, and where each value came from. Starts nothing."""
+"""`pippin config`: the values that apply, and where each was set. Starts nothing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pippin.config import Config
 
 @takes_config("model", "engine", "server", "limits")
 def config(config: Config) -> None:
-    """Print the options that `pippin serve` would run with, as pippin.toml would say them.
+    """Print the values that `pippin serve` would use, in the format of pippin.toml.
 
-    Behind each stands where it came from: an option, a variable of the environment, a line of a
-    file. What is a default is commented out. API keys are counted, not shown.
+    After each value it prints where the value was set: an option, an environment variable, or a
+    line of a file. Defaults are commented out. API keys are counted, not printed.
     """
     print("\n".join(describe(config)), flush=True)
 
@@ -36,13 +36,13 @@ def describe(config: Config) -> Iterator[str]:
 def _file_in_force() -> str:
     if SETTINGS.file is not None:
         return f"read from {SETTINGS.file}"
-    return f"no file was found: neither {' nor '.join(map(str, default_paths()))}"
+    return f"no file was found at {' or '.join(map(str, default_paths()))}"
 
 
 def _line(name: str, value: Any) -> str:
     origin = SETTINGS.origins.get(name)
     if name in SECRETS and value:
-        return f"# {name} = ({len(value)} given, not shown)  # {origin}"
+        return f"# {name} = ({len(value)} set, not printed)  # {origin}"
     if origin is None:
         return f"# {name} =" if value in (None, ()) else f"# {name} = {_toml(value)}"
     return f"{name} = {_toml(value)}  # {origin}"

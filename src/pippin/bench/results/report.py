@@ -38,11 +38,11 @@ class Outputs:
     Parameters
     ----------
     json
-        Write every number here.
+        File for all results as JSON.
     svg
-        Draw the results here.
+        File for charts of the results as SVG.
     markdown
-        Write the tables here.
+        File for the tables as Markdown.
     """
 
     json: Path | None = None

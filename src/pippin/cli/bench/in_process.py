@@ -20,20 +20,20 @@ def one_batch(
     ceilings: bool = True,
     outputs: Files = PRINT_ONLY,
 ) -> None:
-    """Latency of prefill and decode for one batch, and how close that is to the machine's limits.
+    """Measure prefill and decode of one batch, and how close they are to the machine's limits.
 
     Parameters
     ----------
     batch
-        Sizes to measure. Default: 1,4,16.
+        Batch sizes to measure. Default: 1,4,16.
     input
-        Prompt tokens of each row.
+        Length of each prompt, in tokens.
     output
-        Tokens that all rows decode together.
+        Number of tokens that each request of the batch decodes.
     repeats
-        Runs of each size; the table shows medians.
+        Number of runs per batch size; the table shows medians.
     ceilings
-        Measure what the machine allows, too: some seconds more.
+        Also measure the limits of the machine, which takes a few seconds.
     """
     from pippin.bench.in_process.one_batch import one_batch
 
@@ -59,20 +59,20 @@ def backends(
     rounds: Count = 3,
     outputs: Files = PRINT_ONLY,
 ) -> None:
-    """The same model on several backends, in turn: first token, prefill and decode by width.
+    """Compare backends on one model: time to first token, prefill and decode by batch size.
 
     Parameters
     ----------
     backends
-        Two or more of them; the others are compared with the first. Default: mlx,torch.
+        Two or more backends; all are compared with the first. Default: mlx,torch.
     batch
-        Sizes to measure. Default: 1,4,16.
+        Batch sizes to measure. Default: 1,4,16.
     input
-        Prompt tokens of each row.
+        Length of each prompt, in tokens.
     output
-        Tokens that all rows decode together.
+        Number of tokens that each request of the batch decodes.
     rounds
-        How often each backend is started and measured; the table shows medians.
+        Number of times each backend is started and measured; the table shows medians.
     """
     from pippin.bench.in_process.backends import Lengths
     from pippin.bench.in_process.backends import backends as measure
@@ -85,12 +85,12 @@ def backends(
 
 @takes_config("model", "engine")
 def growth(config: Config, *, only: Names = None, outputs: Files = PRINT_ONLY) -> None:
-    """How a step grows with batch, context, skewed lengths, the cache's tree and requests.
+    """Measure how step time grows with batch size, context, skewed lengths, cache and requests.
 
     Parameters
     ----------
     only
-        Parts to run: batch, context, skew, tree, requests. Default: everything.
+        Parts to run: batch, context, skew, tree, requests. Default: all.
     """
     from pippin.bench.in_process.growth import growth
 
@@ -106,16 +106,16 @@ def prefix(
     pairs: Count = 12,
     outputs: Files = PRINT_ONLY,
 ) -> None:
-    """Time to the first token with and without the prefix cache, and what the cache costs.
+    """Measure time to first token with and without the prefix cache, and what the cache costs.
 
     Parameters
     ----------
     only
-        Parts to run: repeat, chat, fan-out, cost. Default: everything.
+        Parts to run: repeat, chat, fan-out, cost. Default: all.
     rounds
-        Prompts for `repeat`; the table shows medians.
+        Number of prompts in part `repeat`; the table shows medians.
     pairs
-        New prompts for `cost`, each with and without a cache.
+        Number of new prompts in part `cost`, each run with and without a cache.
     """
     from pippin.bench.served.prefix import prefix
 
@@ -134,16 +134,16 @@ def overlap(
     pairs: Count = 12,
     outputs: Files = PRINT_ONLY,
 ) -> None:
-    """The same streams with and without overlap, in turn: throughput, step, idle device.
+    """Compare streams with and without overlap: throughput, step time and idle time of the device.
 
     Parameters
     ----------
     streams
-        Requests that decode together.
+        Number of requests in the batch.
     output
-        Tokens of each stream.
+        Length of each reply, in tokens.
     pairs
-        How often each way runs; ratios are taken within pairs.
+        Number of pairs of runs, one of each kind; ratios are computed within a pair.
     """
     from pippin.bench.in_process.overlap import overlap
 
@@ -160,16 +160,16 @@ def grammar(
     pairs: Count = 8,
     outputs: Files = PRINT_ONLY,
 ) -> None:
-    """What constrained replies cost, and what running forced tokens in chunks saves.
+    """Measure what constrained replies cost, and what chunks of forced tokens save.
 
     Parameters
     ----------
     streams
-        Requests that decode together; every second one is constrained.
+        Number of requests in the batch; every second one is constrained.
     output
-        Tokens of each stream.
+        Length of each reply, in tokens.
     pairs
-        How often each way runs; ratios are taken within pairs.
+        Number of pairs of runs, one of each kind; ratios are computed within a pair.
     """
     from pippin.bench.in_process.grammar import grammar
 

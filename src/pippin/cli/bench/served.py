@@ -35,34 +35,34 @@ def serve(
     pairs: Count = 8,
     outputs: Files = PRINT_ONLY,
 ) -> None:
-    """Load any OpenAI endpoint: time to the first token, gaps between tokens, throughput.
+    """Load an OpenAI endpoint: time to first token, time between tokens, throughput.
 
     Parameters
     ----------
     url
-        The server.
+        Address of the server.
     model
-        Name to ask for. Default: the first that the server lists.
+        Model name in the requests. Default: the first model that the server lists.
     api_key
-        Sent as a bearer token.
+        API key, sent as a bearer token.
     concurrency
-        Requests kept in flight; one row of the table for each. Default: 1,4,16 without --rate.
+        Numbers of requests in flight to measure. Default: 1,4,16 without --rate.
     rate
-        Requests a second that arrive as a Poisson process; one row for each.
+        Request rates to measure, in requests per second that arrive as a Poisson process.
     requests
-        How many requests each row sends.
+        Number of requests sent per measurement.
     input
-        Words of each prompt: tokens, about.
+        Length of each prompt in words, which is about its number of tokens.
     output
-        Tokens of each reply.
+        Length of each reply, in tokens.
     streams
-        If not 0: also keep this many streams running while long prompts arrive.
+        If not 0: also measure this number of streams while long prompts arrive.
     long_input
-        Words of those long prompts.
+        Length of the long prompts that arrive beside --streams, in words.
     watchers
-        If not 0: also compare each load with so many watchers of Pippin's /events and without.
+        If not 0: also compare each load with and without this number of clients of /events.
     pairs
-        How often, in turn.
+        Number of pairs of runs with and without --watchers.
     """
     from pippin.bench.client.loads import Load
     from pippin.bench.served.serving import measure_server
@@ -97,36 +97,36 @@ def churn(
     step_log: Path | None = None,
     outputs: Files = PRINT_ONLY,
 ) -> None:
-    """Requests of all lengths that come and go, over HTTP, as a share of what one batch allows.
+    """Load a server with requests of mixed lengths; compare with the throughput of one batch.
 
-    Prompts have 5 to 2,500 tokens, every order of magnitude as likely as another, and 60% begin
-    with up to 1,000 more that others begin with too. Replies have 4 to 300; a tenth of the clients
-    leave early.
+    Prompts have 5 to 2,500 tokens, distributed evenly on a logarithmic scale; 60% of them start
+    with a shared prefix of up to 1,000 more. Replies have 4 to 300 tokens; a tenth of the clients
+    disconnect early.
 
     Parameters
     ----------
     url
-        Any OpenAI endpoint; MODEL is then the name to ask for, by default the first that it lists.
-        Without it a server is started here, and its step log tells where the time went.
+        Address of an OpenAI endpoint; MODEL is then the model name in the requests, by default the
+        first that it lists. Without --url a server is started, and its step log is evaluated.
     api_key
-        Sent to --url as a bearer token.
+        API key for --url, sent as a bearer token.
     clients
-        How many send one request after the other. Default: 12, without --rate.
+        Number of clients that send one request after another. Default: 12 without --rate.
     rate
-        Requests a second that arrive as a Poisson process.
+        Requests per second that arrive as a Poisson process.
     seconds
-        How long new requests come; what runs then is waited for.
+        Seconds during which new requests are sent; requests in flight then finish.
     seed
-        Of all requests: equal seeds send the same ones.
+        Seed of the requests: the same seed sends the same requests.
     step_log
-        Keep what the server started here wrote of each step in this file, a line of JSON each.
+        File for the step log of the started server, one line of JSON per step.
     """
     from pippin.bench.churn.load import ChurnLoad
     from pippin.bench.churn.served import churn, churn_at
     from pippin.bench.errors import BenchError
 
     if clients is not None and rate is not None:
-        raise BenchError("requests come from --clients or at a --rate, not both")
+        raise BenchError("--clients and --rate exclude each other: give one of them")
     load = ChurnLoad(seconds, num_clients=clients or 12, rate=rate)
     if url is None:
         model_dir = find_checkpoint(config.model)
@@ -134,7 +134,10 @@ def churn(
         return
     name = config.model.model
     if step_log is not None or config != Config(ModelConfig(model=name)):
-        raise BenchError("--url is a server that runs already: leave the engine's options away")
+        raise BenchError(
+            "--url names a running server: remove --step-log and options of the engine, which have "
+            "no effect on it"
+        )
     model = None if name == BUNDLED else name
     churn_at(url, load, seed=seed, model=model, api_key=api_key).publish(outputs)
 
@@ -151,30 +154,30 @@ def compare(
     their_options: OptionString = "",
     outputs: Files = PRINT_ONLY,
 ) -> None:
-    """Run another server and ours on the same weights, in turn; print ratios.
+    """Compare Pippin with another server on the same weights; print ratios.
 
     Parameters
     ----------
     model
-        The bundled model's name, a local directory, or a Hugging Face id.
+        Model: the name of the demo model, a local directory, or a Hugging Face id.
     against
-        mlx-lm: its server, with the BLAS that Pippin has. transformers: `transformers serve`,
-        with its continuous batching where a model has attention layers alone; pip install
-        'transformers[serving]' accelerate.
+        The other server. `mlx-lm`: its server, with the same BLAS as Pippin. `transformers`:
+        `transformers serve`, with continuous batching for models that have attention layers only;
+        it needs pip install 'transformers[serving]' accelerate.
     backend
-        What Pippin computes with.
+        Backend of Pippin.
     only
         Scenarios to run: prefill, decode-1, decode-4, decode-8, decode-16, repeat, beside,
-        interference, branches, chats-8, chats-4, churn. `decode` takes all four. Default:
-        everything.
+        interference, branches, chats-8, chats-4, churn; `decode` for all four of that name.
+        Default: all.
     rounds
-        How often each scenario runs on each server; the table shows medians.
+        Number of runs per scenario and server; the table shows medians.
     float32
-        Both compute in float32. Default: on CPUs; elsewhere in the checkpoint's own type.
+        Run both servers in float32. Default: on CPUs; otherwise the data type of the checkpoint.
     pippin_options
-        More options for `pippin serve`, as one string.
+        Further options of `pippin serve`, as one string.
     their_options
-        More options for the other server, as one string: "--prompt-cache-size 64".
+        Further options of the other server, as one string: "--prompt-cache-size 64".
     """
     from pippin.bench.served.compare import compare
     from pippin.bench.servers.rivals import rival_of
@@ -203,19 +206,19 @@ def restart(
     seconds: Positive = 60.0,
     outputs: Files = PRINT_ONLY,
 ) -> None:
-    """What a cache on disk saves after a restart, and what writing it costs running streams.
+    """Measure what a cache on disk saves after a restart, and what writing it costs.
 
-    Conversations of 2,000 tokens, cold; then again after SIGTERM, and after kill -9 while others
-    were being written. Directories are made for it and removed.
+    Runs conversations of 2,000 tokens without a cache, then again after SIGTERM, and after kill -9
+    while others were being written. It uses temporary directories.
 
     Parameters
     ----------
     only
-        Parts to run: sigterm, kill, gaps, ceilings. Default: everything.
+        Parts to run: sigterm, kill, gaps, ceilings. Default: all.
     rounds
-        Conversations, and pairs of runs with streams; the table shows medians.
+        Number of conversations, and of pairs of runs with streams; the table shows medians.
     seconds
-        How long new prompts come for `ceilings`.
+        Seconds during which new prompts are sent in part `ceilings`.
     """
     from pippin.bench.served.restart import restart
 
