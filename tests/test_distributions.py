@@ -128,7 +128,7 @@ def test_a_wheel_without_the_demo_says_what_to_install_or_name(installation: Ins
     done = installation.run("serve", "--port", "0")
     assert done.returncode == 1
     assert done.stderr.startswith(
-        'pippin: the demo model is not installed: pip install "pippin[demo]"'
+        'pippin: the demo model stories-hybrid-20m is not installed: pip install "pippin[demo]"'
     )
     assert len(done.stderr.splitlines()) == 1
 

@@ -325,8 +325,8 @@ def test_a_hub_out_of_reach_is_one_line(tmp_path: Path) -> None:
     )
     assert status == 1
     assert err.splitlines() == [
-        "pippin: 'some/model' is neither a directory nor in the local cache, "
-        "and the hub is out of reach"
+        "pippin: model 'some/model' is neither a directory nor in the local cache, and the Hugging "
+        "Face hub cannot be reached: check the network and HF_HUB_OFFLINE, or give a directory"
     ]
 
 

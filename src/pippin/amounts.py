@@ -16,7 +16,7 @@ def parse_bytes(name: str, text: str) -> int:
     except ConfigError:
         amount = 0.0
     if isinstance(amount, float):
-        raise ConfigError(f'{name} must be bytes, like "20GB", got {text!r}')
+        raise ConfigError(f'{name} must be an amount such as "20GB", got {text!r}')
     return amount
 
 
@@ -31,7 +31,9 @@ def parse_memory(text: str) -> int | float:
     if unit == "" and 0.0 < value <= 1.0:
         return value
     if unit not in MEMORY_UNITS or value <= 0.0:
-        raise ConfigError(f'memory must be like "6GB" or a fraction like "0.7", got {text!r}')
+        raise ConfigError(
+            f'memory must be an amount such as "6GB" or a fraction such as "0.7", got {text!r}'
+        )
     return int(value * MEMORY_UNITS[unit])
 
 

@@ -123,7 +123,10 @@ class EngineConfig:
         if self.memory != "auto":
             parse_memory(self.memory)
         if self.canary != "off" and not self.prefix_cache:
-            raise ConfigError("canary checks the prefix cache, which is switched off")
+            raise ConfigError(
+                "canary verifies the prefix cache, which is off: remove --canary or "
+                "--no-prefix-cache"
+            )
         self._check_tiers()
 
     def _check_tiers(self) -> None:
@@ -131,15 +134,23 @@ class EngineConfig:
             given, lacking = (
                 ("disk", "cache_dir") if self.cache_dir is None else ("cache_dir", "disk")
             )
-            raise ConfigError(f"{given} goes with {lacking}: where to keep the cache, and how much")
+            raise ConfigError(
+                f"{given} requires {lacking}: give --cache-dir, the directory, and --disk, its size"
+            )
         if self.disk is not None:
             parse_bytes("disk", self.disk)
             if not self.prefix_cache:
-                raise ConfigError("cache_dir keeps the prefix cache, which is switched off")
+                raise ConfigError(
+                    "cache_dir stores the prefix cache, which is off: remove --cache-dir or "
+                    "--no-prefix-cache"
+                )
         if self.host_cache is not None:
             parse_bytes("host_cache", self.host_cache)
             if not self.prefix_cache:
-                raise ConfigError("host_cache keeps the prefix cache, which is switched off")
+                raise ConfigError(
+                    "host_cache stores the prefix cache, which is off: remove --host-cache or "
+                    "--no-prefix-cache"
+                )
 
 
 @dataclass(frozen=True)
@@ -247,18 +258,27 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
         if not all(key.strip() for key in self.api_key):
-            raise ConfigError("api_key is empty: give a key, or leave the option out")
+            raise ConfigError("api_key is empty: give a key, or remove the option")
         if not all(key.strip() for key in self.admin_key):
-            raise ConfigError("admin_key is empty: give a key, or leave the option out")
+            raise ConfigError("admin_key is empty: give a key, or remove the option")
         has_admin = self.admin_key or self.admin_key_file is not None
         if has_admin and not (self.api_key or self.api_key_file is not None):
-            raise ConfigError("admin_key goes with api_key: without one every request is admitted")
+            raise ConfigError(
+                "admin_key requires api_key: without an API key every request is accepted; give "
+                "--api-key or --api-key-file too"
+            )
         for name in self.allowed_host:
             if "*" in name.removeprefix("*.") and name != "*":
-                raise ConfigError(f"allowed_host {name!r}: * stands alone or as in *.example.com")
+                raise ConfigError(
+                    f"allowed_host {name!r} is not valid: use a name, *.example.com for its "
+                    "subdomains, or * for any name"
+                )
         for origin in self.cors_origin:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/*]+", origin):
-                raise ConfigError(f"cors_origin {origin!r} is not like https://chat.example.com")
+                raise ConfigError(
+                    f"cors_origin {origin!r} is not valid: use a scheme and a host without a path, "
+                    "such as https://chat.example.com, or * for any site"
+                )
 
 
 @dataclass(frozen=True)

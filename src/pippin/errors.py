@@ -1,4 +1,4 @@
-"""Every error a user can meet, as one tree. Knows nothing of HTTP servers, models or arrays.
+"""All errors with a message for users, as one tree. Knows no HTTP server, model or array.
 
 PippinError
 ├── RequestError            400  the request is wrong; names the field and the numbers
@@ -9,7 +9,7 @@ PippinError
 ├── Overloaded              503  the queue is full
 ├── OutOfMemory             503  one request does not fit the byte budget
 ├── NotANumber              500  the model's values overflowed on this request
-├── EngineDead              503  the engine process is gone, and what it was doing with it
+├── EngineDead              503  the engine process ended, and its requests with it
 │   └── DeviceFailed        503  several steps in a row failed: the engine stops
 ├── NotReady                503  loading, restarting or shutting down: try again
 ├── ConfigError                  an option, a variable or a line of pippin.toml is wrong
@@ -91,7 +91,7 @@ class NotReady(PippinError):
 
 
 class ConfigError(PippinError, ValueError):
-    """A value that no server can be started with; names the field and the number."""
+    """A value that a server cannot be started with; names the field and the value."""
 
     code = "invalid_config"
 
@@ -109,12 +109,12 @@ class DiskCacheError(LoadError):
 
 
 def cut(text: str, most: int = MAX_SHOWN_CHARS) -> str:
-    """What is echoed of a client's text: names and values may have megabytes."""
+    """The part of a client's text that an error echoes: names and values may have megabytes."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def error_of(message: str, code: str | None, status: int) -> PippinError:
-    """What was sent from another process as words, a code and a status, as the error it was."""
+    """The error that another process sent as a message, a code and a status."""
     kinds: list[type[PippinError]] = [PippinError]
     for kind in kinds:
         if kind.code == code:

@@ -1,4 +1,4 @@
-"""How log lines look: text or JSON, a line each. Knows nobody who writes them.
+"""The format of log lines: text or JSON. Knows no logger.
 
 A record's `fields` (a dictionary, in `extra`) follow its words as `name=value`, or are members of
 its JSON object.
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 
 def configure_logging(format: Literal["text", "json"]) -> None:
-    """What this process logs goes to standard error: requests, and what is worth a warning."""
+    """Log requests, warnings and errors of this process to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(JSONFormatter() if format == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -24,8 +24,8 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's own name)
-        told = (f" {name}={_shown(value)}" for name, value in _fields(record).items())
-        return super().formatMessage(record) + "".join(told)
+        fields = (f" {name}={_shown(value)}" for name, value in _fields(record).items())
+        return super().formatMessage(record) + "".join(fields)
 
 
 class JSONFormatter(logging.Formatter):

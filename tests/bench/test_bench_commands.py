@@ -174,7 +174,10 @@ def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["backends", "--backends", "mlx,jax"], "no backend 'jax'; there are mlx, torch, fake"),
         (["backends", "--backends", "mlx,mlx"], "different backends are compared, two at least"),
         (["compare", "--against", "vllm"], "nobody here is called 'vllm'"),
-        (["churn", "--url", "http://x", "--memory", "0.5"], "remove --step-log and options of the engine"),
+        (
+            ["churn", "--url", "http://x", "--memory", "0.5"],
+            "remove --step-log and options of the engine",
+        ),
     ]:
         with pytest.raises(SystemExit) as exited:
             cli.main(["bench", *argv])

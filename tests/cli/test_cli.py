@@ -184,11 +184,11 @@ def test_a_switch_can_be_turned_off_whatever_its_default(monkeypatch: pytest.Mon
         (["serve", "--engine-timeout", "0"], "engine_timeout must be at least 1, got 0"),
         (["serve", "--port", "70000"], "port must be between 0 and 65535, got 70000"),
         (["serve", "--api-key", ""], "api_key is empty"),
-        (["serve", "--allowed-host", "a.*"], "* stands alone or as in *.example.com"),
-        (["serve", "--cors-origin", "chat.example"], "is not like https://chat.example.com"),
+        (["serve", "--allowed-host", "a.*"], "allowed_host 'a.*' is not valid: use a name"),
+        (["serve", "--cors-origin", "chat.example"], "such as https://chat.example.com"),
         (["serve", "--header-timeout", "0"], "header_timeout must be more than 0 seconds, got 0"),
         (["serve", "--max-choices", "0"], "max_choices must be at least 1, got 0"),
-        (["serve", "--memory", "lots"], 'memory must be like "6GB" or a fraction'),
+        (["serve", "--memory", "lots"], 'memory must be an amount such as "6GB" or a fraction'),
     ],
 )
 def test_a_mistake_is_named_with_status_2(
@@ -241,5 +241,5 @@ def test_an_unknown_name_in_the_package_is_an_attribute_error() -> None:
 
 
 def test_an_option_that_would_do_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="canary checks the prefix cache"):
+    with pytest.raises(ValueError, match="canary verifies the prefix cache"):
         EngineConfig(canary="log", prefix_cache=False)

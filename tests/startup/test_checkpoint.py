@@ -62,9 +62,9 @@ def test_the_demo_model_is_the_checkouts_or_an_installed_package_s(
 ) -> None:
     monkeypatch.setattr("pippin.startup.checkpoint.CHECKOUT_MODELS", tmp_path / "nothing")
     monkeypatch.setattr("pippin.startup.checkpoint.DEMO_PACKAGE", "some_demo")
-    with pytest.raises(LoadError, match=r'not installed: pip install "pippin\[demo\]", or name'):
+    with pytest.raises(LoadError, match=r'not installed: pip install "pippin\[demo\]", or give'):
         find_checkpoint(ModelConfig())
-    with pytest.raises(LoadError, match=r"not bundled \(nothing is\)"):
+    with pytest.raises(LoadError, match=r"nor an installed demo model \(none\)"):
         find_checkpoint(ModelConfig(model="stories"))
     package = tmp_path / "some_demo"
     package.mkdir()
@@ -77,8 +77,8 @@ def test_the_demo_model_is_the_checkouts_or_an_installed_package_s(
 @pytest.mark.parametrize(
     ("error", "match"),
     [
-        (GatedRepoError, r"gated: ask for access at https://huggingface\.co/some/model.*HF_TOKEN"),
-        (RepositoryNotFoundError, "not on the hub, or private"),
+        (GatedRepoError, r"gated: request access at https://huggingface\.co/some/model.*HF_TOKEN"),
+        (RepositoryNotFoundError, "does not exist or is private"),
         (RevisionNotFoundError, "has no revision 'v9'"),
     ],
 )

@@ -229,7 +229,7 @@ def test_too_many_deaths_in_a_row_are_the_end(
             for number in range(1, 4):
                 await until(lambda number=number: len(engines) == number and client.healthy)
                 engines[-1].process.kill()
-            with pytest.raises(EngineDead, match=r"3 engines in a row.*killed by SIGKILL"):
+            with pytest.raises(EngineDead, match=r"failed 3 times in a row.*killed by SIGKILL"):
                 await supervising
         assert len(engines) == 3
 

@@ -142,18 +142,18 @@ def test_the_model_is_loaded_once_within_its_budget(monkeypatch: pytest.MonkeyPa
     assert [name for name, found in findings.items() if found.ok is not None] == ["batched = alone"]
     assert findings["batched = alone"].ok, findings["batched = alone"].value
     tiny = Config(engine=EngineConfig(memory="1MB"))
-    with pytest.raises(LoadError, match="of a budget of 1,000,000"):
+    with pytest.raises(LoadError, match=r"of a budget of 1\.0 MB"):
         findings_of(tiny)
 
 
 def test_operations_that_do_not_work_here_are_named() -> None:
     why = {"choose": "it crashed (SIGILL)"}
     both = list(doctor._operations(OperationsReport(Path("x.so"), left_out=why)))
-    assert both[0].value.startswith("ours, in C++")
+    assert both[0].value.startswith("Pippin's, in C++")
     assert (both[1].name, both[1].ok) == ("operation choose", None)
     assert "it crashed (SIGILL)" in both[1].value
     (none,) = doctor._operations(OperationsReport(reason="no g++ on PATH"))
-    assert none.value == "mlx's: no g++ on PATH"
+    assert none.value == "mlx's own: no g++ on PATH"
 
 
 NAMES = (environment.TF32, environment.CUDA_GRAPHS, *environment.BUFFER_LIMITS)
@@ -192,7 +192,7 @@ def test_checks_run_with_the_environment_of_serve(
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (None, "on, as mlx sets it and as pippin serve runs; --deterministic turns it off"),
+        (None, "on, the default of mlx, here and in pippin serve; --deterministic turns it off"),
         ("0", "off: MLX_ENABLE_TF32=0, here and in pippin serve"),
         ("1", "on: MLX_ENABLE_TF32=1, here and in pippin serve"),
     ],

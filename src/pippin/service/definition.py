@@ -1,4 +1,4 @@
-"""What a service runs, whoever runs it. Holds no key: others may read what it becomes."""
+"""What a service runs, for any service manager. Has no keys: other users may read its file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from pippin.errors import PippinError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-# What tells a server where things are; a service starts without the environment of a terminal.
+# Variables with paths; a service does not inherit the environment of the terminal.
 CARRIED = (
     *("HF_HOME", "HF_HUB_CACHE", "PIPPIN_BLAS", "PIPPIN_OPERATIONS"),
     *("XDG_CACHE_HOME", "XDG_CONFIG_HOME"),
@@ -23,6 +23,12 @@ STOP_MARGIN_S = 15  # beyond what requests get to finish
 
 class ServiceError(PippinError):
     """A service cannot be installed, shown or removed here."""
+
+
+def not_installed(file: Path) -> ServiceError:
+    return ServiceError(
+        f"no service is installed ({file} does not exist): run `pippin service install`"
+    )
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,10 @@ class Definition:
 def define(name: str, options: Sequence[str], *, drain_timeout: int) -> Definition:
     """`pippin serve OPTIONS`, run as in this directory by this interpreter."""
     if not NAME.fullmatch(name):
-        raise ServiceError(f"a service's name has letters, digits, dots and dashes, not {name!r}")
+        raise ServiceError(
+            f"--name {name!r} is not a service name: use letters, digits, dots, dashes and "
+            "underscores, and start with a letter or digit"
+        )
     return Definition(
         name=name,
         command=(sys.executable, "-P", "-m", "pippin", "serve", *options),  # -P: not a ./pippin

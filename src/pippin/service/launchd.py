@@ -10,7 +10,7 @@ from pathlib import Path
 
 from platformdirs import user_log_path
 
-from pippin.service.definition import RESTART_S, Definition, ServiceError
+from pippin.service.definition import RESTART_S, Definition, not_installed
 from pippin.service.system import Status, ask, tell, write_privately
 
 
@@ -51,7 +51,7 @@ class Launchd:
 
     def status(self) -> Status:
         if not self.file.exists():
-            raise ServiceError(f"no service is installed: there is no {self.file}")
+            raise not_installed(self.file)
         shown = ask("launchctl", "print", self._target)
         if shown.returncode != 0:
             return Status(False, "not loaded")
@@ -65,7 +65,7 @@ class Launchd:
 
     def uninstall(self) -> None:
         if not self.file.exists():
-            raise ServiceError(f"no service is installed: there is no {self.file}")
+            raise not_installed(self.file)
         if self._is_loaded():
             tell("launchctl", "bootout", self._target)
         self.file.unlink()

@@ -1,4 +1,4 @@
-"""What a system's own manager of services does for ours, and which one this system has."""
+"""The protocol of a service manager, and which one this system has."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Manager(Protocol):
     logs: str  # a command that shows them
 
     def text(self, definition: Definition) -> str:
-        """What the file will say."""
+        """The content of the service file."""
         ...
 
     def install(self, definition: Definition) -> None:
-        """Write the file and start the service, now and from now on; one that runs makes room."""
+        """Write the file and start the service now and at login; replaces a running one."""
         ...
 
     def status(self) -> Status: ...
@@ -35,7 +35,7 @@ class Manager(Protocol):
         ...
 
     def start_hint(self) -> str:
-        """When it will start by itself."""
+        """When it will start automatically."""
         ...
 
 
@@ -44,4 +44,7 @@ def manager_of(name: str) -> Manager:
         return Launchd(name)
     if PLATFORM == "linux":
         return Systemd(name)
-    raise ServiceError(f"no services on {PLATFORM}: systemd on Linux and launchd on macOS run them")
+    raise ServiceError(
+        f"services are not supported on {PLATFORM}, only on Linux (systemd) and macOS (launchd): "
+        "run `pippin serve` with another process manager"
+    )

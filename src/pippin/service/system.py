@@ -13,11 +13,11 @@ from pippin.service.definition import ServiceError
 @dataclass(frozen=True)
 class Status:
     is_running: bool
-    says: str  # what the manager calls it
+    says: str  # in the words of the manager
 
 
 def write_privately(file: Path, text: str) -> None:
-    """For its owner's eyes: it names paths and options."""
+    """Readable by its owner alone: it has paths and options."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch(mode=0o600)
     file.chmod(0o600)
@@ -25,16 +25,19 @@ def write_privately(file: Path, text: str) -> None:
 
 
 def ask(*command: str) -> subprocess.CompletedProcess[str]:
-    """What a command of the system says. Its failure is an answer too."""
+    """The result of a command of the system, also when it fails."""
     if shutil.which(command[0]) is None:
-        raise ServiceError(f"there is no {command[0]} here: `--print` shows what it would be given")
+        raise ServiceError(
+            f"the command {command[0]} was not found: `pippin service install --print` prints the "
+            "service file, to install it yourself"
+        )
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def tell(*command: str) -> str:
-    """Have a command do something; its failure is ours."""
+    """The output of a command that must succeed."""
     done = ask(*command)
     if done.returncode != 0:
         reason = (done.stderr or done.stdout).strip() or f"status {done.returncode}"
-        raise ServiceError(f"{' '.join(command)}: {reason}")
+        raise ServiceError(f"`{' '.join(command)}` failed: {reason}")
     return done.stdout

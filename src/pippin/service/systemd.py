@@ -6,7 +6,7 @@ import getpass
 
 from platformdirs import user_config_path
 
-from pippin.service.definition import RESTART_S, Definition, ServiceError
+from pippin.service.definition import RESTART_S, Definition, not_installed
 from pippin.service.system import Status, ask, tell, write_privately
 
 UNIT = """\
@@ -22,9 +22,9 @@ WorkingDirectory={directory}
 ExecStart={command}
 {environment}Restart=on-failure
 RestartSec={restart_s}
-# Wrong options stay wrong.
+# Exit status 2: wrong options, which a restart does not fix.
 RestartPreventExitStatus=2
-# The server ends its engine itself, once requests have finished.
+# The server stops its engine itself after requests have finished.
 KillMode=mixed
 TimeoutStopSec={stop_s}
 
@@ -60,7 +60,7 @@ class Systemd:
 
     def status(self) -> Status:
         if not self.file.exists():
-            raise ServiceError(f"no service is installed: there is no {self.file}")
+            raise not_installed(self.file)
         shown = tell(
             *("systemctl", "--user", "show", self.unit),
             "--property=ActiveState,SubState,MainPID,NRestarts",
@@ -75,7 +75,7 @@ class Systemd:
 
     def uninstall(self) -> None:
         if not self.file.exists():
-            raise ServiceError(f"no service is installed: there is no {self.file}")
+            raise not_installed(self.file)
         tell("systemctl", "--user", "disable", "--now", self.unit)
         self.file.unlink()
         tell("systemctl", "--user", "daemon-reload")
@@ -84,10 +84,10 @@ class Systemd:
         user = getpass.getuser()
         lingering = ask("loginctl", "show-user", user, "--property=Linger")
         if lingering.stdout.strip() == "Linger=yes":
-            return "It starts when the machine does."
+            return "It starts when the machine boots."
         return (
-            "It starts when you log in, and ends when you log out. To have it start with the "
-            f"machine: loginctl enable-linger {user}"
+            "It starts when you log in and stops when you log out. To start it at boot: "
+            f"loginctl enable-linger {user}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Where a model's files are: the demo's, a directory, or the Hugging Face hub. Reads no weights."""
+"""Finds a model's files: demo model, directory, or Hugging Face hub. Reads no weights."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def find_checkpoint(config: ModelConfig) -> Path:
     if path.is_dir():
         return _checked(path)
     if path.exists():
-        raise LoadError(f"{name} is a file: give the directory that holds config.json")
+        raise LoadError(f"model {name!r} is a file: give the directory that contains config.json")
     if name == ModelConfig.model:
         raise LoadError(
-            'the demo model is not installed: pip install "pippin[demo]", or name a model: a '
-            "directory, or a Hugging Face id such as Qwen/Qwen3.5-0.8B"
+            f'the demo model {name} is not installed: pip install "pippin[demo]", or give a model: '
+            "a directory, or a Hugging Face id such as Qwen/Qwen3.5-0.8B"
         )
     if not HUB_ID.fullmatch(name):
         raise LoadError(
-            f"no model {name!r}: not a directory, not a Hugging Face id like owner/name, "
-            f"not bundled ({', '.join(sorted(bundled)) or 'nothing is'})"
+            f"no model {name!r} was found: it is neither a directory, nor a Hugging Face id such "
+            f"as owner/name, nor an installed demo model ({', '.join(sorted(bundled)) or 'none'})"
         )
     return _checked(_download(name, config.revision))
 
@@ -60,7 +60,7 @@ def model_name(config: ModelConfig) -> str:
 
 def _checked(path: Path) -> Path:
     if not (path / "config.json").is_file():
-        raise LoadError(f"{path} has no config.json: not a checkpoint")
+        raise LoadError(f"{path} has no config.json: give the directory of a checkpoint")
     _refuse_code(path)
     if not any(path.glob("model*.safetensors")):
         raise LoadError(f"{path} has no model*.safetensors: {_other_weights(path)}")
@@ -68,24 +68,28 @@ def _checked(path: Path) -> Path:
 
 
 def _refuse_code(path: Path) -> None:
-    """What would have to run a checkpoint's own Python is refused before anything is loaded."""
+    """A checkpoint that needs its own Python code is refused before anything is loaded."""
     if (file := read_json(path / "config.json").get("model_file")) is not None:
         raise LoadError(
-            f"{path} brings its own model code ({file}): Pippin runs nothing from a checkpoint"
+            f"{path} needs its own model code ({file}), and Pippin never runs code from a "
+            "checkpoint: use a checkpoint of a supported architecture"
         )
     tokenizer = read_json(path / "tokenizer_config.json").get("auto_map")
     if tokenizer is not None and not (path / "tokenizer.json").is_file():
         raise LoadError(
-            f"{path} has no tokenizer.json, and its tokenizer is Python code ({tokenizer}): "
-            "Pippin runs nothing from a checkpoint"
+            f"{path} has no tokenizer.json, and its tokenizer is Python code ({tokenizer}), which "
+            "Pippin never runs: use a checkpoint with a tokenizer.json"
         )
 
 
 def _other_weights(path: Path) -> str:
     pickles = [f.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for f in path.glob(kind)]
     if pickles:
-        return f"{sorted(pickles)[0]} is a pickle, which can run code when it is read"
-    return "Pippin reads no other weights"
+        return (
+            f"{sorted(pickles)[0]} is a pickle, which can run code when it is loaded: convert it "
+            "to safetensors"
+        )
+    return "Pippin loads no other format of weights"
 
 
 def _download(name: str, revision: str | None) -> Path:
@@ -106,20 +110,24 @@ def _download(name: str, revision: str | None) -> Path:
         )
     except GatedRepoError as error:
         raise LoadError(
-            f"{name!r} is gated: ask for access at https://huggingface.co/{name}, then run "
+            f"model {name!r} is gated: request access at https://huggingface.co/{name}, then run "
             "`hf auth login` or set HF_TOKEN"
         ) from error
     except RevisionNotFoundError as error:
-        raise LoadError(f"{name!r} has no revision {revision!r}") from error
+        raise LoadError(
+            f"model {name!r} has no revision {revision!r}: see the branches and tags at "
+            f"https://huggingface.co/{name}/tree/main"
+        ) from error
     except RepositoryNotFoundError as error:
         raise LoadError(
-            f"no model {name!r}: no such directory, and not on the hub, or private "
-            "(`hf auth login`)"
+            f"no model {name!r} was found: there is no such directory, and on the Hugging Face hub "
+            "it does not exist or is private (then run `hf auth login`)"
         ) from error
     except LocalEntryNotFoundError as error:
         raise LoadError(
-            f"{name!r} is neither a directory nor in the local cache, and the hub is out of reach"
+            f"model {name!r} is neither a directory nor in the local cache, and the Hugging Face "
+            "hub cannot be reached: check the network and HF_HUB_OFFLINE, or give a directory"
         ) from error
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise LoadError(f"could not download {name!r}: {reason}") from error
+        raise LoadError(f"model {name!r} could not be downloaded: {reason}") from error

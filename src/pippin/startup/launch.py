@@ -1,7 +1,7 @@
 """Starts the server: HTTP in front, a supervised engine behind. Knows no routes and no arrays.
 
-The server listens from the start, and answers 503 until the model is loaded. The first SIGINT or
-SIGTERM drains it: nothing new is taken, and what runs may finish. The second ends it.
+The server listens from the start and returns 503 until the model is loaded. The first SIGINT or
+SIGTERM drains it: new requests are refused and running ones may finish. The second one stops it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run_server(config: Config) -> None:
 
 
 class Entrance:
-    """The server's app: it answers before there is a model, and asks to come again."""
+    """The server's app: until the model is loaded it returns 503 with Retry-After."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.app: ASGIApp = create_waiting_app(config, "the model is being loaded")
@@ -134,7 +134,7 @@ async def _serve(config: Config, listener: socket.socket) -> None:
 async def _open(
     entrance: Entrance, config: Config, engine: EngineClient, supervisor: Supervisor
 ) -> None:
-    """Let requests in once there is a model for them."""
+    """Accept requests when the model is loaded."""
     text = await asyncio.to_thread(
         TextBundle.load,
         Path(config.model.model),
@@ -153,12 +153,12 @@ async def _drain(
     ends: tuple[asyncio.Future[None], ...],
     console: Console,
 ) -> None:
-    """Take nothing new and let what runs finish, unless one of `ends` comes first."""
+    """Refuse new requests and let running ones finish, until one of `ends` is done."""
     engine.drain()
     if engine.num_open and config.drain_timeout:
         console.print(
-            f"Finishing {engine.num_open} sequences, for {config.drain_timeout} s at most "
-            "(another signal stops at once)."
+            f"Waiting up to {config.drain_timeout} s for {engine.num_open} running sequences to "
+            "finish (a second signal stops at once)."
         )
     drained = asyncio.create_task(engine.drained())
     await _first_of(drained, *ends, timeout=config.drain_timeout)

@@ -1,4 +1,4 @@
-"""Decides what a config leaves open, once, at start-up. Reads no weights."""
+"""Resolves every "auto" of a config, once, at start-up. Reads no weights."""
 
 from __future__ import annotations
 
@@ -58,16 +58,18 @@ def choose_backend(name: str, checkpoint: Path, engine: EngineConfig = NO_OPTION
         return "mlx"
     if find_spec("torch") is not None:
         return "torch"
-    raise LoadError("neither mlx nor torch can run here: pip install 'pippin[cpu]' or '[torch]'")
+    raise LoadError(
+        "neither mlx nor torch is installed: run pip install 'pippin[cpu]' or 'pippin[torch]'"
+    )
 
 
 def has_mlx() -> bool:
-    """Whether its library is there: on Linux the wheel `mlx` comes without one."""
+    """Whether its library is installed: on Linux the wheel `mlx` does not contain it."""
     return _has_library("mlx", "libmlx.*")
 
 
 def has_torch_for_cuda() -> bool:
-    """Whether torch is there, built for CUDA, and a GPU that Triton and bfloat16 run on."""
+    """Whether torch is installed for CUDA, with a GPU that supports Triton and bfloat16."""
     if not _has_library("torch", "libtorch_cuda.*"):
         return False
     capability = compute_capability()
@@ -78,8 +80,8 @@ def torch_kernels_take(checkpoint: Path) -> bool:
     """Not only whether torch serves it: plain operations are slower than mlx is."""
     try:
         return suit_kernels(read_shape(read_config(checkpoint)))
-    except LoadError as error:  # an architecture that torch lacks, or one that nobody can read
-        logger.info("not on torch: %s", error.message)
+    except LoadError as error:  # an architecture that torch lacks, or an unknown one
+        logger.info("auto does not choose torch: %s", error.message)
         return False
 
 

@@ -51,7 +51,7 @@ def announced(url: str, model: str) -> Iterator[None]:
 
 
 def running_servers() -> list[RunningServer]:
-    """Of this user, on this machine; the one that started last comes first."""
+    """Of this user, on this machine; the one that started last is first."""
     directory = runtime_directory()
     if not _is_private(directory):
         return []

@@ -45,7 +45,9 @@ class Connection:
         try:
             return self._decoder.decode(frame)
         except msgspec.DecodeError as error:
-            raise EngineDead(f"the engine sent a message that makes no sense: {error}") from error
+            raise EngineDead(
+                f"the engine sent a message that cannot be decoded: {error}"
+            ) from error
 
     def close(self) -> None:
         self._push.close()

@@ -1,9 +1,9 @@
-"""A child process that runs `pippin.engine.run`. Knows no request, and not why it should live.
+"""A child process that runs `pippin.engine.run`. Knows no request and no restart policy.
 
 server                                    engine (child)
   Connection      ── ToEngine (zmq) ──▶     Channel
                   ◀── FromEngine ──────
-  stdin pipe      ── end of file ─────▶     leaves
+  stdin pipe      ── end of file ─────▶     exits
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class EngineProcess:
             line = line[os.write(self.process.stdin.fileno(), line) :]
 
     def remove_socket_names(self) -> None:
-        """Both sides are connected: nobody needs the files, and nobody can leave them behind."""
+        """Both sides are connected: the files are not needed any more, and none is left behind."""
         self._sockets.cleanup()
 
     async def ended(self) -> str:
-        """How it ended, once it has, and time was left to read what it said last."""
+        """Waits for its end, and for its last messages to be read; how it ended."""
         while (code := self.process.poll()) is None:
             await asyncio.sleep(WATCH_SECONDS)
         await asyncio.sleep(WATCH_SECONDS)
@@ -76,7 +76,7 @@ class EngineProcess:
         self.process.kill()
 
     def stop(self) -> None:
-        """Ask it to leave, then make it."""
+        """Ask it to exit; kill it if it does not in time."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:

@@ -1,4 +1,4 @@
-"""Keeps an engine running: starts one, notices that it died or hangs, and starts another.
+"""Keeps an engine running: starts one, detects that it died or hangs, and starts another.
 
     loading ──▶ serving ──▶ lost: it died, or it hangs and is killed
        ▲                     │    requests that had begun end with an error, the others wait
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class Backoff:
-    """When to start another engine. Deaths are in a row while no request is finished between."""
+    """When to restart the engine. Failures are in a row if no request finished between them."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
@@ -56,7 +56,7 @@ class Backoff:
         self.deaths = 0
 
     def died(self) -> float | None:
-        """Seconds to wait before the next one; None: no more."""
+        """Seconds to wait before the next start; None: no more restarts."""
         self.deaths += 1
         if self.deaths > self._max_restarts:
             return None
@@ -69,7 +69,7 @@ class Supervisor:
     def __init__(
         self, config: Config, client: EngineClient, on_loading: Callable[[str], None]
     ) -> None:
-        """`on_loading` hears how the first load goes, `loaded` has what the engine says then."""
+        """`on_loading` is called with each stage of the first load; `loaded` is its result."""
         self.loaded: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._config = config
         self._client = client
@@ -78,7 +78,7 @@ class Supervisor:
         self._stopped_itself = False  # the engine said why it ends: that is all it had to say
 
     async def run(self) -> None:
-        """Until it is cancelled, or an engine is lost that need not be replaced.
+        """Until it is cancelled, or an engine ends that need not be replaced.
 
         Raises LoadError if there is no first engine, EngineDead if there were too many.
         """
@@ -90,13 +90,17 @@ class Supervisor:
                 return
             delay = self._backoff.died()
             if delay is None:
-                in_a_row = f"{self._backoff.deaths} engines in a row were lost; of the last: "
+                in_a_row = (
+                    f"the engine failed {self._backoff.deaths} times in a row (limit: "
+                    f"--engine-restarts {self._config.server.engine_restarts}); the last reason: "
+                )
                 raise EngineDead((in_a_row if self._backoff.deaths > 1 else "") + reason)
-            logger.error("%s; another is started%s", reason, f" in {delay:g} s" if delay else "")
+            when = f"in {delay:g} s" if delay else "now"
+            logger.error("%s; the engine is restarted %s", reason, when)
             await asyncio.sleep(delay)
 
     async def _run_engine(self) -> str:
-        """One engine, from its start to its end; why it ended."""
+        """One engine, from its start to its end; the reason why it ended."""
         try:
             process, connection = self._start()
         except (OSError, ZMQError) as error:  # no memory, no descriptor: that may change
@@ -128,7 +132,7 @@ class Supervisor:
             raise
 
     async def _listen(self, connection: Connection, process: EngineProcess, pulse: Pulse) -> str:
-        """Take in what the engine says until it says that it stops; why it does."""
+        """Receive messages until the engine reports that it stops; the reason."""
         began = time.monotonic()
         while True:
             try:
@@ -160,14 +164,14 @@ class Supervisor:
 
     def _serve_on(self, connection: Connection, ready: Ready, load_seconds: float) -> None:
         if self.loaded.done():
-            logger.warning("serving again: the engine was loaded in %.1f s", load_seconds)
+            logger.warning("the engine was restarted and loaded in %.1f s", load_seconds)
         else:
             self.loaded.set_result(ready)
         self._client.engine_ready(connection)
 
 
 async def _hang(pulse: Pulse) -> str:
-    """Done once the engine counts as hung; why."""
+    """Returns when the engine counts as hung; the reason."""
     while (complaint := pulse.complaint) is None:
         await asyncio.sleep(TICK_SECONDS)
         pulse.pass_time(TICK_SECONDS)  # of this loop's time, however long it took

@@ -1,4 +1,4 @@
-"""Cache directories on the terminal: tables, and what to exit with. Knows no server."""
+"""Cache directories in the terminal: tables and exit statuses. Knows no server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pippin.cache.disk.inspection import ModelReport, empty, look
 def show_directory(directory: Path) -> None:
     reports = list(look(directory))
     if not reports:
-        print(f"{directory} holds nothing.")
+        print(f"{directory} has no prefix cache.")
         return
     Console().print(_table(reports))
     print(f"{sum(report.nbytes for report in reports):,} bytes in all")

@@ -1,4 +1,4 @@
-"""`pippin doctor`: what this machine is, how fast it multiplies, and whether it computes right.
+"""`pippin doctor`: this machine's hardware, matrix speed, and whether results are correct.
 
 It checks what `pippin serve` runs with the same options: the same environment, and the same steps.
 Knows the MLX backend; asserts nothing about time. A check that fails makes the exit status 1.
@@ -55,7 +55,7 @@ TF32_MARGIN = MARGINS[mx.float16]  # the same ten bits
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `ok` is None for what is merely said."""
+    """One line of the report; `ok` is None for information that is not checked."""
 
     name: str
     value: str
@@ -64,7 +64,7 @@ class Finding:
 
 
 def run_doctor(config: Config, *, as_json: bool) -> int:
-    """Print the findings as they come; the exit status."""
+    """Print the findings; the exit status."""
     engine = config.engine
     prepare(deterministic=engine.deterministic, buffer_limit=engine.buffer_limit)
     findings: list[Finding] = []
@@ -85,7 +85,7 @@ def run_doctor(config: Config, *, as_json: bool) -> int:
 
 def _examinations(config: Config) -> Iterator[tuple[str, Callable[[], Iterator[Finding]]]]:
     yield "reading versions", _versions
-    yield "looking at the device", _device
+    yield "querying the device", _device
     yield "measuring a matrix product", _product
     yield "comparing the fast recurrence with the plain one", _recurrence
     yield "loading the model, comparing a batch with single requests", lambda: _model(config)
@@ -116,11 +116,11 @@ def _device() -> Iterator[Finding]:
     yield Finding("device", f"{device.kind}: {device.name}")
     yield Finding(
         "memory",
-        f"{device.memory_bytes / 2**30:.1f} GiB, of which {device.share:.0%} used by default",
+        f"{device.memory_bytes / 2**30:.1f} GiB; --memory auto uses {device.share:.0%} of it",
     )
     buffers = max_buffers()
     if buffers is not None:
-        yield Finding("live buffers", f"{buffers:,} at most for prompts and their cache")
+        yield Finding("live buffers", f"at most {buffers:,} for prompts and the prefix cache")
     if not on_cpu():
         yield Finding("TF32", _tf32())
     blas = load_fast_blas()
@@ -128,7 +128,7 @@ def _device() -> Iterator[Finding]:
     yield Finding("BLAS", f"{blas.name}{threads}" + (f" ({blas.reason})" if blas.reason else ""))
     if on_cpu():
         few = use_few_rows_kernel()
-        text = f"up to {few.max_rows} by a kernel of ours" if few.max_rows else f"{few.reason}"
+        text = f"up to {few.max_rows} rows by Pippin's kernel" if few.max_rows else f"{few.reason}"
         yield Finding("products of few rows", text)
         yield from _operations(find_library())
     compiles = compile_available()
@@ -137,18 +137,20 @@ def _device() -> Iterator[Finding]:
 
 def _operations(found: OperationsReport) -> Iterator[Finding]:
     if found.path is None:
-        yield Finding("operations", f"mlx's: {found.reason}")
+        yield Finding("operations", f"mlx's own: {found.reason}")
         return
-    yield Finding("operations", f"ours, in C++, {num_threads()} threads")
+    yield Finding("operations", f"Pippin's, in C++, with {num_threads()} threads")
     for name, why in found.left_out.items():
-        yield Finding(f"operation {name}", f"mlx's, as ours does not work here: {why}")
+        yield Finding(
+            f"operation {name}", f"mlx's own, because Pippin's does not work on this machine: {why}"
+        )
 
 
 def _tf32() -> str:
     """In these checks and in `pippin serve`."""
     value = os.environ.get(TF32)
     if value is None:
-        return "on, as mlx sets it and as pippin serve runs; --deterministic turns it off"
+        return "on, the default of mlx, here and in pippin serve; --deterministic turns it off"
     return f"{'off' if products_are_exact() else 'on'}: {TF32}={value}, here and in pippin serve"
 
 
@@ -189,7 +191,9 @@ def _recurrence() -> Iterator[Finding]:
     plain = gated_delta_ops(q, k, v, g, beta, state)
     error = max(_relative_error(f, p) for f, p in zip(fast[:2], plain, strict=True))
     most = TOLERANCE if _is_exact() else TF32_TOLERANCE
-    yield Finding("fast recurrence = plain", f"error {error:.0e} of {most:.0e}", ok=error < most)
+    yield Finding(
+        "fast recurrence = plain", f"error {error:.0e}, limit {most:.0e}", ok=error < most
+    )
 
 
 def _relative_error(actual: mx.array, expected: mx.array) -> float:
@@ -202,7 +206,10 @@ def _model(config: Config) -> Iterator[Finding]:
     with LLM(config=config) as llm:
         backend = llm.loop.backend
         room = llm.loop.scheduler.budget.capacity
-        yield Finding("budget", f"{_size(backend.memory_used())} held, {_size(room)} for requests")
+        yield Finding(
+            "budget",
+            f"{_size(backend.memory_used())} used by the model, {_size(room)} for requests",
+        )
         margin = 0.0
         if isinstance(backend, MLXBackend):
             margin = MARGINS[backend.loaded.dtype]
@@ -221,11 +228,11 @@ def _steps(config: Config, *, compiled: bool) -> str:
         return "not compiled: --deterministic"
     if not compile_available().available:
         return "not compiled, as in pippin serve: see mx.compile"
-    return "not compiled: pippin serve builds their kernels in the background, and then uses them"
+    return "not compiled: pippin serve compiles their kernels in the background, and then uses them"
 
 
 def _batch_equals_solo(llm: LLM, margin: float) -> Finding:
-    """Greedy replies are the same until two tokens are level, which may fall either way."""
+    """Greedy replies are equal up to two tokens of nearly equal probability: rounding decides."""
     params = SamplingParams(
         max_tokens=REPLY_TOKENS, temperature=0.0, ignore_eos=True, logprobs=ALTERNATIVES
     )
@@ -237,9 +244,12 @@ def _batch_equals_solo(llm: LLM, margin: float) -> Finding:
         for a, b, n in zip(batch, solo, same, strict=True)
         if n < len(a.tokens) and a.logprobs
     ]
-    said = f"{sum(same)} of {len(PROMPTS) * REPLY_TOKENS} greedy tokens"
+    said = f"{sum(same)} of {len(PROMPTS) * REPLY_TOKENS} greedy tokens are equal"
     if leads:
-        said += f"; {len(leads)} replies part, between tokens {max(leads):.2g} apart at most"
+        said += (
+            f"; {len(leads)} replies differ, first at tokens whose log probabilities differ by at "
+            f"most {max(leads):.2g} (limit {margin:g})"
+        )
     enough = 2 * sum(same) >= len(PROMPTS) * REPLY_TOKENS
     return Finding("batched = alone", said, ok=enough and max(leads, default=0.0) <= margin)
 

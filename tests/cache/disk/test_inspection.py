@@ -76,7 +76,7 @@ def test_an_emptied_directory_holds_nothing_and_can_be_used(
     assert capsys.readouterr().out.startswith("freed ")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["lock", "notes.txt"]
     assert run("show") == 0
-    assert "holds nothing" in capsys.readouterr().out
+    assert "has no prefix cache" in capsys.readouterr().out
     store = filled(tmp_path)
     kv, _ = kv_entry(ROOT, range(50))
     assert same_bytes(store.read([kv.key]), [kv])
