@@ -1,0 +1,112 @@
+"""How the engine batches, caches and uses memory. Knows no HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pippin.amounts import parse_bytes, parse_memory
+from pippin.config.checks import check_at_least
+from pippin.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    max_running: int = 64
+    """Maximum number of requests that are decoded in one batch; further requests wait in the
+    queue."""
+
+    max_queue: int = 1024
+    """Maximum number of requests in the queue; further requests are refused with HTTP 503."""
+
+    max_queue_tokens: int = 4_000_000
+    """Maximum number of prompt tokens in the queue, summed over its requests; further requests are
+    refused with HTTP 503."""
+
+    prefill_tokens: int | None = None
+    """Prompt tokens computed in one step while no other request is running. Default: 512 on CPUs,
+    2,048 on Metal, 8,192 on CUDA."""
+
+    max_gap: float = 0.2
+    """Longest planned pause between two tokens of a running stream while prompts are computed in
+    the same steps, in seconds. A lower value makes streams smoother and prompts slower. The
+    smallest piece of a prompt may exceed it."""
+
+    overlap: bool = True
+    """Plan and launch the next step before the tokens of the previous step are known."""
+
+    forced_chunks: bool = True
+    """Compute several tokens in one step where a grammar allows only one continuation, if that is
+    faster."""
+
+    prefix_cache: bool = True
+    """Reuse the KV cache and recurrent states of prompt prefixes that requests have in common."""
+
+    memory: str = "auto"
+    """Memory budget for weights, KV cache, recurrent states and temporary buffers: an amount
+    ("6GB") or a fraction of the device's memory ("0.7"). `auto`: a fraction that depends on the
+    device, which `pippin doctor` prints."""
+
+    host_cache: str | None = None
+    """Host memory for cached prefixes that were evicted from GPU memory ("32GB"), pinned at start.
+    Requires the torch backend and a GPU with its own memory. Default: none."""
+
+    cache_dir: str | None = None
+    """Directory of a prefix cache on disk that is kept across restarts. Requires --disk. Only one
+    server can use a directory at a time. Default: no cache on disk."""
+
+    disk: str | None = None
+    """Maximum size of the prefix cache in --cache-dir ("20GB")."""
+
+    deterministic: bool = False
+    """Return bit-identical results whether a prefix was cached or not and whether requests ran
+    alone or in a batch: fixed shapes, and float32 products without TF32. Slower."""
+
+    wired: bool = False
+    """Keep the weights wired in memory on Metal, so that macOS does not swap them out. Off by
+    default because wired memory can cause a macOS kernel panic."""
+
+    buffer_limit: int | None = None
+    """Maximum number of operations, and of megabytes, in one command buffer that mlx submits to a
+    GPU. Default: mlx's value for the device."""
+
+    canary: Literal["off", "log", "raise"] = "off"
+    """Verify entries of the prefix cache when they are used and when the engine is idle; slow.
+    `log` logs a fault, `raise` stops the engine."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, max_running=1, max_queue=1, max_queue_tokens=1, prefill_tokens=1)
+        if not self.max_gap > 0.0:
+            raise ConfigError(f"max_gap must be more than 0 seconds, got {self.max_gap}")
+        check_at_least(self, buffer_limit=1)
+        if self.memory != "auto":
+            parse_memory(self.memory)
+        if self.canary != "off" and not self.prefix_cache:
+            raise ConfigError(
+                "canary verifies the prefix cache, which is off: remove --canary or "
+                "--no-prefix-cache"
+            )
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        if (self.cache_dir is None) != (self.disk is None):
+            given, lacking = (
+                ("disk", "cache_dir") if self.cache_dir is None else ("cache_dir", "disk")
+            )
+            raise ConfigError(
+                f"{given} requires {lacking}: give --cache-dir, the directory, and --disk, its size"
+            )
+        if self.disk is not None:
+            parse_bytes("disk", self.disk)
+            if not self.prefix_cache:
+                raise ConfigError(
+                    "cache_dir stores the prefix cache, which is off: remove --cache-dir or "
+                    "--no-prefix-cache"
+                )
+        if self.host_cache is not None:
+            parse_bytes("host_cache", self.host_cache)
+            if not self.prefix_cache:
+                raise ConfigError(
+                    "host_cache stores the prefix cache, which is off: remove --host-cache or "
+                    "--no-prefix-cache"
+                )

@@ -1,0 +1,138 @@
+"""The HTTP server: network, access control, API, logs and restarts. Knows no limits of requests."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pippin.config.checks import check_at_least
+from pippin.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    """IP address to listen on; 0.0.0.0 accepts connections from other machines."""
+
+    port: int = 8000
+    """TCP port to listen on; 0 chooses a free port."""
+
+    served_name: str | None = None
+    """Model name in the API. Default: the last part of the model's path or id."""
+
+    alias: tuple[str, ...] = ()
+    """Further model name that requests may use; may be given several times. For clients with a
+    fixed model name, such as gpt-4o."""
+
+    tool_parser: str = "auto"
+    """Format of the model's tool calls: a name from docs/tools.md, or the name of vLLM's parser.
+    `auto`: detected from the chat template. `off`: tool calls are returned as text."""
+
+    reasoning_parser: str = "auto"
+    """Format of the model's reasoning: a name from docs/tools.md, or the name of vLLM's parser.
+    `auto`: detected from the chat template. `off`: reasoning is returned as text."""
+
+    api_key: tuple[str, ...] = field(default=(), repr=False)
+    """API key that requests must send as a bearer token; may be given several times. Other users of
+    this machine can read command lines: prefer --api-key-file, or PIPPIN_API_KEY with keys
+    separated by spaces. Default: no key is required."""
+
+    api_key_file: str | None = None
+    """File with API keys, one per line."""
+
+    admin_key: tuple[str, ...] = field(default=(), repr=False)
+    """Key for routes that affect all clients: flushing the cache, /events, details of /status. It
+    is also valid as an API key; may be given several times. Default: the API key if there is
+    exactly one; with several, these routes are refused."""
+
+    admin_key_file: str | None = None
+    """File with admin keys, one per line."""
+
+    share_prefixes: bool = False
+    """Share cached prefixes between requests with different API keys. Off: a prefix cached for one
+    key is not used for another, so that `cached_tokens` and response times reveal nothing about
+    other keys."""
+
+    allowed_host: tuple[str, ...] = ()
+    """Host name accepted in the Host header; may be given several times. IP addresses, localhost
+    and the value of --host are always accepted. `*.example.com` accepts all its subdomains, `*` any
+    name."""
+
+    cors_origin: tuple[str, ...] = ()
+    """Web site whose pages may call this server from a browser, such as https://chat.example.com;
+    may be given several times. `*` allows any site."""
+
+    stored_responses: int = 1024
+    """Maximum number of responses of /v1/responses that are stored in memory for
+    `previous_response_id` and retrieval; 0 stores none. Each API key has an equal share, at least
+    one, and its least recently used response is deleted first."""
+
+    stored_bytes: int = 64_000_000
+    """Maximum size of all stored responses of /v1/responses, in bytes; each API key has an equal
+    share."""
+
+    page: bool = True
+    """Serve a web page at / with a chat and a live view of the engine."""
+
+    log_format: Literal["text", "json"] = "text"
+    """Format of log lines."""
+
+    log_prompts: bool = False
+    """Write the text of prompts to the log."""
+
+    show_prompts: Literal["auto", "on", "off"] = "auto"
+    """Let admins read the text in the prefix cache, at /events/node. `auto`: on if there is exactly
+    one key, or no key and the server listens on a loopback address."""
+
+    engine_timeout: int = 300
+    """Seconds after which a step that has not finished counts as hung and the engine process is
+    restarted."""
+
+    heartbeat_timeout: int = 30
+    """Seconds without a heartbeat after which the engine process counts as frozen and is restarted.
+    It sends one every half second, also during a step."""
+
+    step_log: str | None = None
+    """File to which one line of JSON per step is written: what the step did, and when."""
+
+    trace: str | None = None
+    """File to which a trace of the engine is written in Chrome's trace format, for Perfetto; at
+    most 200 MB."""
+
+    engine_restarts: int = 5
+    """Maximum number of engine restarts in a row without a finished request between them. After one
+    more failure the server exits with status 1."""
+
+    drain_timeout: int = 20
+    """Seconds that running requests have to finish after SIGTERM or Ctrl-C. A second signal stops
+    the server at once."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, engine_timeout=1, heartbeat_timeout=1)
+        check_at_least(self, engine_restarts=0, drain_timeout=0)
+        check_at_least(self, stored_responses=0, stored_bytes=0)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+        if not all(key.strip() for key in self.api_key):
+            raise ConfigError("api_key is empty: give a key, or remove the option")
+        if not all(key.strip() for key in self.admin_key):
+            raise ConfigError("admin_key is empty: give a key, or remove the option")
+        has_admin = self.admin_key or self.admin_key_file is not None
+        if has_admin and not (self.api_key or self.api_key_file is not None):
+            raise ConfigError(
+                "admin_key requires api_key: without an API key every request is accepted; give "
+                "--api-key or --api-key-file too"
+            )
+        for name in self.allowed_host:
+            if "*" in name.removeprefix("*.") and name != "*":
+                raise ConfigError(
+                    f"allowed_host {name!r} is not valid: use a name, *.example.com for its "
+                    "subdomains, or * for any name"
+                )
+        for origin in self.cors_origin:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/*]+", origin):
+                raise ConfigError(
+                    f"cors_origin {origin!r} is not valid: use a scheme and a host without a path, "
+                    "such as https://chat.example.com, or * for any site"
+                )
