@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 import pytest
 
 from pippin.engine.engine_client import EngineClient
@@ -299,6 +300,14 @@ def test_a_request_that_was_served_between_two_deaths_is_not_refused() -> None:
             await task
 
     run(scenario)
+
+
+def test_another_id_or_salt_makes_no_other_request() -> None:
+    suspects = Suspects()
+    for number in range(MAX_DEATHS):
+        suspects.engine_lost([msgspec.structs.replace(submit("a"), salt=b"%d" % number)])
+    with pytest.raises(PoisonRequest):
+        suspects.check(msgspec.structs.replace(submit("a"), id="b", salt=b"another"))
 
 
 def test_suspects_are_remembered_up_to_a_number() -> None:

@@ -68,6 +68,28 @@ def test_of_thinned_checkpoints_the_last_are_kept() -> None:
     check_idle(client)
 
 
+def test_checkpoints_of_replies_evict_no_cached_prefix() -> None:
+    backend = FakeBackend(components=(A, S), num_slots=16, max_len=1 << 14)
+    prefixes = [make_prompt(512, 1000 + number) for number in range(10)]
+    prefix_bytes = len(prefixes) * (backend.row_bytes(512) + 6 * backend.spec.state_bytes)
+    capacity = 8 * backend.row_bytes(2300) + prefix_bytes
+    client = make_client(backend=backend, num_slots=8, chunk=512, capacity_bytes=capacity)
+    for prefix in prefixes:
+        client.ask([*prefix, 1, 2, 3], max_tokens=1)
+    cache = client.loop.scheduler.cache
+    assert cache is not None
+    before = [cache.probe_prompt(prefix) for prefix in prefixes]
+    assert min(before) > 0
+    for number in range(8):
+        client.submit(make_prompt(200, number), max_tokens=2000)
+    for _ in range(1900):
+        client.step()
+    assert any(holding.checkpoints for holding in client.loop.scheduler.holdings.values())
+    assert [cache.probe_prompt(prefix) for prefix in prefixes] == before
+    client.run()
+    check_idle(client)
+
+
 @both_modes
 def test_a_refused_claim_evicts_nothing(overlap: bool) -> None:
     """Room for both rows, but not for what the first one has locked beside them."""

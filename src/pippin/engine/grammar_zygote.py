@@ -33,7 +33,10 @@ def main() -> int:
         vocabulary = load_vocabulary(Path(setup["model_dir"]), setup["vocab_size"])
     except PippinError:
         return 0  # the engine builds the same, and says why there can be no grammars
-    os.write(outbox, b"ready\n")
+    try:
+        os.write(outbox, b"ready\n")
+    except BrokenPipeError:  # the engine ended while the vocabulary was loaded
+        return 0
     Zygote(lambda spec: prove_grammar(spec, vocabulary), STDIN, outbox).run()
     return 0
 

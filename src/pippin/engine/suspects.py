@@ -62,7 +62,7 @@ def to_resubmit(requests: Iterable[OpenRequest], *, knows_all: bool) -> list[Ope
 
 
 class Suspects:
-    """Requests that were in flight when an engine was lost, by a digest of all but their ids."""
+    """Requests that were in flight when an engine was lost, by a digest of what they ask for."""
 
     def __init__(self) -> None:
         self._deaths: OrderedDict[bytes, int] = OrderedDict()
@@ -89,5 +89,6 @@ class Suspects:
 
 
 def _digest(submit: Submit) -> bytes:
-    body = msgspec.structs.replace(submit, id="")
+    """Of all but the id and the salt, which change nothing that an engine computes."""
+    body = msgspec.structs.replace(submit, id="", salt=b"")
     return hashlib.blake2b(msgspec.msgpack.encode(body), digest_size=16).digest()

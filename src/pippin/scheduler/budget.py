@@ -39,6 +39,10 @@ class ByteBudget:
         self._set_claimed(self.claimed + nbytes)
         return True
 
+    def claim_free(self, nbytes: int) -> bool:
+        """Take `nbytes` of what is free, or refuse: the tree keeps what it has."""
+        return nbytes <= self.free and self.claim(nbytes)
+
     def release(self, nbytes: int) -> None:
         assert 0 <= nbytes <= self.claimed
         self._set_claimed(self.claimed - nbytes)

@@ -97,22 +97,24 @@ class Claims:
         return replace(row, checkpoints=(), captures=False)
 
     def fit_checkpoint(self, step: int, holding: Holding, position: int) -> bool:
-        """Whether the state after `position` tokens of a reply can be kept.
+        """Whether the state after `position` tokens of a reply can be kept in what is free.
 
-        Where it can not, earlier ones of the same reply make room: the last ones matter most.
+        It evicts no cached prefix: few requests branch off inside a reply, and many begin with a
+        prefix. Earlier checkpoints of the same reply make room: the last ones matter most.
         """
         plan = StepPlan(step, decode=(DecodeRow(holding.slot, position - 1, checkpoint=True),))
-        if self._fits(plan):
-            return True
-        self._thin(holding)
-        return self._fits(plan)
+        nbytes = self.costs.transient_bytes(plan)
+        if self.budget.free < nbytes:
+            self._thin(holding)
+        return self._take(nbytes, self.budget.claim_free(nbytes))
 
     def _fits(self, plan: StepPlan) -> bool:
         nbytes = self.costs.transient_bytes(plan)
-        if not self.budget.claim(nbytes):
-            return False
-        self._transient_bytes += nbytes
-        return True
+        return self._take(nbytes, self.budget.claim(nbytes))
+
+    def _take(self, nbytes: int, claimed: bool) -> bool:
+        self._transient_bytes += nbytes if claimed else 0
+        return claimed
 
     def _thin(self, holding: Holding) -> None:
         """Keep half of a reply's checkpoints."""

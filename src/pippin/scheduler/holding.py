@@ -150,9 +150,9 @@ class Holding:
             self.lock = None
 
     def keep_checkpoints(self, states: Mapping[int, Payload], budget: ByteBudget) -> None:
-        """Take over states of the reply; their bytes are claimed from now on, or they go."""
+        """Take over states of the reply, as far as free bytes reach; the others are dropped."""
         for position, state in states.items():
-            if position not in self.checkpoints and budget.claim(state.nbytes):
+            if position not in self.checkpoints and budget.claim_free(state.nbytes):
                 self.checkpoints[position] = state
             else:
                 state.release()
