@@ -124,7 +124,7 @@ def installation(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_a_wheel_without_the_demo_says_what_to_install_or_name(installation: Installation) -> None:
-    assert "Check this machine" in installation.run("doctor", "--help").stdout
+    assert "Check whether" in installation.run("doctor", "--help").stdout
     done = installation.run("serve", "--port", "0")
     assert done.returncode == 1
     assert done.stderr.startswith(

@@ -52,4 +52,5 @@ def option_bytes(nbytes: int) -> str:
 
 
 def _unit_of(nbytes: int) -> str:
-    return "GB" if nbytes >= 100 * 10**6 else "MB" if nbytes >= 10**5 else "KB"
+    """The largest one that `nbytes` has at least one of; KB for less."""
+    return next((u for u in ("TB", "GB", "MB") if nbytes >= MEMORY_UNITS[u]), "KB")

@@ -181,10 +181,10 @@ def test_keys_come_from_a_file_too(tmp_path: Any) -> None:
 
 def test_a_file_without_keys_is_an_error(tmp_path: Any) -> None:
     path = tmp_path / "keys"
-    with pytest.raises(LoadError, match="cannot read the API keys"):
+    with pytest.raises(LoadError, match="cannot read the file of keys"):
         read_key_file(str(path))
     path.write_text("\n# none\n")
-    with pytest.raises(LoadError, match="holds no API key"):
+    with pytest.raises(LoadError, match="is empty: write one key per line"):
         read_key_file(str(path))
 
 

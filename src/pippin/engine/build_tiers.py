@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pippin import __version__
-from pippin.amounts import parse_bytes
+from pippin.amounts import option_bytes, parse_bytes, show_bytes
 from pippin.backends.base import Backend, DeviceInfo
 from pippin.backends.host import host_memory_bytes
 from pippin.cache.canary import Canary
@@ -58,14 +58,20 @@ def tier_kinds(config: Config, device: DeviceInfo) -> list[TierKind]:
 def _check_host_cache(config: Config, device: DeviceInfo) -> None:
     if device.unified:
         raise ConfigError(
-            f"host_cache is for GPUs with a memory of their own; {device.name} computes in the "
-            "host's: give it more with memory"
+            f"host_cache requires a GPU with its own memory; {device.name} uses the host's memory: "
+            "remove --host-cache, and raise --memory if there is more"
         )
     if config.model.backend == "mlx":
-        raise ConfigError("host_cache needs pinned memory, which mlx has not: --backend torch has")
+        raise ConfigError(
+            "host_cache requires pinned memory, which mlx does not have: use --backend torch, or "
+            "remove --host-cache"
+        )
     wanted = _host_bytes(config)
     if wanted > (there := host_memory_bytes()):
-        raise ConfigError(f"host_cache is {wanted:,} bytes, and this machine has {there:,}")
+        raise ConfigError(
+            f"host_cache is {show_bytes(wanted)}, and this machine has {show_bytes(there)} of "
+            f"memory: use --host-cache {option_bytes(there // 2)}, for example"
+        )
 
 
 def build_tiers(
@@ -115,7 +121,10 @@ def _open_host(config: Config, backend: Backend, batch_bytes: int) -> HostStore:
     except ValueError as error:
         raise ConfigError(f"host_cache: {error}") from error
     except (MemoryError, RuntimeError) as error:  # as numpy and torch say it
-        raise LoadError(f"host_cache: {max_bytes:,} bytes could not be had: {error}") from error
+        raise LoadError(
+            f"host_cache: {show_bytes(max_bytes)} of pinned memory could not be allocated "
+            f"({error}): use less, such as --host-cache {option_bytes(max_bytes // 2)}"
+        ) from error
 
 
 def _open_disk(config: Config, backend: Backend) -> DiskStore:

@@ -220,7 +220,7 @@ def test_an_error_at_start_says_where_the_budget_went(device: MadeUpDevice) -> N
     device.step_bytes = 40 * MIB
     config = Config(ModelConfig("model", backend="torch"), EngineConfig(memory=str(40 * MIB)))
     words = (
-        r"a budget of 41\.9 MB, .* \(weights [\d.]+ MB, activations 41\.9 MB, .* needs [\d.]+ KB: "
+        r"a budget of 41\.9 MB, .* \(weights [\d.]+ KB, activations 41\.9 MB, .* needs [\d.]+ KB: "
     )
     with pytest.raises(LoadError, match=words):
         build_loop(config, lambda _: None, backend=backend)

@@ -113,7 +113,7 @@ def test_a_device_that_computes_in_the_hosts_memory_has_no_such_tier() -> None:
     backend = make_torch_backend(BUNDLED, num_slots=4)
     if torch.cuda.is_available():
         pytest.skip("this device has a memory of its own")
-    with pytest.raises(ConfigError, match=r"memory of their own; .* computes in the host's"):
+    with pytest.raises(ConfigError, match=r"its own memory; .* uses the host's memory: remove"):
         engine_of(backend, "1GB")
 
 
@@ -131,9 +131,9 @@ def test_an_engine_has_it_where_it_is_asked_for() -> None:
             "900TB",
             "torch",
             ConfigError,
-            "host_cache is 900,000,000,000,000 bytes, and this machine",
+            r"host_cache is 900\.0 TB, and this machine has .*: use --host-cache [\d.]+[GT]B",
         ),
-        ("1GB", "mlx", ConfigError, "pinned memory, which mlx has not"),
+        ("1GB", "mlx", ConfigError, "pinned memory, which mlx does not have: use --backend torch"),
     ],
 )
 def test_what_cannot_be_had_is_refused(
@@ -150,7 +150,9 @@ def test_memory_that_cannot_be_pinned_is_an_error_at_start(monkeypatch: pytest.M
 
     backend = discrete(make_torch_backend(BUNDLED, num_slots=4))
     monkeypatch.setattr(backend, "host_memory", fail)
-    with pytest.raises(LoadError, match=r"host_cache: 256,000,000 bytes could not be had: CUDA"):
+    with pytest.raises(
+        LoadError, match=r"256\.0 MB of pinned .* \(CUDA.*: use .* --host-cache 128MB"
+    ):
         engine_of(backend, "256MB")
 
 

@@ -47,10 +47,10 @@ def read_key_file(path: str) -> tuple[str, ...]:
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise LoadError(f"cannot read the API keys in {path}: {error}") from error
+        raise LoadError(f"cannot read the file of keys {path}: {error}") from error
     keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
     if not keys:
-        raise LoadError(f"{path} holds no API key: one a line")
+        raise LoadError(f"the file of keys {path} is empty: write one key per line")
     return keys
 
 
