@@ -40,12 +40,12 @@ from pippin.text.parsers.formats import ReplyFormats
 
 def run_server(config: Config) -> None:
     """Load a model and serve it until SIGINT or SIGTERM."""
-    configure_logging(config.server.log_format)
-    return_freed_memory()
-    ReplyFormats.choose(  # names are checked before a download that may take an hour, too
+    ReplyFormats.choose(  # names are checked before a download that may take an hour
         "", tools=config.server.tool_parser, reasoning=config.server.reasoning_parser
     )
-    with listen(config.server) as listener:  # before a download that may take an hour
+    configure_logging(config.server.log_format)
+    return_freed_memory()
+    with listen(config.server) as listener:  # likewise
         if config.server.trace is not None:
             TraceFile.begin(Path(config.server.trace))
         config = resolve(config)
