@@ -14,7 +14,7 @@ from scripted_engine import ScriptedEngine, hang, say, say_tokens, serving_alone
 
 from pippin.api.http import connection
 from pippin.config import LimitsConfig, ServerConfig
-from pippin.startup.launch import _listen
+from pippin.startup.port import listen
 from processes import PATIENCE_SECONDS, wait_until
 
 BODY = json.dumps({"model": "stories", "prompt": "Hi."}).encode()
@@ -241,7 +241,7 @@ def test_enough_files_may_be_open(
 
 def test_the_servers_socket_is_one_that_asyncio_sends_small_pieces_on_at_once() -> None:
     """Else a token can wait for the acknowledgement of the last one: 40 ms."""
-    with _listen(ServerConfig(port=0)) as listener:
+    with listen(ServerConfig(port=0)) as listener:
         assert listener.proto == socket.IPPROTO_TCP
 
 

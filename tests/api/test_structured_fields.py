@@ -74,7 +74,7 @@ def test_sglangs_fields(endpoint: str) -> None:
     [
         ({"response_format": "json"}, "response_format", "must be a JSON object"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
-        ({"response_format": {}}, "response_format.type", "None"),
+        ({"response_format": {}}, "response_format.type", "null"),
         (
             {"response_format": {"type": "json_schema"}},
             "response_format.json_schema",

@@ -19,7 +19,7 @@ from cli.commands import error_of, output_of, served_with
 from pippin import cli
 from pippin.amounts import parse_memory
 from pippin.cli.option_groups import GROUP_OF, HEADINGS
-from pippin.config import Config, EngineConfig, ModelConfig, ServerConfig
+from pippin.config import Config, EngineConfig, LimitsConfig, ModelConfig, ServerConfig
 from pippin.errors import LoadError
 from processes import environment
 
@@ -29,6 +29,14 @@ DIALECT = re.compile(
     r"lets in|holds|sign of life|passed over|looked for)\b",
     re.IGNORECASE,
 )
+
+
+def test_options_are_read_where_pydantic_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cyclopts then has pydantic check what it made of them."""
+    import pydantic  # noqa: F401
+
+    config = served_with(monkeypatch, "--max-choices", "7")
+    assert config == Config(limits=LimitsConfig(max_choices=7))
 
 
 def test_no_options_means_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,25 +69,49 @@ def test_of_thinned_checkpoints_the_last_are_kept() -> None:
 
 
 def test_checkpoints_of_replies_evict_no_cached_prefix() -> None:
-    backend = FakeBackend(components=(A, S), num_slots=16, max_len=1 << 14)
     prefixes = [make_prompt(512, 1000 + number) for number in range(10)]
-    prefix_bytes = len(prefixes) * (backend.row_bytes(512) + 6 * backend.spec.state_bytes)
-    capacity = 8 * backend.row_bytes(2300) + prefix_bytes
-    client = make_client(backend=backend, num_slots=8, chunk=512, capacity_bytes=capacity)
-    for prefix in prefixes:
-        client.ask([*prefix, 1, 2, 3], max_tokens=1)
-    cache = client.loop.scheduler.cache
-    assert cache is not None
-    before = [cache.probe_prompt(prefix) for prefix in prefixes]
-    assert min(before) > 0
-    for number in range(8):
-        client.submit(make_prompt(200, number), max_tokens=2000)
-    for _ in range(1900):
-        client.step()
-    assert any(holding.checkpoints for holding in client.loop.scheduler.holdings.values())
-    assert [cache.probe_prompt(prefix) for prefix in prefixes] == before
-    client.run()
-    check_idle(client)
+
+    def restorable(capacity: int) -> tuple[list[int], list[int], int]:
+        """Of each prefix, before and while replies grow; and the bytes of the prefixes."""
+        backend = FakeBackend(components=(A, S), num_slots=16, max_len=1 << 14)
+        client = make_client(backend=backend, num_slots=8, chunk=512, capacity_bytes=capacity)
+        cache = client.loop.scheduler.cache
+        assert cache is not None
+        for prefix in prefixes * 4:
+            client.ask([*prefix, 1, 2, 3], max_tokens=1)
+        before, nbytes = [cache.probe_prompt(prefix) for prefix in prefixes], cache.nbytes
+        for number in range(8):
+            client.submit(make_prompt(200, number), max_tokens=2000)
+        for _ in range(1900):
+            client.step()
+        after = [cache.probe_prompt(prefix) for prefix in prefixes]
+        client.run()
+        check_idle(client)
+        return before, after, nbytes
+
+    before, after, nbytes = restorable(1 << 40)
+    assert after == before
+    # Now with no more room than rows and prefixes need.
+    row_bytes = FakeBackend(components=(A, S), max_len=1 << 14).row_bytes
+    _, after, _ = restorable(nbytes + 8 * row_bytes(2300))
+    assert after == before
+
+
+def test_checkpoints_are_given_up_before_a_reply_is_preempted() -> None:
+    """However little a checkpoint has left free when the other reply needs more."""
+    for left in range(0, 160_000, 16_000):
+        backend = FakeBackend(components=(A, S), num_slots=4, max_len=1 << 14)
+        capacity = backend.row_bytes(2000) + backend.row_bytes(1300) + left
+        client = make_client(backend=backend, num_slots=2, chunk=512, capacity_bytes=capacity)
+        client.submit(make_prompt(10, 1), max_tokens=1900)
+        for _ in range(400):
+            client.step()
+        (holding,) = client.loop.scheduler.holdings.values()
+        assert holding.checkpoints
+        client.submit(make_prompt(10, 2), max_tokens=1000)
+        run_within(client, capacity)
+        assert client.loop.scheduler.metrics.retractions == 0
+        check_idle(client)
 
 
 @both_modes

@@ -10,6 +10,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -34,29 +35,31 @@ ConfigFile = Annotated[
     ),
 ]
 # Options of vLLM that have no field of their own here; `settings.py` moves their values.
-VLLM_OPTIONS = {
-    "served_model_name": Annotated[
-        tuple[str, ...],
-        Parameter(
-            name=SERVED_MODEL_NAME,
-            group=HEADINGS["API"],
-            consume_multiple=True,
-            negative="",
-            show_default=False,
-            help="The same as --served-name, as vLLM spells it; further names after the first are "
-            "the same as --alias.",
-        ),
-    ],
-    "enable_auto_tool_choice": Annotated[
-        bool,
-        Parameter(
-            group=HEADINGS["API"],
-            negative="",
-            show_default=False,
-            help="Accepted because vLLM requires it for tool calls. It has no effect: the model "
-            "may always choose a tool.",
-        ),
-    ],
+ServedModelName = Annotated[
+    tuple[str, ...],
+    Parameter(
+        name=SERVED_MODEL_NAME,
+        group=HEADINGS["API"],
+        consume_multiple=True,
+        negative="",
+        show_default=False,
+        help="The same as --served-name, as vLLM spells it; further names after the first are "
+        "the same as --alias.",
+    ),
+]
+EnableAutoToolChoice = Annotated[
+    bool,
+    Parameter(
+        group=HEADINGS["API"],
+        negative="",
+        show_default=False,
+        help="Accepted because vLLM requires it for tool calls. It has no effect: the model "
+        "may always choose a tool.",
+    ),
+]
+VLLM_OPTIONS: dict[str, tuple[Any, Any]] = {  # annotations and defaults
+    "served_model_name": (ServedModelName, ()),
+    "enable_auto_tool_choice": (EnableAutoToolChoice, False),
 }
 
 
@@ -77,7 +80,10 @@ def takes_config(
         options = [_section_parameter(name, without) for name in sections]
         read_by_settings = [_keyword("config_file", ConfigFile, None)]
         if "server" in sections:
-            read_by_settings += [_keyword(n, kind, ()) for n, kind in VLLM_OPTIONS.items()]
+            read_by_settings += [
+                _keyword(field, annotation, default)
+                for field, (annotation, default) in VLLM_OPTIONS.items()
+            ]
         signature = inspect.Signature(
             sorted([*options, *own, *read_by_settings], key=lambda p: p.kind)
         )
@@ -87,7 +93,9 @@ def takes_config(
             given = signature.bind(*args, **kwargs).arguments
             for parameter in read_by_settings:
                 given.pop(parameter.name, None)
-            parts = {name: given.pop(name) for name in sections if name in given}
+            parts = {
+                name: _without_headings(name, given.pop(name)) for name in sections if name in given
+            }
             command(Config(**parts), **given)
 
         with_config.__signature__ = signature  # type: ignore[attr-defined]
@@ -103,7 +111,7 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _section_parameter(name: str, without: Iterable[str]) -> inspect.Parameter:
-    section = SECTIONS[name]
+    section = _with_headings(SECTIONS[name])
     parameter = Parameter(
         name="*",
         parse=re.compile(rf"^(?!(?:{'|'.join(without)})$)") if without else None,
@@ -117,25 +125,24 @@ def _section_parameter(name: str, without: Iterable[str]) -> inspect.Parameter:
         if is_positional
         else inspect.Parameter.KEYWORD_ONLY,
         default=section(),
-        annotation=Annotated[_with_headings(section), parameter],
+        annotation=Annotated[section, parameter],
     )
 
 
 def _with_headings(section: type) -> type:
-    """The section for cyclopts: the same fields, each with its heading and its vLLM spelling.
-
-    Calling it makes the section itself.
-    """
+    """The section for cyclopts: the same fields, each with its heading and its vLLM spelling."""
     annotations = {
         name: Annotated[hint, Parameter(group=GROUP_OF[name], alias=ALIASES.get(name, ()))]
         for name, hint in get_type_hints(section).items()
         if name in GROUP_OF
     }
-    body = {
-        "__annotations__": annotations,
-        "__new__": lambda cls, *args, **fields: section(*args, **fields),
-    }
-    return type(section.__name__, (section,), body)
+    return type(section.__name__, (section,), {"__annotations__": annotations})
+
+
+def _without_headings(name: str, given: Any) -> Any:
+    """The section itself: cyclopts, and pydantic where it is imported, make the class above."""
+    section = SECTIONS[name]
+    return section(**{field.name: getattr(given, field.name) for field in fields(section)})
 
 
 def _shown_default(value: Any) -> str | None:

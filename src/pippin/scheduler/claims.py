@@ -51,7 +51,10 @@ class Claims:
         return need - self.budget.available
 
     def _resize(self, holding: Holding, num_tokens: int) -> bool:
+        """A reply gives up checkpoints of its own before prefixes are evicted for it."""
         extra = max(0, self.row_bytes(holding, num_tokens) - holding.nbytes)
+        while holding.checkpoints and self.budget.free < extra:
+            self._thin(holding)
         if not self.budget.claim(extra):
             return False
         holding.nbytes += extra
