@@ -10,6 +10,7 @@ import pytest
 
 from bundled import BUNDLED_PATH
 from pippin.amounts import option_bytes, parse_memory
+from pippin.backends.fake import FakeBackend
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build import build_loop, load_backend
 from pippin.errors import LoadError
@@ -47,6 +48,22 @@ def test_a_model_that_the_device_is_too_small_for_names_no_budget() -> None:
         LoadError, match=r"the device has 1\.0 MB: use a smaller or quantized model"
     ):
         build_loop(config, ignore, backend=loaded)
+
+
+def test_a_backend_that_has_no_room_is_closed_unless_it_is_the_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it has claimed of the device would be missing at the next try in this process."""
+    closed: list[FakeBackend] = []
+    monkeypatch.setattr(FakeBackend, "limit_memory", lambda self, budget: 0)
+    monkeypatch.setattr(FakeBackend, "close", lambda self: closed.append(self))
+    config = Config(ModelConfig(backend="fake"))
+    with pytest.raises(LoadError, match="memory"):
+        build_loop(config, ignore)
+    assert len(closed) == 1
+    with pytest.raises(LoadError, match="memory"):
+        build_loop(config, ignore, backend=FakeBackend())
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize("nbytes", [1, 999, 10**5, 10**6 + 1, 999_999_999, 6_250_000_001, 10**14])

@@ -172,7 +172,7 @@ def host() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_weights(Path(folder), TINY, torch.float32)
         tiny = TorchBackend(load(Path(folder), dtype="float32"), num_slots=16, pool_bytes=1 << 26)
-    run(make_loop(tiny, "2GB", "1GB"), lambda loop: come_back(loop, (1000, 3000), "tiny, float32", exact=True))
+    run(make_loop(tiny, "6GB", "1GB"), lambda loop: come_back(loop, (1000, 3000), "tiny, float32", exact=True))
     backend = TorchBackend(random_model(), num_slots=16, pool_bytes=1 << 26)
     began = time.perf_counter()
     loop = make_loop(backend, "24GB", "12GB")

@@ -49,8 +49,14 @@ def build_loop(
     prover = Prover((sys.executable, "-m", "pippin.engine.grammar_zygote"))
     if stays and config.model.backend != "fake":
         prover.start()  # it is ready by the time the model is
+    is_given = backend is not None
     backend = backend or load_backend(config, progress, stays=stays)
-    capacity_bytes = _capacity_bytes(config.engine, backend)
+    try:
+        capacity_bytes = _capacity_bytes(config.engine, backend)
+    except LoadError:
+        if not is_given:  # a caller may try again in this process, with other options
+            backend.close()
+        raise
     kinds = tier_kinds(config, backend.device)
     batch_bytes = tier_batch_bytes(backend, capacity_bytes)
     capacity_bytes -= len(kinds) * BATCHES_IN_FLIGHT * batch_bytes
