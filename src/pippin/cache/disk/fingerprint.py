@@ -6,7 +6,7 @@ fast as the disk reads) and remembered in the user's cache directory; a file tha
 anyway.
 
 What is remembered holds while path, size, inode, times of change and a sample of the bytes are the
-same. The time of modification alone can be kept by whoever writes (`cp -p`, `rsync -t`); ctime can
+same. The time of modification alone can be kept (`cp -p`, `rsync -t`); ctime can
 not, and a `chmod` or a new hard link only costs another hash. The sample is for file systems that
 keep no ctime, or clocks that were set back: a fine-tune changes nearly every tensor.
 

@@ -59,7 +59,7 @@ class Prover:
                 self._zygote = _ZygoteProcess(self._command)
 
     def set_up(self, **setup: Any) -> None:
-        """What a zygote is told first."""
+        """What is sent to a zygote first."""
         self._setup = setup
 
     def load(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from pippin.decode.size.size_limits import MAX_EXPANSION, check_nesting
 
-MOST = MAX_EXPANSION + 1  # larger numbers are not told apart
+MOST = MAX_EXPANSION + 1  # larger numbers count as equal
 
 
 class Groups:
