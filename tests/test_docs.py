@@ -130,34 +130,24 @@ def test_every_option_of_serve_is_documented() -> None:
                 assert re.search(rf"`{name}` \| `?{field.default}`? \|", options), name
 
 
-def tree_paths(document: str = "docs/architecture.md") -> list[Path]:
-    """What a document's file tree names, by indentation."""
-    tree = chapters(ROOT / document)["What is where"]
-    paths: list[Path] = []
+def folders_in_the_tree() -> list[Path]:
+    """What the document's tree names, by indentation."""
+    tree = chapters(ROOT / "docs" / "source-tree.md")["What is where"]
+    folders: list[Path] = []
     parents = [ROOT]
-    for indent, name in re.findall(r"^( *)([\w./-]+)(?: {2,}\S.*)?$", tree, re.MULTILINE):
+    for indent, name in re.findall(r"^( *)([\w./-]+)/ +\S.*$", tree, re.MULTILINE):
         del parents[len(indent) // 2 + 1 :]
-        paths.append(parents[-1] / name)
-        parents.append(paths[-1])
-    return paths
+        folders.append(parents[-1] / name)
+        parents.append(folders[-1])
+    return folders
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md"])
-def test_the_file_tree_names_what_exists(document: str) -> None:
-    named = tree_paths(document)
-    assert len(named) >= 10
-    assert [path for path in named if not path.exists()] == []
-
-
-def test_the_file_tree_leaves_no_module_out() -> None:
-    """A folder's line stands for all that is in it, unless lines for its files follow."""
-    named = set(tree_paths())
-    opened = {path.parent for path in named}
-    missing = [
-        path
-        for path in (ROOT / "src" / "pippin").rglob("*.py")
-        if path.name != "__init__.py"
-        and path not in named
-        and not any(folder in named and folder not in opened for folder in path.parents)
-    ]
-    assert missing == []
+def test_the_tree_names_each_folder_of_the_package_and_no_other() -> None:
+    package = ROOT / "src" / "pippin"
+    names = (str(path.parent) for path in package.rglob("*") if path.is_file())
+    actual = {package, *(Path(name) for name in names if "__pycache__" not in name)}
+    actual |= {folder for path in actual for folder in path.parents if package in folder.parents}
+    named = folders_in_the_tree()
+    assert [folder for folder in named if not folder.is_dir()] == []
+    assert {folder for folder in named if package in (folder, *folder.parents)} == actual
+    assert len(set(named)) == len(named)

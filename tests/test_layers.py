@@ -186,17 +186,3 @@ def test_no_two_test_files_have_one_name() -> None:
     files = Path(__file__).parent.rglob("*.py")
     names = [path.name for path in files if path.name != "conftest.py"]
     assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
-
-
-def test_the_document_has_the_same_table() -> None:
-    text = (SRC.parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = text.split("| package | may import |\n|---|---|\n")[1].split("\n\n")[0]
-    told: dict[str, set[str] | None] = {}
-    for row in table.splitlines():
-        packages, allowed = (_named(cell) for cell in row.split("|")[1:3])
-        told |= dict.fromkeys(packages, ANYTHING if "| anything |" in row else set(allowed))
-    assert told == MAY_IMPORT
-
-
-def _named(cell: str) -> list[str]:
-    return ["" if name == "pippin" else name for name in cell.split("`")[1::2]]
