@@ -1,7 +1,7 @@
 """How much one request may hold where no option of the server says it. Knows no field's meaning.
 
 Each bound is far above what agents send, and low enough that a body at all of them at once takes
-less than a second to read. `docs/api.md` lists them; options of the server are in `LimitsConfig`.
+less than a second to read. `docs/limits.md` lists them; the options are in `LimitsConfig`.
 """
 
 from __future__ import annotations
