@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pippin.backends.base import PrefillRow
-from pippin.backends.sampling import FAR
+from pippin.backends.sampling.rules import FAR
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.device import find_device
 from pippin.backends.torch.graphs.chunk_graphs import ChunkGraphs

@@ -1,4 +1,4 @@
-"""What top_k, top_p and min_p keep by the rule of `backends/sampling.py`: token by token, in numpy.
+"""What top_k, top_p and min_p keep by the rule of `sampling/rules.py`: token by token, in numpy.
 
 Masses are given: how a device rounds an exponential is no part of the rule.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pippin.backends.sampling import MASS_UNITS
+from pippin.backends.sampling.rules import MASS_UNITS
 from pippin.types import SamplingParams
 
 VOCAB = 1000

@@ -31,8 +31,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "decode": {"types"},
     "backends": set(),
     "backends.base": {"types", "cache.disk.entries"},
-    "backends.sampling_noise": set(),
-    "backends.sampling": {"types", "backends.base", "backends.sampling_noise"},
+    "backends.sampling": {"types", "backends.base"},
     "backends.warm_up": {"types", "backends.base"},
     "backends.chunking": {"types", "backends.base"},
     "backends.host": set(),
@@ -41,11 +40,11 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.mlx": {
         *("types", "cache.disk.entries", "config", "native_kernels"),
         *("backends.base", "backends.host"),
-        *("backends.chunking", "backends.masks", "backends.sampling", "backends.sampling_noise"),
+        *("backends.chunking", "backends.masks", "backends.sampling"),
     },
     "backends.torch": {
         *("types", "amounts", "cache.disk.entries", "backends.base", "backends.host"),
-        *("backends.chunking", "backends.masks", "backends.sampling", "backends.sampling_noise"),
+        *("backends.chunking", "backends.masks", "backends.sampling"),
     },
     "scheduler": {
         *("types", "cache", "decode", "messages", "metrics"),

@@ -21,7 +21,7 @@ import mlx.core as mx
 from pippin.backends.mlx.step import filters
 from pippin.backends.mlx.step.largest import largest
 from pippin.backends.mlx.step.sampling_state import DrawGroup, build_batch
-from pippin.backends.sampling import SHORT, SlotSampling
+from pippin.backends.sampling.rules import SHORT, SlotSampling
 from pippin.types import SamplingParams
 
 REPEATS = 9

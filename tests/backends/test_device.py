@@ -16,7 +16,7 @@ from pippin.backends.mlx import backend as backend_module
 from pippin.backends.mlx import device, environment
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.device import limit_memory, on_cpu
-from pippin.backends.mlx.tree.packing import payload_arrays
+from pippin.backends.mlx.payloads.packing import payload_arrays
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build import load_backend

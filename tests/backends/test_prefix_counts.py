@@ -14,8 +14,8 @@ from builders import Client
 from families import WINDOW
 from near_ties import TOLERANCE, assert_same
 from pippin.backends.mlx.load import LoadedModel
-from pippin.backends.mlx.tree.packing import payload_arrays
-from pippin.backends.mlx.tree.payloads import Block, KVPayload, Span, StatePayload
+from pippin.backends.mlx.payloads.packing import payload_arrays
+from pippin.backends.mlx.payloads.payload import Block, KVPayload, Span, StatePayload
 from pippin.cache.canary import CacheCorruption, Canary
 from pippin.cache.components import INDEX
 from pippin.cache.radix import Node

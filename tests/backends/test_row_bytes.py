@@ -23,10 +23,10 @@ from pippin.backends.base import (
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.load import LoadedModel, prepare
+from pippin.backends.mlx.payloads import packing
 from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.grouping import group_rows
-from pippin.backends.mlx.tree import packing
 from pippin.types import Component, SamplingParams
 from serving import served
 

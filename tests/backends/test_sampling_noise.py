@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pippin.backends.sampling_noise import (
+from pippin.backends.sampling.noise import (
     exponential,
     gumbel,
     noise_keys,

@@ -11,8 +11,8 @@ import pytest
 from pippin.backends.base import Admit
 from pippin.backends.mlx.cpu.operations.calls import Operations, without_operations
 from pippin.backends.mlx.step.sampler import Sampler, SampleRow
-from pippin.backends.sampling import FAR, MASS_UNITS
-from pippin.backends.sampling_noise import gumbel, noise_keys, random_bits, stream_of
+from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits, stream_of
+from pippin.backends.sampling.rules import FAR, MASS_UNITS
 from pippin.types import SamplingParams
 
 EXACT = 4e-5  # of a sum of logit and noise, both below a hundred: logarithms may be some units off

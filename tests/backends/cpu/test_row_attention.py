@@ -8,10 +8,10 @@ import pytest
 
 from pippin.backends.mlx.cpu.operations.calls import Operations
 from pippin.backends.mlx.layout import Layout, Leaf, Reads
+from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.arrays import RowArrays
 from pippin.backends.mlx.rows.cohorts import Cohort
 from pippin.backends.mlx.rows.listed_views import list_cohorts, lister_for
-from pippin.backends.mlx.tree.packing import KV
 from pippin.types import Component
 
 SCALE = 0.3

@@ -16,7 +16,7 @@ from pippin.backends.mlx.backend import ACTIVATION_SHARE, MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.prefill import prompt_scores, query_blocks
 from pippin.backends.mlx.step.sampler import Logprobs
-from pippin.backends.sampling import SCORED_BYTES, SCORED_POSITIONS, scored_positions
+from pippin.backends.sampling.rules import SCORED_BYTES, SCORED_POSITIONS, scored_positions
 from pippin.types import SamplingParams, TokenLogprobs
 
 VOCAB = 20_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.attention_paths import (
     MOST_JOINED_BYTES,
     AttentionPaths,
@@ -15,7 +16,6 @@ from pippin.backends.mlx.rows.attention_paths import (
     kind_of,
 )
 from pippin.backends.mlx.rows.plain_attention import attend_joined
-from pippin.backends.mlx.tree.packing import KV
 
 HEADS, DIM = 2, 16
 TOKEN_BYTES = 2 * HEADS * DIM * 4

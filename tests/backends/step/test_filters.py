@@ -1,6 +1,6 @@
 """top_k and top_p without a sort of the vocabulary keep the very tokens that a sort keeps.
 
-The oracle is the rule of `backends/sampling.py` in numpy, token by token, on the masses that mlx
+The oracle is the rule of `sampling/rules.py` in numpy, token by token, on the masses that mlx
 found: how a device rounds an exponential is no part of the rule.
 """
 
@@ -12,7 +12,7 @@ import pytest
 
 from pippin.backends.mlx.step import filters, largest
 from pippin.backends.mlx.step.sampling_state import DrawGroup, build_batch
-from pippin.backends.sampling import SlotSampling
+from pippin.backends.sampling.rules import SlotSampling
 from pippin.types import SamplingParams
 from sampling_rule import KINDS, PARAMS, ROWS, VOCAB, kept_by_rule, logits
 

@@ -17,7 +17,7 @@ from pippin.backends.masks import pack
 from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
 from pippin.backends.mlx.step.sampler import Sampler, SampleRow, dropped_tokens, token_logprobs
 from pippin.backends.mlx.step.sampling_state import RowSubset, build_batch
-from pippin.backends.sampling import SlotSampling
+from pippin.backends.sampling.rules import SlotSampling
 from pippin.types import SamplingParams
 
 VOCAB = 300

@@ -9,7 +9,7 @@ import pytest
 from pippin.backends.base import Admit
 from pippin.backends.mlx.step import noise
 from pippin.backends.mlx.step.sampler import Sampler, SampleRow
-from pippin.backends.sampling_noise import gumbel, noise_keys, random_bits, stream_of
+from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits, stream_of
 from pippin.types import SamplingParams
 
 VOCABULARIES = [1, 2, 3, 97, 4096, 50_257, 151_936]

@@ -9,8 +9,8 @@ pytest.importorskip("interpreted")
 
 import torch
 
-from pippin.backends.sampling import SlotSampling
-from pippin.backends.sampling_noise import gumbel, noise_keys, random_bits
+from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits
+from pippin.backends.sampling.rules import SlotSampling
 from pippin.backends.torch.device import find_device
 from pippin.backends.torch.forward import PlainForward
 from pippin.backends.torch.kernels import attention_step

@@ -15,7 +15,7 @@ pytest.importorskip("interpreted")
 import torch
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
-from pippin.backends.sampling import SlotSampling
+from pippin.backends.sampling.rules import SlotSampling
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.graphs.decode_steps import DecodeSteps
 from pippin.backends.torch.step.decode_inputs import (

@@ -9,7 +9,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 
 import torch
 
-from pippin.backends.sampling import SlotSampling
+from pippin.backends.sampling.rules import SlotSampling
 from pippin.backends.torch.step.decode_inputs import Choice, SamplingColumns
 from pippin.backends.torch.step.filters import least_in_top_p
 from pippin.types import SamplingParams

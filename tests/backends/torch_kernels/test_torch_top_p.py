@@ -9,7 +9,7 @@ pytest.importorskip("interpreted")
 
 import torch
 
-from pippin.backends.sampling import SlotSampling
+from pippin.backends.sampling.rules import SlotSampling
 from pippin.backends.torch.device import find_device
 from pippin.backends.torch.kernels import top_p
 from pippin.backends.torch.kernels.choose import choose

@@ -35,6 +35,10 @@ from pippin.backends.mlx.device import (
     wire,
 )
 from pippin.backends.mlx.load import LoadedModel, load
+from pippin.backends.mlx.payloads.captures import Captures
+from pippin.backends.mlx.payloads.fingerprints import Fingerprints
+from pippin.backends.mlx.payloads.packing import Packer
+from pippin.backends.mlx.payloads.transfers import Transfers
 from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import EXACT, PromptState
 from pippin.backends.mlx.prefill.prompts import Prompts
@@ -46,10 +50,6 @@ from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending, SampledRows
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import Sampler, SampleRow
-from pippin.backends.mlx.tree.captures import Captures
-from pippin.backends.mlx.tree.fingerprints import Fingerprints
-from pippin.backends.mlx.tree.packing import Packer
-from pippin.backends.mlx.tree.transfers import Transfers
 from pippin.cache.disk.entries import ArraySpec, Bytes
 from pippin.errors import LoadError
 from pippin.types import Component, ModelSpec

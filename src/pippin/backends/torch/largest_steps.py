@@ -14,7 +14,7 @@ import torch
 
 from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
 from pippin.backends.masks import WORD_BITS
-from pippin.backends.sampling import SHORT
+from pippin.backends.sampling.rules import SHORT
 from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.prompts import Prompts
 from pippin.backends.torch.step.decode_inputs import Choice

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pippin.backends.base import Admit, PrefillRow
-from pippin.backends.sampling import scored_positions
+from pippin.backends.sampling.rules import scored_positions
 from pippin.backends.torch.forward import ChunkForward
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import Told, TorchPending, lines_of

@@ -19,8 +19,8 @@ from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.shapes import Exact
-from pippin.backends.mlx.tree.packing import KV
 
 EXACT = Exact()
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 from pippin.backends.base import Admit, PrefillRow
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.sampler import Logprobs, token_logprobs
-from pippin.backends.sampling import SCORED_BYTES, scored_positions
+from pippin.backends.sampling.rules import SCORED_BYTES, scored_positions
 
 # Logits [1, n, vocab] of what the head reads of n positions.
 ToLogits = Callable[[mx.array], mx.array]

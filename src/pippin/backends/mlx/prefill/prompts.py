@@ -16,6 +16,7 @@ from pippin.backends.base import Admit, PrefillRow
 from pippin.backends.chunking import grid_blocks, group_chunks
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.load import LoadedModel
+from pippin.backends.mlx.payloads.captures import Captures
 from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
 from pippin.backends.mlx.prefill.chunk_forward import ChunkForward
 from pippin.backends.mlx.prefill.prompt_scores import PromptScores
@@ -24,7 +25,6 @@ from pippin.backends.mlx.shapes import Exact
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import SampleRow
-from pippin.backends.mlx.tree.captures import Captures
 from pippin.types import Component
 
 ROW_COMPONENTS = (Component.ATTENTION, Component.WINDOW, Component.STATE)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.layout import Layout, Leaf
-from pippin.backends.mlx.tree.packing import KV
+from pippin.backends.mlx.payloads.packing import KV
 
 TAIL = 64  # columns: steps from one regrouping to the next
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from pippin.backends.mlx.tree.packing import KV
+from pippin.backends.mlx.payloads.packing import KV
 
 WORTHWHILE = 0.95  # of the time of the way that is taken unless another is faster
 MOST_JOINED_BYTES = 128 << 20  # of one layer's copy

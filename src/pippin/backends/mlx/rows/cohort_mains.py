@@ -18,6 +18,7 @@ import numpy as np
 
 from pippin.backends.mlx.cpu.operations.calls import Operations
 from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.backends.mlx.rows.cohorts import Cohort
 from pippin.backends.mlx.rows.decode_step import CohortsShape, MainsShape, Tree
@@ -26,7 +27,6 @@ from pippin.backends.mlx.rows.grouping import Group, group_rows
 from pippin.backends.mlx.rows.listed_views import ListedShape, list_cohorts, lister_for
 from pippin.backends.mlx.rows.mains import Row, Tails
 from pippin.backends.mlx.rows.regrouping import regroup
-from pippin.backends.mlx.tree.packing import KV
 
 # After somebody came or went, before rows are regrouped; whoever comes or goes meanwhile is
 # regrouped along.

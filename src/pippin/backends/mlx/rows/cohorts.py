@@ -16,8 +16,8 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.decode_step import CohortShape, Tree
-from pippin.backends.mlx.tree.packing import KV
 
 COLUMN_STEP = 64  # mains grow by so many columns, so that decode steps have few shapes
 

@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows.arrays import RowArrays
 from pippin.backends.mlx.rows.attention_paths import AttentionPaths
@@ -25,7 +26,6 @@ from pippin.backends.mlx.rows.decode_step import StepShape, Tree
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.mains import Mains, Row, Tails
 from pippin.backends.mlx.rows.packed_mains import PackedMains
-from pippin.backends.mlx.tree.packing import KV
 
 
 class DecodeRows:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.cohorts import Cohort, num_columns
 from pippin.backends.mlx.rows.grouping import Group
 from pippin.backends.mlx.rows.pieces import (
@@ -25,7 +26,6 @@ from pippin.backends.mlx.rows.pieces import (
     Sources,
     columns_of,
 )
-from pippin.backends.mlx.tree.packing import KV
 
 SMALL_MOVE_BYTES = 32 << 20  # up to this nothing is waited for
 SMALL_LISTED_BYTES = 4 << 20  # likewise, where the step before holds all rows until its end

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from pippin.backends.mlx.layout import Leaf
+from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.attention_paths import Path
 from pippin.backends.mlx.rows.decode_step import CohortsShape, DecodeStep, RowMask
 from pippin.backends.mlx.rows.split_attention import (
@@ -20,7 +21,6 @@ from pippin.backends.mlx.rows.split_attention import (
     shared_scores,
     softmax,
 )
-from pippin.backends.mlx.tree.packing import KV
 
 
 class RowKV:

@@ -1,6 +1,6 @@
 """What top_k, top_p and min_p take out of rows of scaled logits. Draws no tokens, knows no slots.
 
-The rules are those of `backends/sampling.py`. Masses are whole numbers there, whose sums are the
+The rules are those of `sampling/rules.py`. Masses are whole numbers there, whose sums are the
 same in any order, so each rule has two forms here that agree to the last token:
 
     sorted     a sort of the row, and sums along it; of the SHORT largest where that is enough
@@ -17,7 +17,7 @@ from pippin.backends.mlx.cpu.activations import exp_below
 from pippin.backends.mlx.device import on_cpu, on_metal
 from pippin.backends.mlx.step.largest import largest
 from pippin.backends.mlx.step.sampling_state import DrawGroup
-from pippin.backends.sampling import MASS_UNITS, SHORT, Draw
+from pippin.backends.sampling.rules import MASS_UNITS, SHORT, Draw
 
 _SIGN = 0x80000000
 _BITS = [1 << bit for bit in range(31, -1, -1)]

@@ -1,4 +1,4 @@
-"""The noise of `backends/sampling_noise.py` in MLX operations. Knows no seeds and no slots.
+"""The noise of `backends/sampling/noise.py` in MLX operations. Knows no seeds and no slots.
 
 Every operation is a pass over the vocabulary for each row, and on a GPU a launch. Numbers are made
 of their bits where that is one operation less than to convert, scale and shift them.

@@ -12,10 +12,10 @@ import numpy as np
 from pippin.backends.base import Capture, PrefillRow, Spill, StepPlan, StepResult
 from pippin.backends.mlx.cpu.operations.calls import check_operations
 from pippin.backends.mlx.cpu.stream_clock import StreamClock
+from pippin.backends.mlx.payloads.fingerprints import Fingerprints
+from pippin.backends.mlx.payloads.packing import payload_arrays
+from pippin.backends.mlx.payloads.transfers import MLXSpilled
 from pippin.backends.mlx.step.sampler import Logprobs, Sampled, SampleRow
-from pippin.backends.mlx.tree.fingerprints import Fingerprints
-from pippin.backends.mlx.tree.packing import payload_arrays
-from pippin.backends.mlx.tree.transfers import MLXSpilled
 from pippin.types import Component, Payload, StepForwards, TokenLogprobs
 
 

@@ -1,6 +1,6 @@
 """Chooses tokens: logits in, one token a row out, in one on-device call. Knows no model, no text.
 
-The stages, their order and their arithmetic are those of `backends/sampling.py`. From the
+The stages, their order and their arithmetic are those of `backends/sampling/rules.py`. From the
 temperature on they are one operation where we have it (cpu/operations); elsewhere rows are grouped
 by how they choose. Either way each row is computed by itself, so a batchmate changes nothing.
 Nothing here blocks: the host never learns the token, and penalties count it on the device.
@@ -28,8 +28,8 @@ from pippin.backends.mlx.step.sampling_state import (
     TokenHistory,
     build_batch,
 )
-from pippin.backends.sampling import FAR, PADDING, Draw, SlotSampling
-from pippin.backends.sampling_noise import noise_keys
+from pippin.backends.sampling.noise import noise_keys
+from pippin.backends.sampling.rules import FAR, PADDING, Draw, SlotSampling
 
 MAX_TOP_LOGPROBS = 20
 BEYOND_FAR = FAR * 100

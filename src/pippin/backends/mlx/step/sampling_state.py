@@ -13,7 +13,7 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.sampling import FAR, GREEDY_BELOW, Draw, SlotSampling
+from pippin.backends.sampling.rules import FAR, GREEDY_BELOW, Draw, SlotSampling
 from pippin.types import SamplingParams
 
 

@@ -1,7 +1,7 @@
 """Rows of logits to tokens, in two kernels: temperature, thresholds, noise, the largest; then the
 largest of all blocks, which goes into the future map.
 
-The noise is that of `backends/sampling_noise.py`, to the bit. A row that is greedy has no noise;
+The noise is that of `backends/sampling/noise.py`, to the bit. A row that is greedy has no noise;
 one without filters a threshold of -inf. Of equal sums the first token is taken.
 """
 
@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.sampling import FAR
-from pippin.backends.sampling_noise import THREEFRY_PARITY, THREEFRY_ROTATIONS
+from pippin.backends.sampling.noise import THREEFRY_PARITY, THREEFRY_ROTATIONS
+from pippin.backends.sampling.rules import FAR
 
 BLOCK = 2048
 _R0, _R1, _R2, _R3 = (tl.constexpr(r) for r in THREEFRY_ROTATIONS[0])

@@ -1,6 +1,6 @@
 """top_p over a whole vocabulary without a sort: a threshold, digit by digit. Draws no tokens.
 
-The rule is that of `backends/sampling.py`: masses are counted in whole units, whose sums are the
+The rule is that of `sampling/rules.py`: masses are counted in whole units, whose sums are the
 same in any order. Masses are at most 1, so the bits of a mass as a float are a number of 30 bits in
 the same order. What is looked for is the largest such number that enough units lie above: for each
 digit, the units above all 16 candidates are summed by blocks of the vocabulary, and one program
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pippin.backends.sampling import MASS_UNITS
+from pippin.backends.sampling.rules import MASS_UNITS
 
 BLOCK = 4096
 _UNITS = tl.constexpr(MASS_UNITS)

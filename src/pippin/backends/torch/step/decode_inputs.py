@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pippin.backends.sampling import GREEDY_BELOW, Draw, SlotSampling
+from pippin.backends.sampling.rules import GREEDY_BELOW, Draw, SlotSampling
 from pippin.backends.torch.pools.layout import WASTE_SLAB, ZERO_SLAB
 
 FIELDS = (

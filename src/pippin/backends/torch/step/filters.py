@@ -1,6 +1,6 @@
 """What top_k, top_p and min_p take out of rows of scaled logits. Draws no tokens, knows no slots.
 
-The rules are those of `backends/sampling.py`: thresholds on masses counted in whole units, so that
+The rules are those of `sampling/rules.py`: thresholds on masses counted in whole units, so that
 neither the order of a sort nor that of a sum matters. top_p without top_k has two forms that keep
 the same tokens: a sort, and on GPUs one without (`kernels/top_p.py`).
 """
@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from pippin.backends.sampling import MASS_UNITS, SHORT, Draw
+from pippin.backends.sampling.rules import MASS_UNITS, SHORT, Draw
 from pippin.backends.torch.step.decode_inputs import Inputs
 
 _OFF = 2.0  # a top_p that no sum of masses reaches

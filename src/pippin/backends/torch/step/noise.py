@@ -1,4 +1,4 @@
-"""The noise of `backends/sampling_noise.py` in torch operations. Knows no seeds and no slots.
+"""The noise of `backends/sampling/noise.py` in torch operations. Knows no seeds and no slots.
 
 Words of 32 bits are int32 here: sums wrap as unsigned ones do, and shifts to the right are masked.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from pippin.backends.sampling_noise import THREEFRY_PARITY, THREEFRY_ROTATIONS
+from pippin.backends.sampling.noise import THREEFRY_PARITY, THREEFRY_ROTATIONS
 
 
 def add_gumbel_noise(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

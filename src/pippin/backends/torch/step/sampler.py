@@ -1,6 +1,6 @@
 """Chooses tokens: logits in, one token a row out, on the device. Knows no model and no text.
 
-The stages, their order and their arithmetic are those of `backends/sampling.py`. Rows are grouped
+The stages, their order and their arithmetic are those of `sampling/rules.py`. Rows are grouped
 by how they choose, and every group is computed row by row, so a batchmate changes nothing. The host
 never learns the token here, and penalties count it on the device.
 """
@@ -16,8 +16,8 @@ import torch
 
 from pippin.backends.base import Admit
 from pippin.backends.masks import WORD_BITS
-from pippin.backends.sampling import FAR, PADDING, Draw, SlotSampling
-from pippin.backends.sampling_noise import noise_keys
+from pippin.backends.sampling.noise import noise_keys
+from pippin.backends.sampling.rules import FAR, PADDING, Draw, SlotSampling
 from pippin.backends.torch.step.filters import LeastInTopP, dropped_tokens, least_in_top_p
 from pippin.backends.torch.step.noise import add_gumbel_noise
 from pippin.backends.torch.step.sampling_state import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pippin.backends.sampling import FAR, GREEDY_BELOW, Draw, SlotSampling
+from pippin.backends.sampling.rules import FAR, GREEDY_BELOW, Draw, SlotSampling
 
 Send = Callable[[np.ndarray], torch.Tensor]  # to the device, without waiting
 

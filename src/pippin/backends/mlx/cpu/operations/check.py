@@ -23,7 +23,7 @@ import numpy as np
 from pippin.backends.mlx.cpu.operations.calls import LinearLayers, LinearWeights, Operations
 from pippin.backends.mlx.cpu.operations.drop_ins import _frequencies
 from pippin.backends.mlx.cpu.operations.library import DOES_NOT_FIT
-from pippin.backends.sampling_noise import gumbel, noise_keys, random_bits
+from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits
 
 TOLERANCE = 1e-4
 

@@ -1,5 +1,5 @@
-// How a row of logits becomes a token: the stages from the temperature on, as backends/sampling.py has them,
-// with the noise of backends/sampling_noise.py. Knows no mlx.
+// How a row of logits becomes a token: the stages from the temperature on, as backends/sampling/rules.py has them,
+// with the noise of backends/sampling/noise.py. Knows no mlx.
 //
 // Noise is made for the few tokens alone that can still be drawn.
 #pragma once

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from pippin.backends.mlx.layout import Layout
-from pippin.backends.mlx.tree.payloads import Block, KVPayload, LiveBuffers, Span, StatePayload
+from pippin.backends.mlx.payloads.payload import Block, KVPayload, LiveBuffers, Span, StatePayload
 from pippin.types import GRID, Component, Payload
 
 LONG_PREFIX_BYTES = 32 << 20

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Damage, Restore
-from pippin.backends.mlx.tree.payloads import Block, KVPayload, StatePayload
+from pippin.backends.mlx.payloads.payload import Block, KVPayload, StatePayload
 from pippin.types import Component, Payload
 
 Printed = Block | StatePayload

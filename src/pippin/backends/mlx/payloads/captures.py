@@ -11,11 +11,11 @@ import mlx.core as mx
 
 from pippin.backends.base import Capture, DecodeRow, PrefillRow, Restore, Retire
 from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.payloads.packing import KV, Packer
+from pippin.backends.mlx.payloads.payload import StatePayload
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.tree.packing import KV, Packer
-from pippin.backends.mlx.tree.payloads import StatePayload
 from pippin.types import Component, Payload
 
 KV_COMPONENTS = (Component.ATTENTION, Component.WINDOW)

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pippin.backends.mlx.tree.payloads import Block, KVPayload, Span, StatePayload
+from pippin.backends.mlx.payloads.payload import Block, KVPayload, Span, StatePayload
 
 every_type = pytest.mark.parametrize(
     "dtype", [mx.bfloat16, mx.float16, mx.float32], ids=lambda dtype: str(dtype)

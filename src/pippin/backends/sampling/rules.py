@@ -15,7 +15,7 @@ passes these, in vLLM's and transformers' order, each only if it asks for it:
     top_p        keeps, of those k or of all, the smallest set of the largest with top_p of the
                  mass, counted in whole units of 1 / MASS_UNITS of the likeliest token's
     min_p        keeps what has at least min_p of the likeliest token's mass
-    draw         the largest x[i] + g[i] of what every filter keeps, g as in `sampling_noise`
+    draw         the largest x[i] + g[i] of what every filter keeps, g as in `noise`
 
 Filters are thresholds: tokens that tie with the last one kept are kept too, so no sort order
 matters; and sums of whole units are the same in any order, so no way of adding up does. Of tokens
@@ -33,7 +33,7 @@ import enum
 from dataclasses import dataclass
 
 from pippin.backends.base import Admit
-from pippin.backends.sampling_noise import stream_of
+from pippin.backends.sampling.noise import stream_of
 from pippin.types import SamplingParams
 
 # Of a prompt whose positions are all scored: float32 logits at a time, and positions at the most.

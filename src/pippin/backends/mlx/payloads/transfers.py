@@ -19,8 +19,8 @@ import numpy as np
 
 from pippin.backends.base import Load, Spill
 from pippin.backends.mlx.layout import Layout
-from pippin.backends.mlx.tree.packing import Packer
-from pippin.backends.mlx.tree.payloads import Block, KVPayload, Span, StatePayload
+from pippin.backends.mlx.payloads.packing import Packer
+from pippin.backends.mlx.payloads.payload import Block, KVPayload, Span, StatePayload
 from pippin.cache.disk.entries import ArraySpec, Bytes
 from pippin.types import GRID, Component, Payload
 
