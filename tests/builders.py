@@ -269,7 +269,7 @@ def check_idle(client: Client) -> None:
     """Everything was given back: slots, reservations, locks, rows; the tree adds up."""
     scheduler = client.loop.scheduler
     assert client.loop.idle
-    assert not scheduler.holdings
+    assert not scheduler.running_slots
     assert not scheduler.requests
     assert not scheduler.admission.queue
     assert scheduler.slots.num_free == scheduler.slots.num_slots

@@ -45,7 +45,7 @@ from pippin.cache.tiers.courier import plain_memory
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
 from pippin.scheduler.planning.admission import LOOKAHEAD
-from pippin.scheduler.planning.arriving import common_prefix_len
+from pippin.scheduler.planning.inflight_prefixes import common_prefix_len
 from pippin.scheduler.request import Request
 from pippin.scheduler.scheduler import Scheduler
 from pippin.types import Component
@@ -414,10 +414,12 @@ class World:
         self._damage()
         self.workers.advance(self.rng.randrange(4))
         num_faulty = len(self.backend.faulty_plans)
-        owners = {slot: h.request.id for slot, h in self.client.loop.scheduler.holdings.items()}
+        owners = {
+            slot: h.request.id for slot, h in self.client.loop.scheduler.running_slots.items()
+        }
         self.client.step()
         self.steps_run += 1
-        owners |= {s: h.request.id for s, h in self.client.loop.scheduler.holdings.items()}
+        owners |= {s: h.request.id for s, h in self.client.loop.scheduler.running_slots.items()}
         for plan in self.backend.faulty_plans[num_faulty:]:
             self.doomed |= {owners[row.slot] for row in plan.rows if row.slot in owners}
         self._check_step()
@@ -536,14 +538,14 @@ class World:
         if loop.failure is not None:
             return
         tree = scheduler.cache.nbytes if scheduler.cache is not None else 0
-        claimed = sum(h.nbytes + h.checkpoint_bytes for h in scheduler.holdings.values())
-        claimed += scheduler.flights.transient_bytes
+        claimed = sum(h.nbytes + h.checkpoint_bytes for h in scheduler.running_slots.values())
+        claimed += scheduler.inflight_steps.transient_bytes
         claimed += scheduler.traffic.claimed_bytes
         assert scheduler.budget.claimed == claimed, "claims do not add up"
         assert claimed + tree <= capacity, "claims and the tree are over capacity"
         alive = self.backend.memory_used()
         assert alive <= capacity, f"{alive:,} bytes are alive, the budget holds {capacity:,}"
-        assert scheduler.slots.num_free + len(scheduler.holdings) == scheduler.slots.num_slots
+        assert scheduler.slots.num_free + len(scheduler.running_slots) == scheduler.slots.num_slots
         self._check_queue()
         if scheduler.cache is not None and self.steps_run % SWEEP_EVERY == 0:
             scheduler.cache.check_integrity()
@@ -554,8 +556,8 @@ class World:
         """No request waits for a prefill that has a lower priority than itself, and the first in
         line starts soon while there are slots and bytes for it."""
         admission = self.client.loop.scheduler.admission
-        for request, holding in admission.waiters.pairs():
-            assert holding.priority >= request.priority, "a prefill did not inherit a priority"
+        for request, running in admission.waiters.pairs():
+            assert running.priority >= request.priority, "a prefill did not inherit a priority"
         aside = len(admission.waiters)
         assert aside + len(admission.line) == len(admission.queue), "the queue does not add up"
         first = admission.line[0] if admission.line else None

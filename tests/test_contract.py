@@ -672,7 +672,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 @every_backend
 @pytest.mark.parametrize("params", RESUMED.values(), ids=RESUMED.keys())
-def test_a_resumed_request_goes_on_as_if_it_had_never_been_retracted(
+def test_a_resumed_request_goes_on_as_if_it_had_never_been_preempted(
     make_backend: MakeBackend, params: dict[str, Any]
 ) -> None:
     prompt = make_tokens(20)

@@ -17,7 +17,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     params: SamplingParams
     stop_ids: list[int] = []  # eos ids (unless ignored) and the user's stop_token_ids
     boundaries: list[int] = []
-    priority: int = 0  # higher starts first, and is retracted last
+    priority: int = 0  # higher starts first, and is preempted last
     salt: bytes = b""  # a digest of what separates its prefixes from those of others; b"": none
     # No reply is wanted, but the hidden vector after the prompt; `params.max_tokens` is 1.
     embeds: bool = False

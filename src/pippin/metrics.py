@@ -117,7 +117,7 @@ class EngineMetrics:
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_failed: int = 0
-    retractions: int = 0  # running requests that were preempted, to be resumed
+    preemptions: int = 0  # running requests that were preempted, to be resumed
     watch_failures: int = 0  # of what only looks on, which then hears nothing more
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     log: StepLog | None = None  # gets all of them
@@ -169,8 +169,8 @@ class EngineMetrics:
             "requests_finished": self.requests_finished,
             "requests_aborted": self.requests_aborted,
             "requests_failed": self.requests_failed,
-            "preemptions": self.retractions,
-            "retractions": self.retractions,  # deprecated: the old name, for one release
+            "preemptions": self.preemptions,
+            "retractions": self.preemptions,  # deprecated: the old name, for one release
             "watch_failures": self.watch_failures,
             "device_idle_share": round(self.device_idle_share, 4),
             "host_hidden_share": round(self.host_hidden_share, 4),

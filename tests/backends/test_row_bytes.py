@@ -126,7 +126,7 @@ class Crowd:
             for slot in self.held:
                 self.held[slot] += 1
 
-    def settle(self) -> int:
+    def drained_bytes(self) -> int:
         """Bytes that rows hold when nothing is on its way."""
         while self.in_flight:
             self.in_flight.pop(0).wait()
@@ -141,18 +141,18 @@ def test_rows_hold_no_more_than_was_told(name: str) -> None:
     crowd.limit(spare)
     rng = crowd.rng
     crowd.come(1200, 40, 700, 650)
-    assert crowd.settle() <= crowd.told
+    assert crowd.drained_bytes() <= crowd.told
     for _ in range(14):
         if len(crowd.held) > 3 and rng.random() < 0.5:
             crowd.go(int(rng.choice(list(crowd.held))))
         elif len(crowd.held) < NUM_SLOTS - 3:
             crowd.come(*rng.integers(1, 900, rng.integers(1, 3)).tolist())
-        crowd.settle()
+        crowd.drained_bytes()
         mx.reset_peak_memory()
         crowd.say(int(rng.integers(1, 20)))
         while max(crowd.held.values()) > MAX_LEN:
             crowd.go(max(crowd.held, key=lambda slot: crowd.held[slot]))
-        assert crowd.settle() <= crowd.told + spare
+        assert crowd.drained_bytes() <= crowd.told + spare
         assert mx.get_peak_memory() - crowd.before <= crowd.told + spare + STEP_BYTES
 
 
@@ -162,7 +162,7 @@ def test_a_prompt_keeps_nothing_of_those_it_was_computed_with(name: str) -> None
     crowd.come(*range(200, 240, 5))
     for slot in list(crowd.held)[1:]:
         crowd.go(slot)
-    assert crowd.settle() <= crowd.told
+    assert crowd.drained_bytes() <= crowd.told
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -172,13 +172,13 @@ def test_rows_that_leave_take_with_them_what_they_held(name: str) -> None:
     crowd.come(*range(900, 908))
     crowd.say(TAIL + 2)
     assert len(crowd.backend._shared_rows.mains.cohorts) == 1
-    held_by_all = crowd.settle()
+    held_by_all = crowd.drained_bytes()
     spare = held_by_all // 16
     crowd.limit(spare)
     for slot in list(crowd.held)[:-2]:
         crowd.go(slot)
     crowd.say(2)
-    held = crowd.settle()
+    held = crowd.drained_bytes()
     assert held <= crowd.told + spare
     assert held < held_by_all / 2
 

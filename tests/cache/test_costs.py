@@ -182,15 +182,15 @@ def make_tier(layout: str, num_leaves: int) -> tuple[LowerTree, list[list[Key]]]
                 if start:  # the first part is every conversation's
                     keys.append(entry.key)
         found.append(keys)
-    tree.settle()  # as a step does: what was added lets more be removed
+    tree.remove_lost()  # as a step does: what was added lets more be removed
     return tree, found
 
 
-def settle_all(tree: LowerTree) -> int:
+def remove_all_lost(tree: LowerTree) -> int:
     """Removes all that was lost; the lines of the dearest of the calls that it takes."""
     worst = 0
     while tree._lost:
-        worst = max(worst, num_lines(tree.settle))
+        worst = max(worst, num_lines(tree.remove_lost))
     return worst
 
 
@@ -204,7 +204,7 @@ def test_what_a_store_evicts_costs_the_same_in_a_tree_of_any_size(layout: str, o
         lost.sort(key=lambda key: ORDERS[order].index(key.component))
         spent = num_lines(partial(tree.lose, lost))
         while tree._lost:
-            spent += num_lines(tree.settle)
+            spent += num_lines(tree.remove_lost)
         assert not set(lost) & set(tree._owned)
         tree.check_integrity()
         lines.append(spent)
@@ -220,9 +220,9 @@ def test_an_entry_that_was_split_is_removed_as_fast(layout: str) -> None:
         tree.add(longer, tree.entry(longer, A, 3 * BLOCK))  # splits the entry of [4, 16)
         middle, last = (key for key in keys[0] if key.component is A)
         tree.lose([last])
-        settle_all(tree)
+        remove_all_lost(tree)
         tree.lose([middle])
-        lines.append(num_lines(tree.settle))
+        lines.append(num_lines(tree.remove_lost))
         assert middle not in tree._owned
         tree.check_integrity()
     assert lines[1] < 1.5 * lines[0] + 10
@@ -235,12 +235,12 @@ def test_a_step_removes_a_bounded_number_of_nodes_however_much_was_evicted(layou
     for num_leaves in SIZES:
         tree, keys = make_tier(layout, num_leaves)
         tree.lose(key for own in keys for key in own)
-        worst.append(settle_all(tree))
+        worst.append(remove_all_lost(tree))
         assert tree.cache.num_nodes == 1
     for num_leaves in SIZES:
         tree, keys = make_tier(layout, num_leaves)
         tree.lose([tree.entry(conversation(0)[:BLOCK], A, 0).key])
-        worst.append(settle_all(tree))
+        worst.append(remove_all_lost(tree))
         assert tree.cache.num_nodes == 0
     assert max(worst) < 10_000
     assert worst[1] < 1.5 * worst[0]
@@ -257,5 +257,5 @@ def test_steps_that_add_much_remove_as_much_of_what_was_evicted() -> None:
         for number in range(num_added):
             tokens = conversation(1_000 + step * num_added + number)
             tree.add(tokens, tree.entry(tokens, A, BLOCK))
-        tree.settle()
+        tree.remove_lost()
         assert len(tree._lost) <= before - num_added

@@ -178,7 +178,7 @@ class LowerTier:
 
     def tell_store(self) -> None:
         self.tiers.below.lose(self.store.take_lost())
-        self.store.forget(self.tiers.below.settle())
+        self.store.forget(self.tiers.below.remove_lost())
 
     def check(self) -> None:
         self.tiers.check_integrity()

@@ -92,11 +92,11 @@ def test_progress_counts_what_a_running_request_holds() -> None:
     one.client.submit(make_prompt(100), max_tokens=50)
     one.client.step(10)
     one.flush()
-    (holding,) = one.client.loop.scheduler.holdings.values()
+    (running,) = one.client.loop.scheduler.running_slots.values()
     assert one.replica.last is not None
     (progress,) = one.replica.last.progress  # type: ignore[union-attr]
-    assert (progress.slot, progress.held) == (holding.slot, holding.held)
-    assert progress.reply == len(holding.request.output) > 0
+    assert (progress.slot, progress.held) == (running.slot, running.row_len)
+    assert progress.reply == len(running.request.output) > 0
 
 
 def test_a_request_that_is_retracted_waits_again() -> None:
@@ -108,9 +108,9 @@ def test_a_request_that_is_retracted_waits_again() -> None:
     for number in range(4):
         client.submit(make_prompt(10, number), max_tokens=600)
     one.run()
-    assert client.loop.scheduler.metrics.retractions > 0
+    assert client.loop.scheduler.metrics.preemptions > 0
     retracted = [id for step in one.replica.steps for id in step.retracted]
-    assert len(retracted) == client.loop.scheduler.metrics.retractions
+    assert len(retracted) == client.loop.scheduler.metrics.preemptions
     assert "waiting" in one.replica.phases[retracted[0]][1:]
     assert one.replica.requests[retracted[0]].retractions > 0
 

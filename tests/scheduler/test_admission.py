@@ -7,7 +7,7 @@ import pytest
 from builders import Client, check_idle, make_client, make_prompt, oracle
 from pippin.backends.fake import FakeBackend
 from pippin.scheduler.planning.admission import MAX_EXAMINED, MAX_PASSED_OVER, Offer
-from pippin.scheduler.planning.arriving import Arriving, Promise, common_prefix_len
+from pippin.scheduler.planning.inflight_prefixes import InflightPrefixes, Promise, common_prefix_len
 from pippin.scheduler.planning.prompts import MAX_SKIPPED
 from pippin.types import Component
 
@@ -25,9 +25,9 @@ def order_of_start(client: Client) -> list[str]:
     started: list[str] = []
     while not client.loop.idle:
         client.step()
-        for holding in client.loop.scheduler.holdings.values():
-            if holding.request.id not in started:
-                started.append(holding.request.id)
+        for running in client.loop.scheduler.running_slots.values():
+            if running.request.id not in started:
+                started.append(running.request.id)
     return started
 
 
@@ -214,9 +214,9 @@ def test_a_plan_looks_at_a_bounded_number_of_a_thousand_that_wait() -> None:
     examined: list[str] = []
     promise = admission._promise
 
-    def counted(offer: Offer, arriving: Arriving) -> Promise | None:
+    def counted(offer: Offer, inflight: InflightPrefixes) -> Promise | None:
         examined.append(offer.request.id)
-        return promise(offer, arriving)
+        return promise(offer, inflight)
 
     admission._promise = counted  # type: ignore[method-assign]
     for i in range(1000):
@@ -254,13 +254,15 @@ def test_a_prefill_inherits_the_priority_of_a_request_that_waits_for_it() -> Non
     client.step(2)
     urgent = client.submit([*long, 7], max_tokens=2, priority=5)
     client.step()
-    (holding,) = (h for h in client.loop.scheduler.holdings.values() if h.request.id == first.id)
-    assert holding.priority == 5
+    (running,) = (
+        h for h in client.loop.scheduler.running_slots.values() if h.request.id == first.id
+    )
+    assert running.priority == 5
     while not urgent.tokens:
         client.step()
     assert first.tokens
     assert not other.tokens
-    assert holding.priority == -1, "nothing waits for it any more"
+    assert running.priority == -1, "nothing waits for it any more"
     client.run()
 
 
@@ -271,12 +273,12 @@ def test_a_prefill_that_nothing_waits_for_any_more_has_its_own_priority() -> Non
     client.step()
     waiting = [client.submit([*long, 7], max_tokens=2, priority=p) for p in (5, 3)]
     client.step()
-    (holding,) = client.loop.scheduler.holdings.values()
-    priorities = [holding.priority]
+    (running,) = client.loop.scheduler.running_slots.values()
+    priorities = [running.priority]
     for reply in waiting:
         client.loop.abort(reply.id)
         client.step()
-        priorities.append(holding.priority)
+        priorities.append(running.priority)
     assert priorities == [5, 3, -1]
 
 
@@ -288,13 +290,13 @@ def test_prompts_of_a_higher_priority_are_computed_first_but_not_for_ever() -> N
     client.step(2)
     high = client.submit(make_prompt(4_000, 2), max_tokens=1)
     client.step(2)
-    (one, two) = client.loop.scheduler.holdings.values()
-    held = one.held
+    (one, two) = client.loop.scheduler.running_slots.values()
+    held = one.row_len
     client.step(4)
-    assert one.held == held
-    assert two.held > 4 * 64
+    assert one.row_len == held
+    assert two.row_len > 4 * 64
     client.step(2 * MAX_SKIPPED)
-    assert one.held > held
+    assert one.row_len > held
     while not high.tokens:
         client.step()
     assert not low.tokens

@@ -137,7 +137,7 @@ def test_a_reply_that_ends_in_forced_tokens_is_in_the_tree_whole(overlap: bool, 
 
 
 @both_modes
-def test_a_retracted_reply_goes_on_behind_what_was_forced(overlap: bool) -> None:
+def test_a_preempted_reply_goes_on_behind_what_was_forced(overlap: bool) -> None:
     capacity = 3 * FakeBackend(components=(A,)).row_bytes(10 + 256)
     client = make_client(
         overlap=overlap, components=(A,), num_slots=4, chunk=512, capacity_bytes=capacity
@@ -145,7 +145,7 @@ def test_a_retracted_reply_goes_on_behind_what_was_forced(overlap: bool) -> None
     for number in range(4):
         client.submit(make_prompt(20, number), max_tokens=600, grammar=ToyGrammar(3, run=9))
     client.run()
-    assert client.loop.scheduler.metrics.retractions > 0
+    assert client.loop.scheduler.metrics.preemptions > 0
     check(client, max_tokens=600, components=(A,))
     check_idle(client)
 

@@ -59,7 +59,7 @@ def measured(seconds: Device, prefill_tokens: int = 8192, steps: int = 100) -> P
     return pace
 
 
-def settled(pace: Pace, streams: int, prompts: int = 1) -> int:
+def steady(pace: Pace, streams: int, prompts: int = 1) -> int:
     return next(tokens for _ in range(3) if (tokens := pace.budget(streams, prompts)))
 
 
@@ -70,8 +70,8 @@ def test_without_streams_a_step_takes_all_it_may() -> None:
 
 def test_at_first_streams_have_a_step_to_themselves_then_a_block_beside_them() -> None:
     """The step without prompts tells what streams cost."""
-    assert [Pace(512).budget(1), settled(Pace(512), 1)] == [0, GRID]
-    assert settled(Pace(20), 1) == 20
+    assert [Pace(512).budget(1), steady(Pace(512), 1)] == [0, GRID]
+    assert steady(Pace(20), 1) == 20
 
 
 @pytest.mark.parametrize("token", [1e-5, 5e-5, 1e-4])
@@ -80,20 +80,20 @@ def test_a_step_with_prefill_stays_near_its_stretch(token: float, noise: float) 
     pace = measured(device(0.01, 0.0002, token, noise), steps=200)
     decode = 0.01 + 0.0002 * 4
     ideal = (stretch(4) - 1.0) * decode / token - FORWARD_TOKENS
-    assert settled(pace, 4) == pytest.approx(ideal, rel=0.05 + 3 * noise)
+    assert steady(pace, 4) == pytest.approx(ideal, rel=0.05 + 3 * noise)
 
 
 def test_the_more_prompts_wait_the_longer_a_step_may_take_up_to_a_limit() -> None:
     pace = measured(device(0.01, 0.0, 1e-4))
-    budgets = [settled(pace, 4, num_prompts) for num_prompts in (1, 2, 6, 100)]
+    budgets = [steady(pace, 4, num_prompts) for num_prompts in (1, 2, 6, 100)]
     assert budgets[0] < budgets[1] < budgets[2] == budgets[3]
     assert budgets[3] <= (LONGEST_STRETCH - 1.0) * 0.0101 / 1e-4
 
 
 def test_prompts_are_never_starved_nor_given_more_than_the_limit() -> None:
-    assert SMALLEST_CHUNK <= settled(measured(device(0.001, 0.0, 1.0)), 8) < GRID
-    assert settled(measured(device(0.001, 0.0, 1.0), prefill_tokens=4), 8) == 4
-    assert settled(measured(device(10.0, 0.0, 1e-6), prefill_tokens=512), 8) == 512
+    assert SMALLEST_CHUNK <= steady(measured(device(0.001, 0.0, 1.0)), 8) < GRID
+    assert steady(measured(device(0.001, 0.0, 1.0), prefill_tokens=4), 8) == 4
+    assert steady(measured(device(10.0, 0.0, 1e-6), prefill_tokens=512), 8) == 512
 
 
 def test_it_learns_what_streams_cost_while_prompts_never_stop() -> None:
@@ -132,10 +132,10 @@ def test_short_chunks_do_not_make_prompts_look_dear() -> None:
     """Else each would make the next one shorter still."""
     seconds = device(0.01, 0.0, 1e-4)
     pace = measured(seconds)
-    before = settled(pace, 4)
+    before = steady(pace, 4)
     for _ in range(50):
         pace.observe(Timed.step(seconds(4, 3), 4, 3))
-    assert settled(pace, 4) == pytest.approx(before, rel=0.1)
+    assert steady(pace, 4) == pytest.approx(before, rel=0.1)
 
 
 def test_it_follows_a_device_that_changes_its_speed() -> None:
@@ -148,10 +148,10 @@ def test_it_follows_a_device_that_changes_its_speed() -> None:
 
 def test_a_pause_of_the_machine_does_not_lengthen_chunks() -> None:
     pace = measured(device(0.01, 0.0, 1e-4))
-    before = settled(pace, 4)
+    before = steady(pace, 4)
     for _ in range(6):
         pace.observe(Timed.step(0.2, 4, 0))
-    assert settled(pace, 4) == pytest.approx(before, rel=0.1)
+    assert steady(pace, 4) == pytest.approx(before, rel=0.1)
 
 
 def test_the_scheduler_counts_streams_and_prompts_that_wait() -> None:
@@ -203,7 +203,7 @@ def test_no_step_beside_streams_is_planned_to_take_longer_than_the_largest_gap()
         run(pace, seconds, streams=4, prompts=100, steps=100)
         budgets = run(pace, seconds, streams=4, prompts=100, steps=100)
         assert max(seconds(4, tokens) for tokens in budgets) < 1.01 * max_gap
-    assert settled(pace, 4, 100) < 512
+    assert steady(pace, 4, 100) < 512
     assert pace.budget(0) == 512  # nobody waits for a token
 
 

@@ -47,7 +47,7 @@ def test_checkpoints_of_growing_replies_are_within_the_budget(overlap: bool) -> 
         client.submit(make_prompt(10, number), max_tokens=1000)
     run_within(client, capacity)
     assert {reply.finish for reply in client.replies.values()} == {"length"}
-    assert client.loop.scheduler.metrics.retractions == 0, "checkpoints went before replies"
+    assert client.loop.scheduler.metrics.preemptions == 0, "checkpoints went before replies"
     check_idle(client)
 
 
@@ -59,9 +59,9 @@ def test_of_thinned_checkpoints_the_last_are_kept() -> None:
     lasts: list[int] = []
     for _ in range(1200):
         client.step()
-        (holding,) = client.loop.scheduler.holdings.values()
-        assert len(holding.checkpoints) <= 6
-        lasts.append(max(holding.checkpoints, default=0))
+        (running,) = client.loop.scheduler.running_slots.values()
+        assert len(running.checkpoints) <= 6
+        lasts.append(max(running.checkpoints, default=0))
     assert lasts == sorted(lasts)
     assert lasts[-1] == 1200 // (2 * GRID) * 2 * GRID
     client.run()
@@ -106,11 +106,11 @@ def test_checkpoints_are_given_up_before_a_reply_is_preempted() -> None:
         client.submit(make_prompt(10, 1), max_tokens=1900)
         for _ in range(400):
             client.step()
-        (holding,) = client.loop.scheduler.holdings.values()
-        assert holding.checkpoints
+        (running,) = client.loop.scheduler.running_slots.values()
+        assert running.checkpoints
         client.submit(make_prompt(10, 2), max_tokens=1000)
         run_within(client, capacity)
-        assert client.loop.scheduler.metrics.retractions == 0
+        assert client.loop.scheduler.metrics.preemptions == 0
         check_idle(client)
 
 
@@ -172,16 +172,16 @@ def test_rows_that_read_the_trees_own_payloads_keep_them_in_the_tree(overlap: bo
     client.ask(make_prompt(300), max_tokens=1)
     reply = client.submit([*make_prompt(300), 5], max_tokens=20)
     client.step(5)
-    (holding,) = client.loop.scheduler.holdings.values()
-    assert holding.nbytes == backend.row_bytes(holding.row_tokens, 300)
-    assert holding.nbytes < backend.row_bytes(holding.row_tokens)
+    (running,) = client.loop.scheduler.running_slots.values()
+    assert running.nbytes == backend.row_bytes(running.row_tokens, 300)
+    assert running.nbytes < backend.row_bytes(running.row_tokens)
     client.loop.flush_cache()
     client.run()
     assert reply.tokens == oracle([*make_prompt(300), 5], components=(A,), max_tokens=20)[0]
     check_idle(client)
 
 
-# ---- retraction ----------------------------------------------------------------------------------
+# ---- preemption ----------------------------------------------------------------------------------
 
 
 @both_modes
@@ -207,14 +207,14 @@ def test_replies_that_outgrow_the_budget_together_all_finish(
     for number, reply in enumerate(client.replies.values()):
         expected = oracle(make_prompt(10, number), components=components, seed=number, **kwargs)
         assert (reply.tokens, reply.finish) == expected
-    assert client.loop.scheduler.metrics.retractions > 0
+    assert client.loop.scheduler.metrics.preemptions > 0
     counted = client.loop.status()["metrics"]
     assert counted["preemptions"] == counted["retractions"] > 0
     check_idle(client)
 
 
 @both_modes
-def test_a_retracted_reply_keeps_its_grammar_and_its_log_probabilities(overlap: bool) -> None:
+def test_a_preempted_reply_keeps_its_grammar_and_its_log_probabilities(overlap: bool) -> None:
     capacity = 3 * FakeBackend(components=(A,)).row_bytes(10 + 256)
     client = make_client(
         overlap=overlap, components=(A,), num_slots=4, chunk=512, capacity_bytes=capacity
@@ -228,7 +228,7 @@ def test_a_retracted_reply_keeps_its_grammar_and_its_log_probabilities(overlap: 
             prompt_logprobs=1,
         )
     client.run()
-    assert client.loop.scheduler.metrics.retractions > 0
+    assert client.loop.scheduler.metrics.preemptions > 0
     for number, reply in enumerate(client.replies.values()):
         expected = oracle(
             make_prompt(10, number), components=(A,), grammar=ToyGrammar(), max_tokens=600
@@ -239,34 +239,34 @@ def test_a_retracted_reply_keeps_its_grammar_and_its_log_probabilities(overlap: 
 
 
 def start_two(capacity_rows: float, *priorities: int) -> tuple[Client, list[str]]:
-    """Requests that outgrow the budget together; the ids of those retracted, in order."""
+    """Requests that outgrow the budget together; the ids of those preempted, in order."""
     capacity = int(capacity_rows * FakeBackend(components=(A,)).row_bytes(10 + 256))
     client = make_client(components=(A,), num_slots=4, chunk=512, capacity_bytes=capacity)
     for number, priority in enumerate(priorities):
         client.submit(make_prompt(10, number), max_tokens=500, priority=priority)
-    retracted: list[str] = []
+    preempted: list[str] = []
     while not client.loop.idle:
         client.step()
         for request in client.loop.scheduler.requests.values():
-            if request.num_retractions and request.id not in retracted:
-                retracted.append(request.id)
-    return client, retracted
+            if request.num_preemptions and request.id not in preempted:
+                preempted.append(request.id)
+    return client, preempted
 
 
-def test_the_youngest_is_retracted_and_the_senior_never_is() -> None:
-    client, retracted = start_two(3, 0, 0, 0)
-    assert retracted[0] == "r2"
-    assert "r0" not in retracted
+def test_the_youngest_is_preempted_and_the_senior_never_is() -> None:
+    client, preempted = start_two(3, 0, 0, 0)
+    assert preempted[0] == "r2"
+    assert "r0" not in preempted
     assert {reply.finish for reply in client.replies.values()} == {"length"}
 
 
-def test_low_priority_is_retracted_first() -> None:
-    _, retracted = start_two(3, 0, 1, 2)
-    assert retracted[0] == "r0"
-    assert "r2" not in retracted
+def test_low_priority_is_preempted_first() -> None:
+    _, preempted = start_two(3, 0, 1, 2)
+    assert preempted[0] == "r0"
+    assert "r2" not in preempted
 
 
-def test_whoever_has_the_least_to_run_again_is_retracted_first() -> None:
+def test_whoever_has_the_least_to_run_again_is_preempted_first() -> None:
     """The second request's prompt lies in the tree; the third one's reply is long."""
     capacity = int(4.5 * FakeBackend(components=(A,)).row_bytes(300 + 256))
     client = make_client(components=(A,), num_slots=4, chunk=512, capacity_bytes=capacity)
@@ -276,25 +276,25 @@ def test_whoever_has_the_least_to_run_again_is_retracted_first() -> None:
     client.step(200)
     client.submit(make_prompt(300, 2), max_tokens=900, id="short")
     requests = client.loop.scheduler.requests
-    while not any(request.num_retractions for request in requests.values()):
+    while not any(request.num_preemptions for request in requests.values()):
         client.step()
-    assert [r.id for r in requests.values() if r.num_retractions] == ["short"]
+    assert [r.id for r in requests.values() if r.num_preemptions] == ["short"]
     client.run()
     check_idle(client)
 
 
 def outgrown() -> Client:
-    """Two long replies, of which one has been retracted."""
+    """Two long replies, of which one has been preempted."""
     capacity = 2 * FakeBackend(components=(A,)).row_bytes(10 + 256)
     client = make_client(components=(A,), cache=False, num_slots=4, capacity_bytes=capacity)
     for number in range(2):
         client.submit(make_prompt(10, number), max_tokens=500, id=f"long{number}")
-    while not client.loop.scheduler.metrics.retractions:
+    while not client.loop.scheduler.metrics.preemptions:
         client.step()
     return client
 
 
-def test_a_retracted_request_resumes_before_anybody_new_starts() -> None:
+def test_a_preempted_request_resumes_before_anybody_new_starts() -> None:
     client = outgrown()
     for number in range(3):
         client.submit(make_prompt(250, 9 + number), max_tokens=5, id=f"new{number}")
@@ -425,7 +425,7 @@ def test_what_a_failed_step_left_never_reaches_the_tree() -> None:
         if node.children and node.end > 64:
             cache._store.drop(node, STATE)
     prompt = make_prompt(250) + make_prompt(200, 7)
-    backend.bad_step = client.loop.scheduler.flights.next_step + 1
+    backend.bad_step = client.loop.scheduler.inflight_steps.next_step + 1
     assert client.ask(prompt).finish == "error"
     again = client.ask(prompt)
     assert again.tokens == oracle(prompt, components=(A, S))[0]
@@ -551,8 +551,8 @@ def test_a_chunk_that_finds_no_room_in_the_tree_ends_its_captures() -> None:
     check_idle(client)
 
 
-def test_a_request_that_is_retracted_again_and_again_claims_more_each_time() -> None:
-    """So it is retracted a few times at most, however long its reply is."""
+def test_a_request_that_is_preempted_again_and_again_claims_more_each_time() -> None:
+    """So it is preempted a few times at most, however long its reply is."""
     backend = FakeBackend(components=(A,), num_slots=32, max_len=1 << 14)
     capacity = 2 * backend.row_bytes(100 + 4000)
     client = make_client(backend=backend, num_slots=16, chunk=512, capacity_bytes=capacity)
@@ -563,5 +563,5 @@ def test_a_request_that_is_retracted_again_and_again_claims_more_each_time() -> 
     while not client.loop.idle:
         client.step()
     doublings = math.log2(4000 / GROWTH_TOKENS)
-    assert max(request.num_retractions for request in requests) <= math.ceil(doublings)
+    assert max(request.num_preemptions for request in requests) <= math.ceil(doublings)
     check_idle(client)

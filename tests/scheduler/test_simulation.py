@@ -103,7 +103,7 @@ def test_a_slot_is_never_reused_while_a_step_of_its_owner_is_in_flight() -> None
                     if retire.slot in {row.slot for row in p.rows}
                 )
                 assert last <= committed, f"slot {retire.slot} was freed with a step in flight"
-        committed = client.loop.scheduler.flights.committed
+        committed = client.loop.scheduler.inflight_steps.committed
 
 
 def test_slot_reuse_straight_after_a_ghost() -> None:
@@ -153,7 +153,7 @@ def test_two_steps_are_in_flight_through_joins_and_ends_or_one_without_overlap(
         client.submit(make_prompt(50, number), max_tokens=3 + number % 3)
     for step in range(1, 8):
         backend.moments["after launch", step] = lambda: waiting.append(
-            len(client.loop.scheduler.flights)
+            len(client.loop.scheduler.inflight_steps)
         )
     client.run()
     assert waiting == [2 if overlap else 1] * 7

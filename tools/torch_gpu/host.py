@@ -72,7 +72,7 @@ class Asker:
             self.step()
         return answer
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Until all that is to be copied to the host has been, however slowly: to hurry such a tier is to forget it."""
         spills = self.loop.scheduler.traffic.spills
         while not self.loop.idle or spills.busy(now=float("inf")):
@@ -80,7 +80,7 @@ class Asker:
 
     def empty_device(self) -> None:
         """Evict whatever no request holds: the host has it."""
-        self.settle()
+        self.drain()
         self.loop.scheduler.cache.flush()
 
 
@@ -105,7 +105,7 @@ def come_back(loop: Any, lengths: Iterable[int], name: str, *, exact: bool) -> N
     for length in lengths:
         prompts = make_prompts(rng, loop.scheduler.spec.vocab_size, length, PROMPTS_EACH)
         cold = [asker.ask(prompt) for prompt in prompts]
-        asker.settle()
+        asker.drain()
         warm = [asker.ask(prompt) for prompt in prompts]
         asker.empty_device()
         back = [asker.ask(prompt) for prompt in prompts]
@@ -140,7 +140,7 @@ def gaps(loop: Any, length: int, num_streams: int, num_tokens: int, num_prompts:
             if waiting and len(streams[0].tokens) >= every * (len(asked) + 1):
                 asked.append(asker.submit(waiting.pop(0), 1))
             asker.step()
-        asker.settle()
+        asker.drain()
         between = sorted(np.concatenate([np.diff(stream.times) for stream in streams]) * 1e3)
         p50, p99 = (between[int(share * (len(between) - 1))] for share in (0.5, 0.99))
         firsts = statistics.median(a.first_ms for a in asked) if asked else 0.0

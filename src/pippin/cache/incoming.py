@@ -56,7 +56,7 @@ class Incoming:
             filled += _add_kv(store, tip, INDEX[component], self.start, payload)
         for node in dict.fromkeys(node for node, _ in filled):
             store.queue.update(node)
-        store.settle(tip)
+        store.prune(tip)
         return filled + self._add_hidden(store, tip)
 
     def _add_states(self, store: Store, tip: Node) -> Filled:

@@ -153,7 +153,7 @@ class PrefixCache:
 
     # --- hold ---------------------------------------------------------------------------------
 
-    def hold(self, tokens: npt.ArrayLike, salt: bytes = b"") -> Lock:
+    def lock_tokens(self, tokens: npt.ArrayLike, salt: bytes = b"") -> Lock:
         """Keep what lies along these tokens, restorable or not, so that more can connect to it."""
         path, reach = self._tree.walk(as_tokens(tokens), salt)
         node = self._store.end_node(path[-1], reach) if path else self._tree.root

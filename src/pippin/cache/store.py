@@ -70,7 +70,7 @@ class Store:
     def unpin(self, node: Node, floor: int) -> None:
         for free in self.pins.unpin(node, floor):
             if free.attached:  # or else pruned with the one before it
-                self.settle(free)
+                self.prune(free)
 
     def end_node(self, node: Node, position: int) -> Node:
         """The node on the path to `node` that ends at `position`, split off if need be."""
@@ -158,7 +158,7 @@ class Store:
             self.stats.bytes_duplicate += payload.nbytes
             payload.release()
 
-    def settle(self, node: Node) -> None:
+    def prune(self, node: Node) -> None:
         """After a change: prune leaves that carry nothing, let the queue know of the rest."""
         while not node.is_root and not (node.children or node.pins or any_held(node)):
             node = self._cut_off(node)
@@ -210,7 +210,7 @@ class Store:
         """A leaf goes whole; whatever it was the last reason for goes with it."""
         for index in range(len(COMPONENTS)):
             self._release(leaf, index)
-        self.settle(self._cut_off(leaf))
+        self.prune(self._cut_off(leaf))
 
     def remove_below(self, node: Node, limit: int | None = None) -> int:
         """Take a node off the tree with all that hangs below it; no lock may hold any of it.
@@ -240,7 +240,7 @@ class Store:
         self._release(node, index)
         if index == STATE:
             self._release(node, HIDDEN)  # nobody can be restored there to sample from it
-        self.settle(node)
+        self.prune(node)
 
     def _cut_off(self, leaf: Node) -> Node:
         """Take a leaf that carries nothing off the tree; returns the parent it had."""

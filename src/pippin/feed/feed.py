@@ -163,7 +163,7 @@ class Feed:
         num_steps = self._num_steps
         steps = self._take_steps()
         requests, self._requests = list(self._requests.values()), {}
-        holdings = self._loop.scheduler.holdings.values()
+        running_slots = self._loop.scheduler.running_slots.values()
         return Frame(
             at=now,
             number=self._number,
@@ -171,9 +171,9 @@ class Feed:
             left_out=num_steps - len(steps),
             requests=requests[-MAX_REQUESTS:],
             progress=[
-                Progress(holding.slot, holding.held, len(holding.request.output))
-                for holding in holdings
-                if holding.runs
+                Progress(running.slot, running.row_len, len(running.request.output))
+                for running in running_slots
+                if running.runs
             ],
             tree=tree,
             memory=self._memory(),
@@ -207,8 +207,8 @@ class Feed:
     def _memory(self) -> Memory:
         scheduler = self._loop.scheduler
         budget, cache = scheduler.budget, scheduler.cache
-        rows = sum(holding.nbytes for holding in scheduler.holdings.values())
-        checkpoints = sum(holding.checkpoint_bytes for holding in scheduler.holdings.values())
+        rows = sum(running.nbytes for running in scheduler.running_slots.values())
+        checkpoints = sum(running.checkpoint_bytes for running in scheduler.running_slots.values())
         loads = scheduler.traffic.claimed_bytes
         tree = {} if cache is None else cache.component_bytes
         return Memory(
@@ -242,7 +242,7 @@ class Feed:
             finished=metrics.requests_finished,
             aborted=metrics.requests_aborted,
             failed=metrics.requests_failed,
-            retractions=metrics.retractions,
+            retractions=metrics.preemptions,
             tokens_per_second=round(generated / seconds, 1) if seconds else 0.0,
             idle_share=self._idle_share(),
         )

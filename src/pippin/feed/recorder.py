@@ -19,7 +19,7 @@ from pippin.feed.guard import never_raises
 from pippin.feed.schema import Chunk, Request, Step
 from pippin.metrics import StepRecord
 from pippin.scheduler import request as scheduled
-from pippin.scheduler.holding import Holding
+from pippin.scheduler.running_slot import RunningSlot
 from pippin.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -123,8 +123,8 @@ class Recorder:
         life = self._lives.get(request.id)
         if life is None:
             life = self._lives[request.id] = self._life(request)
-        if request.num_retractions > life.retractions:
-            life.retractions = request.num_retractions
+        if request.num_preemptions > life.retractions:
+            life.retractions = request.num_preemptions
             self._retracted.append(request.id)
         if request.finish is not None:
             life.ended = self.now
@@ -132,12 +132,12 @@ class Recorder:
         self._tell(life)
 
     @never_raises
-    def step_launched(self, plan: StepPlan, holdings: Mapping[int, Holding]) -> None:
-        started = [holdings[admit.slot].request.id for admit in plan.admit]
-        samples = [holdings[row.slot].request.id for row in plan.prefill if row.samples]
+    def step_launched(self, plan: StepPlan, running_slots: Mapping[int, RunningSlot]) -> None:
+        started = [running_slots[admit.slot].request.id for admit in plan.admit]
+        samples = [running_slots[row.slot].request.id for row in plan.prefill if row.samples]
         chunks = [
             Chunk(
-                request=holdings[row.slot].request.id,
+                request=running_slots[row.slot].request.id,
                 slot=row.slot,
                 start=row.start,
                 tokens=len(row.tokens),
@@ -207,7 +207,7 @@ class Recorder:
 
     def _life(self, request: scheduled.Request) -> _Life:
         came = self.now if request.submitted_s is None else self._told(request.submitted_s)
-        life = _Life(request, came, retractions=request.num_retractions)
+        life = _Life(request, came, retractions=request.num_preemptions)
         if request.queued_s is not None:
             life.started = round(came + request.queued_s, 6)
         return life
@@ -225,7 +225,7 @@ class Recorder:
 
     def _view(self, life: _Life) -> Request:
         request = life.request
-        holding = self._scheduler.holdings.get(request.slot) if request.slot else None
+        running = self._scheduler.running_slots.get(request.slot) if request.slot else None
         phase = request.phase
         if phase == "decode" and not request.output:
             phase = "prefill"  # its last chunk is in flight
@@ -237,11 +237,11 @@ class Recorder:
             cached=request.cached_len,
             host=request.host_len,
             disk=request.disk_len,
-            held=0 if holding is None else holding.held,
+            held=0 if running is None else running.row_len,
             reply=len(request.output),
             max_tokens=request.params.max_tokens,
             priority=request.priority,
-            retractions=request.num_retractions,
+            retractions=request.num_preemptions,
             came=life.came,
             started=life.started,
             first_token=life.first_token,

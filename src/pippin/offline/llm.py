@@ -163,7 +163,7 @@ class LLM:
             finally:
                 for submit in submits:
                     self._router.abort(submit.id)
-                self._router.settle()
+                self._router.drain()
         return np.stack([found[submit.id] for submit in submits])
 
     @property
@@ -233,4 +233,4 @@ class LLM:
         finally:
             for id in running:
                 self._router.abort(id)
-            self._router.settle()
+            self._router.drain()

@@ -57,7 +57,7 @@ class Router:
         """Nobody wants the rest. Ended requests are ignored."""
         self._leave(request_id, self._loop.abort)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """If no request is open any more, step until the loop has put everything away."""
         if self._inboxes or self._in_step or self._closed or self._loop.failure is not None:
             return

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from pippin.backends.base import Capture
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.scheduler.budget import ByteBudget
-from pippin.scheduler.holding import Holding
 from pippin.scheduler.request import Request
+from pippin.scheduler.running_slot import RunningSlot
 from pippin.types import Payload
 
 
 def take_captures(
     captures: Sequence[Capture],
-    owners: Mapping[int, Holding],
-    retired: Mapping[int, Holding],
+    owners: Mapping[int, RunningSlot],
+    retired: Mapping[int, RunningSlot],
     cache: PrefixCache,
     budget: ByteBudget,
 ) -> list[tuple[Request, int]]:
@@ -23,39 +23,39 @@ def take_captures(
 
     Returns the requests whose prompt or reply is in the tree with that, and how much of them.
 
-    States of a growing reply have no path in the tree yet: their holding keeps them until it
+    States of a growing reply have no path in the tree yet: their `RunningSlot` keeps them until it
     retires, when one or more captures bring the KV they belong to. They come first, so that the
     bytes which the step had claimed are theirs before the tree grows into them.
     """
-    to_insert: list[tuple[Capture, Holding]] = []
+    to_insert: list[tuple[Capture, RunningSlot]] = []
     for capture in captures:
-        holding = (retired if capture.retired else owners)[capture.slot]
-        if holding.tainted:
+        running = (retired if capture.retired else owners)[capture.slot]
+        if running.tainted:
             capture.release()
-        elif not capture.retired and capture.start >= holding.prefill_len:
-            holding.keep_checkpoints(capture.states, budget)
+        elif not capture.retired and capture.start >= running.prefill_len:
+            running.keep_checkpoints(capture.states, budget)
         else:
-            to_insert.append((capture, holding))
+            to_insert.append((capture, running))
     whole: list[tuple[Request, int]] = []
-    for capture, holding in to_insert:
-        inserted = _insert(capture, holding, cache, budget)
-        if inserted and (capture.retired or capture.end == holding.prefill_len):
-            whole.append((holding.request, capture.end))
+    for capture, running in to_insert:
+        inserted = _insert(capture, running, cache, budget)
+        if inserted and (capture.retired or capture.end == running.prefill_len):
+            whole.append((running.request, capture.end))
     return whole
 
 
-def _insert(capture: Capture, holding: Holding, cache: PrefixCache, budget: ByteBudget) -> bool:
+def _insert(capture: Capture, running: RunningSlot, cache: PrefixCache, budget: ByteBudget) -> bool:
     """Whether it connected to what the tree holds."""
-    request = holding.request
+    request = running.request
     states = dict(capture.states)
     if capture.retired:
-        states |= _checkpoints_up_to(capture, holding, budget)
+        states |= _checkpoints_up_to(capture, running, budget)
     placements = cache.policy.placements(
         capture.start,
         capture.end,
-        prompt_len=holding.prefill_len,
+        prompt_len=running.prefill_len,
         boundaries=request.boundaries,
-        branch=holding.branch,
+        branch=running.branch,
     )
     tokens = request.tokens(capture.end)
     found = cache.insert(
@@ -68,17 +68,17 @@ def _insert(capture: Capture, holding: Holding, cache: PrefixCache, budget: Byte
         placements=placements,
     )
     if not found.inserted:
-        holding.lost_tree(capture.start - found.gap)
+        running.lost_tree(capture.start - found.gap)
         return False
-    holding.entered_tree(capture.end)
+    running.entered_tree(capture.end)
     if not capture.retired and request.phase == "prefill":
-        holding.move_tip(cache, cache.lock(found))
+        running.move_tip(cache, cache.lock(found))
     return True
 
 
 def _checkpoints_up_to(
-    capture: Capture, holding: Holding, budget: ByteBudget
+    capture: Capture, running: RunningSlot, budget: ByteBudget
 ) -> dict[int, Payload]:
     """What `capture` carries into the tree beside its own; a state it has itself stays behind."""
-    usable = [at for at in holding.checkpoints if at <= capture.end and at not in capture.states]
-    return holding.take_checkpoints(usable, budget)
+    usable = [at for at in running.checkpoints if at <= capture.end and at not in capture.states]
+    return running.take_checkpoints(usable, budget)

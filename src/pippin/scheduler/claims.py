@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pippin.backends.base import Costs, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.scheduler.budget import ByteBudget
-from pippin.scheduler.holding import Holding
+from pippin.scheduler.running_slot import RunningSlot
 
 GROWTH_TOKENS = 256  # a row's claim grows by this much at a time
 
@@ -31,61 +31,61 @@ class Claims:
 
     # ---- rows ------------------------------------------------------------------------------
 
-    def row_bytes(self, holding: Holding, num_tokens: int) -> int:
-        return self.costs.row_bytes(num_tokens, holding.start_len)
+    def row_bytes(self, running: RunningSlot, num_tokens: int) -> int:
+        return self.costs.row_bytes(num_tokens, running.start_len)
 
-    def grow(self, holding: Holding, num_tokens: int) -> bool:
+    def grow(self, running: RunningSlot, num_tokens: int) -> bool:
         """Claim for a reply of `num_tokens` and some more, or failing that just for it."""
-        ahead = min(holding.request.max_total, num_tokens + GROWTH_TOKENS)
-        return self._resize(holding, ahead) or self._resize(holding, num_tokens)
+        ahead = min(running.request.max_total, num_tokens + GROWTH_TOKENS)
+        return self._resize(running, ahead) or self._resize(running, num_tokens)
 
-    def shortage(self, starved: Iterable[Holding], others: Iterable[Holding]) -> int:
+    def shortage(self, starved: Iterable[RunningSlot], others: Iterable[RunningSlot]) -> int:
         """The bytes that `starved` rows lack for a token each, once checkpoints have been given up.
 
         Checkpoints of replies only save somebody's time later on: they go before anybody waits.
         """
-        need = sum(self.row_bytes(row, row.held + 1) - row.nbytes for row in starved)
-        for holding in others:
-            while holding.checkpoints and self.budget.available < need:
-                self._thin(holding)
+        need = sum(self.row_bytes(row, row.row_len + 1) - row.nbytes for row in starved)
+        for running in others:
+            while running.checkpoints and self.budget.available < need:
+                self._thin(running)
         return need - self.budget.available
 
-    def _resize(self, holding: Holding, num_tokens: int) -> bool:
+    def _resize(self, running: RunningSlot, num_tokens: int) -> bool:
         """A reply gives up checkpoints of its own before prefixes are evicted for it."""
-        extra = max(0, self.row_bytes(holding, num_tokens) - holding.nbytes)
-        while holding.checkpoints and self.budget.free < extra:
-            self._thin(holding)
+        extra = max(0, self.row_bytes(running, num_tokens) - running.nbytes)
+        while running.checkpoints and self.budget.free < extra:
+            self._thin(running)
         if not self.budget.claim(extra):
             return False
-        holding.nbytes += extra
-        holding.row_tokens = num_tokens
+        running.nbytes += extra
+        running.row_tokens = num_tokens
         return True
 
-    def _shrink(self, holding: Holding) -> None:
+    def _shrink(self, running: RunningSlot) -> None:
         """The row will not grow any more."""
-        surplus = holding.nbytes - self.row_bytes(holding, holding.held)
+        surplus = running.nbytes - self.row_bytes(running, running.row_len)
         if surplus > 0:
-            holding.nbytes -= surplus
+            running.nbytes -= surplus
             self.budget.release(surplus)
 
     # ---- rows of a plan --------------------------------------------------------------------
 
-    def fit_retire(self, step: int, holding: Holding, *, captures: bool) -> Retire:
+    def fit_retire(self, step: int, running: RunningSlot, *, captures: bool) -> Retire:
         """Hand the row to the tree, if that is wanted and there is room for a copy."""
-        bare = Retire(holding.slot)
+        bare = Retire(running.slot)
         if not captures or self.cache is None:
             return bare
         # Nothing kept the path in the tree while the reply grew: what is gone is captured again.
-        request = holding.request
-        held = self.cache.num_held(request.tokens(holding.in_tree), request.salt)
-        start = min(holding.in_tree, held)
-        if start == holding.held:
+        request = running.request
+        held = self.cache.num_held(request.tokens(running.in_tree), request.salt)
+        start = min(running.in_tree, held)
+        if start == running.row_len:
             return bare
-        self._shrink(holding)
-        whole = Retire(holding.slot, start, holding.held, captures=True)
+        self._shrink(running)
+        whole = Retire(running.slot, start, running.row_len, captures=True)
         return whole if self._fits(StepPlan(step, retire=(whole,))) else bare
 
-    def fit_chunk(self, step: int, holding: Holding, row: PrefillRow) -> PrefillRow:
+    def fit_chunk(self, step: int, running: RunningSlot, row: PrefillRow) -> PrefillRow:
         """The row as it is, with its last state alone, without states, or without captures.
 
         Without its KV in the tree the chunks behind it would not connect: they capture nothing.
@@ -96,19 +96,19 @@ class Claims:
             kept = replace(row, checkpoints=checkpoints)
             if self._fits(StepPlan(step, prefill=(kept,))):
                 return kept
-        holding.lost_tree(holding.in_tree)
+        running.lost_tree(running.in_tree)
         return replace(row, checkpoints=(), captures=False)
 
-    def fit_checkpoint(self, step: int, holding: Holding, position: int) -> bool:
+    def fit_checkpoint(self, step: int, running: RunningSlot, position: int) -> bool:
         """Whether the state after `position` tokens of a reply can be kept in what is free.
 
         It evicts no cached prefix: few requests branch off inside a reply, and many begin with a
         prefix. Earlier checkpoints of the same reply make room: the last ones matter most.
         """
-        plan = StepPlan(step, decode=(DecodeRow(holding.slot, position - 1, checkpoint=True),))
+        plan = StepPlan(step, decode=(DecodeRow(running.slot, position - 1, checkpoint=True),))
         nbytes = self.costs.transient_bytes(plan)
         if self.budget.free < nbytes:
-            self._thin(holding)
+            self._thin(running)
         return self._take(nbytes, self.budget.claim_free(nbytes))
 
     def _fits(self, plan: StepPlan) -> bool:
@@ -119,8 +119,8 @@ class Claims:
         self._transient_bytes += nbytes if claimed else 0
         return claimed
 
-    def _thin(self, holding: Holding) -> None:
+    def _thin(self, running: RunningSlot) -> None:
         """Keep half of a reply's checkpoints."""
         assert self.cache is not None
-        kept = self.cache.policy.thinned(list(holding.checkpoints), len(holding.checkpoints) // 2)
-        holding.drop_checkpoints(set(holding.checkpoints).difference(kept), self.budget)
+        kept = self.cache.policy.thinned(list(running.checkpoints), len(running.checkpoints) // 2)
+        running.drop_checkpoints(set(running.checkpoints).difference(kept), self.budget)

@@ -211,21 +211,21 @@ class Loop:
         if plan is None:
             return None
         if plan.admit:
-            started = [self.scheduler.holdings[admit.slot].request for admit in plan.admit]
+            started = [self.scheduler.running_slots[admit.slot].request for admit in plan.admit]
             for request in started:
                 request.note_start(planned_at)
             self.on_start([request.id for request in started])
         try:
             pending = self.backend.launch(plan)
         except Exception as error:
-            if self._in_flight is not None:  # steps are settled in order
+            if self._in_flight is not None:  # steps end in order
                 deltas += self._commit(self._in_flight)
                 self._in_flight = None
             deltas += self._fail(plan, error)
             return None
         launched = Launched(plan, pending, planned_at, perf_counter(), self._paused)
         if self.scheduler.observer is not None:
-            self.scheduler.observer.step_launched(plan, self.scheduler.holdings)
+            self.scheduler.observer.step_launched(plan, self.scheduler.running_slots)
         return launched
 
     def _sampled(self, launched: Launched, deltas: list[TokenDelta]) -> bool:

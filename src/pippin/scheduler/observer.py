@@ -7,8 +7,8 @@ from typing import Protocol
 
 from pippin.backends.base import StepPlan
 from pippin.metrics import StepRecord
-from pippin.scheduler.holding import Holding
 from pippin.scheduler.request import Request
+from pippin.scheduler.running_slot import RunningSlot
 
 
 class Observer(Protocol):
@@ -18,8 +18,8 @@ class Observer(Protocol):
         """It came, or is in another phase."""
         ...
 
-    def step_launched(self, plan: StepPlan, holdings: Mapping[int, Holding]) -> None:
-        """`holdings`: who has which slot now."""
+    def step_launched(self, plan: StepPlan, running_slots: Mapping[int, RunningSlot]) -> None:
+        """`running_slots`: who has which slot now."""
         ...
 
     def step_committed(self, plan: StepPlan, record: StepRecord) -> None: ...

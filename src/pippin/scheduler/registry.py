@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from pippin.backends.base import Admit, StepResult
 from pippin.metrics import EngineMetrics
-from pippin.scheduler.holding import Holding
 from pippin.scheduler.observer import Observer
 from pippin.scheduler.outbox import Outbox
 from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.planning.constraints import Compiling, append_token, as_told
 from pippin.scheduler.request import Request
+from pippin.scheduler.running_slot import RunningSlot
 from pippin.scheduler.traffic.base import Traffic
 from pippin.types import FinishReason, GrammarSpec
 
@@ -25,8 +25,8 @@ class Registry:
         self._admission = admission
         self._traffic = traffic
         self.requests: dict[str, Request] = {}
-        self.holdings: dict[int, Holding] = {}  # by slot: in use, or not yet released
-        self.leaving: list[Holding] = []  # their requests have ended or are being retracted
+        self.running_slots: dict[int, RunningSlot] = {}  # by slot: in use, or not yet released
+        self.leaving: list[RunningSlot] = []  # their requests have ended or are being preempted
         self.outbox = Outbox()
         self.observer: Observer | None = None  # None: nobody watches
 
@@ -42,8 +42,8 @@ class Registry:
         )
 
     @property
-    def running(self) -> list[Holding]:
-        return [holding for holding in self.holdings.values() if holding.runs]
+    def running(self) -> list[RunningSlot]:
+        return [running for running in self.running_slots.values() if running.runs]
 
     # ---- comes, waits, runs ----------------------------------------------------------------
 
@@ -70,24 +70,24 @@ class Registry:
 
     def count_started(self, admit: Sequence[Admit]) -> None:
         """What the cache saved them; once each."""
-        for request in (self.holdings[started.slot].request for started in admit):
-            if not request.num_retractions and not request.starts_again:
+        for request in (self.running_slots[started.slot].request for started in admit):
+            if not request.num_preemptions and not request.starts_again:
                 self._metrics.cached_tokens += request.cached_len
                 self._metrics.host_tokens += request.host_len
                 self._metrics.disk_tokens += request.disk_len
 
-    def retract(self, holding: Holding) -> None:
+    def preempt(self, running: RunningSlot) -> None:
         """Have its slot retired, and then its request wait again: `requeue`."""
-        holding.retracting = True
-        self.leaving.append(holding)
+        running.preempting = True
+        self.leaving.append(running)
 
-    def requeue(self, holding: Holding) -> None:
-        request = holding.request
-        if holding.damaged and not request.output:
+    def requeue(self, running: RunningSlot) -> None:
+        request = running.request
+        if running.damaged and not request.output:
             request.start_again()
         else:
-            request.retract()
-            self._metrics.retractions += 1
+            request.preempt()
+            self._metrics.preemptions += 1
         self._admission.add(request)
         self.tell_changed(request)
 
@@ -127,11 +127,11 @@ class Registry:
             self.outbox.end(request, "stop")
             self._finish(request, "stop")
 
-    def taint(self, holding: Holding, error: Exception) -> None:
+    def taint(self, running: RunningSlot, error: Exception) -> None:
         """Nothing that its row holds, or will hold, is to be used: its request fails."""
-        holding.tainted = True
-        if holding.runs:
-            self.fail(holding.request, error)
+        running.tainted = True
+        if running.runs:
+            self.fail(running.request, error)
 
     def fail(self, request: Request, error: Exception) -> None:
         self.outbox.error(request.id, error)
@@ -149,8 +149,8 @@ class Registry:
             self._traffic.remove(request)
         elif request.phase == "waiting":
             self._admission.remove(request)
-        elif not (holding := self.holdings[request.slot]).retracting:
-            self.leaving.append(holding)
+        elif not (running := self.running_slots[request.slot]).preempting:
+            self.leaving.append(running)
         request.end(reason)
         del self.requests[request.id]
         self.tell_changed(request)

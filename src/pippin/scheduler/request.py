@@ -1,6 +1,6 @@
 """One request's life on the host: which tokens are known, and where it is in its life.
 
-Knows no arrays, no queue and no bytes: what it holds while it runs is its `Holding`.
+Knows no arrays, no queue and no bytes: what it holds while it runs is its `RunningSlot`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Request:
     # Of its salt and first tokens: prompts that begin alike have the same; b"": too short.
     key: bytes = b""
     salt: bytes = b""  # a digest: requests of another salt share nothing with it
-    priority: int = 0  # higher starts first, and is retracted last
+    priority: int = 0  # higher starts first, and is preempted last
     grammar: Grammar | None = None
     embeds: bool = False  # it wants the hidden vector after its prompt, and no reply
 
@@ -49,14 +49,14 @@ class Request:
     output: list[int] = field(default_factory=list)
     num_sampled: int = 0  # tokens of the reply that are known or in flight
     finish: FinishReason | None = None
-    slot: int = 0  # while it runs; what comes with it is a `Holding`
+    slot: int = 0  # while it runs; what comes with it is a `RunningSlot`
     cached_len: int = 0  # prompt tokens that were not computed, when it first started
     host_len: int = 0  # of these, loaded for it from the host's memory
     disk_len: int = 0  # and from disk
-    sought: int = 0  # in so many tiers below memory, since it came into the queue
+    tiers_tried: int = 0  # in so many tiers below memory, since it came into the queue
     # Tokens [start, end) that were loaded for it, from each tier.
     loaded: dict[TierName, tuple[int, int]] = field(default_factory=dict)
-    num_retractions: int = 0
+    num_preemptions: int = 0
     starts_again: bool = False  # what it was restored from the first time was damaged
     submitted_s: float | None = None  # on the clock of whoever submits and starts it
     queued_s: float | None = None  # how long it waited, when it first started
@@ -167,7 +167,7 @@ class Request:
         assert self.phase == "waiting"
         self.phase = "prefill"
         self.slot = slot
-        if not self.num_retractions:
+        if not self.num_preemptions:
             self.cached_len = cached_len
             self.disk_len = self._num_loaded("disk", cached_len)
             self.host_len = self._num_loaded("host", cached_len - self.disk_len)
@@ -196,13 +196,13 @@ class Request:
             return "stop"
         return "length" if num_generated >= self.params.max_tokens else None
 
-    def retract(self) -> None:
+    def preempt(self) -> None:
         """Back to the queue: no sample is in flight, and what is known stays known."""
         assert self.running
         assert self.num_sampled == len(self.output), "a sample is in flight"
         self.phase = "waiting"
-        self.slot = self.sought = 0
-        self.num_retractions += 1
+        self.slot = self.tiers_tried = 0
+        self.num_preemptions += 1
 
     def start_again(self) -> None:
         """Back to the queue as if it had never started: nobody has heard of its first token."""
@@ -210,7 +210,7 @@ class Request:
         assert not self.output
         self.phase = "waiting"
         self.starts_again = True
-        self.slot = self.num_sampled = self.sought = 0
+        self.slot = self.num_sampled = self.tiers_tried = 0
         self.cached_len = self.host_len = self.disk_len = 0
         self.loaded = {}
 

@@ -3,7 +3,7 @@
 `plan(N+1)` is made before step N's tokens are known, assuming that running requests go on. If N
 shows that one stopped, its row in N+1 is a ghost: the sampled token is dropped. The row itself is
 not lost: it ran the reply's last token, so what the slot holds is exactly the finished sequence.
-A slot's holding is released when the step that retires it has been committed, and that step is
+A `RunningSlot` is released when the step that retires it has been committed, and that step is
 planned after every step with a row of it has been committed (the fence).
 """
 
@@ -29,8 +29,7 @@ from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.captures import take_captures
 from pippin.scheduler.claims import Claims
 from pippin.scheduler.damage import take_back
-from pippin.scheduler.flights import Flight, Flights
-from pippin.scheduler.holding import Holding
+from pippin.scheduler.inflight_steps import InflightStep, InflightSteps
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.observer import Observer
 from pippin.scheduler.pace import SMALLEST_CHUNK, Pace
@@ -39,9 +38,10 @@ from pippin.scheduler.planning.chunks import Chunker
 from pippin.scheduler.planning.constraints import Compiling, make_masks
 from pippin.scheduler.planning.prompts import PromptPlanner
 from pippin.scheduler.planning.replies import ReplyPlanner
+from pippin.scheduler.preemption import Preemption
 from pippin.scheduler.registry import Registry
 from pippin.scheduler.request import Request
-from pippin.scheduler.retraction import Retraction
+from pippin.scheduler.running_slot import RunningSlot
 from pippin.scheduler.slots import SlotPool
 from pippin.scheduler.traffic.stacked_traffic import make_traffic
 
@@ -72,14 +72,14 @@ class Scheduler:
         self.traffic = make_traffic(self.tiers, self.costs, self.budget, self.cache)
         self._registry = Registry(self.metrics, self.compiling, self.admission, self.traffic)
         self.requests = self._registry.requests
-        self.holdings = self._registry.holdings
-        self.flights = Flights()
+        self.running_slots = self._registry.running_slots
+        self.inflight_steps = InflightSteps()
         self.last_ghosts = 0
         self._arrivals = itertools.count()
         self._seeds = random.Random()
         policy = None if self.cache is None else self.cache.policy
         self._claims = Claims(self.costs, self.budget, self.cache)
-        self._retraction = Retraction(
+        self._preemption = Preemption(
             self.costs, self.budget, self._claims, self.traffic, self._registry
         )
         self._prompts = PromptPlanner(
@@ -169,7 +169,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests or self.holdings or self._registry.outbox) or self.traffic.busy
+        return (
+            bool(self.requests or self.running_slots or self._registry.outbox) or self.traffic.busy
+        )
 
     @property
     def num_running(self) -> int:
@@ -179,35 +181,37 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do before something is committed."""
-        step = self.flights.next_step
+        step = self.inflight_steps.next_step
         self._registry.take_compiled()
-        for request in self.traffic.divert(self.admission, self.pace.compute_seconds):
+        for request in self.traffic.start_loads(self.admission, self.pace.compute_seconds):
             self._registry.tell_changed(request)
         retire, retired = self._plan_retires(step)
-        replies = self._replies.plan(step, self.holdings.values(), self.pace.pays_off)
-        admit, prefill = self._prompts.plan(step, self.holdings, replies.num_streams)
+        replies = self._replies.plan(step, self.running_slots.values(), self.pace.pays_off)
+        admit, prefill = self._prompts.plan(step, self.running_slots, replies.num_streams)
         self._registry.count_started(admit)
         if replies.starved:
-            self._retraction.make_room(replies.starved, in_flight=bool(self.flights))
+            self._preemption.make_room(replies.starved, in_flight=bool(self.inflight_steps))
         rows = (*replies.chunks, *prefill), tuple(replies.decode)
         plan = StepPlan(step, retire, admit, *rows, *self.traffic.plan(step))
         if plan.empty:
-            waits = self.flights or self.holdings or self.traffic.loads_under_way
+            waits = self.inflight_steps or self.running_slots or self.traffic.loads_under_way
             if not waits and self.admission.refused is not None:
-                self._retraction.fail_hopeless(self.admission.refused)
+                self._preemption.fail_hopeless(self.admission.refused)
             return None
         transient_bytes = self._claims.take_transient()
-        self.flights.add(Flight(plan, dict(self.holdings), retired, transient_bytes))
+        self.inflight_steps.add(
+            InflightStep(plan, dict(self.running_slots), retired, transient_bytes)
+        )
         return plan
 
     def plan_spill(self) -> StepPlan | None:
         """A step that only writes behind, for an engine that is about to stop."""
-        step = self.flights.next_step
+        step = self.inflight_steps.next_step
         spill, load = self.traffic.plan(step)
         if not spill and not load:
             return None
         plan = StepPlan(step, spill=spill, load=load)
-        self.flights.add(Flight(plan, dict(self.holdings), {}, 0))
+        self.inflight_steps.add(InflightStep(plan, dict(self.running_slots), {}, 0))
         return plan
 
     def masks(self, plan: StepPlan) -> np.ndarray:
@@ -216,45 +220,45 @@ class Scheduler:
         int32 [masked rows, words], packed. A grammar that raises ends its own request, and the row
         becomes a ghost.
         """
-        owners = self.flights[plan.step].owners
+        owners = self.inflight_steps[plan.step].owners
         return make_masks(plan, owners, self.spec.vocab_size, self._registry.fail)
 
-    def _plan_retires(self, step: int) -> tuple[tuple[Retire, ...], dict[int, Holding]]:
+    def _plan_retires(self, step: int) -> tuple[tuple[Retire, ...], dict[int, RunningSlot]]:
         retire: list[Retire] = []
-        retired: dict[int, Holding] = {}
-        for holding in list(self._registry.leaving):
-            if self.flights.fences(holding) or self._replies.runs_last_token(holding):
+        retired: dict[int, RunningSlot] = {}
+        for running in list(self._registry.leaving):
+            if self.inflight_steps.fences(running) or self._replies.runs_last_token(running):
                 continue
-            self._registry.leaving.remove(holding)
-            retire.append(self._replies.retire(step, holding))
-            retired[holding.slot] = holding
-            if holding.runs:
-                self._registry.requeue(holding)
+            self._registry.leaving.remove(running)
+            retire.append(self._replies.retire(step, running))
+            retired[running.slot] = running
+            if running.runs:
+                self._registry.requeue(running)
         return tuple(retire), retired
 
     # ---- commit ----------------------------------------------------------------------------
 
     def commit(self, step: int, result: StepResult) -> list[TokenDelta]:
         """Take in a finished step: tokens, finishes, captures. Returns what clients are owed."""
-        flight = self._settle(step)
+        inflight = self._end_step(step)
         self.traffic.commit(step, result)
         for damage in result.damaged:
-            if (owner := flight.owners.get(damage.slot)) is not None:
+            if (owner := inflight.owners.get(damage.slot)) is not None:
                 take_back(owner, damage, self.costs, self.cache, self._registry)
         for slot in result.overflowed:
-            if not (owner := flight.owners[slot]).damaged:
+            if not (owner := inflight.owners[slot]).damaged:
                 self._registry.taint(owner, NotANumber("the model's values overflowed"))
         if self.cache is not None:
             whole = take_captures(
-                result.captures, flight.owners, flight.retired, self.cache, self.budget
+                result.captures, inflight.owners, inflight.retired, self.cache, self.budget
             )
             for request, length in whole:
                 self.traffic.note(request, length)
-        for holding in flight.retired.values():
-            holding.release(self.budget, self.slots, self.cache)
-            del self.holdings[holding.slot]
-        flight.unlock_prompts(self.cache, by_reference=self.costs.restores_by_reference)
-        self._take_tokens(flight, result)
+        for running in inflight.retired.values():
+            running.release(self.budget, self.slots, self.cache)
+            del self.running_slots[running.slot]
+        inflight.unlock_prompts(self.cache, by_reference=self.costs.restores_by_reference)
+        self._take_tokens(inflight, result)
         return self.take_outbox()
 
     def fail_step(self, step: int, error: Exception) -> list[TokenDelta]:
@@ -263,13 +267,13 @@ class Scheduler:
         How far it came is unknown. What its rows hold is tainted, and so is whatever later steps
         compute on them; slots that it meant to free are freed once more.
         """
-        flight = self._settle(step)
+        inflight = self._end_step(step)
         self.traffic.fail_step(step)
-        for row in flight.plan.rows:
-            self._registry.taint(flight.owners[row.slot], error)
-        for holding in flight.retired.values():
-            holding.tainted = True
-            self._registry.leaving.append(holding)
+        for row in inflight.plan.rows:
+            self._registry.taint(inflight.owners[row.slot], error)
+        for running in inflight.retired.values():
+            running.tainted = True
+            self._registry.leaving.append(running)
         return self.take_outbox()
 
     def fail_all(self, error: Exception) -> list[TokenDelta]:
@@ -281,20 +285,20 @@ class Scheduler:
     def take_outbox(self) -> list[TokenDelta]:
         return self._registry.outbox.take()
 
-    def _settle(self, step: int) -> Flight:
-        flight = self.flights.settle(step)
-        self.budget.release(flight.transient_bytes)
-        return flight
+    def _end_step(self, step: int) -> InflightStep:
+        inflight = self.inflight_steps.pop(step)
+        self.budget.release(inflight.transient_bytes)
+        return inflight
 
-    def _take_tokens(self, flight: Flight, result: StepResult) -> None:
+    def _take_tokens(self, inflight: InflightStep, result: StepResult) -> None:
         ghosts = 0
-        for row in flight.plan.sampled_rows:
-            holding = flight.owners[row.slot]
-            request = holding.request
+        for row in inflight.plan.sampled_rows:
+            running = inflight.owners[row.slot]
+            request = running.request
             if request.finish is not None:
                 ghosts += 1
-            elif holding.damaged:
-                if holding.runs:
+            elif running.damaged:
+                if running.runs:
                     request.drop_samples()
             elif row.end == request.num_tokens:  # else a grammar forced it: it was known before
                 self._registry.take_token(request, row.slot, result)

@@ -13,12 +13,12 @@ class SlotPool:
         self._free = list(range(1, num_slots + 1))
         self._taken: set[int] = set()
 
-    def take(self) -> int:
+    def acquire(self) -> int:
         slot = heapq.heappop(self._free)
         self._taken.add(slot)
         return slot
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         self._taken.remove(slot)
         heapq.heappush(self._free, slot)
 

@@ -51,7 +51,7 @@ class Admit:
     stop_ids: tuple[int, ...]  # eos and the user's own; suppressed until min_tokens
     prompt: np.ndarray  # int32 [prompt_len]: what penalties look back at
     seed: int  # always set: the request's own or one drawn for it
-    # int32 [n]: tokens that were sampled before the request was retracted. Its chunks run them
+    # int32 [n]: tokens that were sampled before the request was preempted. Its chunks run them
     # after the prompt; the next sample is the reply's token number n, and penalties count these.
     reply: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     embeds: bool = False  # tell the hidden vector after the prompt, with the token that is sampled

@@ -57,7 +57,7 @@ class Decodes:
         tokens = parts.future.resolve(parts.pools.index(slots))
         batch = decode_batch(rows, tokens, parts.rows, parts.pools)
         logits = self._plain.logits(self._plain.tokens(batch))
-        parts.rows.let_go(slots)
+        parts.rows.release_passed(slots)
         parts.draws.check(step, slots.tolist(), logits)
         parts.draws.sample(step, decodes, logits)
 

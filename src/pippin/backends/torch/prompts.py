@@ -131,7 +131,7 @@ class Prompts:
         parts, chunks = self._parts, taken.rows
         batch = chunk_batch(taken, parts.rows, parts.pools)
         hidden = self._forward.chunks(batch)
-        parts.rows.let_go(taken.slots)
+        parts.rows.release_passed(taken.slots)
         self._scores.add(step, chunks, hidden)
         hidden = hidden[batch.last]
         self._keep_hidden(step, chunks, hidden)

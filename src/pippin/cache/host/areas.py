@@ -101,12 +101,12 @@ class Area:
         return found
 
     def move(self, kept: Kept, at: int) -> None:
-        """Bytes alone; its place is noted by `settle`."""
+        """Bytes alone; its place is noted by `note_moves`."""
         if at != kept.at:
             nbytes = kept.entry.nbytes
             self.memory[at : at + nbytes] = self.memory[kept.at : kept.at + nbytes]
 
-    def settle(self, moves: list[tuple[Kept, int]]) -> None:
+    def note_moves(self, moves: list[tuple[Kept, int]]) -> None:
         self.end = 0
         for kept, at in moves:
             kept.at = at

@@ -110,7 +110,7 @@ class HostStore:
             for kept, at in moves:
                 area.move(kept, at)
             with self._lock:
-                area.settle(moves)
+                area.note_moves(moves)
                 area.moving = False
                 self._lock.notify_all()
 

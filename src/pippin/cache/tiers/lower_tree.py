@@ -2,7 +2,7 @@
 
 It has no ceiling of its own. The store keeps within its bytes and reports what it evicted. That and
 what hangs below it leaves the tree as soon as no lock holds it, a bounded number of nodes in each
-step (`settle`). Until then `Tiers.find` knows that it is lost.
+step (`remove_lost`). Until then `Tiers.find` knows that it is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pippin.cache.tiers.parts import EntryPart, Owned, num_parts
 from pippin.types import Component, Payload
 
 NO_CEILING = 1 << 62
-MAX_REMOVALS = 8  # nodes and parts in one `settle`: about half a millisecond on a slow core
+MAX_REMOVALS = 8  # nodes and parts in one `remove_lost`: about half a millisecond on a slow core
 # A path first, then where it can end, then what is kept only at such an end.
 ORDER = {
     component: place
@@ -55,7 +55,7 @@ class LowerTree:
         self._owned: dict[Key, Owned] = {}
         self._lost: dict[Key, Owned] = {}  # these leave the tree once no lock holds them
         self._num_added = (
-            0  # since the last `settle`: so many more leave, and what is lost is little
+            0  # since the last `remove_lost`: so many more leave, and what is lost is little
         )
         self._unused: list[Key] = []  # nothing of these is in the tree any more
         self.num_unreadable = 0  # entries that did not read back as they were written
@@ -136,7 +136,7 @@ class LowerTree:
                 owner.unreadable = True
                 self.num_unreadable += 1
 
-    def settle(self) -> list[Key]:
+    def remove_lost(self) -> list[Key]:
         """Take some of what was lost out of the tree; returns keys that the store may forget."""
         left, self._num_added = MAX_REMOVALS + self._num_added, 0
         for owner in list(islice(self._lost.values(), left)):

@@ -171,7 +171,7 @@ class Tiers:
     def _sound_limit(self, found: Found) -> int | None:
         """How long a match may be so that it needs nothing that the store has not; None: as it is.
 
-        The tree may name that for some steps: `LowerTree.settle` removes a little at a time.
+        The tree may name that for some steps: `LowerTree.remove_lost` removes a little at a time.
         """
         needed = [span.entry for piece in found.pieces for span in piece.spans]
         lost = [e for e in needed if e.key not in self._store or self.below.is_lost(e.key)]
@@ -182,7 +182,7 @@ class Tiers:
     # ---- both ------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Drop what no lock holds, in both; what leaves the lower is told by `LowerTree.settle`."""
+        """Drop what no lock holds, in both; `LowerTree.remove_lost` names what left the lower."""
         self.memory.flush()
         self.below.cache.flush()
 

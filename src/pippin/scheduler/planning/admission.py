@@ -4,7 +4,7 @@ A request that could start is an `Offer`: what it would find in the tree, and so
 be computed for it. Offers are tried in this order, and each is claimed, or there is a `Verdict`:
 
     priority, the highest first
-    those retracted, and those passed over `MAX_PASSED_OVER` times, in order of arrival
+    those preempted, and those passed over `MAX_PASSED_OVER` times, in order of arrival
     the fewest tokens to compute, so that hits are used before they are evicted; then arrival
 
 One that does not fit is passed over by smaller ones behind it, which ages it; one that may not be
@@ -29,16 +29,16 @@ from pippin.errors import ContextOverflow, OutOfMemory, Overloaded, UnsupportedF
 from pippin.messages import Submit
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.claims import GROWTH_TOKENS
-from pippin.scheduler.holding import Holding
-from pippin.scheduler.planning.arriving import Arriving, Promise, Waiters
+from pippin.scheduler.planning.inflight_prefixes import InflightPrefixes, Promise, Waiters
 from pippin.scheduler.request import Request
+from pippin.scheduler.running_slot import RunningSlot
 from pippin.scheduler.slots import SlotPool
 from pippin.types import GRID
 
 LOOKAHEAD = 16  # queued requests considered at a time,
-MAX_EXAMINED = 64  # with those that are found to share an arriving prefix, and set aside
+MAX_EXAMINED = 64  # with those that are found to share an in-flight prefix, and set aside
 MAX_PASSED_OVER = 8
-MAX_DOUBLINGS = 16  # of what a request that was retracted claims for its reply, each time
+MAX_DOUBLINGS = 16  # of what a request that was preempted claims for its reply, each time
 PROBED_TOKENS = 1 << 15  # of a plan: looking prompts up costs host time by their lengths
 
 
@@ -61,7 +61,7 @@ class Offer(msgspec.Struct, frozen=True, gc=False):  # many for each request tha
     def is_firm(self) -> bool:
         """It may not be passed over any more."""
         request = self.request
-        return request.num_retractions > 0 or request.passed_over >= MAX_PASSED_OVER
+        return request.num_preemptions > 0 or request.passed_over >= MAX_PASSED_OVER
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -140,7 +140,7 @@ class Admission:
             )
 
     def add(self, request: Request) -> None:
-        """Also takes back a request that was retracted: its arrival puts it first."""
+        """Also takes back a request that was preempted: its arrival puts it first."""
         bisect.insort(self.queue, request, key=_rank)
         bisect.insort(self.line, request, key=_rank)
         self.num_tokens += request.num_tokens
@@ -159,11 +159,11 @@ class Admission:
     # ---- who starts ------------------------------------------------------------------------
 
     def start_next(
-        self, arriving: Arriving, *, nothing_runs: bool, max_to_compute: int | None = None
-    ) -> Holding | None:
+        self, inflight: InflightPrefixes, *, nothing_runs: bool, max_to_compute: int | None = None
+    ) -> RunningSlot | None:
         """The best offer that can be claimed now, off the queue and with all that it holds.
 
-        `arriving` may bring prefixes worth waiting for. While nothing runs, a request starts with
+        `inflight` may bring prefixes worth waiting for. While nothing runs, a request starts with
         as little as it can, and gives up its match before it gives up. `max_to_compute`: only so
         little is left of a step that longer ones had better wait for the next.
         """
@@ -171,7 +171,7 @@ class Admission:
         if not nothing_runs and self._still_refused:
             return None
         num_waiters = len(self.waiters)
-        offers = self._offers(arriving)
+        offers = self._offers(inflight)
         self.refused = None
         for offer in offers:
             if max_to_compute is not None and offer.num_to_compute > max_to_compute:
@@ -179,7 +179,7 @@ class Admission:
                     return None
                 continue
             claimed = self._claim(offer, nothing_runs=nothing_runs)
-            if isinstance(claimed, Holding):
+            if isinstance(claimed, RunningSlot):
                 self._start(claimed)
                 return claimed
             self.refused = self.refused or offer.request
@@ -216,7 +216,7 @@ class Admission:
             bisect.insort(self.line, request, key=_rank)
             self._refused_at = None
 
-    def _offers(self, arriving: Arriving) -> list[Offer]:
+    def _offers(self, inflight: InflightPrefixes) -> list[Offer]:
         """Those considered now, the best first. Those that had better wait are set aside."""
         probed = 0
         offers: list[Offer] = []
@@ -229,7 +229,7 @@ class Admission:
                 matched = self._probe(request)
                 self._hints[request] = current, matched
             offer = Offer(request, matched)
-            if arriving and (promise := self._promise(offer, arriving)) is not None:
+            if inflight and (promise := self._promise(offer, inflight)) is not None:
                 waits.append((request, promise))
                 continue
             offers.append(offer)
@@ -240,21 +240,21 @@ class Admission:
             self.waiters.add(request, promise)
         return sorted(offers, key=lambda offer: offer.order)
 
-    def _claim(self, offer: Offer, *, nothing_runs: bool) -> Holding | Verdict:
+    def _claim(self, offer: Offer, *, nothing_runs: bool) -> RunningSlot | Verdict:
         request = offer.request
         whole, least = request.max_total, request.num_tokens + 1
-        ahead = GROWTH_TOKENS << min(request.num_retractions, MAX_DOUBLINGS)
+        ahead = GROWTH_TOKENS << min(request.num_preemptions, MAX_DOUBLINGS)
         wanted = whole if self._deterministic else min(whole, request.num_tokens + ahead)
-        holding = self._try(request, wanted, use_match=True)
-        if holding is None and nothing_runs:
-            holding = self._try(request, least, use_match=True)
-            holding = holding or self._try(request, least, use_match=False)
-        if holding is not None:
-            return holding
+        running = self._try(request, wanted, use_match=True)
+        if running is None and nothing_runs:
+            running = self._try(request, least, use_match=True)
+            running = running or self._try(request, least, use_match=False)
+        if running is not None:
+            return running
         firm = offer.is_firm or request.priority > self.queue[-1].priority
         return Verdict.HOLDS_OTHERS_UP if firm else Verdict.PASSED_OVER
 
-    def _try(self, request: Request, row_tokens: int, *, use_match: bool) -> Holding | None:
+    def _try(self, request: Request, row_tokens: int, *, use_match: bool) -> RunningSlot | None:
         """Bytes for a row of so many tokens, the match locked and a slot; or nothing at all."""
         # Locking a match takes it out of what can be evicted, so this much at least is needed.
         borrows = use_match and self._costs.restores_by_reference
@@ -270,9 +270,9 @@ class Admission:
             if self._cache is not None and lock is not None:
                 self._cache.unlock(lock)
             return None
-        return Holding(
+        return RunningSlot(
             request,
-            slot=self._slots.take(),
+            slot=self._slots.acquire(),
             prefill_len=request.num_tokens,
             nbytes=nbytes,
             row_tokens=row_tokens,
@@ -282,13 +282,13 @@ class Admission:
             keeps_last=not request.embeds,  # what it draws is nobody's
         )
 
-    def _start(self, holding: Holding) -> None:
+    def _start(self, running: RunningSlot) -> None:
         """Off the queue. Those that came earlier were passed over, unless they wait by choice."""
-        request = holding.request
+        request = running.request
         for earlier in self.line[: _place(self.line, request)]:
             earlier.passed_over += 1
         self.remove(request)
-        request.start(holding.slot, holding.start_len)
+        request.start(running.slot, running.start_len)
 
     # ---- what the tree has -----------------------------------------------------------------
 
@@ -310,10 +310,10 @@ class Admission:
             match = self._cache.match(tokens, request.salt, limit=limit)
         return match
 
-    def _promise(self, offer: Offer, arriving: Arriving) -> Promise | None:
+    def _promise(self, offer: Offer, inflight: InflightPrefixes) -> Promise | None:
         if not self._uses_cache(offer.request):
             return None
-        return arriving.promise(
+        return inflight.promise(
             offer.request,
             offer.matched,
             knows_head=self._costs.spec.hidden_bytes > 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pippin.cache.policy import CheckpointPolicy
-from pippin.scheduler.holding import Holding
+from pippin.scheduler.running_slot import RunningSlot
 from pippin.types import GRID, ModelSpec
 
 
@@ -33,17 +33,17 @@ class Chunker:
         """
         return min(self.smallest, num_left, max(budget, 1))
 
-    def next_chunk(self, holding: Holding, num_tokens: int) -> Chunk:
+    def next_chunk(self, running: RunningSlot, num_tokens: int) -> Chunk:
         """At most `num_tokens` more of what is known; at least one, given `least` or more.
 
         Where all that is known was restored, an empty chunk: only the next token is wanted.
         """
-        start = holding.held
-        end = self._end(holding, start, min(holding.prefill_len, start + num_tokens))
-        captures = start < end and self._captures(holding, end)
-        return Chunk(start, end, self._checkpoints(holding, start, end), captures)
+        start = running.row_len
+        end = self._end(running, start, min(running.prefill_len, start + num_tokens))
+        captures = start < end and self._captures(running, end)
+        return Chunk(start, end, self._checkpoints(running, start, end), captures)
 
-    def _end(self, holding: Holding, start: int, end: int) -> int:
+    def _end(self, running: RunningSlot, start: int, end: int) -> int:
         """Where a chunk that may reach `end` should stop.
 
         States inside it can be tapped only every GRID tokens from its start, and only if the
@@ -52,33 +52,33 @@ class Chunker:
         pieces, all alike, up to the next checkpoint.
         """
         if self.on_grid:
-            return max(end - end % GRID, min(start + GRID, holding.prefill_len))
-        if end < holding.prefill_len and self.spec.state_bytes:
-            end = end - end % GRID if end - start >= GRID else self._piece(holding, start, end)
-        for position in self._checkpoints(holding, start, end):
+            return max(end - end % GRID, min(start + GRID, running.prefill_len))
+        if end < running.prefill_len and self.spec.state_bytes:
+            end = end - end % GRID if end - start >= GRID else self._piece(running, start, end)
+        for position in self._checkpoints(running, start, end):
             tappable = self.spec.state_taps and (position - start) % GRID == 0
             if not tappable:
                 return position
         return end
 
-    def _piece(self, holding: Holding, start: int, end: int) -> int:
-        stop = next(iter(self._checkpoints(holding, start, holding.prefill_len)), None)
-        left = (stop or holding.prefill_len) - start
+    def _piece(self, running: RunningSlot, start: int, end: int) -> int:
+        stop = next(iter(self._checkpoints(running, start, running.prefill_len)), None)
+        left = (stop or running.prefill_len) - start
         num_pieces = -(-left // (end - start))
         return start + -(-left // num_pieces)
 
-    def _checkpoints(self, holding: Holding, start: int, end: int) -> tuple[int, ...]:
-        if self.policy is None or not self.spec.state_bytes or not self._captures(holding, end):
+    def _checkpoints(self, running: RunningSlot, start: int, end: int) -> tuple[int, ...]:
+        if self.policy is None or not self.spec.state_bytes or not self._captures(running, end):
             return ()
         return self.policy.positions(
             start,
             end,
-            prompt_len=holding.prefill_len,
-            boundaries=holding.request.boundaries,
-            branch=holding.branch,
+            prompt_len=running.prefill_len,
+            boundaries=running.request.boundaries,
+            branch=running.branch,
         )
 
-    def _captures(self, holding: Holding, end: int) -> bool:
-        if self.policy is None or not holding.connected or holding.request.wants_prompt_logprobs:
+    def _captures(self, running: RunningSlot, end: int) -> bool:
+        if self.policy is None or not running.connected or running.request.wants_prompt_logprobs:
             return False
         return not self.on_grid or end % GRID == 0

@@ -24,8 +24,8 @@ from pippin.decode.compile import CompiledGrammar
 from pippin.decode.compiler import GrammarCompiler
 from pippin.decode.grammar import Grammar
 from pippin.errors import PippinError
-from pippin.scheduler.holding import Holding
 from pippin.scheduler.request import Request
+from pippin.scheduler.running_slot import RunningSlot
 from pippin.types import FinishReason, GrammarSpec
 
 Fail = Callable[[Request, Exception], None]  # ends a request with an error
@@ -73,7 +73,7 @@ class Compiling:
 
 
 def make_masks(
-    plan: StepPlan, owners: Mapping[int, Holding], vocab_size: int, fail: Fail
+    plan: StepPlan, owners: Mapping[int, RunningSlot], vocab_size: int, fail: Fail
 ) -> np.ndarray:
     """What the plan's grammar rows may draw, once every earlier step is committed."""
     masks = full_masks(len(plan.masked_rows), vocab_size)

@@ -38,7 +38,7 @@ class Traffic(Protocol):
         """Of the budget, for what is being loaded."""
         ...
 
-    def divert(
+    def start_loads(
         self, admission: Admission, compute_seconds: Callable[[int], float]
     ) -> list[Request]:
         """Those that the tier below can serve faster than the model wait for it, out of the queue;
@@ -97,7 +97,7 @@ class NoTraffic:
     def __init__(self, cache: PrefixCache | None) -> None:
         self._cache = cache
 
-    def divert(
+    def start_loads(
         self, admission: Admission, compute_seconds: Callable[[int], float]
     ) -> list[Request]:
         return []

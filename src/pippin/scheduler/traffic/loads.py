@@ -73,7 +73,7 @@ class Loads:
             return False
         tokens = request.tokens(request.num_tokens)
         found = self._tiers.find(tokens, request.salt)
-        request.sought = self._tiers.level + 1
+        request.tiers_tried = self._tiers.level + 1
         if found is None:
             return False
         wanted = tokens[: found.match.length]
@@ -111,7 +111,7 @@ class Loads:
             salt,
             deque(found.pieces),
             lock=tiers.below.cache.lock(match),
-            hold=tiers.memory.hold(tokens, salt),
+            hold=tiers.memory.lock_tokens(tokens, salt),
             began=now,
             deadline=now + patience,
         )
@@ -186,7 +186,7 @@ class Loads:
         """The payloads of a step's loads, in order: the tree takes them."""
         taken = self._steps.pop(step, [])
         for (job, reading), payload in zip(taken, loaded, strict=True):
-            self._settle(job, reading)
+            self._release(job, reading)
             if job.ended:
                 payload.release()
                 continue
@@ -206,11 +206,11 @@ class Loads:
     def fail_step(self, step: int) -> None:
         """Its payloads were given up with it."""
         for job, reading in self._steps.pop(step, []):
-            self._settle(job, reading)
+            self._release(job, reading)
             if not job.ended:
                 self._fail(job)
 
-    def _settle(self, job: LoadJob, reading: Reading) -> None:
+    def _release(self, job: LoadJob, reading: Reading) -> None:
         job.in_steps -= 1
         self._budget.release(reading.nbytes)
         self._courier.give_back(reading.buffer, reading.future)

@@ -47,12 +47,12 @@ class StackedTraffic:
     def claimed_bytes(self) -> int:
         return sum(traffic.claimed_bytes for traffic in self.tiers)
 
-    def divert(
+    def start_loads(
         self, admission: Admission, compute_seconds: Callable[[int], float]
     ) -> list[Request]:
         changed: dict[Request, None] = {}  # one may come back from a tier and wait for the next
         for traffic in self.tiers:
-            changed |= dict.fromkeys(traffic.divert(admission, compute_seconds))
+            changed |= dict.fromkeys(traffic.start_loads(admission, compute_seconds))
         return list(changed)
 
     def remove(self, request: Request) -> None:

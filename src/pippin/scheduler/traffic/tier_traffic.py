@@ -60,7 +60,7 @@ class TierTraffic:
     def claimed_bytes(self) -> int:
         return self.loads.claimed_bytes
 
-    def divert(
+    def start_loads(
         self, admission: Admission, compute_seconds: Callable[[int], float]
     ) -> list[Request]:
         """Each request is looked up once, after it was looked up in all faster tiers."""
@@ -68,7 +68,7 @@ class TierTraffic:
         for request in back:
             admission.add(request)
         now = self.clock()
-        new = [r for r in admission.considered() if r.sought == self.tiers.level]
+        new = [r for r in admission.considered() if r.tiers_tried == self.tiers.level]
         waiting: list[Request] = []
         for request in new:
             if not request.wants_prompt_logprobs and self.loads.seek(request, now, compute_seconds):
@@ -155,7 +155,7 @@ class TierTraffic:
         """Some of it: an evicted segment may hold very many entries, and every stream waits."""
         store = self.courier.store
         self.tiers.below.lose(store.take_lost(MAX_LOST))
-        unused = self.tiers.below.settle()
+        unused = self.tiers.below.remove_lost()
         if unused:
             self.courier.tell(store.forget, unused)
 

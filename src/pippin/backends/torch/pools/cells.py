@@ -67,7 +67,7 @@ class CellPool:
             return found[0]
         return np.concatenate(found) if found else np.zeros(0, np.int32)
 
-    def hold(self, cells: np.ndarray) -> None:
+    def retain(self, cells: np.ndarray) -> None:
         self._refs[cells] += 1
 
     def release(self, cells: np.ndarray) -> None:

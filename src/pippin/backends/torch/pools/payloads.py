@@ -32,7 +32,7 @@ class KVPayload:
     @classmethod
     def of(cls, pools: Pools, kind: Component, cells: np.ndarray) -> KVPayload:
         """A new holder of cells that somebody else holds too."""
-        pools.arena.cells[kind].hold(cells)
+        pools.arena.cells[kind].retain(cells)
         return cls(pools, kind, cells.copy())
 
     @property

@@ -50,7 +50,7 @@ class RowCells:
             return
         if self._window:
             cells = cells[-self._window :]
-        self._pool.hold(cells)
+        self._pool.retain(cells)
         self._firsts[slot] = self._ends[slot] = end - len(cells)
         self._append(slot, cells)
 
@@ -68,7 +68,7 @@ class RowCells:
         self._ends[slots] += 1
         return cells
 
-    def let_go(self, slots: np.ndarray) -> None:
+    def release_passed(self, slots: np.ndarray) -> None:
         """Of what has fallen behind the window: forwards that read it have been launched."""
         if self._pool is None or not self._window:
             return

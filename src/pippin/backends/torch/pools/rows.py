@@ -68,10 +68,10 @@ class Rows:
         self.lengths[slots] += 1
         return cells
 
-    def let_go(self, slots: np.ndarray) -> None:
+    def release_passed(self, slots: np.ndarray) -> None:
         """Of what their next tokens do not see any more: their forward has been launched."""
         if self.windows is not None:
-            self.windows.let_go(slots)
+            self.windows.release_passed(slots)
 
     def num_new_states(self, slots: np.ndarray) -> int:
         """How many of these slots can not write their state where it is."""

@@ -53,9 +53,9 @@ class Catalog:
         with self._lock:
             before = self._slots.get(slot.entry.key)
             if before is not None:
-                before.segment.let_go(before)
+                before.segment.remove_entry(before)
             self._slots[slot.entry.key] = slot
-            slot.segment.hold(slot)
+            slot.segment.add_entry(slot)
 
     def touch(self, keys: Iterable[Key]) -> None:
         with self._lock:
@@ -122,4 +122,4 @@ class Catalog:
 
     def _drop(self, slot: Slot) -> None:
         del self._slots[slot.entry.key]
-        slot.segment.let_go(slot)
+        slot.segment.remove_entry(slot)

@@ -92,13 +92,13 @@ class Segment:
     def mean_use(self) -> float:
         return self.use_bytes / self.live_bytes if self.live_bytes else -1.0
 
-    def hold(self, slot: Slot) -> None:
+    def add_entry(self, slot: Slot) -> None:
         """Count an entry as wanted."""
         self.slots[slot.entry.key] = slot
         self.live_bytes += slot.entry.nbytes
         self.use_bytes += slot.use * slot.entry.nbytes
 
-    def let_go(self, slot: Slot) -> None:
+    def remove_entry(self, slot: Slot) -> None:
         del self.slots[slot.entry.key]
         self.live_bytes -= slot.entry.nbytes
         self.use_bytes -= slot.use * slot.entry.nbytes

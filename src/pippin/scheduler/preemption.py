@@ -1,6 +1,6 @@
 """What to do when running replies outgrow the budget: whom to take back, and who is too large.
 
-A request that is retracted waits in the queue again and runs what it knows a second time, less what
+A request that is preempted waits in the queue again and runs what it knows a second time, less what
 the tree holds by then. The senior one (the highest priority, then the earliest arrival) is never
 chosen: so somebody always goes on to the end, then the next one, and all of them finish. Knows no
 plans.
@@ -14,14 +14,14 @@ from pippin.backends.base import Costs
 from pippin.errors import OutOfMemory
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.claims import Claims
-from pippin.scheduler.holding import Holding
 from pippin.scheduler.registry import Registry
 from pippin.scheduler.request import Request
+from pippin.scheduler.running_slot import RunningSlot
 from pippin.scheduler.traffic.base import Traffic
 from pippin.types import GRID
 
 
-class Retraction:
+class Preemption:
     def __init__(
         self,
         costs: Costs,
@@ -36,21 +36,21 @@ class Retraction:
         self._traffic = traffic
         self._registry = registry
 
-    def make_room(self, starved: Sequence[Holding], *, in_flight: bool) -> None:
-        """Give up checkpoints and loads, then retract somebody.
+    def make_room(self, starved: Sequence[RunningSlot], *, in_flight: bool) -> None:
+        """Give up checkpoints and loads, then preempt somebody.
 
         Whoever starves goes on in a later plan. Where nothing can be given up and nothing is on
         its way back (no step is `in_flight`), one request is larger than all there is.
         """
-        holdings = self._registry.holdings
-        shortage = self._claims.shortage(starved, holdings.values())
+        running_slots = self._registry.running_slots
+        shortage = self._claims.shortage(starved, running_slots.values())
         if shortage > 0 and self._traffic.give_up_loads():
-            shortage = self._claims.shortage(starved, holdings.values())
+            shortage = self._claims.shortage(starved, running_slots.values())
         if shortage <= 0:
             return
-        for holding in choose(self._registry.running, shortage):
-            self._registry.retract(holding)
-        if len(holdings) == 1 and not in_flight:
+        for running in choose(self._registry.running, shortage):
+            self._registry.preempt(running)
+        if len(running_slots) == 1 and not in_flight:
             self._start_over(starved[0])
 
     def fail_hopeless(self, request: Request) -> None:
@@ -62,48 +62,48 @@ class Retraction:
         )
         self._registry.fail(request, OutOfMemory(message))
 
-    def _start_over(self, holding: Holding) -> None:
+    def _start_over(self, running: RunningSlot) -> None:
         """Alone, and out of bytes. What it borrowed from the tree comes with a state and more that
         a row of its own does without: then it begins again; or else it is too large."""
-        fits = self._costs.row_bytes(holding.held + 1) <= self._budget.capacity
-        if holding.lock is None or not fits:
-            self._fail_too_large(holding)
-        elif not holding.retracting:
-            self._registry.retract(holding)
+        fits = self._costs.row_bytes(running.row_len + 1) <= self._budget.capacity
+        if running.lock is None or not fits:
+            self._fail_too_large(running)
+        elif not running.preempting:
+            self._registry.preempt(running)
 
-    def _fail_too_large(self, holding: Holding) -> None:
-        need, capacity = self._claims.row_bytes(holding, holding.held + 1), self._budget.capacity
+    def _fail_too_large(self, running: RunningSlot) -> None:
+        need, capacity = self._claims.row_bytes(running, running.row_len + 1), self._budget.capacity
         message = (
-            f"the reply reached {holding.held:,} tokens and needs {need:,} bytes, "
+            f"the reply reached {running.row_len:,} tokens and needs {need:,} bytes, "
             f"the budget holds {capacity:,}"
         )
-        self._registry.fail(holding.request, OutOfMemory(message))
+        self._registry.fail(running.request, OutOfMemory(message))
 
 
-def choose(running: Sequence[Holding], nbytes: int) -> list[Holding]:
+def choose(candidates: Sequence[RunningSlot], nbytes: int) -> list[RunningSlot]:
     """The least that gives `nbytes` back, cheapest first; all but the senior one if that is less.
 
-    Those that are being retracted already count, and are not named again.
+    Those that are being preempted already count, and are not named again.
     """
-    if not running:
+    if not candidates:
         return []
-    senior = min(running, key=lambda holding: holding.request.rank)
-    chosen: list[Holding] = []
-    freed = sum(_freed(holding) for holding in running if holding.retracting)
-    for holding in sorted(running, key=_cost):
+    senior = min(candidates, key=lambda running: running.request.rank)
+    chosen: list[RunningSlot] = []
+    freed = sum(_freed(running) for running in candidates if running.preempting)
+    for running in sorted(candidates, key=_cost):
         if freed >= nbytes:
             break
-        if holding is not senior and not holding.retracting:
-            chosen.append(holding)
-            freed += _freed(holding)
+        if running is not senior and not running.preempting:
+            chosen.append(running)
+            freed += _freed(running)
     return chosen
 
 
-def _cost(holding: Holding) -> tuple[int, int, int]:
+def _cost(running: RunningSlot) -> tuple[int, int, int]:
     """Low priority first; then the fewest blocks to run again; then the youngest."""
-    request = holding.request
-    return holding.priority, (holding.held - holding.in_tree) // GRID, -request.arrival
+    request = running.request
+    return running.priority, (running.row_len - running.in_tree) // GRID, -request.arrival
 
 
-def _freed(holding: Holding) -> int:
-    return holding.nbytes + holding.checkpoint_bytes
+def _freed(running: RunningSlot) -> int:
+    return running.nbytes + running.checkpoint_bytes

@@ -1,6 +1,6 @@
 """What a request holds while it is in a slot, with one owner and one `release`. Knows no arrays.
 
-A request that is retracted and resumed has another holding the second time, in another slot, so
+A request that is preempted and resumed gets another `RunningSlot`, in another slot, so
 that what still arrives for the first can not be taken for the second's.
 """
 
@@ -17,11 +17,11 @@ from pippin.scheduler.slots import SlotPool
 from pippin.types import Payload
 
 
-#   positions:  [ restored | computed here, planned ]         `held` counts both
-#               0      start_len               held
+#   positions:  [ restored | computed here, planned ]         `row_len` counts both
+#               0      start_len               row_len
 #   `in_tree` of them were given to the tree; chunks end at `prefill_len`, then tokens follow.
 @dataclass(eq=False, slots=True)
-class Holding:
+class RunningSlot:
     request: Request
     slot: int
     prefill_len: int  # tokens known when it started: chunks run these
@@ -31,13 +31,13 @@ class Holding:
     tip: Lock | None = None  # on the end of what it has put into the tree
     start_len: int = 0  # restored from the tree
     branch: int = 0  # where the request's tokens leave a path that is already in the tree
-    held: int = 0
+    row_len: int = 0
     in_tree: int = 0
     last_step: int = -1  # the last plan with a row of this slot: its fence
     connected: bool = True  # False: what would connect its chunks to the tree is gone
     tainted: bool = False  # a step of this slot failed: what the row holds is not known
     damaged: bool = False  # what it was restored from is not what it was: it is tainted, too
-    retracting: bool = False  # no more rows; goes back to the queue once it is fenced
+    preempting: bool = False  # no more rows; goes back to the queue once it is fenced
     retired: bool = False  # a step that retires it is in flight
     captured_len: int = 0  # tokens that the tree gets with that step
     keeps_last: bool = True  # False: the last token of the reply is not run: no room, or no use
@@ -48,7 +48,7 @@ class Holding:
     released: bool = False
 
     def __post_init__(self) -> None:
-        self.held = self.in_tree = self.start_len
+        self.row_len = self.in_tree = self.start_len
 
     @property
     def runs(self) -> bool:
@@ -64,20 +64,20 @@ class Holding:
     @property
     def num_left(self) -> int:
         """Known tokens that are still to be run before the next one can be sampled."""
-        return self.prefill_len - self.held
+        return self.prefill_len - self.row_len
 
     @property
     def num_known(self) -> int:
         """Known tokens that no step runs yet: none or one, unless a grammar forces more."""
-        return self.request.num_tokens - self.held
+        return self.request.num_tokens - self.row_len
 
     @property
     def is_exact(self) -> bool:
         """Whether the row holds known tokens and nothing else."""
-        return not self.tainted and self.held <= self.request.num_tokens
+        return not self.tainted and self.row_len <= self.request.num_tokens
 
     @property
-    def num_arriving(self) -> int:
+    def inflight_len(self) -> int:
         """Tokens [0, n) that the tree will hold if all goes on as it is planned now."""
         request = self.request
         if self.tainted or self.retired:
@@ -99,7 +99,7 @@ class Holding:
 
     def plan_chunk(self, step: int, end: int) -> None:
         """The next step runs what is known up to `end`, and samples if that is all of it."""
-        assert end > self.held or end == self.prefill_len
+        assert end > self.row_len or end == self.prefill_len
         self._advance(step, end)
         if end == self.prefill_len:
             self.request.plan_sample(end)
@@ -114,8 +114,8 @@ class Holding:
             self.request.plan_sample(end)
 
     def _advance(self, step: int, end: int) -> None:
-        assert not self.retracting
-        self.held = end
+        assert not self.preempting
+        self.row_len = end
         self.last_step = step
 
     def retire(self, captured_len: int) -> None:
@@ -174,4 +174,4 @@ class Holding:
         self.unlock(cache)
         self.drop_checkpoints(list(self.checkpoints), budget)
         budget.release(self.nbytes)
-        slots.give_back(self.slot)
+        slots.release(self.slot)

@@ -42,7 +42,7 @@ def num_drawn_alike(reply: Reply, expected: Reply) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_retracted_replies_are_what_each_is_alone(
+def test_preempted_replies_are_what_each_is_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (admission, claims):
@@ -59,7 +59,7 @@ def test_retracted_replies_are_what_each_is_alone(
             for number in range(NUM_REQUESTS)
         ]
         client.run()
-        assert client.loop.scheduler.metrics.retractions > 0
+        assert client.loop.scheduler.metrics.preemptions > 0
         compared = 0
         for number, (reply, alike) in enumerate(zip(replies, expected, strict=True)):
             drawn = "seed" in params_of(number)

@@ -8,26 +8,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pippin.scheduler.holding import Holding
 from pippin.scheduler.request import KEY_TOKENS, Request
+from pippin.scheduler.running_slot import RunningSlot
 from pippin.types import GRID
 
 REPLY_TOKENS = KEY_TOKENS  # of a reply that are worth a wait of two steps; fewer are not seen
 
 
-class Arriving:
-    def __init__(self, holdings: Iterable[Holding]) -> None:
-        self._bringing: dict[bytes, list[Holding]] = {}  # by `Request.key`
-        for holding in holdings:
-            if holding.num_arriving > holding.in_tree:
-                self.add(holding)
+class InflightPrefixes:
+    def __init__(self, running_slots: Iterable[RunningSlot]) -> None:
+        self._bringing: dict[bytes, list[RunningSlot]] = {}  # by `Request.key`
+        for running in running_slots:
+            if running.inflight_len > running.in_tree:
+                self.add(running)
 
     def __len__(self) -> int:
         return len(self._bringing)
 
-    def add(self, holding: Holding) -> None:
-        if key := holding.request.key:
-            self._bringing.setdefault(key, []).append(holding)
+    def add(self, running: RunningSlot) -> None:
+        if key := running.request.key:
+            self._bringing.setdefault(key, []).append(running)
 
     def promise(
         self, request: Request, matched: int, *, knows_head: bool, deterministic: bool
@@ -38,25 +38,25 @@ class Arriving:
         it, and whose end is what the next turn of a conversation continues; or this very prompt.
         """
         for other in self._bringing.get(request.key, ()):
-            num_arriving = other.num_arriving
+            inflight_len = other.inflight_len
             needed = matched + GRID
             same_prompt = knows_head and other.prefill_len == request.num_tokens
             if (other.request.completed or same_prompt) and not deterministic:
-                needed = min(needed, max(num_arriving, matched + REPLY_TOKENS))
-            if num_arriving <= other.in_tree or num_arriving < needed:
+                needed = min(needed, max(inflight_len, matched + REPLY_TOKENS))
+            if inflight_len <= other.in_tree or inflight_len < needed:
                 continue
             tokens = request.tokens(request.num_tokens)
-            shared = common_prefix_len(tokens, other.request.tokens(num_arriving))
+            shared = common_prefix_len(tokens, other.request.tokens(inflight_len))
             if shared >= needed and shared > other.in_tree:
-                return Promise(other, shared, num_arriving)
+                return Promise(other, shared, inflight_len)
         return None
 
 
 @dataclass(frozen=True)
 class Promise:
-    holding: Holding
+    running: RunningSlot
     shared: int  # tokens that it brings to a request that waits,
-    num_arriving: int  # of so many in all
+    inflight_len: int  # of so many in all
 
 
 class Waiters:
@@ -68,8 +68,8 @@ class Waiters:
 
     def __init__(self) -> None:
         self._promises: dict[Request, Promise] = {}
-        # For each holding, by what is shared with it; ended waits are dropped when they are met.
-        self._heaps: dict[Holding, list[tuple[int, int, Request]]] = {}
+        # By what is shared with each; ended waits are dropped when they are met.
+        self._heaps: dict[RunningSlot, list[tuple[int, int, Request]]] = {}
 
     def __len__(self) -> int:
         return len(self._promises)
@@ -77,52 +77,52 @@ class Waiters:
     def __contains__(self, request: Request) -> bool:
         return request in self._promises
 
-    def pairs(self) -> Iterator[tuple[Request, Holding]]:
+    def pairs(self) -> Iterator[tuple[Request, RunningSlot]]:
         """Each request and what it waits for."""
-        return ((request, promise.holding) for request, promise in self._promises.items())
+        return ((request, promise.running) for request, promise in self._promises.items())
 
     def add(self, request: Request, promise: Promise) -> None:
         self._promises[request] = promise
-        heap = self._heaps.setdefault(promise.holding, [])
+        heap = self._heaps.setdefault(promise.running, [])
         heapq.heappush(heap, (promise.shared, request.arrival, request))
-        promise.holding.inherit(request.priority)
+        promise.running.inherit(request.priority)
 
     def remove(self, request: Request) -> None:
-        holding = self._promises.pop(request).holding
-        if holding.inherited == request.priority:
-            self._inherit(holding)
+        running = self._promises.pop(request).running
+        if running.inherited == request.priority:
+            self._inherit(running)
 
     def take_ready(self) -> list[Request]:
         """Those whose prefix is in the tree by now, or will not arrive any more."""
         ready: list[Request] = []
-        for holding, heap in list(self._heaps.items()):
+        for running, heap in list(self._heaps.items()):
             before = len(ready)
-            while heap and self._is_over(holding, heap[0]):
+            while heap and self._is_over(running, heap[0]):
                 *_, request = heapq.heappop(heap)
-                if self._waits_for(request, holding):
+                if self._waits_for(request, running):
                     del self._promises[request]
                     ready.append(request)
             if not heap:
-                del self._heaps[holding]
+                del self._heaps[running]
             if len(ready) > before:
-                self._inherit(holding)
+                self._inherit(running)
         return ready
 
-    def _is_over(self, holding: Holding, entry: tuple[int, int, Request]) -> bool:
+    def _is_over(self, running: RunningSlot, entry: tuple[int, int, Request]) -> bool:
         shared, _, request = entry
-        if holding.released or not self._waits_for(request, holding) or shared <= holding.in_tree:
+        if running.released or not self._waits_for(request, running) or shared <= running.in_tree:
             return True
-        return holding.num_arriving < self._promises[request].num_arriving
+        return running.inflight_len < self._promises[request].inflight_len
 
-    def _waits_for(self, request: Request, holding: Holding) -> bool:
+    def _waits_for(self, request: Request, running: RunningSlot) -> bool:
         promise = self._promises.get(request)
-        return promise is not None and promise.holding is holding
+        return promise is not None and promise.running is running
 
-    def _inherit(self, holding: Holding) -> None:
-        holding.inherited = None
-        for *_, request in self._heaps.get(holding, ()):
-            if self._waits_for(request, holding):
-                holding.inherit(request.priority)
+    def _inherit(self, running: RunningSlot) -> None:
+        running.inherited = None
+        for *_, request in self._heaps.get(running, ()):
+            if self._waits_for(request, running):
+                running.inherit(request.priority)
 
 
 def common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:

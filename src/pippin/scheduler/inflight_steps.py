@@ -6,56 +6,56 @@ from dataclasses import dataclass
 
 from pippin.backends.base import StepPlan
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.scheduler.holding import Holding
+from pippin.scheduler.running_slot import RunningSlot
 
 
 @dataclass(frozen=True)
-class Flight:
+class InflightStep:
     """A plan and who had which slot then; slots may change hands before its commit."""
 
     plan: StepPlan
-    owners: dict[int, Holding]
-    retired: dict[int, Holding]
+    owners: dict[int, RunningSlot]
+    retired: dict[int, RunningSlot]
     transient_bytes: int  # claimed for its captures
 
     def unlock_prompts(self, cache: PrefixCache | None, *, by_reference: bool) -> None:
         """A row whose prompt is computed depends on the tree only if it reads the tree's own."""
         for row in self.plan.prefill:
-            holding = self.owners[row.slot]
-            if row.samples and not holding.released:
-                holding.unlock_tip(cache)
+            running = self.owners[row.slot]
+            if row.samples and not running.released:
+                running.unlock_tip(cache)
                 if not by_reference:
-                    holding.unlock(cache)
+                    running.unlock(cache)
 
 
-class Flights:
+class InflightSteps:
     def __init__(self) -> None:
-        self._flights: dict[int, Flight] = {}
+        self._steps: dict[int, InflightStep] = {}
         self.next_step = 0
         self.committed = -1
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._steps)
 
-    def __getitem__(self, step: int) -> Flight:
-        return self._flights[step]
+    def __getitem__(self, step: int) -> InflightStep:
+        return self._steps[step]
 
     @property
     def transient_bytes(self) -> int:
-        return sum(flight.transient_bytes for flight in self._flights.values())
+        return sum(inflight.transient_bytes for inflight in self._steps.values())
 
-    def fences(self, holding: Holding) -> bool:
+    def fences(self, running: RunningSlot) -> bool:
         """Whether a step with a row of it is still to be committed."""
-        return holding.last_step > self.committed
+        return running.last_step > self.committed
 
-    def add(self, flight: Flight) -> None:
-        assert flight.plan.step == self.next_step, "steps are planned in order"
-        self._flights[self.next_step] = flight
+    def add(self, inflight: InflightStep) -> None:
+        assert inflight.plan.step == self.next_step, "steps are planned in order"
+        self._steps[self.next_step] = inflight
         self.next_step += 1
 
-    def settle(self, step: int) -> Flight:
+    def pop(self, step: int) -> InflightStep:
         """It has been committed, or has failed."""
-        flight = self._flights.pop(step)
+        inflight = self._steps.pop(step)
         assert step == self.committed + 1, "steps are committed in order"
         self.committed = step
-        return flight
+        return inflight
