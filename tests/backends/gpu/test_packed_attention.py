@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -18,8 +16,8 @@ from pippin.backends.mlx.rows.plain_attention import attend_in_pieces, attend_jo
 
 TAIL, CURSOR = 64, 17
 KERNEL = pytest.param(
-    partial(attend_packed, dialect="cuda"),
-    marks=pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    attend_packed,
+    marks=pytest.mark.skipif(not mx.metal.is_available(), reason="needs Metal"),
     id="kernel",
 )
 JOINED = pytest.param(attend_joined, id="joined")

@@ -21,7 +21,6 @@ from pippin.backends.mlx.cpu.operations.calls import operations
 from pippin.backends.mlx.cpu.operations.linear import pack_linear_layers
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.gpu.attention_times import choose_attention
-from pippin.backends.mlx.gpu.cuda_layer import fuse_layers
 from pippin.backends.mlx.gpu.siblings import merge
 from pippin.backends.mlx.head import Head, measure_hidden
 from pippin.backends.mlx.layout import Layout, discover
@@ -124,8 +123,6 @@ def prepare(
     head = substitutions.install(model, cpu=on_cpu())
     if not on_cpu() or operations("linear") is not None:
         _merge_siblings(model)
-    if mx.cuda.is_available():
-        fuse_layers(model)
     try:
         with record_calls() as calls:
             discovered = discover(model, partial(_forward, model, frozenset()))

@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from pippin.backends.mlx.gpu import cuda_kernel, packed_attention, packed_kernels
+from pippin.backends.mlx.gpu import packed_attention, packed_kernels
 from pippin.backends.mlx.layout import ROUNDING, Layout, Leaf, Reads
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows import plain_attention, split_attention, views
@@ -88,8 +88,8 @@ def choose_attention(
     seconds_of: Timer = shortest_seconds,
 ) -> AttentionPaths:
     """By the times in the file at `path`, and new ones for what is not there."""
-    kernels = (packed_attention, packed_kernels, cuda_kernel)
-    ours = machine((*kernels, plain_attention, split_attention, views))
+    timed = (packed_attention, packed_kernels, plain_attention, split_attention, views)
+    ours = machine(timed)
     remembered = RememberedTimes(path or times_file(SUBJECT), ours, dict[str, float])
     began = perf_counter()
     times: dict[str, dict[Size, Mapping[Path, float]]] = {kind: {} for kind in layers}

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import mlx.core as mx
 
-from pippin.backends.mlx.gpu.cuda_kernel import CudaKernel
-from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, DIALECTS, Dialect
+from pippin.backends.mlx.device import on_metal
+from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, HEADER
 from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.rows.attention_paths import AttendPacked, PackedCall
 
@@ -62,18 +62,10 @@ class Form:
 
 
 def for_layout(layout: Layout) -> AttendPacked | None:
-    """The kernel for this device and these layers; None where there is none."""
+    """The kernel for these layers on Metal; None elsewhere, and where it does not fit them."""
     leaves = [layout.leaves[index] for index in layout.kv_indices]
-    dialect = _dialect()
-    if dialect is None or not layout.packs or not all(map(_takes, leaves)):
-        return None
-    return partial(attend_packed, dialect=dialect)
-
-
-def _dialect() -> Dialect | None:
-    if mx.default_device() != mx.Device(mx.gpu):
-        return None
-    return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else None
+    fits = on_metal() and layout.packs and all(map(_takes, leaves))
+    return attend_packed if fits else None
 
 
 def _takes(leaf: Leaf) -> bool:
@@ -83,20 +75,18 @@ def _takes(leaf: Leaf) -> bool:
 
 
 @cache
-def _kernels(dialect: Dialect) -> tuple[Kernel, Kernel]:
-    """The first is mlx's to compile: a step's queries, keys and values lie in one wide product, and
-    only its own kernels are told strides. To copy them in every layer would cost more."""
-    cuda, header = dialect == "cuda", DIALECTS[dialect]
-    make_strided: Callable[..., Kernel] = mx.fast.cuda_kernel if cuda else mx.fast.metal_kernel  # type: ignore[assignment]
-    make: Callable[..., Kernel] = CudaKernel if cuda else make_strided
-    attend = make_strided(
+def _kernels() -> tuple[Kernel, Kernel]:
+    """The first reads strides: a step's queries, keys and values are slices of one wide product,
+    and to copy them in every layer would cost more."""
+    make: Callable[..., Kernel] = mx.fast.metal_kernel  # type: ignore[assignment]
+    attend = make(
         name="pippin_attend_packed",
         input_names=[
             *("q", "k", "v", "tail_k", "tail_v", "main_k", "main_v"),
             *("places", "visible_tail", "cursor", "scale", "sinks"),
         ],
         output_names=["out", "weights", "new_tail_k", "new_tail_v"],
-        header=header,
+        header=HEADER,
         source=ATTEND,
         ensure_row_contiguous=False,
     )
@@ -104,7 +94,7 @@ def _kernels(dialect: Dialect) -> tuple[Kernel, Kernel]:
         name="pippin_add_up_stretches",
         input_names=["parts", "weights", "sinks"],
         output_names=["out"],
-        header=header,
+        header=HEADER,
         source=ADD_UP,
     )
     return attend, add_up
@@ -127,14 +117,14 @@ def cut(num_blocks: int, num_columns: int, form: Form) -> tuple[int, int]:
     return max(1, min(most, WANTED_BLOCKS // num_blocks)), FEWEST_THREADS
 
 
-def attend_packed(call: PackedCall, *, dialect: Dialect) -> tuple[mx.array, mx.array, mx.array]:
+def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     q, v, tail, sinks = call.q, call.v, call.tail, call.sinks
     num_rows, num_query_heads, _, dim = q.shape
     num_heads, v_dim = v.shape[1], v.shape[3]
     form = Form.of(num_query_heads, num_heads, (dim, v_dim), q.dtype.size)
     num_splits, threads = cut(num_rows * num_heads * form.shares, call.num_columns, form)
     whole = num_splits == 1
-    attend, add_up = _kernels(dialect)
+    attend, add_up = _kernels()
     sizes = [("Dv", v_dim), ("Sinks", sinks is not None)]
     some_sinks = _number(0.0) if sinks is None else sinks
     parts = (num_rows, num_query_heads, num_splits)

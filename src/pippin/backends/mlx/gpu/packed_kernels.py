@@ -1,30 +1,11 @@
-"""The kernels of packed_attention.py: one source for CUDA and Metal.
+"""The Metal source of packed_attention.py's kernels. Knows no sizes.
 
-What their dialects call differently is defined before it. Sizes are constants that whoever calls
-defines; lengths and places are data.
+Sizes are constants of the call; lengths and places are data.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
-Dialect = Literal["cuda", "metal"]
-
-DIALECTS: dict[Dialect, str] = {
-    "cuda": """
-#define PLACE_X blockIdx.x
-#define PLACE_Y blockIdx.y
-#define PLACE_Z blockIdx.z
-#define NUM_X gridDim.x
-#define THREAD threadIdx.x
-#define TOGETHER __shared__
-#define GLOBAL
-#define SYNC() __syncthreads()
-#define FROM_LANE(value, distance) __shfl_xor_sync(~0u, value, distance)
-#define EXP(value) expf(value)
-#define UNROLL _Pragma("unroll")
-""",
-    "metal": """
+HEADER = """
 #define PLACE_X threadgroup_position_in_grid.x
 #define PLACE_Y threadgroup_position_in_grid.y
 #define PLACE_Z threadgroup_position_in_grid.z
@@ -36,8 +17,7 @@ DIALECTS: dict[Dialect, str] = {
 #define FROM_LANE(value, distance) simd_shuffle_xor(value, distance)
 #define EXP(value) metal::exp(value)
 #define UNROLL _Pragma("unroll")
-""",
-}
+"""
 
 ATTEND = """
     constexpr int PER_LANE = D / Lanes;

@@ -32,7 +32,6 @@ class Siblings:
         self, parts: Sequence[Module], multiply: Callable[[dict[str, mx.array], mx.array], mx.array]
     ) -> None:
         self._multiply = multiply
-        self._parts = [id(part) for part in parts]
         sizes = [int(part["weight"].shape[0]) for part in parts]
         ends = np.cumsum(sizes).tolist()
         self._stops = ends[:-1]
@@ -49,24 +48,11 @@ class Siblings:
         self._input: mx.array | None = None
         self._pieces: dict[int, mx.array] = {}
 
-    @staticmethod
-    def of(part: Module) -> Siblings | None:
-        """Those that `part` has been merged with."""
-        return getattr(part, "_siblings", None)
-
-    def are(self, parts: Sequence[Module]) -> bool:
-        """Whether these are all of them, in this order."""
-        return self._parts == [id(part) for part in parts]
-
-    def whole(self, x: mx.array) -> mx.array:
-        """What all layers make of `x`, side by side on the last axis."""
-        return self._multiply(self._stacked, x)
-
     def piece(self, number: int, x: mx.array) -> mx.array:
         """What layer `number` makes of `x`; the first to ask computes it for all."""
         if self._input is not x or number not in self._pieces:
             self._input = x
-            pieces = mx.split(self.whole(x), self._stops, axis=-1)
+            pieces = mx.split(self._multiply(self._stacked, x), self._stops, axis=-1)
             self._pieces = dict(enumerate(pieces))
         piece = self._pieces.pop(number)
         if not self._pieces:
@@ -91,7 +77,6 @@ def _make_sibling(part: Module, siblings: Siblings, number: int) -> None:
             return y
         return siblings.piece(number, x)
 
-    part._siblings = siblings
     part.__class__ = type(cls.__name__, (cls,), {"__call__": call})
 
 

@@ -27,7 +27,6 @@ from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
 
 from pippin.backends.mlx.cpu.operations.calls import Operations, operations
 from pippin.backends.mlx.device import on_cpu
-from pippin.backends.mlx.gpu import cuda_scan, cuda_step
 from pippin.backends.mlx.recurrent.blocks import (
     BLOCK_TOKENS,
     decay_matrix,
@@ -64,13 +63,6 @@ def gated_delta_update(
     """
     if state is None:
         state = mx.zeros((q.shape[0], *v.shape[-2:], q.shape[-1]), dtype=mx.float32)
-    largest_beta = 2 if allow_neg_eigval else 1
-    if mask is None and lower_bound is None and cuda_step.takes(k, v, a):
-        y, state = cuda_step.gated_delta_step_cuda(
-            q, k, v, a, b, A_log, dt_bias, state, largest_beta=largest_beta
-        )
-        record_block_states([state])
-        return y, state
     beta = mx.sigmoid(b)
     if allow_neg_eigval:
         beta = beta * 2.0
@@ -87,11 +79,6 @@ def gated_delta_update(
         y, state = gated_delta_step(q, k, v, g, beta, state, mask)
         record_block_states([state])
         return y, state
-    if g.ndim == 3 and cuda_scan.takes(q.shape[-1], v.shape[-1]):
-        if mask is not None:
-            g, beta = _close_masked(g, beta, mask)
-        inputs = [x.astype(mx.float32) for x in (q, k, v, g, beta, state)]
-        return cuda_scan.gated_delta_scan(*inputs, dtype=q.dtype)
     y, state, block_states = gated_delta_chunked(q, k, v, g, beta, state, mask)
     record_block_states(ColumnMajor(block_states))
     return y, state

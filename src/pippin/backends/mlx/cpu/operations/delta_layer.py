@@ -2,8 +2,7 @@
 
     in_proj -> [ conv, silu, norms of q and k, gates, recurrence, gated norm ] -> out_proj
 
-The same arithmetic as mlx-lm's layer, token by token; any other call goes to mlx-lm's own. On CUDA
-gpu/cuda_layer.py does the same.
+The same arithmetic as mlx-lm's layer, token by token; any other call goes to mlx-lm's own.
 """
 
 from __future__ import annotations
