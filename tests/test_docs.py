@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,9 @@ from pippin.api.requests.fields import (
 from pippin.config import Config
 
 ROOT = Path(__file__).parent.parent
+MAX_BYTES = 20_000  # of a document; a changelog grows with the project
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.md")])
+FENCED = re.MULTILINE | re.DOTALL
 TARGETS = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 over_documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -59,6 +62,43 @@ def test_links_and_paths_lead_somewhere(document: Path) -> None:
     named += [line for line in code_lines(document) if re.fullmatch(r"[\w-]+(/[\w-]+)*/", line)]
     missing += [path for path in named if not (ROOT / path).exists()]
     assert not missing
+
+
+def anchors(document: Path) -> set[str]:
+    """Fragments of a document's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=FENCED)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@over_documents
+def test_linked_headings_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", text)
+    missing = [
+        f"{path}#{fragment}"
+        for path, fragment in links
+        if fragment not in anchors(document.parent / path if path else document)
+    ]
+    assert not missing
+
+
+@over_documents
+def test_no_document_is_too_large_to_read(document: Path) -> None:
+    assert document.name == "CHANGELOG.md" or document.stat().st_size <= MAX_BYTES
+
+
+def test_every_document_can_be_reached_from_the_readme() -> None:
+    reached = {ROOT / "README.md"}
+    unread = [ROOT / "README.md"]
+    while unread:
+        document = unread.pop()
+        text = document.read_text(encoding="utf-8")
+        for link in re.findall(r"\]\((?!https?:)([^)#\s]+\.md)", text):
+            if (linked := (document.parent / link).resolve()) not in reached:
+                reached.add(linked)
+                unread.append(linked)
+    assert {path for path in DOCUMENTS if path.parent.name != "stories-hybrid-20m"} <= reached
 
 
 @over_documents
@@ -151,3 +191,39 @@ def test_the_tree_names_each_folder_of_the_package_and_no_other() -> None:
     assert [folder for folder in named if not folder.is_dir()] == []
     assert {folder for folder in named if package in (folder, *folder.parents)} == actual
     assert len(set(named)) == len(named)
+
+
+def test_the_glossary_is_short_and_each_term_has_a_drawing_and_is_used() -> None:
+    terms = chapters(ROOT / "docs" / "glossary.md")
+    assert len(terms) <= 15
+    assert [term for term, text in terms.items() if text.count("```") != 2] == []
+    others = "".join(
+        path.read_text(encoding="utf-8") for path in DOCUMENTS if path.name != "glossary.md"
+    )
+    linked = set(re.findall(r"glossary\.md#([\w-]+)", others))
+    assert {re.sub(r" ", "-", term.lower()) for term in terms} == linked
+
+
+def test_the_files_on_a_requests_path_import_each_other_in_that_order() -> None:
+    """The messages between the two processes are what both sides import."""
+    path = chapters(ROOT / "docs" / "how-it-works.md")["The path of one request"]
+    files = [ROOT / name for name in re.findall(r"^\d+\. `([\w/]+\.py)`", path, re.MULTILINE)]
+    assert 8 <= len(files) <= 10
+    wire = ROOT / "src" / "pippin" / "messages.py"
+    assert files.count(wire) == 1
+    for importer, imported in pairwise(files):
+        if importer == wire:
+            importer, imported = imported, importer
+        assert imported in imported_files(importer), f"{importer} does not import {imported}"
+
+
+def imported_files(path: Path) -> set[Path]:
+    """Files of ours that a file imports, by themselves or through their package."""
+    found: set[Path] = set()
+    for module in re.findall(r"^ *from (pippin[\w.]*) import", path.read_text(), re.MULTILINE):
+        target = ROOT.joinpath("src", *module.split("."))
+        if target.is_dir():
+            found |= {target / "__init__.py"} | imported_files(target / "__init__.py")
+        else:
+            found.add(target.with_suffix(".py"))
+    return found
