@@ -74,10 +74,6 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "/v1/embeddings": [{"input": "Once"}, {"input": ["Once", "upon"]}, {"input": [1, 2]}],
     "/tokenize": [{"prompt": "Once"}, {"prompt": ["a", "b"]}, {"messages": [USER]}],
     "/detokenize": [{"tokens": [1, 2]}, {"tokens": [[1], [2]]}],
-    "/generate": [
-        {"text": "Once", "rid": "a", "sampling_params": {"stop": ["zzz"]}},
-        {"input_ids": [[1, 2], [3]], "return_logprob": True},
-    ],
     "/flush_cache": [{}],
 }
 BASES["/v1/messages/count_tokens"] = BASES["/v1/messages"]
@@ -156,8 +152,6 @@ class _Maker:
         return Hostile(path, self._encoded(body), ", ".join(self._said))
 
     def _one_token(self, path: str) -> dict[str, Any]:
-        if path == "/generate":
-            return {"sampling_params": {"max_new_tokens": 1}}
         limited = {
             "/v1/responses": "max_output_tokens",
             "/v1/chat/completions": "max_tokens",

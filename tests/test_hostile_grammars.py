@@ -28,10 +28,6 @@ def bodies(spec: GrammarSpec) -> list[tuple[str, dict[str, Any]]]:
             {"model": MODEL, "prompt": "Hi", "max_tokens": 2, spec.kind: spec.text},
         ),
         ("/v1/chat/completions", chat | {spec.kind: spec.text}),
-        (
-            "/generate",
-            {"text": "Hi", "sampling_params": {"max_new_tokens": 2, spec.kind: spec.text}},
-        ),
     ]
     if spec.kind != "json_schema":
         syntax = "regex" if spec.kind == "regex" else "lark"

@@ -40,7 +40,6 @@ BODIES = {
     "/v1/embeddings": {"model": "stories", "input": "Hi."},
     "/tokenize": {"prompt": "Hi."},
     "/detokenize": {"tokens": [1]},
-    "/generate": {"text": "Hi.", "sampling_params": {"max_new_tokens": 1}},
 }
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 LONG = "x" * 1_000_000
@@ -80,7 +79,6 @@ TOO_MANY = [
     ("/v1/chat/completions", {"user": "x" * 1025}, "user", "1,024"),
     ("/v1/responses", {"safety_identifier": "x" * 1025}, "safety_identifier", "1,024"),
     ("/v1/responses", {"previous_response_id": LONG}, "previous_response_id", "1,024"),
-    ("/generate", {"rid": "x" * 1025}, "rid", "1,024"),
     ("/v1/chat/completions", {"metadata": {str(i): "" for i in range(65)}}, "metadata", "64"),
     ("/v1/chat/completions", {"metadata": {"x" * 1025: ""}}, "metadata", "1,024"),
     ("/v1/responses", {"metadata": {"a": "x" * 16_385}}, "metadata.a", "16,384"),
@@ -244,8 +242,6 @@ LONG_VALUES = [
     ("/v1/messages", {"context_management": {"edits": [LONG]}}),
     ("/v1/messages", {"thinking": {"type": LONG}}),
     ("/v1/embeddings", {"encoding_format": LONG}),
-    ("/generate", {"sampling_params": {LONG: 1}}),
-    ("/generate", {"sampling_params": {"stop_regex": LONG}}),
 ]
 
 
@@ -271,7 +267,6 @@ def test_what_is_shown_of_a_value_is_cut() -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
         ("/v1/responses", {"input": LONG}, "input"),
         ("/v1/embeddings", {"input": ["a", LONG]}, "input"),
-        ("/generate", {"text": LONG}, "text"),
         ("/tokenize", {"prompt": LONG}, "prompt"),
         ("/tokenize", {"prompt": "\U0001f600" * 125_001}, "prompt"),  # bytes count
     ],

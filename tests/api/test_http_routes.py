@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_engine import ScriptedEngine, asking, hang, say, serving
+from scripted_engine import MODEL, ScriptedEngine, asking, hang, say, serving
 
 from pippin.errors import EngineDead, PippinError
 from processes import wait_until
@@ -161,3 +161,11 @@ def test_a_reply_that_ended_is_not_aborted() -> None:
     assert fetch("POST", "/v1/chat/completions", engine, json=CHAT).status_code == 200
     assert fetch("POST", "/v1/chat/completions", engine, json=CHAT | {"stream": True}).text
     assert engine.aborted == []
+
+
+def test_the_model_is_described_without_paths() -> None:
+    info = fetch("GET", "/get_model_info").json()
+    assert fetch("GET", "/model_info").json() == info
+    assert info["model_path"] == info["served_model_name"] == "stories"
+    assert info["is_generation"] is True
+    assert info["max_model_len"] == MODEL.max_len

@@ -60,7 +60,6 @@ REAL: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"model": "stories", "input": ["a", "b"], "encoding_format": "base64"},
     "/tokenize": {"prompt": "a", "tools": []},
     "/detokenize": {"tokens": [[5], [6]]},
-    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 2, "stop": ["x"]}},
 }
 
 

@@ -21,7 +21,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "stories", "prompt": "Hi."},
     "/v1/responses": {"model": "stories", "input": "Hi."},
     "/v1/messages": {**CHAT, "max_tokens": 5},
-    "/generate": {"text": "Hi.", "sampling_params": {"max_new_tokens": 5}},
     "/v1/embeddings": {"model": "stories", "input": "Hi."},
 }
 TWO_KEYS = ServerConfig(api_key=("keyA", "keyB"))

@@ -8,12 +8,6 @@ from __future__ import annotations
 
 from pippin.api.endpoints.dialect_schemas import messages_schemas, responses_schema
 from pippin.api.endpoints.embeddings import EMBEDDINGS_HONOURED, FORMATS
-from pippin.api.endpoints.generate import (
-    GENERATE_HONOURED,
-    GENERATE_REFUSED,
-    PARAMS_HONOURED,
-    PARAMS_REFUSED,
-)
 from pippin.api.endpoints.schema_words import (
     BOOLEAN,
     OBJECT,
@@ -56,13 +50,6 @@ def request_schemas(model: ModelInfo, limits: LimitsConfig) -> dict[str, Schema]
     """Bodies of requests, by path."""
     fields = _shared_fields(model, limits)
     prompts = {"anyOf": [STRING, some(STRING), ids(model), some(ids(model))]}
-    generate_params = {
-        **fields,
-        "max_new_tokens": integer(0),
-        "min_new_tokens": integer(0),
-        "sampling_seed": fields["seed"],
-    }
-    params = body_of(PARAMS_HONOURED, PARAMS_REFUSED, generate_params)
     return {
         "/v1/responses": responses_schema(fields),
         **messages_schemas(fields),
@@ -87,9 +74,6 @@ def request_schemas(model: ModelInfo, limits: LimitsConfig) -> dict[str, Schema]
             fields | {"prompt": {"anyOf": [STRING, some(STRING)]}, "messages": _messages()},
         ),
         "/detokenize": body_of(DETOKENIZE_HONOURED, {}, fields, required=("tokens",)),
-        "/generate": body_of(
-            GENERATE_HONOURED, GENERATE_REFUSED, fields | {"sampling_params": params}
-        ),
     }
 
 
@@ -146,18 +130,11 @@ def _shared_fields(model: ModelInfo, limits: LimitsConfig) -> dict[str, Schema]:
         "encoding_format": {"type": "string", "enum": list(FORMATS)},
         "dimensions": integer(1),
         "tokens": {"anyOf": [one, rows]},
-        "text": {"anyOf": [STRING, some(STRING)]},
-        "input_ids": {"anyOf": [one, rows]},
-        "rid": {"anyOf": [label(), some(label())]},
-        "logprob_start_len": integer(-1),
-        "top_logprobs_num": integer(0, MAX_LOGPROBS),
         **dict.fromkeys(("regex", "ebnf"), STRING),
         **dict.fromkeys(labels, label()),
         **dict.fromkeys(("ignore_eos", "stream", "echo", "add_generation_prompt"), BOOLEAN),
         **dict.fromkeys(("add_special_tokens", "skip_special_tokens"), BOOLEAN),
-        **dict.fromkeys(
-            ("return_token_strs", "return_text_in_logprobs", "return_logprob"), BOOLEAN
-        ),
+        "return_token_strs": BOOLEAN,
     }
 
 

@@ -10,24 +10,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pippin.api.dialects.base import data_event
-from pippin.api.dialects.completions import DONE
 from pippin.api.endpoints.dialect_schemas import query_schemas
 from pippin.api.endpoints.embeddings import EmbeddingReply, parse_embeddings
 from pippin.api.endpoints.events import EventsEndpoint
 from pippin.api.endpoints.field_schemas import request_schemas
-from pippin.api.endpoints.generate import parse_generate
-from pippin.api.endpoints.generate_reply import GenerateReply
 from pippin.api.endpoints.metrics import MetricsEndpoint
 from pippin.api.endpoints.openapi import openapi_document
 from pippin.api.endpoints.tokenize import detokenize, tokenize
 from pippin.api.http.door import owner_salt_of
-from pippin.api.http.errors import JSONResponse, error_body
+from pippin.api.http.errors import JSONResponse
 from pippin.api.http.reading import parse_json, read_body
 from pippin.api.http.request_log import record_of
-from pippin.api.http.sending import StreamResponse, WholeResponse
+from pippin.api.http.sending import WholeResponse
 from pippin.api.http.workers import Workers
-from pippin.api.jobs.facts import facts_of
 from pippin.api.model_info import ModelInfo
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.engine.engine_client import Engine
@@ -52,7 +47,6 @@ class Endpoints:
         self._text = text
         self._model = model
         self._limits = limits
-        self._log_prompts = config.log_prompts
         self._needs_key = bool(config.api_key)
         self._metrics = MetricsEndpoint(engine, registry)
         self._events = EventsEndpoint(engine, text.tokenizer, config)
@@ -65,7 +59,6 @@ class Endpoints:
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
-            Route("/generate", self.generate, methods=["POST"]),
             Route("/get_model_info", self.model_info),
             Route("/model_info", self.model_info),  # SGLang's newer name of it
             Route("/openapi.json", self.openapi),
@@ -87,25 +80,6 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         return await self._answer_text(request, detokenize)
-
-    async def generate(self, request: Request) -> Response:
-        self._engine.check_ready()
-        body = await read_body(request, self._limits)
-        job, options = await self._workers.run(
-            lambda body: parse_generate(parse_json(body), self._text, self._model, self._limits),
-            body,
-        )
-        job.keep_apart(owner_salt_of(request.scope))
-        shown_with = self._text.tokenizer if self._log_prompts else None
-        record_of(request.scope).facts = lambda: facts_of(job, shown_with)
-        reply = GenerateReply(job, options, self._engine, self._text.tokenizer)
-        if not job.stream:
-            return WholeResponse(reply.whole, job.timeout_s)
-        return StreamResponse(
-            reply.events(),
-            tell=lambda error: data_event(error_body(error)) + DONE,
-            timeout_s=job.timeout_s,
-        )
 
     async def model_info(self, request: Request) -> Response:
         """Names, not paths: where a server keeps its files is nobody's business."""
