@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "offline.requests": {
         *("types", "config", "messages", "text", "sequences", "embedding"),
-        *("api.requests.parameters", "api.requests.salts"),
+        *("api.requests.sampling_fields", "api.requests.salts"),
     },
     "offline.router": {"messages", "scheduler.loop"},
     "offline.progress": set(),

@@ -95,7 +95,7 @@ def test_all_that_is_imported_is_traced() -> None:
         ("src/pippin/cache/radix.py", "cache/test_locks.py", "scheduler/test_replies.py"),
         ("src/pippin/bench/pairs.py", "bench/test_bench_offline.py", "scheduler/test_pace.py"),
         ("src/pippin/__main__.py", "test_native_kernels.py", "cache/test_locks.py"),
-        ("src/pippin/api/page/page.css", "api/test_front_door.py", "cache/test_locks.py"),
+        ("src/pippin/api/page/page.css", "api/test_access_control.py", "cache/test_locks.py"),
         ("tests/builders.py", "scheduler/test_replies.py", "text/test_stop.py"),
         ("tests/text/test_stop.py", "text/test_stop.py", "text/test_tokenizer.py"),
         ("tools/host_cost.py", "test_tools.py", "text/test_stop.py"),

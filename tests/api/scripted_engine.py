@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.app import create_app, create_waiting_app
-from pippin.api.http.connection import uvicorn_config
+from pippin.api.http.limited_connection import uvicorn_config
 from pippin.api.model_info import ModelInfo
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.engine.watchers import WatchEvent

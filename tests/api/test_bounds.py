@@ -18,11 +18,11 @@ from scripted_engine import ScriptedEngine, say, serving
 
 from pippin.api.dialects.responses import items as response_items
 from pippin.api.dialects.responses.items import messages_of, read_items
-from pippin.api.dialects.responses.store import ResponseStore, Turn
+from pippin.api.dialects.responses.response_store import ResponseStore, StoredTurn
 from pippin.api.requests import bounds
 from pippin.api.requests.body import Body, shown
 from pippin.api.requests.json_scan import check_json_size
-from pippin.api.requests.parameters import check_sampling
+from pippin.api.requests.sampling_fields import check_sampling
 from pippin.errors import MAX_MESSAGE_CHARS, RequestError, cut
 from pippin.text.message_shape import MessageShape
 from pippin.types import SamplingParams
@@ -318,7 +318,7 @@ def stored_turn(num_items: int, text: str = "a") -> ResponseStore:
         {"type": "message", "role": "user", "id": f"i{i}", "content": text}
         for i in range(num_items)
     ]
-    store.put({"id": "r", "output": []}, Turn.of(given, [], None))
+    store.put({"id": "r", "output": []}, StoredTurn.of(given, [], None))
     return store
 
 

@@ -9,12 +9,12 @@ import pytest
 from qwen35_server import ARGUMENTS, TEXT, WEATHER, allows, vocabulary
 
 from call_texts import write_calls
-from pippin.api.dialects.chat import parse_chat
-from pippin.api.grammars.calls import CallRules
+from pippin.api.dialects.chat_completions import parse_chat
+from pippin.api.grammars.call_rules import CallRules
 from pippin.api.grammars.constrain import constrain
 from pippin.api.grammars.lark import Lark
 from pippin.api.model_info import ModelInfo
-from pippin.api.requests.request import ToolUse
+from pippin.api.requests.neutral_request import ToolUse
 from pippin.config import LimitsConfig
 from pippin.decode.compile import CompiledGrammar, compile_grammar
 from pippin.errors import RequestError, UnsupportedField

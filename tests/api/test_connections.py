@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from scripted_engine import ScriptedEngine, hang, say, say_tokens, serving_alone
 
-from pippin.api.http import connection
+from pippin.api.http import limited_connection as connection
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.startup.port import listen
 from processes import PATIENCE_SECONDS, wait_until

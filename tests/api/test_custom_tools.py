@@ -14,10 +14,10 @@ from qwen35_server import TEXT, THOUGHT, allows, prompt_text, says, serving_qwen
 from scripted_engine import Script, ScriptedEngine
 
 from call_texts import write_calls
-from pippin.api.grammars.calls import CallRules
+from pippin.api.grammars.call_rules import CallRules
 from pippin.api.grammars.lark import Lark
 from pippin.api.requests.custom_tools import InputReader, arguments_of, as_function, input_of
-from pippin.api.requests.request import ToolUse
+from pippin.api.requests.neutral_request import ToolUse
 from pippin.decode.compile import CompiledGrammar, compile_grammar, prove_grammar
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser

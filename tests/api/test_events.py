@@ -10,7 +10,7 @@ import httpx
 import pytest
 from scripted_engine import TEXT, ScriptedEngine, serving
 
-from pippin.api.http.door import shows_prompts
+from pippin.api.http.access_control import shows_prompts
 from pippin.config import ServerConfig
 from pippin.engine.watchers import WatchEvent
 

@@ -143,11 +143,11 @@ def test_large_bodies_are_prepared_in_a_thread_of_their_own(
     monkeypatch.setattr(workers, "LARGE_BYTES", 200)
     names: list[str] = []
 
-    def parse_json(body: bytes) -> Any:
+    def decode_body(body: bytes) -> Any:
         names.append(threading.current_thread().name)
         return json.loads(body)
 
-    monkeypatch.setattr(app, "parse_json", parse_json)
+    monkeypatch.setattr(app, "decode_body", decode_body)
     assert post(COMPLETION).status_code == 200
     assert post(COMPLETION | {"prompt": "x" * 300}).status_code == 200
     small, large = names

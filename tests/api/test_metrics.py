@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from scripted_engine import Script, ScriptedEngine, fail, hang, say, serving
 
 from builders import Client, make_loop
-from pippin.api.endpoints import metrics
+from pippin.api.endpoints import metrics_endpoint as metrics
 from pippin.types import FinishReason
 
 CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]}

@@ -10,9 +10,9 @@ from openai.types import completion_create_params as completion_types
 from openai.types.chat import completion_create_params as chat_types
 from scripted_engine import MODEL, TEXT
 
-from pippin.api.dialects.chat import parse_chat
+from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.completions import parse_completion
-from pippin.api.http.errors import ModelNotFound
+from pippin.api.http.http_errors import ModelNotFound
 from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion
 from pippin.api.requests.fields import (
     CHAT_HONOURED,

@@ -7,12 +7,12 @@ import random
 import msgspec
 import pytest
 
-from pippin.api.dialects.responses.store import (
+from pippin.api.dialects.responses.response_store import (
     PreviousResponseNotFound,
     ResponseNotFound,
     ResponseStore,
     ResponseStores,
-    Turn,
+    StoredTurn,
 )
 
 ME, YOU = b"me", b"you"  # owners
@@ -25,11 +25,11 @@ def item(id: str, text: str = "") -> dict[str, str]:
 def put(
     store: ResponseStore,
     id: str,
-    previous: Turn | None = None,
+    previous: StoredTurn | None = None,
     *,
     text: str = "",
 ) -> bool:
-    turn = Turn.of([item(f"in-{id}", text)], [item(f"out-{id}")], previous)
+    turn = StoredTurn.of([item(f"in-{id}", text)], [item(f"out-{id}")], previous)
     return store.put({"id": id, "output": msgspec.json.decode(turn.output)}, turn)
 
 

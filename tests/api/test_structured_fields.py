@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from scripted_engine import MODEL, TEXT
 
-from pippin.api.dialects.chat import parse_chat
+from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.completions import parse_completion
-from pippin.api.requests.parameters import check_sampling
+from pippin.api.requests.sampling_fields import check_sampling
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError
 from pippin.types import GrammarSpec, SamplingParams

@@ -13,19 +13,19 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp
 
-from pippin.api.dialects.base import Dialect
-from pippin.api.dialects.chat import ChatDialect, parse_chat
+from pippin.api.dialects.chat_completions import ChatDialect, parse_chat
 from pippin.api.dialects.completions import CompletionsDialect, parse_completion
-from pippin.api.dialects.messages.reply import MessagesDialect, messages_error
-from pippin.api.dialects.messages.request import parse_message_request
-from pippin.api.dialects.responses.reply import ResponsesDialect
-from pippin.api.dialects.responses.request import ResponsesRequest, parse_responses_request
-from pippin.api.dialects.responses.store import ResponseStores, Turn
+from pippin.api.dialects.dialect import Dialect
+from pippin.api.dialects.messages.message_reply import MessagesDialect, messages_error
+from pippin.api.dialects.messages.message_request import parse_message_request
+from pippin.api.dialects.responses.response_reply import ResponsesDialect
+from pippin.api.dialects.responses.response_request import ResponsesRequest, parse_responses_request
+from pippin.api.dialects.responses.response_store import ResponseStores, StoredTurn
 from pippin.api.endpoints.routes import Endpoints
 from pippin.api.endpoints.stored_responses import stored_routes
+from pippin.api.http.access_control import access_checks, owner_of, owner_salt_of, shows_prompts
 from pippin.api.http.admins import Admins
-from pippin.api.http.door import front_door, owner_of, owner_salt_of, shows_prompts
-from pippin.api.http.errors import (
+from pippin.api.http.http_errors import (
     ErrorShapes,
     JSONResponse,
     error_response,
@@ -35,12 +35,12 @@ from pippin.api.http.errors import (
     on_unexpected,
 )
 from pippin.api.http.keys import known_keys
-from pippin.api.http.reading import parse_json, read_body
+from pippin.api.http.read_body import decode_body, read_body
 from pippin.api.http.request_log import RequestLog, record_of
 from pippin.api.http.sending import StreamResponse, WholeResponse
 from pippin.api.http.workers import Workers
 from pippin.api.jobs.facts import facts_of
-from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, prompt_of
+from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, render_prompt
 from pippin.api.jobs.reply import reply_events, whole_reply
 from pippin.api.metered_engine import MeteredEngine, ReplyTimes
 from pippin.api.model_info import ModelInfo
@@ -81,7 +81,7 @@ def create_app(
             *endpoints.routes(),
             *(page_routes() if config.page else ()),
         ],
-        middleware=front_door(config, page_paths() if config.page else frozenset()),
+        middleware=access_checks(config, page_paths() if config.page else frozenset()),
         exception_handlers={
             PippinError: on_pippin_error,
             HTTPException: on_http_exception,
@@ -133,7 +133,7 @@ class _Api:
         read: list[ResponsesRequest] = []
 
         def prepare(body: bytes) -> Job:
-            fields = parse_json(body)
+            fields = decode_body(body)
             asked = parse_responses_request(fields, *self._rules, stored=stored)
             read.append(asked)
             return prepare_chat(asked.chat, self._text, self._model, prefix="resp_")
@@ -141,7 +141,7 @@ class _Api:
         def keep(response: dict[str, Any]) -> bool:
             if not asked.store:
                 return False
-            turn = Turn.of(asked.items, response["output"], asked.previous)
+            turn = StoredTurn.of(asked.items, response["output"], asked.previous)
             return stored.put(response, turn)
 
         job = await self._prepare(request, prepare)
@@ -207,19 +207,19 @@ class _Api:
         return self._model, self._text.defaults, self._limits
 
     def _message_job(self, body: bytes) -> Job:
-        chat = parse_message_request(parse_json(body), *self._rules)
+        chat = parse_message_request(decode_body(body), *self._rules)
         return prepare_chat(chat, self._text, self._model, prefix="msg_")
 
     def _prompt_len(self, body: bytes) -> int:
-        chat = parse_message_request(parse_json(body), *self._rules, counts_only=True)
-        return len(prompt_of(chat, self._text, self._model.max_counted_bytes).tokens)
+        chat = parse_message_request(decode_body(body), *self._rules, counts_only=True)
+        return len(render_prompt(chat, self._text, self._model.max_counted_bytes).tokens)
 
     def _chat_job(self, body: bytes) -> Job:
-        chat = parse_chat(parse_json(body), *self._rules)
+        chat = parse_chat(decode_body(body), *self._rules)
         return prepare_chat(chat, self._text, self._model)
 
     def _completion_job(self, body: bytes) -> Job:
-        completion = parse_completion(parse_json(body), *self._rules)
+        completion = parse_completion(decode_body(body), *self._rules)
         return prepare_completion(completion, self._text, self._model)
 
     def _answer(self, job: Job, dialect: Dialect) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pippin.api.http.errors import ModelNotFound
+from pippin.api.http.http_errors import ModelNotFound
 from pippin.api.requests.body import shown
 from pippin.api.requests.bounds import MAX_BYTES_PER_TOKEN, MAX_COUNTED_BYTES
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from pippin.api.requests.parameters import (
+from pippin.api.requests.salts import check_salt
+from pippin.api.requests.sampling_fields import (
     are_token_ids,
     check_priority,
     check_sampling,
     token_ids_in_words,
 )
-from pippin.api.requests.salts import check_salt
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.embedding import embedding_submit
 from pippin.errors import RequestError

@@ -19,9 +19,9 @@ from rich.console import Console
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.app import create_app, create_waiting_app
-from pippin.api.http.connection import allow_open_files, uvicorn_config
-from pippin.api.http.door import warn_if_open
+from pippin.api.http.access_control import warn_if_open
 from pippin.api.http.freed_memory import return_freed_memory
+from pippin.api.http.limited_connection import allow_open_files, uvicorn_config
 from pippin.api.model_info import ModelInfo
 from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.engine.engine_client import EngineClient

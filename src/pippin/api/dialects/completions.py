@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pippin.api.dialects.base import data_event, openai_usage
-from pippin.api.dialects.options import check_choices, check_model, read_options
-from pippin.api.http.errors import error_body
+from pippin.api.dialects.dialect import data_event, openai_usage
+from pippin.api.dialects.shared_options import check_choices, check_model, read_options
+from pippin.api.http.http_errors import error_body
 from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import Body
 from pippin.api.requests.fields import COMPLETION_HONOURED, COMPLETION_REFUSED, check_fields
-from pippin.api.requests.parameters import (
+from pippin.api.requests.neutral_request import CompletionRequest
+from pippin.api.requests.sampling_fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     are_token_ids,
     token_ids_in_words,
 )
-from pippin.api.requests.request import CompletionRequest
 from pippin.config import LimitsConfig
 from pippin.errors import PippinError, UnsupportedField
 from pippin.sequences import SequencePiece, ShownToken

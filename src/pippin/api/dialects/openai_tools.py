@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from pippin.api.requests.body import Body, shown
-from pippin.api.requests.request import ToolUse
+from pippin.api.requests.neutral_request import ToolUse
 from pippin.api.requests.tools import (
-    Choice,
-    Declared,
+    DeclaredTool,
+    ToolChoice,
     custom_tool,
     function_tool,
     read_mode,
@@ -43,7 +43,7 @@ def read_responses_tools(body: Body) -> ToolUse:
     return tool_use(body, tools, _choice(body, nested=False))
 
 
-def _chat_tool(tool: Body) -> Declared:
+def _chat_tool(tool: Body) -> DeclaredTool:
     match kind := tool.require("type"):
         case "function":
             tool.check_known({"type", kind, "cache_control"})
@@ -58,7 +58,7 @@ def _chat_tool(tool: Body) -> Declared:
     raise unknown_kind(tool, _KNOWN)
 
 
-def _responses_tools(tool: Body) -> list[Declared]:
+def _responses_tools(tool: Body) -> list[DeclaredTool]:
     """A tool, or those of a namespace."""
     if tool.require("type") != NAMESPACE:
         return [_responses_tool(tool)]
@@ -67,7 +67,7 @@ def _responses_tools(tool: Body) -> list[Declared]:
     return [_responses_tool(each).within(name, told) for each in tool_bodies(tool)]
 
 
-def _responses_tool(tool: Body) -> Declared:
+def _responses_tool(tool: Body) -> DeclaredTool:
     kind = tool.require("type")
     if kind not in (FUNCTION, CUSTOM):
         raise unknown_kind(tool, '"function", "custom" and namespaces of them')
@@ -79,14 +79,14 @@ def _responses_tool(tool: Body) -> Declared:
     return function_tool(tool, "parameters") if kind == FUNCTION else custom_tool(tool)
 
 
-def _choice(body: Body, *, nested: bool) -> Choice:
+def _choice(body: Body, *, nested: bool) -> ToolChoice:
     value = body.get("tool_choice")
     if not isinstance(value, dict):
         return read_mode(body, value)
     choice = Body(value, "tool_choice")
     kind = choice.get("type")
     if kind in (FUNCTION, CUSTOM):
-        return Choice.of(_name_in(choice, nested=nested))
+        return ToolChoice.of(_name_in(choice, nested=nested))
     if kind != ALLOWED:
         raise unknown_kind(choice, f'{_KNOWN}, and "{ALLOWED}",')
     allowed = _inner(choice, ALLOWED) if nested else choice
@@ -97,7 +97,7 @@ def _choice(body: Body, *, nested: bool) -> Choice:
     tools = tool_bodies(allowed)
     if not tools:
         raise allowed.wrong("tools", "a list of at least one tool")
-    return Choice(mode, tuple(_name_in(tool, nested=nested) for tool in tools))
+    return ToolChoice(mode, tuple(_name_in(tool, nested=nested) for tool in tools))
 
 
 def _name_in(tool: Body, *, nested: bool) -> str:

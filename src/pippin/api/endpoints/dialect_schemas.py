@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pippin.api.dialects.messages.conversation import ROLES
-from pippin.api.dialects.messages.request import EFFORTS as MESSAGES_EFFORTS
-from pippin.api.dialects.messages.request import THINKING
-from pippin.api.dialects.responses.request import INCLUDED, SUMMARIES
+from pippin.api.dialects.messages.message_request import EFFORTS as MESSAGES_EFFORTS
+from pippin.api.dialects.messages.message_request import THINKING
+from pippin.api.dialects.responses.response_request import INCLUDED, SUMMARIES
 from pippin.api.endpoints.schema_words import (
     BOOLEAN,
     OBJECT,
@@ -29,7 +29,7 @@ from pippin.api.requests.fields import (
     RESPONSES_HONOURED,
     RESPONSES_REFUSED,
 )
-from pippin.api.requests.reasoning import EFFORTS
+from pippin.api.requests.reasoning_effort import EFFORTS
 
 _SUMMARY: Schema = {"enum": list(SUMMARIES)}
 

@@ -13,8 +13,8 @@ from pippin.api.endpoints.timeouts import read_timeout
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import Body
 from pippin.api.requests.fields import check_fields
-from pippin.api.requests.parameters import are_token_ids, read_priority, token_ids_in_words
 from pippin.api.requests.salts import read_salt, under_owner
+from pippin.api.requests.sampling_fields import are_token_ids, read_priority, token_ids_in_words
 from pippin.config import LimitsConfig
 from pippin.embedding import embedding_of, embedding_submit
 from pippin.engine.engine_client import Engine

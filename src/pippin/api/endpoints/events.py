@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pippin.api.dialects.base import data_event
+from pippin.api.dialects.dialect import data_event
+from pippin.api.http.access_control import shows_prompts
 from pippin.api.http.admins import Admins
-from pippin.api.http.door import shows_prompts
-from pippin.api.http.errors import Forbidden, JSONResponse, error_body
+from pippin.api.http.http_errors import Forbidden, JSONResponse, error_body
 from pippin.api.http.sending import StreamResponse
 from pippin.config import ServerConfig
 from pippin.engine.engine_client import Engine

@@ -40,9 +40,9 @@ from pippin.api.requests.fields import (
     COMPLETION_HONOURED,
     COMPLETION_REFUSED,
 )
-from pippin.api.requests.parameters import MAX_CHOICES, MAX_LOGPROBS, MAX_PRIORITY, MAX_SEED
-from pippin.api.requests.reasoning import EFFORTS
+from pippin.api.requests.reasoning_effort import EFFORTS
 from pippin.api.requests.salts import MAX_SALT_CHARS
+from pippin.api.requests.sampling_fields import MAX_CHOICES, MAX_LOGPROBS, MAX_PRIORITY, MAX_SEED
 from pippin.config import LimitsConfig
 
 

@@ -14,12 +14,12 @@ from pippin.api.endpoints.dialect_schemas import query_schemas
 from pippin.api.endpoints.embeddings import EmbeddingReply, parse_embeddings
 from pippin.api.endpoints.events import EventsEndpoint
 from pippin.api.endpoints.field_schemas import request_schemas
-from pippin.api.endpoints.metrics import MetricsEndpoint
+from pippin.api.endpoints.metrics_endpoint import MetricsEndpoint
 from pippin.api.endpoints.openapi import openapi_document
 from pippin.api.endpoints.tokenize import detokenize, tokenize
-from pippin.api.http.door import owner_salt_of
-from pippin.api.http.errors import JSONResponse
-from pippin.api.http.reading import parse_json, read_body
+from pippin.api.http.access_control import owner_salt_of
+from pippin.api.http.http_errors import JSONResponse
+from pippin.api.http.read_body import decode_body, read_body
 from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import WholeResponse
 from pippin.api.http.workers import Workers
@@ -68,7 +68,7 @@ class Endpoints:
         self._engine.check_ready()
         body = await read_body(request, self._limits)
         job = await self._workers.run(
-            lambda body: parse_embeddings(parse_json(body), self._text, self._model, self._limits),
+            lambda body: parse_embeddings(decode_body(body), self._text, self._model, self._limits),
             body,
         )
         job.keep_apart(owner_salt_of(request.scope))
@@ -107,6 +107,6 @@ class Endpoints:
         body = await read_body(request, self._limits)
         return JSONResponse(
             await self._workers.run(
-                lambda body: work(parse_json(body), self._text, self._model), body
+                lambda body: work(decode_body(body), self._text, self._model), body
             )
         )

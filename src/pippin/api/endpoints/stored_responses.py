@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pippin.api.dialects.responses.request import INCLUDED
-from pippin.api.dialects.responses.store import ResponseStore, ResponseStores
-from pippin.api.http.door import owner_of
-from pippin.api.http.errors import JSONResponse
+from pippin.api.dialects.responses.response_request import INCLUDED
+from pippin.api.dialects.responses.response_store import ResponseStore, ResponseStores
+from pippin.api.http.access_control import owner_of
+from pippin.api.http.http_errors import JSONResponse
 from pippin.api.requests.body import Body
 from pippin.errors import RequestError, UnsupportedField, cut
 

@@ -9,7 +9,7 @@ from pippin.api.requests.body import Body
 from pippin.api.requests.bounds import MAX_MESSAGES, check_count
 from pippin.api.requests.chat_messages import parse_messages
 from pippin.api.requests.fields import Refusal, check_fields
-from pippin.api.requests.parameters import are_token_ids, token_ids_in_words
+from pippin.api.requests.sampling_fields import are_token_ids, token_ids_in_words
 from pippin.errors import RequestError
 from pippin.text.bundle import TextBundle
 from pippin.text.chat_template import RESERVED_VARIABLES

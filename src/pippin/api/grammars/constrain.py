@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pippin.api.grammars.calls import CallRules
+from pippin.api.grammars.call_rules import CallRules
 from pippin.api.grammars.lark import ANY_TEXT, Lark
-from pippin.api.requests.request import ChatRequest, Options
+from pippin.api.requests.neutral_request import ChatRequest, Options
 from pippin.decode.closed_objects import closed
 from pippin.decode.json_schema import check_schema
 from pippin.decode.size.check_size import check_size

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from starlette.types import Scope
 
-from pippin.api.http.door import owner_of
-from pippin.api.http.errors import AdminOnly
+from pippin.api.http.access_control import owner_of
+from pippin.api.http.http_errors import AdminOnly
 from pippin.api.http.keys import ApiKeys, known_keys
 from pippin.config import ServerConfig
 

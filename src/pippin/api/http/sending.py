@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pippin.api.http.errors import (
+from pippin.api.http.http_errors import (
     CLIENT_CLOSED_REQUEST,
     DeadlinePassed,
     JSONResponse,

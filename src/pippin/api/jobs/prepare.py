@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from pippin.api.grammars.constrain import can_forbid_calls, constrain
 from pippin.api.model_info import ModelInfo
-from pippin.api.requests.reasoning import reasoning_variables
-from pippin.api.requests.request import ChatRequest, CompletionRequest, Options, ToolUse
+from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Options, ToolUse
+from pippin.api.requests.reasoning_effort import reasoning_variables
 from pippin.api.requests.salts import under_owner
 from pippin.errors import UnsupportedField
 from pippin.sequences import (
@@ -25,7 +25,7 @@ from pippin.text.prompt import Prompt, chat_prompt, completion_prompt
 
 
 @dataclass
-class Timing:
+class JobTimes:
     """When a job's reply came, in `time.perf_counter()` seconds."""
 
     submitted: float | None = None
@@ -50,7 +50,7 @@ class Job:
     include_usage: bool
     timeout_s: float | None = None  # from being ready to the end of the reply
     tool_use: ToolUse = field(default_factory=ToolUse)
-    timing: Timing = field(default_factory=Timing)
+    timing: JobTimes = field(default_factory=JobTimes)
 
     def keep_apart(self, owner_salt: bytes) -> None:
         """Share no prefix with requests of other owners."""
@@ -104,7 +104,7 @@ class Job:
 def prepare_chat(
     request: ChatRequest, text: TextBundle, model: ModelInfo, *, prefix: str = "chatcmpl-"
 ) -> Job:
-    prompt = prompt_of(request, text, model.max_prompt_bytes)
+    prompt = render_prompt(request, text, model.max_prompt_bytes)
     tools = request.tool_use.allowed
     options = replace(request.options, params=constrain(request, prompt, text))
     job = _job(
@@ -119,7 +119,7 @@ def prepare_chat(
     return replace(job, tool_use=request.tool_use)
 
 
-def prompt_of(request: ChatRequest, text: TextBundle, max_bytes: int) -> Prompt:
+def render_prompt(request: ChatRequest, text: TextBundle, max_bytes: int) -> Prompt:
     """A conversation, its tools and how much to reason, in the words of the model's template."""
     tool_use = request.tool_use
     tools: tuple[Tool, ...] | None = tool_use.tools

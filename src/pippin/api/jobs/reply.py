@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from pippin.api.dialects.base import Dialect
+from pippin.api.dialects.dialect import Dialect
 from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run import FoldedChoice, run_sequences
+from pippin.api.jobs.run_job import FoldedChoice, run_sequences
 from pippin.engine.engine_client import Engine
 
 

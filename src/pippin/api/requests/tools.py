@@ -1,4 +1,4 @@
-"""Declared tools and how a reply may call them, for every dialect. Knows no format of calls."""
+"""DeclaredTool tools and how a reply may call them, for every dialect. Knows no format of calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from pippin.api.requests.body import Body, shown
 from pippin.api.requests.bounds import MAX_TOOLS, check_count
 from pippin.api.requests.custom_tools import as_function, read_grammar
-from pippin.api.requests.request import ToolUse
+from pippin.api.requests.neutral_request import ToolUse
 from pippin.decode.size.check_size import check_nesting_of
 from pippin.errors import RequestError, UnsupportedField
 from pippin.types import GrammarPart
@@ -20,7 +20,7 @@ MODES = ("auto", "none", "required")
 
 
 @dataclass(frozen=True)
-class Choice:
+class ToolChoice:
     """What `tool_choice` says: a mode, and the names of those to choose from."""
 
     mode: str = "auto"
@@ -28,13 +28,13 @@ class Choice:
     once: bool = False  # one call, and no more
 
     @classmethod
-    def of(cls, name: str) -> Choice:
+    def of(cls, name: str) -> ToolChoice:
         """The one to call: OpenAI promises one call of it."""
         return cls("required", (name,), once=True)
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredTool:
     """A tool as templates want it."""
 
     tool: dict[str, Any]
@@ -46,7 +46,7 @@ class Declared:
     def name(self) -> str:
         return str(self.tool["function"]["name"])
 
-    def within(self, namespace: str, description: str) -> Declared:
+    def within(self, namespace: str, description: str) -> DeclaredTool:
         """The tool as one of a namespace, whose name and description stand before its own."""
         function = self.tool["function"]
         told = "\n\n".join(filter(None, (description, function.get("description"))))
@@ -70,7 +70,7 @@ def tool_bodies(body: Body) -> list[Body]:
     return [Body(tool, f"{body.name('tools')}[{i}]") for i, tool in enumerate(tools)]
 
 
-def tool_use(body: Body, tools: Sequence[Declared], choice: Choice) -> ToolUse:
+def tool_use(body: Body, tools: Sequence[DeclaredTool], choice: ToolChoice) -> ToolUse:
     check_count(tools, MAX_TOOLS, "tools", "tools")  # with those of namespaces
     names: set[str] = set()
     for tool in tools:
@@ -95,7 +95,7 @@ def tool_use(body: Body, tools: Sequence[Declared], choice: Choice) -> ToolUse:
     )
 
 
-def function_tool(declared: Body, parameters_field: str) -> Declared:
+def function_tool(declared: Body, parameters_field: str) -> DeclaredTool:
     """`strict` only where it is asked for."""
     name = tool_name(declared)
     function: dict[str, Any] = {"name": name}
@@ -108,10 +108,10 @@ def function_tool(declared: Body, parameters_field: str) -> Declared:
         function["parameters"] = schema
     if declared.boolean("strict", False):
         function["strict"] = True
-    return Declared({"type": "function", "function": function})
+    return DeclaredTool({"type": "function", "function": function})
 
 
-def custom_tool(declared: Body, grammar_field: str | None = None) -> Declared:
+def custom_tool(declared: Body, grammar_field: str | None = None) -> DeclaredTool:
     """`grammar_field`: where the format has its grammar, if not beside its type."""
     name, grammar = tool_name(declared), None
     if declared.has("format"):
@@ -124,7 +124,7 @@ def custom_tool(declared: Body, grammar_field: str | None = None) -> Declared:
             format.check_known({"type", "syntax", "definition"})
             grammar = read_grammar(format)
     function = as_function(name, declared.string("description", None), grammar)
-    return Declared(function, custom=True, grammar=grammar)
+    return DeclaredTool(function, custom=True, grammar=grammar)
 
 
 def tool_name(declared: Body) -> str:
@@ -142,9 +142,9 @@ def unknown_kind(tool: Body, known: str) -> UnsupportedField:
     )
 
 
-def read_mode(body: Body, value: Any) -> Choice:
+def read_mode(body: Body, value: Any) -> ToolChoice:
     if value is None:
-        return Choice()
+        return ToolChoice()
     if value not in MODES:
         raise body.wrong("tool_choice", f"one of {', '.join(MODES)}, or an object with a function")
-    return Choice(value)
+    return ToolChoice(value)

@@ -12,9 +12,9 @@ from pippin.api.requests.bounds import (
     MAX_LABELS,
     check_count,
 )
-from pippin.api.requests.parameters import read_priority, read_sampling
-from pippin.api.requests.request import Options
+from pippin.api.requests.neutral_request import Options
 from pippin.api.requests.salts import read_salt
+from pippin.api.requests.sampling_fields import read_priority, read_sampling
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import SamplingDefaults

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from scripted_engine import ScriptedEngine, say, serving
 
-from pippin.api.http.door import HostCheck, warn_if_open
-from pippin.api.http.errors import Forbidden
+from pippin.api.http.access_control import HostCheck, warn_if_open
+from pippin.api.http.http_errors import Forbidden
 from pippin.api.http.keys import read_key_file
 from pippin.config import Config, ServerConfig
 from pippin.errors import LoadError

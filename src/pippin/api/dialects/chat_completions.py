@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pippin.api.dialects.base import data_event, openai_usage
 from pippin.api.dialects.completions import DONE, LEAST_LOGPROB
+from pippin.api.dialects.dialect import data_event, openai_usage
 from pippin.api.dialects.openai_tools import read_chat_tools
-from pippin.api.dialects.options import check_choices, check_metadata, check_model, read_options
-from pippin.api.http.errors import error_body
+from pippin.api.dialects.shared_options import (
+    check_choices,
+    check_metadata,
+    check_model,
+    read_options,
+)
+from pippin.api.http.http_errors import error_body
 from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import Body
 from pippin.api.requests.chat_messages import parse_messages
 from pippin.api.requests.custom_tools import InputReader, input_of
 from pippin.api.requests.fields import CHAT_HONOURED, CHAT_REFUSED, check_fields
-from pippin.api.requests.parameters import MAX_LOGPROBS
-from pippin.api.requests.reasoning import EFFORTS
-from pippin.api.requests.request import ChatRequest
+from pippin.api.requests.neutral_request import ChatRequest
+from pippin.api.requests.reasoning_effort import EFFORTS
+from pippin.api.requests.sampling_fields import MAX_LOGPROBS
 from pippin.config import LimitsConfig
 from pippin.errors import PippinError, RequestError
 from pippin.sequences import SequencePiece, ShownToken

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from pippin.api.dialects.base import named_event
+from pippin.api.dialects.dialect import named_event
 from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from pippin.api.http.errors import TooLarge, TooSlow, WrongMediaType
+from pippin.api.http.http_errors import BodyTooLarge, TooSlow, WrongMediaType
 from pippin.api.requests.json_scan import check_json_size
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError, cut
@@ -35,7 +35,7 @@ async def read_body(request: Request, limits: LimitsConfig) -> bytes:
     return bytes(body)
 
 
-def parse_json(body: bytes) -> Any:
+def decode_body(body: bytes) -> Any:
     check_json_size(body, "the request body")
     try:
         return msgspec.json.decode(body)
@@ -51,8 +51,8 @@ def _check_media_type(request: Request) -> None:
         raise WrongMediaType(f"the Content-Type {said}; it must be application/json")
 
 
-def _too_large(said: str, limits: LimitsConfig) -> TooLarge:
-    return TooLarge(
+def _too_large(said: str, limits: LimitsConfig) -> BodyTooLarge:
+    return BodyTooLarge(
         f"the request body is {said}; this server takes at most "
         f"{limits.max_body_bytes:,} bytes (--max-body-bytes)"
     )

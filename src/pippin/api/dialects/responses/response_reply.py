@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pippin.api.dialects.base import cached_details, named_event
-from pippin.api.http.errors import error_body
+from pippin.api.dialects.dialect import cached_details, named_event
+from pippin.api.http.http_errors import error_body
 from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.requests.custom_tools import InputReader, input_of
 from pippin.api.requests.tools import full_name
 from pippin.errors import PippinError

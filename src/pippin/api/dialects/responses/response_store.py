@@ -33,17 +33,17 @@ class PreviousResponseNotFound(RequestError):
 
 
 @dataclass(eq=False)
-class Turn:
+class StoredTurn:
     """One request's items and its reply's, as JSON, behind those of the turns before."""
 
     input: bytes
     output: bytes
     ids: tuple[str, ...]  # of its items
-    previous: Turn | None
+    previous: StoredTurn | None
     num_holders: int = 0  # responses that are found and turns that are kept, which lead to it
 
     @classmethod
-    def of(cls, input: list[Item], output: list[Item], previous: Turn | None) -> Turn:
+    def of(cls, input: list[Item], output: list[Item], previous: StoredTurn | None) -> StoredTurn:
         ids = tuple(item["id"] for item in (*input, *output))
         encode = msgspec.json.encode
         return cls(encode(input), encode(output), ids, previous)
@@ -52,9 +52,9 @@ class Turn:
     def nbytes(self) -> int:
         return len(self.input) + len(self.output)
 
-    def chain(self) -> Iterator[Turn]:
+    def chain(self) -> Iterator[StoredTurn]:
         """This turn and those before it, the last one first."""
-        turn: Turn | None = self
+        turn: StoredTurn | None = self
         while turn is not None:
             yield turn
             turn = turn.previous
@@ -79,7 +79,7 @@ class Turn:
 @dataclass(frozen=True)
 class StoredResponse:
     told: bytes  # the response but for its output, as JSON
-    turn: Turn
+    turn: StoredTurn
 
     def response(self) -> dict[str, Any]:
         told: dict[str, Any] = msgspec.json.decode(self.told)
@@ -94,7 +94,7 @@ class ResponseStore:
     max_bytes: int
     nbytes: int = 0
     _responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    _turns: dict[str, Turn] = field(default_factory=dict)  # by the ids of their items
+    _turns: dict[str, StoredTurn] = field(default_factory=dict)  # by the ids of their items
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -104,7 +104,7 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._responses)
 
-    def put(self, response: dict[str, Any], turn: Turn) -> bool:
+    def put(self, response: dict[str, Any], turn: StoredTurn) -> bool:
         """Whether it is kept: one that is too large by itself is not."""
         told = msgspec.json.encode(response | {"output": []})
         if not self.enabled or self._bytes_alone(told, turn) > self.max_bytes:
@@ -123,7 +123,7 @@ class ResponseStore:
             self._responses.move_to_end(id)
             return stored
 
-    def previous(self, id: str) -> Turn:
+    def previous(self, id: str) -> StoredTurn:
         """The turn that a request goes on from."""
         try:
             return self.get(id).turn
@@ -150,7 +150,7 @@ class ResponseStore:
             raise ResponseNotFound(f"Response with id '{cut(id)}' not found.")
         return stored
 
-    def _bytes_alone(self, told: bytes, turn: Turn) -> int:
+    def _bytes_alone(self, told: bytes, turn: StoredTurn) -> int:
         return len(told) + sum(each.nbytes for each in turn.chain())
 
     def _drop(self, id: str) -> None:
@@ -158,7 +158,7 @@ class ResponseStore:
         self.nbytes -= len(stored.told)
         self._release(stored.turn)
 
-    def _hold(self, last: Turn) -> None:
+    def _hold(self, last: StoredTurn) -> None:
         for turn in last.chain():
             turn.num_holders += 1
             if turn.num_holders > 1:
@@ -166,7 +166,7 @@ class ResponseStore:
             self.nbytes += turn.nbytes
             self._turns.update(dict.fromkeys(turn.ids, turn))
 
-    def _release(self, last: Turn) -> None:
+    def _release(self, last: StoredTurn) -> None:
         for turn in last.chain():
             turn.num_holders -= 1
             if turn.num_holders:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece
 

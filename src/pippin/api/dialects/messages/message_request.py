@@ -9,15 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from pippin.api.dialects.messages.conversation import parse_conversation
-from pippin.api.dialects.options import check_model, read_options
+from pippin.api.dialects.shared_options import check_model, read_options
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import Body, shown
 from pippin.api.requests.bounds import MAX_LABEL_VALUE_CHARS
 from pippin.api.requests.fields import MESSAGES_HONOURED, MESSAGES_REFUSED, check_fields
-from pippin.api.requests.request import ChatRequest, ToolUse
+from pippin.api.requests.neutral_request import ChatRequest, ToolUse
 from pippin.api.requests.tools import (
-    Choice,
-    Declared,
+    DeclaredTool,
+    ToolChoice,
     function_tool,
     tool_bodies,
     tool_use,
@@ -126,20 +126,20 @@ def _effort(body: Body) -> str | None:
 
 def _tools(body: Body) -> ToolUse:
     tools = [_tool(tool) for tool in tool_bodies(body)]
-    choice, parallel = Choice(), True
+    choice, parallel = ToolChoice(), True
     if (given := _object(body, "tool_choice")) is not None:
         kind = given.one_of("type", ("auto", "any", "tool", "none"))
         parallel = not given.boolean("disable_parallel_tool_use", False)
         if kind == "tool":
             given.require("name")
-            choice = Choice.of(given.string("name", ""))
+            choice = ToolChoice.of(given.string("name", ""))
         else:
-            choice = Choice({"any": "required", "none": "none"}.get(kind or "auto", "auto"))
+            choice = ToolChoice({"any": "required", "none": "none"}.get(kind or "auto", "auto"))
     use = tool_use(body, tools, choice)
     return replace(use, parallel=use.parallel and parallel)
 
 
-def _tool(tool: Body) -> Declared:
+def _tool(tool: Body) -> DeclaredTool:
     if tool.get("type") not in (None, "custom"):
         raise unknown_kind(tool, "functions of your own")
     tool.check_known(_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)

@@ -7,7 +7,7 @@ PippinError (see `pippin.errors`)
 │   └── AdminOnly              an API key, where an admin key is needed
 ├── TooSlow               408  the head or the body of a request took too long to come
 ├── DeadlinePassed        408  the reply was not there in time
-├── TooLarge              413
+├── BodyTooLarge              413
 ├── WrongMediaType        415
 ├── TooManyConnections    429
 └── HeadTooLarge          431
@@ -58,7 +58,7 @@ class DeadlinePassed(PippinError):
     code = "deadline_passed"
 
 
-class TooLarge(PippinError):
+class BodyTooLarge(PippinError):
     status = 413
     code = "request_too_large"
 

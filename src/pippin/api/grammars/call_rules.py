@@ -11,7 +11,7 @@ from typing import Any
 from pippin.api.grammars.bare_keys import BareKeyRules
 from pippin.api.grammars.lark import Lark, one_of
 from pippin.api.requests.custom_tools import INPUT, input_schema
-from pippin.api.requests.request import ToolUse
+from pippin.api.requests.neutral_request import ToolUse
 from pippin.decode.closed_objects import closed
 from pippin.decode.expressions import regex_terminal
 from pippin.decode.json_schema import check_schema

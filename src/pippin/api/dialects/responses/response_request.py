@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pippin.api.dialects.openai_tools import read_responses_tools
-from pippin.api.dialects.options import check_metadata, check_model, read_options
 from pippin.api.dialects.responses.items import Item, messages_of, read_items
-from pippin.api.dialects.responses.store import ResponseStore, Turn
+from pippin.api.dialects.responses.response_store import ResponseStore, StoredTurn
+from pippin.api.dialects.shared_options import check_metadata, check_model, read_options
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.body import Body, shown
 from pippin.api.requests.fields import RESPONSES_HONOURED, RESPONSES_REFUSED, check_fields
-from pippin.api.requests.reasoning import EFFORTS
-from pippin.api.requests.request import ChatRequest
+from pippin.api.requests.neutral_request import ChatRequest
+from pippin.api.requests.reasoning_effort import EFFORTS
 from pippin.config import LimitsConfig
 from pippin.errors import UnsupportedField
 from pippin.text.bundle import SamplingDefaults
@@ -29,7 +29,7 @@ class ResponsesRequest:
     chat: ChatRequest
     echo: dict[str, Any]  # what the response repeats of the request
     items: list[Item]  # of this turn
-    previous: Turn | None  # that it goes on from
+    previous: StoredTurn | None  # that it goes on from
     store: bool
 
 

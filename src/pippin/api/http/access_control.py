@@ -20,7 +20,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pippin.api.http.errors import Forbidden, Unauthorized, error_response
+from pippin.api.http.http_errors import Forbidden, Unauthorized, error_response
 from pippin.api.http.keys import ApiKeys, key_in, known_keys
 from pippin.api.http.request_log import PROBES
 from pippin.api.requests.salts import salt_of_owner
@@ -34,7 +34,7 @@ ANY = "*"
 OWN_SITE = ("same-origin", "none")  # none: a person typed the address
 
 
-def front_door(config: ServerConfig, public: frozenset[str] = frozenset()) -> list[Middleware]:
+def access_checks(config: ServerConfig, public: frozenset[str] = frozenset()) -> list[Middleware]:
     """The checks of every request, outermost first. `public` paths need no key."""
     door = [Middleware(Guard, check=HostCheck(config))]
     if config.cors_origin:

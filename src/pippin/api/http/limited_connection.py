@@ -23,7 +23,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pippin.api.http.errors import (
+from pippin.api.http.http_errors import (
     HeadTooLarge,
     TooManyConnections,
     TooSlow,
@@ -44,7 +44,7 @@ def uvicorn_config(app: ASGIApp, limits: LimitsConfig, **options: Any) -> uvicor
     """For a server that keeps to `limits`; `options` are uvicorn's own."""
     return uvicorn.Config(
         app,
-        http=cast(type[asyncio.Protocol], partial(Connection, limits=limits)),
+        http=cast(type[asyncio.Protocol], partial(LimitedConnection, limits=limits)),
         ws="none",
         timeout_keep_alive=limits.idle_timeout,
         access_log=False,  # every request has its own line
@@ -65,7 +65,7 @@ def allow_open_files(limits: LimitsConfig) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class Connection(H11Protocol):
+class LimitedConnection(H11Protocol):
     def __init__(self, *args: Any, limits: LimitsConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
@@ -165,7 +165,7 @@ class Connection(H11Protocol):
 
     def _close_an_idle_one(self) -> bool:
         for other in self.connections:
-            if isinstance(other, Connection) and other.timeout_keep_alive_task is not None:
+            if isinstance(other, LimitedConnection) and other.timeout_keep_alive_task is not None:
                 other.timeout_keep_alive_handler()
                 return True
         return False
