@@ -28,8 +28,6 @@ from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.pace import Pace
 from pippin.scheduler.scheduler import Scheduler
-from pippin.scheduler.traffic.stacked_traffic import StackedTraffic
-from pippin.scheduler.traffic.tier_traffic import TierTraffic
 from pippin.types import GRID, Component, FinishReason, SamplingParams, TokenLogprobs
 
 ALL = (Component.ATTENTION, Component.WINDOW, Component.STATE)
@@ -147,14 +145,6 @@ def make_tiers(
         )
         for level, (kind, store) in enumerate(there)
     ]
-
-
-def flows_of(scheduler: Scheduler) -> list[TierTraffic]:
-    """The traffic of each tier, the fastest first."""
-    traffic = scheduler.traffic
-    if isinstance(traffic, StackedTraffic):
-        return list(traffic.tiers)
-    return [traffic] if isinstance(traffic, TierTraffic) else []
 
 
 def make_loop(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from builders import flows_of, make_scheduler
+from builders import make_scheduler
 from pippin.backends.fake import FakeBackend
 from pippin.cache.disk.entries import Entry, Key
 from pippin.cache.disk.memory import MemoryStore
@@ -58,7 +58,7 @@ class EvictedSegments:
             backend, num_slots=NUM_STREAMS, store=self.store, workers=self.workers
         )
         self.backend = backend
-        (self.flow,) = flows_of(self.scheduler)
+        (self.flow,) = self.scheduler.traffic.tiers
         self._fill(self.flow.tiers)
         for number in range(NUM_STREAMS):
             params = SamplingParams(max_tokens=1 << 19, temperature=0.0, ignore_eos=True)

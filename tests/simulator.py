@@ -25,7 +25,6 @@ from builders import (
     Reply,
     ToyGrammar,
     check_idle,
-    flows_of,
     loop_clock,
     make_prompt,
     make_tiers,
@@ -379,8 +378,7 @@ class World:
                 on_grid=setting.deterministic,
             )
         scheduler = Scheduler(backend, limits, cache, tiers=tiers)
-        for flow in flows_of(scheduler):
-            flow.clock = lambda: backend.now
+        scheduler.traffic.clock = lambda: backend.now
         if tiers:
             scheduler.traffic.wait = lambda seconds: self._wait(backend, seconds)
         return Loop(scheduler, backend, overlap=setting.overlap)

@@ -44,7 +44,6 @@ from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.messages import Submit
 from pippin.startup.resolve import resolve
 from pippin.scheduler.loop import Loop
-from pippin.scheduler.traffic.tier_traffic import TierTraffic
 from pippin.types import SamplingParams
 
 PHASES = ("cold", "cached", "dropped")
@@ -66,9 +65,8 @@ class Engine:
         self.loop: Loop = build_loop(resolve(Config(model, engine)), lambda _: None)
         self.loop.warm_up.run_for(math.inf, lambda _: None)
         self.load_seconds = perf_counter() - began
-        traffic = self.loop.scheduler.traffic
-        assert isinstance(traffic, TierTraffic)
-        self.traffic = traffic
+        self.traffic = self.loop.scheduler.traffic
+        (self.tier,) = self.traffic.tiers
         self.reads: list[tuple[float, float, int]] = []  # asked, there, bytes
         self.launches: list[tuple[float, float]] = []  # of steps that load something
         self._note_reads()
@@ -118,7 +116,7 @@ class Engine:
         }
 
     def _note_reads(self) -> None:
-        courier, read_piece = self.traffic.courier, self.traffic.courier.read
+        courier, read_piece = self.tier.courier, self.tier.courier.read
 
         def noted(piece: Piece, *rest: Any) -> Any:
             asked = perf_counter()
@@ -251,7 +249,7 @@ def stages_alone(
 ) -> Iterator[tuple[str, float, int]]:
     """Name, seconds and bytes of each part of a load, one after the other, nothing beside it."""
     threads = min(8, os.cpu_count() or 1)
-    tiers, backend = engine.traffic.tiers, engine.loop.backend
+    tiers, backend = engine.tier.tiers, engine.loop.backend
     wanted = pieces(tiers.below.cache.match_prompt(prompt), 0, tiers.batch_bytes)
     nbytes = sum(piece.nbytes for piece in wanted)
     held = backend.host_memory(nbytes)
@@ -268,7 +266,7 @@ def stages_alone(
         at += piece.nbytes
     began = perf_counter()
     arrays: list[Any] = [
-        read(engine.traffic.courier.store, *each) for each in zip(wanted, specs, buffers, strict=True)
+        read(engine.tier.courier.store, *each) for each in zip(wanted, specs, buffers, strict=True)
     ]
     yield "the store's pieces, one by one", perf_counter() - began, nbytes
     yield "host to device", copy_alone(options.backend, held), nbytes

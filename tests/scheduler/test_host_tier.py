@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from builders import ALL, Client, Reply, check_idle, flows_of, make_loop, make_prompt, oracle
+from builders import ALL, Client, Reply, check_idle, make_loop, make_prompt, oracle
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.disk.entries import Bytes, Entry
@@ -153,9 +153,9 @@ def test_a_copy_that_is_late_is_given_up_and_the_prompt_is_computed() -> None:
     prompt = make_prompt(500)
     first = ask(client, workers, prompt)
     empty_memory(client)
-    (flow,) = flows_of(client.loop.scheduler)
-    now = [flow.clock()]
-    flow.clock = lambda: now[0]
+    traffic = client.loop.scheduler.traffic
+    now = [traffic.clock()]
+    traffic.clock = lambda: now[0]
     reply = client.submit(prompt)
     client.step(3)
     now[0] += 1e6
@@ -247,7 +247,7 @@ def test_an_engine_that_stops_writes_to_disk_alone() -> None:
     """Nobody will read what is in a memory that goes with the process."""
     disk, host = MemoryStore(b"toy", 1 << 30), make_host()
     client, workers = started(host, disk=disk)
-    for flow in flows_of(client.loop.scheduler):
+    for flow in client.loop.scheduler.traffic.tiers:
         flow.spills._not_before = float("inf")
     client.ask(make_prompt(500))
     written = host.counters().written

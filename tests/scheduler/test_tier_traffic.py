@@ -16,7 +16,6 @@ from pippin.cache.disk.base import Destination
 from pippin.cache.disk.entries import Key, Loaded
 from pippin.cache.disk.memory import MemoryStore
 from pippin.scheduler.traffic import spills
-from pippin.scheduler.traffic.tier_traffic import TierTraffic
 from pippin.types import Component
 from simulator import Workers
 
@@ -73,9 +72,7 @@ def started(store: MemoryStore, **kwargs: object) -> tuple[Client, Workers]:
     """An engine whose disk does something when the test says so."""
     workers = Workers()
     client = start(store, workers=workers, **kwargs)
-    traffic = client.loop.scheduler.traffic
-    assert isinstance(traffic, TierTraffic)
-    traffic.wait = lambda seconds: False  # type: ignore[method-assign]
+    client.loop.scheduler.traffic.wait = lambda seconds: False  # type: ignore[method-assign]
     return client, workers
 
 
@@ -113,10 +110,8 @@ def test_a_load_that_is_late_is_given_up_and_the_prompt_is_computed() -> None:
     store = make_store()
     prompt, first = known(store)
     client, workers = started(store)
-    traffic = client.loop.scheduler.traffic
-    assert isinstance(traffic, TierTraffic)
     now = [0.0]
-    traffic.clock = lambda: now[0]
+    client.loop.scheduler.traffic.clock = lambda: now[0]
     reply = client.submit(prompt)
     client.step(3)
     now[0] = 1e6
@@ -132,10 +127,8 @@ def test_a_disk_that_was_late_is_not_asked_again_soon() -> None:
     store = make_store()
     prompt, first = known(store)
     client, workers = started(store)
-    traffic = client.loop.scheduler.traffic
-    assert isinstance(traffic, TierTraffic)
     now = [0.0]
-    traffic.clock = lambda: now[0]
+    client.loop.scheduler.traffic.clock = lambda: now[0]
     client.submit(prompt)
     client.step(3)
     now[0] = 1e6
@@ -332,14 +325,13 @@ def test_sequences_that_wait_to_be_written_are_bounded_in_bytes(
 ) -> None:
     monkeypatch.setattr(spills, "MAX_WAITING_BYTES", 4_000)
     client, _ = started(make_store())
-    traffic = client.loop.scheduler.traffic
-    assert isinstance(traffic, TierTraffic)
+    (disk,) = client.loop.scheduler.traffic.tiers
     for number in range(20):
-        traffic.spills.note(f"r{number % 15}", np.zeros(100 + number, np.int32))
-        held = [tokens.nbytes for tokens, _ in traffic.spills._waiting.values()]
-        assert sum(held) == traffic.spills._waiting_bytes <= 4_000
-    assert f"r{19 % 15}" in traffic.spills._waiting, "the newest was forgotten"
-    traffic.spills.note("alone", np.zeros(2_000, np.int32))
-    assert list(traffic.spills._waiting) == ["alone"]
-    traffic.spills.forget()
-    assert traffic.spills._waiting_bytes == 0
+        disk.spills.note(f"r{number % 15}", np.zeros(100 + number, np.int32))
+        held = [tokens.nbytes for tokens, _ in disk.spills._waiting.values()]
+        assert sum(held) == disk.spills._waiting_bytes <= 4_000
+    assert f"r{19 % 15}" in disk.spills._waiting, "the newest was forgotten"
+    disk.spills.note("alone", np.zeros(2_000, np.int32))
+    assert list(disk.spills._waiting) == ["alone"]
+    disk.spills.forget()
+    assert disk.spills._waiting_bytes == 0

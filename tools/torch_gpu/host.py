@@ -74,7 +74,8 @@ class Asker:
 
     def drain(self) -> None:
         """Until all that is to be copied to the host has been, however slowly: to hurry such a tier is to forget it."""
-        spills = self.loop.scheduler.traffic.spills
+        (host,) = self.loop.scheduler.traffic.tiers
+        spills = host.spills
         while not self.loop.idle or spills.busy(now=float("inf")):
             self.step()
 

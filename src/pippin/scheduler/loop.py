@@ -26,7 +26,7 @@ from pippin.messages import Submit, TokenDelta
 from pippin.scheduler.launched import Launched
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.step_times import StepTimes
-from pippin.scheduler.traffic.base import Traffic
+from pippin.scheduler.traffic.traffic import Traffic
 
 LONG_STEP_SECONDS = 0.05  # a step of prompts alone that is longer than this,
 LONG_STEP_FACTOR = 30  # and than so many times what the host does in between, hides little of it

@@ -17,7 +17,7 @@ from pippin.scheduler.claims import Claims
 from pippin.scheduler.registry import Registry
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import RunningSlot
-from pippin.scheduler.traffic.base import Traffic
+from pippin.scheduler.traffic.traffic import Traffic
 from pippin.types import GRID
 
 

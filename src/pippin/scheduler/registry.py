@@ -12,7 +12,7 @@ from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.planning.constraints import Compiling, append_token, as_told
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import RunningSlot
-from pippin.scheduler.traffic.base import Traffic
+from pippin.scheduler.traffic.traffic import Traffic
 from pippin.types import FinishReason, GrammarSpec
 
 

@@ -43,7 +43,7 @@ from pippin.scheduler.registry import Registry
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import RunningSlot
 from pippin.scheduler.slots import SlotPool
-from pippin.scheduler.traffic.stacked_traffic import make_traffic
+from pippin.scheduler.traffic.traffic import Traffic
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Scheduler:
             deterministic=limits.deterministic,
         )
         self.compiling = Compiling(self.compiler)
-        self.traffic = make_traffic(self.tiers, self.costs, self.budget, self.cache)
+        self.traffic = Traffic(self.tiers, self.costs, self.budget, self.cache)
         self._registry = Registry(self.metrics, self.compiling, self.admission, self.traffic)
         self.requests = self._registry.requests
         self.running_slots = self._registry.running_slots

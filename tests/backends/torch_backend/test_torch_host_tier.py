@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[3] / "tools"))
 
 from torch_gpu import host as host_section
 
-from builders import AMPLE_BYTES, flows_of
+from builders import AMPLE_BYTES
 from near_ties import assert_same
 from pippin.backends.base import Backend
 from pippin.backends.torch.backend import TorchBackend
@@ -86,7 +86,7 @@ def test_a_tree_that_is_too_small_gives_up_to_the_host_and_the_host_to_the_disk(
     assert any(reply.host_tokens for reply in replies)
     assert any(reply.disk_tokens for reply in replies)
     assert host.counters().evicted > 0
-    for flow in flows_of(client.loop.scheduler):
+    for flow in client.loop.scheduler.traffic.tiers:
         flow.tiers.check_integrity()
     check_idle(client)
     client.loop.close()
@@ -104,7 +104,7 @@ def engine_of(backend: Backend, host_cache: str, name: str = "torch") -> Sequenc
         EngineConfig(max_running=4, memory="1GB", host_cache=host_cache),
     )
     loop = build_loop(config, lambda _: None, backend=backend)
-    found = [flow.courier.store for flow in flows_of(loop.scheduler)]
+    found = [flow.courier.store for flow in loop.scheduler.traffic.tiers]
     loop.close()
     return found
 
@@ -162,9 +162,9 @@ def test_the_section_of_the_check_for_gpus(capsys: pytest.CaptureFixture[str]) -
         discrete(make_torch_backend(BUNDLED, num_slots=16)), "1GB", "256MB"
     )
     loop.scheduler.pace.compute_seconds = lambda tokens: 1.0 * tokens
-    (flow,) = flows_of(loop.scheduler)
+    (flow,) = loop.scheduler.traffic.tiers
     ticks = count()
-    flow.clock = lambda: 0.01 * next(ticks)
+    loop.scheduler.traffic.clock = lambda: 0.01 * next(ticks)
     # More slowly than prompts are computed, as it is on a GPU: spills wait while nothing runs.
     flow.tiers.kind = replace(flow.tiers.kind, max_bytes_written=1e5)
 

@@ -181,11 +181,6 @@ class Tiers:
 
     # ---- both ------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Drop what no lock holds, in both; `LowerTree.remove_lost` names what left the lower."""
-        self.memory.flush()
-        self.below.cache.flush()
-
     def check_integrity(self) -> None:
         self.memory.check_integrity()
         self.below.check_integrity()

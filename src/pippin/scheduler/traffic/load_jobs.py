@@ -32,8 +32,8 @@ class LoadJob:
     tokens: np.ndarray  # int32, up to the end of the match there
     salt: bytes
     pieces: deque[Piece]
-    lock: Lock  # in the tier's tree
-    hold: Lock  # in memory, on what the next piece connects to
+    tier_lock: Lock  # in the tier's tree
+    memory_lock: Lock  # on what the next piece connects to
     began: float
     deadline: float
     waiters: dict[Request, int] = field(default_factory=dict)  # and what memory had for them

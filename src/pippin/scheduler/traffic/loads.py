@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import numpy as np
@@ -44,11 +44,11 @@ class Loads:
         self._jobs: list[LoadJob] = []
         self._leftover: list[Reading] = []  # of jobs that ended while the store was reading
         self._steps: dict[int, list[tuple[LoadJob, Reading]]] = {}
-        self._back: list[Request] = []  # to the queue
+        self._ready: list[Request] = []  # to be queued again
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(job.waiters) for job in self._jobs) + len(self._back)
+        return sum(len(job.waiters) for job in self._jobs) + len(self._ready)
 
     @property
     def claimed_bytes(self) -> int:
@@ -59,7 +59,7 @@ class Loads:
 
     @property
     def busy(self) -> bool:
-        return bool(self._jobs or self._steps or self._back)
+        return bool(self._jobs or self._steps or self._ready)
 
     @property
     def futures(self) -> list[Future[ReadPiece]]:
@@ -67,7 +67,7 @@ class Loads:
 
     # ---- who waits -------------------------------------------------------------------------
 
-    def seek(self, request: Request, now: float, compute_seconds: Callable[[int], float]) -> bool:
+    def start(self, request: Request, now: float, compute_seconds: Callable[[int], float]) -> bool:
         """Whether the request waits from now on. `compute_seconds`: of tokens; 0 if unknown."""
         if len(self._jobs) >= MAX_JOBS:
             return False
@@ -110,8 +110,8 @@ class Loads:
             tokens.copy(),
             salt,
             deque(found.pieces),
-            lock=tiers.below.cache.lock(match),
-            hold=tiers.memory.lock_tokens(tokens, salt),
+            tier_lock=tiers.below.cache.lock(match),
+            memory_lock=tiers.memory.lock_tokens(tokens, salt),
             began=now,
             deadline=now + patience,
         )
@@ -122,19 +122,19 @@ class Loads:
 
     def remove(self, request: Request) -> None:
         """It has ended. A load that nobody waits for any more is given up."""
-        if request in self._back:
-            self._back.remove(request)
+        if request in self._ready:
+            self._ready.remove(request)
         for job in [job for job in self._jobs if request in job.waiters]:
             del job.waiters[request]
             if not job.waiters:
                 self._end(job)
 
-    def take_back(self) -> list[Request]:
+    def take_ready(self) -> list[Request]:
         """Those that need not wait any longer."""
-        back, self._back = self._back, []
-        for request in back:
+        ready, self._ready = self._ready, []
+        for request in ready:
             request.end_wait()
-        return back
+        return ready
 
     # ---- steps -----------------------------------------------------------------------------
 
@@ -182,10 +182,10 @@ class Loads:
             future = self._courier.read(piece, specs, buffer)
             job.readings.append(Reading(piece, buffer, nbytes, future))
 
-    def commit(self, step: int, loaded: Sequence[Payload], now: float) -> None:
-        """The payloads of a step's loads, in order: the tree takes them."""
-        taken = self._steps.pop(step, [])
-        for (job, reading), payload in zip(taken, loaded, strict=True):
+    def commit(self, step: int, loaded: Iterator[Payload], now: float) -> None:
+        """Insert the payloads of this tier's loads in a step into the tree."""
+        for job, reading in self._steps.pop(step, []):
+            payload = next(loaded)
             self._release(job, reading)
             if job.ended:
                 payload.release()
@@ -197,7 +197,7 @@ class Loads:
             memory, piece = self._tiers.memory, reading.piece
             tokens = job.tokens[: piece.end]
             self._tiers.note_copy(tokens, piece.component, piece.start, job.salt)
-            before, job.hold = job.hold, memory.lock(found)
+            before, job.memory_lock = job.memory_lock, memory.lock(found)
             memory.unlock(before)  # may evict, so it comes last
             job.brought = max(job.brought, found.length)
             if not job.pieces and not job.readings and not job.in_steps:
@@ -258,8 +258,8 @@ class Loads:
         assert not job.ended
         job.ended = True
         self._jobs.remove(job)
-        self._tiers.below.cache.unlock(job.lock)
-        self._tiers.memory.unlock(job.hold)
+        self._tiers.below.cache.unlock(job.tier_lock)
+        self._tiers.memory.unlock(job.memory_lock)
         for reading in job.readings:
             reading.future.cancel()
             self._budget.release(reading.nbytes)
@@ -267,7 +267,7 @@ class Loads:
         job.readings.clear()
         for request, before in job.waiters.items():
             request.note_load(self._tiers.kind.name, before, job.brought)
-            self._back.append(request)
+            self._ready.append(request)
         job.waiters.clear()
 
     def _clear_leftover(self) -> None:

@@ -7,8 +7,9 @@ missing there is always the difference of two trees.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -111,16 +112,16 @@ class Spills:
             return tuple(Spill(run.component, run.payloads) for run in runs)
         return ()
 
-    def commit(self, step: int, spilled: Sequence[Spilled], now: float) -> None:
-        if not spilled:
-            return
+    def commit(self, step: int, spilled: Iterator[Spilled], now: float) -> None:
+        """Write what a step has copied for this tier."""
         batch = self._batch
-        assert batch is not None
-        assert batch.step == step
-        if not all(source.intact for source in spilled):
-            self._refuse(batch, spilled, now)
+        if batch is None or batch.step != step:
             return
-        batch.future = self._courier.write(batch.entries, spilled)
+        sources = list(itertools.islice(spilled, len(batch.entries)))
+        if not all(source.intact for source in sources):
+            self._refuse(batch, sources, now)
+            return
+        batch.future = self._courier.write(batch.entries, sources)
 
     def _refuse(self, batch: Batch, spilled: Sequence[Spilled], now: float) -> None:
         """Some of it is not what it was in memory: nobody is to read that some day."""

@@ -1,0 +1,213 @@
+"""Loads from and spills to the tiers below memory, step by step. Knows steps and clocks.
+
+Any number of tiers, the fastest first: none, a disk, or the host's memory and then a disk. Each has
+a tree, rates and spills of its own, and takes what it lacks from memory. A request looks for its
+prompt in the first, waits for what is there, and then looks for more in the next. What to write and
+what to read is for `cache/tiers` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+from pippin.backends.base import Costs, Load, Spill, StepResult
+from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.tiers.courier import Courier
+from pippin.cache.tiers.tiers import Tiers
+from pippin.scheduler.budget import ByteBudget
+from pippin.scheduler.planning.admission import Admission
+from pippin.scheduler.request import Request
+from pippin.scheduler.traffic.loads import Loads
+from pippin.scheduler.traffic.spills import Spills
+from pippin.types import TierName
+
+MAX_LOST = 64  # keys that the tree learns of in one step
+
+
+@dataclass(frozen=True)
+class TierTraffic:
+    """Of one tier."""
+
+    tiers: Tiers
+    courier: Courier
+    loads: Loads
+    spills: Spills
+
+    def remove_lost(self) -> None:
+        """Some of it: an evicted segment may hold very many entries, and every stream waits."""
+        store = self.courier.store
+        self.tiers.below.lose(store.take_lost(MAX_LOST))
+        unused = self.tiers.below.remove_lost()
+        if unused:
+            self.courier.tell(store.forget, unused)
+
+
+class Traffic:
+    """One thread calls."""
+
+    def __init__(
+        self,
+        tiers: Sequence[tuple[Tiers, Courier]],
+        costs: Costs,
+        budget: ByteBudget,
+        cache: PrefixCache | None,
+    ) -> None:
+        self._cache = cache
+        self.clock: Callable[[], float] = perf_counter
+        self.tiers = tuple(
+            TierTraffic(one, courier, Loads(one, courier, costs, budget), Spills(one, courier))
+            for one, courier in tiers
+        )
+        assert all(tier.tiers.level == level for level, tier in enumerate(self.tiers))
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps are wanted although no request runs."""
+        now = self.clock()
+        return any(tier.loads.busy or tier.spills.busy(now) for tier in self.tiers)
+
+    @property
+    def num_loading(self) -> int:
+        """Requests that wait for a load, out of the queue."""
+        return sum(tier.loads.num_waiting for tier in self.tiers)
+
+    @property
+    def loads_under_way(self) -> bool:
+        """Whether something is being loaded, also if no request waits for it any more."""
+        return any(tier.loads.busy for tier in self.tiers)
+
+    @property
+    def claimed_bytes(self) -> int:
+        """Of the budget, for what is being loaded."""
+        return sum(tier.loads.claimed_bytes for tier in self.tiers)
+
+    # ---- requests --------------------------------------------------------------------------
+
+    def start_loads(
+        self, admission: Admission, compute_seconds: Callable[[int], float]
+    ) -> list[Request]:
+        """Requests that a tier can serve faster than the model wait for it, out of the queue; those
+        whose load has ended are queued again. Returns all of these.
+
+        Each request is looked up once in a tier, after it was looked up in all faster ones.
+        """
+        changed: dict[Request, None] = {}  # a load may end in a tier and another start in the next
+        now = self.clock()
+        for tier in self.tiers:
+            for request in tier.loads.take_ready():
+                admission.add(request)
+                changed[request] = None
+            for request in admission.considered():
+                if request.tiers_tried != tier.tiers.level or request.wants_prompt_logprobs:
+                    continue
+                if tier.loads.start(request, now, compute_seconds):
+                    admission.remove(request)
+                    changed[request] = None
+        return list(changed)
+
+    def remove(self, request: Request) -> None:
+        """A request that waits for a load has ended."""
+        for tier in self.tiers:
+            tier.loads.remove(request)
+
+    def give_up_loads(self) -> bool:
+        """Bytes are short: requests that wait for a load compute instead. Whether any did."""
+        gave_up = [tier.loads.give_up() for tier in self.tiers]
+        return any(gave_up)
+
+    def note(self, request: Request, length: int) -> None:
+        """The tree in memory holds so much of a request's tokens, and keeps it for a while."""
+        for tier in self.tiers:
+            tier.spills.note(request.id, request.tokens(length).copy(), request.salt)
+
+    # ---- steps -----------------------------------------------------------------------------
+
+    def plan(self, step: int) -> tuple[tuple[Spill, ...], tuple[Load, ...]]:
+        """For the end of a step's plan: nothing may leave the tree between this and the launch.
+
+        All loads first: they claim bytes, and so may evict what a tier is to write.
+        """
+        now = self.clock()
+        loads: list[Load] = []
+        spills: list[Spill] = []
+        for tier in self.tiers:
+            tier.spills.poll(now)
+            tier.remove_lost()
+            loads += tier.loads.plan(step, now)
+        for tier in self.tiers:
+            spills += tier.spills.plan(step, now)
+        return tuple(spills), tuple(loads)
+
+    def commit(self, step: int, result: StepResult) -> None:
+        now = self.clock()
+        spilled, loaded = iter(result.spilled), iter(result.loaded)  # in the order of the tiers
+        for tier in self.tiers:
+            tier.spills.commit(step, spilled, now)
+            tier.loads.commit(step, loaded, now)
+        assert next(spilled, None) is None
+        assert next(loaded, None) is None
+
+    def fail_step(self, step: int) -> None:
+        for tier in self.tiers:
+            tier.spills.fail_step(step, self.clock())
+            tier.loads.fail_step(step)
+
+    # ---- between steps ---------------------------------------------------------------------
+
+    def wait(self, seconds: float) -> bool:
+        """For a read or a write to end; False if none is under way."""
+        futures: list[Future[Any]] = []
+        for tier in self.tiers:
+            futures += (*tier.loads.futures, *tier.spills.futures)
+        if futures:
+            wait(futures, seconds, FIRST_COMPLETED)
+        return bool(futures)
+
+    def hurry(self) -> bool:
+        """Let no spill wait any longer; whether there is anything to be written."""
+        has_more = False
+        for tier in self.tiers:
+            if tier.tiers.kind.outlives:
+                has_more |= tier.spills.hurry()
+            else:
+                tier.spills.forget()
+        return has_more
+
+    def flush(self) -> Mapping[TierName, int]:
+        """Empty all tiers of what no lock protects; the bytes that left each one below memory."""
+        if self._cache is not None:
+            self._cache.flush()
+        freed: dict[TierName, int] = {}
+        for tier in self.tiers:
+            tree = tier.tiers.below.cache
+            before = tree.nbytes
+            tier.spills.forget()
+            tree.flush()
+            tier.remove_lost()
+            freed[tier.tiers.kind.name] = before - tree.nbytes
+        return freed
+
+    def check_when_idle(self) -> None:
+        for tier in self.tiers:
+            tier.tiers.below.cache.check_when_idle()
+
+    def counters(self) -> Mapping[TierName, dict[str, Any]]:
+        """Of each tier below memory."""
+        return {
+            tier.tiers.kind.name: tier.tiers.counters()
+            | {
+                "loading": tier.loads.num_waiting,
+                "store": asdict(tier.courier.store.counters()),
+            }
+            for tier in self.tiers
+        }
+
+    def close(self) -> None:
+        """Writes under way end first; reads that were asked for are not waited for."""
+        for tier in self.tiers:
+            tier.courier.close()
+            tier.courier.store.close()
