@@ -41,8 +41,11 @@ serve: install
 # then one waits for a server that starts, or for a clock.
 PYTEST := pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test: lint types
-	@$(RUN) $(PYTEST)
+# Types are checked beside the tests, by one process, and shown after them.
+test: lint
+	@$(RUN) mypy > $(VENV)/types.log 2>&1 & types=$$!; \
+	$(RUN) $(PYTEST); status=$$?; \
+	wait $$types || status=1; cat $(VENV)/types.log; exit $$status
 
 quick: lint types
 	@$(VENV)/bin/python tools/quick.py $(ARGS)

@@ -155,10 +155,11 @@ async def serving(*options: str) -> AsyncIterator[Server]:
 
 
 class Soak:
-    def __init__(self, server: Server, seconds: float, seed: int = 0) -> None:
+    def __init__(self, server: Server, seconds: float, kill_seconds: float, seed: int = 0) -> None:
         self.report = Report()
         self._server = server
         self._seconds = seconds
+        self._kill_seconds = kill_seconds
         self._random = random.Random(seed)
         self._http = httpx.AsyncClient(
             base_url=server.url,
@@ -314,7 +315,7 @@ class Soak:
     async def _kill(self) -> None:
         for number in itertools.cycle(SIGNALS):
             since = time.monotonic()
-            while time.monotonic() - since < KILL_SECONDS:
+            while time.monotonic() - since < self._kill_seconds:
                 await asyncio.sleep(0.5)
                 if self._over:
                     return
@@ -368,9 +369,11 @@ def _resident_mb(pid: int) -> float | None:
     return int(said.stdout) / 1024 if said.stdout.strip() else None
 
 
-async def soak(seconds: float, heartbeat_timeout: int) -> Report:
+async def soak(
+    seconds: float, heartbeat_timeout: int, kill_seconds: float = KILL_SECONDS
+) -> Report:
     async with serving("--heartbeat-timeout", str(heartbeat_timeout)) as server:
-        return await Soak(server, seconds).run()
+        return await Soak(server, seconds, kill_seconds).run()
 
 
 def _is_empty(status: dict[str, Any]) -> bool:
