@@ -19,9 +19,9 @@ from pippin.cache.canary import Canary
 from pippin.cache.disk.base import EntryStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.courier import Courier
+from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.kinds import DISK, HOST
-from pippin.cache.tiers.tiers import Tiers
+from pippin.cache.tiers.tier_io import TierIO
 from pippin.decode.grammar import Grammar
 from pippin.messages import Submit, TokenDelta
 from pippin.scheduler.limits import Limits
@@ -124,13 +124,13 @@ def make_tiers(
     workers: Executor | None = None,
     batch_bytes: int = 1 << 20,
     on_grid: bool = False,
-) -> list[tuple[Tiers, Courier]]:
+) -> list[tuple[CacheTier, TierIO]]:
     """Below memory, as an engine has them."""
     stores = [(HOST, host), (DISK, disk)]
     there = [(kind, store) for kind, store in stores if store is not None]
     return [
         (
-            Tiers(
+            CacheTier(
                 memory,
                 store,
                 backend.spec,
@@ -141,7 +141,7 @@ def make_tiers(
                 level=level,
                 on_grid=on_grid,
             ),
-            Courier(store, allocate=backend.host_memory, writer=workers, reader=workers),
+            TierIO(store, allocate=backend.host_memory, writer=workers, reader=workers),
         )
         for level, (kind, store) in enumerate(there)
     ]

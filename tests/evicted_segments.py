@@ -15,7 +15,7 @@ from builders import make_scheduler
 from pippin.backends.fake import FakeBackend
 from pippin.cache.disk.entries import Entry, Key
 from pippin.cache.disk.memory import MemoryStore
-from pippin.cache.tiers.tiers import Tiers
+from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.messages import Submit
 from pippin.types import GRID, Component, SamplingParams
 from simulator import Workers
@@ -66,7 +66,7 @@ class EvictedSegments:
         for _ in range(4):
             self.step(lambda plan: plan())
 
-    def _fill(self, tiers: Tiers) -> None:
+    def _fill(self, tiers: CacheTier) -> None:
         """Prefixes of one block, branches of three: states at all ends, hidden vectors at some."""
         rng = np.random.default_rng(0)
         below = tiers.below

@@ -37,10 +37,10 @@ from pippin.cache.canary import Canary
 from pippin.cache.disk.base import Destination
 from pippin.cache.disk.entries import Bytes, Entry, Key, Loaded
 from pippin.cache.disk.memory import MemoryStore
-from pippin.cache.host.host_store import HostStore, Loan
+from pippin.cache.host.host_store import HostStore, PinnedEntry
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.courier import plain_memory
+from pippin.cache.tiers.tier_io import plain_memory
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
 from pippin.scheduler.planning.admission import LOOKAHEAD
@@ -242,11 +242,11 @@ class SimulatedHost(HostStore):
     def write(self, entry: Entry, data: Sequence[Bytes]) -> bool:
         return self._rng.random() >= self._fault_rate and super().write(entry, data)
 
-    def lend(self, key: Key) -> Loan | None:
+    def pin(self, key: Key) -> PinnedEntry | None:
         if self._rng.random() < self._fault_rate and key in self._places:
             area = self._places[key]
             area.memory[area.kept[key].at] ^= 1 << self._rng.randrange(8)
-        return super().lend(key)
+        return super().pin(key)
 
 
 class SimulatedBackend(FakeBackend):

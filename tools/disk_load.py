@@ -38,12 +38,12 @@ import numpy as np
 import xxhash
 
 from pippin.backends.base import Load, StepPlan
-from pippin.engine.build import build_loop
 from pippin.cache.tiers.pieces import Piece, pieces, read
 from pippin.config import Config, EngineConfig, ModelConfig
+from pippin.engine.build import build_loop
 from pippin.messages import Submit
-from pippin.startup.resolve import resolve
 from pippin.scheduler.loop import Loop
+from pippin.startup.resolve import resolve
 from pippin.types import SamplingParams
 
 PHASES = ("cold", "cached", "dropped")
@@ -116,7 +116,7 @@ class Engine:
         }
 
     def _note_reads(self) -> None:
-        courier, read_piece = self.tier.courier, self.tier.courier.read
+        tier_io, read_piece = self.tier.tier_io, self.tier.tier_io.read
 
         def noted(piece: Piece, *rest: Any) -> Any:
             asked = perf_counter()
@@ -126,7 +126,7 @@ class Engine:
             )
             return future
 
-        courier.read = noted  # type: ignore[method-assign]
+        tier_io.read = noted  # type: ignore[method-assign]
 
     def _note_launches(self) -> None:
         backend, launch = self.loop.backend, self.loop.backend.launch
@@ -171,7 +171,13 @@ def run_phase(options: argparse.Namespace) -> dict[str, Any]:
         reply["read_bytes"] = after["store"]["read_bytes"] - before["store"]["read_bytes"]
         reply["counted"] = {
             name: after[name] - before[name]
-            for name in ("loaded", "late_loads", "failed_loads", "declined_loads", "unreadable_entries")
+            for name in (
+                "loaded",
+                "late_loads",
+                "failed_loads",
+                "declined_loads",
+                "unreadable_entries",
+            )
         }
         again = engine.ask(f"again {number}", make_prompt(number, options))
         engine.write_behind()
@@ -266,7 +272,7 @@ def stages_alone(
         at += piece.nbytes
     began = perf_counter()
     arrays: list[Any] = [
-        read(engine.tier.courier.store, *each) for each in zip(wanted, specs, buffers, strict=True)
+        read(engine.tier.tier_io.store, *each) for each in zip(wanted, specs, buffers, strict=True)
     ]
     yield "the store's pieces, one by one", perf_counter() - began, nbytes
     yield "host to device", copy_alone(options.backend, held), nbytes
@@ -300,7 +306,9 @@ def read_alone(path: Path, held: np.ndarray, count: int) -> float:
     file, num_blocks = os.open(path, os.O_RDONLY), max(path.stat().st_size // BLOCK_BYTES, 1)
     try:
         return in_threads(
-            lambda n, block: os.preadv(file, [block.data], n % num_blocks * BLOCK_BYTES), held, count
+            lambda n, block: os.preadv(file, [block.data], n % num_blocks * BLOCK_BYTES),
+            held,
+            count,
         )
     finally:
         os.close(file)
@@ -354,16 +362,20 @@ def tell(name: str, found: dict[str, Any], prompt_len: int) -> None:
     replies = found["replies"]
     ttfts = ", ".join(f"{reply['ttft'] * 1e3:.1f}" for reply in replies)
     print(f"\n{name}: first token after {ttfts} ms; the median {ttft_of(found) * 1e3:.1f} ms")
-    print(f"  engine made in {found['load_seconds']:.1f} s; a prompt nobody knew: "
-          f"{found['computed']['ttft'] * 1e3:.1f} ms; again, from memory: "
-          f"{median(reply['memory_ttft'] for reply in replies) * 1e3:.1f} ms")
+    print(
+        f"  engine made in {found['load_seconds']:.1f} s; a prompt nobody knew: "
+        f"{found['computed']['ttft'] * 1e3:.1f} ms; again, from memory: "
+        f"{median(reply['memory_ttft'] for reply in replies) * 1e3:.1f} ms"
+    )
     for reply in replies:
         gigabytes = reply["read_bytes"] / 1e9
         resident = reply["resident"]
         counted = ", ".join(f"{name} {n}" for name, n in reply["counted"].items() if n)
-        print(f"  {reply['cached']:,} of {prompt_len:,} tokens cached, {reply['disk']:,} from disk; "
-              f"{gigabytes:.3f} GB read, {gigabytes / reply['ttft']:.2f} GB/s to the first token; "
-              f"{'?' if resident is None else f'{resident:.0%}'} of the files in the page cache; {counted}")
+        print(
+            f"  {reply['cached']:,} of {prompt_len:,} tokens cached, {reply['disk']:,} from disk; "
+            f"{gigabytes:.3f} GB read, {gigabytes / reply['ttft']:.2f} GB/s to the first token; "
+            f"{'?' if resident is None else f'{resident:.0%}'} of the files in the page cache; {counted}"
+        )
         for stage, seconds in reply["stages"].items():
             print(f"    {seconds * 1e3:8.1f} ms  {stage}")
 
@@ -388,9 +400,13 @@ def judge(phases: dict[str, dict[str, Any]], options: argparse.Namespace) -> lis
             if reply["tokens"] != cold[number]["tokens"]:
                 wrong.append(f"{what} {reply['tokens']} are not {cold[number]['tokens']}")
             if reply["disk"] < options.prompt - 128 or not reply["read_bytes"]:
-                wrong.append(f"{what} only {reply['disk']:,} tokens came from disk: {reply['counted']}")
+                wrong.append(
+                    f"{what} only {reply['disk']:,} tokens came from disk: {reply['counted']}"
+                )
             if phase == "dropped" and (reply["resident"] or 0.0) > 0.1:
-                wrong.append(f"{what} {reply['resident']:.0%} of the files stayed in the page cache")
+                wrong.append(
+                    f"{what} {reply['resident']:.0%} of the files stayed in the page cache"
+                )
     return wrong
 
 
@@ -435,8 +451,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="prompts")
     parser.add_argument("--disk", default="24GB", help="ceiling of the cache directory")
     parser.add_argument("--canary", default="off")
-    parser.add_argument("--dir", type=Path, help="where model and cache go, and stay; default: a "
-                        "temporary one")
+    parser.add_argument(
+        "--dir", type=Path, help="where model and cache go, and stay; default: a temporary one"
+    )
     parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

@@ -21,7 +21,7 @@ from metric_names import (
 )
 from pippin.cache.disk.memory import MemoryStore
 from pippin.cache.host.host_store import HostStore
-from pippin.cache.tiers.courier import plain_memory
+from pippin.cache.tiers.tier_io import plain_memory
 from pippin.scheduler.loop import Loop
 
 NOT_ALONE = re.compile(r"^(Of |And |In them|It |Given up|these)", re.IGNORECASE)

@@ -22,7 +22,7 @@ def test_what_nobody_holds_goes_at_once_with_all_below() -> None:
     cache, tokens = filled()
     cache.condemn(np.array(tokens[:14]), A, 8)
     assert cache.probe(np.array(tokens)) == 8
-    assert cache.num_held(np.array(tokens)) == 8
+    assert cache.num_cached(np.array(tokens)) == 8
     assert cache.stats.damaged == 1
     cache.check_integrity()
 
@@ -36,7 +36,7 @@ def test_what_is_held_goes_with_its_last_lock(component: Component, left: int) -
     for lock in locks:
         assert cache.probe(ids) == 8
         assert cache.match(ids).length == 8
-        assert cache.num_held(ids) == 20
+        assert cache.num_cached(ids) == 20
         cache.check_integrity()
         cache.unlock(lock)
     assert cache.probe(ids) == left
@@ -57,5 +57,5 @@ def test_both_parts_of_a_node_that_is_split_stay_condemned() -> None:
     cache.check_integrity()
     cache.unlock(lock)
     assert cache.probe(np.array(other)) == 8
-    assert cache.num_held(ids) == 8
+    assert cache.num_cached(ids) == 8
     cache.check_integrity()

@@ -17,7 +17,7 @@ from pippin.backends.fake import FakeBackend
 from pippin.cache.canary import MAX_COUNTED, NUM_SWEPT, Canary
 from pippin.cache.disk.entries import Key
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.lower_tree import MAX_REMOVALS, LowerTree
+from pippin.cache.tiers.tier_tree import MAX_REMOVALS, TierTree
 from pippin.types import Component, Payload
 
 LAYOUTS = {"attention": [A], "state": [A, S], "window": [A, W], "all": [A, W, S]}
@@ -165,12 +165,12 @@ ORDERS: dict[str, tuple[Component, ...]] = {
 }
 
 
-def make_tier(layout: str, num_leaves: int) -> tuple[LowerTree, list[list[Key]]]:
+def make_tier(layout: str, num_leaves: int) -> tuple[TierTree, list[list[Key]]]:
     """Conversations in two entries of each component, which begin alike; with their keys."""
     components = (*LAYOUTS[layout], H)
     window = WINDOW if W in components else 0
     backend = FakeBackend(components=components, window=window or 16)
-    tree = LowerTree(b"m", components, window, backend.payload_arrays, Canary("off"))
+    tree = TierTree(b"m", components, window, backend.payload_arrays, Canary("off"))
     found: list[list[Key]] = []
     for number in range(num_leaves):
         tokens, keys = conversation(number), []
@@ -186,7 +186,7 @@ def make_tier(layout: str, num_leaves: int) -> tuple[LowerTree, list[list[Key]]]
     return tree, found
 
 
-def remove_all_lost(tree: LowerTree) -> int:
+def remove_all_lost(tree: TierTree) -> int:
     """Removes all that was lost; the lines of the dearest of the calls that it takes."""
     worst = 0
     while tree._lost:

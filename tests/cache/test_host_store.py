@@ -10,7 +10,7 @@ import pytest
 from pippin.cache.disk.entries import ArraySpec, Bytes, Entry, Key
 from pippin.cache.host import areas, host_store
 from pippin.cache.host.host_store import HostStore, area_bytes
-from pippin.cache.tiers.courier import plain_memory
+from pippin.cache.tiers.tier_io import plain_memory
 from pippin.types import Component
 
 MAX_BYTES = 16_384
@@ -127,18 +127,18 @@ def test_what_is_being_read_stays_where_it_is() -> None:
     store = HostStore(MAX_BYTES, plain_memory, ENTRY_BYTES)
     first = make_entry(0, 900)
     store.write(first, content(first))
-    loan = store.lend(first.key)
-    assert loan is not None
+    pinned = store.pin(first.key)
+    assert pinned is not None
     for name in range(1, 100):
         entry = make_entry(name, 900)
         assert store.write(entry, content(entry))
     store.forget([first.key])  # also if nobody wants it any more
     for name in range(100, 120):
         store.write(make_entry(name, 900), content(make_entry(name, 900)))
-    lent = [array.data.tobytes() for array in loan.loaded.arrays]
-    assert lent == [part.tobytes() for part in content(first)]
+    found = [array.data.tobytes() for array in pinned.loaded.arrays]
+    assert found == [part.tobytes() for part in content(first)]
     store.write(first, content(first))
-    loan.give_back()
+    pinned.unpin()
     for name in range(120, 200):
         entry = make_entry(name, 900)
         store.write(entry, content(entry))
@@ -150,12 +150,12 @@ def test_where_everything_is_being_read_nothing_is_written() -> None:
     for name in range(100):
         entry = make_entry(name, 900)
         store.write(entry, content(entry))
-    loans = [store.lend(entry.key) for entry in store.entries()]
+    pinned_entries = [store.pin(entry.key) for entry in store.entries()]
     more = make_entry(100, 900)
     assert not store.write(more, content(more))
-    for loan in loans:
-        assert loan is not None
-        loan.give_back()
+    for pinned in pinned_entries:
+        assert pinned is not None
+        pinned.unpin()
     assert store.write(more, content(more))
 
 

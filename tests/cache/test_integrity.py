@@ -27,20 +27,20 @@ def misfile(checked: CheckedCache, node: Node) -> None:
     node.parent.children[99] = node.parent.children.pop(int(node.token_ids[0]))
 
 
-def pin(checked: CheckedCache, node: Node) -> None:
-    node.pins += 1
+def lock(checked: CheckedCache, node: Node) -> None:
+    node.locks += 1
 
 
-def pin_window(checked: CheckedCache, node: Node) -> None:
-    node.window_pins += 1
+def lock_window(checked: CheckedCache, node: Node) -> None:
+    node.window_locks += 1
 
 
-def hold(checked: CheckedCache, node: Node) -> None:
-    node.holds += 1
+def lock_path(checked: CheckedCache, node: Node) -> None:
+    node.path_locks += 1
 
 
 def lock_bytes(checked: CheckedCache, node: Node) -> None:
-    checked.cache._store.pins.nbytes += 1
+    checked.cache._store.locks.nbytes += 1
 
 
 def look_back(checked: CheckedCache, node: Node) -> None:
@@ -68,10 +68,10 @@ def remember(checked: CheckedCache, node: Node) -> None:
         (lose_attention, "lacks attention"),
         (shift, "follows a node that ends"),
         (misfile, "filed wrongly"),
-        (pin, "pins"),
-        (pin_window, "window pins"),
-        (hold, "holds"),
-        (lock_bytes, "pinned bytes"),
+        (lock, "1 locks"),
+        (lock_window, "window locks"),
+        (lock_path, "path locks"),
+        (lock_bytes, "locked bytes"),
         (look_back, "window users"),
         (look_back_too_little, "looks back further"),
         (forget, "can never go"),

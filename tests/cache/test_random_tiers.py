@@ -17,11 +17,11 @@ from pippin.cache.canary import Canary
 from pippin.cache.disk.entries import ArraySpec, Bytes, Key
 from pippin.cache.disk.memory import MemoryStore
 from pippin.cache.host.host_store import HostStore
-from pippin.cache.tiers import lower_tree
-from pippin.cache.tiers.courier import Courier, plain_memory
+from pippin.cache.tiers import tier_tree
+from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.kinds import DISK, HOST, TierKind
 from pippin.cache.tiers.pieces import Piece as DiskPiece
-from pippin.cache.tiers.tiers import Tiers
+from pippin.cache.tiers.tier_io import TierIO, plain_memory
 from pippin.types import Component, LayerSpec, ModelSpec
 from simulator import Workers
 
@@ -66,7 +66,7 @@ class LowerTier:
             for i, c in enumerate(self.components)
             if c is not H
         )
-        self.tiers = Tiers(
+        self.tiers = CacheTier(
             self.checked.cache,
             self.store,
             ModelSpec("m", 9, 999, layers, hidden_bytes=H in self.components),
@@ -77,7 +77,7 @@ class LowerTier:
             level=self.level,
         )
         self.workers = Workers()
-        self.courier = Courier(self.store, writer=self.workers, reader=self.workers)
+        self.tier_io = TierIO(self.store, writer=self.workers, reader=self.workers)
         self.tell_store()
 
     # --- what it must have, by brute force ---
@@ -146,8 +146,8 @@ class LowerTier:
 
     def read(self, tokens: list[int], piece: DiskPiece) -> None:
         specs = format(piece.component, piece.num_tokens)
-        buffer = self.courier.take_buffer(piece, specs)
-        reading = self.courier.read(piece, specs, buffer)
+        buffer = self.tier_io.claim_buffer(piece, specs)
+        reading = self.tier_io.read(piece, specs, buffer)
         self.workers.advance()
         arrays = reading.result().arrays
         divides = piece.component in (A, W)
@@ -155,7 +155,7 @@ class LowerTier:
         prefixes = [tuple(tokens[:end]) for end in ends]
         for array, wanted in zip(arrays, marks(prefixes, piece.component), strict=True):
             assert array.tobytes() == wanted.tobytes()
-        self.courier.give_back(buffer, reading)
+        self.tier_io.release(buffer, reading)
         path, ledger, cache = tokens[: piece.end], self.checked.ledger, self.checked.cache
         ids, salt = salted(path)
         if piece.component is S:
@@ -212,7 +212,7 @@ class Tiered:
         ]
 
     def insert(self, tokens: list[int]) -> None:
-        start = min(self.checked.cache.num_held(*salted(tokens)), len(tokens))
+        start = min(self.checked.cache.num_cached(*salted(tokens)), len(tokens))
         start = self.rng.randrange(start + 1)
         states = {len(tokens), self.rng.randrange(1, len(tokens) + 1)}
         self.checked.insert(tokens, start, states, hidden=self.rng.random() < 0.5)
@@ -243,7 +243,7 @@ def test_tiers_agree_with_sets_of_prefixes(
 ) -> None:
     """With the first seed what a store evicted leaves the tree at once, with the other slowly."""
     for seed in range(2):
-        monkeypatch.setattr(lower_tree, "MAX_REMOVALS", (1 << 20, 1)[seed])
+        monkeypatch.setattr(tier_tree, "MAX_REMOVALS", (1 << 20, 1)[seed])
         rng = random.Random(seed)
         tiered = Tiered(components, rng, host_bytes)
         known: list[list[int]] = []
@@ -284,7 +284,7 @@ def test_parts_of_an_entry_are_read_into_one_buffer() -> None:
     long = list(range(100))
     fork = [*range(60), *range(200, 240)]
     for tokens in (long, fork):
-        two.checked.insert(tokens, two.checked.cache.num_held(np.array(tokens)))
+        two.checked.insert(tokens, two.checked.cache.num_cached(np.array(tokens)))
         two.spill(tokens)
     two.checked.flush()
     two.checked.insert(long[:30], 0)

@@ -13,7 +13,7 @@ from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.disk.entries import Bytes, Entry
 from pippin.cache.disk.memory import MemoryStore
 from pippin.cache.host.host_store import HostStore
-from pippin.cache.tiers.courier import plain_memory
+from pippin.cache.tiers.tier_io import plain_memory
 from pippin.types import Component
 from simulator import Workers
 

@@ -453,7 +453,7 @@ def test_what_overflowed_ends_its_own_request_and_never_reaches_the_tree(overlap
     assert (other.tokens, other.finish) == oracle(make_prompt(30, 1), max_tokens=5)
     cache = client.loop.scheduler.cache
     assert cache is not None
-    assert cache.num_held(make_prompt(300)) == 64
+    assert cache.num_cached(make_prompt(300)) == 64
     check_idle(client)
 
 

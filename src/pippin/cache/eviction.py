@@ -71,7 +71,7 @@ class Leaves(UnitHeap):
     unit = Unit.LEAF
 
     def evictable(self, node: Node) -> bool:
-        return not node.children and not node.pins and node.parent is not None
+        return not node.children and not node.locks and node.parent is not None
 
     def rank(self, node: Node) -> Rank:
         level, tick = node.stamp
@@ -88,7 +88,7 @@ class Windows(UnitHeap):
     def evictable(self, node: Node) -> bool:
         if node.payloads[WINDOW] is None or not node.children:
             return False
-        return not node.window_users and not node.window_pins
+        return not node.window_users and not node.window_locks
 
     def rank(self, node: Node) -> Rank:
         level, tick = node.stamp
@@ -104,7 +104,7 @@ class States(UnitHeap):
     unit = Unit.STATE
 
     def evictable(self, node: Node) -> bool:
-        return node.payloads[STATE] is not None and bool(node.children) and not node.pins
+        return node.payloads[STATE] is not None and bool(node.children) and not node.locks
 
     def rank(self, node: Node) -> Rank:
         """The window that the state keeps is weighed with it."""

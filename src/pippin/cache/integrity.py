@@ -14,7 +14,7 @@ from pippin.cache.store import Store, any_held
 
 
 def check_integrity(store: Store, locks: Iterable[tuple[Node, int]]) -> None:
-    """Raise AssertionError unless links, payloads, pins, bytes and the eviction queue agree.
+    """Raise AssertionError unless links, payloads, locks, bytes and the eviction queue agree.
 
     `locks` are the nodes where live locks end, each with the floor of its window segment.
     """
@@ -23,7 +23,7 @@ def check_integrity(store: Store, locks: Iterable[tuple[Node, int]]) -> None:
         _check_links(node)
         _check_payloads(store, node)
     _check_queue(store, nodes)
-    _check_pins(store, nodes, locks)
+    _check_locks(store, nodes, locks)
     _check_window_users(store, nodes)
     _check_totals(store, nodes)
     damaged = sum(node.damaged.bit_count() for node in nodes)
@@ -55,7 +55,7 @@ def _check_payloads(store: Store, node: Node) -> None:
         assert node.payloads[ATTENTION] is not None, f"{_name(node)} lacks attention KV"
     if store.rules.has_state and node.payloads[HIDDEN] is not None:
         assert node.payloads[STATE] is not None, f"{_name(node)} keeps a hidden vector alone"
-    assert node.children or node.pins or any_held(node), f"{_name(node)} is an empty leaf"
+    assert node.children or node.locks or any_held(node), f"{_name(node)} is an empty leaf"
 
 
 def _check_queue(store: Store, nodes: list[Node]) -> None:
@@ -65,30 +65,32 @@ def _check_queue(store: Store, nodes: list[Node]) -> None:
     assert len(store.queue) == num_entries, "the queue holds nodes that are no longer in the tree"
 
 
-def _check_pins(store: Store, nodes: list[Node], locks: Iterable[tuple[Node, int]]) -> None:
-    pins: Counter[Node] = Counter()
-    window_pins: Counter[Node] = Counter()
-    held: set[Node] = set()
+def _check_locks(store: Store, nodes: list[Node], locks: Iterable[tuple[Node, int]]) -> None:
+    ends: Counter[Node] = Counter()
+    window_locks: Counter[Node] = Counter()
+    locked: set[Node] = set()
     for node, floor in locks:
         assert node.attached, f"{_name(node)} is locked but no longer in the tree"
         if not node.is_root:
-            pins[node] += 1
-            window_pins.update(node.back_to(floor))
-            held.update(node.ancestors())
-    pinned_bytes = 0
+            ends[node] += 1
+            window_locks.update(node.back_to(floor))
+            locked.update(node.ancestors())
+    locked_bytes = 0
     for node in nodes:
-        assert node.pins == pins[node], f"{_name(node)}: {node.pins} pins, {pins[node]} locks"
-        assert node.window_pins == window_pins[node], (
-            f"{_name(node)}: {node.window_pins} window pins, {window_pins[node]} locks"
+        assert node.locks == ends[node], f"{_name(node)}: {node.locks} locks, saw {ends[node]}"
+        assert node.window_locks == window_locks[node], (
+            f"{_name(node)}: {node.window_locks} window locks, saw {window_locks[node]}"
         )
-        holds = pins[node] + sum(child in held for child in node.children.values())
-        assert node.holds == holds, f"{_name(node)}: {node.holds} holds, {holds} locks and children"
-        hidden = node.pins if store.rules.has_state else holds
-        kept_by = (holds, node.window_pins, node.pins, hidden)
+        path_locks = ends[node] + sum(child in locked for child in node.children.values())
+        assert node.path_locks == path_locks, (
+            f"{_name(node)}: {node.path_locks} path locks, saw {path_locks}"
+        )
+        hidden = node.locks if store.rules.has_state else path_locks
+        kept_by = (path_locks, node.window_locks, node.locks, hidden)
         for kept, payload in zip(kept_by, node.payloads, strict=True):
-            pinned_bytes += payload.nbytes if kept and payload is not None else 0
-    assert store.pins.nbytes == pinned_bytes, (
-        f"{store.pins.nbytes} pinned bytes, saw {pinned_bytes}"
+            locked_bytes += payload.nbytes if kept and payload is not None else 0
+    assert store.locks.nbytes == locked_bytes, (
+        f"{store.locks.nbytes} locked bytes, saw {locked_bytes}"
     )
 
 

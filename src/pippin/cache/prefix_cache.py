@@ -109,7 +109,7 @@ class PrefixCache:
         path, reach = self._walk_sound(as_tokens(tokens), salt)
         return self._rules.deepest_valid(path, reach if limit is None else min(reach, limit))[1]
 
-    def num_held(self, tokens: npt.ArrayLike, salt: bytes = b"") -> int:
+    def num_cached(self, tokens: npt.ArrayLike, salt: bytes = b"") -> int:
         """How many of these tokens lie in the tree at all, restorable or not."""
         return self._tree.walk(as_tokens(tokens), salt)[1]
 
@@ -165,14 +165,14 @@ class PrefixCache:
         assert node.attached, f"stale: {at} was evicted before it was locked"
         if isinstance(at, Match):
             self._count_lookup(at)
-        lock = Lock(at.length, node, self._store.pin(node))
+        lock = Lock(at.length, node, self._store.lock(node))
         self._locks.add(lock)
         return lock
 
     def unlock(self, lock: Lock) -> None:
         assert lock in self._locks, f"{lock} is not held"
         self._locks.remove(lock)
-        self._store.unpin(lock.node, lock.floor)
+        self._store.unlock(lock.node, lock.floor)
         self._condemned.drop(lock.node.ancestors())
 
     # --- grow ---------------------------------------------------------------------------------

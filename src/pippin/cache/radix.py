@@ -42,12 +42,12 @@ class Node:
         "damaged",
         "end",
         "hits",
-        "holds",
         "id",
         "key",
+        "locks",
         "parent",
+        "path_locks",
         "payloads",
-        "pins",
         "placement",
         "prints",
         "stamp",
@@ -55,7 +55,7 @@ class Node:
         "state_uses",
         "tokens",
         "window_floor",
-        "window_pins",
+        "window_locks",
         "window_users",
         "window_uses",
     )
@@ -71,9 +71,9 @@ class Node:
         self.payloads: list[Payload | None] = [None] * 4  # attention, window, state, hidden
         self.copied = 0  # bit i: payload i is in the tier below, too
         self.damaged = 0  # bit i: payload i is not what it was; it goes when no lock holds it
-        self.pins = 0  # locks that end here: they hold the state
-        self.holds = 0  # locks that end here and children that are held: they hold attention KV
-        self.window_pins = 0  # locks whose window reaches over this node
+        self.locks = 0  # locks that end here: the state stays
+        self.path_locks = 0  # locks that end here, and locked children: attention KV stays
+        self.window_locks = 0  # locks whose window reaches over this node
         self.window_users = 0  # ends, here or below, whose window reaches over this node
         self.window_floor = 0  # of an end: where the first node starts that counts it as a user
         self.stamp = (0.0, 0)  # eviction level and clock tick of the last use

@@ -53,5 +53,5 @@ def _describe(end: Node) -> dict[str, object]:
         "checkpoints": sum(node.payloads[STATE] is not None for node in path),
         "first_tokens": path[-1].token_ids[:NUM_SHOWN_TOKENS].tolist(),
         "last_tokens": end.token_ids[-NUM_SHOWN_TOKENS:].tolist(),
-        "locked": end.holds > 0,
+        "locked": end.path_locks > 0,
     }

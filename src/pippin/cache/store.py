@@ -11,9 +11,9 @@ from itertools import islice
 from pippin.cache.canary import Canary
 from pippin.cache.components import COMPONENTS, HIDDEN, INDEX, STATE, WINDOW, Rules
 from pippin.cache.eviction import NEVER, EvictionQueue, Unit
+from pippin.cache.locks import Locks
 from pippin.cache.lookback import Lookback
 from pippin.cache.observer import TreeObserver
-from pippin.cache.pins import Pins
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.radix import Node, RadixTree, TokenArray
 from pippin.cache.stats import CacheStats
@@ -31,7 +31,7 @@ class Store:
         self.rules = rules
         self.canary = canary
         self.tree = RadixTree()
-        self.pins = Pins(rules)
+        self.locks = Locks(rules)
         self.queue = EvictionQueue(rules, policy)
         self.stats = CacheStats()
         self.component_bytes = dict.fromkeys(rules.components, 0)
@@ -48,7 +48,7 @@ class Store:
 
     @property
     def evictable_bytes(self) -> int:
-        return self.nbytes - self.pins.nbytes
+        return self.nbytes - self.locks.nbytes
 
     def touch(self, node: Node) -> int:
         """Mark the path to `node` as used now; returns the tick."""
@@ -63,12 +63,12 @@ class Store:
                 self.observer.used(node)
         return self.tick
 
-    def pin(self, node: Node) -> int:
-        """Keep what restores the sequence to `node`; the result is for `unpin`."""
-        return self.pins.pin(node)
+    def lock(self, node: Node) -> int:
+        """Keep what restores the sequence to `node`; the result is for `unlock`."""
+        return self.locks.lock(node)
 
-    def unpin(self, node: Node, floor: int) -> None:
-        for free in self.pins.unpin(node, floor):
+    def unlock(self, node: Node, floor: int) -> None:
+        for free in self.locks.unlock(node, floor):
             if free.attached:  # or else pruned with the one before it
                 self.prune(free)
 
@@ -82,7 +82,7 @@ class Store:
     def split(self, node: Node, position: int) -> Node:
         """A new node takes the tokens of `node` before `position`; returns it."""
         upper = self.tree.split(node, position - node.start)
-        self.pins.divide(upper, node)
+        self.locks.divide(upper, node)
         free = self._lookback.divide(upper, node)
         for index, growth in self.rules.divide(upper, node).items():
             self._count_bytes(node, index, growth)
@@ -160,7 +160,7 @@ class Store:
 
     def prune(self, node: Node) -> None:
         """After a change: prune leaves that carry nothing, let the queue know of the rest."""
-        while not node.is_root and not (node.children or node.pins or any_held(node)):
+        while not node.is_root and not (node.children or node.locks or any_held(node)):
             node = self._cut_off(node)
         self.queue.update(node)
 
@@ -199,9 +199,9 @@ class Store:
         self.queue.clear()
         for node in reversed(list(self.tree.nodes())):  # children before parents
             for index in range(len(COMPONENTS)):
-                if not self.pins.holds(node, index):
+                if not self.locks.is_locked(node, index):
                     self._release(node, index)
-            if not node.holds:
+            if not node.path_locks:
                 self._cut_off(node)
         for node in self.tree.nodes():
             self.queue.update(node)
@@ -217,7 +217,7 @@ class Store:
 
         Of these, `limit` at the most, leaves first; returns how many.
         """
-        assert not node.holds, f"a node at {node.end} is locked"
+        assert not node.path_locks, f"a node at {node.end} is locked"
         leaves_first = list(islice(node.leaves_first(), limit))
         for below in leaves_first:
             if below.attached:  # or else pruned with its last child
@@ -228,7 +228,7 @@ class Store:
         """Drop a component of a node, and of attention all that hangs below, up to `limit` nodes;
         returns how many nodes changed: none if it is locked."""
         index = INDEX[component]
-        if self.pins.holds(node, index):
+        if self.locks.is_locked(node, index):
             return 0
         if component is Component.ATTENTION:
             return self.remove_below(node, limit)
@@ -284,7 +284,7 @@ class Store:
 
     def _count_bytes(self, node: Node, index: int, change: int) -> None:
         self.component_bytes[COMPONENTS[index]] += change
-        self.pins.count(node, index, change)
+        self.locks.count(node, index, change)
 
 
 def any_held(node: Node) -> bool:

@@ -19,9 +19,9 @@ from pippin.cache.disk.disk_store import DiskStore, open_store
 from pippin.cache.disk.fingerprint import model_fingerprint
 from pippin.cache.host.host_store import HostStore
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.courier import Courier
+from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.kinds import DISK, HOST, TierKind
-from pippin.cache.tiers.tiers import Tiers
+from pippin.cache.tiers.tier_io import TierIO
 from pippin.config import Config
 from pippin.engine.exit_times import STOP_GRACE_SECONDS
 from pippin.errors import ConfigError, LoadError
@@ -81,13 +81,13 @@ def build_tiers(
     cache: PrefixCache,
     batch_bytes: int,
     progress: Callable[[str], None],
-) -> list[tuple[Tiers, Courier]]:
+) -> list[tuple[CacheTier, TierIO]]:
     """What is in the directory is in the tree on disk when this returns.
 
     Raises DiskCacheError if the directory cannot be used, and LoadError if there is not enough
     memory.
     """
-    found: list[tuple[Tiers, Courier]] = []
+    found: list[tuple[CacheTier, TierIO]] = []
     engine = config.engine
     for level, kind in enumerate(kinds):
         if kind is HOST:
@@ -98,7 +98,7 @@ def build_tiers(
             store = _open_disk(config, backend)
         canary = Canary("log" if engine.canary == "off" else engine.canary)
         canary.self_test()
-        tiers = Tiers(
+        tiers = CacheTier(
             cache,
             store,
             backend.spec,
@@ -109,8 +109,8 @@ def build_tiers(
             level=level,
             on_grid=engine.deterministic,
         )
-        courier = Courier(store, allocate=backend.host_memory, piece_bytes=batch_bytes)
-        found.append((tiers, courier))
+        tier_io = TierIO(store, allocate=backend.host_memory, piece_bytes=batch_bytes)
+        found.append((tiers, tier_io))
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from pippin.backends.base import StepPlan
 from pippin.feed.guard import never_raises
-from pippin.feed.schema import Chunk, Request, Step
+from pippin.feed.schema import Request, Step, StepChunk
 from pippin.metrics import StepRecord
 from pippin.scheduler import request as scheduled
 from pippin.scheduler.running_slot import RunningSlot
@@ -55,7 +55,7 @@ class _Life:
 class _LaunchedStep:
     """Who had which slot when a step was launched: slots change hands before it is committed."""
 
-    chunks: list[Chunk]
+    chunks: list[StepChunk]
     started: list[str]
     samples: list[str]  # requests that get their first token, or the next after a retraction
     retracted: list[str]
@@ -136,7 +136,7 @@ class Recorder:
         started = [running_slots[admit.slot].request.id for admit in plan.admit]
         samples = [running_slots[row.slot].request.id for row in plan.prefill if row.samples]
         chunks = [
-            Chunk(
+            StepChunk(
                 request=running_slots[row.slot].request.id,
                 slot=row.slot,
                 start=row.start,

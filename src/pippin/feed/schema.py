@@ -20,7 +20,7 @@ Phase = Literal["compiling", "waiting", "loading", "prefill", "decode", "ended"]
 Change = Literal["add", "split", "change", "show"]
 
 
-class Chunk(msgspec.Struct, frozen=True, gc=False):
+class StepChunk(msgspec.Struct, frozen=True, gc=False):
     """A piece of a prompt in a step, or of a reply that a grammar forces: [start, start + tokens).
 
     Before it `restored` tokens came out of the tree; where all did, the chunk has 0 tokens.
@@ -55,7 +55,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     after_pause: bool  # the engine had nothing to do before it
     idle: float | None  # seconds of `span` in which the device had nothing to do, at most
     span: float | None  # from the end of the step before on the device; None after a pause
-    chunks: list[Chunk]
+    chunks: list[StepChunk]
     decode: list[int]  # slots that ran one token
     ghosts: int  # of all rows: their requests had ended, what they sampled was dropped
     started: list[str]  # requests that got a slot

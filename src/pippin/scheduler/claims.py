@@ -77,7 +77,7 @@ class Claims:
             return bare
         # Nothing kept the path in the tree while the reply grew: what is gone is captured again.
         request = running.request
-        held = self.cache.num_held(request.tokens(running.in_tree), request.salt)
+        held = self.cache.num_cached(request.tokens(running.in_tree), request.salt)
         start = min(running.in_tree, held)
         if start == running.row_len:
             return bare

@@ -18,8 +18,8 @@ import numpy as np
 
 from pippin.backends.base import Costs, Retire, StepPlan, StepResult
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.courier import Courier
-from pippin.cache.tiers.tiers import Tiers
+from pippin.cache.tiers.cache_tier import CacheTier
+from pippin.cache.tiers.tier_io import TierIO
 from pippin.decode.compiler import GrammarCompiler
 from pippin.decode.grammar import Grammar
 from pippin.errors import NotANumber, PippinError
@@ -53,7 +53,7 @@ class Scheduler:
     cache: PrefixCache | None = None
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
     compiler: GrammarCompiler | None = None  # None: nobody asks for a grammar
-    tiers: Sequence[tuple[Tiers, Courier]] = ()  # below memory, the fastest first
+    tiers: Sequence[tuple[CacheTier, TierIO]] = ()  # below memory, the fastest first
 
     def __post_init__(self) -> None:
         limits = self.limits

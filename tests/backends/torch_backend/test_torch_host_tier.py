@@ -105,7 +105,7 @@ def engine_of(backend: Backend, host_cache: str, name: str = "torch") -> Sequenc
         EngineConfig(max_running=4, memory="1GB", host_cache=host_cache),
     )
     loop = build_loop(config, lambda _: None, backend=backend)
-    found = [flow.courier.store for flow in loop.scheduler.traffic.tiers]
+    found = [flow.tier_io.store for flow in loop.scheduler.traffic.tiers]
     loop.close()
     return found
 

@@ -40,11 +40,11 @@ class Copy(NamedTuple):
     to: Bytes
 
 
-class Loan(NamedTuple):
+class PinnedEntry(NamedTuple):
     """An entry that stays where it is until it is given back, once."""
 
     loaded: Loaded
-    give_back: Callable[[], None]
+    unpin: Callable[[], None]
 
 
 class HostStore:
@@ -133,27 +133,27 @@ class HostStore:
     def read(
         self, keys: Sequence[Key], into: Sequence[Destination] | None = None
     ) -> list[Loaded | None]:
-        loans = [self.lend(key) for key in keys]
+        pinned_entries = [self.pin(key) for key in keys]
         try:
             copies: list[Copy] = []
             loaded: list[Loaded | None] = []
-            for number, loan in enumerate(loans):
-                if loan is None:
+            for number, pinned in enumerate(pinned_entries):
+                if pinned is None:
                     loaded.append(None)
                     continue
-                entry = loan.loaded.entry
+                entry = pinned.loaded.entry
                 to = _new_destination(entry) if into is None else into[number]
-                sources = [array.data for array in loan.loaded.arrays]
+                sources = [array.data for array in pinned.loaded.arrays]
                 copies += [Copy(*pair) for pair in zip(sources, to, strict=True)]
                 loaded.append(as_loaded(entry, to))
             self._spread(_copy, copies, sum(copy.to.nbytes for copy in copies))
         finally:
-            for loan in loans:
-                if loan is not None:
-                    loan.give_back()
+            for pinned in pinned_entries:
+                if pinned is not None:
+                    pinned.unpin()
         return loaded
 
-    def lend(self, key: Key) -> Loan | None:
+    def pin(self, key: Key) -> PinnedEntry | None:
         """An entry, verified, where it lies."""
         found = self._pin(key)
         if found is None:
@@ -167,7 +167,7 @@ class HostStore:
             self._count(misses=1)
             return None
         self._count(hits=1, read_bytes=kept.entry.nbytes)
-        return Loan(as_loaded(kept.entry, area.arrays(kept)), lambda: self._unpin([found]))
+        return PinnedEntry(as_loaded(kept.entry, area.arrays(kept)), lambda: self._unpin([found]))
 
     def _spread(self, work: Callable[[T], R], parts: Sequence[T], nbytes: int) -> list[R]:
         """Over a few threads, where it is much."""

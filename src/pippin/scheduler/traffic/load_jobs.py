@@ -10,8 +10,8 @@ import numpy as np
 
 from pippin.cache.disk.entries import Bytes
 from pippin.cache.results import Lock
-from pippin.cache.tiers.courier import ReadPiece
 from pippin.cache.tiers.pieces import Piece
+from pippin.cache.tiers.tier_io import ReadPiece
 from pippin.scheduler.request import Request
 
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from pippin.backends.base import Costs, Load, StepPlan
 from pippin.cache.results import InsertResult
-from pippin.cache.tiers.courier import PIECES_AHEAD, Courier, ReadPiece
+from pippin.cache.tiers.cache_tier import CacheTier, TierMatch
 from pippin.cache.tiers.pieces import Piece
-from pippin.cache.tiers.tiers import Found, Tiers
+from pippin.cache.tiers.tier_io import PIECES_AHEAD, ReadPiece, TierIO
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.request import Request
 from pippin.scheduler.traffic.load_jobs import LoadJob, Reading
@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 
 class Loads:
-    def __init__(self, tiers: Tiers, courier: Courier, costs: Costs, budget: ByteBudget) -> None:
+    def __init__(self, tiers: CacheTier, tier_io: TierIO, costs: Costs, budget: ByteBudget) -> None:
         self._tiers = tiers
-        self._courier = courier
+        self._tier_io = tier_io
         self._costs = costs
         self._budget = budget
         self._jobs: list[LoadJob] = []
@@ -94,7 +94,7 @@ class Loads:
         self,
         tokens: np.ndarray,
         salt: bytes,
-        found: Found,
+        found: TierMatch,
         now: float,
         compute_seconds: Callable[[int], float],
     ) -> LoadJob | None:
@@ -117,7 +117,7 @@ class Loads:
         )
         self._jobs.append(job)
         tiers.stats.loads += 1
-        self._courier.tell(self._courier.store.touch, tiers.keys_along(job.tokens, salt))
+        self._tier_io.tell(self._tier_io.store.touch, tiers.keys_along(job.tokens, salt))
         return job
 
     def remove(self, request: Request) -> None:
@@ -178,8 +178,8 @@ class Loads:
                 return
             job.pieces.popleft()
             specs = self._tiers.format(piece.component, piece.num_tokens)
-            buffer = self._courier.take_buffer(piece, specs)
-            future = self._courier.read(piece, specs, buffer)
+            buffer = self._tier_io.claim_buffer(piece, specs)
+            future = self._tier_io.read(piece, specs, buffer)
             job.readings.append(Reading(piece, buffer, nbytes, future))
 
     def commit(self, step: int, loaded: Iterator[Payload], now: float) -> None:
@@ -213,7 +213,7 @@ class Loads:
     def _release(self, job: LoadJob, reading: Reading) -> None:
         job.in_steps -= 1
         self._budget.release(reading.nbytes)
-        self._courier.give_back(reading.buffer, reading.future)
+        self._tier_io.release(reading.buffer, reading.future)
 
     def _insert(self, job: LoadJob, piece: Piece, payload: Payload) -> InsertResult:
         cache, tokens, salt = self._tiers.memory, job.tokens[: piece.end], job.salt
@@ -274,7 +274,7 @@ class Loads:
         """Buffers may be used again when the store has stopped writing to them."""
         done = [reading for reading in self._leftover if reading.future.done()]
         for reading in done:
-            self._courier.give_back(reading.buffer, reading.future)
+            self._tier_io.release(reading.buffer, reading.future)
         self._leftover = [reading for reading in self._leftover if reading not in done]
 
 

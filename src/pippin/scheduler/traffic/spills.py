@@ -1,7 +1,7 @@
 """What is written behind: sequences that memory holds and a tier lacks. Knows no arrays.
 
 One batch is on its way at a time: payloads of one sequence, planned into a step, handed to the
-courier when that step is committed, and in the tier's tree when they have been written. So what is
+`TierIO` when that step is committed, and in the tier's tree when they have been written. So what is
 missing there is always the difference of two trees.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 
 from pippin.backends.base import Spill, Spilled
 from pippin.cache.disk.entries import Entry, Key
-from pippin.cache.tiers.courier import Courier
-from pippin.cache.tiers.tiers import Tiers
+from pippin.cache.tiers.cache_tier import CacheTier
+from pippin.cache.tiers.tier_io import TierIO
 
 MAX_SEQUENCES = 4096  # that wait to be written; the oldest is forgotten then
 MAX_WAITING_BYTES = 64 << 20  # of their tokens, in the host's memory; likewise
@@ -39,9 +39,9 @@ class Batch:
 
 
 class Spills:
-    def __init__(self, tiers: Tiers, courier: Courier) -> None:
+    def __init__(self, tiers: CacheTier, tier_io: TierIO) -> None:
         self._tiers = tiers
-        self._courier = courier
+        self._tier_io = tier_io
         # Tokens and salt by request; the longest waiting first.
         self._waiting: dict[str, tuple[np.ndarray, bytes]] = {}
         self._waiting_bytes = 0
@@ -100,7 +100,7 @@ class Spills:
             if not runs:
                 self._drop(name)
                 keys = self._tiers.keys_along(tokens, salt)
-                self._courier.tell(self._courier.store.touch, keys)
+                self._tier_io.tell(self._tier_io.store.touch, keys)
                 continue
             entries = self._tiers.entries(tokens, runs, salt)
             if not self._written.isdisjoint(entry.key for entry in entries):
@@ -121,7 +121,7 @@ class Spills:
         if not all(source.intact for source in sources):
             self._refuse(batch, sources, now)
             return
-        batch.future = self._courier.write(batch.entries, sources)
+        batch.future = self._tier_io.write(batch.entries, sources)
 
     def _refuse(self, batch: Batch, spilled: Sequence[Spilled], now: float) -> None:
         """Some of it is not what it was in memory: nobody is to read that some day."""

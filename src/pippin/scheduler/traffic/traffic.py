@@ -16,8 +16,8 @@ from typing import Any
 
 from pippin.backends.base import Costs, Load, Spill, StepResult
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.tiers.courier import Courier
-from pippin.cache.tiers.tiers import Tiers
+from pippin.cache.tiers.cache_tier import CacheTier
+from pippin.cache.tiers.tier_io import TierIO
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.request import Request
@@ -32,18 +32,18 @@ MAX_LOST = 64  # keys that the tree learns of in one step
 class TierTraffic:
     """Of one tier."""
 
-    tiers: Tiers
-    courier: Courier
+    tiers: CacheTier
+    tier_io: TierIO
     loads: Loads
     spills: Spills
 
     def remove_lost(self) -> None:
         """Some of it: an evicted segment may hold very many entries, and every stream waits."""
-        store = self.courier.store
+        store = self.tier_io.store
         self.tiers.below.lose(store.take_lost(MAX_LOST))
         unused = self.tiers.below.remove_lost()
         if unused:
-            self.courier.tell(store.forget, unused)
+            self.tier_io.tell(store.forget, unused)
 
 
 class Traffic:
@@ -51,7 +51,7 @@ class Traffic:
 
     def __init__(
         self,
-        tiers: Sequence[tuple[Tiers, Courier]],
+        tiers: Sequence[tuple[CacheTier, TierIO]],
         costs: Costs,
         budget: ByteBudget,
         cache: PrefixCache | None,
@@ -59,8 +59,8 @@ class Traffic:
         self._cache = cache
         self.clock: Callable[[], float] = perf_counter
         self.tiers = tuple(
-            TierTraffic(one, courier, Loads(one, courier, costs, budget), Spills(one, courier))
-            for one, courier in tiers
+            TierTraffic(one, tier_io, Loads(one, tier_io, costs, budget), Spills(one, tier_io))
+            for one, tier_io in tiers
         )
         assert all(tier.tiers.level == level for level, tier in enumerate(self.tiers))
 
@@ -201,7 +201,7 @@ class Traffic:
             tier.tiers.kind.name: tier.tiers.counters()
             | {
                 "loading": tier.loads.num_waiting,
-                "store": asdict(tier.courier.store.counters()),
+                "store": asdict(tier.tier_io.store.counters()),
             }
             for tier in self.tiers
         }
@@ -209,5 +209,5 @@ class Traffic:
     def close(self) -> None:
         """Writes under way end first; reads that were asked for are not waited for."""
         for tier in self.tiers:
-            tier.courier.close()
-            tier.courier.store.close()
+            tier.tier_io.close()
+            tier.tier_io.store.close()

@@ -123,14 +123,14 @@ def encode_record(record: Put | Drop, segment: bytes, at: int) -> bytes:
 
 
 @dataclass(frozen=True)
-class Damage:
+class BadRecords:
     """Bytes [start, end) of an index that are no record."""
 
     start: int
     end: int
 
 
-def decode_records(raw: bytes, segment: bytes) -> Iterator[Put | Drop | Damage]:
+def decode_records(raw: bytes, segment: bytes) -> Iterator[Put | Drop | BadRecords]:
     """All records of an index file after its header. What is no record is told once, as a whole."""
     at, broken = HEADER.size, -1
     while at < len(raw):
@@ -142,12 +142,12 @@ def decode_records(raw: bytes, segment: bytes) -> Iterator[Put | Drop | Damage]:
                 break
             continue
         if broken >= 0:
-            yield Damage(broken, at)
+            yield BadRecords(broken, at)
             broken = -1
         yield _records.decode(memoryview(raw)[at + FRAME.size : end])
         at = end
     if broken >= 0:
-        yield Damage(broken, len(raw))
+        yield BadRecords(broken, len(raw))
 
 
 def _record_end(raw: bytes, segment: bytes, at: int) -> int | None:

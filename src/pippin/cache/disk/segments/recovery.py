@@ -21,7 +21,7 @@ from pippin.cache.disk.segments.format import (
     HEADER,
     INDEX_MARK,
     VERSION,
-    Damage,
+    BadRecords,
     Drop,
     Header,
     Put,
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Found:
+class OpenedSegment:
     """What opening a segment has shown."""
 
     segment: Segment | None = None
@@ -45,34 +45,34 @@ class Found:
     clock: int = 0  # the latest use that it knows of
 
 
-def open_segment(files: Files, path: Path, model: bytes, *, read_only: bool) -> Found:
+def open_segment(files: Files, path: Path, model: bytes, *, read_only: bool) -> OpenedSegment:
     """Open the segment whose data file is `path`. Raises OSError where the system does."""
     raw = _content(index_path(path))
     if raw is None:
-        return Found()
+        return OpenedSegment()
     with _Handle(files, path, read_only=read_only) as data:
         header = decode_header(os.pread(data.number, HEADER.size, 0))
         data_size = os.fstat(data.number).st_size
         index_header = decode_header(raw)
         if _is_foreign(header, DATA_MARK, model) or _is_foreign(index_header, INDEX_MARK, model):
-            return Found(foreign=1)
+            return OpenedSegment(foreign=1)
         if header is not None and data_size == HEADER.size and len(raw) < HEADER.size:
-            return Found()
+            return OpenedSegment()
         if not _belong_together(header, index_header):
-            return Found(damaged=1)
+            return OpenedSegment(damaged=1)
         assert header is not None
         with _Handle(files, index_path(path), read_only=read_only) as index:
             segment = Segment(files, path, header.segment, model, (data.taken(), index.taken()))
     return _recover(segment, raw, data_size, read_only=read_only)
 
 
-def _recover(segment: Segment, raw: bytes, data_size: int, *, read_only: bool) -> Found:
-    found = Found(segment)
+def _recover(segment: Segment, raw: bytes, data_size: int, *, read_only: bool) -> OpenedSegment:
+    found = OpenedSegment(segment)
     puts: dict[int, Put] = {}  # by offset
     dropped: list[Slot] = []  # their bytes stay: a damaged record might name them again
     for record in decode_records(raw, segment.name):
         match record:
-            case Damage(end=end):
+            case BadRecords(end=end):
                 being_written = read_only and end == len(raw)  # by a server that runs
                 found.damaged += not being_written
             case Drop(offset) if offset in puts:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pippin.cache.disk.base import EntryStore
 from pippin.cache.disk.entries import ArraySpec, Bytes, Entry, Key
-from pippin.cache.host.host_store import Loan
+from pippin.cache.host.host_store import PinnedEntry
 from pippin.cache.tiers.pieces import Piece, borrowed, num_bytes, read
 
 PIECES_AHEAD = 4  # of a load: two in steps, one that was read, one being read
@@ -34,10 +34,10 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class Lender(Protocol):
+class PinningStore(Protocol):
     """A store whose bytes can be used where they lie."""
 
-    def lend(self, key: Key) -> Loan | None:
+    def pin(self, key: Key) -> PinnedEntry | None:
         """Verified; None: a miss, as of `read`."""
         ...
 
@@ -48,7 +48,7 @@ class ReadPiece(NamedTuple):
     arrays: tuple[Bytes, ...]
     lost: list[Key]
     seconds: float
-    loan: Loan | None = None  # None: they are in the reader's own buffer
+    pinned: PinnedEntry | None = None  # None: they are in the reader's own buffer
 
 
 class Buffers:
@@ -64,7 +64,7 @@ class Buffers:
         self._piece_bytes = piece_bytes
         self._idle = [allocate(piece_bytes) for _ in range(PIECES_AHEAD if piece_bytes else 0)]
 
-    def take(self, nbytes: int) -> Bytes:
+    def claim(self, nbytes: int) -> Bytes:
         fitting = [buffer for buffer in self._idle if buffer.nbytes >= nbytes]
         if not fitting:
             return self._allocate(max(nbytes, self._piece_bytes))
@@ -72,7 +72,7 @@ class Buffers:
         self._idle = [idle for idle in self._idle if idle is not buffer]
         return buffer
 
-    def give_back(self, buffer: Bytes) -> None:
+    def release(self, buffer: Bytes) -> None:
         self._idle.append(buffer)
         if len(self._idle) > MAX_IDLE_BUFFERS:
             smallest = min(self._idle, key=lambda buffer: buffer.nbytes)
@@ -83,7 +83,7 @@ def plain_memory(nbytes: int) -> Bytes:
     return np.empty(nbytes, dtype=np.uint8)
 
 
-class Courier:
+class TierIO:
     def __init__(
         self,
         store: EntryStore,
@@ -105,23 +105,23 @@ class Courier:
     def read(
         self, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes | None
     ) -> Future[ReadPiece]:
-        """`buffer`: of `take_buffer`, for this piece."""
+        """`buffer`: of `claim_buffer`, for this piece."""
         return self._reader.submit(self._read, piece, specs, buffer)
 
-    def take_buffer(self, piece: Piece, specs: Sequence[ArraySpec]) -> Bytes | None:
+    def claim_buffer(self, piece: Piece, specs: Sequence[ArraySpec]) -> Bytes | None:
         """Where a piece is to be read to; None: it is used where it lies."""
-        if len(piece.spans) == 1 and isinstance(self.store, Lender):
+        if len(piece.spans) == 1 and isinstance(self.store, PinningStore):
             return None
-        return self.buffers.take(num_bytes(specs))
+        return self.buffers.claim(num_bytes(specs))
 
-    def give_back(self, buffer: Bytes | None, reading: Future[ReadPiece]) -> None:
+    def release(self, buffer: Bytes | None, reading: Future[ReadPiece]) -> None:
         """Nobody uses a piece any more, and its reading is over."""
         if buffer is not None:
-            self.buffers.give_back(buffer)
+            self.buffers.release(buffer)
         elif not reading.cancelled() and reading.exception() is None:
-            loan = reading.result().loan
-            if loan is not None:
-                loan.give_back()
+            pinned = reading.result().pinned
+            if pinned is not None:
+                pinned.unpin()
 
     def tell(self, verb: Callable[..., None], *arguments: Any) -> None:
         """Have the store do something that nobody waits for."""
@@ -153,13 +153,13 @@ class Courier:
         return ReadPiece(found, [], seconds)
 
     def _borrow(self, piece: Piece, began: float) -> ReadPiece:
-        assert isinstance(self.store, Lender)
+        assert isinstance(self.store, PinningStore)
         (key,) = piece.keys
-        loan = self.store.lend(key)
+        pinned = self.store.pin(key)
         seconds = perf_counter() - began
-        if loan is None:
+        if pinned is None:
             return ReadPiece((), [key], seconds)
-        return ReadPiece(borrowed(loan.loaded, piece), [], seconds, loan)
+        return ReadPiece(borrowed(pinned.loaded, piece), [], seconds, pinned)
 
     @staticmethod
     def _told(verb: Callable[..., None], arguments: tuple[Any, ...]) -> None:

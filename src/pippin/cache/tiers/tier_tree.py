@@ -2,7 +2,7 @@
 
 It has no ceiling of its own. The store keeps within its bytes and reports what it evicted. That and
 what hangs below it leaves the tree as soon as no lock holds it, a bounded number of nodes in each
-step (`remove_lost`). Until then `Tiers.find` knows that it is lost.
+step (`remove_lost`). Until then `CacheTier.find` knows that it is lost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ORDER = {
 Format = Callable[[Component, int], tuple[ArraySpec, ...]]
 
 
-class LowerTree:
+class TierTree:
     def __init__(
         self,
         fingerprint: bytes,

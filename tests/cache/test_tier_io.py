@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pippin.cache.disk.entries import Bytes
-from pippin.cache.tiers.courier import PIECES_AHEAD, Buffers
+from pippin.cache.tiers.tier_io import PIECES_AHEAD, Buffers
 
 
 class Memory:
@@ -22,31 +22,31 @@ def test_a_load_finds_its_memory_ready() -> None:
     buffers = Buffers(memory.allocate, 100)
     assert memory.given == [100] * PIECES_AHEAD
     for nbytes in (100, 1, 60):
-        taken = [buffers.take(nbytes) for _ in range(PIECES_AHEAD)]
+        taken = [buffers.claim(nbytes) for _ in range(PIECES_AHEAD)]
         assert len({id(buffer) for buffer in taken}) == PIECES_AHEAD
         for buffer in taken:
-            buffers.give_back(buffer)
+            buffers.release(buffer)
     assert memory.given == [100] * PIECES_AHEAD
 
 
 def test_more_loads_and_larger_pieces_get_memory_of_their_own() -> None:
     memory = Memory()
     buffers = Buffers(memory.allocate, 100)
-    taken = [buffers.take(1) for _ in range(PIECES_AHEAD + 1)]
+    taken = [buffers.claim(1) for _ in range(PIECES_AHEAD + 1)]
     assert memory.given[PIECES_AHEAD:] == [100]
-    assert buffers.take(300).nbytes == 300
+    assert buffers.claim(300).nbytes == 300
     for buffer in taken:
-        buffers.give_back(buffer)
-    assert buffers.take(300).nbytes == 300
+        buffers.release(buffer)
+    assert buffers.claim(300).nbytes == 300
     assert memory.given[PIECES_AHEAD:] == [100, 300, 300]
 
 
 def test_the_largest_buffers_are_kept() -> None:
     memory = Memory()
     buffers = Buffers(memory.allocate, 100)
-    taken = [buffers.take(300), *(buffers.take(100) for _ in range(PIECES_AHEAD))]
+    taken = [buffers.claim(300), *(buffers.claim(100) for _ in range(PIECES_AHEAD))]
     for buffer in taken:
-        buffers.give_back(buffer)
+        buffers.release(buffer)
     before = len(memory.given)
-    assert buffers.take(300).nbytes == 300
+    assert buffers.claim(300).nbytes == 300
     assert len(memory.given) == before

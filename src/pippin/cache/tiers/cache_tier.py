@@ -20,9 +20,9 @@ from pippin.cache.radix import TokenArray, as_tokens
 from pippin.cache.results import Match
 from pippin.cache.tiers.diff import Diff, Run
 from pippin.cache.tiers.kinds import DISK, TierKind
-from pippin.cache.tiers.lower_tree import Format, LowerTree
 from pippin.cache.tiers.parts import EntryPart
 from pippin.cache.tiers.pieces import Piece, num_bytes, pieces
+from pippin.cache.tiers.tier_tree import Format, TierTree
 from pippin.types import GRID, Component, ModelSpec
 
 MIN_LOADED_TOKENS = GRID  # fewer are not worth a wait
@@ -46,7 +46,7 @@ class TierStats:
 
 
 @dataclass(frozen=True)
-class Found:
+class TierMatch:
     """What the tier can add to what memory holds of a prompt."""
 
     match: Match = field(repr=False)  # in its tree
@@ -63,7 +63,7 @@ class Found:
         return sum(piece.nbytes for piece in self.pieces)
 
 
-class Tiers:
+class CacheTier:
     def __init__(
         self,
         memory: PrefixCache,
@@ -84,7 +84,7 @@ class Tiers:
         self.level = level
         self.memory = memory
         self._store = store
-        self.below = LowerTree(store.fingerprint, spec.components, spec.window, format, canary)
+        self.below = TierTree(store.fingerprint, spec.components, spec.window, format, canary)
         self.format = format
         self.batch_bytes = batch_bytes
         self.stats = TierStats()
@@ -148,7 +148,7 @@ class Tiers:
 
     # ---- and up ----------------------------------------------------------------------------
 
-    def find(self, tokens: npt.ArrayLike, salt: bytes = b"") -> Found | None:
+    def find(self, tokens: npt.ArrayLike, salt: bytes = b"") -> TierMatch | None:
         """What is worth loading for a prompt, if anything; whether it pays is another question."""
         ids, root, below = as_tokens(tokens), self.below.root(salt), self.below.cache
         length = self.memory.probe_prompt(ids, salt)
@@ -160,18 +160,18 @@ class Tiers:
                 match = below.match(ids, root, limit=match.length - match.length % GRID)
             if match.length < length + MIN_LOADED_TOKENS:
                 return None
-            held = min(self.memory.num_held(ids[: match.length], salt), match.length)
-            found = Found(match, length, pieces(match, held, self.batch_bytes))
+            held = min(self.memory.num_cached(ids[: match.length], salt), match.length)
+            found = TierMatch(match, length, pieces(match, held, self.batch_bytes))
             limit = self._sound_limit(found)
             if limit is None:
                 return found
             match = below.match(ids, root, limit=limit)
         return None
 
-    def _sound_limit(self, found: Found) -> int | None:
+    def _sound_limit(self, found: TierMatch) -> int | None:
         """How long a match may be so that it needs nothing that the store has not; None: as it is.
 
-        The tree may name that for some steps: `LowerTree.remove_lost` removes a little at a time.
+        The tree may name that for some steps: `TierTree.remove_lost` removes a few at a time.
         """
         needed = [span.entry for piece in found.pieces for span in piece.spans]
         lost = [e for e in needed if e.key not in self._store or self.below.is_lost(e.key)]

@@ -3,9 +3,9 @@
 A lock ends at a node. It holds the attention KV of the path to the root, the window KV that a
 restore there needs, and the state at that node:
 
-    attention   node.holds > 0        locks that end here, and children that are held
-    window      node.window_pins > 0  locks whose window segment includes the node
-    state       node.pins > 0         locks that end here
+    attention   node.path_locks > 0    locks that end here, and locked children
+    window      node.window_locks > 0  locks whose window segment includes the node
+    state       node.locks > 0         locks that end here
     hidden      like the state that it goes with, or like its node where there are no states
 
 Everything else can be evicted, sooner or later.
@@ -17,7 +17,7 @@ from pippin.cache.components import ATTENTION, HIDDEN, STATE, WINDOW, Rules
 from pippin.cache.radix import Node
 
 
-class Pins:
+class Locks:
     def __init__(self, rules: Rules) -> None:
         self.nbytes = 0  # of every payload that a lock holds
         self._rules = rules
@@ -25,76 +25,76 @@ class Pins:
         self._at_end = (STATE, HIDDEN) if rules.has_state else (STATE,)
         self._on_path = (ATTENTION,) if rules.has_state else (ATTENTION, HIDDEN)
 
-    def pin(self, node: Node) -> int:
-        """Hold what `Rules.gather` returns; the result is the window segment's start, for `unpin`.
+    def lock(self, node: Node) -> int:
+        """Hold what `Rules.gather` returns; the result is the window segment's start, for `unlock`.
 
         A path that is held already is not climbed again, so moving a lock to the end of what was
         added below it costs no more than what was added.
         """
         if node.is_root:
             return node.end
-        node.pins += 1
-        if node.pins == 1:
+        node.locks += 1
+        if node.locks == 1:
             self.nbytes += _nbytes(node, self._at_end)
         above: Node | None = node
         while above is not None:
-            above.holds += 1
-            if above.holds > 1:
+            above.path_locks += 1
+            if above.path_locks > 1:
                 break
             self.nbytes += _nbytes(above, self._on_path)
             above = above.parent
-        return self._pin_window(node)
+        return self._lock_window(node)
 
-    def unpin(self, node: Node, floor: int) -> list[Node]:
-        """Undo `pin`; returns the nodes of which something may be evicted again.
+    def unlock(self, node: Node, floor: int) -> list[Node]:
+        """Undo `lock`; returns the nodes of which something may be evicted again.
 
         `floor` was a node's start when pinned, and nodes never merge, so splits in between are met.
         """
         if node.is_root:
             return []
-        assert node.pins > 0, f"unlocked a node at {node.end} that nobody holds"
-        node.pins -= 1
-        if node.pins == 0:
+        assert node.locks > 0, f"unlocked a node at {node.end} that nobody holds"
+        node.locks -= 1
+        if node.locks == 0:
             self.nbytes -= _nbytes(node, self._at_end)
         above: Node | None = node
         while above is not None:
-            above.holds -= 1
-            if above.holds > 0:
+            above.path_locks -= 1
+            if above.path_locks > 0:
                 break
             self.nbytes -= _nbytes(above, self._on_path)
             above = above.parent
-        return [node, *self._unpin_window(node, floor)]
+        return [node, *self._unlock_window(node, floor)]
 
     def divide(self, upper: Node, lower: Node) -> None:
         """Whatever holds `lower` holds the node just split off it as well."""
-        upper.holds = 1 if lower.holds else 0
-        upper.window_pins = lower.window_pins
+        upper.path_locks = 1 if lower.path_locks else 0
+        upper.window_locks = lower.window_locks
 
-    def holds(self, node: Node, index: int) -> bool:
+    def is_locked(self, node: Node, index: int) -> bool:
         """Whether the component of this index must stay on `node`."""
         if index == WINDOW:
-            return node.window_pins > 0
-        return (node.pins if index in self._at_end else node.holds) > 0
+            return node.window_locks > 0
+        return (node.locks if index in self._at_end else node.path_locks) > 0
 
     def count(self, node: Node, index: int, change: int) -> None:
         """A payload of `node` came, went or changed its size."""
-        if self.holds(node, index):
+        if self.is_locked(node, index):
             self.nbytes += change
 
-    def _pin_window(self, node: Node) -> int:
+    def _lock_window(self, node: Node) -> int:
         floor = node.end
         for above in self._rules.window_segment(node):
-            above.window_pins += 1
-            if above.window_pins == 1:
+            above.window_locks += 1
+            if above.window_locks == 1:
                 self.nbytes += _nbytes(above, (WINDOW,))
             floor = above.start
         return floor
 
-    def _unpin_window(self, node: Node, floor: int) -> list[Node]:
+    def _unlock_window(self, node: Node, floor: int) -> list[Node]:
         free = []
         for above in node.back_to(floor):
-            above.window_pins -= 1
-            if above.window_pins == 0:
+            above.window_locks -= 1
+            if above.window_locks == 0:
                 self.nbytes -= _nbytes(above, (WINDOW,))
                 free.append(above)
         return free
