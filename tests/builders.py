@@ -15,13 +15,13 @@ from pippin.backends import fake
 from pippin.backends.base import Backend
 from pippin.backends.fake import FakeBackend, mix, placed
 from pippin.backends.masks import allowed_ids, num_words, pack
-from pippin.cache.canary import Canary
-from pippin.cache.disk.base import EntryStore
+from pippin.cache.entries.entry_store import EntryStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.kinds import DISK, HOST
 from pippin.cache.tiers.tier_io import TierIO
+from pippin.cache.tree.canary import Canary
 from pippin.decode.grammar import Grammar
 from pippin.messages import Submit, TokenDelta
 from pippin.scheduler.limits import Limits

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from builders import make_scheduler
+from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
-from pippin.cache.disk.entries import Entry, Key
-from pippin.cache.disk.memory import MemoryStore
+from pippin.cache.entries.entry import Entry, Key
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.messages import Submit
 from pippin.types import GRID, Component, SamplingParams

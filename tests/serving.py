@@ -22,11 +22,11 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.prefill import prompts
 from pippin.backends.mlx.prefill.batch import ChunkBatch
-from pippin.cache.canary import Canary
-from pippin.cache.disk.base import EntryStore
+from pippin.cache.entries.entry_store import EntryStore
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.radix import Node, as_tokens
+from pippin.cache.tree.canary import Canary
+from pippin.cache.tree.radix import Node, as_tokens
 from pippin.engine.build_tiers import tier_batch_bytes
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop

@@ -31,16 +31,16 @@ from builders import (
     oracle,
 )
 from damage import damage
+from memory_store import MemoryStore
 from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.cache.canary import Canary
-from pippin.cache.disk.base import Destination
-from pippin.cache.disk.entries import Bytes, Entry, Key, Loaded
-from pippin.cache.disk.memory import MemoryStore
+from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded
+from pippin.cache.entries.entry_store import Destination
 from pippin.cache.host.host_store import HostStore, PinnedEntry
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.tier_io import plain_memory
+from pippin.cache.tree.canary import Canary
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
 from pippin.scheduler.planning.admission import LOOKAHEAD

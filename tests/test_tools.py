@@ -92,7 +92,7 @@ def test_all_that_is_imported_is_traced() -> None:
 @pytest.mark.parametrize(
     ("changed", "chosen", "passed_over"),
     [
-        ("src/pippin/cache/radix.py", "cache/test_locks.py", "scheduler/test_replies.py"),
+        ("src/pippin/cache/tree/radix.py", "cache/test_locks.py", "scheduler/test_replies.py"),
         ("src/pippin/bench/pairs.py", "bench/test_bench_offline.py", "scheduler/test_pace.py"),
         ("src/pippin/__main__.py", "test_native_kernels.py", "cache/test_locks.py"),
         ("src/pippin/api/page/page.css", "api/test_access_control.py", "cache/test_locks.py"),

@@ -10,6 +10,7 @@ from prometheus_client import Metric
 from scripted_engine import ScriptedEngine, say, serving
 
 from builders import Client, make_loop
+from memory_store import MemoryStore
 from metric_names import (
     dashboard,
     deprecated,
@@ -19,7 +20,6 @@ from metric_names import (
     families,
     names_in_dashboard,
 )
-from pippin.cache.disk.memory import MemoryStore
 from pippin.cache.host.host_store import HostStore
 from pippin.cache.tiers.tier_io import plain_memory
 from pippin.scheduler.loop import Loop

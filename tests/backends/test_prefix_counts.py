@@ -16,9 +16,9 @@ from near_ties import TOLERANCE, assert_same
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.payloads.packing import payload_arrays
 from pippin.backends.mlx.payloads.payload import Block, KVPayload, Span, StatePayload
-from pippin.cache.canary import CacheCorruption, Canary
-from pippin.cache.components import INDEX
-from pippin.cache.radix import Node
+from pippin.cache.tree.canary import CacheCorruption, Canary
+from pippin.cache.tree.components import INDEX
+from pippin.cache.tree.radix import Node
 from pippin.types import Payload
 from reference import BUNDLED
 from serving import (

@@ -13,8 +13,8 @@ import pytest
 
 from builders import Client
 from near_ties import assert_same
-from pippin.cache.components import ATTENTION, STATE, WINDOW
-from pippin.cache.eviction import Unit
+from pippin.cache.tree.components import ATTENTION, STATE, WINDOW
+from pippin.cache.tree.eviction import Unit
 from serving import (
     ON_EITHER_BACKEND,
     TRIED_MOST,

@@ -13,7 +13,7 @@ import pytest
 from families import VOCAB
 from near_ties import assert_same
 from pippin.backends.mlx.head import Head, measure_hidden
-from pippin.cache.components import HIDDEN
+from pippin.cache.tree.components import HIDDEN
 from reference import BUNDLED
 from serving import (
     ON_EITHER_BACKEND,

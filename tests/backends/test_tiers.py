@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from memory_store import MemoryStore
 from near_ties import assert_same, count_same
-from pippin.cache.disk.memory import MemoryStore
 from reference import BUNDLED
 from serving import (
     ONE_OF_EACH_KIND,

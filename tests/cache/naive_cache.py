@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pippin.cache.canary import Canary
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.results import InsertResult, Lock, Match
+from pippin.cache.tree.canary import Canary
 from pippin.types import Component, Payload
 
 Prefix = tuple[int, ...]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from naive_cache import A, Ledger, S
 
-from pippin.cache.canary import BASE, SEED, CacheCorruption, Canary, _mix, chain_hashes
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.radix import as_tokens
+from pippin.cache.tree.canary import BASE, SEED, CacheCorruption, Canary, _mix, chain_hashes
+from pippin.cache.tree.radix import as_tokens
 
 
 def filled(canary: Canary | None) -> tuple[PrefixCache, Ledger, list[int]]:

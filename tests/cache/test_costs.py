@@ -14,10 +14,10 @@ from naive_cache import A, H, S, W
 
 from counted_lines import num_lines
 from pippin.backends.fake import FakeBackend
-from pippin.cache.canary import MAX_COUNTED, NUM_SWEPT, Canary
-from pippin.cache.disk.entries import Key
+from pippin.cache.entries.entry import Key
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.tier_tree import MAX_REMOVALS, TierTree
+from pippin.cache.tree.canary import MAX_COUNTED, NUM_SWEPT, Canary
 from pippin.types import Component, Payload
 
 LAYOUTS = {"attention": [A], "state": [A, S], "window": [A, W], "all": [A, W, S]}

@@ -7,9 +7,9 @@ import random
 import pytest
 from naive_cache import NBYTES, A, CheckedCache, S, W
 
-from pippin.cache.eviction import MAX_CANDIDATES, NEVER, Unit
 from pippin.cache.policy import Placement
-from pippin.cache.radix import Node
+from pippin.cache.tree.eviction import MAX_CANDIDATES, NEVER, Unit
+from pippin.cache.tree.radix import Node
 from pippin.types import Component
 
 
@@ -177,7 +177,7 @@ def test_a_split_frees_the_window_that_ends_below_do_not_look_back_on() -> None:
 def test_ends_far_below_a_split_keep_its_window_until_they_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pippin.cache.lookback.MAX_VISITS", 0)
+    monkeypatch.setattr("pippin.cache.tree.lookback.MAX_VISITS", 0)
     checked = CheckedCache([A, W], window=3)
     prompt = list(range(10))
     checked.insert(prompt[:8], 0)
@@ -199,7 +199,7 @@ def test_an_end_that_was_too_far_below_one_split_is_taken_off_all_at_the_next(
     checked.insert(prompt[:8], 0)
     checked.insert(prompt, 8)
     with monkeypatch.context() as patch:
-        patch.setattr("pippin.cache.lookback.MAX_VISITS", 0)
+        patch.setattr("pippin.cache.tree.lookback.MAX_VISITS", 0)
         checked.match(prompt[:4])  # the end at 10 stays a user of [0, 4)
     checked.match(prompt[:6])  # not of [4, 6), and no longer of [0, 4)
     checked.check()
@@ -220,7 +220,7 @@ def test_what_goes_has_the_least_rank_of_all(
     layout: list[Component], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared with the ranks of everything that could go, worked out anew each time."""
-    monkeypatch.setattr("pippin.cache.eviction.MAX_CANDIDATES", 1_000)
+    monkeypatch.setattr("pippin.cache.tree.eviction.MAX_CANDIDATES", 1_000)
     rng = random.Random(0)
     conversations = [[7] * 10 + [rng.randrange(3) for _ in range(30)] for _ in range(6)]
     checked = CheckedCache(layout, window=5 if W in layout else 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pippin.cache.heap import LAST, NodeHeap, Rank
-from pippin.cache.radix import Node
+from pippin.cache.tree.heap import LAST, NodeHeap, Rank
+from pippin.cache.tree.radix import Node
 
 RANKS = st.tuples(st.sampled_from([-1.0, 0.5, 2.0]), st.integers(0, 5))
 OPERATIONS = st.lists(st.tuples(st.integers(0, 7), st.none() | RANKS))

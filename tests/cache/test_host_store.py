@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from pippin.cache.disk.entries import ArraySpec, Bytes, Entry, Key
+from pippin.cache.entries.entry import ArraySpec, Bytes, Entry, Key
 from pippin.cache.host import areas, host_store
 from pippin.cache.host.host_store import HostStore, area_bytes
 from pippin.cache.tiers.tier_io import plain_memory

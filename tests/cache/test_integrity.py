@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from naive_cache import A, CheckedCache, S, W
 
-from pippin.cache.radix import Node
+from pippin.cache.tree.radix import Node
 
 
 def leak_bytes(checked: CheckedCache, node: Node) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pippin.cache.disk.entries import ArraySpec, Entry, Key
+from pippin.cache.entries.entry import ArraySpec, Entry, Key
 from pippin.cache.results import Match
 from pippin.cache.tiers.parts import EntryPart, Owned
 from pippin.cache.tiers.pieces import Piece, pieces

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from naive_cache import SALTS, SPACE, A, CheckedCache, H, Piece, Prefix, S, W, salted, with_salt
 
-from pippin.cache.canary import Canary
-from pippin.cache.disk.entries import ArraySpec, Bytes, Key
-from pippin.cache.disk.memory import MemoryStore
+from memory_store import MemoryStore
+from pippin.cache.entries.entry import ArraySpec, Bytes, Key
 from pippin.cache.host.host_store import HostStore
 from pippin.cache.tiers import tier_tree
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.kinds import DISK, HOST, TierKind
 from pippin.cache.tiers.pieces import Piece as DiskPiece
 from pippin.cache.tiers.tier_io import TierIO, plain_memory
+from pippin.cache.tree.canary import Canary
 from pippin.types import Component, LayerSpec, ModelSpec
 from simulator import Workers
 

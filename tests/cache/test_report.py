@@ -6,7 +6,7 @@ import json
 
 from naive_cache import NBYTES, A, CheckedCache, S
 
-from pippin.cache.store import NUM_RECENT
+from pippin.cache.tree.payload_tree import NUM_RECENT
 
 
 def recent(checked: CheckedCache) -> list[tuple[int, int, bool]]:

@@ -13,7 +13,7 @@ import pytest
 
 from builders import make_loop
 from pippin.backends.base import PendingStep, StepPlan
-from pippin.cache.canary import CacheCorruption, Canary
+from pippin.cache.tree.canary import CacheCorruption, Canary
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build import build_loop
 from pippin.engine.engine_client import EngineClient

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from builders import Client
-from pippin.cache.components import COMPONENTS
-from pippin.cache.radix import Node
+from pippin.cache.tree.components import COMPONENTS
+from pippin.cache.tree.radix import Node
 from pippin.feed import schema
 from pippin.feed.feed import Feed
 from pippin.feed.recorder import Recorder

@@ -15,10 +15,10 @@ from builders import (
     oracle,
 )
 from damage import damage
+from memory_store import MemoryStore
 from pippin.backends.fake import FakeBackend
-from pippin.cache.canary import CacheCorruption, Canary
-from pippin.cache.disk.memory import MemoryStore
 from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.tree.canary import CacheCorruption, Canary
 from pippin.types import Component
 from simulator import Workers
 

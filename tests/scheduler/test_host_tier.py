@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from builders import ALL, Client, Reply, check_idle, make_loop, make_prompt, oracle
+from memory_store import MemoryStore
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.cache.disk.entries import Bytes, Entry
-from pippin.cache.disk.memory import MemoryStore
+from pippin.cache.entries.entry import Bytes, Entry
 from pippin.cache.host.host_store import HostStore
 from pippin.cache.tiers.tier_io import plain_memory
 from pippin.types import Component

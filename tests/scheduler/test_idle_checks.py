@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from builders import Client, make_client, make_prompt, oracle
-from pippin.cache.canary import CacheCorruption, Canary
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.radix import Node, as_tokens
+from pippin.cache.tree.canary import CacheCorruption, Canary
+from pippin.cache.tree.radix import Node, as_tokens
 
 both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 

@@ -12,7 +12,7 @@ import pytest
 from builders import Client, ToyGrammar, check_idle, make_client, make_loop, make_prompt, oracle
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.cache.components import STATE
+from pippin.cache.tree.components import STATE
 from pippin.errors import DeviceFailed
 from pippin.scheduler.claims import GROWTH_TOKENS
 from pippin.scheduler.loop import MAX_FAILED_STEPS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from builders import Client, check_idle, make_client, make_loop, make_prompt, oracle
-from pippin.cache.disk.memory import MemoryStore
+from memory_store import MemoryStore
 from simulator import Workers
 
 SALTS = [b"", b"mine", b"yours"]

@@ -10,11 +10,11 @@ import pytest
 from builders import ALL, Client, Reply, check_idle, make_loop, make_prompt, oracle
 from counted_lines import num_lines
 from evicted_segments import EvictedSegments
+from memory_store import MemoryStore
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.cache.disk.base import Destination
-from pippin.cache.disk.entries import Key, Loaded
-from pippin.cache.disk.memory import MemoryStore
+from pippin.cache.entries.entry import Key, Loaded
+from pippin.cache.entries.entry_store import Destination
 from pippin.scheduler.traffic import spills
 from pippin.types import Component
 from simulator import Workers

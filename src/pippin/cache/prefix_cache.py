@@ -15,18 +15,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy.typing as npt
 
-from pippin.cache.canary import Canary
-from pippin.cache.components import INDEX, Rules
-from pippin.cache.condemned import Condemned
-from pippin.cache.incoming import Incoming
-from pippin.cache.integrity import check_integrity
-from pippin.cache.observer import TreeObserver
 from pippin.cache.policy import CheckpointPolicy, Placement
-from pippin.cache.radix import Node, TokenArray, as_tokens
 from pippin.cache.report import counters, recent_paths
 from pippin.cache.results import InsertResult, Lock, Match
 from pippin.cache.stats import CacheStats
-from pippin.cache.store import Store
+from pippin.cache.tree.canary import Canary
+from pippin.cache.tree.components import INDEX, Rules
+from pippin.cache.tree.condemned import Condemned
+from pippin.cache.tree.incoming import Incoming
+from pippin.cache.tree.integrity import check_integrity
+from pippin.cache.tree.observer import TreeObserver
+from pippin.cache.tree.payload_tree import PayloadTree
+from pippin.cache.tree.radix import Node, TokenArray, as_tokens
 from pippin.types import Component, Payload
 
 
@@ -46,7 +46,7 @@ class PrefixCache:
         self.policy = policy or CheckpointPolicy()
         self._canary = canary if canary is not None and canary.mode != "off" else None
         self._rules = Rules(components, window)
-        self._store = Store(self._rules, self.policy, self._canary)
+        self._store = PayloadTree(self._rules, self.policy, self._canary)
         self._tree = self._store.tree
         self._condemned = Condemned(self._store, self._canary)
         self._locks: set[Lock] = set()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from pippin.cache.components import STATE
-from pippin.cache.radix import Node
-from pippin.cache.store import Store
+from pippin.cache.tree.components import STATE
+from pippin.cache.tree.payload_tree import PayloadTree
+from pippin.cache.tree.radix import Node
 
 NUM_SHOWN_TOKENS = 8
 
 
-def counters(store: Store, *, capacity_bytes: int, num_locks: int) -> dict[str, object]:
+def counters(store: PayloadTree, *, capacity_bytes: int, num_locks: int) -> dict[str, object]:
     """What is held and what it was good for, as numbers that are kept anyway."""
     stats = store.stats
     return {
@@ -39,7 +39,7 @@ def counters(store: Store, *, capacity_bytes: int, num_locks: int) -> dict[str, 
     }
 
 
-def recent_paths(store: Store) -> list[dict[str, object]]:
+def recent_paths(store: PayloadTree) -> list[dict[str, object]]:
     """The most recently used ones."""
     return [_describe(end) for end in store.recent if end.attached]
 

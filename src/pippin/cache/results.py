@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pippin.cache.radix import Node
+from pippin.cache.tree.radix import Node
 from pippin.types import Component, Payload
 
 

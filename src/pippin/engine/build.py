@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pippin.amounts import option_bytes, parse_memory, show_bytes
 from pippin.backends.base import Backend
-from pippin.cache.canary import Canary
 from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
+from pippin.cache.tree.canary import Canary
 from pippin.config import Config, EngineConfig
 from pippin.decode.compiler import GrammarCompiler
 from pippin.decode.proving.prover import Prover

@@ -13,15 +13,15 @@ from pippin import __version__
 from pippin.amounts import option_bytes, parse_bytes, show_bytes
 from pippin.backends.base import Backend, DeviceInfo
 from pippin.backends.host import host_memory_bytes
-from pippin.cache.canary import Canary
-from pippin.cache.disk.base import EntryStore
 from pippin.cache.disk.disk_store import DiskStore, open_store
 from pippin.cache.disk.fingerprint import model_fingerprint
+from pippin.cache.entries.entry_store import EntryStore
 from pippin.cache.host.host_store import HostStore
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.kinds import DISK, HOST, TierKind
 from pippin.cache.tiers.tier_io import TierIO
+from pippin.cache.tree.canary import Canary
 from pippin.config import Config
 from pippin.engine.exit_times import STOP_GRACE_SECONDS
 from pippin.errors import ConfigError, LoadError

@@ -9,9 +9,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from pippin.cache.components import COMPONENTS
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.radix import Node
+from pippin.cache.tree.components import COMPONENTS
+from pippin.cache.tree.radix import Node
 from pippin.feed import schema
 from pippin.feed.guard import never_raises
 from pippin.feed.schema import Change

@@ -13,7 +13,7 @@ import torch
 from builders import Client
 from families import WINDOW
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
-from pippin.cache.canary import CacheCorruption, Canary
+from pippin.cache.tree.canary import CacheCorruption, Canary
 from pippin.types import Component, Payload
 from serving import TORCH, ask_all, cache_of, check_idle, make_client, make_prompt, nodes_of
 

@@ -19,10 +19,10 @@ sys.path.append(str(Path(__file__).parents[3] / "tools"))
 from torch_gpu import host as host_section
 
 from builders import AMPLE_BYTES
+from memory_store import MemoryStore
 from near_ties import assert_same
 from pippin.backends.base import Backend
 from pippin.backends.torch.backend import TorchBackend
-from pippin.cache.disk.memory import MemoryStore
 from pippin.cache.host.host_store import HostStore
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build import build_loop

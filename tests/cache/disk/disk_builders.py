@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pippin.cache.disk.chain import Chain
-from pippin.cache.disk.entries import ArraySpec, Bytes, Entry, Key, Loaded
 from pippin.cache.disk.files import Files
+from pippin.cache.entries.chain import Chain
+from pippin.cache.entries.entry import ArraySpec, Bytes, Entry, Key, Loaded
 from pippin.types import Component
 
 FINGERPRINT = b"a model"

@@ -10,10 +10,10 @@ import pytest
 from disk_builders import FINGERPRINT, ROOT, kv_entry, payload, same_bytes, state_entry
 
 from pippin.cache.disk.disk_store import open_store
-from pippin.cache.disk.entries import Entry
 from pippin.cache.disk.segments import blocks, reading
 from pippin.cache.disk.segments.format import HEADER
 from pippin.cache.disk.segments.segment import Segment, Slot
+from pippin.cache.entries.entry import Entry
 
 MB = 1 << 20
 BLOCK = 64

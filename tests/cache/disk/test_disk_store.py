@@ -22,10 +22,10 @@ from disk_builders import (
     state_entry,
 )
 
-from pippin.cache.disk.chain import Chain
 from pippin.cache.disk.disk_store import PAUSE_S, RECENCY_S, DiskStore, open_store
-from pippin.cache.disk.entries import Bytes, Entry
 from pippin.cache.disk.files import Files
+from pippin.cache.entries.chain import Chain
+from pippin.cache.entries.entry import Bytes, Entry
 from pippin.errors import DiskCacheError
 
 MB = 1 << 20

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from disk_builders import FINGERPRINT, ROOT, kv_entry, payload, state_entry
 
-from pippin.cache.disk.base import EntryStore, as_loaded
-from pippin.cache.disk.entries import ArraySpec, Entry
-from pippin.cache.disk.memory import MemoryStore
+from memory_store import MemoryStore
+from pippin.cache.entries.entry import ArraySpec, Entry
+from pippin.cache.entries.entry_store import EntryStore, as_loaded
 
 
 def test_a_part_of_an_array_is_that_of_its_tokens() -> None:

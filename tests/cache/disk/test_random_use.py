@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from disk_builders import FINGERPRINT, ROOT, Unsynced, kv_entry, payload, same_bytes, state_entry
 
-from pippin.cache.disk.base import EntryStore
+from memory_store import MemoryStore
 from pippin.cache.disk.disk_store import open_store
-from pippin.cache.disk.entries import Entry, Key
-from pippin.cache.disk.memory import MemoryStore
-from pippin.cache.disk.rebuild import rebuild
+from pippin.cache.entries.entry import Entry, Key
+from pippin.cache.entries.entry_store import EntryStore
+from pippin.cache.entries.rebuild import rebuild
 
 
 class NaiveStore:

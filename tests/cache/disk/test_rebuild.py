@@ -7,9 +7,9 @@ import random
 import numpy as np
 from disk_builders import FINGERPRINT, ROOT, kv_entry, state_entry, tokens
 
-from pippin.cache.disk.chain import Chain
-from pippin.cache.disk.entries import Entry
-from pippin.cache.disk.rebuild import rebuild
+from pippin.cache.entries.chain import Chain
+from pippin.cache.entries.entry import Entry
+from pippin.cache.entries.rebuild import rebuild
 
 
 def paths(entries: list[Entry]) -> dict[bytes, tuple[int, ...]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from pippin.backends.base.plan import StepPlan
 from pippin.backends.base.result import StepResult
-from pippin.cache.disk.entries import ArraySpec, Bytes
+from pippin.cache.entries.entry import ArraySpec, Bytes
 from pippin.types import Component, ModelSpec
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from pippin.cache.disk.entries import Bytes
+from pippin.cache.entries.entry import Bytes
 from pippin.types import Component, Payload, SamplingParams
 
 

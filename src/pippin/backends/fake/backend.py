@@ -26,7 +26,7 @@ from pippin.backends.fake.payloads import FakePayload, Ledger, PayloadMaker, as_
 from pippin.backends.fake.pending import FakePending
 from pippin.backends.fake.toy import ARITHMETIC_VERSION, ToyRow
 from pippin.backends.masks import allowed_ids
-from pippin.cache.disk.entries import ArraySpec, Bytes
+from pippin.cache.entries.entry import ArraySpec, Bytes
 from pippin.types import Component, LayerSpec, ModelSpec, Payload, TokenLogprobs
 
 BYTES_PER_TOKEN = 64

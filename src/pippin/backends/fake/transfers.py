@@ -9,7 +9,7 @@ import numpy as np
 
 from pippin.backends.base import Load, Spill
 from pippin.backends.fake.payloads import FakePayload
-from pippin.cache.disk.entries import ArraySpec, Bytes
+from pippin.cache.entries.entry import ArraySpec, Bytes
 from pippin.types import Component
 
 KV = (Component.ATTENTION, Component.WINDOW)

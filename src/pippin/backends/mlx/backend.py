@@ -50,7 +50,7 @@ from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending, SampledRows
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import Sampler, SampleRow
-from pippin.cache.disk.entries import ArraySpec, Bytes
+from pippin.cache.entries.entry import ArraySpec, Bytes
 from pippin.errors import LoadError
 from pippin.types import Component, ModelSpec
 

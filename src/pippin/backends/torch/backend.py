@@ -46,7 +46,7 @@ from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.streams import make_streams
-from pippin.cache.disk.entries import ArraySpec, Bytes
+from pippin.cache.entries.entry import ArraySpec, Bytes
 from pippin.errors import LoadError
 from pippin.types import Component, ModelSpec
 

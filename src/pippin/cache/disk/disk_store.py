@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 
-from pippin.cache.disk.base import Destination, StoreCounters, as_loaded, check_sizes
 from pippin.cache.disk.directory import DirectoryLock
-from pippin.cache.disk.entries import Bytes, Entry, Key, Loaded
 from pippin.cache.disk.files import Files
 from pippin.cache.disk.segments.catalog import Catalog
 from pippin.cache.disk.segments.format import model_digest
 from pippin.cache.disk.segments.reading import Readers, new_destination
 from pippin.cache.disk.segments.segment_log import SegmentLog
+from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded
+from pippin.cache.entries.entry_store import Destination, StoreCounters, as_loaded, check_sizes
 from pippin.errors import DiskCacheError
 
 logger = logging.getLogger(__name__)

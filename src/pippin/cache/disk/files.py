@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pippin.cache.disk.entries import Bytes
+from pippin.cache.entries.entry import Bytes
 
 MAX_PARTS = 512  # of one writev or preadv; systems allow 1,024
 

@@ -20,12 +20,12 @@ from pippin.cache.disk.directory import (
     segment_bytes,
     segment_paths,
 )
-from pippin.cache.disk.entries import Key
 from pippin.cache.disk.files import Files
 from pippin.cache.disk.segments.catalog import Catalog
 from pippin.cache.disk.segments.format import HEADER, decode_header
 from pippin.cache.disk.segments.reading import new_destination
 from pippin.cache.disk.segments.segment_log import SegmentLog
+from pippin.cache.entries.entry import Key
 from pippin.errors import DiskCacheError
 
 

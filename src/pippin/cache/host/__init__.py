@@ -1,5 +1,5 @@
 """Entries in the host's memory, for devices that have a memory of their own.
 
-The verbs are those of every store (`cache/disk/base.py`). Knows no tree and no device: whoever
-makes a store gives it memory, which is pinned where a device is to copy from it.
+The verbs are those of every store (`cache/entries/entry_store.py`). Knows no tree and no device:
+the caller gives it memory, which is pinned where a device copies from it.
 """

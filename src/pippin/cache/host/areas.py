@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pippin.cache.disk.entries import Bytes, Entry, Key
+from pippin.cache.entries.entry import Bytes, Entry, Key
 
 ALIGNMENT = 256
 BLOCK_BYTES = 4 << 20  # that have a digest: several threads copy and verify one entry

@@ -22,8 +22,8 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from pippin.cache.disk.base import Destination, StoreCounters, as_loaded, check_sizes
-from pippin.cache.disk.entries import Bytes, Entry, Key, Loaded
+from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded
+from pippin.cache.entries.entry_store import Destination, StoreCounters, as_loaded, check_sizes
 from pippin.cache.host.areas import Area, Kept, aligned, blocks
 
 NUM_AREAS = 16  # at least, where entries are small enough

@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass, field
 
 import numpy.typing as npt
 
-from pippin.cache.canary import Canary
-from pippin.cache.components import Rules
-from pippin.cache.disk.base import EntryStore
-from pippin.cache.disk.entries import Entry, Key
+from pippin.cache.entries.entry import Entry, Key
+from pippin.cache.entries.entry_store import EntryStore
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.radix import TokenArray, as_tokens
 from pippin.cache.results import Match
 from pippin.cache.tiers.diff import Diff, Run
 from pippin.cache.tiers.kinds import DISK, TierKind
 from pippin.cache.tiers.parts import EntryPart
 from pippin.cache.tiers.pieces import Piece, num_bytes, pieces
 from pippin.cache.tiers.tier_tree import Format, TierTree
+from pippin.cache.tree.canary import Canary
+from pippin.cache.tree.components import Rules
+from pippin.cache.tree.radix import TokenArray, as_tokens
 from pippin.types import GRID, Component, ModelSpec
 
 MIN_LOADED_TOKENS = GRID  # fewer are not worth a wait

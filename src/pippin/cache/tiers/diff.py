@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from pippin.cache.components import HIDDEN, INDEX, STATE, WINDOW, Rules
 from pippin.cache.policy import Placement
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.radix import Node, TokenArray
+from pippin.cache.tree.components import HIDDEN, INDEX, STATE, WINDOW, Rules
+from pippin.cache.tree.radix import Node, TokenArray
 from pippin.types import GRID, Component, Payload
 
 STATE_STRIDE = 1024  # tokens between states on disk where nobody is expected to come back to one

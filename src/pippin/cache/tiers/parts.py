@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pippin.cache.disk.entries import Entry, Key
-from pippin.cache.radix import Node
+from pippin.cache.entries.entry import Entry, Key
+from pippin.cache.tree.radix import Node
 from pippin.types import Payload
 
 

@@ -11,8 +11,8 @@ from math import prod
 
 import numpy as np
 
-from pippin.cache.disk.base import EntryStore
-from pippin.cache.disk.entries import ArraySpec, Bytes, Key, Loaded
+from pippin.cache.entries.entry import ArraySpec, Bytes, Key, Loaded
+from pippin.cache.entries.entry_store import EntryStore
 from pippin.cache.results import Match
 from pippin.cache.tiers.parts import EntryPart, Span
 from pippin.types import Component

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from pippin.cache.disk.base import EntryStore
-from pippin.cache.disk.entries import ArraySpec, Bytes, Entry, Key
+from pippin.cache.entries.entry import ArraySpec, Bytes, Entry, Key
+from pippin.cache.entries.entry_store import EntryStore
 from pippin.cache.host.host_store import PinnedEntry
 from pippin.cache.tiers.pieces import Piece, borrowed, num_bytes, read
 

@@ -12,15 +12,15 @@ from itertools import islice
 
 import numpy as np
 
-from pippin.cache.canary import Canary
-from pippin.cache.disk.base import EntryStore
-from pippin.cache.disk.chain import Chain
-from pippin.cache.disk.entries import ArraySpec, Entry, Key
-from pippin.cache.disk.rebuild import rebuild
+from pippin.cache.entries.chain import Chain
+from pippin.cache.entries.entry import ArraySpec, Entry, Key
+from pippin.cache.entries.entry_store import EntryStore
+from pippin.cache.entries.rebuild import rebuild
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.radix import Node, TokenArray
 from pippin.cache.results import InsertResult
 from pippin.cache.tiers.parts import EntryPart, Owned, num_parts
+from pippin.cache.tree.canary import Canary
+from pippin.cache.tree.radix import Node, TokenArray
 from pippin.types import Component, Payload
 
 NO_CEILING = 1 << 62

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pippin.cache.disk.entries import Bytes
+from pippin.cache.entries.entry import Bytes
 from pippin.cache.results import Lock
 from pippin.cache.tiers.pieces import Piece
 from pippin.cache.tiers.tier_io import ReadPiece

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pippin.backends.base import Spill, Spilled
-from pippin.cache.disk.entries import Entry, Key
+from pippin.cache.entries.entry import Entry, Key
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.tier_io import TierIO
 

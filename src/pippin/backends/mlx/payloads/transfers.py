@@ -21,7 +21,7 @@ from pippin.backends.base import Load, Spill
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import Packer
 from pippin.backends.mlx.payloads.payload import Block, KVPayload, Span, StatePayload
-from pippin.cache.disk.entries import ArraySpec, Bytes
+from pippin.cache.entries.entry import ArraySpec, Bytes
 from pippin.types import GRID, Component, Payload
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from pippin.cache.disk.entries import Bytes
 from pippin.cache.disk.files import views
+from pippin.cache.entries.entry import Bytes
 
 BLOCK_BYTES = 2 << 20  # of the format: whoever reads must divide as whoever wrote did
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from threading import Lock
 
-from pippin.cache.disk.entries import Entry, Key
 from pippin.cache.disk.segments.segment import Segment, Slot
+from pippin.cache.entries.entry import Entry, Key
 
 
 class Catalog:

@@ -22,8 +22,8 @@ from functools import lru_cache
 import msgspec
 import xxhash
 
-from pippin.cache.disk.chain import little_endian
-from pippin.cache.disk.entries import ArraySpec, Entry, Key
+from pippin.cache.entries.chain import little_endian
+from pippin.cache.entries.entry import ArraySpec, Entry, Key
 from pippin.types import Component
 
 VERSION = 2

@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-from pippin.cache.disk.base import Destination
 from pippin.cache.disk.segments.blocks import divided
 from pippin.cache.disk.segments.segment import Slot
+from pippin.cache.entries.entry_store import Destination
 
 NUM_THREADS = 8
 ALONE_BYTES = 1 << 20  # less than this is read by the caller

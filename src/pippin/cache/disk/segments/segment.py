@@ -15,7 +15,6 @@ from pathlib import Path
 from threading import Lock
 
 from pippin.cache.disk.directory import index_path
-from pippin.cache.disk.entries import Bytes, Entry, Key
 from pippin.cache.disk.files import Files, read_into
 from pippin.cache.disk.segments.blocks import Block, digests_of, divided
 from pippin.cache.disk.segments.format import (
@@ -30,6 +29,7 @@ from pippin.cache.disk.segments.format import (
     payload_digest,
     put_of,
 )
+from pippin.cache.entries.entry import Bytes, Entry, Key
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from pippin.cache.disk.directory import (
     segment_paths,
     sort_out,
 )
-from pippin.cache.disk.entries import Bytes, Entry
 from pippin.cache.disk.files import Files
 from pippin.cache.disk.segments.catalog import Catalog
 from pippin.cache.disk.segments.format import HEADER, encode_arrays
@@ -29,6 +28,7 @@ from pippin.cache.disk.segments.recency import decode_recency, encode_recency
 from pippin.cache.disk.segments.reclaim import MOVED_SHARE, pick_victim, worth_moving
 from pippin.cache.disk.segments.recovery import open_segment
 from pippin.cache.disk.segments.segment import Segment, Slot
+from pippin.cache.entries.entry import Bytes, Entry
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from pippin.cache.components import COMPONENTS
-from pippin.cache.radix import Node, RadixTree, TokenArray, as_tokens
+from pippin.cache.tree.components import COMPONENTS
+from pippin.cache.tree.radix import Node, RadixTree, TokenArray, as_tokens
 from pippin.types import Payload
 
 logger = logging.getLogger(__name__)

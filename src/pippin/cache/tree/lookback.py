@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from pippin.cache.components import Rules
-from pippin.cache.radix import Node
+from pippin.cache.tree.components import Rules
+from pippin.cache.tree.radix import Node
 
 MAX_VISITS = 32  # nodes below a split that are looked at again
 

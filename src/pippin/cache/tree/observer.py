@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pippin.cache.radix import Node
+from pippin.cache.tree.radix import Node
 
 
 class TreeObserver(Protocol):

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pippin.cache.components import HIDDEN, INDEX, STATE, Rules
 from pippin.cache.policy import Placement
-from pippin.cache.radix import Node
-from pippin.cache.store import Filled, Store
+from pippin.cache.tree.components import HIDDEN, INDEX, STATE, Rules
+from pippin.cache.tree.payload_tree import Filled, PayloadTree
+from pippin.cache.tree.radix import Node
 from pippin.types import GRID, Component, Payload
 
 
@@ -49,7 +49,7 @@ class Incoming:
             return self.end if Component.ATTENTION in self.kv else held
         return self.end if self.kv else max([held, *self.states])
 
-    def fill(self, store: Store, tip: Node) -> Filled:
+    def fill(self, store: PayloadTree, tip: Node) -> Filled:
         """Give all of it to the nodes on the path to `tip` that lack it; releases the rest."""
         filled = self._add_states(store, tip)
         for component, payload in self.kv.items():
@@ -59,7 +59,7 @@ class Incoming:
         store.prune(tip)
         return filled + self._add_hidden(store, tip)
 
-    def _add_states(self, store: Store, tip: Node) -> Filled:
+    def _add_states(self, store: PayloadTree, tip: Node) -> Filled:
         """Attach states to the ends of nodes along the path to `tip`."""
         filled: Filled = []
         node = tip
@@ -80,7 +80,7 @@ class Incoming:
             filled.append((node, STATE))
         return filled
 
-    def _add_hidden(self, store: Store, tip: Node) -> Filled:
+    def _add_hidden(self, store: PayloadTree, tip: Node) -> Filled:
         """Attach the hidden vector to `tip` if it ends there, and could be restored to sample."""
         if self.hidden is None:
             return []
@@ -93,7 +93,7 @@ class Incoming:
         return [(tip, HIDDEN)]
 
 
-def _add_kv(store: Store, tip: Node, index: int, start: int, payload: Payload) -> Filled:
+def _add_kv(store: PayloadTree, tip: Node, index: int, start: int, payload: Payload) -> Filled:
     """Give a payload that covers [start, ...) to the nodes up to `tip` that lack it.
 
     Goes from the tip upwards and cuts pieces off the end of what is left:
@@ -122,7 +122,7 @@ def _add_kv(store: Store, tip: Node, index: int, start: int, payload: Payload) -
     return filled
 
 
-def _keep_until(store: Store, payload: Payload | None, length: int) -> Payload:
+def _keep_until(store: PayloadTree, payload: Payload | None, length: int) -> Payload:
     assert payload is not None
     if length == payload.num_tokens:
         return payload

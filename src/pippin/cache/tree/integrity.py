@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from pippin.cache.components import ATTENTION, COMPONENTS, HIDDEN, STATE, WINDOW
-from pippin.cache.radix import Node
-from pippin.cache.store import Store, any_held
+from pippin.cache.tree.components import ATTENTION, COMPONENTS, HIDDEN, STATE, WINDOW
+from pippin.cache.tree.payload_tree import PayloadTree, any_held
+from pippin.cache.tree.radix import Node
 
 
-def check_integrity(store: Store, locks: Iterable[tuple[Node, int]]) -> None:
+def check_integrity(store: PayloadTree, locks: Iterable[tuple[Node, int]]) -> None:
     """Raise AssertionError unless links, payloads, locks, bytes and the eviction queue agree.
 
     `locks` are the nodes where live locks end, each with the floor of its window segment.
@@ -41,7 +41,7 @@ def _check_links(node: Node) -> None:
     assert len(node.token_ids) == node.num_tokens, f"{_name(node)} has {len(node.token_ids)} tokens"
 
 
-def _check_payloads(store: Store, node: Node) -> None:
+def _check_payloads(store: PayloadTree, node: Node) -> None:
     for index, component in enumerate(COMPONENTS):
         payload = node.payloads[index]
         if payload is None:
@@ -58,14 +58,14 @@ def _check_payloads(store: Store, node: Node) -> None:
     assert node.children or node.locks or any_held(node), f"{_name(node)} is an empty leaf"
 
 
-def _check_queue(store: Store, nodes: list[Node]) -> None:
+def _check_queue(store: PayloadTree, nodes: list[Node]) -> None:
     for node in nodes:
         assert store.queue.is_queued(node), f"{_name(node)}: something of it can never go"
     num_entries = sum(map(store.queue.num_entries, nodes))
     assert len(store.queue) == num_entries, "the queue holds nodes that are no longer in the tree"
 
 
-def _check_locks(store: Store, nodes: list[Node], locks: Iterable[tuple[Node, int]]) -> None:
+def _check_locks(store: PayloadTree, nodes: list[Node], locks: Iterable[tuple[Node, int]]) -> None:
     ends: Counter[Node] = Counter()
     window_locks: Counter[Node] = Counter()
     locked: set[Node] = set()
@@ -94,7 +94,7 @@ def _check_locks(store: Store, nodes: list[Node], locks: Iterable[tuple[Node, in
     )
 
 
-def _check_window_users(store: Store, nodes: list[Node]) -> None:
+def _check_window_users(store: PayloadTree, nodes: list[Node]) -> None:
     users: Counter[Node] = Counter()
     if store.rules.has_window:
         for end in filter(store.rules.is_end, nodes):
@@ -108,7 +108,7 @@ def _check_window_users(store: Store, nodes: list[Node]) -> None:
         )
 
 
-def _check_totals(store: Store, nodes: list[Node]) -> None:
+def _check_totals(store: PayloadTree, nodes: list[Node]) -> None:
     assert store.tree.num_nodes == len(nodes), f"{store.tree.num_nodes} nodes, saw {len(nodes)}"
     num_tokens = sum(node.num_tokens for node in nodes)
     assert store.tree.num_tokens == num_tokens, f"{store.tree.num_tokens} tokens, saw {num_tokens}"

@@ -13,8 +13,8 @@ Everything else can be evicted, sooner or later.
 
 from __future__ import annotations
 
-from pippin.cache.components import ATTENTION, HIDDEN, STATE, WINDOW, Rules
-from pippin.cache.radix import Node
+from pippin.cache.tree.components import ATTENTION, HIDDEN, STATE, WINDOW, Rules
+from pippin.cache.tree.radix import Node
 
 
 class Locks:

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from pippin.cache.canary import Canary
-from pippin.cache.components import COMPONENTS, HIDDEN, INDEX, STATE, WINDOW, Rules
-from pippin.cache.eviction import NEVER, EvictionQueue, Unit
-from pippin.cache.locks import Locks
-from pippin.cache.lookback import Lookback
-from pippin.cache.observer import TreeObserver
 from pippin.cache.policy import CheckpointPolicy
-from pippin.cache.radix import Node, RadixTree, TokenArray
 from pippin.cache.stats import CacheStats
+from pippin.cache.tree.canary import Canary
+from pippin.cache.tree.components import COMPONENTS, HIDDEN, INDEX, STATE, WINDOW, Rules
+from pippin.cache.tree.eviction import NEVER, EvictionQueue, Unit
+from pippin.cache.tree.locks import Locks
+from pippin.cache.tree.lookback import Lookback
+from pippin.cache.tree.observer import TreeObserver
+from pippin.cache.tree.radix import Node, RadixTree, TokenArray
 from pippin.types import Component, Payload
 
 NUM_RECENT = 5  # paths
@@ -24,7 +24,7 @@ NUM_RECENT = 5  # paths
 Filled = list[tuple[Node, int]]  # nodes and the component index that was attached to them
 
 
-class Store:
+class PayloadTree:
     """Owns every payload in the tree and releases each exactly once."""
 
     def __init__(self, rules: Rules, policy: CheckpointPolicy, canary: Canary | None) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from pippin.cache.disk.base import Destination, StoreCounters, as_loaded, check_sizes
-from pippin.cache.disk.entries import Bytes, Entry, Key, Loaded
+from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded
+from pippin.cache.entries.entry_store import Destination, StoreCounters, as_loaded, check_sizes
 
 
 class MemoryStore:

@@ -15,8 +15,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pippin.cache.disk.chain import Chain
-from pippin.cache.disk.entries import Entry, Key
+from pippin.cache.entries.chain import Chain
+from pippin.cache.entries.entry import Entry, Key
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pippin.cache.radix import Node
+from pippin.cache.tree.radix import Node
 from pippin.types import Component, Payload
 
 COMPONENTS = (Component.ATTENTION, Component.WINDOW, Component.STATE, Component.HIDDEN)

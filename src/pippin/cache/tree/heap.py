@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from pippin.cache.radix import Node
+from pippin.cache.tree.radix import Node
 
 Rank = tuple[float, int]  # level and worth, tick
 LAST: Rank = (math.inf, 0)

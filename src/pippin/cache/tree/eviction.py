@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar
 
-from pippin.cache.components import STATE, WINDOW, Rules
-from pippin.cache.heap import LAST, NodeHeap, Rank
 from pippin.cache.policy import CheckpointPolicy
-from pippin.cache.radix import Node
+from pippin.cache.tree.components import STATE, WINDOW, Rules
+from pippin.cache.tree.heap import LAST, NodeHeap, Rank
+from pippin.cache.tree.radix import Node
 
 MAX_CANDIDATES = 16
 MIN_LOOKS = 4

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from pippin.cache.canary import Canary
-from pippin.cache.components import INDEX
-from pippin.cache.radix import Node
-from pippin.cache.store import Store
+from pippin.cache.tree.canary import Canary
+from pippin.cache.tree.components import INDEX
+from pippin.cache.tree.payload_tree import PayloadTree
+from pippin.cache.tree.radix import Node
 from pippin.types import Component
 
 logger = logging.getLogger(__name__)
 
 
 class Condemned:
-    def __init__(self, store: Store, canary: Canary | None) -> None:
+    def __init__(self, store: PayloadTree, canary: Canary | None) -> None:
         self._store = store
         self._canary = canary
 

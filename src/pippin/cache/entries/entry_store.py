@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pippin.cache.disk.entries import Array, Bytes, Entry, Key, Loaded
+from pippin.cache.entries.entry import Array, Bytes, Entry, Key, Loaded
 
 # For each array of an entry, writable memory of its size: where its bytes are to be read to.
 Destination = Sequence[Bytes]
