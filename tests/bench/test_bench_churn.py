@@ -5,44 +5,43 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from bundled import BUNDLED_PATH
-from pippin.bench.churn.load import (
-    LEAVE_AFTER,
-    ChurnLoad,
-    ChurnRequest,
-    ChurnRequests,
-    Sent,
-    send_churn,
-    summarize_churn,
-)
+from pippin.bench.churn.churn import churn, churn_at, summarize
 from pippin.bench.churn.rates import Rates
-from pippin.bench.churn.served import churn, churn_at, summarize
+from pippin.bench.churn.requests import churn_requests
+from pippin.bench.client.load import (
+    DISCONNECT_AFTER,
+    Load,
+    LoadRequest,
+    RequestSizes,
+    Sent,
+    send_load,
+    summarize_load,
+)
 from pippin.bench.client.wire import LoadClient, Recording, Target
 from pippin.bench.errors import BenchError
 from pippin.bench.prompts import Prompts, count_with
-from pippin.bench.results.plot import draw
 from pippin.bench.servers import processes
 from pippin.config import Config, ModelConfig
 from processes import environment
 
 
-def drawn(seed: str, name: str, count: int) -> list[ChurnRequest]:
-    requests = ChurnRequests(Prompts(seed), name)
-    return [requests.draw() for _ in range(count)]
+def drawn(seed: str, count: int) -> list[LoadRequest]:
+    return list(islice(churn_requests(Prompts(seed)), count))
 
 
-def test_equal_seeds_send_equal_requests_and_every_client_its_own() -> None:
-    assert drawn("a", "client 0", 20) == drawn("a", "client 0", 20)
-    assert drawn("a", "client 0", 20) != drawn("a", "client 1", 20)
-    assert drawn("a", "client 0", 20) != drawn("b", "client 0", 20)
+def test_equal_seeds_draw_equal_requests() -> None:
+    assert drawn("a", 20) == drawn("a", 20)
+    assert drawn("a", 20) != drawn("b", 20)
 
 
 def test_requests_are_of_all_lengths_and_many_begin_alike() -> None:
-    requests = [request for client in range(8) for request in drawn("a", f"client {client}", 50)]
+    requests = drawn("a", 400)
     lengths = sorted(request.prompt_tokens for request in requests)
     assert lengths[0] < 20
     assert 1500 < lengths[-1] <= 3500
@@ -50,15 +49,14 @@ def test_requests_are_of_all_lengths_and_many_begin_alike() -> None:
     starts = [request.prompt[:30] for request in requests]
     shared = sum(starts.count(start) > 1 for start in starts) / len(starts)
     assert 0.5 < shared < 0.7
-    assert 0.04 < sum(request.leaves for request in requests) / len(requests) < 0.17
+    assert 0.04 < sum(request.disconnects for request in requests) / len(requests) < 0.17
     greedy = sum(request.sampling["temperature"] == 0.0 for request in requests) / len(requests)
     assert 0.4 < greedy < 0.6
 
 
 def test_a_prompt_has_about_the_tokens_that_are_said_of_it() -> None:
     count = count_with(BUNDLED_PATH)
-    requests = ChurnRequests(Prompts("a", count), "client 0")
-    for request in (requests.draw() for _ in range(20)):
+    for request in islice(churn_requests(Prompts("a", count)), 20):
         assert count(request.prompt) == pytest.approx(request.prompt_tokens, rel=0.25, abs=3)
 
 
@@ -76,17 +74,17 @@ def recording(tokens: Sequence[str], *, cut: bool = False, sent: float = 0.0) ->
     return Recording(sent, pieces, cut)
 
 
-ASKED = ChurnRequest("a prompt", 40, 3, {}, leaves=False)
+ASKED = LoadRequest("a prompt", 40, 3)
 
 
 def test_errors_are_counted_and_the_rest_is_measured() -> None:
     refused = Recording(
         0.0, [(0.1, b"HTTP/1.1 503 Busy\r\n\r\n" + b'{"error": {"message": "full"}}')]
     )
-    outcome = summarize_churn(
+    outcome = summarize_load(
         [
             Sent(ASKED, recording(["a", "b", "c"], sent=1.0)),
-            Sent(ASKED, recording(["a", "b"], cut=True, sent=2.0)),  # left: nobody told its usage
+            Sent(ASKED, recording(["a", "b"], cut=True, sent=2.0)),  # disconnected: no usage
             Sent(ASKED, refused),
             Sent(ASKED, refused),
             Sent(ASKED, BenchError("out of reach")),
@@ -103,13 +101,21 @@ def test_errors_are_counted_and_the_rest_is_measured() -> None:
 
 def test_a_load_that_nobody_answers_says_why() -> None:
     with pytest.raises(BenchError, match="none of 1 requests was answered: out of reach"):
-        summarize_churn([Sent(ASKED, BenchError("out of reach"))])
+        summarize_load([Sent(ASKED, BenchError("out of reach"))])
 
 
 def test_a_server_out_of_reach_is_an_error_of_each_request() -> None:
     client = LoadClient(Target(f"http://127.0.0.1:{processes.free_port()}", "nobody"))
-    sent = asyncio.run(send_churn(client, ChurnLoad(0.1, num_clients=2), Prompts("a")))
+    sent = asyncio.run(send_load(client, Load(2, seconds=0.1), churn_requests(Prompts("a"))))
     assert [type(each.result) for each in sent] == [BenchError, BenchError]  # not a flood of them
+
+
+def test_clients_share_the_requests_of_one_size() -> None:
+    client = LoadClient(Target(f"http://127.0.0.1:{processes.free_port()}", "nobody"))
+    requests = RequestSizes(5, 8, 2).requests(Prompts("a"))
+    sent = asyncio.run(send_load(client, Load(2), requests))
+    assert len({each.request.prompt for each in sent}) == len(sent) == 5
+    assert {each.request.max_tokens for each in sent} == {2}
 
 
 @pytest.fixture
@@ -122,9 +128,9 @@ def _children_import_what_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_our_own_server_tells_where_its_time_went(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPPIN_API_KEY", "for somebody else's server")
     rates = Rates(((1, 1e-4), (8, 2e-4)), ((24, 1e-4), (504, 1e-3)), 1e6)
-    monkeypatch.setattr("pippin.bench.churn.served.measure_rates", lambda config, widths: rates)
+    monkeypatch.setattr("pippin.bench.churn.churn.measure_rates", lambda config, widths: rates)
     config = Config(ModelConfig(backend="fake"))
-    report = churn(config, BUNDLED_PATH, ChurnLoad(1.0, num_clients=3), seed=0)
+    report = churn(config, BUNDLED_PATH, Load(3, seconds=1.0), seed=0)
     assert report.data["outcome"]["errors"] == {}
     assert report.data["num_steps"] > 10
     assert 0.0 < report.data["efficiency"] < 1.0
@@ -132,30 +138,30 @@ def test_our_own_server_tells_where_its_time_went(monkeypatch: pytest.MonkeyPatc
     outcome = report.data["outcome"]
     assert wall == pytest.approx(outcome["ended"] - outcome["began"])
     assert report.tables[1].rows[-1][0] == "wall"
-    assert f"{report.data['efficiency'] * 100:.3g}%" in draw(report.charts)
+    assert f"{report.data['efficiency']:.1%}" in report.tables[1].rows[0]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_children_import_what_we_do")
-def test_any_endpoint_by_its_url_and_clients_that_leave() -> None:
+def test_any_endpoint_by_its_url_and_clients_that_disconnect() -> None:
     with processes.pippin_server(str(BUNDLED_PATH), ("--backend", "fake")) as target:
-        at_rate = churn_at(target.url, ChurnLoad(1.0, rate=20.0), seed=1)
+        at_rate = churn_at(target.url, Load(rate=20.0, seconds=1.0), seed=1)
         client = LoadClient(target)
-        left = asyncio.run(_leave(client))
+        left = asyncio.run(_disconnect(client))
     assert left.cut
-    assert len(left.pieces) == LEAVE_AFTER  # it hung up there and then
+    assert len(left.pieces) == DISCONNECT_AFTER  # it disconnected at once
     assert at_rate.data["outcome"]["num_requests"] > 5
     assert len(at_rate.tables) == 1  # no step log, no breakdown
 
 
-async def _leave(client: LoadClient) -> Recording:
-    exchange = await client.start_completion("a fox", 4000, leave_after=LEAVE_AFTER)
+async def _disconnect(client: LoadClient) -> Recording:
+    exchange = await client.start_completion("a fox", 4000, disconnect_after=DISCONNECT_AFTER)
     return await exchange.done
 
 
 def test_errors_stand_below_the_table() -> None:
-    outcome = summarize_churn([Sent(ASKED, recording(["a"])), Sent(ASKED, BenchError("no room"))])
-    report = summarize("a model", ChurnLoad(1.0), outcome, None, [])
+    outcome = summarize_load([Sent(ASKED, recording(["a"])), Sent(ASKED, BenchError("no room"))])
+    report = summarize("a model", Load(seconds=1.0), outcome, None, [])
     assert "1 x no room" in report.notes
     assert ("errors", "1") in report.tables[0].rows
 

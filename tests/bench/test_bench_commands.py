@@ -7,17 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 from pippin import cli
-from pippin.bench.churn.load import ChurnLoad
-from pippin.bench.results.report import Report
+from pippin.bench.client.load import Load, RequestSizes
+from pippin.bench.results.report import Report, number
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
 
-EMPTY = Report("test", [], [], {})
+EMPTY = Report("test", [], {})
 
 
 def called_with(monkeypatch: pytest.MonkeyPatch, where: str, *argv: str) -> tuple[Any, ...]:
@@ -40,7 +39,7 @@ def test_lists_take_commas_or_spaces(monkeypatch: pytest.MonkeyPatch, sizes: lis
     argv = ["one-batch", "--max-running", "3", "--backend", "fake", "--batch", *sizes]
     config, options = called_with(monkeypatch, "pippin.bench.in_process.one_batch.one_batch", *argv)
     assert config == Config(ModelConfig(backend="fake"), EngineConfig(max_running=3))
-    sizes_and_turns = {"batches": [1, 4, 32], "input_len": 512, "output_len": 64, "repeats": 3}
+    sizes_and_turns = {"batches": [1, 4, 32], "input_lens": (512,), "output_len": 64, "repeats": 3}
     assert options == sizes_and_turns | {"wants_ceilings": True}
 
 
@@ -55,17 +54,15 @@ def test_an_option_that_one_batch_would_ignore_is_refused(
 
 
 def test_rates_and_concurrencies_become_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    argv = ["serve", "--url", "http://x", "--rate", "0.5,2", "--requests", "7", "--streams", "4"]
+    argv = ["serve", "--url", "http://x", "--rate", "0.5,2", "--requests", "7"]
     argv += ["--watchers", "10"]
-    url, loads, options = called_with(
+    url, loads, sizes, options = called_with(
         monkeypatch, "pippin.bench.served.serving.measure_server", *argv
     )
     assert url == "http://x"
-    assert [(load.kind, load.level, load.num_requests) for load in loads] == [
-        ("rate", 0.5, 7),
-        ("rate", 2.0, 7),
-    ]
-    assert (options["num_streams"], options["num_watchers"]) == (4, 10)
+    assert loads == [Load(rate=0.5), Load(rate=2.0)]
+    assert sizes == RequestSizes(7, 512, 64)
+    assert options["num_watchers"] == 10
 
 
 def test_server_options_pass_through_as_one_string(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,10 +72,7 @@ def test_server_options_pass_through_as_one_string(monkeypatch: pytest.MonkeyPat
     assert options["only"] == ["decode"]
     assert options["their_options"] == ["--prompt-cache-size", "64"]
     assert options["bundled"]
-    assert (options["against"].name, options["backend"]) == ("mlx-lm", "mlx")
-    argv = ["compare", "--against", "transformers", "--backend", "torch"]
-    _, options = called_with(monkeypatch, "pippin.bench.served.compare.compare", *argv)
-    assert (options["against"].name, options["backend"]) == ("transformers", "torch")
+    assert options["backend"] == "mlx"
 
 
 def test_another_model_is_compared_without_the_bundled_one_s_targets(
@@ -93,18 +87,18 @@ def test_another_model_is_compared_without_the_bundled_one_s_targets(
 
 
 def test_churn_comes_from_clients_or_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = "pippin.bench.churn.served.churn"
+    where = "pippin.bench.churn.churn.churn"
     config, model_dir, load, options = called_with(monkeypatch, where, "churn", "--memory", "0.5")
     assert (config.engine.memory, model_dir.name) == ("0.5", "stories-hybrid-20m")
-    assert (load, options) == (ChurnLoad(60.0, num_clients=12), {"seed": 0, "step_log": None})
+    assert (load, options) == (Load(12, seconds=60.0), {"seed": 0, "step_log": None})
     argv = ["churn", "--rate", "2", "--seconds", "9", "--seed", "4", "--step-log", "s"]
     _, _, load, options = called_with(monkeypatch, where, *argv)
-    assert (load, options) == (ChurnLoad(9.0, rate=2.0), {"seed": 4, "step_log": Path("s")})
+    assert (load, options) == (Load(rate=2.0, seconds=9.0), {"seed": 4, "step_log": Path("s")})
 
 
 def test_churn_at_a_url_asks_for_the_model_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["churn", "--url", "http://x", "--model", "theirs", "--clients", "3"]
-    url, load, options = called_with(monkeypatch, "pippin.bench.churn.served.churn_at", *argv)
+    url, load, options = called_with(monkeypatch, "pippin.bench.churn.churn.churn_at", *argv)
     assert (url, load.num_clients, options["model"]) == ("http://x", 3, "theirs")
 
 
@@ -132,29 +126,26 @@ def test_prefix_and_overlap_take_pairs_and_the_engine_s_options(
         ["growth", "--only", "requests"],
     ],
 )
-def test_every_offline_benchmark_draws_what_it_measured(
+def test_every_offline_benchmark_prints_what_it_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: list[str]
 ) -> None:
     monkeypatch.setattr("pippin.bench.in_process.growth.REQUESTS", (1, 4))
-    svg, numbers = tmp_path / "plot.svg", tmp_path / "numbers.json"
+    table, numbers = tmp_path / "table.md", tmp_path / "numbers.json"
+    outputs = ["--markdown", str(table), "--json", str(numbers)]
     with pytest.raises(SystemExit) as exited:
-        cli.main(["bench", *argv, "--backend", "fake", "--svg", str(svg), "--json", str(numbers)])
+        cli.main(["bench", *argv, "--backend", "fake", *outputs])
     assert exited.value.code == 0
-    shown = {node.text or "" for node in ElementTree.fromstring(svg.read_text()).iter()}
     data = json.loads(numbers.read_text())
     measured = {
-        "one-batch": lambda: [t["decode_tokens_per_second"] for t in data["timings"]],
-        "overlap": lambda: data["tokens_per_second"]["tried"],
-        "prefix": lambda: [(r - 1) * 100 for r in _ratios(data["cost"]["ttft"])],
-        "growth": lambda: [y for _, y in data["requests"]],
+        "one-batch": lambda: [
+            number(timing["decode_tokens_per_second"]) for timing in data["timings"]
+        ],
+        "overlap": lambda: [f"{data['tokens_per_second']['ratio']:.3f}x"],
+        "prefix": lambda: [f"{data['cost']['ttft']['ratio']:.3f}x"],
+        "growth": lambda: [number(y) for _, y in data["requests"]],
     }[argv[0]]()
-    assert len(measured) == 2
-    for value in measured:
-        assert (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}") in shown
-
-
-def _ratios(pairs: dict[str, list[float]]) -> list[float]:
-    return [tried / base for tried, base in zip(pairs["tried"], pairs["base"], strict=True)]
+    assert measured
+    assert all(f"| {value} |" in table.read_text() for value in measured)
 
 
 def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,18 +153,15 @@ def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["one-batch", "--batch", "1,x"], "--batch"),
         (["growht"], 'Did you mean "growth"?'),
         (["growth", "--only", "depth"], "no part 'depth'"),
-        (["overlap", "--no-overlap"], "leave --no-overlap away"),
-        (["prefix", "--no-prefix-cache"], "leave --no-prefix-cache away"),
-        (["grammar", "--no-forced-chunks"], "leave the option away"),
+        (["overlap", "--no-overlap"], "remove --no-overlap"),
+        (["prefix", "--no-prefix-cache"], "remove --no-prefix-cache"),
+        (["grammar", "--no-forced-chunks"], "remove --no-forced-chunks"),
         (["grammar", "--backend", "fake", "--streams", "1"], "streams must be at least 2, got 1"),
         (["overlap", "--backend", "fake", "--pairs", "0"], "--pairs. Must be > 0"),
         (["churn", "--clients", "3", "--rate", "1"], "exclude each other"),
         (["serve", "--requests", "0"], "--requests. Must be > 0"),
         (["serve", "--concurrency", "4,0"], "--concurrency. Must be > 0"),
         (["churn", "--seconds", "0"], "--seconds. Must be > 0"),
-        (["backends", "--backends", "mlx,jax"], "no backend 'jax'; there are mlx, torch, fake"),
-        (["backends", "--backends", "mlx,mlx"], "different backends are compared, two at least"),
-        (["compare", "--against", "vllm"], "nobody here is called 'vllm'"),
         (
             ["churn", "--url", "http://x", "--memory", "0.5"],
             "remove --step-log and options of the engine",

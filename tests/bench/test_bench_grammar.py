@@ -7,7 +7,7 @@ import json
 from decode.test_json_schemas import spec_of
 from decode.walks import bundled_vocabulary, walk
 from pippin.bench.in_process.grammar import ENDLESS, FORM, GrammarOutcome, summarize
-from pippin.bench.pairs import Pairs
+from pippin.bench.results.pairs import Pairs
 from pippin.decode.compile import compile_grammar
 
 

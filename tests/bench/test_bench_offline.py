@@ -21,13 +21,12 @@ from pippin.bench.errors import BenchError
 from pippin.bench.in_process import growth as growth_module
 from pippin.bench.in_process.ceilings import Ceilings, Products, read_products
 from pippin.bench.in_process.cost import cache_cost
-from pippin.bench.in_process.growth import Curve, growth
+from pippin.bench.in_process.growth import growth
 from pippin.bench.in_process.one_batch import Timing, one_batch, summarize
 from pippin.bench.in_process.overlap import Account, OverlapOutcome, overlap
 from pippin.bench.in_process.overlap import summarize as overlap_summary
-from pippin.bench.pairs import WARM_UPS, Pairs, in_turn
 from pippin.bench.prompts import Prompts
-from pippin.bench.results.plot import draw
+from pippin.bench.results.pairs import WARM_UPS, Compared, Pairs, in_turn
 from pippin.bench.results.report import Report
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
@@ -36,13 +35,13 @@ TOY = Config(model=ModelConfig(backend="fake"))
 
 
 def test_one_batch_times_every_size() -> None:
-    report = one_batch(TOY, batches=(1, 4), input_len=96, output_len=16, repeats=1)
+    report = one_batch(TOY, batches=(1, 4), input_lens=(32, 96), output_len=16, repeats=1)
     timings = report.data["timings"]
-    assert [t["batch"] for t in timings] == [1, 4]
+    assert [(t["batch"], t["input"]) for t in timings] == [(1, 32), (1, 96), (4, 32), (4, 96)]
     for t in timings:
         assert t["decode_tokens_per_second"] == pytest.approx(t["batch"] / t["decode_seconds"])
         assert t["prefill_tokens_per_second"] * t["prefill_seconds"] == pytest.approx(
-            96 * t["batch"]
+            t["input"] * t["batch"]
         )
     assert "Ceilings are measured" in report.notes[-1]
 
@@ -53,7 +52,7 @@ sys.modules["mlx"] = None
 from pippin.bench.in_process.one_batch import one_batch
 from pippin.config import Config, ModelConfig
 config = Config(model=ModelConfig(backend="torch"))
-report = one_batch(config, batches=(1,), input_len=16, output_len=16, repeats=1)
+report = one_batch(config, batches=(1,), input_lens=(16,), output_len=16, repeats=1)
 print(report.data["timings"][0]["batch"], *("torch" in report.machine, "mlx.core" in sys.modules))
 """
 
@@ -69,21 +68,13 @@ def test_one_batch_runs_on_torch_where_there_is_no_mlx() -> None:
 
 def test_too_few_steps_is_an_error_not_a_number() -> None:
     with pytest.raises(BenchError, match="steps decoded 2 rows together"):
-        one_batch(TOY, batches=(2,), input_len=32, output_len=2, repeats=1)
+        one_batch(TOY, batches=(2,), input_lens=(32,), output_len=2, repeats=1)
 
 
 def test_shares_are_of_the_ceilings() -> None:
-    timing = Timing(4, 0.5, 800.0, 0.02, 200.0, 1600.0, 400.0, 800.0)
-    (row,) = summarize([timing], {"input": 100, "output": 8}, []).tables[0].rows
-    assert (row[3], row[6], row[7]) == ("50%", "50%", "25%")
-
-
-def test_the_plot_of_one_batch_shows_what_was_measured_and_the_ceilings() -> None:
-    timing = Timing(4, 0.5, 801.0, 0.02, 203.0, 1605.0, 407.0, 809.0)
-    svg = draw(summarize([timing], {"input": 100, "output": 8}, []).charts)
-    assert all(f">{value}<" in svg for value in ("801", "203", "1,605", "407", "809"))
-    bare = Timing(4, 0.5, 801.0, 0.02, 203.0)
-    assert "bare products" not in draw(summarize([bare], {"input": 1, "output": 8}, []).charts)
+    timing = Timing(4, 100, 0.5, 800.0, 0.02, 200.0, 1600.0, 400.0, 800.0)
+    (row,) = summarize([timing], {"output": 8}, []).tables[0].rows
+    assert (row[4], row[7], row[8]) == ("50%", "50%", "25%")
 
 
 def test_rates_of_one_batch_are_measured_at_each_width() -> None:
@@ -97,33 +88,20 @@ def test_rates_of_one_batch_are_measured_at_each_width() -> None:
 
 
 def test_growth_covers_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth_module, "BATCHES", (1, 3))
-    monkeypatch.setattr(growth_module, "CONTEXTS", (128, 100_000))
-    monkeypatch.setattr(growth_module, "SKEWS", (200,))
+    monkeypatch.setattr(growth_module, "SKEWS", (200, 100_000))
     monkeypatch.setattr(growth_module, "SKEWED_ROWS", 3)
     monkeypatch.setattr(growth_module, "TREE_PROMPT", 2_000)
     monkeypatch.setattr(growth_module, "FILL_PROMPT", 500)
     monkeypatch.setattr(growth_module, "TREE_TOKENS", (2_000, 6_000))
     monkeypatch.setattr(growth_module, "REQUESTS", (1, 8))
     report = growth(TOY)
-    assert [x for x, _ in report.data["batch"]] == [1, 3]
-    assert report.data["context"][0][0] == 128
-    assert 7000 < report.data["context"][1][0] < 8192  # cut to what the model holds
-    assert {"skew", "tree", "requests"} <= report.data.keys()
+    assert report.data["skew"][0][0] == 200
+    assert 7000 < report.data["skew"][1][0] < 8192  # cut to what the model holds
+    assert [x for x, _ in report.data["requests"]] == [1, 8]
     assert all(y > 0 for points in report.data.values() for _, y in points)
-    assert len(report.tables) == len(report.charts) == 5
-    svg = draw(report.charts)
-    for target in ("at most 1.3", "at most 5", "at most 1"):
-        assert f"target: {target}<" in svg
-    assert all(f">{y:.3g}<" in svg for points in report.data.values() for _, y in points)
-
-
-@pytest.mark.parametrize(("last", "verdict"), [(1.3, "at most 1.3: met"), (1.31, "missed")])
-def test_the_target_stands_beside_the_point_it_is_for(last: float, verdict: str) -> None:
-    curve = Curve("skew", "Skew", "tokens", "ratio", [(1.0, 9.0), (8.0, last)], target=1.3)
-    first, second = curve.table.rows
-    assert first[-1] == ""
-    assert second[-1].endswith(verdict)
+    targets = [table.rows[-1][-1].split(":")[0] for table in report.tables]
+    assert targets == ["at most 1.3", "at most 5", "at most 1"]
+    assert all(row[-1] == "" for table in report.tables for row in table.rows[:-1])
 
 
 def test_a_tree_that_lost_the_known_prompt_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +109,7 @@ def test_a_tree_that_lost_the_known_prompt_is_an_error(monkeypatch: pytest.Monke
     monkeypatch.setattr(growth_module, "FILL_PROMPT", 20_000)
     monkeypatch.setattr(growth_module, "TREE_TOKENS", (60_000,))
     tight = Config(TOY.model, EngineConfig(memory="4MB"))
-    with pytest.raises(BenchError, match="no longer in the tree"):
+    with pytest.raises(BenchError, match="evicted from the tree"):
         growth(tight, only=["tree"])
 
 
@@ -144,8 +122,6 @@ def test_overlap_runs_both_ways_in_turn() -> None:
         assert 0 <= report.data[way]["device_idle_share"] <= 1
         assert 0 <= report.data[way]["whole_idle_share"] <= 1
     assert report.data["overlap"]["host_seconds"] > 0
-    extra = report.data["tokens_per_second"]["ratio"] - 1
-    assert f"the median is {extra:+.1%}" in draw(report.charts)
 
 
 def _both(pairs: dict[str, list[float]]) -> tuple[list[float], list[float]]:
@@ -167,9 +143,11 @@ def test_the_overlap_table_says_whether_targets_are_met() -> None:
 
 
 def test_the_cost_of_the_cache_is_measured_on_new_prompts() -> None:
-    cost = cache_cost(TOY, prompt_tokens=300, num_pairs=4)
-    assert len(cost.ttft.ratios) == len(cost.total.ratios) == 4
-    assert all(0 < t <= total for t, total in zip(cost.ttft.base, cost.total.base, strict=True))
+    table, cost = cache_cost(TOY, prompt_tokens=300, num_pairs=4)
+    ttft, total = cost["ttft"]["base"], cost["total"]["base"]
+    assert len(ttft) == len(total) == 4
+    assert all(0 < first <= last for first, last in zip(ttft, total, strict=True))
+    assert [row[-1][:13] for row in table.rows] == ["at most 1.03x", ""]
 
 
 def test_prompts_that_were_not_new_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +173,14 @@ def test_the_ratio_of_pairs_is_the_middle_of_ratios_with_quartiles() -> None:
     ratios = np.array([1.0, 2.0, 3.0, 0.4, 5.0])
     assert pairs.ratio == 2.0
     assert pairs.quartiles == pytest.approx(tuple(np.percentile(ratios, [25, 75])))
+
+
+def test_a_compared_row_has_medians_the_ratio_and_its_target() -> None:
+    pairs = Pairs([1.03, 2.02, 5.0], [1.0, 2.0, 1.0])
+    row = Compared("ms", pairs, 1e3, at_most=1.03).cells
+    assert row == ("ms", "2,020", "1,000", "1.030x", "1.020-3.015", "at most 1.03x: met")
+    assert Compared("ms", pairs, at_least=1.1).cells[-1] == "at least 1.10x: missed"
+    assert Compared("ms", pairs).cells[-1] == ""
 
 
 @pytest.mark.slow
@@ -224,9 +210,12 @@ def test_kernels_that_cannot_be_built_are_an_error(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("name", "measure"),
     [
-        ("growth", lambda: growth(TOY, only=["batch"])),
+        ("growth", lambda: growth(TOY, only=["skew"])),
         ("overlap", lambda: overlap(TOY, num_streams=2, num_tokens=8, num_pairs=1)),
-        ("one_batch", lambda: one_batch(TOY, batches=(1,), input_len=8, output_len=9, repeats=1)),
+        (
+            "one_batch",
+            lambda: one_batch(TOY, batches=(1,), input_lens=(8,), output_len=9, repeats=1),
+        ),
     ],
 )
 def test_nothing_is_timed_before_all_is_ready(
@@ -251,11 +240,6 @@ def test_engines_beside_each_other_share_a_model_and_nothing_else() -> None:
         assert [text.cached_tokens > 0 for text in texts] == [False, False, True, False]
         assert plain.loop.backend is llm.loop.backend
         assert plain.metrics is not llm.metrics
-
-
-def test_growth_names_an_unknown_part() -> None:
-    with pytest.raises(BenchError, match="no part 'depth'"):
-        growth(TOY, only=["depth"])
 
 
 def test_products_are_the_bundled_models_matrices() -> None:

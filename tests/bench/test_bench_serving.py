@@ -13,15 +13,15 @@ import pytest
 
 from bundled import BUNDLED_PATH
 from cli.commands import served_with
-from pippin.bench.client.loads import Load
+from pippin.bench.client.load import Load, RequestSizes
+from pippin.bench.client.sse import TimedReply
 from pippin.bench.client.wire import LoadClient, Target
 from pippin.bench.errors import BenchError
-from pippin.bench.in_process.cost import Cost
-from pippin.bench.pairs import Pairs
 from pippin.bench.prompts import Prompts
-from pippin.bench.results.plot import _short, draw
+from pippin.bench.results.report import number
 from pippin.bench.served import scenarios, suite
-from pippin.bench.served.prefix import Pair, prefix, summarize
+from pippin.bench.served.cold_warm import ColdWarm, cold_warm_table
+from pippin.bench.served.prefix import prefix
 from pippin.bench.served.serving import find_target, measure_server
 from pippin.bench.served.watching import cost_of_watching
 from pippin.bench.servers import processes
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.slow
 
 TOY = ("--backend", "fake")
 TOY_CONFIG = Config(ModelConfig(backend="fake"))
+SIZES = RequestSizes(4, 40, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -52,85 +53,75 @@ def test_every_scenario_gives_all_its_measures(monkeypatch: pytest.MonkeyPatch) 
             lead = numbers[scenario.measures[0].name]  # not a number: all came in one piece
             assert lead > 0 or math.isnan(lead), scenario.name
         status = httpx.get(f"{target.url}/status").json()
-        assert status["running"] == 0  # the streams that were hung up on have ended
+        assert status["running"] == 0  # the streams that clients disconnected have ended
     with pytest.raises(httpx.ConnectError):
         httpx.get(target.url)
 
 
-def test_loads_and_interference_of_a_running_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scenarios, "IDLE_SECONDS", 0.1)
-    loads = [Load("concurrency", 2, 4, 40, 6), Load("rate", 100.0, 4, 40, 6)]
+def test_loads_of_a_running_server() -> None:
+    loads = [Load(2), Load(rate=100.0)]
     with processes.pippin_server(str(BUNDLED_PATH), TOY) as target:
-        report = measure_server(target.url + "/v1/", loads, num_streams=2, long_prompt_tokens=200)
+        report = measure_server(target.url + "/v1/", loads, SIZES)
         with pytest.raises(BenchError, match="404 Not Found"):
-            measure_server(target.url, loads, model="another")
+            measure_server(target.url, loads, SIZES, model="another")
     at_once, at_rate = report.data["loads"]
-    assert at_once["generated_tokens"] == at_rate["generated_tokens"] == 24
-    assert at_once["ttft"]["count"] == 4
+    assert [load["outcome"]["generated_tokens"] for load in (at_once, at_rate)] == [24, 24]
+    assert at_once["outcome"]["ttft"]["count"] == 4
     assert set(at_once["shares"]) == {"device_idle_share", "host_hidden_share"}
     assert report.tables[0].header[-2:] == ("device idle", "host hidden")
-    assert report.data["interference"]["prompt TTFT"] > 0
-    assert len(report.charts) == 5
-    svg = draw(report.charts)
-    assert f"{_short(report.data['interference']['longest stop'])} ms" in svg
-    assert all(f"{_short(load['tokens_per_second'])}<" in svg for load in report.data["loads"])
+    assert [row[:3] for row in report.tables[0].rows] == [
+        ("2 clients", "4", number(at_once["tokens_per_second"])),
+        ("100/s", "4", number(at_rate["tokens_per_second"])),
+    ]
 
 
 def test_watchers_are_compared_with_none_in_turn() -> None:
-    loads = [Load("concurrency", 2, 4, 40, 6)]
     with processes.pippin_server(str(BUNDLED_PATH), TOY) as target:
-        report = measure_server(target.url, loads, num_watchers=3, num_pairs=2)
+        report = measure_server(target.url, [Load(2)], SIZES, num_watchers=3, num_pairs=2)
         assert httpx.get(f"{target.url}/status").json()["running"] == 0
-    [cost] = report.data["watching"]
+    [cost] = report.data["watching"]["loads"]
     assert len(cost["tried"]) == len(cost["base"]) == 2
-    assert cost["bytes_each"] > 1000  # they were told something
+    assert report.data["watching"]["bytes_each"] > 1000
     table = report.tables[-1]
-    assert table.title.startswith("3 watchers, each of whom got")
-    assert table.rows[0][-1].startswith("at least 99%: ")
-    assert draw(report.charts)
+    assert table.title.startswith("3 watchers, each of which received")
+    assert table.rows[0][-1].startswith("at least 0.99x: ")
 
 
 def test_a_server_without_a_feed_cannot_be_watched() -> None:
     with processes.pippin_server(str(BUNDLED_PATH), TOY) as target:
         client = LoadClient(replace(target, url=f"{target.url}/nothing"))
         with pytest.raises(BenchError, match="/nothing/events is refused"):
-            cost_of_watching(client, [Load("rate", 1, 1, 1, 1)], num_watchers=1, num_pairs=1)
+            cost_of_watching(client, [Load()], RequestSizes(1, 1, 1), num_watchers=1, num_pairs=1)
 
 
 def test_requests_that_a_server_refuses_are_counted_and_the_others_measured() -> None:
-    loads = [Load("concurrency", 16, 24, 40, 30)]
+    sizes = RequestSizes(24, 40, 30)
     narrow = ("--max-running", "1", "--max-queue", "4")
     with processes.pippin_server(str(BUNDLED_PATH), (*TOY, *narrow)) as target:
-        [outcome] = measure_server(target.url, loads).data["loads"]
-    assert outcome["errors"]
-    assert "503" in outcome["errors"][0]
-    assert outcome["ttft"]["count"] == 24 - len(outcome["errors"]) > 0
+        report = measure_server(target.url, [Load(16)], sizes)
+    outcome = report.data["loads"][0]["outcome"]
+    ((message, count),) = outcome["errors"].items()
+    assert "503" in message
+    assert outcome["ttft"]["count"] == 24 - count > 0
+    assert report.tables[0].rows[0][1] == f"{24 - count} of 24"
+    assert f"16 clients: {count} x {message}" in report.notes
 
 
 def test_the_prefix_benchmark_sees_the_cache_work() -> None:
     report = prefix(TOY_CONFIG, BUNDLED_PATH, only=["repeat", "chat"], rounds=1)
-    again, *turns = report.data["pairs"]
+    (again,), turns = report.data["repeat"], report.data["chat"]
     assert again["prompt_tokens"] - again["cached_tokens"] <= 64
     assert len(turns) == scenarios.TURNS - 1
     assert all(turn["cached_tokens"] > 1900 for turn in turns)
 
 
-def test_the_prefix_report_shows_shares_and_cost() -> None:
-    ttft = Pairs([1.03, 2.02, 5.0], [1.0, 2.0, 1.0])
-    report = summarize([Pair("again", 100, 64, 2.0, 0.2)], Cost(2000, ttft, ttft), [])
-    shares, cost = report.tables
-    assert shares.rows[0][-1] == "10.0%"
-    assert cost.rows[0][3:] == ("+3.0%", "+2.0% to +201.5%", "at most +3%: met")
-    svg = draw(report.charts)
-    assert "10% (200 of 2,000 ms)" in svg
-    assert "the median is +3.0%" in svg
-
-
-def test_the_cost_alone_has_a_plot_too() -> None:
-    pairs = Pairs([1.1], [1.0])
-    report = summarize([], Cost(2000, pairs, pairs), [])
-    assert [len(report.tables), len(report.charts)] == [1, 1]
-    assert report.tables[0].rows[0][-1] == "at most +3%: missed"
+def test_a_warm_time_is_shown_as_a_share_of_the_cold_one() -> None:
+    cold = TimedReply(0.0, (2.0,), "a", prompt_tokens=100)
+    warm = TimedReply(1.0, (1.2,), "a", prompt_tokens=100, cached_tokens=64)
+    row = ColdWarm.of("again", [cold], [warm])
+    table = cold_warm_table("Times", [row], 0.12)
+    assert table.rows == [("again", "100", "64", "2,000", "200", "10.0%")]
+    assert table.title == "Times (target: at most 12% of cold)"
 
 
 def test_a_config_survives_as_options(monkeypatch: pytest.MonkeyPatch) -> None:

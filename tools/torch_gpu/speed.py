@@ -80,8 +80,8 @@ def prefill() -> None:
 
 def churn() -> None:
     """A server of the same shape under 64 clients whose requests come and go."""
-    from pippin.bench.churn.load import ChurnLoad
-    from pippin.bench.churn.served import churn_at
+    from pippin.bench.churn.churn import churn_at
+    from pippin.bench.client.load import Load
     from pippin.bench.servers.processes import pippin_server
 
     with tempfile.TemporaryDirectory() as folder:
@@ -93,6 +93,6 @@ def churn() -> None:
         began = time.perf_counter()
         with pippin_server(str(path), options) as target:
             print(f"serving after {time.perf_counter() - began:.1f} s", flush=True)
-            load = ChurnLoad(CHURN_SECONDS, num_clients=CHURN_CLIENTS)
+            load = Load(CHURN_CLIENTS, seconds=CHURN_SECONDS)
             for seed in range(2):  # graphs are captured while the first one runs
                 churn_at(target.url, load, seed=seed).print()

@@ -1,4 +1,4 @@
-"""A client that only records: bytes and the time each read came. Parses nothing while it runs.
+"""A client that only records: bytes and the time of each read. Parses nothing while it runs.
 
 The client shares the machine with the server it measures, so what it does per token must be
 next to nothing: one callback appends one tuple. `sse.py` makes sense of the recording afterwards.
@@ -25,7 +25,7 @@ class Recording:
 
     sent: float
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
-    cut: bool = False  # we hung up before the end
+    cut: bool = False  # this client disconnected before the end
 
     @property
     def refused(self) -> bool:
@@ -44,12 +44,12 @@ class Target:
 
 
 class Exchange(asyncio.Protocol):
-    """One request on its own connection. `started`: the first event came; `done`: all of it."""
+    """One request on its own connection. `started`: the first event arrived; `done`: all of it."""
 
-    def __init__(self, request: bytes, leave_after: int | None = None) -> None:
+    def __init__(self, request: bytes, disconnect_after: int | None = None) -> None:
         loop = asyncio.get_running_loop()
         self._request = request
-        self._leave_after = leave_after  # reads, each about one event
+        self._disconnect_after = disconnect_after  # reads, each about one event
         self._transport: asyncio.Transport | None = None
         self.recording = Recording(sent=perf_counter())
         self.started: asyncio.Future[None] = loop.create_future()
@@ -64,16 +64,16 @@ class Exchange(asyncio.Protocol):
         self.recording.pieces.append((perf_counter(), data))
         if not self.started.done() and b"data:" in data:
             self.started.set_result(None)
-        if len(self.recording.pieces) == self._leave_after:
-            self.hang_up()
+        if len(self.recording.pieces) == self._disconnect_after:
+            self.disconnect()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.started.done():  # an error reply, perhaps: the parser will tell
+        if not self.started.done():  # an error reply, perhaps: the parser reports it
             self.started.set_result(None)
         if not self.done.done():
             self.done.set_result(self.recording)
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         assert self._transport is not None
         self.recording.cut = True
         self._transport.abort()
@@ -109,14 +109,14 @@ class LoadClient:
         return await (await self._start("/v1/chat/completions", fields)).done
 
     async def start_completion(
-        self, prompt: str, max_tokens: int, *, leave_after: int | None = None, **sampling: Any
+        self, prompt: str, max_tokens: int, *, disconnect_after: int | None = None, **sampling: Any
     ) -> Exchange:
-        """`leave_after`: hang up when so many pieces have come; `sampling`: more fields."""
+        """`disconnect_after`: so many reads; `sampling`: more fields."""
         fields = {"prompt": prompt, "max_tokens": max_tokens, **sampling}
-        return await self._start("/v1/completions", fields, leave_after)
+        return await self._start("/v1/completions", fields, disconnect_after)
 
     async def _start(
-        self, path: str, fields: dict[str, Any], leave_after: int | None = None
+        self, path: str, fields: dict[str, Any], disconnect_after: int | None = None
     ) -> Exchange:
         body = {
             "model": self.target.model,
@@ -126,20 +126,20 @@ class LoadClient:
             **fields,
             **self.target.extra,
         }
-        return await self._exchange("POST", path, json.dumps(body).encode(), leave_after)
+        return await self._exchange("POST", path, json.dumps(body).encode(), disconnect_after)
 
     async def start_get(self, path: str) -> Exchange:
         return await self._exchange("GET", path, b"")
 
     async def _exchange(
-        self, method: str, path: str, body: bytes, leave_after: int | None = None
+        self, method: str, path: str, body: bytes, disconnect_after: int | None = None
     ) -> Exchange:
         request = self._request(method, self._path + path, body)
         loop = asyncio.get_running_loop()
         tls = self._tls or None
         try:
             _, exchange = await loop.create_connection(
-                lambda: Exchange(request, leave_after), self._host, self._port, ssl=tls
+                lambda: Exchange(request, disconnect_after), self._host, self._port, ssl=tls
             )
         except OSError as error:
             raise BenchError(f"{self.target.url}: {error}") from error

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from pippin import LLM, SamplingParams
 from pippin.bench.errors import BenchError
 from pippin.bench.in_process.steps import make_ready, prompts_for
-from pippin.bench.pairs import Pairs, in_turn
-from pippin.bench.results.plot import Goal, Lines
-from pippin.bench.results.report import Report, Table, busy_note, number, say
-from pippin.bench.results.samples import median
+from pippin.bench.results.pairs import Compared, Pairs, in_turn, pairs_table
+from pippin.bench.results.report import Report, busy_note, say
 from pippin.config import Config
 
 PROMPT_TOKENS = 24
@@ -50,7 +48,7 @@ class GrammarOutcome:
 
 def grammar(config: Config, *, num_streams: int, num_tokens: int, num_pairs: int) -> Report:
     if not config.engine.forced_chunks:
-        raise BenchError("forced chunks are measured with and without them: leave the option away")
+        raise BenchError("forced chunks are measured with and without: remove --no-forced-chunks")
     if num_streams < 2:
         raise BenchError(f"streams must be at least 2, got {num_streams}")
     notes = busy_note()
@@ -106,45 +104,18 @@ def _seconds(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams])
 
 
 def summarize(outcome: GrammarOutcome, notes: list[str]) -> Report:
-    streams, forms = outcome.constrained, outcome.forced
-    half = outcome.num_streams // 2
-    header = ("", "tried", "base", "median of ratios", "quartiles", "target")
-    rows = [
-        _row("tok/s over all streams", streams, f"at least {LOWEST_SHARE:.2f}x", LOWEST_SHARE),
-        _row("forms a second, alone", forms, f"at least {LOWEST_GAIN:.1f}x", LOWEST_GAIN),
-    ]
     title = (
-        f"{half} of {outcome.num_streams} streams constrained over none; "
+        f"{outcome.num_streams // 2} of {outcome.num_streams} streams constrained against none; "
         f"forms of {outcome.form_tokens} tokens, {outcome.forced_tokens} of them forced, in chunks "
-        "over one by one"
+        "against one by one"
     )
-    return Report(
-        name="grammar",
-        tables=[Table(title, header, rows)],
-        charts=[
-            _chart("Half of the streams constrained", "tok/s", streams, LOWEST_SHARE),
-            _chart("Forced tokens in chunks", "forms a second", forms, LOWEST_GAIN),
-        ],
-        data={
-            "streams": outcome.num_streams,
-            "tokens": outcome.num_tokens,
-            "constrained": streams.as_dict(),
-            "forced": forms.as_dict(),
-            "form_tokens": outcome.form_tokens,
-            "forced_tokens": outcome.forced_tokens,
-        },
-        notes=notes,
-    )
-
-
-def _row(name: str, pairs: Pairs, target: str, lowest: float) -> tuple[str, ...]:
-    low, high = pairs.quartiles
-    medians = (number(median(values)) for values in (pairs.tried, pairs.base))
-    met = "met" if pairs.ratio >= lowest else "missed"
-    return (name, *medians, f"{pairs.ratio:.3f}x", f"{low:.3f}-{high:.3f}", f"{target}: {met}")
-
-
-def _chart(title: str, unit: str, pairs: Pairs, lowest: float) -> Lines:
-    limit = (lowest - 1) * 100
-    goal = Goal(limit, f"target: at least {limit:+.0f}%")
-    return Lines(title, "pair", f"extra {unit}, %", pairs.extra_percent, target=goal)
+    rows = [
+        Compared("all streams, tok/s", outcome.constrained, at_least=LOWEST_SHARE),
+        Compared("forms a second, alone", outcome.forced, at_least=LOWEST_GAIN),
+    ]
+    data = {
+        **asdict(outcome),
+        "constrained": outcome.constrained.as_dict(),
+        "forced": outcome.forced.as_dict(),
+    }
+    return Report("grammar", [pairs_table(title, "tried", "base", rows)], data, notes)

@@ -1,15 +1,15 @@
-"""`pippin bench growth`: how a step's time grows with batch, context, skew, tree and requests.
+"""`pippin bench growth`: how a step's time grows with skewed lengths, the tree and requests.
 
 Knows only the offline API. The tree and the number of requests are measured on the toy backend,
-whose model costs next to nothing: what is left is the host's own work.
+whose model costs next to nothing: what is left is the host's own work. How it grows with the batch
+and with the context is `one_batch.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 from pippin import LLM
@@ -23,13 +23,10 @@ from pippin.bench.in_process.steps import (
     make_ready,
     prompts_for,
 )
-from pippin.bench.results.plot import Goal, Lines
-from pippin.bench.results.report import Report, Table, busy_note, number, say
+from pippin.bench.results.report import Part, Report, Table, number, report_parts, say, verdict
 from pippin.bench.results.samples import median
 from pippin.config import Config, EngineConfig, ModelConfig
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
-CONTEXTS = (128, 512, 1024, 2048, 4096, 8192)
 SKEWS = (1024, 8192)
 SHORT_CONTEXT = 100
 SKEWED_ROWS = 16  # one long among these
@@ -43,87 +40,42 @@ REQUESTS = (1, 4, 16, 64, 256)
 TOY_SHORT = 16
 TOY_VOCAB = 97
 
-DECODE_PARTS = ("batch", "context", "skew")
-PARTS = (*DECODE_PARTS, "tree", "requests")
+
+def curve(title: str, x: str, y: str, points: list[tuple[float, float]], most: float) -> Part:
+    """A time, or a ratio of times, by something that grows; `most`: the target of the last one."""
+    rows = [(f"{size:,.0f}", number(value), "") for size, value in points]
+    rows[-1] = (*rows[-1][:2], verdict(points[-1][1], "{:g}", at_most=most))
+    return Table(title, (x, y, "target"), rows), points
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A time, or a ratio of times, over one growing thing; and what its last point may be."""
-
-    name: str
-    title: str
-    x_label: str
-    y_label: str
-    points: list[tuple[float, float]]
-    target: float | None = None
-
-    @property
-    def table(self) -> Table:
-        rows: list[tuple[str, ...]] = [(f"{x:,.0f}", number(y)) for x, y in self.points]
-        if self.target is None:
-            return Table(self.title, (self.x_label, self.y_label), rows)
-        verdict = "met" if self.points[-1][1] <= self.target else "missed"
-        verdicts = [""] * (len(rows) - 1) + [f"at most {self.target:g}: {verdict}"]
-        judged = [(*row, text) for row, text in zip(rows, verdicts, strict=True)]
-        return Table(self.title, (self.x_label, self.y_label, "target"), judged)
-
-    @property
-    def chart(self) -> Lines:
-        goal = Goal(self.target, f"target: at most {self.target:g}") if self.target else None
-        curves = {"measured": self.points}
-        return Lines(self.title, self.x_label, self.y_label, curves, log_x=True, target=goal)
-
-
-class DecodeGrowth:
-    """Step times of a real model. Prompts are read once and then come from the prefix cache."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-        self._read: dict[tuple[int, ...], list[str]] = {}
-
-    def batch(self) -> Curve:
-        points = [(float(n), self._step_ms([SHORT_CONTEXT] * n)) for n in BATCHES]
-        title = f"Decode step against batch, rows of {SHORT_CONTEXT} tokens"
-        return Curve("batch", title, "rows in the batch", "ms a step", points)
-
-    def context(self) -> Curve:
-        points = [(float(n), self._step_ms([n])) for n in self._lengths(CONTEXTS)]
-        title = "Decode step against context, one row"
-        return Curve("context", title, "tokens of context", "ms a step", points)
-
-    def skew(self) -> Curve:
-        """One long row among short ones, over the long row alone plus the short ones alone."""
-        short = [SHORT_CONTEXT] * (SKEWED_ROWS - 1)
-        points = []
-        for length in self._lengths(SKEWS):
+def skew(config: Config) -> Part:
+    """One long row among short ones, over the long row alone plus the short ones alone."""
+    max_running = max(config.engine.max_running, SKEWED_ROWS)
+    engine = dataclasses.replace(config.engine, max_running=max_running)
+    short = [SHORT_CONTEXT] * (SKEWED_ROWS - 1)
+    points = []
+    with LLM(config=dataclasses.replace(config, engine=engine)) as llm:
+        make_ready(llm)
+        longest = llm.max_len - _num_generated(SKEWED_ROWS)  # room for the reply
+        for length in sorted({min(length, longest) for length in SKEWS}):
             ratios = [
-                self._step_ms([length, *short]) / (self._step_ms([length]) + self._step_ms(short))
+                _step_ms(llm, [length, *short]) / (_step_ms(llm, [length]) + _step_ms(llm, short))
                 for _ in range(ROUNDS)
             ]
             points.append((float(length), median(ratios)))
-        title = f"One long row among {len(short)} of {SHORT_CONTEXT} tokens, over its parts' sum"
-        return Curve("skew", title, "tokens of the long row", "step / sum of parts", points, 1.3)
+    title = f"One long row among {len(short)} of {SHORT_CONTEXT} tokens, over its parts' sum"
+    return curve(title, "tokens of the long row", "step / sum of parts", points, 1.3)
 
-    def _lengths(self, wanted: Sequence[int]) -> list[int]:
-        """The longest leaves room for the tokens that are generated."""
-        longest = self._llm.max_len - _num_generated(SKEWED_ROWS)
-        return sorted({min(length, longest) for length in wanted})
 
-    def _step_ms(self, contexts: Sequence[int]) -> float:
-        say(f"decode: {len(contexts)} rows, the longest of {max(contexts):,} tokens")
-        texts = self._texts(tuple(contexts))
-        begun = last_step(self._llm)
-        generate(self._llm, texts, max_tokens=_num_generated(len(contexts)))
-        return decode_step_seconds(self._llm, len(contexts), since_step=begun + 1) * 1e3
-
-    def _texts(self, contexts: tuple[int, ...]) -> list[str]:
-        """Prompts of these lengths, the same each time; read into the cache the first time."""
-        if contexts not in self._read:
-            prompts = prompts_for(self._llm, "growth")
-            self._read[contexts] = [prompts.text(length) for length in contexts]
-            generate(self._llm, self._read[contexts], max_tokens=1)
-        return self._read[contexts]
+def _step_ms(llm: LLM, contexts: Sequence[int]) -> float:
+    """A decode step over rows of these lengths, whose prompts come from the prefix cache."""
+    say(f"decode: {len(contexts)} rows, the longest of {max(contexts):,} tokens")
+    prompts = prompts_for(llm, "growth")
+    texts = [prompts.text(length) for length in contexts]
+    generate(llm, texts, max_tokens=1)
+    begun = last_step(llm)
+    generate(llm, texts, max_tokens=_num_generated(len(contexts)))
+    return decode_step_seconds(llm, len(contexts), since_step=begun + 1) * 1e3
 
 
 def _num_generated(num_rows: int) -> int:
@@ -131,8 +83,8 @@ def _num_generated(num_rows: int) -> int:
     return STEPS + 2 * num_rows
 
 
-def tree(config: Config) -> Curve:
-    """Letting a known prompt in, with ever more in the tree."""
+def tree(config: Config) -> Part:
+    """Admitting a known prompt, with ever more in the tree."""
     source = random.Random("tree")
     points = []
     toy = _toy(config, max_running=1, prefill_tokens=TREE_PROMPT, max_len=2 * TREE_PROMPT)
@@ -148,7 +100,7 @@ def tree(config: Config) -> Curve:
             seconds = [_admit(llm, known) for _ in range(TREE_REPEATS)]
             points.append((float(size), median(seconds) * 1e3))
     title = f"Matching and planning a known {TREE_PROMPT:,}-token prompt"
-    return Curve("tree", title, "tokens in the tree", "ms", points, target=5.0)
+    return curve(title, "tokens in the tree", "ms", points, 5.0)
 
 
 def _admit(llm: LLM, prompt: list[int]) -> float:
@@ -156,11 +108,11 @@ def _admit(llm: LLM, prompt: list[int]) -> float:
     cached = llm.metrics.cached_tokens
     generate(llm, [prompt], max_tokens=1)
     if llm.metrics.cached_tokens - cached < len(prompt) // 2:
-        raise BenchError("the known prompt is no longer in the tree: give more --memory")
+        raise BenchError("the known prompt was evicted from the tree: raise --memory")
     return admission_seconds(llm, since_step=begun + 1)
 
 
-def requests(config: Config) -> Curve:
+def requests(config: Config) -> Part:
     """The scheduler's work for one decode step."""
     source = random.Random("requests")
     points = []
@@ -171,35 +123,15 @@ def requests(config: Config) -> Curve:
             generate(llm, prompts, max_tokens=_num_generated(count))
             points.append((float(count), host_step_seconds(llm, count) * 1e3))
     title = "Plan and commit of one decode step"
-    return Curve("requests", title, "running requests", "ms a step", points, target=1.0)
+    return curve(title, "running requests", "ms a step", points, 1.0)
+
+
+PARTS = {"skew": skew, "tree": tree, "requests": requests}
 
 
 def growth(config: Config, *, only: Sequence[str] = ()) -> Report:
-    if unknown := [name for name in only if name not in PARTS]:
-        raise BenchError(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
-    chosen = [name for name in PARTS if name in only] if only else list(PARTS)
-    notes = busy_note()
-    curves: list[Curve] = []
-    if any(name in DECODE_PARTS for name in chosen):
-        engine = dataclasses.replace(
-            config.engine, max_running=max(config.engine.max_running, *BATCHES)
-        )
-        with LLM(config=dataclasses.replace(config, engine=engine)) as llm:
-            make_ready(llm)
-            decode = DecodeGrowth(llm)
-            curves += [getattr(decode, name)() for name in chosen if name in DECODE_PARTS]
-    host_parts: dict[str, Callable[[], Curve]] = {
-        "tree": partial(tree, config),
-        "requests": partial(requests, config),
-    }
-    curves += [measure() for name, measure in host_parts.items() if name in chosen]
-    return Report(
-        name="growth",
-        tables=[curve.table for curve in curves],
-        charts=[curve.chart for curve in curves],
-        data={curve.name: curve.points for curve in curves},
-        notes=notes,
-    )
+    parts = {name: partial(measure, config) for name, measure in PARTS.items()}
+    return report_parts("growth", parts, only)
 
 
 def _toy(config: Config, *, max_len: int | None = None, **engine: int | bool) -> Config:

@@ -1,11 +1,12 @@
-"""`pippin bench one-batch`: prefill and decode of one batch, against what the machine allows.
+"""`pippin bench one-batch`: prefill and decode of one batch, beside what the machine allows.
 
-The same code for every backend: it sees only the offline API. No cache, so every prompt is cold.
+The same code for every backend: it uses only the offline API. No cache, so every prompt is cold.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ from pippin.bench.in_process.steps import (
     make_ready,
     prompts_for,
 )
-from pippin.bench.results.plot import Lines
 from pippin.bench.results.report import Report, Table, busy_note, number, say
 from pippin.bench.results.samples import median
 from pippin.config import Config
@@ -32,9 +32,10 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class Timing:
-    """One batch size. The ceilings are None where they are not known."""
+    """One batch size and prompt length. The ceilings are None where they are not known."""
 
     batch: int
+    input: int
     prefill_seconds: float
     prefill_tokens_per_second: float
     decode_seconds: float
@@ -60,7 +61,7 @@ def one_batch(
     config: Config,
     *,
     batches: Sequence[int],
-    input_len: int,
+    input_lens: Sequence[int],
     output_len: int,
     repeats: int,
     wants_ceilings: bool = True,
@@ -72,10 +73,10 @@ def one_batch(
     with LLM(config=dataclasses.replace(config, engine=engine)) as llm:
         make_ready(llm)
         timings = []
-        for batch in batches:
-            say(f"batch of {batch}")
+        for batch, input_len in itertools.product(batches, input_lens):
+            say(f"batch of {batch}, {input_len:,} tokens each")
             timings.append(time_batch(llm, batch, input_len, output_len, repeats))
-        chunks = [min(llm.prefill_tokens, batch * input_len) for batch in batches]
+        chunks = [min(llm.prefill_tokens, timing.batch * timing.input) for timing in timings]
         ceilings = _find_ceilings(llm.config) if wants_ceilings else None
     memory = 0.0
     if ceilings is None and wants_ceilings:
@@ -88,7 +89,7 @@ def one_batch(
             for timing, chunk in zip(timings, chunks, strict=True)
         ]
         notes.append(_describe(ceilings, max(chunks), memory))
-    settings = {"input": input_len, "output": output_len, "memory_bytes_per_second": memory}
+    settings = {"output": output_len, "memory_bytes_per_second": memory}
     return summarize(timings, settings, notes)
 
 
@@ -112,7 +113,7 @@ def time_batch(
             prefills.append(seconds)
             steps.append(decode_step_seconds(llm, batch, since_step=begun + 1))
     prefill, step = choose(prefills), choose(steps)
-    return Timing(batch, prefill, batch * input_len / prefill, step, batch / step)
+    return Timing(batch, input_len, prefill, batch * input_len / prefill, step, batch / step)
 
 
 def _steps_of_prefill(llm: LLM, num_tokens: int) -> int:
@@ -149,10 +150,11 @@ def _describe(ceilings: Ceilings, chunk: int, memory: float) -> str:
 
 def summarize(timings: list[Timing], settings: dict[str, float], notes: list[str]) -> Report:
     prefill = ("prefill, ms", "tok/s", "of products")
-    header = ("batch", *prefill, "decode, ms a step", "tok/s", "of products", "of memory")
+    decode = ("decode, ms a step", "tok/s", "of products", "of memory")
     rows: list[tuple[str, ...]] = [
         (
             str(t.batch),
+            f"{t.input:,}",
             number(t.prefill_seconds * 1e3),
             number(t.prefill_tokens_per_second),
             _percent(t.prefill_share),
@@ -163,33 +165,10 @@ def summarize(timings: list[Timing], settings: dict[str, float], notes: list[str
         )
         for t in timings
     ]
-    title = f"One batch: {settings['input']:,} tokens in, {settings['output']:,} out"
-    prefill_curves = {
-        "measured": _curve(timings, "prefill_tokens_per_second"),
-        "bare products": _curve(timings, "prefill_ceiling"),
-    }
-    decode_curves = {
-        "measured": _curve(timings, "decode_tokens_per_second"),
-        "bare products": _curve(timings, "decode_ceiling"),
-        "reading the weights": _curve(timings, "decode_memory_ceiling"),
-    }
-    return Report(
-        name="one-batch",
-        tables=[Table(title, header, rows)],
-        charts=[_chart("Prefill", prefill_curves), _chart("Decode", decode_curves)],
-        data={"settings": settings, "timings": [asdict(t) for t in timings]},
-        notes=notes,
-    )
-
-
-def _curve(timings: list[Timing], name: str) -> list[tuple[float, float]]:
-    points = [(float(t.batch), getattr(t, name)) for t in timings]
-    return [(batch, rate) for batch, rate in points if rate is not None]
-
-
-def _chart(title: str, curves: dict[str, list[tuple[float, float]]]) -> Lines:
-    known = {name: points for name, points in curves.items() if points}
-    return Lines(title, "rows in the batch", "tok/s", known, log_x=True, log_y=True)
+    title = f"One batch, {settings['output']:,} tokens out"
+    table = Table(title, ("batch", "tokens in", *prefill, *decode), rows)
+    data = {"settings": settings, "timings": [asdict(t) for t in timings]}
+    return Report("one-batch", [table], data, notes)
 
 
 def _share(rate: float, ceiling: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""A finished benchmark as tables, JSON, Markdown and a picture. Measures nothing."""
+"""A finished benchmark as tables, JSON and Markdown. Measures nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from pippin import __version__
-from pippin.bench.results.plot import Chart, draw
+from pippin.bench.errors import BenchError
 from pippin.bench.results.stolen import read_ticks
 
 LIBRARIES = ("mlx", "mlx-lm", "numpy", "torch", "triton")
@@ -39,14 +40,11 @@ class Outputs:
     ----------
     json
         File for all results as JSON.
-    svg
-        File for charts of the results as SVG.
     markdown
         File for the tables as Markdown.
     """
 
     json: Path | None = None
-    svg: Path | None = None
     markdown: Path | None = None
 
 
@@ -57,7 +55,6 @@ PRINT_ONLY = Outputs()
 class Report:
     name: str  # of the command
     tables: list[Table]
-    charts: Sequence[Chart]
     data: dict[str, Any]  # every number behind the tables
     notes: list[str] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
@@ -66,8 +63,6 @@ class Report:
         self.print()
         if outputs.json is not None:
             outputs.json.write_text(self.as_json() + "\n", encoding="utf-8")
-        if outputs.svg is not None:
-            outputs.svg.write_text(draw(self.charts), encoding="utf-8")
         if outputs.markdown is not None:
             outputs.markdown.write_text(self.as_markdown(), encoding="utf-8")
 
@@ -93,8 +88,34 @@ class Report:
         return ", ".join(f"{name} {value}" for name, value in self.machine.items())
 
 
+Part = tuple[Table, Any]  # what is printed, and the numbers behind it
+
+
+def report_parts(
+    name: str, parts: Mapping[str, Callable[[], Part]], only: Sequence[str] = ()
+) -> Report:
+    """Measure each part in `only`, by default every one."""
+    if unknown := [part for part in only if part not in parts]:
+        raise BenchError(f"no part {unknown[0]!r}; there are {', '.join(parts)}")
+    notes = busy_note()
+    found: dict[str, Part] = {}
+    for part, measure in parts.items():
+        if not only or part in only:
+            say(f"measuring: {part}")
+            found[part] = measure()
+    tables = [table for table, _ in found.values()]
+    return Report(name, tables, {part: data for part, (_, data) in found.items()}, notes)
+
+
+def verdict(value: float, show: str, *, at_least: float = -inf, at_most: float = inf) -> str:
+    """The target and whether `value` meets it; `show` formats the target."""
+    met = "met" if at_least <= value <= at_most else "missed"
+    bound = "least" if at_most == inf else "most"
+    return f"at {bound} {show.format(at_least if at_most == inf else at_most)}: {met}"
+
+
 def say(stage: str) -> None:
-    """What is being measured now, for whoever waits; the report itself goes to stdout."""
+    """Print what is being measured now to stderr; the report itself goes to stdout."""
     Console(stderr=True).print(f"[dim]{stage}[/]", highlight=False)
 
 

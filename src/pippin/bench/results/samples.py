@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -44,6 +44,3 @@ class Spread:
             p99=percentile(values, 0.99),
             max=max(values, default=math.nan),
         )
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)

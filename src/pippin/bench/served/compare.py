@@ -1,7 +1,7 @@
-"""`pippin bench compare`: Pippin and another server, on the same weights, in turn. Any model.
+"""`pippin bench compare`: Pippin and mlx-lm's server, on the same weights, in turn. Any model.
 
-Both servers run from start to end, but only one has work at a time; each round swaps who goes
-first. Both get the same prompts, which nobody has seen before.
+Both servers run from start to end, but only one has work at a time; their order alternates from
+round to round. Both get the same new prompts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from typing import Any
 from pippin.bench.client.wire import LoadClient, without_collections
 from pippin.bench.kernels import build_kernels, computes_on_cpu
 from pippin.bench.prompts import Prompts, count_with
-from pippin.bench.results.plot import Bar, Bars
 from pippin.bench.results.report import Report, Table, busy_note, number, say
 from pippin.bench.results.samples import median
 from pippin.bench.served.scenarios import Numbers, warm_up
-from pippin.bench.served.suite import Measure, Scenario, choose, without_targets
+from pippin.bench.served.suite import Scenario, choose
 from pippin.bench.servers.endless_copy import read_header, write_endless_copy
-from pippin.bench.servers.processes import pippin_server
-from pippin.bench.servers.rivals import MLX_LM, Rival
+from pippin.bench.servers.processes import mlx_lm_server, pippin_server
 
-OURS = "pippin"
+OURS, THEIRS = "pippin", "mlx-lm"
 Rounds = dict[str, dict[str, list[Numbers]]]  # scenario -> server -> one for each round
 
 
@@ -35,7 +33,6 @@ def compare(
     model_dir: Path,
     *,
     bundled: bool,
-    against: Rival = MLX_LM,
     backend: str = "mlx",
     float32: bool | None = None,
     only: Sequence[str] = (),
@@ -45,11 +42,9 @@ def compare(
 ) -> Report:
     """`bundled`: the targets are those for the bundled model. `float32`: by default on CPUs."""
     scenarios = choose(only, bundled=bundled)
-    if against is not MLX_LM:
-        scenarios = without_targets(scenarios)
     notes = busy_note()
     if float32 is None:
-        float32 = any(computes_on_cpu(library) for library in {backend, against.library})
+        float32 = any(computes_on_cpu(library) for library in {backend, "mlx"})
     with ExitStack() as stack:
         say("copying the checkpoint")
         copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pippin-bench-")))
@@ -61,7 +56,7 @@ def compare(
         say("starting both servers")
         our_options = ["--backend", backend, *pippin_options]
         clients = {
-            against.name: LoadClient(stack.enter_context(against.serve(copy, their_options))),
+            THEIRS: LoadClient(stack.enter_context(mlx_lm_server(copy, their_options))),
             OURS: LoadClient(stack.enter_context(pippin_server(str(copy), our_options))),
         }
         for name, client in clients.items():
@@ -74,7 +69,7 @@ def compare(
                     say(f"{scenario.title}: {name}, round {turn + 1} of {rounds}")
                     prompts = Prompts(f"{scenario.name} {turn}", count)
                     results[scenario.name][name].append(measure(scenario, clients[name], prompts))
-    return summarize(model, scenarios, results, notes, against.name)
+    return summarize(model, scenarios, results, notes)
 
 
 def describe_model(name: str, model_dir: Path) -> str:
@@ -97,59 +92,28 @@ def measure(scenario: Scenario, client: LoadClient, prompts: Prompts) -> Numbers
 
 
 def summarize(
-    model: str, scenarios: Sequence[Scenario], results: Rounds, notes: list[str], against: str
+    model: str, scenarios: Sequence[Scenario], results: Rounds, notes: list[str]
 ) -> Report:
     rows: list[tuple[str, ...]] = []
-    bars: list[Bar] = []
     data: dict[str, Any] = {}
     for scenario in scenarios:
         medians = {
             name: {m.name: median([r[m.name] for r in runs]) for m in scenario.measures}
             for name, runs in results[scenario.name].items()
         }
-        data[scenario.name] = {"rounds": results[scenario.name], "medians": medians}
-        for index, m in enumerate(scenario.measures):
-            ours, theirs = medians[OURS][m.name], medians[against][m.name]
-            title = scenario.title if index == 0 else ""
-            rows.append((title, *_cells(m, ours, theirs)))
-            bars.append(_bar(scenario, m, ours, theirs))
-        data[scenario.name]["advantage"] = {
-            m.name: m.advantage(medians[OURS][m.name], medians[against][m.name])
-            for m in scenario.measures
+        advantages = {}
+        title = scenario.title
+        for m in scenario.measures:
+            ours, theirs = medians[OURS][m.name], medians[THEIRS][m.name]
+            times = advantages[m.name] = m.advantage(ours, theirs)
+            cells = (number(ours), number(theirs), f"{number(times)}x", m.verdict(ours, theirs))
+            rows.append((title, f"{m.name}, {m.unit}", *cells))
+            title = ""
+        data[scenario.name] = {
+            "rounds": results[scenario.name],
+            "medians": medians,
+            "advantage": advantages,
         }
-    header = ("scenario", "measure", OURS, against, "times better", "target")
-    return Report(
-        name="compare",
-        tables=[Table(f"{model}: Pippin and {against}, medians over rounds", header, rows)],
-        charts=[
-            Bars(
-                f"{model}: Pippin against {against}",
-                "times better (below 1: worse)",
-                (f"times better (pippin against {against})",),
-                bars,
-                unit="x",
-                log_x=True,
-            )
-        ],
-        data={"model": model, "against": against, "scenarios": data},
-        notes=notes,
-    )
-
-
-def _bar(scenario: Scenario, measure: Measure, ours: float, theirs: float) -> Bar:
-    unit = "" if measure.unit == "x" else f" {measure.unit}"
-    return Bar(
-        label=f"{scenario.name}: {measure.name}",
-        values=(measure.advantage(ours, theirs),),
-        note=f"{number(ours)} against {number(theirs)}{unit}",
-    )
-
-
-def _cells(measure: Measure, ours: float, theirs: float) -> tuple[str, ...]:
-    return (
-        f"{measure.name}, {measure.unit}",
-        number(ours),
-        number(theirs),
-        f"{number(measure.advantage(ours, theirs))}x",
-        measure.verdict(ours, theirs),
-    )
+    header = ("scenario", "measure", OURS, THEIRS, "times better", "target")
+    table = Table(f"{model}: Pippin and {THEIRS}, medians over rounds", header, rows)
+    return Report("compare", [table], {"model": model, "scenarios": data}, notes)

@@ -12,29 +12,32 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from pippin.amounts import parse_bytes
-from pippin.bench.client.loads import Load, run_load
+from pippin.bench.client.load import Load, RequestSizes, send_load, summarize_load
 from pippin.bench.client.sse import TimedReply, parse
 from pippin.bench.client.wire import LoadClient, Target
 from pippin.bench.errors import BenchError
-from pippin.bench.prompts import CountTokens, Prompts, count_with
-from pippin.bench.results.report import Report, busy_note, say
-from pippin.bench.results.samples import median, percentile
-from pippin.bench.served.restart_report import Gaps, Restarted, SteadyLoad, summarize
+from pippin.bench.prompts import Prompts, count_with
+from pippin.bench.results.pairs import Compared, Pairs, pairs_table
+from pippin.bench.results.report import Part, Report, Table, report_parts
+from pippin.bench.results.samples import percentile, ratio
+from pippin.bench.served.cold_warm import ColdWarm, cold_warm_table
 from pippin.bench.served.scenarios import PROMPT_TOKENS, REPLY_TOKENS, interfere, warm_up
 from pippin.bench.servers.processes import as_options, pippin_server
 from pippin.config import Config
 
-RESTARTS = ("sigterm", "kill")
-PARTS = (*RESTARTS, "gaps", "ceilings")
+HOW = {"sigterm": "SIGTERM", "kill": "kill -9 while writing"}
+RESTORED_SHARE = 0.10  # of the cold time: what a conversation may take after a restart
+GAP_RATIO = 1.10  # p99 of gaps while writing, over the same without
 DISK = "4GB"
 SMALL_DISK = "32MB"
 SETTLED_SECONDS = 1.0  # without a write: all is written
@@ -46,12 +49,13 @@ STEADY_PROMPT_TOKENS = 600
 
 
 class RestartBench:
-    def __init__(self, config: Config, model_dir: Path, count: CountTokens, rounds: int) -> None:
+    def __init__(self, config: Config, model_dir: Path, rounds: int, seconds: float) -> None:
         self._config = replace(config, model=replace(config.model, model=str(model_dir)))
-        self._count = count
+        self._count = count_with(model_dir)
         self._rounds = rounds
+        self._seconds = seconds  # of the steady load
 
-    def restart(self, how: str) -> Restarted:
+    def restart(self, how: str) -> Part:
         """The same conversations on a server, and on another one after it."""
         prompts = Prompts(f"restart {how}", self._count)
         asked = [_conversation(prompts) for _ in range(self._rounds)]
@@ -64,20 +68,19 @@ class RestartBench:
             with self._server(directory, DISK) as client:
                 restored = [_ask(client, messages) for messages in asked]
                 disk = _disk(client.target)
-        pairs = zip(cold, restored, strict=True)
-        return Restarted(
-            how=how,
-            asked=len(asked),
-            equal=sum(before.text == after.text for before, after in pairs),
-            prompt_tokens=restored[0].prompt_tokens or 0,
-            cached_tokens=int(median([reply.cached_tokens or 0 for reply in restored])),
-            cold_ttft=median([reply.ttft for reply in cold]),
-            restored_ttft=median([reply.ttft for reply in restored]),
-            damaged=disk["store"]["damaged"],
-            computed=disk["declined_loads"] + disk["late_loads"],
-        )
+        equal = sum(a.text == b.text for a, b in zip(cold, restored, strict=True))
+        row = ColdWarm.of(f"{HOW[how]}, {equal} of {len(asked)} replies the same", cold, restored)
+        data = {
+            **asdict(row),
+            "asked": len(asked),
+            "equal": equal,
+            "damaged": disk["store"]["damaged"],  # pieces of files
+            "computed": disk["declined_loads"] + disk["late_loads"],  # though they were on disk
+        }
+        return cold_warm_table("Time to first token after a restart", [row], RESTORED_SHARE), data
 
-    def gaps(self) -> Gaps:
+    def gaps(self) -> Part:
+        """99th percentiles of the gaps between a stream's tokens, one of each round."""
         found: dict[bool, list[float]] = {True: [], False: []}
         with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
             writing = stack.enter_context(self._server(directory, DISK))
@@ -89,19 +92,18 @@ class RestartBench:
                     found[client is writing].append(percentile(gaps, 0.99))
                     if client is writing:
                         _wait_until_written(writing.target)
-        return Gaps(found[True], found[False])
+        pairs = Pairs(found[True], found[False])
+        row = Compared("p99 gap, ms", pairs, 1e3, at_most=GAP_RATIO)
+        title = "Gaps of running streams while prompts arrive"
+        return pairs_table(title, "writing", "no disk", [row]), pairs.as_dict()
 
-    def ceilings(self, seconds: float, disk: str = SMALL_DISK) -> SteadyLoad:
-        with (
-            tempfile.TemporaryDirectory() as directory,
-            self._server(directory, disk) as client,
-        ):
-            return asyncio.run(self._watch(client, Path(directory), seconds, disk))
+    def ceilings(self, disk: str = SMALL_DISK) -> Part:
+        with tempfile.TemporaryDirectory() as directory, self._server(directory, disk) as client:
+            return asyncio.run(self._watch(client, Path(directory), disk))
 
-    async def _watch(
-        self, client: LoadClient, directory: Path, seconds: float, disk: str
-    ) -> SteadyLoad:
-        ends = time.monotonic() + seconds
+    async def _watch(self, client: LoadClient, directory: Path, disk: str) -> Part:
+        """The most bytes under a steady load, and the limits."""
+        ends = time.monotonic() + self._seconds
         load = asyncio.create_task(self._steady_load(client, ends))
         most_on_disk = most_claimed = 0
         status: dict[str, Any] = {}
@@ -112,26 +114,32 @@ class RestartBench:
                 most_claimed = max(most_claimed, claimed)
                 most_on_disk = max(most_on_disk, _bytes_in(directory))
                 await asyncio.sleep(POLL_SECONDS)
+        errors = await load
         store = status["disk"]["store"]
-        return SteadyLoad(
-            seconds=seconds,
-            disk_bytes=most_on_disk,
-            max_disk_bytes=parse_bytes("disk", disk),
-            claimed_bytes=most_claimed,
-            budget_bytes=status["memory"]["budget_bytes"],
-            written_bytes=store["written_bytes"],
-            kept_bytes=store["kept_bytes"],
-            evicted=store["evicted"],
-            errors=await load,
+        limits = {
+            "bytes on disk": (most_on_disk, parse_bytes("disk", disk)),
+            "bytes in memory": (most_claimed, status["memory"]["budget_bytes"]),
+            "bytes written, of those kept": (store["written_bytes"], store["kept_bytes"]),
+        }
+        title = f"{self._seconds:g} s of new prompts: {store['evicted']:,} evicted, {errors} failed"
+        table = Table(
+            title,
+            ("", "most", "allowed", "share"),
+            [
+                (name, f"{most:,}", f"{allowed:,}", f"{ratio(most, allowed):.1%}")
+                for name, (most, allowed) in limits.items()
+            ],
         )
+        return table, {**limits, "evicted": store["evicted"], "errors": errors}
 
     async def _steady_load(self, client: LoadClient, ends: float) -> int:
         """New prompts all the time; returns how many requests failed."""
         errors = turn = 0
-        load = Load("concurrency", STEADY_CLIENTS, 8, STEADY_PROMPT_TOKENS, REPLY_TOKENS)
+        sizes = RequestSizes(8, STEADY_PROMPT_TOKENS, REPLY_TOKENS)
         while time.monotonic() < ends:
-            replies = await run_load(client, load, Prompts(f"steady {turn}", self._count))
-            errors += len(replies.errors)
+            requests = sizes.requests(Prompts(f"steady {turn}", self._count))
+            sent = await send_load(client, Load(STEADY_CLIENTS), requests)
+            errors += summarize_load(sent).num_errors
             turn += 1
         return errors
 
@@ -155,25 +163,15 @@ def restart(
     rounds: int = 3,
     seconds: float = 60.0,
 ) -> Report:
-    if unknown := [name for name in only if name not in PARTS]:
-        raise BenchError(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     if config.engine.cache_dir is not None:
-        raise BenchError("directories are made for this and removed: leave --cache-dir away")
-    chosen = [name for name in PARTS if not only or name in only]
-    notes = busy_note()
-    bench = RestartBench(config, model_dir, count_with(model_dir), rounds)
-    restarted: list[Restarted] = []
-    for how in (name for name in chosen if name in RESTARTS):
-        say(f"measuring: {how}")
-        restarted.append(bench.restart(how))
-    gaps = ceilings = None
-    if "gaps" in chosen:
-        say("measuring: gaps")
-        gaps = bench.gaps()
-    if "ceilings" in chosen:
-        say(f"measuring: ceilings, for {seconds:g} s")
-        ceilings = bench.ceilings(seconds)
-    return summarize(restarted, gaps, ceilings, notes)
+        raise BenchError("this benchmark makes its own directories: remove --cache-dir")
+    bench = RestartBench(config, model_dir, rounds, seconds)
+    parts: dict[str, Callable[[], Part]] = {
+        **{how: partial(bench.restart, how) for how in HOW},
+        "gaps": bench.gaps,
+        "ceilings": bench.ceilings,
+    }
+    return report_parts("restart", parts, only)
 
 
 def _conversation(prompts: Prompts) -> list[dict[str, str]]:
@@ -188,7 +186,7 @@ def _ask(client: LoadClient, messages: list[dict[str, str]]) -> TimedReply:
 
 
 async def _begin_writing(client: LoadClient, prompts: Prompts) -> None:
-    """Have prompts computed that nobody waits for; returns while they are being written."""
+    """Have prompts computed whose replies are not read; returns while they are being written."""
     before = _store(client.target)["written"]
     begun = [
         await client.start_completion(prompts.text(PROMPT_TOKENS), REPLY_TOKENS) for _ in range(3)
@@ -199,7 +197,7 @@ async def _begin_writing(client: LoadClient, prompts: Prompts) -> None:
             raise BenchError(f"nothing was written within {WRITE_SECONDS:g} s")
         await asyncio.sleep(POLL_SECONDS / 10)
     for exchange in begun:
-        exchange.hang_up()
+        exchange.disconnect()
 
 
 def _wait_until_written(target: Target) -> None:

@@ -1,4 +1,4 @@
-"""The workloads, each against one server: what is sent when, and which numbers come out.
+"""The workloads of `bench compare`, each against one server: what is sent when, and the results.
 
 Knows a client and prompts; knows no processes. Every scenario draws fresh prompts, so it is cold
 unless it shares a prefix on purpose.
@@ -10,7 +10,8 @@ import asyncio
 from dataclasses import dataclass
 from time import perf_counter
 
-from pippin.bench.churn.load import ChurnLoad, send_churn, summarize_churn
+from pippin.bench.churn.requests import churn_requests
+from pippin.bench.client.load import Load, send_load, summarize_load
 from pippin.bench.client.sse import TimedReply, parse
 from pippin.bench.client.wire import Exchange, LoadClient
 from pippin.bench.prompts import Prompts
@@ -20,7 +21,7 @@ PROMPT_TOKENS = 2000
 SHORT_TOKENS = 24
 DECODE_TOKENS = 96
 RUNNING_STREAMS = 4
-RUNNING_TOKENS = 6000  # more than a stream gets to say before it is hung up on
+RUNNING_TOKENS = 6000  # more than a stream generates before its client disconnects
 IDLE_SECONDS = 2.0
 ARRIVALS = 2
 BRANCHES = 12
@@ -75,17 +76,10 @@ class Interference:
         }
 
 
-async def interfere(
-    client: LoadClient,
-    prompts: Prompts,
-    *,
-    num_streams: int = RUNNING_STREAMS,
-    num_arrivals: int = ARRIVALS,
-    prompt_tokens: int = PROMPT_TOKENS,
-) -> Interference:
+async def interfere(client: LoadClient, prompts: Prompts) -> Interference:
     """Streams run alone for a while, then long prompts arrive, one after the other."""
-    texts = [prompts.text(SHORT_TOKENS) for _ in range(num_streams)]
-    arriving = [prompts.text(prompt_tokens) for _ in range(num_arrivals)]
+    texts = [prompts.text(SHORT_TOKENS) for _ in range(RUNNING_STREAMS)]
+    arriving = [prompts.text(PROMPT_TOKENS) for _ in range(ARRIVALS)]
     running = [await client.start_completion(text, RUNNING_TOKENS) for text in texts]
     try:
         await asyncio.gather(*(exchange.started for exchange in running))
@@ -95,7 +89,7 @@ async def interfere(
         arrivals = [parse(await client.complete(text, max_tokens=2)) for text in arriving]
         busy_until = arrivals[-1].first
     finally:
-        await hang_up(running)
+        await disconnect_all(running)
     replies = [parse(exchange.recording) for exchange in running]
     return Interference(
         idle_gaps=[gap for r in replies for gap in r.gaps(idle_since, busy_since)],
@@ -110,10 +104,10 @@ def _busy_gaps(reply: TimedReply, since: float, until: float) -> list[float]:
     return [*reply.gaps(since, until), until - before[-1]]
 
 
-async def hang_up(running: list[Exchange]) -> None:
+async def disconnect_all(running: list[Exchange]) -> None:
     """End streams and give the server a moment to notice."""
     for exchange in running:
-        exchange.hang_up()
+        exchange.disconnect()
     await asyncio.gather(*(exchange.done for exchange in running))
     await asyncio.sleep(0.5)
 
@@ -138,7 +132,7 @@ async def branches(client: LoadClient, prompts: Prompts) -> Numbers:
 async def converse(
     client: LoadClient, system: str, questions: list[str], reply_tokens: int
 ) -> list[TimedReply]:
-    """One conversation; each turn carries the replies that came before it."""
+    """One conversation; each turn carries the replies before it."""
     messages = [{"role": "system", "content": system}]
     replies = []
     for question in questions:
@@ -168,14 +162,14 @@ async def conversations(
 
 
 async def repeated_prompt(client: LoadClient, prompts: Prompts) -> Numbers:
-    """A prompt that nobody has seen, then the same one again."""
+    """A new prompt, then the same one again."""
     prompt = prompts.text(REPEATED_TOKENS)
     cold, again = [parse(await client.complete(prompt, max_tokens=2)).ttft for _ in range(2)]
     return {"TTFT again": again * 1e3, "of its cold TTFT": ratio(again, cold) * 100}
 
 
 async def short_beside_long(client: LoadClient, prompts: Prompts) -> Numbers:
-    """A long prompt by itself; then another one, and a short one that comes just after it."""
+    """A long prompt alone; then another one, and a short one that arrives just after it."""
     alone = parse(await client.complete(prompts.text(LONG_TOKENS), max_tokens=2))
     long = await client.start_completion(prompts.text(LONG_TOKENS), max_tokens=2)
     await asyncio.sleep(HEAD_START_SECONDS)
@@ -189,20 +183,18 @@ async def short_beside_long(client: LoadClient, prompts: Prompts) -> Numbers:
 
 
 async def churn(client: LoadClient, prompts: Prompts, *, seconds: float) -> Numbers:
-    outcome = summarize_churn(await send_churn(client, ChurnLoad(seconds), prompts))
+    load = Load(seconds=seconds)
+    outcome = summarize_load(await send_load(client, load, churn_requests(prompts)))
     return {
         "generated": outcome.generated_per_second,
         "prompts": outcome.prompt_per_second,
-        "TTFT p50": outcome.ttft.p50,
-        "TTFT p99": outcome.ttft.p99,
-        "gap p50": outcome.gap.p50 * 1e3,
-        "gap p99": outcome.gap.p99 * 1e3,
+        **outcome.times_ms,
         "errors": outcome.num_errors,
     }
 
 
 async def warm_up(client: LoadClient, prompts: Prompts) -> None:
-    """Touch every path once, so that nobody pays for a first time inside a measurement."""
+    """Run every path once, so that no measurement includes a first time."""
     texts = [prompts.text(600), *(prompts.text(SHORT_TOKENS) for _ in range(3))]
     for recording in await asyncio.gather(*(client.complete(t, max_tokens=8) for t in texts)):
         parse(recording)

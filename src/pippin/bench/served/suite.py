@@ -1,4 +1,4 @@
-"""What `bench compare` runs: the scenarios, their numbers, and what we want each to be.
+"""What `bench compare` runs: the scenarios, their numbers, and the target of each.
 
 Some targets hold for the bundled hybrid model alone, whose prefill mlx-lm does token by token off
 Metal; others for any checkpoint.
@@ -7,13 +7,14 @@ Metal; others for any checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from pippin.bench.client.wire import LoadClient
 from pippin.bench.errors import BenchError
 from pippin.bench.prompts import Prompts
+from pippin.bench.results.report import verdict
 from pippin.bench.results.samples import ratio
 from pippin.bench.served.scenarios import (
     BRANCHES,
@@ -51,16 +52,15 @@ class Measure:
     name: str
     unit: str
     higher_is_better: bool = False
-    times_better: float | None = None  # what we want to be at least
-    at_most: float | None = None  # ... of our own number
+    times_better: float | None = None  # the least that is wanted
+    at_most: float | None = None  # the most that is wanted, of our own number
 
     def verdict(self, ours: float, theirs: float) -> str:
-        """What was wanted and whether it was reached; empty if nothing was."""
+        """The target and whether it is met; empty without one."""
         if self.times_better is not None:
-            reached = self.advantage(ours, theirs) >= self.times_better
-            return f"at least {self.times_better:g}x: {'met' if reached else 'missed'}"
+            return verdict(self.advantage(ours, theirs), "{:g}x", at_least=self.times_better)
         if self.at_most is not None:
-            return f"ours at most {self.at_most:g}: {'met' if ours <= self.at_most else 'missed'}"
+            return f"ours {verdict(ours, '{:g}', at_most=self.at_most)}"
         return ""
 
     def advantage(self, ours: float, theirs: float) -> float:
@@ -94,14 +94,6 @@ def choose(names: Sequence[str], *, bundled: bool = True) -> list[Scenario]:
             f"no scenario {unknown[0]!r}; there are {', '.join(s.name for s in scenarios)}"
         )
     return [s for s in scenarios if not names or s.name in names or _family(s) in names]
-
-
-def without_targets(scenarios: Sequence[Scenario]) -> list[Scenario]:
-    """How much better we want to be is said of mlx-lm alone."""
-    return [
-        replace(s, measures=tuple(replace(m, times_better=None) for m in s.measures))
-        for s in scenarios
-    ]
 
 
 def _family(scenario: Scenario) -> str:
@@ -163,13 +155,10 @@ def all_scenarios(*, bundled: bool = True) -> tuple[Scenario, ...]:
         _chats(4, LONGER_REPLY_TOKENS, total=2.0),
         Scenario(
             "churn",
-            f"12 clients, requests of all lengths that come and go, {CHURN_SECONDS:.0f} s",
+            f"12 clients, requests of all lengths, {CHURN_SECONDS:.0f} s",
             (
                 Measure("generated", "tok/s", higher_is_better=True),
-                Measure("TTFT p50", "s"),
-                Measure("TTFT p99", "s"),
-                Measure("gap p50", "ms"),
-                Measure("gap p99", "ms"),
+                *(Measure(f"{of} {p}", "ms") for of in ("TTFT", "gap") for p in ("p50", "p99")),
             ),
             partial(churn, seconds=CHURN_SECONDS),
         ),

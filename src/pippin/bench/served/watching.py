@@ -1,106 +1,69 @@
-"""What watchers of /events cost: the same load with and without them, in turn. Knows only HTTP."""
+"""What clients of /events cost: each load with and without them, in turn. Knows only HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
-from pippin.bench.client.loads import Load, Replies, run_load, summarize_load
+from pippin.bench.client.load import Load, RequestSizes, Sent, send_load, summarize_load
 from pippin.bench.client.wire import LoadClient
 from pippin.bench.errors import BenchError
-from pippin.bench.pairs import Pairs, in_turn
 from pippin.bench.prompts import Prompts
-from pippin.bench.results.plot import Goal, Lines
-from pippin.bench.results.report import Table, number, say
-from pippin.bench.results.samples import median
+from pippin.bench.results.pairs import Compared, Pairs, in_turn, pairs_table
+from pippin.bench.results.report import Part, number, say
 
-LEAST_RATIO = 0.99
+LEAST_RATIO = 0.99  # tokens a second with watchers, over those without
 FIRST_EVENT_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class WatchingCost:
-    """Tokens a second with watchers over tokens a second without, under one load."""
-
-    load: Load
-    num_watchers: int
-    rates: Pairs
-    bytes_each: float  # that a watcher got in a run
-
-    def as_dict(self) -> dict[str, object]:
-        return {"load": str(self.load), "bytes_each": self.bytes_each, **self.rates.as_dict()}
-
-
 def cost_of_watching(
-    client: LoadClient, loads: Sequence[Load], *, num_watchers: int, num_pairs: int
-) -> list[WatchingCost]:
-    """Each pair is two runs of a load, whose prompts nobody has seen."""
-    costs = []
+    client: LoadClient,
+    loads: Sequence[Load],
+    sizes: RequestSizes,
+    *,
+    num_watchers: int,
+    num_pairs: int,
+) -> Part:
+    """Each pair is two runs of a load, with new prompts."""
+    rows = []
+    data = []
+    received: list[int] = []
     for load in loads:
         say(f"{load}, with {num_watchers} watchers and without: {num_pairs} pairs")
-        received: list[int] = []
-
-        rate = partial(_rate, client, load, received)
-        tried, base = in_turn(num_pairs, partial(rate, num_watchers), partial(rate, 0))
-        each = sum(received) / len(received)
-        costs.append(WatchingCost(load, num_watchers, Pairs(tried, base), each))
-    return costs
-
-
-def watching_table(costs: Sequence[WatchingCost]) -> Table:
-    header = ("load", "watched, tok/s", "alone, tok/s", "median of ratios", "quartiles", "target")
-    rows: list[tuple[str, ...]] = []
-    for cost in costs:
-        low, high = cost.rates.quartiles
-        verdict = "met" if cost.rates.ratio >= LEAST_RATIO else "missed"
-        rows.append(
-            (
-                str(cost.load),
-                number(median(cost.rates.tried)),
-                number(median(cost.rates.base)),
-                f"{cost.rates.ratio:.1%}",
-                f"{low:.1%} to {high:.1%}",
-                f"at least {LEAST_RATIO:.0%}: {verdict}",
-            )
-        )
-    first = costs[0]
-    kilobytes = number(first.bytes_each / 1e3)
-    title = f"{first.num_watchers} watchers, each of whom got {kilobytes} KB in a run"
-    return Table(title, header, rows)
-
-
-def watching_chart(cost: WatchingCost) -> Lines:
-    limit = (LEAST_RATIO - 1) * 100
-    return Lines(
-        f"Throughput with {cost.num_watchers} watchers, {cost.load}",
-        "pair",
-        "more tokens a second, %",
-        cost.rates.extra_percent,
-        target=Goal(limit, f"target: at least {limit:+g}%"),
-    )
+        rate = partial(_rate, client, load, sizes, received)
+        pairs = Pairs(*in_turn(num_pairs, partial(rate, num_watchers), partial(rate, 0)))
+        rows.append(Compared(f"{load}, tok/s", pairs, at_least=LEAST_RATIO))
+        data.append({"load": str(load), **pairs.as_dict()})
+    each = sum(received) / len(received)
+    title = f"{num_watchers} watchers, each of which received {number(each / 1e3)} KB a run"
+    return pairs_table(title, "watched", "alone", rows), {"bytes_each": each, "loads": data}
 
 
 def _rate(
-    client: LoadClient, load: Load, received: list[int], num_watchers: int, name: str
+    client: LoadClient,
+    load: Load,
+    sizes: RequestSizes,
+    received: list[int],
+    num_watchers: int,
+    name: str,
 ) -> float:
-    """Tokens a second of one run; `received` grows by the bytes that each watcher got."""
-    prompts = Prompts(f"{load}, {name}, {num_watchers} watchers")
+    """Tokens a second of one run; the bytes that each watcher got are added to `received`."""
+    requests = sizes.requests(Prompts(f"{load}, {name}, {num_watchers} watchers"))
 
-    async def run() -> Replies:
+    async def run() -> list[Sent]:
         async with _watching(client, num_watchers) as counts:
-            replies = await run_load(client, load, prompts)
+            sent = await send_load(client, load, requests)
         received.extend(counts)
-        return replies
+        return sent
 
-    return summarize_load(load, asyncio.run(run()), {}).tokens_per_second
+    return summarize_load(asyncio.run(run())).generated_per_second
 
 
 @asynccontextmanager
 async def _watching(client: LoadClient, num_watchers: int) -> AsyncIterator[list[int]]:
-    """So many are told everything meanwhile; how many bytes each got, at the end."""
+    """So many watchers meanwhile; at the end, the bytes that each got."""
     exchanges = [await client.start_get("/events") for _ in range(num_watchers)]
     counts: list[int] = []
     try:
@@ -108,12 +71,14 @@ async def _watching(client: LoadClient, num_watchers: int) -> AsyncIterator[list
             try:
                 await asyncio.wait_for(exchange.started, FIRST_EVENT_SECONDS)
             except TimeoutError as error:
-                raise BenchError(f"{client.target.url}/events says nothing") from error
+                raise BenchError(
+                    f"{client.target.url}/events sent no event in {FIRST_EVENT_SECONDS:g} s"
+                ) from error
             if exchange.recording.refused:
-                raise BenchError(f"{client.target.url}/events is refused: is it Pippin?")
+                raise BenchError(f"{client.target.url}/events is refused: is it a Pippin server?")
         yield counts
     finally:
         for exchange in exchanges:
-            exchange.hang_up()
+            exchange.disconnect()
             counts.append(sum(len(piece) for _, piece in exchange.recording.pieces))
         await asyncio.gather(*(exchange.done for exchange in exchanges))

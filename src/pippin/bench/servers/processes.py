@@ -1,14 +1,12 @@
-"""Starts servers as child processes, waits until they answer, and ends them for sure.
+"""Starts servers as child processes, waits until they answer, and stops them in any case.
 
-Knows how to start `pippin serve`, mlx-lm's server and transformers'; knows nothing of what is
-measured.
+Knows how to start `pippin serve` and mlx-lm's server; knows nothing of what is measured.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -17,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,20 +39,6 @@ disable_compile_unless_available()
 from mlx_lm.server import main
 main()
 """
-
-# transformers' own server, for text: of checkpoints that know images too it wants their processor.
-TRANSFORMERS_SERVER = """
-from transformers import AutoTokenizer
-from transformers.cli.serving.model_manager import ModelManager
-
-def load_tokenizer(manager, name, **options):
-    return AutoTokenizer.from_pretrained(name.split("@")[0])
-
-ModelManager._load_processor = load_tokenizer
-from transformers.cli.transformers import app
-app()
-"""
-TRANSFORMERS_NEEDS = ("torch", "fastapi", "uvicorn", "openai", "accelerate")
 
 
 @contextlib.contextmanager
@@ -102,31 +85,6 @@ def mlx_lm_server(model_dir: Path, options: Sequence[str] = ()) -> Iterator[Targ
     url = f"http://127.0.0.1:{port}"
     with _child("mlx-lm", command, url):
         yield Target(url, "default_model")
-
-
-@contextlib.contextmanager
-def transformers_server(model_dir: Path, options: Sequence[str] = ()) -> Iterator[Target]:
-    """`transformers serve` on a free port; requests run together where its cache allows that."""
-    if missing := [name for name in TRANSFORMERS_NEEDS if find_spec(name) is None]:
-        raise BenchError(
-            f"transformers' server needs {', '.join(missing)}: "
-            "pip install 'transformers[serving]' accelerate"
-        )
-    port = free_port()
-    command = [sys.executable, "-c", TRANSFORMERS_SERVER, "serve", str(model_dir)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "auto"]
-    if _only_attends(model_dir):
-        command.append("--continuous-batching")
-    url = f"http://127.0.0.1:{port}"
-    with _child("transformers", [*command, *options], url):
-        yield Target(url, str(model_dir))
-
-
-def _only_attends(model_dir: Path) -> bool:
-    """Its paged cache holds KV: a model with other layers is served one request at a time."""
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    layers = (config.get("text_config") or config).get("layer_types") or ()
-    return set(layers) <= {"full_attention", "sliding_attention"}
 
 
 @contextlib.contextmanager

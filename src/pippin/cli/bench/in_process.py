@@ -1,4 +1,4 @@
-"""`pippin bench one-batch`, `backends`, `growth`, `prefix`, `overlap`, `grammar`: without HTTP."""
+"""`pippin bench one-batch`, `growth`, `prefix`, `overlap`, `grammar`: options of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def one_batch(
     config: Config,
     *,
     batch: Numbers = None,
-    input: Count = 512,
+    input: Numbers = None,
     output: Count = 64,
     repeats: Count = 3,
     ceilings: bool = True,
@@ -27,11 +27,11 @@ def one_batch(
     batch
         Batch sizes to measure. Default: 1,4,16.
     input
-        Length of each prompt, in tokens.
+        Lengths of the prompts to measure, in tokens. Default: 512.
     output
         Number of tokens that each request of the batch decodes.
     repeats
-        Number of runs per batch size; the table shows medians.
+        Number of runs per batch size and prompt length; the table shows medians.
     ceilings
         Also measure the limits of the machine, which takes a few seconds.
     """
@@ -40,7 +40,7 @@ def one_batch(
     report = one_batch(
         config,
         batches=batch or (1, 4, 16),
-        input_len=input,
+        input_lens=input or (512,),
         output_len=output,
         repeats=repeats,
         wants_ceilings=ceilings,
@@ -48,49 +48,14 @@ def one_batch(
     report.publish(outputs)
 
 
-@takes_config("model", "engine", without=("prefix_cache", "backend"))
-def backends(
-    config: Config,
-    *,
-    backends: Names = None,
-    batch: Numbers = None,
-    input: Count = 512,
-    output: Count = 64,
-    rounds: Count = 3,
-    outputs: Files = PRINT_ONLY,
-) -> None:
-    """Compare backends on one model: time to first token, prefill and decode by batch size.
-
-    Parameters
-    ----------
-    backends
-        Two or more backends; all are compared with the first. Default: mlx,torch.
-    batch
-        Batch sizes to measure. Default: 1,4,16.
-    input
-        Length of each prompt, in tokens.
-    output
-        Number of tokens that each request of the batch decodes.
-    rounds
-        Number of times each backend is started and measured; the table shows medians.
-    """
-    from pippin.bench.in_process.backends import Lengths
-    from pippin.bench.in_process.backends import backends as measure
-
-    lengths = Lengths(tuple(batch or (1, 4, 16)), input, output)
-    measure(config, names=backends or ("mlx", "torch"), lengths=lengths, rounds=rounds).publish(
-        outputs
-    )
-
-
 @takes_config("model", "engine")
 def growth(config: Config, *, only: Names = None, outputs: Files = PRINT_ONLY) -> None:
-    """Measure how step time grows with batch size, context, skewed lengths, cache and requests.
+    """Measure how step time grows with skewed lengths, the size of the cache and requests.
 
     Parameters
     ----------
     only
-        Parts to run: batch, context, skew, tree, requests. Default: all.
+        Parts to run: skew, tree, requests. Default: all.
     """
     from pippin.bench.in_process.growth import growth
 

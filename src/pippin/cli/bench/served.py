@@ -29,8 +29,6 @@ def serve(
     requests: Count = 32,
     input: Count = 512,
     output: Count = 64,
-    streams: int = 0,
-    long_input: Count = 2000,
     watchers: int = 0,
     pairs: Count = 8,
     outputs: Files = PRINT_ONLY,
@@ -55,29 +53,23 @@ def serve(
         Length of each prompt in words, which is about its number of tokens.
     output
         Length of each reply, in tokens.
-    streams
-        If not 0: also measure this number of streams while long prompts arrive.
-    long_input
-        Length of the long prompts that arrive beside --streams, in words.
     watchers
         If not 0: also compare each load with and without this number of clients of /events.
     pairs
         Number of pairs of runs with and without --watchers.
     """
-    from pippin.bench.client.loads import Load
+    from pippin.bench.client.load import Load, RequestSizes
     from pippin.bench.served.serving import measure_server
 
     if concurrency is None and rate is None:
         concurrency = [1, 4, 16]
-    loads = [Load("concurrency", n, requests, input, output) for n in concurrency or ()]
-    loads += [Load("rate", r, requests, input, output) for r in rate or ()]
+    loads = [Load(n) for n in concurrency or ()] + [Load(rate=r) for r in rate or ()]
     report = measure_server(
         url,
         loads,
+        RequestSizes(requests, input, output),
         model=model,
         api_key=api_key,
-        num_streams=streams,
-        long_prompt_tokens=long_input,
         num_watchers=watchers,
         num_pairs=pairs,
     )
@@ -121,13 +113,13 @@ def churn(
     step_log
         File for the step log of the started server, one line of JSON per step.
     """
-    from pippin.bench.churn.load import ChurnLoad
-    from pippin.bench.churn.served import churn, churn_at
+    from pippin.bench.churn.churn import churn, churn_at
+    from pippin.bench.client.load import Load
     from pippin.bench.errors import BenchError
 
     if clients is not None and rate is not None:
         raise BenchError("--clients and --rate exclude each other: give one of them")
-    load = ChurnLoad(seconds, num_clients=clients or 12, rate=rate)
+    load = Load(clients or 12, rate, seconds)
     if url is None:
         model_dir = find_checkpoint(config.model)
         churn(config, model_dir, load, seed=seed, step_log=step_log).publish(outputs)
@@ -145,7 +137,6 @@ def churn(
 def compare(
     model: str = BUNDLED,
     *,
-    against: str = "mlx-lm",
     backend: Literal["auto", "mlx", "torch"] = "auto",
     only: Names = None,
     rounds: Count = 3,
@@ -154,16 +145,14 @@ def compare(
     their_options: OptionString = "",
     outputs: Files = PRINT_ONLY,
 ) -> None:
-    """Compare Pippin with another server on the same weights; print ratios.
+    """Compare Pippin with mlx-lm's server on the same weights; print ratios.
+
+    mlx-lm's server gets the same BLAS library as Pippin.
 
     Parameters
     ----------
     model
         Model: the name of the demo model, a local directory, or a Hugging Face id.
-    against
-        The other server. `mlx-lm`: its server, with the same BLAS as Pippin. `transformers`:
-        `transformers serve`, with continuous batching for models that have attention layers only;
-        it needs pip install 'transformers[serving]' accelerate.
     backend
         Backend of Pippin.
     only
@@ -177,16 +166,14 @@ def compare(
     pippin_options
         Further options of `pippin serve`, as one string.
     their_options
-        Further options of the other server, as one string: "--prompt-cache-size 64".
+        Further options of mlx-lm's server, as one string: "--prompt-cache-size 64".
     """
     from pippin.bench.served.compare import compare
-    from pippin.bench.servers.rivals import rival_of
 
     checkpoint = find_checkpoint(ModelConfig(model=model))
     report = compare(
         checkpoint,
         bundled=model == BUNDLED,
-        against=rival_of(against),
         backend=choose_backend(backend, checkpoint),
         float32=float32,
         only=only or (),

@@ -1,7 +1,7 @@
-"""`pippin bench churn`: requests of all lengths that come and go, over HTTP.
+"""`pippin bench churn`: requests of all lengths over HTTP, at any OpenAI endpoint.
 
-Any OpenAI endpoint, or a server of our own. Of that one the step log tells how much of the wall
-time the same work takes at the rates of one batch, and where the rest went.
+For a server that it starts itself, the step log shows how much of the wall time the same work takes
+at the rates of one batch, and where the rest went.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pippin.bench.churn.breakdown import Breakdown, break_down
-from pippin.bench.churn.load import ChurnLoad, ChurnOutcome, send_churn, summarize_churn
 from pippin.bench.churn.rates import Rates, measure_rates, widths_to_measure
+from pippin.bench.churn.requests import churn_requests
+from pippin.bench.client.load import Load, LoadOutcome, send_load, summarize_load
 from pippin.bench.client.wire import LoadClient, Target, without_collections
 from pippin.bench.kernels import build_kernels
 from pippin.bench.prompts import Prompts, count_with
-from pippin.bench.results.plot import Bar, Bars
-from pippin.bench.results.report import Report, Table, busy_note, number, say
+from pippin.bench.results.report import Report, Table, busy_note, number, say, verdict
 from pippin.bench.served.scenarios import warm_up
 from pippin.bench.served.serving import find_target
 from pippin.bench.servers.endless_copy import write_endless_copy
@@ -31,8 +31,8 @@ EFFICIENCY_TARGET = 0.8
 
 
 @dataclass(frozen=True)
-class OwnServer:
-    """What only a server of our own tells."""
+class StepAccount:
+    """What the step log of a started server adds."""
 
     rates: Rates
     breakdown: Breakdown
@@ -40,9 +40,9 @@ class OwnServer:
 
 
 def churn_at(
-    url: str, load: ChurnLoad, *, seed: int, model: str | None = None, api_key: str | None = None
+    url: str, load: Load, *, seed: int, model: str | None = None, api_key: str | None = None
 ) -> Report:
-    """The load against a server that runs somewhere; words count as tokens."""
+    """The load against a running server; words count as tokens."""
     notes = busy_note()
     target, _ = find_target(url, model, api_key)
     outcome = _run(target, load, Prompts(f"churn {seed}"))
@@ -50,9 +50,9 @@ def churn_at(
 
 
 def churn(
-    config: Config, model_dir: Path, load: ChurnLoad, *, seed: int, step_log: Path | None = None
+    config: Config, model_dir: Path, load: Load, *, seed: int, step_log: Path | None = None
 ) -> Report:
-    """The load against a server of our own, then the rates of one batch on the same model.
+    """The load against a server that is started here, then the rates of one batch on its model.
 
     `step_log`: where to keep the server's.
     """
@@ -72,62 +72,51 @@ def churn(
         served = [r for r in records if outcome.began <= r.planned and r.resumed <= outcome.ended]
         rates = measure_rates(config, widths_to_measure(r.decode_rows for r in served))
     breakdown = break_down(served, rates, outcome.began, outcome.ended)
-    own = OwnServer(rates, breakdown, len(served))
-    return summarize(model_dir.name, load, outcome, own, notes)
+    account = StepAccount(rates, breakdown, len(served))
+    return summarize(model_dir.name, load, outcome, account, notes)
 
 
-def _run(target: Target, load: ChurnLoad, prompts: Prompts) -> ChurnOutcome:
+def _run(target: Target, load: Load, prompts: Prompts) -> LoadOutcome:
     client = LoadClient(target)
     asyncio.run(warm_up(client, prompts.beside("warm-up")))
     say(f"{load}, for {load.seconds:g} s")
     with without_collections():
-        sent = asyncio.run(send_churn(client, load, prompts))
-    return summarize_churn(sent)
+        sent = asyncio.run(send_load(client, load, churn_requests(prompts)))
+    return summarize_load(sent)
 
 
 def summarize(
-    model: str, load: ChurnLoad, outcome: ChurnOutcome, own: OwnServer | None, notes: list[str]
+    model: str, load: Load, outcome: LoadOutcome, account: StepAccount | None, notes: list[str]
 ) -> Report:
     tables = [_load_table(model, load, outcome)]
-    charts = []
     data: dict[str, Any] = {"model": model, "load": asdict(load), "outcome": asdict(outcome)}
-    if own is not None:
-        tables.append(_breakdown_table(own))
-        charts.append(_chart(own.breakdown))
-        data |= {"efficiency": own.breakdown.efficiency, **asdict(own)}
-        notes = [*notes, str(own.rates)]
+    if account is not None:
+        tables.append(_breakdown_table(account))
+        data |= {"efficiency": account.breakdown.efficiency, **asdict(account)}
+        notes = [*notes, str(account.rates)]
     notes = [*notes, *(f"{count} x {message}" for message, count in outcome.errors.items())]
-    return Report("churn", tables, charts, data, notes)
+    return Report("churn", tables, data, notes)
 
 
-def _load_table(model: str, load: ChurnLoad, outcome: ChurnOutcome) -> Table:
+def _load_table(model: str, load: Load, outcome: LoadOutcome) -> Table:
     rows: list[tuple[str, ...]] = [
         ("requests", str(outcome.num_requests)),
         ("errors", str(outcome.num_errors)),
         ("generated, tok/s", number(outcome.generated_per_second)),
         ("prompts, tok/s", number(outcome.prompt_per_second)),
-        ("TTFT p50, ms", number(outcome.ttft.p50 * 1e3)),
-        ("TTFT p99, ms", number(outcome.ttft.p99 * 1e3)),
-        ("gap p50, ms", number(outcome.gap.p50 * 1e3)),
-        ("gap p99, ms", number(outcome.gap.p99 * 1e3)),
+        *((f"{name}, ms", number(value)) for name, value in outcome.times_ms.items()),
     ]
     title = f"{model}, {outcome.seconds:.0f} s"
-    return Table(title, ("requests of all lengths that come and go", str(load)), rows)
+    return Table(title, ("requests of all lengths", str(load)), rows)
 
 
-def _breakdown_table(own: OwnServer) -> Table:
-    parts = own.breakdown
-    met = "met" if parts.efficiency >= EFFICIENCY_TARGET else "missed"
-    targets = {"work": f"efficiency at least {EFFICIENCY_TARGET:.0%}: {met}"}
+def _breakdown_table(account: StepAccount) -> Table:
+    parts = account.breakdown
+    target = verdict(parts.efficiency, "{:.0%}", at_least=EFFICIENCY_TARGET)
+    targets = {"work": f"efficiency {target}"}
     rows: list[tuple[str, ...]] = [
         (name, f"{seconds:.1f}", f"{seconds / parts.wall:.1%}", targets.get(name, ""))
         for name, seconds in (*parts.named(), ("wall", parts.wall))
     ]
-    title = f"Where the time of {own.num_steps:,} steps went"
+    title = f"Where the time of {account.num_steps:,} steps went"
     return Table(title, ("", "seconds", "share", "target"), rows)
-
-
-def _chart(breakdown: Breakdown) -> Bars:
-    shares = [(name, seconds / breakdown.wall * 100) for name, seconds in breakdown.named()]
-    rows = [Bar(name, (max(0.0, share),)) for name, share in shares]
-    return Bars("Where the wall time went", "share, %", ("share",), rows, unit="%")

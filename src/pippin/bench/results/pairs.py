@@ -1,17 +1,18 @@
 """Two ways to do the same work, timed in turn and compared pair by pair. Knows no engine.
 
-A machine's speed drifts over minutes; neighbours in time share it. So each pair gives a ratio, and
-what is reported is the middle of the ratios, never the ratio of two averages.
+A machine's speed drifts over minutes, and the two runs of a pair share it. So each pair gives a
+ratio, and the median of the ratios is reported, never the ratio of two averages.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from pippin.bench.errors import BenchError
+from pippin.bench.results.report import Table, number, verdict
 from pippin.bench.results.samples import median, percentile
 
 T = TypeVar("T")
@@ -38,12 +39,6 @@ class Pairs:
         """Half of the ratios lie between these."""
         return percentile(self.ratios, 0.25), percentile(self.ratios, 0.75)
 
-    @property
-    def extra_percent(self) -> dict[str, list[tuple[float, float]]]:
-        """A named curve: how much more the tried way was than the base, pair by pair."""
-        name = f"each pair; the median is {self.ratio - 1:+.1%}"
-        return {name: [(float(i), (r - 1) * 100) for i, r in enumerate(self.ratios, start=1)]}
-
     def as_dict(self) -> dict[str, object]:
         return {
             "tried": self.tried,
@@ -53,13 +48,41 @@ class Pairs:
         }
 
 
+@dataclass(frozen=True)
+class Compared:
+    """One row of a table: a number of each way, and which ratio is wanted."""
+
+    name: str
+    pairs: Pairs
+    scale: float = 1.0  # from the unit of the pairs to the one in `name`
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        pairs = self.pairs
+        medians = (number(median(values) * self.scale) for values in (pairs.tried, pairs.base))
+        low, high = pairs.quartiles
+        target = ""
+        if self.at_least is not None:
+            target = verdict(pairs.ratio, "{:.2f}x", at_least=self.at_least)
+        elif self.at_most is not None:
+            target = verdict(pairs.ratio, "{:.2f}x", at_most=self.at_most)
+        return (self.name, *medians, f"{pairs.ratio:.3f}x", f"{low:.3f}-{high:.3f}", target)
+
+
+def pairs_table(title: str, tried: str, base: str, rows: Sequence[Compared]) -> Table:
+    """`tried` and `base` name the two ways."""
+    header = ("", tried, base, "median of ratios", "quartiles", "target")
+    return Table(title, header, [row.cells for row in rows])
+
+
 def in_turn(
     num_pairs: int, tried: Callable[[str], T], base: Callable[[str], T]
 ) -> tuple[list[T], list[T]]:
-    """Do both for each pair, swapping who goes first; both are told the pair's name.
+    """Run both for each pair, in alternating order, each with the pair's name.
 
-    The first pairs only warm up. Collections of garbage would fall on one side or the other, so
-    they wait.
+    The first pairs only warm up. Garbage is not collected meanwhile: one side would pay for it.
     """
     if num_pairs < 1:
         raise BenchError(f"pairs must be at least 1, got {num_pairs}")
