@@ -43,7 +43,7 @@ TOY_VOCAB = 97
 
 def curve(title: str, x: str, y: str, points: list[tuple[float, float]], most: float) -> Part:
     """A time, or a ratio of times, by something that grows; `most`: the target of the last one."""
-    rows = [(f"{size:,.0f}", number(value), "") for size, value in points]
+    rows: list[tuple[str, ...]] = [(f"{size:,.0f}", number(value), "") for size, value in points]
     rows[-1] = (*rows[-1][:2], verdict(points[-1][1], "{:g}", at_most=most))
     return Table(title, (x, y, "target"), rows), points
 

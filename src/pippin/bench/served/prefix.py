@@ -7,7 +7,7 @@ work at a time. What it costs is less than two processes differ by: see `in_proc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import cached_property, partial
@@ -57,7 +57,8 @@ class PrefixBench:
     def repeat(self) -> Part:
         """The same prompt twice."""
         cached, _ = self._clients
-        cold, warm = [], []
+        cold: list[TimedReply] = []
+        warm: list[TimedReply] = []
         for turn in range(self._rounds):
             prompt = self._prompts("repeat", turn).text(PROMPT_TOKENS)
             for replies in (cold, warm):
@@ -122,7 +123,7 @@ def prefix(
         raise BenchError("the cache is measured with and without it: remove --no-prefix-cache")
     with ExitStack() as stack:
         bench = PrefixBench(config, model_dir, rounds, stack)
-        parts = {
+        parts: dict[str, Callable[[], Part]] = {
             "repeat": bench.repeat,
             "chat": bench.chat,
             "fan-out": bench.fan_out,

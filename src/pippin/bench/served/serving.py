@@ -85,8 +85,7 @@ def summarize(
     target: Target, served: Sequence[ServedLoad], sizes: RequestSizes, notes: list[str]
 ) -> Report:
     header = ("load", "requests", "tok/s", "TTFT p50, ms", "p99", "gap p50, ms", "p99")
-    if any(each.shares for each in served):
-        header += ("device idle", "host hidden")
+    shared = ("device idle", "host hidden") if any(each.shares for each in served) else ()
     rows: list[tuple[str, ...]] = []
     for each in served:
         found = each.outcome
@@ -104,4 +103,4 @@ def summarize(
             for each in served
         ],
     }
-    return Report("serve", [Table(title, header, rows)], data, notes)
+    return Report("serve", [Table(title, (*header, *shared), rows)], data, notes)
