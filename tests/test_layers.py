@@ -37,15 +37,19 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.chunking": {"types", "backends.base"},
     "backends.host": set(),
     "backends.masks": set(),
+    "backends.fingerprint_reads": {"backends.base"},
+    "backends.step_outputs": {"types", "backends.base", "backends.fingerprint_reads"},
     "backends.fake": {"types", "backends.base", "backends.masks", "cache.entries"},
     "backends.mlx": {
         *("types", "cache.entries", "config", "native_kernels"),
         *("backends.base", "backends.host"),
         *("backends.chunking", "backends.masks", "backends.sampling"),
+        *("backends.fingerprint_reads", "backends.step_outputs"),
     },
     "backends.torch": {
         *("types", "amounts", "cache.entries", "backends.base", "backends.host"),
         *("backends.chunking", "backends.masks", "backends.sampling"),
+        *("backends.fingerprint_reads", "backends.step_outputs"),
     },
     "scheduler": {
         *("types", "cache", "decode", "messages", "metrics"),

@@ -20,7 +20,8 @@ import mlx.core as mx
 
 from pippin.backends.mlx.step import filters
 from pippin.backends.mlx.step.largest import largest
-from pippin.backends.mlx.step.sampling_state import DrawGroup, build_batch
+from pippin.backends.mlx.step.sampler import send
+from pippin.backends.sampling.batches import DrawGroup, SampleBatch
 from pippin.backends.sampling.rules import SHORT, SlotSampling
 from pippin.types import SamplingParams
 
@@ -38,9 +39,9 @@ def milliseconds(work: Callable[[], mx.array]) -> float:
     return 1e3 * statistics.median(taken)
 
 
-def group_of(params: SamplingParams, num_rows: int, vocab: int) -> DrawGroup:
+def group_of(params: SamplingParams, num_rows: int, vocab: int) -> DrawGroup[mx.array]:
     states = [SlotSampling(params)] * num_rows
-    (group,) = build_batch(tuple(range(1, num_rows + 1)), states, (), vocab).draws
+    (group,) = SampleBatch(tuple(range(1, num_rows + 1)), states, (), vocab, send).draws
     return group
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from pippin.backends.base import Admit
 from pippin.backends.mlx.cpu.operations.calls import Operations, without_operations
-from pippin.backends.mlx.step.sampler import Sampler, SampleRow
+from pippin.backends.mlx.step.sampler import MLXSampler
 from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits, stream_of
 from pippin.backends.sampling.rules import FAR, MASS_UNITS
+from pippin.backends.sampling.sampler import SampleRow
 from pippin.types import SamplingParams
 
 EXACT = 4e-5  # of a sum of logit and noise, both below a hundred: logarithms may be some units off
@@ -73,7 +74,7 @@ def test_a_token_is_the_largest_sum_of_what_is_kept(
     ours: Operations, vocab: int, kind: str
 ) -> None:
     seeds = np.arange(len(PARAMS)) * 7919
-    sampler = Sampler(vocab, len(PARAMS))
+    sampler = MLXSampler(vocab, len(PARAMS))
     for slot, (params, seed) in enumerate(zip(PARAMS, seeds, strict=True), start=1):
         sampler.admit(Admit(slot, params, (), np.zeros(0, dtype=np.int32), int(seed)))
     streams = np.array([stream_of(int(seed)) for seed in seeds], dtype=np.uint64)
@@ -92,7 +93,7 @@ def test_a_token_is_the_largest_sum_of_what_is_kept(
 def test_it_draws_what_mlx_s_operations_draw(ours: Operations, kind: str) -> None:
     """Of a thousand draws hardly one is as near to a tie as rounding reaches."""
     vocab, num_steps = 1000, 100
-    sampler = Sampler(vocab, len(PARAMS) + 1)
+    sampler = MLXSampler(vocab, len(PARAMS) + 1)
     for slot, params in enumerate([*PARAMS, SamplingParams(temperature=0.0)], start=1):
         sampler.admit(Admit(slot, params, (), np.zeros(0, dtype=np.int32), slot))
     logits = mx.array(some_logits(kind, len(PARAMS) + 1, vocab))
@@ -120,7 +121,7 @@ def test_the_first_of_the_largest_is_taken_wherever_it_is(ours: Operations) -> N
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_any_logits_draw_a_token(ours: Operations, params: SamplingParams, value: float) -> None:
     vocab = 500
-    sampler = Sampler(vocab, 1)
+    sampler = MLXSampler(vocab, 1)
     sampler.admit(Admit(1, params, (), np.zeros(0, dtype=np.int32), 3))
     logits = some_logits("spread", 1, vocab)
     for places in (slice(0, 1), slice(3, 400, 2), slice(None)):

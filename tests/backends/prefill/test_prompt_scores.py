@@ -15,8 +15,8 @@ from pippin.backends.base import Admit, PrefillRow, StepPlan
 from pippin.backends.mlx.backend import ACTIVATION_SHARE, MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.prefill import prompt_scores, query_blocks
-from pippin.backends.mlx.step.sampler import Logprobs
 from pippin.backends.sampling.rules import SCORED_BYTES, SCORED_POSITIONS, scored_positions
+from pippin.backends.sampling.sampler import Logprobs
 from pippin.types import SamplingParams, TokenLogprobs
 
 VOCAB = 20_000
@@ -59,7 +59,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     seen: list[tuple[int, ...]] = []
     plain = prompt_scores.token_logprobs
 
-    def noted(logits: mx.array, tokens: mx.array, k: int) -> Logprobs:
+    def noted(logits: mx.array, tokens: mx.array, k: int) -> Logprobs[mx.array]:
         seen.append(logits.shape)
         return plain(logits, tokens, k)
 

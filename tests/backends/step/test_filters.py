@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 
 from pippin.backends.mlx.step import filters, largest
-from pippin.backends.mlx.step.sampling_state import DrawGroup, build_batch
+from pippin.backends.mlx.step.sampler import send
+from pippin.backends.sampling.batches import DrawGroup, SampleBatch
 from pippin.backends.sampling.rules import SlotSampling
 from pippin.types import SamplingParams
 from sampling_rule import KINDS, PARAMS, ROWS, VOCAB, kept_by_rule, logits
 
 
-def group_of(params: SamplingParams, num_rows: int = ROWS, vocab: int = VOCAB) -> DrawGroup:
+def group_of(
+    params: SamplingParams, num_rows: int = ROWS, vocab: int = VOCAB
+) -> DrawGroup[mx.array]:
     states = [SlotSampling(params)] * num_rows
-    (group,) = build_batch(tuple(range(1, num_rows + 1)), states, (), vocab).draws
+    (group,) = SampleBatch(tuple(range(1, num_rows + 1)), states, (), vocab, send).draws
     return group
 
 

@@ -15,9 +15,10 @@ from near_ties import log_softmax
 from pippin.backends.base import Admit
 from pippin.backends.masks import pack
 from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
-from pippin.backends.mlx.step.sampler import Sampler, SampleRow, dropped_tokens, token_logprobs
-from pippin.backends.mlx.step.sampling_state import RowSubset, build_batch
+from pippin.backends.mlx.step.sampler import MLXSampler, dropped_tokens, send, token_logprobs
+from pippin.backends.sampling.batches import SampleBatch
 from pippin.backends.sampling.rules import SlotSampling
+from pippin.backends.sampling.sampler import SampleRow
 from pippin.types import SamplingParams
 
 VOCAB = 300
@@ -38,9 +39,9 @@ def changed(params: object) -> str:
     )
 
 
-def admitted(*params: SamplingParams, vocab: int = VOCAB, **fields: object) -> Sampler:
+def admitted(*params: SamplingParams, vocab: int = VOCAB, **fields: object) -> MLXSampler:
     """A sampler whose slots 1, 2, ... hold these parameters, seeded by slot unless they say."""
-    sampler = Sampler(vocab, SLOTS)
+    sampler = MLXSampler(vocab, SLOTS)
     for slot, each in enumerate(params, start=1):
         sampler.admit(an_admit(slot, each, **fields))
     return sampler
@@ -65,7 +66,7 @@ def some_logits(*shape: int, seed: int = 0, scale: float = 3.0) -> mx.array:
 
 
 def tokens_of(
-    sampler: Sampler,
+    sampler: MLXSampler,
     logits: mx.array,
     slots: list[int],
     num_generated: int = 0,
@@ -85,7 +86,7 @@ def kept_by(params: SamplingParams, logits: mx.array) -> np.ndarray:
     """Which tokens of logits [n, V] our filters keep for n rows with the same parameters."""
     num_rows, vocab = logits.shape
     states = [SlotSampling(params)] * num_rows
-    (group,) = build_batch(tuple(range(1, num_rows + 1)), states, (), vocab).draws
+    (group,) = SampleBatch(tuple(range(1, num_rows + 1)), states, (), vocab, send).draws
     dropped = dropped_tokens(logits * group.inverse_temperature, group)
     return np.ones(logits.shape, bool) if dropped is None else ~np.array(dropped)
 
@@ -239,7 +240,7 @@ def test_every_row_is_the_same_alone_and_in_any_batch(dtype: mx.Dtype) -> None:
 def test_a_seed_belongs_to_the_request_and_not_to_its_slot() -> None:
     params = SamplingParams(seed=42)
     logits = some_logits(1, VOCAB, scale=1.0)
-    first, second = Sampler(VOCAB, SLOTS), Sampler(VOCAB, SLOTS)
+    first, second = MLXSampler(VOCAB, SLOTS), MLXSampler(VOCAB, SLOTS)
     first.admit(an_admit(3, params))
     second.admit(an_admit(9, params))
     text = [tokens_of(first, logits, [3], i) for i in range(20)]
@@ -287,7 +288,7 @@ def test_logits_that_are_no_numbers_change_nothing_for_other_rows(
 
 def test_a_reply_that_is_resumed_counts_for_penalties() -> None:
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0)
-    sampler = Sampler(VOCAB, SLOTS)
+    sampler = MLXSampler(VOCAB, SLOTS)
     sampler.admit(an_admit(1, params, prompt=(3,), reply=(3, 5, 3)))
     logits = np.zeros((1, VOCAB), dtype=np.float32)
     logits[0, [3, 5, 9]] = (2.5, 2.0, 0.9)  # less 2 and 1: said twice, once and never
@@ -358,7 +359,6 @@ def test_the_callers_logits_are_left_as_they_were() -> None:
     logits = some_logits(2, VOCAB)
     before = np.array(logits)
     tokens_of(sampler, logits, [1, 2], masks={1: np.arange(VOCAB) < 2})
-    RowSubset.of([1], 2).replace(logits, lambda part: part * 0)
     np.testing.assert_array_equal(np.array(logits), before)
 
 
@@ -422,24 +422,21 @@ def test_logprobs_are_the_models_own_for_the_rows_that_ask() -> None:
     sampled = sampler.sample(logits, [SampleRow(slot, 0) for slot in (1, 2, 3)])
     mx.async_eval(*sampled.arrays)
     assert sampled.logprobs is not None
-    assert sampled.top_ids is not None
-    assert sampled.top_logprobs is not None
+    chosen, top_ids, top = (np.array(array) for array in sampled.logprobs)
     tokens, expected = np.array(sampled.tokens), log_softmax(np.array(logits.astype(mx.float32)))
     assert tokens[1] == 8
-    assert sampled.top_ids.shape == sampled.top_logprobs.shape == (3, 20)
-    for row in (1, 2):
+    assert sampled.asked == (1, 2)
+    assert top_ids.shape == top.shape == (2, 20)
+    for place, row in enumerate(sampled.asked):
         order = np.argsort(-expected[row], kind="stable")[:20]
-        chosen = expected[row, tokens[row]]
-        np.testing.assert_allclose(np.array(sampled.logprobs)[row], chosen, atol=ROUNDING)
-        np.testing.assert_allclose(
-            np.array(sampled.top_logprobs)[row], expected[row, order], atol=ROUNDING
-        )
-        np.testing.assert_array_equal(np.array(sampled.top_ids)[row][:2], order[:2])
+        np.testing.assert_allclose(chosen[place], expected[row, tokens[row]], atol=ROUNDING)
+        np.testing.assert_allclose(top[place], expected[row, order], atol=ROUNDING)
+        np.testing.assert_array_equal(top_ids[place][:2], order[:2])
 
 
 def test_no_logprobs_are_computed_when_nobody_asks() -> None:
     sampled = admitted(SamplingParams()).sample(some_logits(1, VOCAB), [SampleRow(1, 0)])
-    assert (sampled.logprobs, sampled.top_ids, sampled.top_logprobs) == (None, None, None)
+    assert sampled.logprobs is None
     assert len(sampled.arrays) == 1
 
 
@@ -447,9 +444,8 @@ def test_logprobs_without_alternatives_have_no_columns() -> None:
     sampler = admitted(SamplingParams(logprobs=0))
     sampled = sampler.sample(some_logits(1, VOCAB), [SampleRow(1, 0)])
     assert sampled.logprobs is not None
-    assert sampled.top_ids is not None
-    assert sampled.logprobs.shape == (1,)
-    assert sampled.top_ids.shape == (1, 0)
+    assert sampled.logprobs.chosen.shape == (1,)
+    assert sampled.logprobs.top_ids.shape == (1, 0)
 
 
 def test_prompt_logprobs_equal_log_softmax() -> None:
@@ -473,7 +469,3 @@ def test_the_same_rows_reuse_their_arrays_and_a_new_admission_does_not() -> None
     assert sampler._batch(rows) is first
     sampler.admit(an_admit(2, SamplingParams()))
     assert sampler._batch(rows) is not first
-
-
-def test_no_rows_sample_nothing() -> None:
-    assert Sampler(VOCAB, SLOTS).sample(mx.zeros([0, VOCAB]), []).tokens.shape == (0,)

@@ -8,8 +8,9 @@ import pytest
 
 from pippin.backends.base import Admit
 from pippin.backends.mlx.step import noise
-from pippin.backends.mlx.step.sampler import Sampler, SampleRow
+from pippin.backends.mlx.step.sampler import MLXSampler
 from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits, stream_of
+from pippin.backends.sampling.sampler import SampleRow
 from pippin.types import SamplingParams
 
 VOCABULARIES = [1, 2, 3, 97, 4096, 50_257, 151_936]
@@ -67,7 +68,7 @@ def test_tokens_are_the_argmax_of_logits_and_specified_noise(
     params: SamplingParams, num_kept: int, vocab_size: int
 ) -> None:
     """All seeds in one batch, each at an index of its own that moves on with every step."""
-    sampler = Sampler(vocab_size, len(SEEDS))
+    sampler = MLXSampler(vocab_size, len(SEEDS))
     for slot, seed in enumerate(SEEDS, start=1):
         sampler.admit(Admit(slot, params, (), np.zeros(0, dtype=np.int32), seed))
     streams = np.array([stream_of(seed) for seed in SEEDS], dtype=np.uint64)

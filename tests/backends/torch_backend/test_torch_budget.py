@@ -26,7 +26,7 @@ from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools, spare_slabs
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
-from pippin.backends.torch.step.sampler import Sampler
+from pippin.backends.torch.step.sampler import TorchSampler
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.engine.build import build_loop
 from pippin.errors import LoadError
@@ -169,18 +169,18 @@ def test_what_is_tried_is_the_largest_chunk_and_all_rows_with_every_stage(
     backend = make_backend(device)
     chunks: list[int] = []
     sampled: list[tuple[int, bool]] = []
-    launch, sample = TorchBackend.launch, Sampler.sample
+    launch, sample = TorchBackend.launch, TorchSampler.sample
 
     def note_chunk(self: TorchBackend, plan: StepPlan) -> Any:
         chunks.append(plan.num_prefill_tokens)
         return launch(self, plan)
 
-    def note_rows(self: Sampler, logits: Any, rows: Any, masks: Any = None) -> Any:
+    def note_rows(self: TorchSampler, logits: Any, rows: Any, masks: Any = None) -> Any:
         sampled.append((len(rows), masks is not None))
         return sample(self, logits, rows, masks)
 
     monkeypatch.setattr(TorchBackend, "launch", note_chunk)
-    monkeypatch.setattr(Sampler, "sample", note_rows)
+    monkeypatch.setattr(TorchSampler, "sample", note_rows)
     backend.limit_memory(60 * MIB)
     assert max(chunks) == 100
     assert (3, True) in sampled

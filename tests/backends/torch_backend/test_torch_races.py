@@ -32,7 +32,7 @@ from pippin.backends.torch.pools.rows import Rows
 from pippin.backends.torch.step.captures import Captures
 from pippin.backends.torch.step.draws import Draws
 from pippin.backends.torch.step.future_map import FutureMap
-from pippin.backends.torch.step.sampler import Sampler
+from pippin.backends.torch.step.sampler import TorchSampler
 from pippin.backends.torch.streams import CudaStreams
 from pippin.types import Component, SamplingParams
 from scheduler.test_real_schedules import make_client, play
@@ -240,7 +240,7 @@ def row_reused_under_a_prebuilt_batch() -> None:
 
 
 def batches_are_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sampler, "_forget_batches", lambda self, slot: None)
+    patch.setattr(TorchSampler, "_forget_batches", lambda self, slot: None)
 
 
 def slot_reused_while_its_step_is_in_flight() -> None:

@@ -10,6 +10,7 @@ pytest.importorskip("interpreted")
 import torch
 
 from pippin.backends.sampling.rules import SlotSampling
+from pippin.backends.sampling.sampler import SampleRow
 from pippin.backends.torch.device import find_device
 from pippin.backends.torch.kernels import top_p
 from pippin.backends.torch.kernels.choose import choose
@@ -21,7 +22,7 @@ from pippin.backends.torch.step.decode_inputs import (
     SamplingColumns,
     pack_inputs,
 )
-from pippin.backends.torch.step.sampler import Sampler, SampleRow
+from pippin.backends.torch.step.sampler import TorchSampler
 from pippin.types import SamplingParams
 from sampling_rule import KINDS, PARAMS, ROWS, logits
 
@@ -86,7 +87,7 @@ def test_a_captured_step_draws_what_the_sampler_draws() -> None:
     ]
     slots = np.arange(1, 5)
     columns = SamplingColumns(4, vocab)
-    sampler = Sampler(
+    sampler = TorchSampler(
         vocab, 4, lambda values: torch.from_numpy(values).to(DEVICE), top_p.least_in_top_p
     )
     for slot, each in enumerate(params, start=1):

@@ -36,7 +36,7 @@ from pippin.backends.mlx.device import (
 )
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.payloads.captures import Captures
-from pippin.backends.mlx.payloads.fingerprints import Fingerprints
+from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints
 from pippin.backends.mlx.payloads.packing import Packer
 from pippin.backends.mlx.payloads.transfers import Transfers
 from pippin.backends.mlx.prefill import query_blocks
@@ -47,9 +47,10 @@ from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.footprint import Footprint
 from pippin.backends.mlx.shapes import Ladder, to_warm_up
 from pippin.backends.mlx.step.future_map import FutureMap
-from pippin.backends.mlx.step.pending import MLXPending, SampledRows
+from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
-from pippin.backends.mlx.step.sampler import Sampler, SampleRow
+from pippin.backends.mlx.step.sampler import MLXSampler
+from pippin.backends.sampling.sampler import SampleRow
 from pippin.cache.entries.entry import ArraySpec, Bytes
 from pippin.errors import LoadError
 from pippin.types import Component, ModelSpec
@@ -89,10 +90,10 @@ class MLXBackend:
         self._transfers = Transfers(
             loaded.layout, packer, loaded.hidden_bytes, loaded.head.dtype or loaded.dtype
         )
-        self._fingerprints = Fingerprints() if fingerprints else None
+        self._fingerprints = MLXFingerprints() if fingerprints else None
         self._footprint = Footprint(loaded.layout)
         self._future_map = FutureMap(num_slots, debug=debug)
-        self._sampler = Sampler(loaded.vocab_size, num_slots)
+        self._sampler = MLXSampler(loaded.vocab_size, num_slots)
         self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
         self._shared_rows = self._make_rows()
         self._kernels = Kernels.of(loaded)
@@ -168,7 +169,11 @@ class MLXBackend:
         if self._fingerprints is not None:
             self._fingerprints.begin()
         step = MLXPending(
-            plan, self._sample_rows, self._num_top_logprobs, self._clock, self._fingerprints
+            plan,
+            self._num_top_logprobs,
+            sample_rows=self._sample_rows,
+            clock=self._clock,
+            fingerprints=self._fingerprints,
         )
         for retire in plan.retire:
             self._retire(step, retire)
@@ -343,7 +348,7 @@ class MLXBackend:
                 rows_of[decode.masked][line] = row
         for masked, found in rows_of.items():
             if found:
-                step.to_sample.add(*_lines(found, logits), masked=masked)
+                step.add_to_sample(*_lines(found, logits), masked=masked)
         for decode in decodes:
             if decode.checkpoint and rows.states:
                 step.keep(self._captures.of_decode(decode, rows))
@@ -356,7 +361,7 @@ class MLXBackend:
         step.launch()
 
     def _sample(self, step: MLXPending) -> None:
-        rows, logits = step.to_sample.take_unmasked()
+        rows, logits = step.take_to_sample(masked=False)
         if logits is not None:
             self._sample_rows(step, rows, logits, None)
 
@@ -370,7 +375,7 @@ class MLXBackend:
         sampled = self._sampler.sample(logits, rows, masks)
         slots = np.array([row.slot for row in rows], dtype=np.int32)
         self._future_map.stash(slots, sampled.tokens)
-        step.sampled.append(SampledRows(slots, sampled))
+        step.read_sampled(slots.tolist(), sampled)
         step.written += [*sampled.arrays, self._future_map.array]
 
     def _num_top_logprobs(self, slot: int) -> int | None:

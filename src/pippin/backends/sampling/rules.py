@@ -30,6 +30,7 @@ tokens, likeliest first and equal ones by id; they need not include the one draw
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from pippin.backends.base import Admit
@@ -73,6 +74,23 @@ class SlotSampling:
         if 0 < params.top_k < vocab_size:
             return Draw.SHORT_TOP_K if params.top_k <= SHORT else Draw.LONG_TOP_K
         return Draw.TOP_P if params.top_p < 1.0 else Draw.PLAIN
+
+    @property
+    def inverse_temperature(self) -> float:
+        return 1.0 / max(self.params.temperature, GREEDY_BELOW)
+
+    @property
+    def top_p(self) -> float:
+        """Infinite where off: rounding in a cumulative sum must not drop a token."""
+        return self.params.top_p if self.params.top_p < 1.0 else math.inf
+
+    def choice(self, vocab_size: int) -> tuple[float, float, float, float]:
+        """1 / temperature, top_k, top_p, min_p; 0, 0, inf and 0 where off."""
+        draw = self.draw(vocab_size)
+        if draw is Draw.GREEDY:
+            return 0.0, 0.0, math.inf, 0.0
+        top_k = self.params.top_k if draw in (Draw.SHORT_TOP_K, Draw.LONG_TOP_K) else 0
+        return self.inverse_temperature, top_k, self.top_p, self.params.min_p
 
 
 PADDING = SlotSampling(SamplingParams(temperature=0.0))

@@ -175,9 +175,12 @@ class TorchBackend:
     def launch(self, plan: StepPlan) -> TorchPending:
         runner = self.runner
         step = TorchPending(
-            plan, runner.sample_masked, self._slots.num_top_logprobs, runner.fingerprints
+            plan,
+            self._slots.num_top_logprobs,
+            sample_masked=runner.sample_masked,
+            fingerprints=runner.fingerprints,
+            dispatched=perf_counter(),
         )
-        step.dispatched = perf_counter()
         try:
             with torch.inference_mode(), self._streams.forward():
                 runner.execute(step, plan)

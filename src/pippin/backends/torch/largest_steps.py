@@ -15,12 +15,12 @@ import torch
 from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
 from pippin.backends.masks import WORD_BITS
 from pippin.backends.sampling.rules import SHORT
+from pippin.backends.sampling.sampler import MAX_TOP_LOGPROBS, SampleRow
 from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.prompts import Prompts
 from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.rooms import ROOMS
-from pippin.backends.torch.step.sampler import MAX_TOP_LOGPROBS, SampleRow
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.widths import width_for
 from pippin.types import SamplingParams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -10,7 +11,7 @@ from pippin.backends.base import Admit, PrefillRow
 from pippin.backends.sampling.rules import scored_positions
 from pippin.backends.torch.forward import ChunkForward
 from pippin.backends.torch.step.parts import StepParts
-from pippin.backends.torch.step.pending import Told, TorchPending, lines_of
+from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.sampler import token_logprobs
 from pippin.backends.torch.streams import Arrival
 
@@ -51,6 +52,5 @@ class PromptScores:
             scored = token_logprobs(logits, part, admit.params.prompt_logprobs or 0)
             arriving.append(self._parts.streams.bring(scored))
         if chunk.samples:
-            scores = step.prompt_logprobs.setdefault(chunk.slot, [])
             for arrival in self._arriving.pop(chunk.slot):
-                step.told.append(Told(arrival, lambda found: scores.extend(lines_of(*found))))
+                step.read_later(arrival, partial(step.read_prompt_logprobs, chunk.slot))

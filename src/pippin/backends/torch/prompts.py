@@ -25,7 +25,7 @@ from pippin.backends.torch.step.batches import (
 )
 from pippin.backends.torch.step.chunk_inputs import pack_chunks
 from pippin.backends.torch.step.parts import StepParts
-from pippin.backends.torch.step.pending import Told, TorchPending
+from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.rooms import Room, group_by_room, room_for
 from pippin.types import Component, Payload
 
@@ -84,7 +84,7 @@ class Prompts:
         """Prompts that are restored whole: the head is all that is computed of them."""
         for group in [[row] for row in rows] if self._deterministic else [rows] if rows else []:
             hidden = torch.stack([_hidden_of(row) for row in group])
-            self._tell_hidden(step, group, hidden)
+            self._read_hidden(step, group, hidden)
             self._sample(step, group, self._forward.logits(hidden))
 
     # ---- chunks ----------------------------------------------------------------------------
@@ -167,9 +167,9 @@ class Prompts:
             if number is not None and not capture.retired and capture.end == chunks[number].end:
                 payload = HiddenPayload(self._parts.pools, hidden[number].clone())
                 step.captures[index] = replace(capture, hidden=payload)
-        self._tell_hidden(step, chunks, hidden)
+        self._read_hidden(step, chunks, hidden)
 
-    def _tell_hidden(
+    def _read_hidden(
         self, step: TorchPending, rows: Sequence[PrefillRow], hidden: torch.Tensor
     ) -> None:
         """At the ends of prompts that are embedded."""
@@ -180,9 +180,8 @@ class Prompts:
             if row.samples and parts.slots[row.slot].embeds
         }
         if ends:
-            told = hidden[parts.pools.index(np.array(list(ends.values())))].float()
-            read = partial(step.read_hidden, list(ends))
-            step.told.append(Told(parts.streams.bring([told]), lambda found: read(*found)))
+            found = hidden[parts.pools.index(np.array(list(ends.values())))].float()
+            step.read_later(parts.streams.bring([found]), partial(step.read_hidden, list(ends)))
 
 
 def _kv(payload: Payload) -> KVPayload:

@@ -19,7 +19,7 @@ from pippin.backends.torch.graphs.capture import CudaGraphs, Recorder
 from pippin.backends.torch.graphs.replays import Replays
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.pools.arena import MOST_MOVED_BYTES
-from pippin.backends.torch.pools.fingerprints import Fingerprints
+from pippin.backends.torch.pools.fingerprints import TorchFingerprints
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
@@ -29,7 +29,7 @@ from pippin.backends.torch.step.captures import Captures
 from pippin.backends.torch.step.draws import Draws
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.parts import StepParts
-from pippin.backends.torch.step.pending import Told, TorchPending
+from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.rooms import ROOM_ROWS, ROOMS
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.widths import WIDTHS, width_for
@@ -119,7 +119,7 @@ class Runner:
         if plan.load:
             step.loaded += self._transfers.load(plan.load, sent)
             # What it was loaded from may be used for something else once the step is committed.
-            step.told.append(Told(self._streams.bring([]), lambda _: None))
+            step.read_later(self._streams.bring([]), lambda: None)
         if self.fingerprints is not None:
             made = [payload for capture in step.captures for payload in capture.payloads]
             self.fingerprints.take(plan.step, [*made, *step.loaded])
@@ -175,9 +175,9 @@ class Runner:
             graphs = ChunkGraphs(prompt, future, pools.layout, recorder, logits)
         return ChunkKernels(decoder, pools), steps, graphs
 
-    def _make_fingerprints(self) -> Fingerprints:
+    def _make_fingerprints(self) -> TorchFingerprints:
         if not self._ways.kernels:
-            return Fingerprints(self.pools, self._streams)
+            return TorchFingerprints(self.pools, self._streams)
         from pippin.backends.torch.kernels.word_sums import sum_words
 
-        return Fingerprints(self.pools, self._streams, sum_words)
+        return TorchFingerprints(self.pools, self._streams, sum_words)

@@ -1,14 +1,13 @@
-"""Fingerprints of what the tree holds: steps add words up, the host compares. Waits for nobody.
+"""Fingerprints of what the prefix cache holds: steps add words up, the host compares.
 
-One is taken of what a step captures or loads, and again of what a later one restores or spills. Of
-each array all words are added up modulo 2**32, and a payload's sums are hashed in their order. So
-any word that has changed shows; words of one array that have changed places do not.
+Of each array all words are added up modulo 2**32, and a payload's sums are hashed in their order.
+So any word that has changed shows; words of one array that have changed places do not.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Damage, Restore
+from pippin.backends.fingerprint_reads import FingerprintReads
 from pippin.backends.mlx.payloads.payload import Block, KVPayload, StatePayload
 from pippin.types import Component, Payload
 
@@ -35,35 +35,15 @@ class Sums:
         self.readers.append((len(owner.arrays), reader))
 
 
-@dataclass
-class Launched:
-    step: int
-    due: int  # the step with whose result it is read: the device is done with it by then
-    sums: mx.array  # uint32 [n]
-    readers: list[tuple[int, Reader]]
-
-    def read(self) -> None:
-        sums = iter(np.asarray(self.sums).tolist())
-        for count, reader in self.readers:
-            reader(hash(tuple(next(sums) for _ in range(count))))
-
-
-class Fingerprints:
-    """Of a step what it makes is read with the next one's result: nobody waits for it."""
-
+class MLXFingerprints(FingerprintReads):
     def __init__(self) -> None:
+        super().__init__()
         self._now = Sums()
         self._later = Sums()
-        self._launched: list[Launched] = []
-        self._damaged: list[Damage] = []
 
     def begin(self) -> None:
-        """A step is about to be launched; what one asked for that could not be is void."""
+        """Forget what a step asked for whose launch failed."""
         self._now, self._later = Sums(), Sums()
-
-    def forget(self, step: int) -> None:
-        """Nobody will take this step in."""
-        self._launched = [found for found in self._launched if found.step != step]
 
     def take(self, payload: Payload) -> None:
         """Of what this step makes."""
@@ -71,7 +51,7 @@ class Fingerprints:
             self._later.add(owner, _keeper(owner))
 
     def compare(self, payload: Payload, on_change: Callable[[], None]) -> None:
-        """What an earlier step made; told with this one's result."""
+        """What an earlier step made; reported with this one's result."""
         for owner in _owners(payload):
             self._now.add(owner, _comparer(owner, on_change))
 
@@ -81,33 +61,26 @@ class Fingerprints:
         """`later`: nothing is computed from it before the next step."""
         for component, start, end, payload in restore.placed():
             if component in components:
-                note = partial(self._note, Damage(slot, component, start, end))
+                note = partial(self.note, Damage(slot, component, start, end))
                 for owner in _owners(payload):
                     (self._later if later else self._now).add(owner, _comparer(owner, note))
 
     def launch(self, step: int) -> list[mx.array]:
         """What the device is to compute, for the step's next `mx.async_eval`."""
-        launched = [
-            Launched(step, due, mx.stack(sums.arrays), sums.readers)
-            for due, sums in ((step, self._now), (step + 1, self._later))
-            if sums.arrays
-        ]
+        launched = []
+        for due, sums in ((step, self._now), (step + 1, self._later)):
+            if sums.arrays:
+                launched.append(mx.stack(sums.arrays))
+                self.add(step, due, partial(_read, launched[-1], sums.readers))
         self._now, self._later = Sums(), Sums()
-        self._launched += launched
-        return [found.sums for found in launched]
+        return launched
 
-    def read(self, step: int) -> tuple[Damage, ...]:
-        """What is known when a step has been waited for."""
-        due = [found for found in self._launched if found.due <= step]
-        self._launched = [found for found in self._launched if found.due > step]
-        for found in sorted(due, key=lambda found: found.due):
-            found.read()
-        damaged, self._damaged = tuple(self._damaged), []
-        return damaged
 
-    def _note(self, damage: Damage) -> None:
-        if damage not in self._damaged:
-            self._damaged.append(damage)
+def _read(sums: mx.array, readers: Sequence[tuple[int, Reader]]) -> None:
+    """`readers`: with how many sums, uint32, each, in order."""
+    found = iter(np.asarray(sums).tolist())
+    for count, reader in readers:
+        reader(hash(tuple(next(found) for _ in range(count))))
 
 
 def _keeper(owner: Printed) -> Reader:

@@ -13,8 +13,9 @@ import mlx.core as mx
 
 from pippin.backends.base import Admit, PrefillRow
 from pippin.backends.mlx.step.pending import MLXPending
-from pippin.backends.mlx.step.sampler import Logprobs, token_logprobs
+from pippin.backends.mlx.step.sampler import token_logprobs
 from pippin.backends.sampling.rules import SCORED_BYTES, scored_positions
+from pippin.backends.sampling.sampler import Logprobs
 
 # Logits [1, n, vocab] of what the head reads of n positions.
 ToLogits = Callable[[mx.array], mx.array]
@@ -29,7 +30,7 @@ class PromptScores:
     def __init__(self, vocab_size: int, admitted: Mapping[int, Admit]) -> None:
         self._vocab_size = vocab_size
         self._admitted = admitted
-        self._found: dict[int, list[Logprobs]] = {}  # by slot, of chunks before the last
+        self._found: dict[int, list[Logprobs[mx.array]]] = {}  # by slot, of chunks before the last
         self.block_bytes = SCORED_BYTES  # of float32 logits
 
     def fit(self, activation_bytes: float) -> None:
@@ -70,4 +71,4 @@ class PromptScores:
             step.last_scored = scored
             step.written += list(scored)
         if chunk.samples:
-            step.prompt_logprobs[chunk.slot] = self._found.pop(chunk.slot)
+            step.read_prompt_scores(chunk.slot, self._found.pop(chunk.slot))

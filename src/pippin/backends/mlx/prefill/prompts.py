@@ -24,7 +24,7 @@ from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.shapes import Exact
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
-from pippin.backends.mlx.step.sampler import SampleRow
+from pippin.backends.sampling.sampler import SampleRow
 from pippin.types import Component
 
 ROW_COMPONENTS = (Component.ATTENTION, Component.WINDOW, Component.STATE)
@@ -126,7 +126,7 @@ class Prompts:
                 step.keep(self._captures.of_chunk(chunk, row, new_kv, prompt, tapped, hidden))
             if chunk.samples:
                 self._sample(step, chunk, logits[row])
-                self._tell_hidden(step, chunk, hidden, row)
+                self._read_hidden(step, chunk, hidden, row)
             step.written += prompt.arrays()
 
     def _run_plain(
@@ -169,7 +169,7 @@ class Prompts:
         for number, row in enumerate(rows):
             step.check_restored(row, (Component.HIDDEN,))
             self._sample(step, row, logits[number])
-            self._tell_hidden(step, row, hidden, number)
+            self._read_hidden(step, row, hidden, number)
 
     def restore(self, step: MLXPending, rows: Sequence[PrefillRow]) -> None:
         for row in rows:
@@ -181,15 +181,15 @@ class Prompts:
     def _sample(self, step: MLXPending, row: PrefillRow, logits: mx.array) -> None:
         """The token after a prompt, or after what is known of a reply that goes on."""
         sample = SampleRow(row.slot, row.end - len(self._admitted[row.slot].prompt))
-        step.to_sample.add([sample], logits, masked=row.masked)
+        step.add_to_sample([sample], logits, masked=row.masked)
 
-    def _tell_hidden(
+    def _read_hidden(
         self, step: MLXPending, chunk: PrefillRow, hidden: mx.array | None, row: int
     ) -> None:
         """`hidden` [rows, 1, n]: what the head read; None where that is not known."""
         if self._admitted[chunk.slot].embeds:
             assert hidden is not None, "this model's hidden vectors are not known"
-            step.tell_hidden(chunk.slot, hidden[row, 0])
+            step.read_hidden(chunk.slot, hidden[row, 0])
 
     def _restored(self, chunk: PrefillRow) -> PromptState:
         prompt = self._states[chunk.slot]

@@ -16,7 +16,7 @@ import mlx.core as mx
 from pippin.backends.mlx.cpu.activations import exp_below
 from pippin.backends.mlx.device import on_cpu, on_metal
 from pippin.backends.mlx.step.largest import largest
-from pippin.backends.mlx.step.sampling_state import DrawGroup
+from pippin.backends.sampling.batches import DrawGroup
 from pippin.backends.sampling.rules import MASS_UNITS, SHORT, Draw
 
 _SIGN = 0x80000000
@@ -25,7 +25,7 @@ _OFF = 2.0  # a top_p that no sum of masses reaches
 _NEARLY_ONE = 1e-6  # a top_p closer to 1 leaves no room for the rounding of its share
 
 
-def dropped_tokens(x: mx.array, group: DrawGroup) -> mx.array | None:
+def dropped_tokens(x: mx.array, group: DrawGroup[mx.array]) -> mx.array | None:
     """Which tokens, bool [n, V], the group's filters take out of its scaled logits."""
     match group.draw:
         case Draw.SHORT_TOP_K:
@@ -39,7 +39,7 @@ def dropped_tokens(x: mx.array, group: DrawGroup) -> mx.array | None:
 # ---- sorted ------------------------------------------------------------------------------------
 
 
-def dropped_by_sort(x: mx.array, group: DrawGroup) -> mx.array:
+def dropped_by_sort(x: mx.array, group: DrawGroup[mx.array]) -> mx.array:
     """All filters of a row that needs the order of the whole vocabulary.
 
     With top_p alone, tokens of less than (1 - top_p) / 2V of the likeliest one's mass weigh too
@@ -56,7 +56,7 @@ def dropped_by_sort(x: mx.array, group: DrawGroup) -> mx.array:
     return mass < mx.maximum(_least(ascending, kept), group.min_p)
 
 
-def _top_k_threshold(ascending: mx.array, group: DrawGroup) -> mx.array:
+def _top_k_threshold(ascending: mx.array, group: DrawGroup[mx.array]) -> mx.array:
     """The least logit [n, 1] that is kept, of rows that hold at least the top_k largest."""
     in_top_k = mx.arange(ascending.shape[-1] - 1, -1, -1) < group.top_k
     units = _units(_mass(ascending, ascending[:, -1:])) * in_top_k
@@ -77,7 +77,7 @@ def _least(ascending: mx.array, kept: mx.array) -> mx.array:
 # ---- bisected ----------------------------------------------------------------------------------
 
 
-def dropped_by_bisection(x: mx.array, group: DrawGroup) -> mx.array:
+def dropped_by_bisection(x: mx.array, group: DrawGroup[mx.array]) -> mx.array:
     """The same as `dropped_by_sort`, without a sort."""
     mass = _mass(x, x.max(axis=-1, keepdims=True))
     units = _units(mass)
@@ -110,7 +110,7 @@ def _with_bit(
 
 
 def _units_of_top_k(
-    keys: mx.array, units: mx.array, outside: mx.array, group: DrawGroup
+    keys: mx.array, units: mx.array, outside: mx.array, group: DrawGroup[mx.array]
 ) -> mx.array:
     """int64 [n, 1]: of those that tie for the last place, as many count as belong to the k."""
     last = mx.where(outside, 0xFFFFFFFF, keys).min(axis=-1, keepdims=True)
@@ -137,11 +137,11 @@ def _units(mass: mx.array) -> mx.array:
     return (mass * MASS_UNITS).astype(mx.int64)
 
 
-def _needed(total: mx.array, group: DrawGroup) -> mx.array:
+def _needed(total: mx.array, group: DrawGroup[mx.array]) -> mx.array:
     """The units, int64 [n, 1], above a token that leave it out."""
     share = total.astype(mx.float32) * mx.minimum(group.top_p, _OFF)
     return mx.maximum(mx.ceil(share).astype(mx.int64), 1)
 
 
-def _min_p_threshold(x: mx.array, group: DrawGroup) -> mx.array:
+def _min_p_threshold(x: mx.array, group: DrawGroup[mx.array]) -> mx.array:
     return x.max(axis=-1, keepdims=True) + mx.log(group.min_p)

@@ -1,4 +1,4 @@
-"""Fingerprints of what the tree holds: steps add words up, the host compares. Waits for nobody.
+"""Fingerprints of what the prefix cache holds: steps add words up, the host compares.
 
 One is taken of what a step captures or loads, and again of what a later one restores or spills: of
 each cell, of each state slot and of each hidden vector the sum of all words, as 64 bits. So any
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
 
 from pippin.backends.base import Damage, Restore
+from pippin.backends.fingerprint_reads import FingerprintReads
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
 from pippin.backends.torch.streams import Arrival, Streams
@@ -29,31 +29,13 @@ SumWords = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Reader = Callable[[np.ndarray], None]  # of a payload's prints: int64, one for each token
 
 
-@dataclass
-class Launched:
-    step: int
-    due: int  # the step with whose result it is read: the device is done with it by then
-    arrival: Arrival
-    readers: list[tuple[int, Reader]] = field(default_factory=list)  # how many each, in order
-
-    def read(self) -> None:
-        (sums,) = self.arrival.wait()
-        found, first = sums.numpy(), 0
-        for count, reader in self.readers:
-            reader(found[first : first + count].copy())
-            first += count
-
-
-class Fingerprints:
-    """Of a step what it makes is read with the next one's result: nobody waits for it."""
-
+class TorchFingerprints(FingerprintReads):
     def __init__(self, pools: Pools, streams: Streams, sum_words: SumWords | None = None) -> None:
         """`sum_words`: a kernel for it, where there is one."""
+        super().__init__()
         self._pools = pools
         self._streams = streams
         self._sum_words = sum_words
-        self._launched: list[Launched] = []
-        self._damaged: list[Damage] = []
 
     def take(self, step: int, payloads: Sequence[Payload]) -> None:
         """Of what this step has made, after all that it does."""
@@ -62,7 +44,7 @@ class Fingerprints:
     def compare(
         self, step: int, payloads: Sequence[Payload], on_change: Callable[[], None]
     ) -> None:
-        """What an earlier step made; told with this one's result."""
+        """What an earlier step made; reported with this one's result."""
         self._sum(step, step, [(payload, _comparer(payload, on_change)) for payload in payloads])
 
     def compare_restored(self, step: int, restored: Iterable[tuple[int, Restore]]) -> None:
@@ -70,25 +52,9 @@ class Fingerprints:
         asked: list[tuple[Payload, Reader]] = []
         for slot, restore in restored:
             for component, start, end, payload in restore.placed():
-                note = partial(self._note, Damage(slot, component, start, end))
+                note = partial(self.note, Damage(slot, component, start, end))
                 asked.append((payload, _comparer(payload, note)))
         self._sum(step, step, asked)
-
-    def forget(self, step: int) -> None:
-        """Nobody will take this step in."""
-        self._launched = [found for found in self._launched if found.step != step]
-
-    def read(self, step: int) -> tuple[Damage, ...]:
-        """What is known when a step has been waited for."""
-        due = [found for found in self._launched if found.due <= step]
-        self._launched = [found for found in self._launched if found.due > step]
-        for found in sorted(due, key=lambda found: found.due):
-            found.read()
-        damaged, self._damaged = tuple(self._damaged), []
-        return damaged
-
-    def _note(self, damage: Damage) -> None:
-        self._damaged.append(damage)
 
     def _sum(self, step: int, due: int, asked: Sequence[tuple[Payload, Reader]]) -> None:
         """Few launches, however many payloads there are: runs of one length go together."""
@@ -109,7 +75,8 @@ class Fingerprints:
         for num_words, parts in runs.items():
             sums += self._sum_runs(np.concatenate(parts), num_words)
             order += readers[num_words]
-        self._launched.append(Launched(step, due, self._streams.bring([torch.cat(sums)]), order))
+        arrival = self._streams.bring([torch.cat(sums)])
+        self.add(step, due, partial(_read, arrival, order))
 
     def _runs(self, payload: Payload) -> tuple[np.ndarray, int]:
         """Where a payload's words lie: int64 starts, and how many from each on."""
@@ -131,6 +98,15 @@ class Fingerprints:
         lines, size = memory.view(-1, num_words), max(MOST_WORDS // num_words, 1)
         pieces = (starts[i : i + size] // num_words for i in range(0, len(starts), size))
         return [lines[self._pools.index(piece)].sum(dim=1) for piece in pieces]
+
+
+def _read(arrival: Arrival, readers: Sequence[tuple[int, Reader]]) -> None:
+    """`readers`: with how many sums each, in order."""
+    (sums,) = arrival.wait()
+    found, first = sums.numpy(), 0
+    for count, reader in readers:
+        reader(found[first : first + count].copy())
+        first += count
 
 
 def _sum_hidden(payload: HiddenPayload) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pippin.backends.sampling.rules import GREEDY_BELOW, Draw, SlotSampling
+from pippin.backends.sampling.rules import Draw, SlotSampling
 from pippin.backends.torch.pools.layout import WASTE_SLAB, ZERO_SLAB
 
 FIELDS = (
@@ -106,9 +106,8 @@ class SamplingColumns:
         words, floats = self._words, self._words.view(np.float32)
         words[_NOISY, slot] = not greedy
         words[_TOP_K, slot] = params.top_k if draw is Draw.SHORT_TOP_K else self._vocab_size
-        temperature = max(params.temperature, GREEDY_BELOW)
-        floats[_INVERSE_TEMPERATURE, slot] = 1.0 if greedy else 1.0 / temperature
-        floats[_TOP_P, slot] = params.top_p if params.top_p < 1.0 else np.inf
+        floats[_INVERSE_TEMPERATURE, slot] = 1.0 if greedy else state.inverse_temperature
+        floats[_TOP_P, slot] = state.top_p
         floats[_MIN_P, slot] = params.min_p
 
     def choice(self, slots: np.ndarray, num_generated: np.ndarray) -> Choice:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from pippin.backends.base import DecodeRow, PrefillRow
+from pippin.backends.sampling.sampler import SampleRow
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.future_map import FutureMap
-from pippin.backends.torch.step.pending import Told, TorchPending
-from pippin.backends.torch.step.sampler import SampleRow
+from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.streams import Streams
 
@@ -27,7 +28,7 @@ class Draws:
     def check(self, step: TorchPending, slots: Sequence[int], logits: torch.Tensor) -> None:
         """Note rows of logits [rows, vocab] that are not numbers: then none of a row's is one."""
         arrival = self._streams.bring([logits[:, 0].isnan()])
-        step.told.append(Told(arrival, lambda found: step.read_overflows(slots, *found)))
+        step.read_later(arrival, partial(step.read_overflows, slots))
 
     def sample(
         self,
@@ -62,12 +63,12 @@ class Draws:
         arrival = self._streams.bring([told[:, : len(owners)].clone()])
         if choice is Choice.LOGITS:
             assert logits is not None
-            step.told.append(Told(arrival, lambda found: step.read_overflows(owners, found[0][1])))
+            step.read_later(arrival, lambda found: step.read_overflows(owners, found[1]))
             self.sample(step, rows, logits[: len(owners)])
             return
         sampled = [row.slot for row in rows if row.samples]
         self._future.note_written(np.array(sampled))
-        step.told.append(Told(arrival, lambda found: step.read_drawn(owners, sampled, found[0])))
+        step.read_later(arrival, partial(step.read_drawn, owners, sampled))
 
     def sample_masked(self, step: TorchPending, masks: np.ndarray) -> None:
         logits = torch.stack([logits for _, logits in step.masked])
@@ -85,8 +86,8 @@ class Draws:
         self._future.stash(self._pools.index(np.array(slots)), sampled.tokens)
         self._future.note_written(np.array(slots))
         arrival = self._streams.bring([sampled.tokens])
-        step.told.append(Told(arrival, lambda found: step.read_tokens(slots, *found)))
+        step.read_later(arrival, partial(step.read_tokens, slots))
         if sampled.logprobs is not None:
             asked = [slots[row] for row in sampled.asked]
             arrival = self._streams.bring(sampled.logprobs)
-            step.told.append(Told(arrival, lambda found: step.read_logprobs(asked, *found)))
+            step.read_later(arrival, partial(step.read_logprobs, asked))

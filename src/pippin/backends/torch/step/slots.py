@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
+from pippin.backends.sampling.batches import Send
+from pippin.backends.sampling.sampler import SampleRow
 from pippin.backends.torch.step.decode_inputs import FIELDS, Choice, SamplingColumns
 from pippin.backends.torch.step.filters import LeastInTopP, least_in_top_p
-from pippin.backends.torch.step.sampler import Sampler, SampleRow
-from pippin.backends.torch.step.sampling_state import Send
+from pippin.backends.torch.step.sampler import TorchSampler
 
 
 class Slots:
@@ -18,11 +20,11 @@ class Slots:
         self,
         num_slots: int,
         vocab_size: int,
-        send: Send,
+        send: Send[torch.Tensor],
         in_top_p: LeastInTopP = least_in_top_p,
     ) -> None:
         self.vocab_size = vocab_size
-        self.sampler = Sampler(vocab_size, num_slots, send, in_top_p)
+        self.sampler = TorchSampler(vocab_size, num_slots, send, in_top_p)
         self.columns = SamplingColumns(num_slots, vocab_size)
         self._admitted: dict[int, Admit] = {}
         self._prompt_lens = np.zeros(num_slots + 1, dtype=np.int64)
