@@ -89,7 +89,7 @@ class StepOutputs:
                 self.logprobs[slot] = TokenLogprobs(line.logprob, ids, logprobs)
 
     def read_prompt_logprobs(self, slot: int, *found: Listed) -> None:
-        self.prompt_logprobs.setdefault(slot, []).extend(_token_logprobs(*found))
+        self.prompt_logprobs[slot].extend(_token_logprobs(*found))
 
 
 def _token_logprobs(chosen: Listed, ids: Listed, tops: Listed) -> Iterator[TokenLogprobs]:

@@ -53,7 +53,7 @@ def noise_keys(
     indices: Sequence[int],  # of the rows' tokens in their replies
 ) -> np.ndarray:
     """uint32 [n, 2]: the key of each row."""
-    keys = streams + np.array(indices, dtype=np.uint64)  # wraps
+    keys = streams + np.array(indices, dtype=np.int64).astype(np.uint64)  # wraps
     return keys.astype("<u8", copy=False).view("<u4").reshape(-1, 2)
 
 

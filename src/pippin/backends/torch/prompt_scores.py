@@ -52,5 +52,6 @@ class PromptScores:
             scored = token_logprobs(logits, part, admit.params.prompt_logprobs or 0)
             arriving.append(self._parts.streams.bring(scored))
         if chunk.samples:
+            step.prompt_logprobs[chunk.slot] = []
             for arrival in self._arriving.pop(chunk.slot):
                 step.read_later(arrival, partial(step.read_prompt_logprobs, chunk.slot))

@@ -110,6 +110,8 @@ class MLXPending(StepOutputs):
             self.reads.append(lambda: self.read_logprobs(asked, *map(np.asarray, found)))
 
     def read_prompt_scores(self, slot: int, found: Sequence[Logprobs[mx.array]]) -> None:
+        self.prompt_logprobs[slot] = []
+
         def read() -> None:
             for part in found:
                 self.read_prompt_logprobs(slot, *map(np.asarray, part))
