@@ -55,18 +55,18 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("types", "cache", "decode", "messages", "metrics"),
         *("backends.base", "backends.masks", "backends.warm_up"),
     },
-    "feed": {"types", "messages", "metrics", "cache", "scheduler", "backends.base"},
-    "feed.schema": {"types"},
     "engine": {
         *("", "types", "amounts", "config", "logs", "messages", "metrics", "decode"),
-        *("cache", "backends", "scheduler", "feed"),
+        *("cache", "backends", "scheduler"),
     },
     "engine.model_vocabulary": {"types", "text", "decode"},
     "engine.grammar_zygote": {"decode", "engine.model_vocabulary"},
-    "engine.message_pump": {"messages", "feed", "scheduler.loop"},
+    "engine.message_pump": {"messages", "engine.events", "scheduler.loop"},
     "engine.engine_client": {"messages", "engine.watchers", "engine.suspects"},
     "engine.suspects": {"messages"},
-    "engine.watchers": {"messages", "feed.schema"},
+    "engine.watchers": {"messages", "engine.events.schema"},
+    "engine.events": {"types", "messages", "metrics", "cache", "scheduler", "backends.base"},
+    "engine.events.schema": {"types"},
     "api": {
         *("types", "text", "messages", "sequences", "embedding", "tasks", "config"),
         *("decode.closed_objects", "decode.expressions", "decode.json_schema", "decode.size"),
@@ -93,7 +93,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "startup.port": {"config"},
     "startup.server_file": set(),
     "startup.launch": {
-        *("config", "logs", "messages", "text", "feed", "api"),
+        *("config", "logs", "messages", "text", "engine.events", "api"),
         *("engine.engine_client", "supervision"),
         *("startup.memory_remedy", "startup.port", "startup.resolve"),
         "startup.server_file",
@@ -178,6 +178,33 @@ def test_array_libraries_stay_inside_their_backend(path: Path) -> None:
         home = FOREIGN.get(imported.split(".")[0])
         if home is not None and layer(name) not in EXEMPT:
             assert within(name, home), f"{name} imports {imported}"
+
+
+SERVER_ONLY = (
+    *("api", "bench", "cli", "offline", "service", "startup", "supervision", "terminal"),
+    *("engine.engine_client", "engine.watchers"),
+)
+
+
+def test_nothing_that_an_engine_process_imports_leads_to_the_server_the_page_or_benchmarks() -> (
+    None
+):
+    """Through any number of imports, and those inside functions."""
+    files = {module_name(path): path for path in FILES}
+    found: set[str] = set()
+    todo = ["engine.run"]
+    while todo:
+        name = todo.pop()
+        if name in found or name not in files:
+            continue
+        found.add(name)
+        todo += [
+            name.removeprefix("pippin.")
+            for name in imports(files[name])
+            if name.startswith("pippin.")
+        ]
+    assert len(found) > 100
+    assert [name for name in sorted(found) if any(within(name, part) for part in SERVER_ONLY)] == []
 
 
 def test_a_module_without_a_layer_is_noticed() -> None:

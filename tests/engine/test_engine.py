@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from builders import make_loop
+from bundled import BUNDLED_PATH
 from pippin.backends.base import PendingStep, StepPlan
 from pippin.cache.tree.canary import CacheCorruption, Canary
 from pippin.config import Config, EngineConfig, ModelConfig
@@ -35,7 +38,7 @@ from pippin.messages import (
 from pippin.scheduler.loop import Loop
 from pippin.supervision.connection import Connection
 from pippin.types import SamplingParams
-from processes import PATIENCE_SECONDS
+from processes import PATIENCE_SECONDS, environment
 
 
 async def ask(engine: EngineClient, id: str, prompt: list[int]) -> TokenDelta:
@@ -239,3 +242,42 @@ def test_an_engine_tells_that_a_request_starts_before_it_computes_anything() -> 
     ]
     assert [type(message) for message in ends] == [Started, TokenBatch, Started, TokenBatch]
     assert ends[2] == Started(["b"])
+
+
+WATCHED_ENGINE = """
+import sys
+from pippin.config import Config, ModelConfig
+from pippin.engine.build import build_loop
+from pippin.engine.run import MessagePump
+from pippin.messages import FeedMessage, Shutdown, Submit, TokenBatch, Watch
+from pippin.types import SamplingParams
+
+class Channel:
+    def __init__(self):
+        self.sent = []
+        self.inbox = [Watch(), Submit("a", [1, 2, 3], SamplingParams(max_tokens=4))]
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def receive(self, wait_seconds):
+        done = {type(message) for message in self.sent} >= {TokenBatch, FeedMessage}
+        arrived, self.inbox = self.inbox, [Shutdown()] if done else []
+        return arrived
+
+loop = build_loop(Config(ModelConfig(model=sys.argv[1], backend="fake")), print, stays=True)
+MessagePump(loop, Channel()).run()
+loop.close()
+print(*sorted(name for name in sys.modules if name.startswith("pippin.")))
+"""
+
+
+def test_an_engine_that_runs_and_is_watched_imports_no_server_page_or_benchmark() -> None:
+    command = [sys.executable, "-c", WATCHED_ENGINE, str(BUNDLED_PATH)]
+    printed = subprocess.check_output(command, env=environment(), text=True)
+    loaded = printed.splitlines()[-1].split()
+    assert "pippin.engine.events.event_sender" in loaded
+    packages = {name.split(".")[1] for name in loaded}
+    assert not packages & {
+        *("api", "bench", "cli", "offline", "service", "startup", "supervision", "terminal")
+    }

@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from pippin.feed.feed import Feed
-from pippin.feed.recorder import Recorder
+from pippin.engine.events.event_sender import Feed
+from pippin.engine.events.recorder import Recorder
 from pippin.messages import (
     Abort,
     Answer,

@@ -25,11 +25,11 @@ import zmq
 from pippin.backends.warm_up import LOAD_SECONDS
 from pippin.config import Config
 from pippin.engine.build import build_loop
+from pippin.engine.events.recorder import Recorder
+from pippin.engine.events.trace import TraceFile, TraceWriter
 from pippin.engine.exit_times import EXIT_GRACE_SECONDS
 from pippin.engine.message_pump import MessagePump
 from pippin.errors import PippinError
-from pippin.feed.recorder import Recorder
-from pippin.feed.trace import TraceFile, TraceWriter
 from pippin.logs import configure_logging
 from pippin.messages import Alive, Failed, FromEngine, Loading, Ready, Shutdown, ToEngine
 from pippin.metrics import StepLog

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from pippin.engine.events.schema import EngineLost
 from pippin.errors import Overloaded, PippinError
-from pippin.feed.schema import EngineLost
 from pippin.messages import FeedMessage, ToEngine, Unwatch, Watch
 
 MAX_WATCHERS = 32

@@ -25,8 +25,8 @@ from pippin.api.http.limited_connection import allow_open_files, uvicorn_config
 from pippin.api.model_info import ModelInfo
 from pippin.config import Config, LimitsConfig, ServerConfig
 from pippin.engine.engine_client import EngineClient
+from pippin.engine.events.trace import TraceFile
 from pippin.errors import LoadError
-from pippin.feed.trace import TraceFile
 from pippin.logs import configure_logging
 from pippin.messages import Ready
 from pippin.startup.memory_remedy import with_remedy

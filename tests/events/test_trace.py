@@ -15,9 +15,9 @@ import pytest
 from builders import Client, loop_clock, make_prompt, make_scheduler
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakePending
+from pippin.engine.events.recorder import Recorder
+from pippin.engine.events.trace import DEVICE, FIRST_SLOT, HOST, TraceFile, TraceWriter
 from pippin.errors import LoadError
-from pippin.feed.recorder import Recorder
-from pippin.feed.trace import DEVICE, FIRST_SLOT, HOST, TraceFile, TraceWriter
 from pippin.scheduler.loop import Loop
 from timed import TWO_CORES, TimedBackend
 

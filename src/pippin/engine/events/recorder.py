@@ -15,8 +15,8 @@ from time import perf_counter, time
 from typing import Protocol
 
 from pippin.backends.base import StepPlan
-from pippin.feed.guard import never_raises
-from pippin.feed.schema import Request, Step, StepChunk
+from pippin.engine.events.guard import never_raises
+from pippin.engine.events.schema import Request, Step, StepChunk
 from pippin.metrics import StepRecord
 from pippin.scheduler import request as scheduled
 from pippin.scheduler.running_slot import RunningSlot

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tree.components import COMPONENTS
 from pippin.cache.tree.radix import Node
-from pippin.feed import schema
-from pippin.feed.guard import never_raises
-from pippin.feed.schema import Change
+from pippin.engine.events import schema
+from pippin.engine.events.guard import never_raises
+from pippin.engine.events.schema import Change
 from pippin.types import TierName
 
 MAX_NODES = 512

@@ -9,10 +9,10 @@ import msgspec
 from builders import Client
 from pippin.cache.tree.components import COMPONENTS
 from pippin.cache.tree.radix import Node
-from pippin.feed import schema
-from pippin.feed.feed import Feed
-from pippin.feed.recorder import Recorder
-from pippin.feed.schema import Frame, Snapshot
+from pippin.engine.events import schema
+from pippin.engine.events.event_sender import Feed
+from pippin.engine.events.recorder import Recorder
+from pippin.engine.events.schema import Frame, Snapshot
 from pippin.messages import FeedMessage
 
 

@@ -11,9 +11,9 @@ from replica import Replica, Watched
 
 from builders import make_client, make_prompt
 from pippin.backends.fake import FakeBackend
-from pippin.feed import tree as tree_module
-from pippin.feed.feed import MAX_ROWS, MAX_STEPS
-from pippin.feed.schema import Frame
+from pippin.engine.events import tree as tree_module
+from pippin.engine.events.event_sender import MAX_ROWS, MAX_STEPS
+from pippin.engine.events.schema import Frame
 from pippin.types import Component
 
 MAX_MESSAGE_BYTES = 250_000  # docs/feed.md

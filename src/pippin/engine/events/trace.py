@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
+from pippin.engine.events.recorder import Recorder
+from pippin.engine.events.schema import Phase, Request, Step
 from pippin.errors import LoadError
-from pippin.feed.recorder import Recorder
-from pippin.feed.schema import Phase, Request, Step
 
 MAX_BYTES = 200_000_000  # a browser holds several times as much when it has read them
 HOST, DEVICE, QUEUE, FIRST_SLOT = 1, 2, 3, 10  # lanes, in this order

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from pippin.feed.guard import never_raises
-from pippin.feed.recorder import Recorder
-from pippin.feed.schema import EngineLoad, Frame, Memory, Progress, Request, Snapshot, Step
-from pippin.feed.tree import TreeMirror
+from pippin.engine.events.guard import never_raises
+from pippin.engine.events.recorder import Recorder
+from pippin.engine.events.schema import EngineLoad, Frame, Memory, Progress, Request, Snapshot, Step
+from pippin.engine.events.tree import TreeMirror
 from pippin.messages import FeedMessage
 from pippin.scheduler.loop import Loop
 

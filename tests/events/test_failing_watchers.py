@@ -10,12 +10,12 @@ import pytest
 from replica import Watched
 
 from builders import Client, check_idle, make_client, make_prompt, oracle
+from pippin.engine.events import tree
+from pippin.engine.events.event_sender import Feed
+from pippin.engine.events.recorder import Recorder
+from pippin.engine.events.schema import Request, Step
+from pippin.engine.events.trace import TraceFile, TraceWriter
 from pippin.engine.message_pump import MessagePump
-from pippin.feed import tree
-from pippin.feed.feed import Feed
-from pippin.feed.recorder import Recorder
-from pippin.feed.schema import Request, Step
-from pippin.feed.trace import TraceFile, TraceWriter
 from pippin.messages import FeedMessage, FromEngine, Shutdown, Submit, ToEngine, TokenBatch, Watch
 from pippin.types import SamplingParams
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pippin.feed.schema import Frame, Snapshot
+from pippin.engine.events.schema import Frame, Snapshot
 
 SAMPLE = Path(__file__).parent / "sample.events"
 
