@@ -17,12 +17,12 @@ from builders import Client, Reply
 from families import FAMILIES, VOCAB
 from near_ties import TOLERANCE
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
+from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall, Path
+from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.gpu.attention_times import only_way
 from pippin.backends.mlx.rehearsal import packed_rows
 from pippin.backends.mlx.rows import arrays, cohorts, grouping
-from pippin.backends.mlx.rows.attention_paths import AttendPacked, AttentionPaths, PackedCall, Path
-from pippin.backends.mlx.rows.plain_attention import attend_joined
 from pippin.backends.mlx.shapes import Ladder
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop

@@ -18,9 +18,10 @@ from builders import Client, Reply
 from families import build
 from near_ties import assert_same
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
+from pippin.backends.mlx.attention import split_attention
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.load import LoadedModel, prepare
-from pippin.backends.mlx.rows import arrays, cohorts, grouping, split_attention
+from pippin.backends.mlx.rows import arrays, cohorts, grouping
 from pippin.types import SamplingParams
 from serving import make_client, make_prompt, served
 

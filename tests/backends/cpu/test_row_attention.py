@@ -6,12 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from pippin.backends.mlx.attention.listed_kv import lister_for
 from pippin.backends.mlx.cpu.operations.calls import Operations
 from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.arrays import RowArrays
-from pippin.backends.mlx.rows.cohorts import Cohort
-from pippin.backends.mlx.rows.listed_views import list_cohorts, lister_for
+from pippin.backends.mlx.rows.cohorts import Cohort, list_cohorts
 from pippin.types import Component
 
 SCALE = 0.3

@@ -12,19 +12,19 @@ import pytest
 
 from families import build
 from pippin.backends.mlx import load, rehearsal
-from pippin.backends.mlx.cpu.operations.calls import without_operations
-from pippin.backends.mlx.describe import attention_paths
-from pippin.backends.mlx.gpu import attention_times
-from pippin.backends.mlx.gpu.attention_times import AttentionLayer, TimedStep, choose_attention
-from pippin.backends.mlx.rows import plain_attention
-from pippin.backends.mlx.rows.attention_paths import (
+from pippin.backends.mlx.attention import plain_attention
+from pippin.backends.mlx.attention.paths import (
     AttentionPaths,
     PackedCall,
     Path,
     Size,
     kind_of,
 )
-from pippin.backends.mlx.rows.plain_attention import attend_joined
+from pippin.backends.mlx.attention.plain_attention import attend_joined
+from pippin.backends.mlx.cpu.operations.calls import without_operations
+from pippin.backends.mlx.describe import attention_paths
+from pippin.backends.mlx.gpu import attention_times
+from pippin.backends.mlx.gpu.attention_times import AttentionLayer, TimedStep, choose_attention
 
 KERNEL, JOINED, PIECES = Path
 SIDE = mx.zeros((2, 1, 16))
@@ -203,8 +203,8 @@ def test_what_is_timed_attends_that_way(
 
     fused = mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", partial(noted, JOINED, fused))
-    in_pieces = attention_times.views.attend
-    monkeypatch.setattr(attention_times.views, "attend", partial(noted, PIECES, in_pieces))
+    in_pieces = attention_times.row_kv.attend
+    monkeypatch.setattr(attention_times.row_kv, "attend", partial(noted, PIECES, in_pieces))
 
     def other_kernel(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
         ran.append(KERNEL)

@@ -6,13 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
+from pippin.backends.mlx.attention.plain_attention import attend_in_pieces, attend_joined
 from pippin.backends.mlx.gpu.packed_attention import (
     Form,
     attend_packed,
     cut,
 )
-from pippin.backends.mlx.rows.attention_paths import AttendPacked, PackedCall
-from pippin.backends.mlx.rows.plain_attention import attend_in_pieces, attend_joined
 
 TAIL, CURSOR = 64, 17
 KERNEL = pytest.param(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows.attention_paths import (
+from pippin.backends.mlx.attention.paths import (
     MOST_JOINED_BYTES,
     AttentionPaths,
     PackedCall,
@@ -15,7 +14,8 @@ from pippin.backends.mlx.rows.attention_paths import (
     Size,
     kind_of,
 )
-from pippin.backends.mlx.rows.plain_attention import attend_joined
+from pippin.backends.mlx.attention.plain_attention import attend_joined
+from pippin.backends.mlx.payloads.packing import KV
 
 HEADS, DIM = 2, 16
 TOKEN_BYTES = 2 * HEADS * DIM * 4

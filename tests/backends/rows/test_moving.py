@@ -9,13 +9,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from pippin.backends.mlx.attention.paths import AttentionPaths
+from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows import arrays, cohorts, grouping, regrouping
-from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.plain_attention import attend_joined
 from pippin.types import Component
 
 HEADS = 2

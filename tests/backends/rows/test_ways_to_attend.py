@@ -13,9 +13,9 @@ import pytest
 from mlx_lm.models import qwen3
 
 from families import build
+from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.layout import LatentProbeKV, ProbeKV, Reads
 from pippin.backends.mlx.load import LoadedModel, prepare
-from pippin.backends.mlx.rows.views import RowKV
 from reference import assert_right
 from serving import make_client, make_prompt
 

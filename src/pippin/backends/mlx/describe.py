@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.gpu.attention_times import SUBJECT as ATTENTION
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.recurrent.choices import SUBJECT as RECURRENCES
 from pippin.backends.mlx.recurrent.choices import Choice
-from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.backends.mlx.timing import times_file
 
 

@@ -14,6 +14,7 @@ from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 
 from pippin.backends.mlx import refusals, substitutions
+from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
 from pippin.backends.mlx.cpu.few_rows import use_few_rows_kernel
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
@@ -29,7 +30,6 @@ from pippin.backends.mlx.recurrent.calls import Kind, record_calls
 from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
 from pippin.backends.mlx.rehearsal import can_list_chunks, packed_rows, rehearsed
-from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.backends.mlx.rows.decode_forward import Forward
 from pippin.backends.mlx.siblings import find_siblings
 from pippin.errors import LoadError, UnsupportedLayout

@@ -13,17 +13,17 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.attention.listed_kv import lister_for
+from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
+from pippin.backends.mlx.attention.plain_attention import attend_joined, held_against_plain
 from pippin.backends.mlx.gpu import packed_attention
 from pippin.backends.mlx.gpu.attention_times import AttentionLayer
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.prefill.chunk_forward import ChunkForward
-from pippin.backends.mlx.rows.attention_paths import AttendPacked, AttentionPaths, PackedCall
 from pippin.backends.mlx.rows.decode_forward import DecodeForward, Forward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.listed_views import lister_for
-from pippin.backends.mlx.rows.plain_attention import attend_joined, held_against_plain
 from pippin.errors import UnsupportedLayout
 
 OTHER_TOKENS = 0.25  # of a state, if padding were taken for tokens; rounding changes less

@@ -35,6 +35,8 @@ from mlx.nn.layers.convolution import Conv1d
 from mlx_lm.models import activations as mlx_lm_activations
 from mlx_lm.models import base, gated_delta, ssm
 
+from pippin.backends.mlx.attention.decode_step import WITHOUT_ITS_MASK, RowMask
+from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.cpu import activations
 from pippin.backends.mlx.cpu.attention import attend
 from pippin.backends.mlx.cpu.operations import drop_ins
@@ -50,8 +52,6 @@ from pippin.backends.mlx.recurrent.calls import Kind, is_among, record_call
 from pippin.backends.mlx.recurrent.conv import is_depthwise, use_shift_conv1d
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update
 from pippin.backends.mlx.recurrent.ssm import ssm_update
-from pippin.backends.mlx.rows.decode_step import WITHOUT_ITS_MASK, RowMask
-from pippin.backends.mlx.rows.views import RowKV
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": base.scaled_dot_product_attention,

@@ -18,6 +18,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.attention.listed_kv import lister_for
+from pippin.backends.mlx.attention.split_attention import SHARED_BLOCK
 from pippin.backends.mlx.cpu.kernels import marker_path
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
@@ -26,8 +28,6 @@ from pippin.backends.mlx.rows.cohort_mains import SCATTERED_STEPS
 from pippin.backends.mlx.rows.cohorts import COLUMN_STEP
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.grouping import SHARED_BLOCK
-from pippin.backends.mlx.rows.listed_views import lister_for
 
 SHARED_LEN = 18 * SHARED_BLOCK - SCATTERED_STEPS + 1  # whole blocks when settled rows regroup
 FULL, PADDED = COLUMN_STEP, COLUMN_STEP - 3  # tokens of a main

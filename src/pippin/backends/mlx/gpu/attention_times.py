@@ -17,11 +17,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from pippin.backends.mlx.gpu import packed_attention, packed_kernels
-from pippin.backends.mlx.layout import ROUNDING, Layout, Leaf, Reads
-from pippin.backends.mlx.prefill.batch import PromptState
-from pippin.backends.mlx.rows import plain_attention, split_attention, views
-from pippin.backends.mlx.rows.attention_paths import (
+from pippin.backends.mlx.attention import plain_attention, row_kv, split_attention
+from pippin.backends.mlx.attention.decode_step import StepShape, Tree
+from pippin.backends.mlx.attention.paths import (
     AttendPacked,
     AttentionPaths,
     PackedCall,
@@ -31,10 +29,12 @@ from pippin.backends.mlx.rows.attention_paths import (
     can_join,
     kind_of,
 )
+from pippin.backends.mlx.attention.plain_attention import held_against_plain
+from pippin.backends.mlx.gpu import packed_attention, packed_kernels
+from pippin.backends.mlx.layout import ROUNDING, Layout, Leaf, Reads
+from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows.decode_forward import DecodeForward, StepResult
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
-from pippin.backends.mlx.rows.decode_step import StepShape, Tree
-from pippin.backends.mlx.rows.plain_attention import held_against_plain
 from pippin.backends.mlx.timing import (
     RememberedTimes,
     Timer,
@@ -88,7 +88,7 @@ def choose_attention(
     seconds_of: Timer = shortest_seconds,
 ) -> AttentionPaths:
     """By the times in the file at `path`, and new ones for what is not there."""
-    timed = (packed_attention, packed_kernels, plain_attention, split_attention, views)
+    timed = (packed_attention, packed_kernels, plain_attention, row_kv, split_attention)
     ours = machine(timed)
     remembered = RememberedTimes(path or times_file(SUBJECT), ours, dict[str, float])
     began = perf_counter()

@@ -17,10 +17,10 @@ from functools import cache
 
 import mlx.core as mx
 
+from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
 from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, HEADER
 from pippin.backends.mlx.layout import Layout, Leaf
-from pippin.backends.mlx.rows.attention_paths import AttendPacked, PackedCall
 
 FEWEST_THREADS, MOST_THREADS = 128, 512
 MOST_SHARED = 8192  # numbers of a block of threads, where its warps add up

@@ -13,15 +13,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from pippin.backends.mlx.attention.decode_step import Tree
+from pippin.backends.mlx.attention.listed_kv import LISTED, lister_for
 from pippin.backends.mlx.cpu.operations.calls import operations
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
-from pippin.backends.mlx.rows.cohorts import Cohort
+from pippin.backends.mlx.rows.cohorts import Cohort, list_cohorts
 from pippin.backends.mlx.rows.decode_forward import Forward
-from pippin.backends.mlx.rows.decode_step import Tree
-from pippin.backends.mlx.rows.listed_views import LISTED, list_cohorts, lister_for
 
 LONGEST = 128  # tokens: to build the graph of a longer chunk is nothing to computing it
 

@@ -5,7 +5,7 @@ forgotten. When the tails are moved, every 64 steps, rows are regrouped by lengt
 costs what the rows' real lengths cost, not rows x longest. Rows whose prompts begin alike may then
 hold that beginning once (cohorts.py).
 
-Where one operation attends to all cohorts (listed_views.py), it does not matter how many there are.
+Where one operation attends to all cohorts (attention/listed_kv.py), their number does not matter.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.attention.decode_step import CohortsShape, MainsShape, Tree
+from pippin.backends.mlx.attention.listed_kv import ListedShape, lister_for
+from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.cpu.operations.calls import Operations
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows.attention_paths import AttentionPaths
-from pippin.backends.mlx.rows.cohorts import Cohort
-from pippin.backends.mlx.rows.decode_step import CohortsShape, MainsShape, Tree
+from pippin.backends.mlx.rows.cohorts import Cohort, list_cohorts
 from pippin.backends.mlx.rows.footprint import SpareLimit
 from pippin.backends.mlx.rows.grouping import Group, group_rows
-from pippin.backends.mlx.rows.listed_views import ListedShape, list_cohorts, lister_for
 from pippin.backends.mlx.rows.mains import Row, Tails
 from pippin.backends.mlx.rows.regrouping import regroup
 

@@ -9,15 +9,16 @@ What all rows of a cohort begin with may be held once, for layers without a wind
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.attention.decode_step import CohortShape, Tree
+from pippin.backends.mlx.cpu.operations.calls import Operations
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows.decode_step import CohortShape, Tree
 
 COLUMN_STEP = 64  # mains grow by so many columns, so that decode steps have few shapes
 
@@ -97,3 +98,16 @@ class Cohort:
     def arrays(self) -> list[mx.array]:
         pairs = (*self.kv.values(), *self.shared.values())
         return [array for pair in pairs for array in pair]
+
+
+def list_cohorts(ours: Operations, layout: Layout, cohorts: Sequence[Cohort]) -> mx.array:
+    arrays: list[mx.array] = []
+    numbers = [len(layout.kv_indices), len(cohorts)]
+    for cohort in cohorts:
+        numbers += [len(cohort.indices), *cohort.indices]
+    for leaf in layout.kv_indices:
+        for cohort in cohorts:
+            shared = cohort.shared.get(leaf, ())
+            arrays += [*cohort.kv[leaf], *shared]
+            numbers += [bool(shared), *(stored[leaf] for stored in cohort.stored)]
+    return ours.listing(arrays, numbers)

@@ -13,10 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from pippin.backends.mlx.attention.decode_step import DecodeStep, StepShape, Tree
+from pippin.backends.mlx.attention.step_views import StepViews
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows.decode_step import DecodeStep, StepShape, Tree
-from pippin.backends.mlx.rows.step_views import StepViews
 
 MAX_COMPILED = 64  # shapes; one costs the host about a megabyte
 

@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.attention.decode_step import StepShape, Tree
+from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows.arrays import RowArrays
-from pippin.backends.mlx.rows.attention_paths import AttentionPaths
 from pippin.backends.mlx.rows.cohort_mains import CohortMains
 from pippin.backends.mlx.rows.decode_forward import StepResult
-from pippin.backends.mlx.rows.decode_step import StepShape, Tree
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.mains import Mains, Row, Tails
 from pippin.backends.mlx.rows.packed_mains import PackedMains

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pippin.backends.mlx.attention.split_attention import SHARED_BLOCK
+
 GROUP_COST_TOKENS = 256  # one more group costs a step about as much as this many padded tokens
 SHARE_COST_TOKENS = 1024  # likewise a shared piece, which has products and a softmax of its own
 SPLIT_COST_TOKENS = 12 * 1024  # likewise the second group: a step of one group can be compiled
-SHARED_BLOCK = 64  # tokens: what is shared is shared in whole blocks
 DISCOUNTS = (1.0, 0.25, 1 / 16, 0.0)  # of these costs, where memory allows little padding
 MIN_SHARED_BLOCKS = 2  # one alone would need kernels of its own
 DEPTHS = (256, 1024)  # how many tokens rows must begin alike with to be set apart

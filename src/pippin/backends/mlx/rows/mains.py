@@ -16,8 +16,8 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.attention.decode_step import MainsShape, Tree
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows.decode_step import MainsShape, Tree
 
 
 @dataclass

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
+from pippin.backends.mlx.attention.decode_step import Tree
+from pippin.backends.mlx.attention.packed_kv import PackedShape
+from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows.attention_paths import AttentionPaths
-from pippin.backends.mlx.rows.decode_step import Tree
 from pippin.backends.mlx.rows.footprint import SpareLimit
 from pippin.backends.mlx.rows.mains import Row, Tails
-from pippin.backends.mlx.rows.packed_views import PackedShape
 from pippin.backends.mlx.rows.regrouping import Escort
 from pippin.backends.mlx.shapes import at_least
 

@@ -14,7 +14,8 @@ import mlx.core as mx
 
 from pippin.backends.mlx.cpu.activations import exp_below, unnormalised_softmax
 from pippin.backends.mlx.device import on_cpu
-from pippin.backends.mlx.rows.grouping import SHARED_BLOCK
+
+SHARED_BLOCK = 64  # tokens: what is shared is shared in whole blocks
 
 
 def attend(

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from pippin.backends.mlx.attention.decode_step import DecodeStep
+from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall, Path
+from pippin.backends.mlx.attention.plain_attention import attend_in_pieces, attend_joined
+from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.layout import Leaf
-from pippin.backends.mlx.rows.attention_paths import AttendPacked, AttentionPaths, PackedCall, Path
-from pippin.backends.mlx.rows.decode_step import DecodeStep
-from pippin.backends.mlx.rows.plain_attention import attend_in_pieces, attend_joined
-from pippin.backends.mlx.rows.views import RowKV
 
 
 @dataclass(frozen=True)

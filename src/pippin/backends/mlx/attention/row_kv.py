@@ -11,16 +11,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from pippin.backends.mlx.layout import Leaf
-from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows.attention_paths import Path
-from pippin.backends.mlx.rows.decode_step import CohortsShape, DecodeStep, RowMask
-from pippin.backends.mlx.rows.split_attention import (
+from pippin.backends.mlx.attention.decode_step import CohortsShape, DecodeStep, RowMask
+from pippin.backends.mlx.attention.paths import Path
+from pippin.backends.mlx.attention.split_attention import (
     attend,
     attend_shared,
     shared_scores,
     softmax,
 )
+from pippin.backends.mlx.layout import Leaf
+from pippin.backends.mlx.payloads.packing import KV
 
 
 class RowKV:

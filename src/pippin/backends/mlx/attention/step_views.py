@@ -6,12 +6,12 @@ from typing import Any
 
 from mlx_lm.models.cache import ArraysCache
 
+from pippin.backends.mlx.attention.decode_step import CohortsShape, DecodeStep
+from pippin.backends.mlx.attention.latent_kv import LatentKV
+from pippin.backends.mlx.attention.listed_kv import ListedRowKV, ListedShape
+from pippin.backends.mlx.attention.packed_kv import PackedRowKV, PackedShape
+from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.layout import Leaf, Reads
-from pippin.backends.mlx.rows.decode_step import CohortsShape, DecodeStep
-from pippin.backends.mlx.rows.latent_view import LatentKV
-from pippin.backends.mlx.rows.listed_views import ListedRowKV, ListedShape
-from pippin.backends.mlx.rows.packed_views import PackedRowKV, PackedShape
-from pippin.backends.mlx.rows.views import RowKV
 
 
 class StepViews:

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from pippin.backends.mlx.rows.split_attention import shared_scores
-from pippin.backends.mlx.rows.views import RowKV
+from pippin.backends.mlx.attention.row_kv import RowKV
+from pippin.backends.mlx.attention.split_attention import shared_scores
 
 
 class LatentKV(RowKV):

@@ -13,9 +13,9 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
+from pippin.backends.mlx.attention.paths import AttentionPaths
+from pippin.backends.mlx.attention.split_attention import shared_mask
 from pippin.backends.mlx.layout import Layout, Leaf
-from pippin.backends.mlx.rows.attention_paths import AttentionPaths
-from pippin.backends.mlx.rows.split_attention import shared_mask
 
 Tree = dict[str, Any]
 

@@ -6,16 +6,14 @@ for each number of rows, and rows that come and go need not be moved. Padding is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+from pippin.backends.mlx.attention.decode_step import DecodeStep
+from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.cpu.operations.calls import Operations, operations
 from pippin.backends.mlx.layout import Layout, Leaf
-from pippin.backends.mlx.rows.cohorts import Cohort
-from pippin.backends.mlx.rows.decode_step import DecodeStep
-from pippin.backends.mlx.rows.views import RowKV
 
 # Rows are listed for all of these or for none.
 LISTED = ("listing", "listed_attention", "row_attention", "tail_write")
@@ -31,19 +29,6 @@ class ListedShape:
 def lister_for(layout: Layout) -> Operations | None:
     """None where the operation does not take what layers keep, or there is none."""
     return operations(*LISTED) if layout.lists else None
-
-
-def list_cohorts(ours: Operations, layout: Layout, cohorts: Sequence[Cohort]) -> mx.array:
-    arrays: list[mx.array] = []
-    numbers = [len(layout.kv_indices), len(cohorts)]
-    for cohort in cohorts:
-        numbers += [len(cohort.indices), *cohort.indices]
-    for leaf in layout.kv_indices:
-        for cohort in cohorts:
-            shared = cohort.shared.get(leaf, ())
-            arrays += [*cohort.kv[leaf], *shared]
-            numbers += [bool(shared), *(stored[leaf] for stored in cohort.stored)]
-    return ours.listing(arrays, numbers)
 
 
 class ListedRowKV(RowKV):

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
+from pippin.backends.mlx.attention.split_attention import attend
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows.attention_paths import AttendPacked, PackedCall
-from pippin.backends.mlx.rows.split_attention import attend
 
 
 def attend_joined(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
