@@ -70,7 +70,7 @@ class EvictedSegments:
         """Prefixes of one block, branches of three: states at all ends, hidden vectors at some."""
         rng = np.random.default_rng(0)
         below = tiers.below
-        while below.cache.num_nodes < self.num_nodes:
+        while below.cache.radix.num_nodes < self.num_nodes:
             prefix = rng.integers(0, 50_000, GRID).astype(np.int32)
             for _ in range(BRANCHES):
                 branch = rng.integers(0, 50_000, 3 * GRID).astype(np.int32)

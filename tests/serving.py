@@ -168,7 +168,7 @@ def check_pools(backend: Any, cache: PrefixCache) -> None:
     """Of torch's pools nobody but the tree holds anything."""
     arena = backend.runner.pools.arena
     arena.check_integrity()
-    assert arena.used_bytes == cache.nbytes - cache.component_bytes[Component.HIDDEN]
+    assert arena.used_bytes == cache.nbytes - cache.tree.component_bytes[Component.HIDDEN]
     assert not backend.runner.rows.lengths.any()
 
 
@@ -180,7 +180,7 @@ def active_bytes() -> int:
 
 def nodes_of(client: Client, tokens: Sequence[int]) -> list[Node]:
     """The tree's nodes along a sequence, from the root down."""
-    return cache_of(client)._tree.walk(as_tokens(tokens))[0]
+    return cache_of(client).radix.walk(as_tokens(tokens))[0]
 
 
 @dataclass

@@ -435,7 +435,7 @@ class World:
         cache, rng = self.client.loop.scheduler.cache, self.rng
         if cache is None or self.setting.canary or rng.random() >= self.setting.damage_rate:
             return
-        held = [payload for node in cache.nodes() for payload in node.payloads if payload]
+        held = [payload for node in cache.radix.nodes() for payload in node.payloads if payload]
         if held:
             damage(rng.choice(held))
 

@@ -67,7 +67,7 @@ class Workload:
         self.long = self.tokens(LONG_LEN)
         self.insert(self.long)
         self.conversations: list[np.ndarray] = []
-        while self.cache._tree.num_nodes < num_nodes:
+        while self.cache.radix.num_nodes < num_nodes:
             self.conversations.append(self.conversation())
             self.insert(self.conversations[-1])
 
@@ -177,7 +177,7 @@ def main() -> None:
     gc.disable()
     for layout in options.layout or LAYOUTS:
         load = Workload(layout, options.nodes)
-        print(f"\n{layout}, {load.cache._tree.num_nodes:,} nodes{'':10}  median us    worst us")
+        print(f"\n{layout}, {load.cache.radix.num_nodes:,} nodes{'':10}  median us    worst us")
         for name, setup in operations(load).items():
             median, worst = measure(setup, options.rounds)
             print(f"  {name:40} {median:10,.0f}  {worst:10,.0f}", flush=True)

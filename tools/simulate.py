@@ -63,9 +63,10 @@ def evict_segments(num_nodes: int) -> None:
         work()
         spent.append(time.thread_time() - began)
 
-    before, entries = world.flow.tiers.below.cache.num_nodes, world.flow.tiers.below.num_entries
+    below = world.flow.tiers.below
+    before, entries = below.cache.radix.num_nodes, below.num_entries
     steps = world.run(NUM_SEGMENTS, measure)
-    after = world.flow.tiers.below.cache.num_nodes
+    after = below.cache.radix.num_nodes
     print(
         f"a tier of {before:,} nodes and {entries:,} entries loses {NUM_SEGMENTS} segments of 16: "
         f"{before - after:,} nodes removed in {steps:,} steps; a step's share: {percentiles(spent)}"

@@ -24,6 +24,11 @@ class Component(enum.Enum):
 
     __hash__ = object.__hash__  # each is there once: keys of many dictionaries, looked up each step
 
+    @property
+    def divides(self) -> bool:
+        """KV of a run of tokens, which can be cut; a state or a hidden vector cannot."""
+        return self is Component.ATTENTION or self is Component.WINDOW
+
 
 class Payload(Protocol):
     """A piece of one component's cache, opaque to whoever holds it.

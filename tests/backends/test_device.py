@@ -207,6 +207,6 @@ def test_buffers_are_counted_while_somebody_holds_them(name: str) -> None:
 
 def arrays_of(cache: PrefixCache) -> Iterator[mx.array]:
     """Of every payload in the tree."""
-    for node in cache._tree.nodes():
+    for node in cache.radix.nodes():
         for payload in filter(None, node.payloads):
             yield from payload_arrays(payload)

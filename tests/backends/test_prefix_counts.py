@@ -109,7 +109,7 @@ def workload(client: Client, name: str) -> None:
 def contents(client: Client) -> dict[tuple[bytes, int], list[np.ndarray]]:
     """Every payload by the tokens before it and its component."""
     found = {}
-    for node in cache_of(client)._tree.nodes():
+    for node in cache_of(client).radix.nodes():
         tokens = b"".join(above.tokens for above in reversed(list(node.ancestors())))
         for index in INDEX.values():
             payload = node.payloads[index]

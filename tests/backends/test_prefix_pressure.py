@@ -50,7 +50,7 @@ def tight_capacity(name: str, num_tokens: int, num_rows: int) -> int:
 
 
 def evictions(cache: PrefixCache) -> dict[Component, int]:
-    return {c: n for c, n in cache.stats.evictions.items() if c in cache.component_bytes}
+    return {c: n for c, n in cache.stats.evictions.items() if c in cache.tree.component_bytes}
 
 
 @pytest.mark.parametrize("name", [BUNDLED, *TRIED_MOST, *TORCH_MODELS[:1]])

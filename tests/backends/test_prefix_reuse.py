@@ -119,7 +119,7 @@ def test_after_eviction_of_the_middle_of_a_path(name: str) -> None:
     longer = diverge(name, base, 200, 70, seed=62)
     ask_all(client, [base])
     ask_all(client, [longer])
-    store = cache_of(client)._store
+    store = cache_of(client).tree
     for node in nodes_of(client, longer):
         if 64 < node.end < 250 and node.children:
             for unit, index in ((Unit.STATE, STATE), (Unit.WINDOW, WINDOW)):
@@ -144,6 +144,6 @@ def test_with_the_replys_state_evicted(name: str) -> None:
     assert leaf.end == len(conversation)
     for index in (STATE, WINDOW):
         if leaf.payloads[index] is not None:
-            cache_of(client)._store.drop(leaf, index)
+            cache_of(client).tree.drop(leaf, index)
     prompts = [diverge(name, conversation, len(conversation), n, seed=80 + n) for n in (1, 2, 3)]
     assert min(ask_warm(client, name, prompts)) >= 128 - most_recomputed(name)

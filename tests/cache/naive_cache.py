@@ -324,4 +324,4 @@ class CheckedCache:
         if S in self.components:
             assert self.ledger.held(S) <= ends
         if not ends:
-            assert self.cache.num_tokens == 0
+            assert self.cache.radix.num_tokens == 0

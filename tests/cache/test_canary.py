@@ -117,7 +117,7 @@ def test_self_test_fails_for_a_canary_blind_to_bytes(monkeypatch: pytest.MonkeyP
 def test_idle_checks_count_everything_again(caplog: pytest.LogCaptureFixture) -> None:
     for canary in (Canary("log"), Canary("raise")):
         cache, _, _ = filled(canary)
-        cache._tree.num_tokens += 1
+        cache.radix.num_tokens += 1
         if canary.mode == "raise":
             with pytest.raises(CacheCorruption, match=r"does not add up: \d+ tokens, saw \d+"):
                 cache.check_when_idle()

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pippin.cache.policy import CheckpointPolicy, Placement
+from pippin.cache.policy import PRIOR, CheckpointPolicy, Placement, worth
 
 CHEAP = CheckpointPolicy(state_bytes=10_000, kv_bytes_per_token=1_000)
 DEAR = CheckpointPolicy(state_bytes=1_500_000, kv_bytes_per_token=1_000)
 
 
 def test_cheap_states_stand_on_the_grid() -> None:
-    assert CHEAP.positions(0, 200, prompt_len=1000) == (64, 128, 192)
+    assert tuple(CHEAP.placements(0, 200, prompt_len=1000)) == (64, 128, 192)
 
 
 def test_dear_states_stand_on_every_other_grid_point() -> None:
-    assert DEAR.positions(0, 512, prompt_len=1000) == (128, 256, 384, 512)
+    assert tuple(DEAR.placements(0, 512, prompt_len=1000)) == (128, 256, 384, 512)
 
 
 def test_the_prompt_ends_with_a_state_and_has_one_before_it() -> None:
@@ -30,8 +30,8 @@ def test_the_prompt_ends_with_a_state_and_has_one_before_it() -> None:
 
 
 def test_a_prompt_that_ends_on_the_grid_can_be_repeated() -> None:
-    assert DEAR.positions(0, 192, prompt_len=192) == (128, 192)
-    assert DEAR.positions(0, 128, prompt_len=128) == (64, 128)
+    assert tuple(DEAR.placements(0, 192, prompt_len=192)) == (128, 192)
+    assert tuple(DEAR.placements(0, 128, prompt_len=128)) == (64, 128)
 
 
 def test_boundaries_and_branches_are_rounded_down_to_the_grid() -> None:
@@ -59,7 +59,7 @@ def test_at_most_127_tokens_of_a_shared_prefix_are_recomputed(
     held = {0}
     for start in range(0, prompt_len, chunk):
         end = min(start + chunk, prompt_len)
-        positions = policy.positions(start, end, prompt_len=prompt_len)
+        positions = tuple(policy.placements(start, end, prompt_len=prompt_len))
         assert all(start < position <= end for position in positions)
         assert list(positions) == sorted(set(positions))
         held.update(positions)
@@ -86,7 +86,7 @@ def test_decoding_keeps_grid_states() -> None:
 def test_worth_grows_with_use_and_tokens_and_shrinks_with_bytes(
     better: tuple[Placement, int, int, int], worse: tuple[Placement, int, int, int]
 ) -> None:
-    assert CHEAP.state_value(*better) > CHEAP.state_value(*worse)
+    assert worth(PRIOR[better[0]], *better[1:]) > worth(PRIOR[worse[0]], *worse[1:])
 
 
 def grown_and_thinned(num_positions: int, num_kept: int) -> list[int]:

@@ -143,12 +143,12 @@ def test_a_logging_canary_does_not_count_a_large_tree_when_idle(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cache = make_cache("attention", MAX_COUNTED // 5 + 1, canary=Canary("log"))
-    assert cache._tree.num_nodes > MAX_COUNTED
+    assert cache.radix.num_nodes > MAX_COUNTED
     assert num_lines(cache.check_when_idle) < 10_000
-    node = next(iter(cache._tree.root.children.values()))
+    node = next(iter(cache.radix.root.children.values()))
     assert node.chain is not None
     node.chain[0] ^= np.uint64(1)
-    for _ in range(cache._tree.num_nodes // NUM_SWEPT + 1):  # still, every node's turn comes
+    for _ in range(cache.radix.num_nodes // NUM_SWEPT + 1):  # still, every node's turn comes
         cache.check_when_idle()
     assert "holds another sequence" in caplog.text
 
@@ -236,12 +236,12 @@ def test_a_step_removes_a_bounded_number_of_nodes_however_much_was_evicted(layou
         tree, keys = make_tier(layout, num_leaves)
         tree.lose(key for own in keys for key in own)
         worst.append(remove_all_lost(tree))
-        assert tree.cache.num_nodes == 1
+        assert tree.cache.radix.num_nodes == 1
     for num_leaves in SIZES:
         tree, keys = make_tier(layout, num_leaves)
         tree.lose([tree.entry(conversation(0)[:BLOCK], A, 0).key])
         worst.append(remove_all_lost(tree))
-        assert tree.cache.num_nodes == 0
+        assert tree.cache.radix.num_nodes == 0
     assert max(worst) < 10_000
     assert worst[1] < 1.5 * worst[0]
     assert worst[3] < 1.5 * worst[2]

@@ -112,16 +112,16 @@ def test_evicting_the_last_state_frees_the_tail_it_carried() -> None:
     checked = CheckedCache([A, S])
     checked.insert([1] * 8, 0, states=[4])
     checked.evict(1 << 30)
-    assert checked.cache.num_tokens == 0
+    assert checked.cache.radix.num_tokens == 0
 
 
 def test_state_only_leaves_vanish_with_their_state() -> None:
     checked = CheckedCache([S])
     checked.insert([1] * 8, 0, states=[4, 8])
     checked.evict(1)
-    assert checked.cache.num_tokens in (4, 8)
+    assert checked.cache.radix.num_tokens in (4, 8)
     checked.evict(1)
-    assert checked.cache.num_tokens == 0
+    assert checked.cache.radix.num_tokens == 0
 
 
 def test_interior_windows_go_before_leaves_but_not_those_a_leaf_looks_back_on() -> None:
@@ -141,16 +141,16 @@ def test_a_window_goes_right_after_the_last_state_that_looks_back_on_it() -> Non
     checked = CheckedCache([A, W, S], window=6)
     prompt = list(range(30))
     checked.insert(prompt, 0, states=[4, 9, 10, 30])
-    node = {node.end: node for node in checked.cache._tree.nodes()}
+    node = {node.end: node for node in checked.cache.radix.nodes()}
     # The states at 4 and 9 look back on the window of [0, 4); the one at 10 does not.
-    checked.cache._store.take(node[9], Unit.STATE)
+    checked.cache.tree.take(node[9], Unit.STATE)
     checked.check()
     assert checked.match(prompt, limit=9).length == 4
-    checked.cache._store.take(node[4], Unit.STATE)
+    checked.cache.tree.take(node[4], Unit.STATE)
     checked.match([99])
     assert checked.evict(1) == 4 * NBYTES[W]
     assert checked.match(prompt, limit=29).length == 10
-    checked.cache._store.take(node[10], Unit.STATE)
+    checked.cache.tree.take(node[10], Unit.STATE)
     assert checked.evict(6 * NBYTES[W]) == 6 * NBYTES[W]
     assert checked.match(prompt).length == 30
 
@@ -212,7 +212,7 @@ def test_lowering_the_ceiling_evicts() -> None:
     for token in range(5):
         checked.insert([token] * 4, 0)
     checked.set_capacity(9 * NBYTES[A])
-    assert checked.cache.num_tokens == 8
+    assert checked.cache.radix.num_tokens == 8
 
 
 @pytest.mark.parametrize("layout", [[A], [A, S], [A, W], [A, W, S]])
@@ -227,11 +227,11 @@ def test_what_goes_has_the_least_rank_of_all(
     for turn in range(10, 41, 5):
         for tokens in conversations:
             checked.insert(tokens[:turn], 0, states=[turn - 2, turn])
-    store = checked.cache._store
+    store = checked.cache.tree
     heaps = {heap.unit: heap for heap in store.queue._heaps}
 
     def take(node: Node, unit: Unit) -> int:
-        nodes = list(store.tree.nodes())
+        nodes = list(store.radix.nodes())
         ranks = [h.rank(n) for h in heaps.values() for n in nodes if h.evictable(n)]
         assert heaps[unit].rank(node) == min(ranks)
         taken.add(unit)
@@ -267,4 +267,4 @@ def test_the_eviction_queue_does_not_grow_with_what_is_gone() -> None:
         checked.insert([round_number, 1], 0, states=[1, 2])
         checked.insert([round_number, 1, 2], 2)
         checked.evict(1 << 30) if round_number % 2 else checked.flush()
-        assert len(checked.cache._store.queue) == 0
+        assert len(checked.cache.tree.queue) == 0

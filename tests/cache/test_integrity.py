@@ -11,7 +11,7 @@ from pippin.cache.tree.radix import Node
 
 
 def leak_bytes(checked: CheckedCache, node: Node) -> None:
-    checked.cache._store.component_bytes[A] += 1
+    checked.cache.tree.component_bytes[A] += 1
 
 
 def lose_attention(checked: CheckedCache, node: Node) -> None:
@@ -40,7 +40,7 @@ def lock_path(checked: CheckedCache, node: Node) -> None:
 
 
 def lock_bytes(checked: CheckedCache, node: Node) -> None:
-    checked.cache._store.locks.nbytes += 1
+    checked.cache.tree.locks.nbytes += 1
 
 
 def look_back(checked: CheckedCache, node: Node) -> None:
@@ -54,11 +54,11 @@ def look_back_too_little(checked: CheckedCache, node: Node) -> None:
 
 
 def forget(checked: CheckedCache, node: Node) -> None:
-    checked.cache._store.queue.clear()
+    checked.cache.tree.queue.clear()
 
 
 def remember(checked: CheckedCache, node: Node) -> None:
-    checked.cache._store.queue._heaps[0].put(Node(b"", 0, None), (0.0, 0))
+    checked.cache.tree.queue._heaps[0].put(Node(b"", 0, None), (0.0, 0))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def remember(checked: CheckedCache, node: Node) -> None:
         (lock_bytes, "locked bytes"),
         (look_back, "window users"),
         (look_back_too_little, "looks back further"),
-        (forget, "can never go"),
+        (forget, "can never be evicted"),
         (remember, "no longer in the tree"),
     ],
 )
@@ -82,7 +82,7 @@ def test_damage_is_named(damage: Callable[[CheckedCache, Node], None], message: 
     checked = CheckedCache([A, W, S], window=3)
     checked.insert([1, 2, 3, 4], 0, states=[2, 4])
     checked.cache.check_integrity()
-    leaf = next(node for node in checked.cache._tree.nodes() if not node.children)
+    leaf = next(node for node in checked.cache.radix.nodes() if not node.children)
     damage(checked, leaf)
     with pytest.raises(AssertionError, match=message):
         checked.cache.check_integrity()

@@ -18,7 +18,7 @@ def test_locked_paths_windows_and_states_stay() -> None:
     assert checked.ledger.held(S) == {tuple(prompt)}
     checked.unlock(0)
     checked.evict(1 << 30)
-    assert checked.cache.num_tokens == 0
+    assert checked.cache.radix.num_tokens == 0
 
 
 def test_two_locks_need_two_unlocks() -> None:
@@ -42,7 +42,7 @@ def test_a_split_above_the_lock_keeps_its_window_held_and_frees_all_of_it() -> N
     checked.unlock(0)
     checked.check()
     checked.evict(1 << 30)
-    assert checked.cache.num_tokens == 0
+    assert checked.cache.radix.num_tokens == 0
 
 
 def test_unlocking_twice_is_loud() -> None:
@@ -50,7 +50,7 @@ def test_unlocking_twice_is_loud() -> None:
     checked.insert([1], 0)
     lock = checked.cache.lock(checked.match([1]))
     checked.cache.unlock(lock)
-    with pytest.raises(AssertionError, match="is not held"):
+    with pytest.raises(AssertionError, match="is not locked"):
         checked.cache.unlock(lock)
 
 
@@ -71,7 +71,7 @@ def test_flush_keeps_what_is_locked() -> None:
     checked.flush()
     checked.check()
     assert checked.match([1] * 8).length == 4
-    assert checked.cache.num_tokens == 4
+    assert checked.cache.radix.num_tokens == 4
 
 
 def test_a_locked_path_keeps_its_attention_and_frees_what_no_restore_there_needs() -> None:

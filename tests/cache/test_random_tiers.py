@@ -86,7 +86,7 @@ class LowerTier:
         """Of what the tree names, not of what the store has: that may be more for a moment."""
         found: dict[Component, set[Prefix]] = {c: set() for c in self.components}
         numbers = {self.tiers.below.root(salt): number for number, salt in enumerate(SALTS)}
-        for node in self.tiers.below.cache.nodes():
+        for node in self.tiers.below.cache.radix.nodes():
             nodes = list(node.ancestors())[::-1]
             root = nodes[0].key[0] if isinstance(nodes[0].key, tuple) else b""
             plain = (token for above in nodes for token in above.token_ids.tolist())

@@ -105,7 +105,7 @@ def test_a_fault_found_by_a_raising_canary_is_why_the_engine_stopped(tmp_path: P
     async def scenario(engine: EngineClient) -> None:
         prompt = list(range(80))
         assert (await ask(engine, "a", prompt)).finish == "length"
-        node = next(iter(cache._tree.root.children.values()))
+        node = next(iter(cache.radix.root.children.values()))
         assert node.chain is not None
         node.chain[0] ^= np.uint64(1)
         waiting = asyncio.create_task(ask(engine, "b", [*prompt, 1]))

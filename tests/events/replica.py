@@ -60,7 +60,7 @@ class Replica:
         """Whatever is known is true; if `complete`, all of it is known."""
         cache = client.loop.scheduler.cache
         assert cache is not None
-        truth = {node.id: node for node in _all_nodes(cache.root)}
+        truth = {node.id: node for node in _all_nodes(cache.radix.root)}
         assert self.nodes.keys() <= truth.keys()
         if complete:
             assert self.nodes.keys() == truth.keys()

@@ -30,7 +30,7 @@ def test_nothing_is_gathered_while_nobody_watches() -> None:
     one = Watched(make_client())
     scheduler = one.client.loop.scheduler
     assert scheduler.cache is not None
-    store = scheduler.cache._store
+    store = scheduler.cache.tree
     one.client.ask(make_prompt(70))
     assert scheduler.observer is None
     assert store.observer is None
@@ -193,7 +193,7 @@ def test_messages_are_bounded_in_bytes() -> None:
         one.client.submit(make_prompt(330, number), id=f"chatcmpl-{number:032x}-0", max_tokens=20)
     one.client.run()
     assert one.client.loop.scheduler.cache is not None
-    assert one.client.loop.scheduler.cache.num_nodes > 4 * tree_module.MAX_NODES
+    assert one.client.loop.scheduler.cache.radix.num_nodes > 4 * tree_module.MAX_NODES
     one.feed.watch()
     one.now += 1
     one.feed.flush()

@@ -49,7 +49,7 @@ def cache_of(client: Client) -> PrefixCache:
 
 def damage_all(client: Client, component: Component) -> int:
     """In how many nodes there was something to damage."""
-    held = [node.payloads[ORDER.index(component)] for node in cache_of(client).nodes()]
+    held = [node.payloads[ORDER.index(component)] for node in cache_of(client).radix.nodes()]
     found = [payload for payload in held if payload is not None]
     for payload in found:
         damage(payload)
@@ -111,7 +111,7 @@ def test_others_that_run_on_what_is_damaged_later_go_on(overlap: bool, by_refere
     assert third.tokens == expected[0]
     check_idle(client)
     cache_of(client).check_integrity()
-    assert not any(node.damaged for node in cache_of(client).nodes())
+    assert not any(node.damaged for node in cache_of(client).radix.nodes())
 
 
 def test_what_is_damaged_is_not_written_to_disk() -> None:
@@ -119,7 +119,7 @@ def test_what_is_damaged_is_not_written_to_disk() -> None:
     client = make_client((A, S), store=store, workers=workers)
     prompt = make_prompt(300)
     reply = client.submit(prompt, max_tokens=40)
-    while not cache_of(client).num_tokens:
+    while not cache_of(client).radix.num_tokens:
         client.step(1)
     damage_all(client, A)
     while client.loop.scheduler.has_work:

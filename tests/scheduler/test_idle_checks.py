@@ -20,7 +20,7 @@ def cache_of(client: Client) -> PrefixCache:
 
 
 def first_node(client: Client, prompt: list[int]) -> Node:
-    return cache_of(client)._tree.walk(as_tokens(prompt))[0][0]
+    return cache_of(client).radix.walk(as_tokens(prompt))[0][0]
 
 
 @both_modes
@@ -45,7 +45,7 @@ def test_a_logging_canary_reports_what_it_finds_and_the_engine_goes_on(
     chain = first_node(client, make_prompt(100)).chain
     assert chain is not None
     chain[0] ^= np.uint64(1)
-    cache_of(client)._store.tree.num_tokens += 1
+    cache_of(client).radix.num_tokens += 1
     stranger = client.ask(make_prompt(50, family=2))
     assert (stranger.tokens, stranger.finish) == oracle(make_prompt(50, family=2))
     assert "holds another sequence from token 0" in caplog.text

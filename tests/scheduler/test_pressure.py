@@ -421,9 +421,9 @@ def test_what_a_failed_step_left_never_reaches_the_tree() -> None:
     client.ask(make_prompt(300), max_tokens=1)
     cache = client.loop.scheduler.cache
     assert cache is not None
-    for node in list(cache._tree.nodes()):
+    for node in list(cache.radix.nodes()):
         if node.children and node.end > 64:
-            cache._store.drop(node, STATE)
+            cache.tree.drop(node, STATE)
     prompt = make_prompt(250) + make_prompt(200, 7)
     backend.bad_step = client.loop.scheduler.inflight_steps.next_step + 1
     assert client.ask(prompt).finish == "error"

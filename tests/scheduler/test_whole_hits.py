@@ -158,9 +158,9 @@ def test_without_room_for_its_state_a_prompts_end_is_no_checkpoint() -> None:
     cache = client.loop.scheduler.cache
     assert cache is not None
     client.ask(make_prompt(70))
-    ends = [n for n in cache._tree.nodes() if n.end == 70]
+    ends = [n for n in cache.radix.nodes() if n.end == 70]
     for node in ends:
-        cache._store.drop(node, 2)
+        cache.tree.drop(node, 2)
     assert client.ask(make_prompt(70)).cached_tokens == GRID
     assert client.ask(make_prompt(70)).cached_tokens == 70
     check_idle(client)

@@ -1,7 +1,7 @@
 """Where recurrent checkpoints are placed and what they are worth. Knows no tree and no payloads.
 
 A state is large (as much as 1,500 tokens of KV) and serves only at its own position, so both
-questions weigh bytes against the tokens somebody would otherwise compute again.
+questions weigh bytes against the tokens that would otherwise be computed again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class Placement(enum.Enum):
     REPLY_END = "reply_end"
 
 
-# The chance, against a leaf's 1, that somebody comes back to exactly this place.
+LEAF_PRIOR = 1.0
+# How likely a request is to end its match exactly here, against LEAF_PRIOR. An interior state or
+# window serves only requests that leave the path before the next one.
 PRIOR = {
     Placement.GRID: 0.125,
     Placement.BOUNDARY: 0.5,
@@ -38,7 +40,7 @@ PRIOR = {
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """Chooses checkpoint positions, and ranks what the cache keeps by tokens saved per byte."""
+    """Chooses checkpoint positions."""
 
     state_bytes: int = 0
     kv_bytes_per_token: int = 0
@@ -70,8 +72,8 @@ class CheckpointPolicy:
         """Where a prefill chunk over [start, end) should capture states, ascending, and why.
 
         Boundaries and branches are rounded down to the grid. The prompt's end is exact, for the
-        next turn and the same prompt again; where it is evicted or cannot be sampled from, the
-        last grid point before it is there for the latter.
+        next turn and for the same prompt; the last grid point before it serves the same prompt
+        where the end was evicted or has no hidden vector.
         """
         found: dict[int, Placement] = {}
         stride = self.stride(prompt_len)
@@ -85,20 +87,6 @@ class CheckpointPolicy:
         found[prompt_len] = Placement.PROMPT_END
         return {position: found[position] for position in sorted(found) if start < position <= end}
 
-    def positions(
-        self,
-        start: int,
-        end: int,
-        *,
-        prompt_len: int,
-        boundaries: Iterable[int] = (),
-        branch: int = 0,
-    ) -> tuple[int, ...]:
-        """The positions of `placements`, ascending."""
-        return tuple(
-            self.placements(start, end, prompt_len=prompt_len, boundaries=boundaries, branch=branch)
-        )
-
     def captures_decode(self, position: int) -> bool:
         """Whether the state after `position` tokens is worth keeping while a reply grows."""
         return position % self.stride(position) == 0
@@ -107,10 +95,9 @@ class CheckpointPolicy:
     def thinned(positions: Iterable[int], num_kept: int, *, start: int = 0) -> tuple[int, ...]:
         """The `num_kept` checkpoints of a growing reply to keep when bytes are short, ascending.
 
-        The last one always: the next turn goes on there. Of the others goes first whose loss leaves
-        the smallest gap for its distance from the end, so that gaps widen with the distance; also
-        when a reply grows and is thinned again and again. `start` is where the checkpoint before
-        the first lies: the prompt's end.
+        The last one always: the next turn continues there. Of the others, the one is dropped whose
+        loss leaves the smallest gap for its distance from the end, so gaps widen with the distance,
+        also when a growing reply is thinned repeatedly. `start`: the prompt's end.
         """
         kept = sorted(positions)
         if num_kept < 1:
@@ -124,19 +111,10 @@ class CheckpointPolicy:
             del kept[gaps.index(min(gaps))]
         return tuple(kept)
 
-    def leaf_value(self, num_uses: int, num_saved: int, nbytes: int) -> float:
-        """The end of a path, with all its node carries; uses are those of its state, if any."""
-        return (1.0 + min(num_uses, MAX_USES)) * num_saved / max(nbytes, 1)
 
-    def state_value(
-        self, placement: Placement, num_uses: int, num_saved: int, nbytes: int
-    ) -> float:
-        """An interior state: it helps only those who leave the path before the next one."""
-        return (PRIOR[placement] + min(num_uses, MAX_USES)) * num_saved / max(nbytes, 1)
-
-    def window_value(self, num_uses: int, num_saved: int, nbytes: int) -> float:
-        """An interior window: it helps only those who leave the path just behind it."""
-        return (PRIOR[Placement.GRID] + min(num_uses, MAX_USES)) * num_saved / max(nbytes, 1)
+def worth(prior: float, num_uses: int, num_saved: int, nbytes: int) -> float:
+    """Tokens saved per byte, times how likely it is that a request needs them."""
+    return (prior + min(num_uses, MAX_USES)) * num_saved / max(nbytes, 1)
 
 
 def _grid_floor(position: int) -> int:

@@ -1,17 +1,17 @@
 """What the scheduler sees of the cache: match, lock, insert, evict. Knows tokens, not arrays.
 
-    match    how much of a prompt need not be computed, and the payloads that stand in for it
+    match    how much of a prompt need not be computed, and the payloads that replace it
     lock     keep those while the request runs
-    insert   take over what a step captured
-    evict    give the least useful bytes back
+    insert   own what a step captured
+    evict    free the least useful bytes
 
-Payloads are owned by the tree from `insert` on and released exactly once. One thread calls. Every
-verb that takes tokens takes a salt: sequences of different salts never share anything.
+The tree owns payloads from `insert` on and releases each exactly once. One thread calls. Every verb
+that takes tokens takes a salt: sequences of different salts never share anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy.typing as npt
 
@@ -21,85 +21,59 @@ from pippin.cache.results import InsertResult, Lock, Match
 from pippin.cache.stats import CacheStats
 from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.components import INDEX, Rules
-from pippin.cache.tree.condemned import Condemned
+from pippin.cache.tree.condemned import condemn, drop_damaged, sound_reach
 from pippin.cache.tree.incoming import Incoming
 from pippin.cache.tree.integrity import check_integrity
-from pippin.cache.tree.observer import TreeObserver
 from pippin.cache.tree.payload_tree import PayloadTree
 from pippin.cache.tree.radix import Node, TokenArray, as_tokens
 from pippin.types import Component, Payload
 
 
 class PrefixCache:
-    """A radix tree whose nodes carry one payload per component, under one ceiling of bytes."""
+    """A radix tree whose nodes carry one payload per component, under one limit of bytes.
+
+    `tree` and `radix` are to be read, for reports and other tiers; changes go through these verbs.
+    """
 
     def __init__(
         self,
         components: Sequence[Component],
         *,
         window: int = 0,
-        capacity_bytes: int,
+        capacity_bytes: int | None,
         canary: Canary | None = None,
         policy: CheckpointPolicy | None = None,
     ) -> None:
+        """`capacity_bytes` None: no limit, and nothing is evicted."""
         self.capacity_bytes = capacity_bytes
         self.policy = policy or CheckpointPolicy()
         self._canary = canary if canary is not None and canary.mode != "off" else None
         self._rules = Rules(components, window)
-        self._store = PayloadTree(self._rules, self.policy, self._canary)
-        self._tree = self._store.tree
-        self._condemned = Condemned(self._store, self._canary)
+        self.tree = PayloadTree(self._rules, self._canary, evicts=capacity_bytes is not None)
+        self.radix = self.tree.radix
         self._locks: set[Lock] = set()
 
     @property
     def nbytes(self) -> int:
-        return self._store.nbytes
+        return self.tree.nbytes
 
     @property
     def evictable_bytes(self) -> int:
-        """What `evict` could free at most, as the locks are now: all that none of them holds."""
-        return self._store.evictable_bytes
+        """What `evict` could free at most: all that is not locked."""
+        return self.tree.evictable_bytes
 
     @property
     def version(self) -> int:
-        """Changes whenever `probe` may answer differently than before for some prompt."""
-        return self._store.version
-
-    @property
-    def num_tokens(self) -> int:
-        return self._tree.num_tokens
-
-    @property
-    def component_bytes(self) -> dict[Component, int]:
-        return dict(self._store.component_bytes)
+        """Changes whenever `probe` may return another length than before for some prompt."""
+        return self.tree.version
 
     @property
     def stats(self) -> CacheStats:
-        return self._store.stats
-
-    # --- watch --------------------------------------------------------------------------------
-
-    def observe(self, observer: TreeObserver | None) -> None:
-        """Have `observer` hear of every change from now on; None: nobody."""
-        self._store.observer = observer
-
-    @property
-    def root(self) -> Node:
-        """To be looked at, never changed."""
-        return self._tree.root
-
-    @property
-    def num_nodes(self) -> int:
-        return self._tree.num_nodes
-
-    @property
-    def tick(self) -> int:
-        """Counts uses: a node's `stamp` has that of its last one."""
-        return self._store.tick
+        return self.tree.stats
 
     @property
     def locked_ends(self) -> set[Node]:
-        """Where the paths end that are held."""
+        """The nodes where locked paths end."""
         return {lock.node for lock in self._locks if not lock.node.is_root}
 
     # --- find ---------------------------------------------------------------------------------
@@ -109,22 +83,22 @@ class PrefixCache:
         path, reach = self._walk_sound(as_tokens(tokens), salt)
         return self._rules.deepest_valid(path, reach if limit is None else min(reach, limit))[1]
 
-    def num_cached(self, tokens: npt.ArrayLike, salt: bytes = b"") -> int:
-        """How many of these tokens lie in the tree at all, restorable or not."""
-        return self._tree.walk(as_tokens(tokens), salt)[1]
-
     def probe_prompt(self, tokens: npt.ArrayLike, salt: bytes = b"") -> int:
         """The length `match_prompt` would return. Touches nothing."""
         ids = as_tokens(tokens)
         path, reach = self._walk_sound(ids, salt)
         return self._rules.deepest_for_prompt(path, reach, len(ids))[1]
 
+    def num_cached(self, tokens: npt.ArrayLike, salt: bytes = b"") -> int:
+        """How many of these tokens are in the tree at all, restorable or not."""
+        return self.radix.walk(as_tokens(tokens), salt)[1]
+
     def match(self, tokens: npt.ArrayLike, salt: bytes = b"", *, limit: int | None = None) -> Match:
         """The longest restorable prefix of at most `limit` tokens; counts as a use of it."""
         ids = as_tokens(tokens)
         path, branch = self._walk_sound(ids, salt)
         reach = branch if limit is None else min(branch, limit)
-        return self._found(ids, branch, *self._rules.deepest_valid(path, reach))
+        return self._match_at(ids, branch, *self._rules.deepest_valid(path, reach))
 
     def match_prompt(self, tokens: npt.ArrayLike, salt: bytes = b"") -> Match:
         """The longest restorable prefix of a prompt, after which a token is to be sampled.
@@ -133,30 +107,18 @@ class PrefixCache:
         """
         ids = as_tokens(tokens)
         path, branch = self._walk_sound(ids, salt)
-        return self._found(ids, branch, *self._rules.deepest_for_prompt(path, branch, len(ids)))
-
-    def walk(self, tokens: npt.ArrayLike, salt: bytes = b"") -> tuple[list[Node], int]:
-        """The nodes that share tokens with these, and how many they share. Touches nothing."""
-        return self._tree.walk(as_tokens(tokens), salt)
-
-    def nodes(self) -> Iterator[Node]:
-        """All of them, parents before children."""
-        return self._tree.nodes()
-
-    def cut(self, node: Node, position: int) -> Node:
-        """The node on the path to `node` that ends at `position`, split off if need be."""
-        return self._store.end_node(node, position)
+        return self._match_at(ids, branch, *self._rules.deepest_for_prompt(path, branch, len(ids)))
 
     def payloads(self, lock: Lock) -> dict[Component, tuple[Payload, ...]]:
-        """What restores a locked match, as the tree holds it now: others may have split nodes."""
+        """What restores a locked match, as the tree has it now: nodes may have been split since."""
         return self._rules.gather(lock.node)
 
-    # --- hold ---------------------------------------------------------------------------------
+    # --- lock ---------------------------------------------------------------------------------
 
     def lock_tokens(self, tokens: npt.ArrayLike, salt: bytes = b"") -> Lock:
-        """Keep what lies along these tokens, restorable or not, so that more can connect to it."""
-        path, reach = self._tree.walk(as_tokens(tokens), salt)
-        node = self._store.end_node(path[-1], reach) if path else self._tree.root
+        """Lock the path of these tokens, restorable or not, so that more can be added below it."""
+        path, reach = self.radix.walk(as_tokens(tokens), salt)
+        node = self.tree.end_node(path[-1], reach) if path else self.radix.root
         return self.lock(InsertResult(reach, 0, node))
 
     def lock(self, at: Match | InsertResult) -> Lock:
@@ -165,15 +127,15 @@ class PrefixCache:
         assert node.attached, f"stale: {at} was evicted before it was locked"
         if isinstance(at, Match):
             self._count_lookup(at)
-        lock = Lock(at.length, node, self._store.lock(node))
+        lock = Lock(at.length, node, self.tree.locks.lock(node))
         self._locks.add(lock)
         return lock
 
     def unlock(self, lock: Lock) -> None:
-        assert lock in self._locks, f"{lock} is not held"
+        assert lock in self._locks, f"{lock} is not locked"
         self._locks.remove(lock)
-        self._store.unlock(lock.node, lock.floor)
-        self._condemned.drop(lock.node.ancestors())
+        self.tree.unlock(lock.node, lock.floor)
+        drop_damaged(self.tree, lock.node.ancestors())
 
     # --- grow ---------------------------------------------------------------------------------
 
@@ -188,113 +150,122 @@ class PrefixCache:
         salt: bytes = b"",
         placements: Mapping[int, Placement] | None = None,
     ) -> InsertResult:
-        """Take over the KV of tokens [start, len(tokens)), states at positions along them, and
-        the `hidden` vector after the last one.
+        """Own the KV of tokens [start, len(tokens)), states at positions along them, and the
+        `hidden` vector after the last one.
 
         Fills what the tree lacks and releases the rest. Attention KV must connect: if tokens before
         `start` are missing, all is released. States may lie before `start`, if their path is there.
-        `placements` says why each state was taken; it only steers eviction and the counters.
-        If that passes the ceiling, others are evicted, then the least of what came in.
+        `placements` says why each state was captured: for eviction and the counters.
+        Above the limit, what was there before is evicted first, then the least of this insert.
         """
         ids = as_tokens(tokens)
         incoming = Incoming(start, len(ids), kv, states, hidden, placements or {})
         incoming.check(self._rules)
-        path, reach = self._tree.walk(ids, salt)
+        path, reach = self.radix.walk(ids, salt)
         if self._rules.has_attention and reach < start:
             self.stats.gaps += 1
-            self._store.refuse(*incoming.payloads)
-            return InsertResult(0, start - reach, self._tree.root)
+            self.tree.refuse(*incoming.payloads)
+            return InsertResult(0, start - reach, self.radix.root)
 
         ids = ids[: incoming.path_end(self._rules, reach)]
-        tip = self._store.grow(path, reach, ids, salt, cuts=states)
-        tick = self._store.touch(tip)
-        filled = incoming.fill(self._store, tip)
-        self._store.keep_within(self.capacity_bytes, tick, filled)
+        tip = self.tree.grow(path, reach, ids, salt, cuts=states)
+        tick = self.tree.touch(tip)
+        filled = incoming.fill(self.tree, tip)
+        if self.capacity_bytes is not None:
+            self.tree.keep_within(self.capacity_bytes, tick, filled)
         if not tip.attached:
-            path, _ = self._tree.walk(ids, salt)
-            tip = path[-1] if path else self._tree.root
+            path, _ = self.radix.walk(ids, salt)
+            tip = path[-1] if path else self.radix.root
         return InsertResult(tip.end, 0, tip)
+
+    def insert_component(
+        self,
+        tokens: npt.ArrayLike,
+        component: Component,
+        start: int,
+        payload: Payload,
+        salt: bytes = b"",
+    ) -> InsertResult:
+        """Insert one payload: KV of [start, len(tokens)), or what is kept after the last token."""
+        ids = as_tokens(tokens)
+        if component.divides:
+            return self.insert(ids, start, {component: payload}, {}, salt=salt)
+        states = {len(ids): payload} if component is Component.STATE else {}
+        hidden = payload if component is Component.HIDDEN else None
+        return self.insert(ids, len(ids), {}, states, hidden, salt=salt)
 
     # --- shrink -------------------------------------------------------------------------------
 
     def evict(self, nbytes: int) -> int:
         """Free at least `nbytes`, or all `evictable_bytes` if that is less; returns the bytes."""
-        return self._store.evict(nbytes)
-
-    def discard(self, node: Node, component: Component, limit: int | None = None) -> int:
-        """Drop a component of a node, and of attention all that hangs below; 0 if it is locked.
-
-        Returns the number of nodes that changed. With a `limit` no more than so many are removed,
-        leaves first: then the component may still be there.
-        """
-        return self._store.discard(node, component, limit)
+        return self.tree.evict(nbytes)
 
     def condemn(
         self, tokens: npt.ArrayLike, component: Component, start: int, salt: bytes = b""
     ) -> None:
-        """KV of [start, end) of this path, or what is kept after its end, is not what it was.
+        """The bytes of KV of [start, end) of this path, or of what is kept at its end, changed.
 
-        Nothing is matched from there on any more, and it goes when no lock holds it.
+        No match reaches beyond that any more, and it is dropped when it is not locked.
         """
         ids = as_tokens(tokens)
-        path, _ = self._tree.walk(ids, salt)
-        self._condemned.condemn(path, len(ids), component, start)
+        path, _ = self.radix.walk(ids, salt)
+        condemn(self.tree, path, len(ids), component, start)
 
     def mark_copied(
         self, tokens: npt.ArrayLike, component: Component, start: int, salt: bytes = b""
     ) -> None:
         """The tier below has a component of this path too: of [start, end), or at its end."""
         ids = as_tokens(tokens)
-        path, _ = self._tree.walk(ids, salt)
-        divides = component in (Component.ATTENTION, Component.WINDOW)
+        path, _ = self.radix.walk(ids, salt)
         for node in path:
-            within = node.start >= start if divides else node.end == len(ids)
+            within = node.start >= start if component.divides else node.end == len(ids)
             if within and node.end <= len(ids):
-                self._store.mark_copied(node, INDEX[component])
+                self.tree.mark_copied(node, INDEX[component])
 
     def set_capacity(self, capacity_bytes: int) -> None:
-        """Move the ceiling, and come down to it as far as locks allow."""
+        """Move the limit, and evict down to it as far as locks allow."""
         self.capacity_bytes = capacity_bytes
         self.evict(self.nbytes - capacity_bytes)
 
     def flush(self) -> None:
         """Drop everything that is not locked."""
-        self._store.flush()
+        self.tree.flush()
 
-    # --- look ---------------------------------------------------------------------------------
+    # --- check --------------------------------------------------------------------------------
 
     def sweep(self, num_nodes: int) -> int:
         """Have the canary check some more nodes; returns the faults found."""
-        return 0 if self._canary is None else self._canary.sweep(self._tree, num_nodes)
+        return 0 if self._canary is None else self._canary.sweep(self.radix, num_nodes)
 
     def check_integrity(self) -> None:
         """Count everything again; raises AssertionError with what does not add up."""
-        check_integrity(self._store, [(lock.node, lock.floor) for lock in self._locks])
+        check_integrity(self.tree, [(lock.node, lock.floor) for lock in self._locks])
 
     def check_when_idle(self) -> None:
         if self._canary is not None:
-            self._canary.check_when_idle(self._tree, self.check_integrity)
+            self._canary.check_when_idle(self.radix, self.check_integrity)
 
     def counters(self) -> dict[str, object]:
-        """The numbers of a report; does not look at the tree."""
-        return counters(self._store, capacity_bytes=self.capacity_bytes, num_locks=len(self._locks))
+        """The numbers of a report; does not walk the tree."""
+        sizes = {"capacity_bytes": self.capacity_bytes, "locks": len(self._locks)}
+        return sizes | counters(self.tree)
 
     def report(self) -> dict[str, object]:
-        """What is held and what it was good for, as plain JSON values."""
-        return self.counters() | {"recent_paths": recent_paths(self._store)}
+        """What is cached and how it was used, as plain JSON values."""
+        return self.counters() | {"recent_paths": recent_paths(self.tree)}
 
     # --- inside -------------------------------------------------------------------------------
 
     def _walk_sound(self, ids: TokenArray, salt: bytes) -> tuple[list[Node], int]:
         """The nodes that share tokens with these, up to where damage begins."""
-        path, reach = self._tree.walk(ids, salt)
-        return path, self._condemned.sound_reach(path, reach)
+        path, reach = self.radix.walk(ids, salt)
+        return path, sound_reach(self.tree, path, reach)
 
-    def _found(self, ids: TokenArray, branch: int, node: Node | None, length: int) -> Match:
-        end = self._tree.root if node is None else self._store.end_node(node, length)
+    def _match_at(self, ids: TokenArray, branch: int, node: Node | None, length: int) -> Match:
+        end = self.radix.root if node is None else self.tree.end_node(node, length)
         if self._canary is not None and not self._canary.verify_restore(ids[:length], end):
-            end = self._tree.root
-        self._store.touch(end)
+            end = self.radix.root
+        self.tree.touch(end)
         return Match(end.end, branch, len(ids), end, self._rules.gather(end))
 
     def _count_lookup(self, match: Match) -> None:
@@ -302,7 +273,7 @@ class PrefixCache:
         if not match.length:
             return
         match.node.hits += 1
-        self._store.tell_changed(match.node)
+        self.tree.notify_changed(match.node)
         self._rules.count_use(match.node)
         if self._rules.has_state:
             placement = self.stats.placements[match.node.placement]

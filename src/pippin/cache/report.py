@@ -1,4 +1,4 @@
-"""The cache's state as plain values, for people to look at. Changes nothing."""
+"""The cache's state as plain JSON values. Changes nothing."""
 
 from __future__ import annotations
 
@@ -11,37 +11,26 @@ from pippin.cache.tree.radix import Node
 NUM_SHOWN_TOKENS = 8
 
 
-def counters(store: PayloadTree, *, capacity_bytes: int, num_locks: int) -> dict[str, object]:
-    """What is held and what it was good for, as numbers that are kept anyway."""
-    stats = store.stats
+def counters(tree: PayloadTree) -> dict[str, object]:
+    """Sizes, and what `CacheStats` counts."""
+    stats = asdict(tree.stats)
+    evictions, placements = stats.pop("evictions"), stats.pop("placements")
     return {
-        "nodes": store.tree.num_nodes,
-        "tokens": store.tree.num_tokens,
-        "nbytes": store.nbytes,
-        "evictable_bytes": store.evictable_bytes,
-        "capacity_bytes": capacity_bytes,
-        "locks": num_locks,
-        "component_bytes": {c.value: store.component_bytes[c] for c in store.rules.components},
-        "lookups": stats.lookups,
-        "hits": stats.hits,
-        "whole_hits": stats.whole_hits,
-        "hit_rate": stats.hit_rate,
-        "tokens_looked_up": stats.tokens_looked_up,
-        "tokens_matched": stats.tokens_matched,
-        "tokens_inserted": stats.tokens_inserted,
-        "gaps": stats.gaps,
-        "bytes_inserted": stats.bytes_inserted,
-        "bytes_duplicate": stats.bytes_duplicate,
-        "bytes_evicted": stats.bytes_evicted,
-        "damaged": stats.damaged,
-        "evictions": {component.value: count for component, count in stats.evictions.items()},
-        "checkpoints": {kind.value: asdict(made) for kind, made in stats.placements.items()},
+        "nodes": tree.radix.num_nodes,
+        "tokens": tree.radix.num_tokens,
+        "nbytes": tree.nbytes,
+        "evictable_bytes": tree.evictable_bytes,
+        "component_bytes": {kind.value: n for kind, n in tree.component_bytes.items()},
+        **stats,
+        "hit_rate": tree.stats.hit_rate,
+        "evictions": {kind.value: n for kind, n in evictions.items()},
+        "checkpoints": {kind.value: made for kind, made in placements.items()},
     }
 
 
-def recent_paths(store: PayloadTree) -> list[dict[str, object]]:
+def recent_paths(tree: PayloadTree) -> list[dict[str, object]]:
     """The most recently used ones."""
-    return [_describe(end) for end in store.recent if end.attached]
+    return [_describe(end) for end in tree.recent if end.attached]
 
 
 def _describe(end: Node) -> dict[str, object]:

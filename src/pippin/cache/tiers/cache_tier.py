@@ -1,5 +1,4 @@
-"""Two trees together, that in memory and that of one tier below it: what to write, what to read,
-and what became of it.
+"""One tier below memory, beside the tree in memory: what to write to it, and what to read from it.
 
 Knows no threads and no steps. One thread calls, the one that owns the tree in memory.
 """
@@ -35,13 +34,13 @@ class TierStats:
 
     spilled_entries: int = 0
     spilled_bytes: int = 0
-    failed_spills: int = 0  # entries that were to be written and were not
-    loads: int = 0  # that were begun
-    loaded: int = 0  # and brought all that they were to bring
+    failed_spills: int = 0  # entries that the store did not keep
+    loads: int = 0  # started
+    loaded: int = 0  # finished, with every piece
     loaded_tokens: int = 0
     loaded_bytes: int = 0
-    late_loads: int = 0  # given up because computing would have been faster
-    failed_loads: int = 0  # because of the store, a step or bytes that were short
+    late_loads: int = 0  # cancelled because computing would have been faster
+    failed_loads: int = 0  # because of the store, a failed step or too few free bytes
     declined_loads: int = 0  # that would have taken longer than computing
 
 
@@ -50,12 +49,12 @@ class TierMatch:
     """What the tier can add to what memory holds of a prompt."""
 
     match: Match = field(repr=False)  # in its tree
-    memory_length: int  # that a match in memory has now
+    memory_length: int  # of a match in memory now
     pieces: list[Piece] = field(repr=False)
 
     @property
     def num_tokens(self) -> int:
-        """Those that need not be computed then, and would be now."""
+        """Tokens that a load saves from being computed."""
         return self.match.length - self.memory_length
 
     @property
@@ -114,8 +113,8 @@ class CacheTier:
     ) -> None:
         """These can be found from now on, if they were kept.
 
-        What the store has evicted since, to make room for what was written after it, it may have
-        reported before the tree knew of it, and would not report again.
+        The store may have evicted some since, for what was written after them, and reported that
+        before the tree had them. It does not report it again.
         """
         ids, root = as_tokens(tokens), self.below.root(salt)
         for entry, was_kept in zip(entries, kept, strict=True):
@@ -131,14 +130,14 @@ class CacheTier:
     def note_copy(
         self, ids: TokenArray, component: Component, start: int, salt: bytes = b""
     ) -> None:
-        """Memory has a component of this path, and so has this tier: what memory gives up first
-        is what the next tier has."""
+        """Memory and this tier have a component of this path: memory evicts first what the next
+        tier has."""
         if not self.level:
             self.memory.mark_copied(ids, component, start, salt)
 
     def keys_along(self, tokens: npt.ArrayLike, salt: bytes = b"") -> list[Key]:
-        """Of the entries along a path, the deepest first: what holds the others up goes last."""
-        path, _ = self.below.cache.walk(tokens, self.below.root(salt))
+        """Of the entries along a path, the deepest first: those above them are evicted later."""
+        path, _ = self.below.cache.radix.walk(as_tokens(tokens), self.below.root(salt))
         found: dict[Key, None] = {}
         for node in reversed(path):
             for payload in reversed(node.payloads):
@@ -149,7 +148,7 @@ class CacheTier:
     # ---- and up ----------------------------------------------------------------------------
 
     def find(self, tokens: npt.ArrayLike, salt: bytes = b"") -> TierMatch | None:
-        """What is worth loading for a prompt, if anything; whether it pays is another question."""
+        """What can be loaded for a prompt, if enough; the caller decides whether it pays."""
         ids, root, below = as_tokens(tokens), self.below.root(salt), self.below.cache
         length = self.memory.probe_prompt(ids, salt)
         if below.probe_prompt(ids, root) < length + MIN_LOADED_TOKENS:
@@ -189,10 +188,10 @@ class CacheTier:
         cache = self.below.cache
         return {
             "entries": self.below.num_entries,
-            "nodes": cache.counters()["nodes"],
-            "tokens": cache.num_tokens,
+            "nodes": cache.radix.num_nodes,
+            "tokens": cache.radix.num_tokens,
             "nbytes": cache.nbytes,
-            "component_bytes": {c.value: n for c, n in cache.component_bytes.items()},
+            "component_bytes": {c.value: n for c, n in cache.tree.component_bytes.items()},
             "unreadable_entries": self.below.num_unreadable,
             "load_bytes_per_second": round(self.rates.bytes_per_second),
             **asdict(self.stats),

@@ -53,11 +53,11 @@ class Diff:
 
     def find(self, ids: TokenArray, salt: bytes = b"", root: bytes = b"") -> list[Run]:
         """`root`: by what the disk's tree knows the salt."""
-        path, reach = self._memory.walk(ids, salt)
+        path, reach = self._memory.radix.walk(ids, salt)
         held = path[:-1] if path and path[-1].end > reach else path
         if not held:
             return []
-        on_disk, disk_reach = self._disk.walk(ids[: held[-1].end], root)
+        on_disk, disk_reach = self._disk.radix.walk(ids[: held[-1].end], root)
         top = disk_reach
         if self._rules.has_attention:
             top = self._add_attention(held[-1], disk_reach)
@@ -79,7 +79,7 @@ class Diff:
             return disk_reach
         for position in (end, disk_reach):
             if position:
-                self._memory.cut(last, position)
+                self._memory.tree.end_node(last, position)
         nodes = [node for node in last.ancestors() if disk_reach < node.end <= end][::-1]
         self._add(Component.ATTENTION, disk_reach, nodes)
         return end
@@ -117,7 +117,7 @@ class Diff:
         for end in ends:
             floor = end.end - self._rules.window
             if floor > 0:
-                self._memory.cut(end, floor)
+                self._memory.tree.end_node(end, floor)
             for node in end.back_to(floor):
                 if node.payloads[WINDOW] is not None and _lacks_window(on_disk, node):
                     wanted[node.start] = node

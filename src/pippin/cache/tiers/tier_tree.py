@@ -1,8 +1,8 @@
 """The tree of what a tier below memory has: the rules of the one in memory, over parts of entries.
 
-It has no ceiling of its own. The store keeps within its bytes and reports what it evicted. That and
-what hangs below it leaves the tree as soon as no lock holds it, a bounded number of nodes in each
-step (`remove_lost`). Until then `CacheTier.find` knows that it is lost.
+It evicts nothing. The store keeps within its bytes and reports what it evicted. That and all below
+it leaves the tree as soon as it is not locked, a bounded number of nodes in each step
+(`remove_lost`). Until then `CacheTier.find` knows that it is lost.
 """
 
 from __future__ import annotations
@@ -17,21 +17,15 @@ from pippin.cache.entries.entry import ArraySpec, Entry, Key
 from pippin.cache.entries.entry_store import EntryStore
 from pippin.cache.entries.rebuild import rebuild
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.cache.results import InsertResult
 from pippin.cache.tiers.parts import EntryPart, Owned, num_parts
 from pippin.cache.tree.canary import Canary
+from pippin.cache.tree.observer import TreeObserver
 from pippin.cache.tree.radix import Node, TokenArray
-from pippin.types import Component, Payload
+from pippin.types import Component
 
-NO_CEILING = 1 << 62
 MAX_REMOVALS = 8  # nodes and parts in one `remove_lost`: about half a millisecond on a slow core
 # A path first, then where it can end, then what is kept only at such an end.
-ORDER = {
-    component: place
-    for place, component in enumerate(
-        (Component.ATTENTION, Component.STATE, Component.WINDOW, Component.HIDDEN)
-    )
-}
+ORDER = (Component.ATTENTION, Component.STATE, Component.WINDOW, Component.HIDDEN)
 
 # How a payload of so many tokens looks as bytes: `Backend.payload_arrays`.
 Format = Callable[[Component, int], tuple[ArraySpec, ...]]
@@ -46,37 +40,33 @@ class TierTree:
         format: Format,
         canary: Canary,
     ) -> None:
-        self.cache = PrefixCache(
-            components, window=window, capacity_bytes=NO_CEILING, canary=canary
-        )
+        self.cache = PrefixCache(components, window=window, capacity_bytes=None, canary=canary)
         self._fingerprint = fingerprint
         self._components = tuple(components)
         self._format = format
         self._owned: dict[Key, Owned] = {}
-        self._lost: dict[Key, Owned] = {}  # these leave the tree once no lock holds them
-        self._num_added = (
-            0  # since the last `remove_lost`: so many more leave, and what is lost is little
-        )
+        self._lost: dict[Key, Owned] = {}  # these leave the tree once they are not locked
+        self._num_added = 0  # since the last `remove_lost`: as many more leave the tree
         self._unused: list[Key] = []  # nothing of these is in the tree any more
         self.num_unreadable = 0  # entries that did not read back as they were written
-        self.cache.observe(_Places())
+        self.cache.tree.observer = _Places()
 
     @property
     def num_entries(self) -> int:
         return len(self._owned)
 
     def fill(self, store: EntryStore) -> None:
-        """Take in what an earlier process wrote; what leads nowhere is not wanted any more."""
+        """Add what an earlier process wrote; what has no path from the root is not wanted."""
         found = rebuild(store.entries(), self._fingerprint)
         self._unused += found.orphans
         plain = Chain(self._fingerprint).key
-        for placed in sorted(found.placed, key=lambda placed: ORDER[placed.entry.key.component]):
+        for placed in sorted(found.placed, key=lambda one: ORDER.index(one.entry.key.component)):
             entry = placed.entry
             if self._is_readable(entry):
                 ids = np.frombuffer(placed.path_tokens(), dtype=np.int32)
                 self.add(ids, entry, b"" if placed.root == plain else placed.root)
             else:
-                self._unused.append(entry.key)  # of a backend that lays things out differently
+                self._unused.append(entry.key)  # of a backend with another layout
         self._num_added = 0
 
     def _is_readable(self, entry: Entry) -> bool:
@@ -85,19 +75,18 @@ class TierTree:
         return is_kept and entry.arrays == self._format(component, num_parts(entry))
 
     def root(self, salt: bytes) -> bytes:
-        """By what this tree keeps salts apart: an earlier process left a chain's root, no salt."""
+        """What this tree has in place of a salt: an earlier process left a chain's root alone."""
         return Chain(self._fingerprint, salt).key if salt else b""
 
     def entry(self, ids: TokenArray, component: Component, start: int, salt: bytes = b"") -> Entry:
-        """What would hold a component of the path `ids`: KV of [start, end), or what is at its end.
+        """The entry for a component of the path `ids`: KV of [start, end), or what is at its end.
 
-        In the latter case `start` is how far the path lies in this tree already.
+        For the latter, `start` is how much of the path this tree has already.
         """
         chain = Chain(self._fingerprint, salt)
         if start:
             chain = chain.extended(ids[:start])
-        divides = component in (Component.ATTENTION, Component.WINDOW)
-        num_tokens = len(ids) - start if divides else 0
+        num_tokens = len(ids) - start if component.divides else 0
         return Entry(
             Key(chain.extended(ids[start:]).key, component, num_tokens),
             chain.key,
@@ -113,17 +102,7 @@ class TierTree:
         self._num_added += 1
         owner = Owned(entry, self._forget)
         self._owned[entry.key] = owner
-        self._insert(ids, entry, owner.part(), root)
-
-    def _insert(self, ids: TokenArray, entry: Entry, part: EntryPart, root: bytes) -> InsertResult:
-        end = len(ids)
-        component = entry.key.component
-        if component is Component.STATE:
-            return self.cache.insert(ids, end, {}, {end: part}, salt=root)
-        if component is Component.HIDDEN:
-            return self.cache.insert(ids, end, {}, {}, part, salt=root)
-        kv: dict[Component, Payload] = {component: part}
-        return self.cache.insert(ids, entry.start, kv, {}, salt=root)
+        self.cache.insert_component(ids, entry.key.component, entry.start, owner.part(), root)
 
     def lose(self, keys: Iterable[Key], *, unreadable: bool = False) -> None:
         """The store does not have these any more, or they cannot be used."""
@@ -132,18 +111,18 @@ class TierTree:
             if owner is None:
                 continue
             self._lost[key] = owner
-            if unreadable and not owner.unreadable:  # a store may have told of it before
+            if unreadable and not owner.unreadable:  # a store may have reported it before
                 owner.unreadable = True
                 self.num_unreadable += 1
 
     def remove_lost(self) -> list[Key]:
-        """Take some of what was lost out of the tree; returns keys that the store may forget."""
+        """Remove some of what was lost from the tree; returns keys that the store may forget."""
         left, self._num_added = MAX_REMOVALS + self._num_added, 0
         for owner in list(islice(self._lost.values(), left)):
             if left <= 0:
                 break
             left -= self._remove(owner, left)
-            if owner.parts and left > 0:  # locked: others have their turn first
+            if owner.parts and left > 0:  # locked: tried again after the others
                 self._lost[owner.key] = self._lost.pop(owner.key)
         unused, self._unused = self._unused, []
         return unused
@@ -154,7 +133,7 @@ class TierTree:
     def check_integrity(self) -> None:
         self.cache.check_integrity()
         live: dict[Key, int] = {}
-        for node in self.cache.nodes():
+        for node in self.cache.radix.nodes():
             for payload in node.payloads:
                 if payload is not None:
                     assert isinstance(payload, EntryPart)
@@ -169,12 +148,12 @@ class TierTree:
 
     def _remove(self, owner: Owned, limit: int) -> int:
         """Up to `limit` parts of an entry, or nodes below them; returns how many were looked at."""
-        removed = 0
+        tree, removed = self.cache.tree, 0
         for part in list(islice(owner.parts, limit)):
             node = part.node
             assert node is not None
             if part in owner.parts:  # or else it was below another one
-                removed += max(1, self.cache.discard(node, owner.key.component, limit - removed))
+                removed += max(1, tree.discard(node, owner.key.component, limit - removed))
             if removed >= limit:
                 break
         return removed
@@ -185,8 +164,8 @@ class TierTree:
         self._unused.append(owner.key)
 
 
-class _Places:
-    """Tells parts which node has them: an observer of the tree."""
+class _Places(TreeObserver):
+    """Keeps in each part the node that has it."""
 
     def changed(self, node: Node) -> None:
         for payload in node.payloads:
@@ -197,12 +176,3 @@ class _Places:
     def split(self, upper: Node, lower: Node) -> None:
         self.changed(upper)
         self.changed(lower)
-
-    def added(self, node: Node) -> None:
-        """It has no part yet."""
-
-    def removed(self, leaf: Node, parent: Node) -> None:
-        """Its parts were released before."""
-
-    def used(self, node: Node) -> None:
-        """Where parts are does not depend on it."""

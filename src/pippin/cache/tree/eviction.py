@@ -1,15 +1,15 @@
-"""In what order the cache gives things up. Knows ranks and pins; drops nothing itself.
+"""In what order the cache evicts. Knows ranks and locks; drops nothing itself.
 
-Three heaps hold what could go: leaves (whole), interior windows and interior states. A rank is the
-eviction level when a node was last used plus the worth of what would go, in tokens saved per byte;
-the level rises to the rank of whatever was evicted last. Equal worth makes this exactly
-least-recently-used; a cheap grid state goes long before a popular branch point. What no match can
-reach goes before everything.
+Three heaps hold what may be evicted: leaves (whole), interior windows and interior states. A rank
+is the eviction level when a node was last used plus the worth of the unit, in tokens saved per
+byte; the level rises to the rank of what was evicted last. Equal worth makes this exactly
+least-recently-used; a cheap grid state is evicted long before a popular branch point, and what no
+match can reach before everything else.
 
-A use raises the ranks of a whole path. They are corrected only when a node comes first. An eviction
-looks at no more than MAX_CANDIDATES for the first thing that goes and MIN_LOOKS for each other, and
-takes the least that it knows: so it costs the same in a tree whose every node was used since the
-last one, and is exact while few were.
+A use raises the ranks of a whole path. They are corrected only when a node is first in its heap. An
+eviction looks at no more than MAX_CANDIDATES for its first unit and MIN_LOOKS for each other, and
+takes the least that it knows: it costs the same in a tree whose every node was used since the last
+eviction, and is exact while few were.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar
 
-from pippin.cache.policy import CheckpointPolicy
+from pippin.cache.policy import LEAF_PRIOR, PRIOR, Placement, worth
 from pippin.cache.tree.components import STATE, WINDOW, Rules
 from pippin.cache.tree.heap import LAST, NodeHeap, Rank
 from pippin.cache.tree.radix import Node
@@ -30,7 +30,7 @@ from pippin.cache.tree.radix import Node
 MAX_CANDIDATES = 16
 MIN_LOOKS = 4
 NEVER = 1 << 62  # a tick that no use will have
-COPIED = 0.25  # of its worth has what can be had from the tier below
+COPIED = 0.25  # the share of its worth that a payload keeps when the tier below has it too
 USELESS = -1.0  # a rank below every level: no match can reach it
 
 
@@ -47,14 +47,13 @@ class UnitHeap(NodeHeap, ABC):
 
     unit: ClassVar[Unit]
 
-    def __init__(self, rules: Rules, policy: CheckpointPolicy) -> None:
+    def __init__(self, rules: Rules) -> None:
         super().__init__()
         self._rules = rules
-        self._policy = policy
 
     @abstractmethod
     def evictable(self, node: Node) -> bool:
-        """Whether this unit of the node may go now."""
+        """Whether this unit of the node may be evicted now."""
 
     @abstractmethod
     def rank(self, node: Node) -> Rank:
@@ -77,9 +76,8 @@ class Leaves(UnitHeap):
         level, tick = node.stamp
         if self._rules.is_dead(node):
             return USELESS, tick
-        num_saved = self._rules.num_saved(node)
-        worth = self._policy.leaf_value(node.state_uses, num_saved, node.nbytes)
-        return level + (worth * COPIED if self._rules.is_copied(node) else worth), tick
+        value = worth(LEAF_PRIOR, node.state_uses, self._rules.num_saved(node), node.nbytes)
+        return level + (value * COPIED if self._rules.is_copied(node) else value), tick
 
 
 class Windows(UnitHeap):
@@ -96,8 +94,8 @@ class Windows(UnitHeap):
             return USELESS, tick  # no state looks back on it
         window = node.payloads[WINDOW]
         assert window is not None
-        worth = self._policy.window_value(node.window_uses, node.num_tokens, window.nbytes)
-        return level + worth, tick
+        prior = PRIOR[Placement.GRID]
+        return level + worth(prior, node.window_uses, node.num_tokens, window.nbytes), tick
 
 
 class States(UnitHeap):
@@ -112,9 +110,9 @@ class States(UnitHeap):
         window, state = node.payloads[WINDOW], node.payloads[STATE]
         assert state is not None
         nbytes = state.nbytes + (0 if window is None else window.nbytes)
-        num_saved = self._rules.num_saved(node)
-        worth = self._policy.state_value(node.placement, node.state_uses, num_saved, nbytes)
-        return level + (worth * COPIED if node.copied >> STATE & 1 else worth), tick
+        prior = PRIOR[node.placement]
+        value = worth(prior, node.state_uses, self._rules.num_saved(node), nbytes)
+        return level + (value * COPIED if node.copied >> STATE & 1 else value), tick
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ class Candidate:
 
 
 class Search:
-    """Finds what to evict, one thing after another, for one call of `EvictionQueue.evict`."""
+    """Finds what to evict, one unit after another, for one call of `EvictionQueue.evict`."""
 
     def __init__(self, heaps: Sequence[UnitHeap], spare_since: int) -> None:
         self.spared: list[Node] = []  # passed over: these have left their heaps
@@ -138,7 +136,7 @@ class Search:
         self._candidates: list[Candidate] = []  # the least of those looked at, least first
 
     def next(self) -> Candidate | None:
-        """What has the least rank, or nearly so; None if nothing may go."""
+        """What has the least rank, or nearly so; None if nothing may be evicted."""
         found = [candidate for candidate in self._candidates if candidate.is_current]
         num_looks = max(MIN_LOOKS, MAX_CANDIDATES - len(found))
         while num_looks > 0:
@@ -168,17 +166,15 @@ class Search:
 
 
 class EvictionQueue:
-    def __init__(self, rules: Rules, policy: CheckpointPolicy) -> None:
+    def __init__(self, rules: Rules, *, evicts: bool) -> None:
+        """Without `evicts` it has no heaps: `update` costs nothing and `evict` frees nothing."""
         self.level = 0.0
-        heaps: list[UnitHeap] = []  # of equal ranks the first goes first
-        if rules.has_state:
-            heaps.append(States(rules, policy))
-        if rules.has_window:
-            heaps.append(Windows(rules, policy))
-        self._heaps = (*heaps, Leaves(rules, policy))
+        kinds = ((States, rules.has_state), (Windows, rules.has_window), (Leaves, True))
+        # Of equal ranks, the unit in the first heap is evicted.
+        self._heaps = tuple(heap(rules) for heap, has_unit in kinds if evicts and has_unit)
 
     def update(self, node: Node) -> None:
-        """Call whenever something of `node` may have become evictable, or worth less, or gone."""
+        """Call when something of `node` may have become evictable, worth less, or was removed."""
         for heap in self._heaps:
             heap.update(node)
 
@@ -188,13 +184,13 @@ class EvictionQueue:
             heap.clear()
 
     def evict(self, nbytes: int, take: Callable[[Node, Unit], int], *, spare_since: int) -> int:
-        """Let `take` drop things, least rank first, until it has freed `nbytes`; returns the sum.
+        """Have `take` drop units, least rank first, until it has freed `nbytes`; returns the sum.
 
         Nodes used at tick `spare_since` or later are passed over.
         """
         freed = 0
         search = Search(self._heaps, spare_since)
-        while freed < nbytes:
+        while freed < nbytes and self._heaps:
             least = search.next()
             if least is None:
                 break
@@ -206,9 +202,9 @@ class EvictionQueue:
         return freed
 
     def is_queued(self, node: Node) -> bool:
-        """Whether all that may go of `node` stands in its heap."""
-        may_go = [heap for heap in self._heaps if heap.evictable(node)]
-        return all(heap.rank_of(node) is not None for heap in may_go)
+        """Whether every evictable unit of `node` is in its heap."""
+        heaps = [heap for heap in self._heaps if heap.evictable(node)]
+        return all(heap.rank_of(node) is not None for heap in heaps)
 
     def num_entries(self, node: Node) -> int:
         return sum(heap.rank_of(node) is not None for heap in self._heaps)

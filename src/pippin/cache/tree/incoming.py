@@ -1,4 +1,4 @@
-"""What is handed to the tree: payloads of one sequence, and which nodes get them.
+"""What an insert brings: payloads of one sequence, and which nodes get them.
 
 Knows no requests, and not when to evict.
 """
@@ -35,7 +35,7 @@ class Incoming:
         start, end, keeps = self.start, self.end, rules.components
         for component, payload in self.kv.items():
             assert component in keeps, f"{component} for a model that keeps {keeps}"
-            assert component in (Component.ATTENTION, Component.WINDOW), f"{component} is no KV"
+            assert component.divides, f"{component} is no KV"
             assert payload.num_tokens == end - start, (
                 f"{component} covers {payload.num_tokens} tokens, [{start}, {end}) is {end - start}"
             )

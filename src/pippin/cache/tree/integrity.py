@@ -8,26 +8,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from pippin.cache.tree.components import ATTENTION, COMPONENTS, HIDDEN, STATE, WINDOW
+from pippin.cache.tree.components import ATTENTION, COMPONENTS, HIDDEN, STATE
 from pippin.cache.tree.payload_tree import PayloadTree, any_held
 from pippin.cache.tree.radix import Node
 
 
-def check_integrity(store: PayloadTree, locks: Iterable[tuple[Node, int]]) -> None:
+def check_integrity(tree: PayloadTree, locks: Iterable[tuple[Node, int]]) -> None:
     """Raise AssertionError unless links, payloads, locks, bytes and the eviction queue agree.
 
     `locks` are the nodes where live locks end, each with the floor of its window segment.
     """
-    nodes = list(store.tree.nodes())
+    nodes = list(tree.radix.nodes())
     for node in nodes:
         _check_links(node)
-        _check_payloads(store, node)
-    _check_queue(store, nodes)
-    _check_locks(store, nodes, locks)
-    _check_window_users(store, nodes)
-    _check_totals(store, nodes)
+        _check_payloads(tree, node)
+    _check_queue(tree, nodes)
+    _check_locks(tree, nodes, locks)
+    _check_window_users(tree, nodes)
+    _check_totals(tree, nodes)
     damaged = sum(node.damaged.bit_count() for node in nodes)
-    assert store.num_damaged == damaged, f"{store.num_damaged} damaged payloads, found {damaged}"
+    assert tree.num_damaged == damaged, f"{tree.num_damaged} damaged payloads, found {damaged}"
 
 
 def _check_links(node: Node) -> None:
@@ -41,31 +41,31 @@ def _check_links(node: Node) -> None:
     assert len(node.token_ids) == node.num_tokens, f"{_name(node)} has {len(node.token_ids)} tokens"
 
 
-def _check_payloads(store: PayloadTree, node: Node) -> None:
+def _check_payloads(tree: PayloadTree, node: Node) -> None:
     for index, component in enumerate(COMPONENTS):
         payload = node.payloads[index]
         if payload is None:
             continue
-        assert index in store.rules.indices, f"{_name(node)} carries a stray {component.value}"
-        if index in (ATTENTION, WINDOW):
+        assert index in tree.rules.indices, f"{_name(node)} carries a stray {component.value}"
+        if component.divides:
             assert payload.num_tokens == node.num_tokens, (
                 f"{_name(node)}: its {component.value} covers {payload.num_tokens} tokens"
             )
-    if store.rules.has_attention:
+    if tree.rules.has_attention:
         assert node.payloads[ATTENTION] is not None, f"{_name(node)} lacks attention KV"
-    if store.rules.has_state and node.payloads[HIDDEN] is not None:
+    if tree.rules.has_state and node.payloads[HIDDEN] is not None:
         assert node.payloads[STATE] is not None, f"{_name(node)} keeps a hidden vector alone"
     assert node.children or node.locks or any_held(node), f"{_name(node)} is an empty leaf"
 
 
-def _check_queue(store: PayloadTree, nodes: list[Node]) -> None:
+def _check_queue(tree: PayloadTree, nodes: list[Node]) -> None:
     for node in nodes:
-        assert store.queue.is_queued(node), f"{_name(node)}: something of it can never go"
-    num_entries = sum(map(store.queue.num_entries, nodes))
-    assert len(store.queue) == num_entries, "the queue holds nodes that are no longer in the tree"
+        assert tree.queue.is_queued(node), f"{_name(node)}: something of it can never be evicted"
+    num_entries = sum(map(tree.queue.num_entries, nodes))
+    assert len(tree.queue) == num_entries, "the queue holds nodes that are no longer in the tree"
 
 
-def _check_locks(store: PayloadTree, nodes: list[Node], locks: Iterable[tuple[Node, int]]) -> None:
+def _check_locks(tree: PayloadTree, nodes: list[Node], locks: Iterable[tuple[Node, int]]) -> None:
     ends: Counter[Node] = Counter()
     window_locks: Counter[Node] = Counter()
     locked: set[Node] = set()
@@ -85,21 +85,21 @@ def _check_locks(store: PayloadTree, nodes: list[Node], locks: Iterable[tuple[No
         assert node.path_locks == path_locks, (
             f"{_name(node)}: {node.path_locks} path locks, saw {path_locks}"
         )
-        hidden = node.locks if store.rules.has_state else path_locks
+        hidden = node.locks if tree.rules.has_state else path_locks
         kept_by = (path_locks, node.window_locks, node.locks, hidden)
         for kept, payload in zip(kept_by, node.payloads, strict=True):
             locked_bytes += payload.nbytes if kept and payload is not None else 0
-    assert store.locks.nbytes == locked_bytes, (
-        f"{store.locks.nbytes} locked bytes, saw {locked_bytes}"
+    assert tree.locks.nbytes == locked_bytes, (
+        f"{tree.locks.nbytes} locked bytes, saw {locked_bytes}"
     )
 
 
-def _check_window_users(store: PayloadTree, nodes: list[Node]) -> None:
+def _check_window_users(tree: PayloadTree, nodes: list[Node]) -> None:
     users: Counter[Node] = Counter()
-    if store.rules.has_window:
-        for end in filter(store.rules.is_end, nodes):
+    if tree.rules.has_window:
+        for end in filter(tree.rules.is_end, nodes):
             users.update(end.back_to(end.window_floor))
-            assert end.window_floor <= max(0, end.end - store.rules.window), (
+            assert end.window_floor <= max(0, end.end - tree.rules.window), (
                 f"{_name(end)} looks back further than to {end.window_floor}"
             )
     for node in nodes:
@@ -108,19 +108,19 @@ def _check_window_users(store: PayloadTree, nodes: list[Node]) -> None:
         )
 
 
-def _check_totals(store: PayloadTree, nodes: list[Node]) -> None:
-    assert store.tree.num_nodes == len(nodes), f"{store.tree.num_nodes} nodes, saw {len(nodes)}"
+def _check_totals(tree: PayloadTree, nodes: list[Node]) -> None:
+    assert tree.radix.num_nodes == len(nodes), f"{tree.radix.num_nodes} nodes, saw {len(nodes)}"
     num_tokens = sum(node.num_tokens for node in nodes)
-    assert store.tree.num_tokens == num_tokens, f"{store.tree.num_tokens} tokens, saw {num_tokens}"
+    assert tree.radix.num_tokens == num_tokens, f"{tree.radix.num_tokens} tokens, saw {num_tokens}"
     seen: set[int] = set()
-    held = dict.fromkeys(store.rules.components, 0)
+    held = dict.fromkeys(tree.rules.components, 0)
     for node in nodes:
         for component, payload in zip(COMPONENTS, node.payloads, strict=True):
             if payload is not None:
                 assert id(payload) not in seen, f"{_name(node)} shares a {component.value} payload"
                 seen.add(id(payload))
                 held[component] += payload.nbytes
-    assert store.component_bytes == held, f"bytes {store.component_bytes}, saw {held}"
+    assert tree.component_bytes == held, f"bytes {tree.component_bytes}, saw {held}"
 
 
 def _name(node: Node) -> str:

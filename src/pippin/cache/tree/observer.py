@@ -1,14 +1,12 @@
-"""What somebody who watches the tree hears. Knows nobody who does."""
+"""What an observer of the tree is called with. Knows no observer."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 from pippin.cache.tree.radix import Node
 
 
-class TreeObserver(Protocol):
-    """Called in the middle of a change, when it has happened; never raises.
+class TreeObserver:
+    """Called during a change, after it has happened; never raises. Does nothing by default.
 
     Nodes may be kept until `removed` names them.
     """
@@ -16,17 +14,13 @@ class TreeObserver(Protocol):
     def added(self, node: Node) -> None: ...
 
     def split(self, upper: Node, lower: Node) -> None:
-        """`upper` is new, and took the first tokens of `lower`."""
-        ...
+        """`upper` is new, and has the first tokens of `lower`."""
 
     def changed(self, node: Node) -> None:
-        """A payload of it came or went, or a match ended there."""
-        ...
+        """A payload was attached or released, or a match ended there."""
 
     def removed(self, leaf: Node, parent: Node) -> None:
         """`parent` is the one that it had."""
-        ...
 
     def used(self, node: Node) -> None:
         """The path that ends there."""
-        ...

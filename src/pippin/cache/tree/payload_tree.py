@@ -1,6 +1,6 @@
-"""The tree with its payloads: every change to what is held, and the count of its bytes.
+"""The radix tree with its payloads: every change to them, and the count of their bytes.
 
-Knows how to grow, attach, drop and prune; does not know requests, matches or when to do so.
+Knows how to grow, attach, drop and prune; knows no requests, no matches and not when to evict.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.stats import CacheStats
 from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.components import COMPONENTS, HIDDEN, INDEX, STATE, WINDOW, Rules
@@ -27,19 +26,19 @@ Filled = list[tuple[Node, int]]  # nodes and the component index that was attach
 class PayloadTree:
     """Owns every payload in the tree and releases each exactly once."""
 
-    def __init__(self, rules: Rules, policy: CheckpointPolicy, canary: Canary | None) -> None:
+    def __init__(self, rules: Rules, canary: Canary | None, *, evicts: bool) -> None:
         self.rules = rules
         self.canary = canary
-        self.tree = RadixTree()
+        self.radix = RadixTree()
         self.locks = Locks(rules)
-        self.queue = EvictionQueue(rules, policy)
+        self.queue = EvictionQueue(rules, evicts=evicts)
         self.stats = CacheStats()
         self.component_bytes = dict.fromkeys(rules.components, 0)
-        self.version = 0  # changes with every payload that comes or goes
-        self.num_damaged = 0  # payloads that locks keep although they are
+        self.version = 0  # changes with every payload that is attached or released
+        self.num_damaged = 0  # damaged payloads that are locked
         self.tick = 0
-        self.recent: list[Node] = []  # where the paths end that were used last; some may be gone
-        self.observer: TreeObserver | None = None  # None: nobody watches
+        self.recent: list[Node] = []  # ends of the paths used last; some may be evicted
+        self.observer: TreeObserver | None = None
         self._lookback = Lookback(rules)
 
     @property
@@ -63,11 +62,8 @@ class PayloadTree:
                 self.observer.used(node)
         return self.tick
 
-    def lock(self, node: Node) -> int:
-        """Keep what restores the sequence to `node`; the result is for `unlock`."""
-        return self.locks.lock(node)
-
     def unlock(self, node: Node, floor: int) -> None:
+        """Undo `locks.lock`, which returned `floor`; what is empty now leaves the tree."""
         for free in self.locks.unlock(node, floor):
             if free.attached:  # or else pruned with the one before it
                 self.prune(free)
@@ -81,7 +77,7 @@ class PayloadTree:
 
     def split(self, node: Node, position: int) -> Node:
         """A new node takes the tokens of `node` before `position`; returns it."""
-        upper = self.tree.split(node, position - node.start)
+        upper = self.radix.split(node, position - node.start)
         self.locks.divide(upper, node)
         free = self._lookback.divide(upper, node)
         for index, growth in self.rules.divide(upper, node).items():
@@ -107,12 +103,12 @@ class PayloadTree:
 
         What is new of the path is one node, or several that end at the `cuts`.
         """
-        parent = node = self.end_node(path[-1] if path else self.tree.root, reach)
+        parent = node = self.end_node(path[-1] if path else self.radix.root, reach)
         if reach == len(ids):
             return node
         was_leaf = not parent.children
         for end in sorted({*(cut for cut in cuts if reach < cut < len(ids)), len(ids)}):
-            node = self.tree.append(node, ids[node.end : end], salt)
+            node = self.radix.append(node, ids[node.end : end], salt)
             if self.canary is not None:
                 self.canary.mark(node)
             if self.observer is not None:
@@ -122,11 +118,11 @@ class PayloadTree:
             self._lookback.count(node)
             if was_leaf:
                 self._uncount(parent)
-        self.queue.update(parent)  # a leaf no more: its window and state can go on their own
+        self.queue.update(parent)  # no leaf any more: its window and state are units of their own
         return node
 
     def attach(self, node: Node, index: int, payload: Payload) -> None:
-        """Own a payload from now on; whoever has attached all lets the queue know."""
+        """Own a payload from now on; the caller updates the queue after its last one."""
         node.payloads[index] = payload
         self._count_bytes(node, index, payload.nbytes)
         self.version += 1
@@ -135,17 +131,17 @@ class PayloadTree:
             self._lookback.count(node)
         if self.canary is not None:
             self.canary.seal(node, index)
-        self.tell_changed(node)
+        self.notify_changed(node)
 
     def mark_copied(self, node: Node, index: int) -> None:
-        """A payload is in the tier below from now on: it costs less to lose."""
+        """The tier below has this payload too: it costs less to evict."""
         if node.payloads[index] is not None:
             node.copied |= 1 << index
             self.queue.update(node)
-            self.tell_changed(node)
+            self.notify_changed(node)
 
     def mark_damaged(self, node: Node, index: int) -> None:
-        """A payload is not what it was: nothing is matched from here on while it is there."""
+        """The bytes of a payload changed: no match reaches beyond it while it is there."""
         if node.payloads[index] is not None and not node.damaged >> index & 1:
             node.damaged |= 1 << index
             self.num_damaged += 1
@@ -153,23 +149,23 @@ class PayloadTree:
             self.stats.damaged += 1
 
     def refuse(self, *payloads: Payload) -> None:
-        """Release what was handed in but is not wanted."""
+        """Release payloads of an insert that the tree already has or cannot connect."""
         for payload in payloads:
             self.stats.bytes_duplicate += payload.nbytes
             payload.release()
 
     def prune(self, node: Node) -> None:
-        """After a change: prune leaves that carry nothing, let the queue know of the rest."""
+        """After a change: remove leaves that carry nothing, update the queue for the rest."""
         while not node.is_root and not (node.children or node.locks or any_held(node)):
             node = self._cut_off(node)
         self.queue.update(node)
 
-    def tell_changed(self, node: Node) -> None:
+    def notify_changed(self, node: Node) -> None:
         if self.observer is not None:
             self.observer.changed(node)
 
     def evict(self, nbytes: int, *, spare_since: int = NEVER) -> int:
-        """Free so much, or all that can be, but for what was used since a tick; returns bytes."""
+        """Free `nbytes`, or all that can be, except what was used since a tick; returns bytes."""
         return self.queue.evict(nbytes, self.take, spare_since=spare_since)
 
     def keep_within(self, capacity_bytes: int, tick: int, filled: Filled) -> None:
@@ -179,7 +175,7 @@ class PayloadTree:
         for node, index in filled:
             if self.nbytes <= capacity_bytes:
                 break
-            # Only fills of nodes that somebody holds are left; nobody has seen these bytes yet.
+            # Only fills of locked nodes are left; no match has returned these bytes yet.
             if node.attached and index in (WINDOW, STATE, HIDDEN):
                 self.drop(node, index)
 
@@ -195,27 +191,27 @@ class PayloadTree:
         return freed
 
     def flush(self) -> None:
-        """Drop everything that no lock holds."""
+        """Drop everything that is not locked."""
         self.queue.clear()
-        for node in reversed(list(self.tree.nodes())):  # children before parents
+        for node in reversed(list(self.radix.nodes())):  # children before parents
             for index in range(len(COMPONENTS)):
                 if not self.locks.is_locked(node, index):
                     self._release(node, index)
             if not node.path_locks:
                 self._cut_off(node)
-        for node in self.tree.nodes():
+        for node in self.radix.nodes():
             self.queue.update(node)
 
     def remove(self, leaf: Node) -> None:
-        """A leaf goes whole; whatever it was the last reason for goes with it."""
+        """Remove a leaf with all it carries, and the nodes above that are empty then."""
         for index in range(len(COMPONENTS)):
             self._release(leaf, index)
         self.prune(self._cut_off(leaf))
 
     def remove_below(self, node: Node, limit: int | None = None) -> int:
-        """Take a node off the tree with all that hangs below it; no lock may hold any of it.
+        """Remove a node, which may not be locked, with all below it; returns how many.
 
-        Of these, `limit` at the most, leaves first; returns how many.
+        At most `limit`, leaves first.
         """
         assert not node.path_locks, f"a node at {node.end} is locked"
         leaves_first = list(islice(node.leaves_first(), limit))
@@ -225,8 +221,8 @@ class PayloadTree:
         return len(leaves_first)
 
     def discard(self, node: Node, component: Component, limit: int | None = None) -> int:
-        """Drop a component of a node, and of attention all that hangs below, up to `limit` nodes;
-        returns how many nodes changed: none if it is locked."""
+        """Drop a component of a node, and with attention KV all below it; returns how many nodes
+        changed: 0 if it is locked, and no more than `limit`, leaves first."""
         index = INDEX[component]
         if self.locks.is_locked(node, index):
             return 0
@@ -236,21 +232,21 @@ class PayloadTree:
         return 1
 
     def drop(self, node: Node, index: int) -> None:
-        """Leave a tombstone: the node stays, one component is gone."""
+        """Release one component; the node stays."""
         self._release(node, index)
         if index == STATE:
-            self._release(node, HIDDEN)  # nobody can be restored there to sample from it
+            self._release(node, HIDDEN)  # it is restored with the state alone
         self.prune(node)
 
     def _cut_off(self, leaf: Node) -> Node:
-        """Take a leaf that carries nothing off the tree; returns the parent it had."""
+        """Remove a leaf that carries nothing; returns its parent."""
         parent = leaf.parent
         assert parent is not None
         if not self.rules.has_state:
             if len(parent.children) == 1:
                 self._lookback.count(parent)  # first, so that few counts fall to zero in between
             self._uncount(leaf)
-        self.tree.remove(leaf)
+        self.radix.remove(leaf)
         if self.observer is not None:
             self.observer.removed(leaf, parent)
         self.queue.update(leaf)
@@ -270,14 +266,14 @@ class PayloadTree:
         node.payloads[index] = None
         node.prints[index] = None
         node.copied &= ~(1 << index)
-        self._mend(node, index)
+        self._unmark_damaged(node, index)
         self._count_bytes(node, index, -payload.nbytes)
         self.version += 1
         self.stats.evictions[COMPONENTS[index]] += 1
         payload.release()
-        self.tell_changed(node)
+        self.notify_changed(node)
 
-    def _mend(self, node: Node, index: int) -> None:
+    def _unmark_damaged(self, node: Node, index: int) -> None:
         if node.damaged >> index & 1:
             node.damaged &= ~(1 << index)
             self.num_damaged -= 1

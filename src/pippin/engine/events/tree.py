@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tree.components import COMPONENTS
+from pippin.cache.tree.observer import TreeObserver
 from pippin.cache.tree.radix import Node
 from pippin.engine.events import schema
 from pippin.engine.events.guard import never_raises
@@ -21,7 +22,7 @@ MAX_NODES = 512
 NUM_KEPT = MAX_NODES * 3 // 4  # when there are more than that
 
 
-class TreeMirror:
+class TreeMirror(TreeObserver):
     """The cache's observer from its making until `close`."""
 
     def __init__(
@@ -34,15 +35,15 @@ class TreeMirror:
         self._cache = cache
         self._tier_below = tier_below
         self.give_up = on_failure
-        self._shown: dict[int, Node] = {node.id: node for node in _used_last(cache.root)}
+        self._shown: dict[int, Node] = {node.id: node for node in _used_last(cache.radix.root)}
         self._changes: dict[int, Change] = {}
         self._evicted: list[int] = []
         self._used: dict[int, None] = {}  # in order
         self._locked: list[int] = []
-        cache.observe(self)
+        cache.tree.observer = self
 
     def close(self) -> None:
-        self._cache.observe(None)
+        self._cache.tree.observer = None
 
     def find(self, id: int) -> Node | None:
         """A node that watchers know."""
@@ -121,7 +122,7 @@ class TreeMirror:
 
     def _hide(self) -> list[int]:
         """Forget those that were not used for longest."""
-        kept = {node.id for node in _used_last(self._cache.root, NUM_KEPT)}
+        kept = {node.id for node in _used_last(self._cache.radix.root, NUM_KEPT)}
         return [id for id in list(self._shown) if id not in kept and self._forget(id)]
 
     def _tell(
@@ -134,10 +135,10 @@ class TreeMirror:
             hidden=hidden,
             used=used,
             locked=sorted(node.id for node in cache.locked_ends if node.id in self._shown),
-            tick=cache.tick,
-            num_nodes=cache.num_nodes,
-            num_tokens=cache.num_tokens,
-            num_roots=len(cache.root.children),
+            tick=cache.tree.tick,
+            num_nodes=cache.radix.num_nodes,
+            num_tokens=cache.radix.num_tokens,
+            num_roots=len(cache.radix.root.children),
         )
 
     def _view(self, node: Node, why: Change) -> schema.Node:

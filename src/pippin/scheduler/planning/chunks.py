@@ -70,13 +70,14 @@ class Chunker:
     def _checkpoints(self, running: RunningSlot, start: int, end: int) -> tuple[int, ...]:
         if self.policy is None or not self.spec.state_bytes or not self._captures(running, end):
             return ()
-        return self.policy.positions(
+        found = self.policy.placements(
             start,
             end,
             prompt_len=running.prefill_len,
             boundaries=running.request.boundaries,
             branch=running.branch,
         )
+        return tuple(found)
 
     def _captures(self, running: RunningSlot, end: int) -> bool:
         if self.policy is None or not running.connected or running.request.wants_prompt_logprobs:

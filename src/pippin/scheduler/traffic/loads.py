@@ -18,14 +18,12 @@ from concurrent.futures import Future
 import numpy as np
 
 from pippin.backends.base import Costs, Load, StepPlan
-from pippin.cache.results import InsertResult
 from pippin.cache.tiers.cache_tier import CacheTier, TierMatch
-from pippin.cache.tiers.pieces import Piece
 from pippin.cache.tiers.tier_io import PIECES_AHEAD, ReadPiece, TierIO
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.request import Request
 from pippin.scheduler.traffic.load_jobs import LoadJob, Reading
-from pippin.types import Component, Payload
+from pippin.types import Payload
 
 MAX_JOBS = 8
 LEAST_PATIENCE = 0.1  # seconds
@@ -190,13 +188,13 @@ class Loads:
             if job.ended:
                 payload.release()
                 continue
-            found = self._insert(job, reading.piece, payload)
-            if not found.inserted or found.length < reading.piece.end:
+            memory, piece = self._tiers.memory, reading.piece
+            place = (job.tokens[: piece.end], piece.component, piece.start)
+            found = memory.insert_component(*place, payload, job.salt)
+            if not found.inserted or found.length < piece.end:
                 self._fail(job)
                 continue
-            memory, piece = self._tiers.memory, reading.piece
-            tokens = job.tokens[: piece.end]
-            self._tiers.note_copy(tokens, piece.component, piece.start, job.salt)
+            self._tiers.note_copy(*place, job.salt)
             before, job.memory_lock = job.memory_lock, memory.lock(found)
             memory.unlock(before)  # may evict, so it comes last
             job.brought = max(job.brought, found.length)
@@ -214,14 +212,6 @@ class Loads:
         job.in_steps -= 1
         self._budget.release(reading.nbytes)
         self._tier_io.release(reading.buffer, reading.future)
-
-    def _insert(self, job: LoadJob, piece: Piece, payload: Payload) -> InsertResult:
-        cache, tokens, salt = self._tiers.memory, job.tokens[: piece.end], job.salt
-        if piece.component is Component.STATE:
-            return cache.insert(tokens, piece.end, {}, {piece.end: payload}, salt=salt)
-        if piece.component is Component.HIDDEN:
-            return cache.insert(tokens, piece.end, {}, {}, payload, salt=salt)
-        return cache.insert(tokens, piece.start, {piece.component: payload}, {}, salt=salt)
 
     # ---- ends ------------------------------------------------------------------------------
 
