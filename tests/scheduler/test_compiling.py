@@ -149,5 +149,6 @@ def test_nobody_left_hears_of_the_end() -> None:
     client, _ = make_compiling_client()
     reply = client.submit(make_prompt(20), regex="3")
     client.step()
-    deltas = client.loop.scheduler.fail_all(RuntimeError("the engine stops"))
+    client.loop.scheduler.fail_all(RuntimeError("the engine stops"))
+    deltas = client.loop.scheduler.take_outbox()
     assert [(delta.id, delta.error) for delta in deltas] == [(reply.id, "the engine stops")]

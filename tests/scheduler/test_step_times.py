@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from pippin.metrics import StepRecord
 from pippin.scheduler.costs import Timed
 from pippin.scheduler.step_times import StepTimes
+
+BLANK = StepRecord(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0)
+record = functools.partial(replace, BLANK)
 
 DECODE, MIXED = 0.01, 0.04  # seconds of a step without prompts, and of one with 32 tokens
 
@@ -40,13 +45,15 @@ class HeldUp:
     def _commit(self, tokens: int, dispatched: float, launched: float, done: float) -> None:
         waited = max(0.0, done - self.now)
         self.now = max(self.now, done)
-        timed = self.times.ended(
-            decode_rows=1,
-            prefill_tokens=tokens,
-            dispatched=dispatched,
-            launched=launched,
-            resumed=self.now,
-            waited=waited,
+        timed = self.times.add(
+            record(
+                decode_rows=1,
+                prefill_tokens=tokens,
+                dispatched=dispatched,
+                launched=launched,
+                resumed=self.now,
+                waited=waited,
+            )
         )
         if timed is not None:
             self.told.append(timed)
@@ -75,15 +82,15 @@ def test_a_step_that_nobody_saw_before_a_pause_is_not_told_after_it() -> None:
     times = StepTimes()
     unseen = {"decode_rows": 0, "prefill_tokens": 0, "waited": 0.0}
     seen = {"decode_rows": 1, "prefill_tokens": 0, "waited": 0.009}
-    times.ended(**seen, dispatched=0.0, launched=0.001, resumed=0.01)
-    assert times.ended(**unseen, dispatched=0.005, launched=0.006, resumed=0.011) is None
-    later = times.ended(**seen, dispatched=9.0, launched=9.001, resumed=9.01)
+    times.add(record(**seen, dispatched=0.0, launched=0.001, resumed=0.01))
+    assert times.add(record(**unseen, dispatched=0.005, launched=0.006, resumed=0.011)) is None
+    later = times.add(record(**seen, dispatched=9.0, launched=9.001, resumed=9.01))
     assert later == Timed.step(pytest.approx(0.01), 1, 0)
 
 
 def test_an_idle_device_is_not_charged_for() -> None:
     times = StepTimes()
     step = {"decode_rows": 1, "prefill_tokens": 0, "waited": 0.009}
-    times.ended(**step, dispatched=0.0, launched=0.001, resumed=0.01)
-    later = times.ended(**step, dispatched=9.0, launched=9.001, resumed=9.01)
+    times.add(record(**step, dispatched=0.0, launched=0.001, resumed=0.01))
+    later = times.add(record(**step, dispatched=9.0, launched=9.001, resumed=9.01))
     assert later == Timed.step(pytest.approx(0.01), 1, 0)

@@ -11,7 +11,7 @@ from pippin.scheduler.outbox import Outbox
 from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.planning.constraints import Compiling, append_token, as_told
 from pippin.scheduler.request import Request
-from pippin.scheduler.running_slot import RunningSlot
+from pippin.scheduler.running_slot import Quality, RunningSlot, Stage
 from pippin.scheduler.traffic.traffic import Traffic
 from pippin.types import FinishReason, GrammarSpec
 
@@ -78,7 +78,7 @@ class Registry:
 
     def preempt(self, running: RunningSlot) -> None:
         """Have its slot retired, and then its request wait again: `requeue`."""
-        running.preempting = True
+        running.enter(Stage.PREEMPTING)
         self.leaving.append(running)
 
     def requeue(self, running: RunningSlot) -> None:
@@ -129,7 +129,7 @@ class Registry:
 
     def taint(self, running: RunningSlot, error: Exception) -> None:
         """Nothing that its row holds, or will hold, is to be used: its request fails."""
-        running.tainted = True
+        running.worsen(Quality.TAINTED)
         if running.runs:
             self.fail(running.request, error)
 

@@ -1,11 +1,12 @@
-"""What a request holds while it is in a slot, with one owner and one `release`. Knows no arrays.
+"""What a request has while it is in a slot: bytes, locks, checkpoints. Knows no arrays.
 
-A request that is preempted and resumed gets another `RunningSlot`, in another slot, so
-that what still arrives for the first can not be taken for the second's.
+A request that is preempted and resumed gets another `RunningSlot`, in another slot, so that what
+still arrives for the first can not be taken for the second's.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +16,34 @@ from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.request import Request
 from pippin.scheduler.slots import SlotPool
 from pippin.types import Payload
+
+
+class Stage(enum.Enum):
+    RUNNING = "rows of it are planned"
+    CLOSED = "no bytes for the last token of its reply: no more rows"
+    PREEMPTING = "no more rows; its request is queued again once it is fenced"
+    RETIRING = "a step that retires it is in flight"
+    RELEASED = "the row is gone from the device"
+
+
+#   RUNNING ─▶ CLOSED ─▶ PREEMPTING ─▶ RETIRING ─▶ RELEASED      one may be skipped, none repeated;
+#                                        └─▶ RETIRING            but a step that failed is
+NEXT_STAGES = {
+    Stage.RUNNING: (Stage.CLOSED, Stage.PREEMPTING, Stage.RETIRING),
+    Stage.CLOSED: (Stage.PREEMPTING, Stage.RETIRING),
+    Stage.PREEMPTING: (Stage.RETIRING,),
+    Stage.RETIRING: (Stage.RETIRING, Stage.RELEASED),
+    Stage.RELEASED: (),
+}
+
+
+class Quality(enum.IntEnum):
+    """Of what the row holds. It only gets worse."""
+
+    DAMAGED = 0  # restored from a payload that had changed: tainted, and its request runs again
+    TAINTED = 1  # a step of this slot failed: what the row holds is not known
+    DETACHED = 2  # sound, but what would connect its chunks to the tree was evicted
+    SOUND = 3
 
 
 #   positions:  [ restored | computed here, planned ]         `row_len` counts both
@@ -34,18 +63,13 @@ class RunningSlot:
     row_len: int = 0
     in_tree: int = 0
     last_step: int = -1  # the last plan with a row of this slot: its fence
-    connected: bool = True  # False: what would connect its chunks to the tree is gone
-    tainted: bool = False  # a step of this slot failed: what the row holds is not known
-    damaged: bool = False  # what it was restored from is not what it was: it is tainted, too
-    preempting: bool = False  # no more rows; goes back to the queue once it is fenced
-    retired: bool = False  # a step that retires it is in flight
-    captured_len: int = 0  # tokens that the tree gets with that step
-    keeps_last: bool = True  # False: the last token of the reply is not run: no room, or no use
+    stage: Stage = Stage.RUNNING
+    quality: Quality = Quality.SOUND
+    captured_len: int = 0  # tokens that the tree gets with the step that retires it
     # States of the reply, by position. The tree takes them when it gets the KV they belong to.
     checkpoints: dict[int, Payload] = field(default_factory=dict)
     inherited: int | None = None  # the highest priority of requests that wait for its prompt
     num_skipped: int = 0  # steps in a row that computed prompts, and nothing of this one
-    released: bool = False
 
     def __post_init__(self) -> None:
         self.row_len = self.in_tree = self.start_len
@@ -54,6 +78,22 @@ class RunningSlot:
     def runs(self) -> bool:
         """Whether its request is running, and in this slot."""
         return self.request.running and self.request.slot == self.slot
+
+    @property
+    def preempting(self) -> bool:
+        return self.stage is Stage.PREEMPTING
+
+    @property
+    def released(self) -> bool:
+        return self.stage is Stage.RELEASED
+
+    @property
+    def tainted(self) -> bool:
+        return self.quality <= Quality.TAINTED
+
+    @property
+    def damaged(self) -> bool:
+        return self.quality is Quality.DAMAGED
 
     @property
     def priority(self) -> int:
@@ -80,11 +120,13 @@ class RunningSlot:
     def inflight_len(self) -> int:
         """Tokens [0, n) that the tree will hold if all goes on as it is planned now."""
         request = self.request
-        if self.tainted or self.retired:
-            return 0 if self.tainted else self.captured_len
+        if self.tainted:
+            return 0
+        if self.stage in (Stage.RETIRING, Stage.RELEASED):
+            return self.captured_len
         if request.completed:
             return request.num_tokens
-        connects = self.connected and not request.wants_prompt_logprobs
+        connects = self.quality is Quality.SOUND and not request.wants_prompt_logprobs
         return self.prefill_len if connects and self.runs else 0
 
     @property
@@ -92,6 +134,13 @@ class RunningSlot:
         return sum(state.nbytes for state in self.checkpoints.values())
 
     # ---- transitions -----------------------------------------------------------------------
+
+    def enter(self, stage: Stage) -> None:
+        assert stage in NEXT_STAGES[self.stage], f"slot {self.slot}: {self.stage} to {stage}"
+        self.stage = stage
+
+    def worsen(self, quality: Quality) -> None:
+        self.quality = min(self.quality, quality)
 
     def inherit(self, priority: int) -> None:
         """A request of this priority waits for its prompt."""
@@ -114,13 +163,13 @@ class RunningSlot:
             self.request.plan_sample(end)
 
     def _advance(self, step: int, end: int) -> None:
-        assert not self.preempting
+        assert self.stage is Stage.RUNNING
         self.row_len = end
         self.last_step = step
 
     def retire(self, captured_len: int) -> None:
         """A step that retires it was planned; it brings the tree so many tokens."""
-        self.retired = True
+        self.enter(Stage.RETIRING)
         self.captured_len = captured_len
 
     def entered_tree(self, position: int) -> None:
@@ -129,7 +178,7 @@ class RunningSlot:
     def lost_tree(self, position: int) -> None:
         """The tree holds only `position` of the tokens that were given to it."""
         self.in_tree = min(self.in_tree, position)
-        self.connected = False
+        self.worsen(Quality.DETACHED)
 
     def move_tip(self, cache: PrefixCache, tip: Lock) -> None:
         """Keep the end of what was just inserted, so that what comes next connects to it."""
@@ -169,8 +218,7 @@ class RunningSlot:
 
     def release(self, budget: ByteBudget, slots: SlotPool, cache: PrefixCache | None) -> None:
         """Give everything back: the row is gone from the device."""
-        assert not self.released, f"slot {self.slot} was released before"
-        self.released = True
+        self.enter(Stage.RELEASED)
         self.unlock(cache)
         self.drop_checkpoints(list(self.checkpoints), budget)
         budget.release(self.nbytes)

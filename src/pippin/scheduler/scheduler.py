@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pippin.backends.base import Costs, Retire, StepPlan, StepResult
+from pippin.backends.base import Costs, Damage, Retire, StepPlan, StepResult
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.tier_io import TierIO
@@ -28,7 +28,6 @@ from pippin.metrics import EngineMetrics
 from pippin.scheduler.budget import ByteBudget
 from pippin.scheduler.captures import take_captures
 from pippin.scheduler.claims import Claims
-from pippin.scheduler.damage import take_back
 from pippin.scheduler.inflight_steps import InflightStep, InflightSteps
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.observer import Observer
@@ -41,7 +40,7 @@ from pippin.scheduler.planning.replies import ReplyPlanner
 from pippin.scheduler.preemption import Preemption
 from pippin.scheduler.registry import Registry
 from pippin.scheduler.request import Request
-from pippin.scheduler.running_slot import RunningSlot
+from pippin.scheduler.running_slot import Quality, RunningSlot
 from pippin.scheduler.slots import SlotPool
 from pippin.scheduler.traffic.traffic import Traffic
 
@@ -74,7 +73,6 @@ class Scheduler:
         self.requests = self._registry.requests
         self.running_slots = self._registry.running_slots
         self.inflight_steps = InflightSteps()
-        self.last_ghosts = 0
         self._arrivals = itertools.count()
         self._seeds = random.Random()
         policy = None if self.cache is None else self.cache.policy
@@ -238,13 +236,13 @@ class Scheduler:
 
     # ---- commit ----------------------------------------------------------------------------
 
-    def commit(self, step: int, result: StepResult) -> list[TokenDelta]:
-        """Take in a finished step: tokens, finishes, captures. Returns what clients are owed."""
+    def commit(self, step: int, result: StepResult) -> int:
+        """A step has run: tokens, finishes, captures. Returns how many of its rows were ghosts."""
         inflight = self._end_step(step)
         self.traffic.commit(step, result)
         for damage in result.damaged:
             if (owner := inflight.owners.get(damage.slot)) is not None:
-                take_back(owner, damage, self.costs, self.cache, self._registry)
+                self._run_again(owner, damage)
         for slot in result.overflowed:
             if not (owner := inflight.owners[slot]).damaged:
                 self._registry.taint(owner, NotANumber("the model's values overflowed"))
@@ -258,10 +256,9 @@ class Scheduler:
             running.release(self.budget, self.slots, self.cache)
             del self.running_slots[running.slot]
         inflight.unlock_prompts(self.cache, by_reference=self.costs.restores_by_reference)
-        self._take_tokens(inflight, result)
-        return self.take_outbox()
+        return self._take_tokens(inflight, result)
 
-    def fail_step(self, step: int, error: Exception) -> list[TokenDelta]:
+    def fail_step(self, step: int, error: Exception) -> None:
         """The backend could not run a plan: its requests fail, the others go on.
 
         How far it came is unknown. What its rows hold is tainted, and so is whatever later steps
@@ -272,17 +269,16 @@ class Scheduler:
         for row in inflight.plan.rows:
             self._registry.taint(inflight.owners[row.slot], error)
         for running in inflight.retired.values():
-            running.tainted = True
+            running.worsen(Quality.TAINTED)
             self._registry.leaving.append(running)
-        return self.take_outbox()
 
-    def fail_all(self, error: Exception) -> list[TokenDelta]:
-        """The engine is about to stop: everybody is told."""
+    def fail_all(self, error: Exception) -> None:
+        """The engine is about to stop: every request ends with an error."""
         for request in list(self.requests.values()):
             self._registry.fail(request, error)
-        return self.take_outbox()
 
     def take_outbox(self) -> list[TokenDelta]:
+        """What clients are owed by now."""
         return self._registry.outbox.take()
 
     def _end_step(self, step: int) -> InflightStep:
@@ -290,7 +286,21 @@ class Scheduler:
         self.budget.release(inflight.transient_bytes)
         return inflight
 
-    def _take_tokens(self, inflight: InflightStep, result: StepResult) -> None:
+    def _run_again(self, running: RunningSlot, damage: Damage) -> None:
+        """What the row was restored from has changed: it is dropped, with all that was computed on
+        it, and its request runs those tokens itself."""
+        running.worsen(Quality.DAMAGED)
+        if not running.released and not self.costs.restores_by_reference:
+            running.unlock(self.cache)
+        if self.cache is not None:
+            request = running.request
+            self.cache.condemn(
+                request.tokens(damage.end), damage.component, damage.start, request.salt
+            )
+        if running.runs and not running.preempting:
+            self._registry.preempt(running)
+
+    def _take_tokens(self, inflight: InflightStep, result: StepResult) -> int:
         ghosts = 0
         for row in inflight.plan.sampled_rows:
             running = inflight.owners[row.slot]
@@ -302,4 +312,4 @@ class Scheduler:
                     request.drop_samples()
             elif row.end == request.num_tokens:  # else a grammar forced it: it was known before
                 self._registry.take_token(request, row.slot, result)
-        self.last_ghosts = ghosts
+        return ghosts

@@ -8,14 +8,14 @@ launch up until most of its step has run, and when that returns the step before 
                                      the end of 8, nearly
 
 So the end of a launch that took as long as its step is the step's end. Where neither is seen, the
-step is told together with the next.
+step is added to the next.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pippin.metrics import NOTICEABLE_SECONDS
+from pippin.metrics import NOTICEABLE_SECONDS, StepRecord
 from pippin.scheduler.costs import Timed
 
 NOTICEABLE_SHARE = 0.05  # of waiting, of the time since the last step was committed: likewise
@@ -26,38 +26,26 @@ HELD_UP_SHARE = 0.5  # of a launch, of the time since an end was known: its step
 class StepTimes:
     _last_end: float = 0.0
     _last_resumed: float = 0.0
-    _untold: Timed | None = None  # steps since then
+    _unseen: Timed | None = None  # steps since then
     _began: float = 0.0  # of these
 
-    def ended(
-        self,
-        *,
-        decode_rows: int,
-        prefill_tokens: int,
-        dispatched: float,
-        launched: float,
-        resumed: float,
-        waited: float,
-    ) -> Timed | None:
-        """Take in a step that was committed; what it took, with those before it that were not told.
-
-        Times are `time.perf_counter()` seconds: `dispatched` and `launched` when its launch began
-        and returned, `resumed` when the host had its result, after `waited` seconds.
-        """
-        step = Timed.step(0.0, decode_rows, prefill_tokens)
+    def add(self, record: StepRecord) -> Timed | None:
+        """A step that was committed; what it took, with those before it whose end was not seen."""
+        dispatched, launched, resumed = record.dispatched, record.launched, record.resumed
+        step = Timed.step(0.0, record.decode_rows, record.prefill_tokens)
         turn = resumed - max(dispatched, self._last_resumed)
         if dispatched >= self._last_resumed:  # nothing was in flight: the device had a pause
-            self._untold = None
+            self._unseen = None
         self._last_resumed = resumed
-        if self._untold is None:
+        if self._unseen is None:
             self._began = max(dispatched, self._last_end)
-        self._untold = step if self._untold is None else self._untold.followed_by(step)
-        if waited > max(NOTICEABLE_SECONDS, NOTICEABLE_SHARE * turn):
+        self._unseen = step if self._unseen is None else self._unseen.followed_by(step)
+        if record.waited > max(NOTICEABLE_SECONDS, NOTICEABLE_SHARE * turn):
             end = resumed
         elif launched - dispatched > HELD_UP_SHARE * (launched - self._began) > 0.0:
             end = launched
         else:
             return None
-        untold, self._untold = self._untold, None
+        unseen, self._unseen = self._unseen, None
         self._last_end = end
-        return untold.with_seconds(end - self._began)
+        return unseen.with_seconds(end - self._began)

@@ -279,7 +279,6 @@ class Admission:
             lock=lock,
             start_len=length,
             branch=0 if match is None else match.branch,
-            keeps_last=not request.embeds,  # what it draws is nobody's
         )
 
     def _start(self, running: RunningSlot) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pippin.cache.policy import CheckpointPolicy
-from pippin.scheduler.running_slot import RunningSlot
+from pippin.scheduler.running_slot import Quality, RunningSlot
 from pippin.types import GRID, ModelSpec
 
 
@@ -80,6 +80,6 @@ class Chunker:
         return tuple(found)
 
     def _captures(self, running: RunningSlot, end: int) -> bool:
-        if self.policy is None or not running.connected or running.request.wants_prompt_logprobs:
+        if self.policy is None or running.request.wants_prompt_logprobs:
             return False
-        return not self.on_grid or end % GRID == 0
+        return running.quality is Quality.SOUND and (not self.on_grid or end % GRID == 0)

@@ -18,7 +18,7 @@ from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.planning.chunks import Chunker
 from pippin.scheduler.planning.inflight_prefixes import InflightPrefixes
 from pippin.scheduler.planning.turns import Turn, beside_short, share
-from pippin.scheduler.running_slot import RunningSlot
+from pippin.scheduler.running_slot import RunningSlot, Stage
 from pippin.scheduler.slots import SlotPool
 
 RunningSlots = dict[int, RunningSlot]  # by slot
@@ -43,7 +43,7 @@ class PromptPlanner:
         started = [
             running
             for running in running_slots.values()
-            if running.request.phase == "prefill" and not running.preempting
+            if running.request.phase == "prefill" and running.stage is Stage.RUNNING
         ]
         waiting = len(self.admission.queue)
         if not started and not waiting:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pippin.backends.base import DecodeRow, PrefillRow, Retire
 from pippin.cache.policy import CheckpointPolicy
 from pippin.scheduler.claims import Claims
-from pippin.scheduler.running_slot import RunningSlot
+from pippin.scheduler.running_slot import RunningSlot, Stage
 from pippin.types import GRID
 
 # Whether chunks of these lengths are to be run beside so many streams, their own among them.
@@ -52,7 +52,7 @@ class ReplyPlanner:
             elif self._samples(running):
                 rows.starved.append(running)
             else:
-                running.keeps_last = False
+                running.enter(Stage.CLOSED)
         return rows
 
     def _fits(self, running: RunningSlot, end: int) -> bool:
@@ -60,7 +60,7 @@ class ReplyPlanner:
 
     def _samples(self, running: RunningSlot) -> bool:
         request = running.request
-        return request.phase == "decode" and request.samples_left and not running.preempting
+        return request.phase == "decode" and request.samples_left and running.stage is Stage.RUNNING
 
     def _token(self, step: int, running: RunningSlot) -> DecodeRow:
         request, end = running.request, running.row_len + 1
@@ -109,11 +109,11 @@ class ReplyPlanner:
 
         Once every sample is planned, the next step can do so before that token is known.
         """
-        if self.policy is None or not running.keeps_last or running.num_left > 0:
-            return False
-        if running.preempting or running.retired:
-            return False
         request = running.request
+        if self.policy is None or request.embeds or running.num_left > 0:
+            return False
+        if running.stage is not Stage.RUNNING:
+            return False
         if request.phase == "decode":
             return not request.samples_left and running.row_len < request.max_total
         return request.completed and not running.tainted and running.row_len < request.num_tokens
