@@ -26,7 +26,7 @@ from pippin.decode.grammar import Grammar
 from pippin.messages import Submit, TokenDelta
 from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
-from pippin.scheduler.pace import Pace
+from pippin.scheduler.pacing.pace import Pace
 from pippin.scheduler.scheduler import Scheduler
 from pippin.types import GRID, Component, FinishReason, SamplingParams, TokenLogprobs
 

@@ -13,6 +13,7 @@ ANYTHING = None
 
 # The longest matching name decides. `errors` and its own package are open to everyone.
 MAY_IMPORT: dict[str, set[str] | None] = {
+    "version": set(),
     "types": set(),
     "errors": set(),
     "logs": set(),
@@ -56,7 +57,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("backends.base", "backends.masks", "backends.warm_up"),
     },
     "engine": {
-        *("", "types", "amounts", "config", "logs", "messages", "metrics", "decode"),
+        *("version", "types", "amounts", "config", "logs", "messages", "metrics", "decode"),
         *("cache", "backends", "scheduler"),
     },
     "engine.model_vocabulary": {"types", "text", "decode"},

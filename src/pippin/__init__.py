@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pippin.types import SamplingParams
+from pippin.version import __version__
 
 if TYPE_CHECKING:
     from pippin.offline.async_llm import AsyncLLM
     from pippin.offline.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 

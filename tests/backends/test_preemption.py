@@ -6,7 +6,7 @@ import pytest
 
 from builders import Reply
 from near_ties import count_same
-from pippin.scheduler import claims
+from pippin.scheduler.memory import claims
 from pippin.scheduler.planning import admission
 from serving import BUNDLED, TORCH_MODELS, make_client, make_prompt
 

@@ -18,8 +18,8 @@ from builders import (
 )
 from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
-from pippin.scheduler.costs import Timed
-from pippin.scheduler.pace import Pace
+from pippin.scheduler.pacing.costs import Timed
+from pippin.scheduler.pacing.pace import Pace
 from pippin.types import GRID, Component
 
 both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])

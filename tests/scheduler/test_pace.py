@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 
 from builders import FixedPace, make_client
-from pippin.scheduler.costs import Timed
-from pippin.scheduler.pace import (
+from pippin.scheduler.pacing.costs import Timed
+from pippin.scheduler.pacing.pace import (
     CHUNK_STEP,
     LONGEST_SAVED,
     LONGEST_STRETCH,

@@ -11,8 +11,8 @@ from functools import partial
 from statistics import median
 
 from builders import FixedPace, make_client, make_prompt
-from pippin.scheduler.costs import CostModel, Fit, Timed, _guess
-from pippin.scheduler.pace import SMALLEST_CHUNK, Pace
+from pippin.scheduler.pacing.costs import CostModel, Fit, Timed, _guess
+from pippin.scheduler.pacing.pace import SMALLEST_CHUNK, Pace
 
 NUM_DEVICES = 1000
 MIXED_STEPS = 50

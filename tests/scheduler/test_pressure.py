@@ -14,8 +14,8 @@ from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.tree.components import STATE
 from pippin.errors import DeviceFailed
-from pippin.scheduler.claims import GROWTH_TOKENS
 from pippin.scheduler.loop import MAX_FAILED_STEPS
+from pippin.scheduler.memory.claims import GROWTH_TOKENS
 from pippin.types import GRID, Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE

@@ -220,7 +220,7 @@ def test_overlap_on_and_off_give_the_oracles_tokens(engine: Engine, workload: li
             if reply.finish == "error":
                 assert has_no_room(reply.error or "", engine.capacity_bytes)
                 assert engine.capacity_bytes < AMPLE_BYTES
-                assert not reply.tokens or "the reply reached" in (reply.error or "")
+                assert not reply.tokens or "the request reached" in (reply.error or "")
                 assert reply.tokens == ask.tokens[: len(reply.tokens)]
             elif ask.expected is None:
                 assert reply.tokens == ask.tokens[: len(reply.tokens)]

@@ -20,7 +20,7 @@ def make_running() -> RunningSlot:
     return running
 
 
-@pytest.mark.parametrize(("before", "after"), itertools.product(Stage, Stage))
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(Stage, Stage)))
 def test_a_stage_is_entered_only_from_those_before_it(before: Stage, after: Stage) -> None:
     running = make_running()
     running.stage = before

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from pippin.metrics import StepRecord
-from pippin.scheduler.costs import Timed
-from pippin.scheduler.step_times import StepTimes
+from pippin.scheduler.pacing.costs import Timed
+from pippin.scheduler.pacing.step_times import StepTimes
 
 BLANK = StepRecord(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0)
 record = functools.partial(replace, BLANK)

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pippin import __version__
 from pippin.amounts import option_bytes, parse_bytes, show_bytes
 from pippin.backends.base import Backend, DeviceInfo
 from pippin.backends.host import host_memory_bytes
@@ -26,6 +25,7 @@ from pippin.config import Config
 from pippin.engine.exit_times import STOP_GRACE_SECONDS
 from pippin.errors import ConfigError, LoadError
 from pippin.types import GRID, Component
+from pippin.version import __version__
 
 MOST_BATCH_BYTES = 32 << 20  # a step copies so much, and streams wait for it
 BATCH_SHARE = 1 / 64  # of the budget

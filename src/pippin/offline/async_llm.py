@@ -19,7 +19,6 @@ import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -127,7 +126,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[str, None]:
-        """The continuation's text as it comes. Closing the generator stops it."""
+        """The continuation's text as it arrives. Closing the generator stops it."""
         open = self._requests.completions
         sequences = await asyncio.to_thread(open, [prompt], params, priority, cache_salt)
         async with aclosing(self._pieces(only_one(sequences))) as pieces:
@@ -143,7 +142,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[str, None]:
-        """The answer's text as it comes. Closing the generator stops the reply."""
+        """The answer's text as it arrives. Closing the generator stops the reply."""
         open = self._requests.chats
         sequences = await asyncio.to_thread(open, messages, params, priority, cache_salt)
         async with aclosing(self._pieces(only_one(sequences))) as pieces:
@@ -152,18 +151,13 @@ class AsyncLLM:
                     yield piece.text
 
     async def close(self) -> None:
-        """Whoever still waits for something hears so."""
+        """Requests that are still open end with an error."""
         await self._engine.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
     # ---- inside ----------------------------------------------------------------------------
@@ -194,7 +188,7 @@ class AsyncLLM:
             async for delta in deltas:
                 if delta.finish is not None:
                     return embedding_of(delta)
-        raise EngineDead("the engine said nothing")
+        raise EngineDead("the engine returned no embedding")
 
 
 class _EngineThread:
@@ -244,14 +238,14 @@ class _EngineThread:
             config = resolve(self._config)
             text = TextBundle.load(Path(config.model.model))
             loop = build_loop(config, progress=lambda _: None)
-        except Exception as error:  # raised again by whoever waits for the load
+        except Exception as error:  # raised again by `load`
             self._event_loop.call_soon_threadsafe(self._not_loaded, error)
             return
         requests = OfflineRequests(text, loop.backend.spec)
         self._event_loop.call_soon_threadsafe(self._ready, requests)
         try:
             MessagePump(loop, self).run()
-        except Exception as error:  # told to everybody who waits for a reply
+        except Exception as error:  # every open request ends with it
             reason = f"the engine stopped: {str(error) or repr(error)}"
             self._event_loop.call_soon_threadsafe(self._lost, reason)
         loop.close()

@@ -12,7 +12,6 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from pippin.offline.requests import (
     offline_config,
     only_one,
 )
-from pippin.offline.router import Inbox, Router
+from pippin.offline.router import Router
 from pippin.sequences import GeneratedSequence, SequencePiece
 from pippin.startup.resolve import resolve
 from pippin.text.bundle import TextBundle
@@ -151,19 +150,11 @@ class LLM:
         """
         submits = self._requests.embeddings(prompts, priority, cache_salt)
         found: dict[str, np.ndarray] = {}
-        inbox = Inbox()
-        with progress_bar(len(submits), shown=progress) as advance:
-            try:
-                for submit in submits:
-                    self._router.submit(submit, inbox)
-                while len(found) < len(submits):
-                    for delta in self._router.wait(inbox):
-                        found[delta.id] = embedding_of(delta)
-                        advance(0, True)
-            finally:
-                for submit in submits:
-                    self._router.abort(submit.id)
-                self._router.drain()
+        bar = progress_bar(len(submits), shown=progress)
+        with bar as advance, closing(self._router.run(submits)) as deltas:
+            for delta in deltas:
+                found[delta.id] = embedding_of(delta)
+                advance(0, True)
         return np.stack([found[submit.id] for submit in submits])
 
     @property
@@ -187,12 +178,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     # ---- inside ----------------------------------------------------------------------------
@@ -215,22 +201,11 @@ class LLM:
             yield from (piece.text for piece in pieces if piece.text)
 
     def _run(self, sequences: Sequence[GeneratedSequence]) -> Generator[SequencePiece, None, None]:
-        """Pieces of all sequences as they come. Closing it aborts whatever still runs."""
-        running = {sequence.submit.id: sequence for sequence in sequences}
-        inbox = Inbox()
-        try:
-            for sequence in sequences:
-                self._router.submit(sequence.submit, inbox)
-            while running:
-                for delta in self._router.wait(inbox):
-                    if delta.id not in running:  # said before the engine heard of the stop string
-                        continue
-                    piece = running[delta.id].take(delta)
-                    if piece.finish is not None:
-                        del running[delta.id]
-                        self._router.finish(delta.id)
-                    yield piece
-        finally:
-            for id in running:
-                self._router.abort(id)
-            self._router.drain()
+        """Pieces of all sequences as they arrive. Closing it aborts those that still run."""
+        by_id = {sequence.submit.id: sequence for sequence in sequences}
+        with closing(self._router.run([sequence.submit for sequence in sequences])) as deltas:
+            for delta in deltas:
+                piece = by_id[delta.id].take(delta)
+                if piece.finish is not None and delta.finish is None:
+                    self._router.finish(delta.id)  # a stop string
+                yield piece

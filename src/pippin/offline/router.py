@@ -1,9 +1,9 @@
-"""Steps a loop for several callers at once and brings each of them its own deltas.
+"""Steps a loop for several callers at once and returns to each of them its own deltas.
 
 callers' submits  ──▶  backlog: what the loop's queue has no room for yet  ──▶  loop
 callers' inboxes  ◀──  deltas, by request id                               ◀──
 
-The loop runs only while somebody waits for a delta, in that caller's thread. Knows no text.
+The loop runs only while a caller waits for a delta, in that caller's thread. Knows no text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,43 +29,48 @@ class Router:
         self._loop = loop
         self._backlog: list[tuple[int, int, Submit]] = []  # a heap: by priority, then arrival
         self._arrivals = itertools.count()
-        self._inboxes: dict[str, Inbox] = {}  # by request id, until its last delta
+        self._inboxes: dict[str, Inbox] = {}  # by request id, until its last delta was read
         self._leaving: list[tuple[Callable[[str], None], str]] = []  # for the loop to hear
         # Still set after a step that raised: nothing is known of the state it left.
         self._in_step = False
         self._closed = False
 
-    def submit(self, submit: Submit, inbox: Inbox) -> None:
-        """Any number of these; each inbox gets the deltas of its own requests."""
-        self._inboxes[submit.id] = inbox
-        heapq.heappush(self._backlog, (-submit.priority, next(self._arrivals), submit))
-
-    def wait(self, inbox: Inbox) -> list[TokenDelta]:
-        """Step until something is in the inbox, and empty it. One of its requests must be open."""
-        while not inbox:
-            assert self._backlog or not self._loop.idle, "nothing will ever come"
-            self._step()
-        deltas = list(inbox)
-        inbox.clear()
-        return deltas
+    def run(self, submits: Sequence[Submit]) -> Generator[TokenDelta, None, None]:
+        """Deltas of these requests as they arrive. Closing it aborts those that still run."""
+        inbox: Inbox = deque()
+        try:
+            for submit in submits:
+                self._inboxes[submit.id] = inbox
+                heapq.heappush(self._backlog, (-submit.priority, next(self._arrivals), submit))
+            num_open = len(submits)
+            while num_open:
+                while not inbox:
+                    assert self._backlog or not self._loop.idle, "nothing will ever come"
+                    self._step()
+                delta = inbox.popleft()
+                if delta.id in self._inboxes:  # else it was sent before the loop knew of `finish`
+                    yield delta
+                    if delta.finish is not None:
+                        self._inboxes.pop(delta.id, None)
+                    num_open -= delta.id not in self._inboxes
+        finally:
+            for submit in submits:
+                self._leave(submit.id, self._loop.abort)
+            self._drain()
 
     def finish(self, request_id: str) -> None:
         """The reply is complete (a stop string). Ended requests are ignored."""
         self._leave(request_id, self._loop.finish)
 
-    def abort(self, request_id: str) -> None:
-        """Nobody wants the rest. Ended requests are ignored."""
-        self._leave(request_id, self._loop.abort)
-
-    def drain(self) -> None:
-        """If no request is open any more, step until the loop has put everything away."""
+    def _drain(self) -> None:
+        """If no request is open any more, step until the loop has released everything."""
         if self._inboxes or self._in_step or self._closed or self._loop.failure is not None:
             return
         while self._leaving or not self._loop.idle:
             self._step()
 
     def close(self) -> None:
-        """The loop is about to be closed: whoever still waits for something hears so."""
+        """The loop is about to be closed: requests that are still open raise EngineDead."""
         self._closed = True
 
     def _leave(self, request_id: str, tell: Callable[[str], None]) -> None:
@@ -101,11 +106,8 @@ class Router:
 
     def _deliver(self, delta: TokenDelta) -> None:
         inbox = self._inboxes.get(delta.id)
-        if inbox is None:  # its caller has left
-            return
-        inbox.append(delta)
-        if delta.finish is not None:
-            self._inboxes.pop(delta.id, None)
+        if inbox is not None:  # else its caller has left
+            inbox.append(delta)
 
 
 @contextmanager

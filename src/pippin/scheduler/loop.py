@@ -24,8 +24,8 @@ from pippin.decode.grammar import Grammar
 from pippin.errors import DeviceFailed, Overloaded, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.scheduler.launched import Launched
+from pippin.scheduler.pacing.step_times import StepTimes
 from pippin.scheduler.scheduler import Scheduler
-from pippin.scheduler.step_times import StepTimes
 
 LONG_STEP_SECONDS = 0.05  # a step of prompts alone that is longer than this,
 LONG_STEP_FACTOR = 30  # and than so many times what the host does in between, hides little of it
@@ -122,8 +122,8 @@ class Loop:
             self._fail(plan, error)
             return None
         launched = Launched(plan, pending, planned_at, perf_counter(), self._paused)
-        if self.scheduler.observer is not None:
-            self.scheduler.observer.step_launched(plan, self.scheduler.running_slots)
+        if self.scheduler.registry.observer is not None:
+            self.scheduler.registry.observer.step_launched(plan, self.scheduler.running_slots)
         return launched
 
     def _sampled(self, launched: Launched) -> bool:
@@ -155,8 +155,8 @@ class Loop:
         timed = self._step_times.add(record)
         if timed is not None:
             self.scheduler.pace.observe(timed)
-        if self.scheduler.observer is not None:
-            self.scheduler.observer.step_committed(plan, record)
+        if self.scheduler.registry.observer is not None:
+            self.scheduler.registry.observer.step_committed(plan, record)
 
     def _fail(self, plan: StepPlan, error: Exception, pending: PendingStep | None = None) -> None:
         """The plan's requests end with an error; the others go on."""
@@ -209,10 +209,10 @@ class Loop:
         self.scheduler.add(submit, grammar, perf_counter())
 
     def abort(self, request_id: str) -> None:
-        self.scheduler.abort(request_id)
+        self.scheduler.registry.abort(request_id)
 
     def finish(self, request_id: str) -> None:
-        self.scheduler.finish(request_id)
+        self.scheduler.registry.finish(request_id)
 
     # ---- the engine ------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pippin.backends.base import StepResult
@@ -39,23 +41,21 @@ class Outbox:
         if len(request.output) > len(tokens):
             self._deltas.append(TokenDelta(request.id, tokens, logprobs, finish=finish))
             return
-        prompt_logprobs = result.prompt_logprobs.get(slot)
-        self._deltas.append(
-            TokenDelta(
-                id=request.id,
-                tokens=tokens,
-                logprobs=logprobs,
-                prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
-                cached_tokens=request.cached_len,
-                host_tokens=request.host_len,
-                disk_tokens=request.disk_len,
-                queued_s=request.queued_s,
-                finish=finish,
-            )
+        scores = result.prompt_logprobs.get(slot)
+        prompt_logprobs = None if scores is None else list(scores)
+        self._first(
+            request,
+            tokens=tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish=finish,
         )
 
     def embedding(self, request: Request, vector: np.ndarray) -> None:
-        """What a request wanted that embeds, and its end. `vector`: float32 [hidden]."""
+        """The reply to a request that embeds. `vector`: float32 [hidden]."""
+        self._first(request, embedding=vector.tobytes(), finish="stop")
+
+    def _first(self, request: Request, **fields: Any) -> None:
         self._deltas.append(
             TokenDelta(
                 id=request.id,
@@ -63,8 +63,7 @@ class Outbox:
                 host_tokens=request.host_len,
                 disk_tokens=request.disk_len,
                 queued_s=request.queued_s,
-                embedding=vector.tobytes(),
-                finish="stop",
+                **fields,
             )
         )
 

@@ -122,6 +122,7 @@ class Registry:
             self._metrics.requests_aborted += 1
 
     def finish(self, request_id: str) -> None:
+        """The server saw a stop string: what has been generated so far is the reply."""
         request = self.requests.get(request_id)
         if request is not None:  # likewise
             self.outbox.end(request, "stop")

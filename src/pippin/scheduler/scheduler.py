@@ -1,4 +1,4 @@
-"""Decides what each step computes and takes in what it gave. Knows no arrays and no clock.
+"""Plans what each step computes and commits its result. Knows no arrays and no clock.
 
 `plan(N+1)` is made before step N's tokens are known, assuming that running requests go on. If N
 shows that one stopped, its row in N+1 is a ghost: the sampled token is dropped. The row itself is
@@ -25,19 +25,18 @@ from pippin.decode.grammar import Grammar
 from pippin.errors import NotANumber, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import EngineMetrics
-from pippin.scheduler.budget import ByteBudget
-from pippin.scheduler.captures import take_captures
-from pippin.scheduler.claims import Claims
 from pippin.scheduler.inflight_steps import InflightStep, InflightSteps
 from pippin.scheduler.limits import Limits
-from pippin.scheduler.observer import Observer
-from pippin.scheduler.pace import SMALLEST_CHUNK, Pace
-from pippin.scheduler.planning.admission import Admission, QueueLimits
+from pippin.scheduler.memory.budget import ByteBudget
+from pippin.scheduler.memory.captures import take_captures
+from pippin.scheduler.memory.claims import Claims
+from pippin.scheduler.memory.preemption import Preemption
+from pippin.scheduler.pacing.pace import SMALLEST_CHUNK, Pace
+from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.planning.chunks import Chunker
 from pippin.scheduler.planning.constraints import Compiling, make_masks
 from pippin.scheduler.planning.prompts import PromptPlanner
 from pippin.scheduler.planning.replies import ReplyPlanner
-from pippin.scheduler.preemption import Preemption
 from pippin.scheduler.registry import Registry
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import Quality, RunningSlot
@@ -59,29 +58,20 @@ class Scheduler:
         self.spec = self.costs.spec
         self.slots = SlotPool(limits.max_running)
         self.budget = ByteBudget(limits.capacity_bytes, self.cache)
-        self.admission = Admission(
-            self.costs,
-            self.budget,
-            self.slots,
-            self.cache,
-            QueueLimits(limits.max_queue, limits.max_queue_tokens),
-            deterministic=limits.deterministic,
-        )
+        self.admission = Admission(self.costs, self.budget, self.slots, self.cache, limits)
         self.compiling = Compiling(self.compiler)
         self.traffic = Traffic(self.tiers, self.costs, self.budget, self.cache)
-        self._registry = Registry(self.metrics, self.compiling, self.admission, self.traffic)
-        self.requests = self._registry.requests
-        self.running_slots = self._registry.running_slots
+        self.registry = Registry(self.metrics, self.compiling, self.admission, self.traffic)
+        self.requests = self.registry.requests
+        self.running_slots = self.registry.running_slots
         self.inflight_steps = InflightSteps()
+        self.pace = Pace(limits.prefill_tokens, limits.max_gap, limits.for_streams)
         self._arrivals = itertools.count()
         self._seeds = random.Random()
         policy = None if self.cache is None else self.cache.policy
         self._claims = Claims(self.costs, self.budget, self.cache)
-        self._preemption = Preemption(
-            self.costs, self.budget, self._claims, self.traffic, self._registry
-        )
+        self._preemption = Preemption(self._claims, self.traffic, self.registry)
         self._prompts = PromptPlanner(
-            Pace(limits.prefill_tokens, limits.max_gap, limits.for_streams),
             self.admission,
             self.slots,
             self._claims,
@@ -115,7 +105,7 @@ class Scheduler:
         try:
             self.check(submit)
         except PippinError as error:
-            self._registry.refuse(submit.id, error)
+            self.registry.refuse(submit.id, error)
             return
         seed = submit.params.seed
         request = Request.from_submit(
@@ -126,14 +116,14 @@ class Scheduler:
             grammar=grammar,
         )
         request.submitted_s = now_s
-        self._registry.add(request, submit.params.grammar if grammar is None else None)
+        self.registry.add(request, submit.params.grammar if grammar is None else None)
 
     def check(self, submit: Submit) -> None:
         """Raise for a request that could never start, or that finds the queue full."""
         self.admission.check(
             submit,
             num_coming=self.num_waiting - len(self.admission.queue),
-            num_coming_tokens=self._registry.num_coming_tokens,
+            num_coming_tokens=self.registry.num_coming_tokens,
         )
 
     @property
@@ -141,52 +131,30 @@ class Scheduler:
         """In the queue, or on their way into it."""
         return len(self.admission.queue) + len(self.compiling) + self.traffic.num_loading
 
-    def abort(self, request_id: str) -> None:
-        self._registry.abort(request_id)
-
-    def finish(self, request_id: str) -> None:
-        """The server saw a stop string: what has been generated so far is the reply."""
-        self._registry.finish(request_id)
-
-    @property
-    def pace(self) -> Pace:
-        return self._prompts.pace
-
-    @pace.setter
-    def pace(self, pace: Pace) -> None:
-        self._prompts.pace = pace
-
-    @property
-    def observer(self) -> Observer | None:
-        """Who watches."""
-        return self._registry.observer
-
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
-        self._registry.observer = observer
-
     @property
     def has_work(self) -> bool:
         return (
-            bool(self.requests or self.running_slots or self._registry.outbox) or self.traffic.busy
+            bool(self.requests or self.running_slots or self.registry.outbox) or self.traffic.busy
         )
 
     @property
     def num_running(self) -> int:
-        return len(self._registry.running)
+        return len(self.registry.running)
 
     # ---- plan ------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do before something is committed."""
         step = self.inflight_steps.next_step
-        self._registry.take_compiled()
+        self.registry.take_compiled()
         for request in self.traffic.start_loads(self.admission, self.pace.compute_seconds):
-            self._registry.tell_changed(request)
+            self.registry.tell_changed(request)
         retire, retired = self._plan_retires(step)
         replies = self._replies.plan(step, self.running_slots.values(), self.pace.pays_off)
-        admit, prefill = self._prompts.plan(step, self.running_slots, replies.num_streams)
-        self._registry.count_started(admit)
+        admit, prefill = self._prompts.plan(
+            step, self.running_slots, replies.num_streams, self.pace
+        )
+        self.registry.count_started(admit)
         if replies.starved:
             self._preemption.make_room(replies.starved, in_flight=bool(self.inflight_steps))
         rows = (*replies.chunks, *prefill), tuple(replies.decode)
@@ -219,19 +187,19 @@ class Scheduler:
         becomes a ghost.
         """
         owners = self.inflight_steps[plan.step].owners
-        return make_masks(plan, owners, self.spec.vocab_size, self._registry.fail)
+        return make_masks(plan, owners, self.spec.vocab_size, self.registry.fail)
 
     def _plan_retires(self, step: int) -> tuple[tuple[Retire, ...], dict[int, RunningSlot]]:
         retire: list[Retire] = []
         retired: dict[int, RunningSlot] = {}
-        for running in list(self._registry.leaving):
+        for running in list(self.registry.leaving):
             if self.inflight_steps.fences(running) or self._replies.runs_last_token(running):
                 continue
-            self._registry.leaving.remove(running)
+            self.registry.leaving.remove(running)
             retire.append(self._replies.retire(step, running))
             retired[running.slot] = running
             if running.runs:
-                self._registry.requeue(running)
+                self.registry.requeue(running)
         return tuple(retire), retired
 
     # ---- commit ----------------------------------------------------------------------------
@@ -245,7 +213,7 @@ class Scheduler:
                 self._run_again(owner, damage)
         for slot in result.overflowed:
             if not (owner := inflight.owners[slot]).damaged:
-                self._registry.taint(owner, NotANumber("the model's values overflowed"))
+                self.registry.taint(owner, NotANumber("the model's values overflowed"))
         if self.cache is not None:
             whole = take_captures(
                 result.captures, inflight.owners, inflight.retired, self.cache, self.budget
@@ -267,19 +235,19 @@ class Scheduler:
         inflight = self._end_step(step)
         self.traffic.fail_step(step)
         for row in inflight.plan.rows:
-            self._registry.taint(inflight.owners[row.slot], error)
+            self.registry.taint(inflight.owners[row.slot], error)
         for running in inflight.retired.values():
             running.worsen(Quality.TAINTED)
-            self._registry.leaving.append(running)
+            self.registry.leaving.append(running)
 
     def fail_all(self, error: Exception) -> None:
         """The engine is about to stop: every request ends with an error."""
         for request in list(self.requests.values()):
-            self._registry.fail(request, error)
+            self.registry.fail(request, error)
 
     def take_outbox(self) -> list[TokenDelta]:
         """What clients are owed by now."""
-        return self._registry.outbox.take()
+        return self.registry.outbox.take()
 
     def _end_step(self, step: int) -> InflightStep:
         inflight = self.inflight_steps.pop(step)
@@ -298,7 +266,7 @@ class Scheduler:
                 request.tokens(damage.end), damage.component, damage.start, request.salt
             )
         if running.runs and not running.preempting:
-            self._registry.preempt(running)
+            self.registry.preempt(running)
 
     def _take_tokens(self, inflight: InflightStep, result: StepResult) -> int:
         ghosts = 0
@@ -311,5 +279,5 @@ class Scheduler:
                 if running.runs:
                     request.drop_samples()
             elif row.end == request.num_tokens:  # else a grammar forced it: it was known before
-                self._registry.take_token(request, row.slot, result)
+                self.registry.take_token(request, row.slot, result)
         return ghosts

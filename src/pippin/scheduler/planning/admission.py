@@ -1,7 +1,7 @@
 """Who may wait and who starts next: the queue, its bounds and its order. Knows no arrays.
 
 A request that could start is an `Offer`: what it would find in the tree, and so what would have to
-be computed for it. Offers are tried in this order, and each is claimed, or there is a `Verdict`:
+be computed for it. Offers are tried in this order:
 
     priority, the highest first
     those preempted, and those passed over `MAX_PASSED_OVER` times, in order of arrival
@@ -16,9 +16,7 @@ set aside until that prefix is in the tree, so that those behind it are consider
 from __future__ import annotations
 
 import bisect
-import enum
 import itertools
-from dataclasses import dataclass
 
 import msgspec
 
@@ -27,8 +25,9 @@ from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.results import Match
 from pippin.errors import ContextOverflow, OutOfMemory, Overloaded, UnsupportedField
 from pippin.messages import Submit
-from pippin.scheduler.budget import ByteBudget
-from pippin.scheduler.claims import GROWTH_TOKENS
+from pippin.scheduler.limits import Limits
+from pippin.scheduler.memory.budget import ByteBudget
+from pippin.scheduler.memory.claims import GROWTH_TOKENS
 from pippin.scheduler.planning.inflight_prefixes import InflightPrefixes, Promise, Waiters
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import RunningSlot
@@ -40,13 +39,6 @@ MAX_EXAMINED = 64  # with those that are found to share an in-flight prefix, and
 MAX_PASSED_OVER = 8
 MAX_DOUBLINGS = 16  # of what a request that was preempted claims for its reply, each time
 PROBED_TOKENS = 1 << 15  # of a plan: looking prompts up costs host time by their lengths
-
-
-class Verdict(enum.Enum):
-    """Why an offer was not claimed."""
-
-    PASSED_OVER = "its bytes are not to be had now; smaller ones may go first"
-    HOLDS_OTHERS_UP = "the same, but nobody may go first any more"
 
 
 class Offer(msgspec.Struct, frozen=True, gc=False):  # many for each request that starts
@@ -71,12 +63,6 @@ class Offer(msgspec.Struct, frozen=True, gc=False):  # many for each request tha
         return -request.priority, 1, self.num_to_compute
 
 
-@dataclass(frozen=True)
-class QueueLimits:
-    max_requests: int
-    max_tokens: int
-
-
 class Admission:
     """The waiting queue. `start_next` takes a request off it and gives it what it needs."""
 
@@ -86,16 +72,14 @@ class Admission:
         budget: ByteBudget,
         slots: SlotPool,
         cache: PrefixCache | None,
-        limits: QueueLimits,
-        *,
-        deterministic: bool = False,
+        limits: Limits,
     ) -> None:
         self._costs = costs
         self._budget = budget
         self._slots = slots
         self._cache = cache
         self._limits = limits
-        self._deterministic = deterministic
+        self._deterministic = limits.deterministic
         self._hints: dict[Request, tuple[int, int]] = {}  # the cache's version, tokens matched
         self._refused_at: int | None = None  # bytes available when nobody could start
         self.refused: Request | None = None  # the first that did not fit then
@@ -128,15 +112,15 @@ class Admission:
         if need > capacity:
             raise OutOfMemory(f"the request needs {need:,} bytes, the budget holds {capacity:,}")
         limits, waiting = self._limits, len(self.queue) + num_coming
-        if waiting >= limits.max_requests:
+        if waiting >= limits.max_queue:
             raise Overloaded(
-                f"{waiting:,} requests are waiting, the queue holds {limits.max_requests:,}"
+                f"{waiting:,} requests are waiting, the queue holds {limits.max_queue:,}"
             )
         num_tokens = self.num_tokens + num_coming_tokens
-        if waiting and num_tokens + prompt_len > limits.max_tokens:
+        if waiting and num_tokens + prompt_len > limits.max_queue_tokens:
             raise Overloaded(
                 f"requests of {num_tokens:,} tokens are waiting and this one has "
-                f"{prompt_len:,}, the queue holds {limits.max_tokens:,}"
+                f"{prompt_len:,}, the queue holds {limits.max_queue_tokens:,}"
             )
 
     def add(self, request: Request) -> None:
@@ -178,13 +162,13 @@ class Admission:
                 if offer.is_firm:
                     return None
                 continue
-            claimed = self._claim(offer, nothing_runs=nothing_runs)
-            if isinstance(claimed, RunningSlot):
-                self._start(claimed)
-                return claimed
+            running = self._claim(offer.request, nothing_runs=nothing_runs)
+            if running is not None:
+                self._start(running)
+                return running
             self.refused = self.refused or offer.request
-            if claimed is Verdict.HOLDS_OTHERS_UP:
-                break
+            if offer.is_firm or offer.request.priority > self.queue[-1].priority:
+                break  # smaller ones may not pass it
         if len(self.waiters) == num_waiters and max_to_compute is None:
             self._refused_at = self._budget.available
         return None
@@ -240,8 +224,7 @@ class Admission:
             self.waiters.add(request, promise)
         return sorted(offers, key=lambda offer: offer.order)
 
-    def _claim(self, offer: Offer, *, nothing_runs: bool) -> RunningSlot | Verdict:
-        request = offer.request
+    def _claim(self, request: Request, *, nothing_runs: bool) -> RunningSlot | None:
         whole, least = request.max_total, request.num_tokens + 1
         ahead = GROWTH_TOKENS << min(request.num_preemptions, MAX_DOUBLINGS)
         wanted = whole if self._deterministic else min(whole, request.num_tokens + ahead)
@@ -249,10 +232,7 @@ class Admission:
         if running is None and nothing_runs:
             running = self._try(request, least, use_match=True)
             running = running or self._try(request, least, use_match=False)
-        if running is not None:
-            return running
-        firm = offer.is_firm or request.priority > self.queue[-1].priority
-        return Verdict.HOLDS_OTHERS_UP if firm else Verdict.PASSED_OVER
+        return running
 
     def _try(self, request: Request, row_tokens: int, *, use_match: bool) -> RunningSlot | None:
         """Bytes for a row of so many tokens, the match locked and a slot; or nothing at all."""

@@ -12,8 +12,8 @@ import numpy as np
 
 from pippin.backends.base import Admit, PrefillRow, Restore
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.scheduler.claims import Claims
-from pippin.scheduler.pace import Pace
+from pippin.scheduler.memory.claims import Claims
+from pippin.scheduler.pacing.pace import Pace
 from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.planning.chunks import Chunker
 from pippin.scheduler.planning.inflight_prefixes import InflightPrefixes
@@ -28,7 +28,6 @@ MAX_SKIPPED = 8  # steps that compute other prompts, of a higher priority, befor
 
 @dataclass
 class PromptPlanner:
-    pace: Pace
     admission: Admission
     slots: SlotPool
     claims: Claims
@@ -37,7 +36,7 @@ class PromptPlanner:
     num_planned: int = 0  # tokens, since the start: how long a request has waited is told in these
 
     def plan(
-        self, step: int, running_slots: RunningSlots, num_streams: int
+        self, step: int, running_slots: RunningSlots, num_streams: int, pace: Pace
     ) -> tuple[tuple[Admit, ...], tuple[PrefillRow, ...]]:
         """Rows of the step, within its pace; those that start are added to `running_slots`."""
         started = [
@@ -48,7 +47,7 @@ class PromptPlanner:
         waiting = len(self.admission.queue)
         if not started and not waiting:
             return (), ()
-        budget = self.pace.budget(num_streams, len(started) + waiting)
+        budget = pace.budget(num_streams, len(started) + waiting)
         turns = self._turns(started)
         top = max((turn.priority for turn in turns), default=None)
         waiting_top = self.admission.top_priority if self.slots.num_free else None
@@ -58,7 +57,7 @@ class PromptPlanner:
         unfinished = beside_short(
             turns,
             budget,
-            max(self.pace.productive_tokens, self.chunker.smallest),
+            max(pace.productive_tokens, self.chunker.smallest),
             shortest_waiting=shortest,
         )
         # Those in the queue that have a higher priority are offered the step before these.
@@ -69,7 +68,7 @@ class PromptPlanner:
         shares = share(turns, budget - _num_tokens(rows), for_unfinished=max(unfinished, 0))
         rows = self._go_on(step, started, shares, budget) + rows
         self.num_planned += _num_tokens(rows)
-        self.pace.spend(_num_tokens(rows))
+        pace.spend(_num_tokens(rows))
         return tuple(admit), tuple(rows)
 
     def _turns(self, started: Sequence[RunningSlot]) -> list[Turn]:

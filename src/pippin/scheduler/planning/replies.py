@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from pippin.backends.base import DecodeRow, PrefillRow, Retire
 from pippin.cache.policy import CheckpointPolicy
-from pippin.scheduler.claims import Claims
+from pippin.scheduler.memory.claims import Claims
 from pippin.scheduler.running_slot import RunningSlot, Stage
 from pippin.types import GRID
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pippin.metrics import NOTICEABLE_SECONDS, StepRecord
-from pippin.scheduler.costs import Timed
+from pippin.scheduler.pacing.costs import Timed
 
 NOTICEABLE_SHARE = 0.05  # of waiting, of the time since the last step was committed: likewise
 HELD_UP_SHARE = 0.5  # of a launch, of the time since an end was known: its step held it up

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pippin.scheduler.costs import ROUNDING, CostModel, Timed
+from pippin.scheduler.pacing.costs import ROUNDING, CostModel, Timed
 from pippin.types import GRID
 
 STEP_STRETCH = 2.4  # a step with prompts may take this many times a decode-only step,

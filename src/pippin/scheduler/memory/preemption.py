@@ -1,19 +1,16 @@
-"""What to do when running replies outgrow the budget: whom to take back, and who is too large.
+"""Which requests to preempt when running replies outgrow the budget, and which are too large.
 
-A request that is preempted waits in the queue again and runs what it knows a second time, less what
-the tree holds by then. The senior one (the highest priority, then the earliest arrival) is never
-chosen: so somebody always goes on to the end, then the next one, and all of them finish. Knows no
-plans.
+A preempted request is queued again and runs its known tokens a second time, less what the tree
+holds by then. The senior one (the highest priority, then the earliest arrival) is never preempted:
+so one always runs to its end, then the next one, and all of them finish. Knows no plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pippin.backends.base import Costs
 from pippin.errors import OutOfMemory
-from pippin.scheduler.budget import ByteBudget
-from pippin.scheduler.claims import Claims
+from pippin.scheduler.memory.claims import Claims
 from pippin.scheduler.registry import Registry
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import RunningSlot
@@ -22,25 +19,18 @@ from pippin.types import GRID
 
 
 class Preemption:
-    def __init__(
-        self,
-        costs: Costs,
-        budget: ByteBudget,
-        claims: Claims,
-        traffic: Traffic,
-        registry: Registry,
-    ) -> None:
-        self._costs = costs
-        self._budget = budget
+    def __init__(self, claims: Claims, traffic: Traffic, registry: Registry) -> None:
+        self._costs = claims.costs
+        self._budget = claims.budget
         self._claims = claims
         self._traffic = traffic
         self._registry = registry
 
     def make_room(self, starved: Sequence[RunningSlot], *, in_flight: bool) -> None:
-        """Give up checkpoints and loads, then preempt somebody.
+        """Give up checkpoints and loads, then preempt requests.
 
-        Whoever starves goes on in a later plan. Where nothing can be given up and nothing is on
-        its way back (no step is `in_flight`), one request is larger than all there is.
+        Those starved go on in a later plan. Where nothing can be given up and no step is
+        `in_flight` that releases bytes, one request is larger than the budget.
         """
         running_slots = self._registry.running_slots
         shortage = self._claims.shortage(starved, running_slots.values())
@@ -55,29 +45,24 @@ class Preemption:
 
     def fail_hopeless(self, request: Request) -> None:
         """Nothing runs, and yet it cannot start: it had outgrown the whole budget."""
-        need = self._costs.row_bytes(request.num_tokens + 1)
-        message = (
-            f"the request grew to {request.num_tokens:,} tokens and needs {need:,} bytes, "
-            f"the budget holds {self._budget.capacity:,}"
-        )
-        self._registry.fail(request, OutOfMemory(message))
+        self._fail(request, request.num_tokens, self._costs.row_bytes(request.num_tokens + 1))
 
     def _start_over(self, running: RunningSlot) -> None:
         """Alone, and out of bytes. What it borrowed from the tree comes with a state and more that
-        a row of its own does without: then it begins again; or else it is too large."""
+        a row of its own does without: then it is preempted; or else it is too large."""
         fits = self._costs.row_bytes(running.row_len + 1) <= self._budget.capacity
         if running.lock is None or not fits:
-            self._fail_too_large(running)
+            need = self._claims.row_bytes(running, running.row_len + 1)
+            self._fail(running.request, running.row_len, need)
         elif not running.preempting:
             self._registry.preempt(running)
 
-    def _fail_too_large(self, running: RunningSlot) -> None:
-        need, capacity = self._claims.row_bytes(running, running.row_len + 1), self._budget.capacity
+    def _fail(self, request: Request, num_tokens: int, need: int) -> None:
         message = (
-            f"the reply reached {running.row_len:,} tokens and needs {need:,} bytes, "
-            f"the budget holds {capacity:,}"
+            f"the request reached {num_tokens:,} tokens and needs {need:,} bytes, "
+            f"the budget holds {self._budget.capacity:,}"
         )
-        self._registry.fail(running.request, OutOfMemory(message))
+        self._registry.fail(request, OutOfMemory(message))
 
 
 def choose(candidates: Sequence[RunningSlot], nbytes: int) -> list[RunningSlot]:
