@@ -17,7 +17,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "types": set(),
     "errors": set(),
     "logs": set(),
-    "bridge": set(),
     "native_kernels": set(),
     "amounts": set(),
     "config": {"types", "amounts"},
@@ -124,7 +123,7 @@ FOREIGN = {
     **dict.fromkeys(["mlx", "mlx_lm"], "backends.mlx"),
     **dict.fromkeys(["torch", "triton", "safetensors"], "backends.torch"),
 }
-EXEMPT = {"bridge", "terminal.doctor", "bench.in_process.ceilings"}
+EXEMPT = {"terminal.doctor", "bench.in_process.ceilings"}
 
 
 def module_name(path: Path) -> str:
