@@ -6,15 +6,14 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from torch_gpu.plays import DRAWN, GREEDY, random_model
+from torch_gpu.plays import DRAWN, GREEDY, Requests, random_model
 
 from make_random_hybrid import TINY, write_weights
-from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
+from pippin.backends.base import Admit, DecodeRow, PrefillRow
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import load
 from pippin.backends.torch.step.rooms import ROOMS, Room
@@ -45,7 +44,7 @@ def chunks() -> None:
 def compare(launched: TorchBackend, captured: TorchBackend, room: Room, dtype: str) -> None:
     """Prompts that fill the room, each in two chunks with states kept between, greedy and drawn."""
     for params in (GREEDY, DRAWN, SamplingParams(temperature=0.0, logprobs=5)):
-        found, expected = (Prompts(backend, room, params).run() for backend in (captured, launched))
+        found, expected = (RoomPrompts(backend, room, params).run() for backend in (captured, launched))
         graphs = captured.runner.prompts.graphs
         assert graphs is not None and graphs.works, HELP
         if dtype == "float32":
@@ -61,59 +60,43 @@ def compare(launched: TorchBackend, captured: TorchBackend, room: Room, dtype: s
         assert backend.runner.pools.arena.used_bytes == 0
 
 
-class Prompts:
-    """As many rows as the room is for, of different lengths, through the backend's own launches."""
+class RoomPrompts(Requests):
+    """As many rows as the room is for, of different lengths."""
 
-    def __init__(self, backend: TorchBackend, room: Room, params: SamplingParams, steps: int = 0) -> None:
-        self.backend, self.steps = backend, steps
-        num_rows = room.least_rows
-        each = room.num_tokens // num_rows
-        self.lengths = {slot: max(1, each - slot + 1) for slot in range(1, num_rows + 1)}
+    def __init__(self, backend: TorchBackend, room: Room, params: SamplingParams) -> None:
+        super().__init__(backend, room.least_rows)
+        each = room.num_tokens // room.least_rows
         rng = np.random.default_rng(room.num_tokens)
         vocab = backend.spec.vocab_size
         # The second chunk has as many tokens as the room; the first one any.
-        self.prompts = {s: rng.integers(10, vocab, n + 70).astype(np.int32) for s, n in self.lengths.items()}
+        lengths = {slot: max(1, each - slot + 1) for slot in self.slots}
+        self.prompts = {s: rng.integers(10, vocab, n + 70).astype(np.int32) for s, n in lengths.items()}
         self.params = params
-        self.tokens: dict[int, list[int]] = {slot: [] for slot in self.lengths}
-        self.logprobs: dict[int, list[Any]] = {slot: [] for slot in self.lengths}
 
-    def run(self) -> Prompts:
+    def run(self) -> RoomPrompts:
         first = [PrefillRow(s, 0, p[:70], captures=True, checkpoints=(64, 70)) for s, p in self.prompts.items()]
         admit = tuple(Admit(s, self.params, (), p, seed=s) for s, p in self.prompts.items())
         self.take(self.launch(admit=admit, prefill=tuple(first)))
         self.take(self.launch(prefill=self.second()))
         for step in range(3):
             self.take(self.launch(decode=tuple(DecodeRow(s, len(p) + step) for s, p in self.prompts.items())))
-        self.take(self.launch(retire=tuple(Retire(slot) for slot in self.prompts)))
+        self.end()
         return self
 
     def second(self) -> tuple[PrefillRow, ...]:
         return tuple(PrefillRow(s, 70, p[70:], samples=True, captures=True, checkpoints=(len(p),)) for s, p in self.prompts.items())
-
-    def launch(self, **fields: Any) -> Any:
-        self.steps += 1
-        return self.backend.launch(StepPlan(self.steps, **fields))
-
-    def take(self, step: Any) -> None:
-        result = step.wait()
-        for slot, token in result.tokens.items():
-            self.tokens[slot].append(token)
-        for slot, line in result.logprobs.items():
-            self.logprobs[slot].append(line)
-        for capture in result.captures:
-            capture.release()
 
 
 def timed(backend: TorchBackend, room: Room) -> tuple[float, float]:
     """Median milliseconds from launch to result, and seconds of the first time."""
     times = []
     for turn in range(6):
-        prompts = Prompts(backend, room, GREEDY)
+        prompts = RoomPrompts(backend, room, GREEDY)
         admit = tuple(Admit(s, GREEDY, (), p, seed=s) for s, p in prompts.prompts.items())
         rows = tuple(PrefillRow(s, 0, p[70:], samples=True) for s, p in prompts.prompts.items())
         torch.cuda.synchronize()
         began = time.perf_counter()
         prompts.take(prompts.launch(admit=admit, prefill=rows))
         times.append(time.perf_counter() - began)
-        prompts.take(prompts.launch(retire=tuple(Retire(slot) for slot in prompts.prompts)))
+        prompts.end()
     return statistics.median(times[1:]) * 1e3, times[0]

@@ -16,15 +16,13 @@ if __name__ == "__main__":  # `budget` runs in a process of its own
 import numpy as np
 import torch
 
-from torch_gpu.plays import DRAWN, GREEDY, PENALISED, Play
+from torch_gpu.plays import DRAWN, GREEDY, PENALISED, Play, Requests, make_model
 
-from make_random_hybrid import QWEN3_5_0_8B, TINY, RandomWeights
+from make_random_hybrid import QWEN3_5_0_8B, TINY
 from pippin.backends.base import Admit, Capture, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.load import LoadedModel
-from pippin.backends.torch.models.build import build_decoder
 from pippin.types import SamplingParams
 
 DEVICE = "cuda"
@@ -40,23 +38,18 @@ SCORED = SamplingParams(temperature=0.0, logprobs=5)
 
 def random_model(config: dict[str, Any], dtype: torch.dtype, max_len: int) -> LoadedModel:
     config = config | {"text_config": config["text_config"] | {"max_position_embeddings": max_len}}
-    device, shape = torch.device(DEVICE), read_shape(config)
-    with torch.inference_mode():
-        decoder = build_decoder(shape, RandomWeights(shape, dtype, device), dtype, device, max_len)
-    return LoadedModel(decoder, "random", max_len)
+    return make_model(config, dtype, DEVICE)
 
 
 # ---- long contexts -----------------------------------------------------------------------------
 
 
-class Mixed:
+class Mixed(Requests):
     """Rows of different lengths: prompts in chunks, then one token of each in every step."""
 
     def __init__(self, backend: TorchBackend, lengths: list[int], params: SamplingParams) -> None:
-        self.backend, self.steps = backend, 0
+        super().__init__(backend, len(lengths))
         self.ends = dict(enumerate(lengths, start=1))
-        self.tokens: dict[int, list[int]] = {slot: [] for slot in self.ends}
-        self.logprobs: dict[int, list[Any]] = {slot: [] for slot in self.ends}
         rng = np.random.default_rng(0)
         for slot, length in self.ends.items():
             prompt = rng.integers(10, backend.spec.vocab_size, length).astype(np.int32)
@@ -64,16 +57,6 @@ class Mixed:
             for start in range(0, length, CHUNK):
                 row = PrefillRow(slot, start, prompt[start : start + CHUNK], samples=start + CHUNK >= length)
                 self.take(self.launch(prefill=(row,)))
-
-    def launch(self, **fields: Any) -> Any:
-        self.steps += 1
-        return self.backend.launch(StepPlan(self.steps, **fields))
-
-    def take(self, step: Any) -> None:
-        result = step.wait()
-        for slot, token in result.tokens.items():
-            self.tokens[slot].append(token)
-            self.logprobs[slot].append(result.logprobs.get(slot))
 
     def decode(self, num_steps: int) -> list[float]:
         times = []
@@ -83,9 +66,6 @@ class Mixed:
             times.append(time.perf_counter() - began)
             self.ends = {slot: end + 1 for slot, end in self.ends.items()}
         return times
-
-    def end(self) -> None:
-        self.launch(retire=tuple(Retire(slot) for slot in self.ends)).wait()
 
 
 def long() -> None:

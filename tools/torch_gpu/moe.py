@@ -9,17 +9,15 @@ import numpy as np
 import torch
 
 from torch_gpu.chunks import compare
-from torch_gpu.plays import GREEDY, Play, gpu_ms
+from torch_gpu.plays import GREEDY, Play, gpu_ms, make_model
 from torch_gpu.right import reply_of
 from torch_gpu.speed import replay_ms
 
-from make_random_hybrid import QWEN3_5_0_8B, TINY, RandomWeights
+from make_random_hybrid import QWEN3_5_0_8B, TINY
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.graphs.capture import CudaGraphs
-from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.load import LoadedModel
-from pippin.backends.torch.models.build import build_decoder
 from pippin.backends.torch.models.parts import ExpertMlp
 from pippin.backends.torch.step.rooms import Room
 from pippin.types import SamplingParams
@@ -75,9 +73,7 @@ QWEN3_30B_A3B = ATTENTION_MOE | {
 
 
 def model(config: dict[str, Any], dtype: torch.dtype) -> LoadedModel:
-    shape, where = read_shape(config), torch.device(DEVICE)
-    decoder = build_decoder(shape, RandomWeights(shape, dtype, where), dtype, where, shape.max_len)
-    return LoadedModel(decoder, "random", shape.max_len)
+    return make_model(config, dtype, DEVICE)
 
 
 def moe() -> None:

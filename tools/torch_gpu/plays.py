@@ -46,40 +46,57 @@ PENALISED = SamplingParams(temperature=1.0, frequency_penalty=0.5)
 CONTEXT = 512
 
 
-@cache
-def random_model() -> LoadedModel:
-    device, shape = torch.device("cuda"), read_shape(QWEN3_5_0_8B)
-    weights = RandomWeights(shape, torch.bfloat16, device)
+def make_model(config: dict[str, Any], dtype: torch.dtype, device: str = "cuda") -> LoadedModel:
+    shape, where = read_shape(config), torch.device(device)
     with torch.inference_mode():
-        decoder = build_decoder(shape, weights, torch.bfloat16, device, shape.max_len)
+        decoder = build_decoder(shape, RandomWeights(shape, dtype, where), dtype, where, shape.max_len)
     return LoadedModel(decoder, "random", shape.max_len)
 
 
-class Play:
-    """Requests through the backend's own launches, two steps in flight."""
+@cache
+def random_model() -> LoadedModel:
+    return make_model(QWEN3_5_0_8B, torch.bfloat16)
 
-    def __init__(self, backend: TorchBackend, num_rows: int, context: int, params: SamplingParams = GREEDY) -> None:
-        self.backend, self.context = backend, context
+
+class Requests:
+    """Slots 1, 2 ... through the backend's own launches, and what they sampled."""
+
+    def __init__(self, backend: TorchBackend, num_rows: int) -> None:
+        self.backend, self.steps = backend, 0
         self.slots = range(1, num_rows + 1)
-        self.steps = 0
-        rng = np.random.default_rng(0)
-        vocab = backend.spec.vocab_size
-        prompts = {s: rng.integers(10, vocab, context).astype(np.int32) for s in self.slots}
         self.tokens: dict[int, list[int]] = {slot: [] for slot in self.slots}
         self.logprobs: dict[int, list[Any]] = {slot: [] for slot in self.slots}
-        for slot, prompt in prompts.items():
-            admit = Admit(slot, params, (), prompt, seed=slot)
-            row = PrefillRow(slot, 0, prompt, samples=True)
-            self.take(self.launch(admit=(admit,), prefill=(row,)).wait())
 
     def launch(self, **fields: Any) -> Any:
         self.steps += 1
         return self.backend.launch(StepPlan(self.steps, **fields))
 
-    def take(self, result: Any) -> None:
+    def take(self, step: Any) -> None:
+        result = step.wait()
         for slot, token in result.tokens.items():
             self.tokens[slot].append(token)
-            self.logprobs[slot].append(result.logprobs.get(slot))
+        for slot, scored in result.logprobs.items():
+            self.logprobs[slot].append(scored)
+        for capture in result.captures:
+            capture.release()
+
+    def end(self) -> None:
+        self.take(self.launch(retire=tuple(Retire(slot) for slot in self.slots)))
+
+
+class Play(Requests):
+    """Prompts of one length, then two steps in flight."""
+
+    def __init__(self, backend: TorchBackend, num_rows: int, context: int, params: SamplingParams = GREEDY) -> None:
+        super().__init__(backend, num_rows)
+        self.context = context
+        rng = np.random.default_rng(0)
+        vocab = backend.spec.vocab_size
+        prompts = {s: rng.integers(10, vocab, context).astype(np.int32) for s in self.slots}
+        for slot, prompt in prompts.items():
+            admit = Admit(slot, params, (), prompt, seed=slot)
+            row = PrefillRow(slot, 0, prompt, samples=True)
+            self.take(self.launch(admit=(admit,), prefill=(row,)))
 
     def decode(self, num_steps: int) -> list[float]:
         """Seconds between results."""
@@ -90,14 +107,11 @@ class Play:
             self.context += 1
             launched = self.launch(decode=rows)
             if waiting is not None:
-                self.take(waiting.wait())
+                self.take(waiting)
             waiting = launched
             times.append(time.perf_counter() - began)
-        self.take(waiting.wait())
+        self.take(waiting)
         return times
-
-    def end(self) -> None:
-        self.launch(retire=tuple(Retire(slot) for slot in self.slots)).wait()
 
 
 def gpu_ms(run: Callable[[], object], repeats: int = 30) -> float:

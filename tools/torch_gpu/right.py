@@ -21,11 +21,13 @@ WAYS = (
     ("gpu, all captured", "cuda", {"kernels": True, "chunk_graphs": True}),
 )
 
+SHAPE, CONTEXT, NUM_STEPS = TINY, 150, 24
+
 
 def correct() -> None:
-    """A tiny hybrid on four ways: the same tokens in float32, much the same numbers in bfloat16."""
+    """A tiny hybrid in four ways: the same tokens in float32, much the same numbers in bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
-        write_weights(Path(folder), TINY, torch.float32)
+        write_weights(Path(folder), SHAPE, torch.float32)
         for dtype in ("float32", "bfloat16"):
             backends = {
                 name: TorchBackend(load(Path(folder), dtype=dtype, device=torch.device(device)), num_slots=8, **options)
@@ -51,8 +53,8 @@ def same_tokens(backends: dict[str, TorchBackend], num_rows: int, params: Sampli
 
 
 def reply_of(backend: TorchBackend, num_rows: int, params: SamplingParams) -> Play:
-    play = Play(backend, num_rows, 150, params)
-    play.decode(24)
+    play = Play(backend, num_rows, CONTEXT, params)
+    play.decode(NUM_STEPS)
     play.end()
     return play
 
