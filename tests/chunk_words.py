@@ -15,7 +15,7 @@ from pippin.backends.base import PrefillRow
 from pippin.backends.sampling.rules import FAR
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.device import find_device
-from pippin.backends.torch.graphs.chunk_graphs import ChunkGraphs
+from pippin.backends.torch.graphs.steps import CapturedSteps, chunk_steps
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer, Inputs
@@ -29,7 +29,7 @@ from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.decode_inputs import Inputs as SampleInputs
 from pippin.backends.torch.step.filters import is_top_p_alone, least_in_top_p, least_kept
 from pippin.backends.torch.step.noise import add_gumbel_noise
-from pippin.backends.torch.step.rooms import ROOM_ROWS, Room
+from pippin.backends.torch.step.sizes import ROOM_ROWS, Room
 from torch_serving import load_torch
 
 DEVICE = find_device()
@@ -73,7 +73,7 @@ class MadeUpChunks:
 
 
 class PlainPrompt:
-    """What `ChunkGraphs` captures, with as few ideas of its own as possible."""
+    """What `chunk_steps` captures, with as few ideas of its own as possible."""
 
     def __init__(self, decoder: Decoder, pools: Pools, table: torch.Tensor) -> None:
         self._decoder, self._pools, self._table = decoder, pools, table
@@ -83,16 +83,13 @@ class PlainPrompt:
         found = self._decoder.norm(self._decoder.run(inputs.token.long(), run.mix))
         return found[inputs.last.long()]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._decoder.head(hidden)
-
     def choose(
         self, logits: torch.Tensor, inputs: SampleInputs, future: torch.Tensor, choice: Choice
     ) -> torch.Tensor:
-        told = torch.zeros(2, len(logits), dtype=torch.int32, device=logits.device)
-        told[1] = logits[:, 0].isnan()
+        drawn = torch.zeros(2, len(logits), dtype=torch.int32, device=logits.device)
+        drawn[1] = logits[:, 0].isnan()
         if choice is Choice.LOGITS:
-            return told
+            return drawn
         x = logits.float()
         if choice is not Choice.GREEDY:
             scaled = x * inputs.inverse_temperature[:, None]
@@ -102,9 +99,9 @@ class PlainPrompt:
             alone = is_top_p_alone(inputs)
             least = torch.where(alone, in_top_p, least_kept(logits, inputs))
             x = x - (scaled < least[:, None]) * FAR
-        told[0] = x.argmax(dim=-1)
-        future[inputs.slot.long()] = told[0]
-        return told
+        drawn[0] = x.argmax(dim=-1)
+        future[inputs.slot.long()] = drawn[0]
+        return drawn
 
 
 class _PlainWords:
@@ -163,11 +160,12 @@ class _PlainWords:
         return mixer.finish(y, z)
 
 
-def capture_chunks(backend: TorchBackend, recorder: Any) -> ChunkGraphs:
+def capture_chunks(backend: TorchBackend, recorder: Any) -> CapturedSteps[Room]:
     """On a GPU `TorchBackend` does the same with kernels."""
     prompt = PlainPrompt(backend._decoder, backend.runner.pools, backend.runner.rows.table)
     vocab, dtype = backend.spec.vocab_size, backend._decoder.dtype
     logits = torch.empty(ROOM_ROWS[-1], vocab, dtype=dtype, device=DEVICE)
-    graphs = ChunkGraphs(prompt, backend._future_map.tokens, backend._layout, recorder, logits)
+    head, future = backend._decoder.head, backend._future_map.tokens
+    graphs = chunk_steps(prompt, head, prompt.choose, future, backend._layout, recorder, logits)
     backend.runner.prompts.graphs = graphs
     return graphs

@@ -16,7 +16,7 @@ from make_random_hybrid import TINY, write_weights
 from pippin.backends.base import Admit, DecodeRow, PrefillRow
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.load import load
-from pippin.backends.torch.step.rooms import ROOMS, Room
+from pippin.backends.torch.step.sizes import ROOMS, Room
 from pippin.types import SamplingParams
 
 HELP = "chunks of prompts are not captured (the warning above says why): CHUNK_GRAPHS = False in backends/torch/backend.py launches them"
@@ -37,7 +37,7 @@ def chunks() -> None:
     print("\n| tokens | rows | launched, ms | captured, ms | captured first, s |\n|---|---|---|---|---|")
     for room in ROOMS:
         (before, _), (after, first) = (timed(backend, room) for backend in (launched, captured))
-        assert captured.runner.prompts.graphs.works, HELP
+        assert captured.runner.prompts.graphs.replays.works, HELP
         print(f"| {room.num_tokens} | {room.least_rows} | {before:.2f} | {after:.2f} | {first:.1f} |", flush=True)
 
 
@@ -46,7 +46,7 @@ def compare(launched: TorchBackend, captured: TorchBackend, room: Room, dtype: s
     for params in (GREEDY, DRAWN, SamplingParams(temperature=0.0, logprobs=5)):
         found, expected = (RoomPrompts(backend, room, params).run() for backend in (captured, launched))
         graphs = captured.runner.prompts.graphs
-        assert graphs is not None and graphs.works, HELP
+        assert graphs is not None and graphs.replays.works, HELP
         if dtype == "float32":
             assert found.tokens == expected.tokens, f"{room}: captured {found.tokens}, launched {expected.tokens}"
         for slot, lines in found.logprobs.items():

@@ -19,7 +19,7 @@ from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.load import LoadedModel
 from pippin.backends.torch.models.parts import ExpertMlp
-from pippin.backends.torch.step.rooms import Room
+from pippin.backends.torch.step.sizes import Room
 from pippin.types import SamplingParams
 
 DEVICE, HALF = "cuda", torch.bfloat16

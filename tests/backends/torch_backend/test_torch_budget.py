@@ -21,7 +21,7 @@ import torch
 from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
 from pippin.backends.torch import largest_steps
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.budget import MemoryUse, Needs, share_out
+from pippin.backends.torch.budget import MemoryUse, share_out
 from pippin.backends.torch.config import read_shape
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools, spare_slabs
@@ -242,7 +242,7 @@ def test_status_and_the_log_say_where_the_bytes_went(
 def test_a_hybrid_of_0_8b_parameters_fits_6_gb_with_room_for_32_rows() -> None:
     """With 1.6 GB of weights, 1.2 GB of activations, 0.5 GB of CUDA's own and 0.4 GB of tables."""
     layout = PoolLayout(read_shape(QWEN3_5_0_8B), torch.bfloat16)
-    needs = Needs(1_600_000_000, 1_200_000_000, 300_000_000, 900_000_000)
+    needs = MemoryUse(1_600_000_000, 0, 1_200_000_000, 300_000_000, 900_000_000)
     use = share_out(6_000_000_000, needs, layout, 32_768)
     assert sum(use.parts().values()) <= 6_000_000_000
     row = 1024 * layout.cell_bytes(Component.ATTENTION) + layout.state_bytes
@@ -251,7 +251,7 @@ def test_a_hybrid_of_0_8b_parameters_fits_6_gb_with_room_for_32_rows() -> None:
 
 def test_a_long_row_that_is_gathered_is_counted() -> None:
     layout = PoolLayout(read_shape(QWEN3_5_0_8B), torch.bfloat16)
-    needs = Needs(0, 0)
+    needs = MemoryUse()
     short, long = (share_out(10**10, needs, layout, max_len) for max_len in (1000, 10**9))
     assert short.activations == 1000 * (layout.kv_layer_bytes + 16)
     # However long a row may get, it holds no more tokens than there are cells.

@@ -23,10 +23,9 @@ from chunk_words import capture_chunks
 from near_ties import TOLERANCE, assert_best, assert_same, log_softmax
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Restore, Retire, StepPlan
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.graphs.chunk_graphs import ChunkGraphs, RanChunks
-from pippin.backends.torch.step.chunk_inputs import ChunkWords
+from pippin.backends.torch.graphs.steps import CapturedSteps, Ran
 from pippin.backends.torch.step.decode_inputs import Choice
-from pippin.backends.torch.step.rooms import ROOMS, Room, room_for
+from pippin.backends.torch.step.sizes import ROOMS, Room, room_for
 from pippin.types import Component, SamplingParams
 from run_again import RunAgain
 from serving import TORCH, make_client, make_prompt
@@ -135,13 +134,13 @@ def test_rows_that_do_not_sample_write_no_token_and_choose_no_graph(
     _, captured, _ = make_pair()
     params = PARAMS["greedy" if choice is Choice.GREEDY else "drawn"]
     chosen: list[Choice] = []
-    run = ChunkGraphs.run
+    run = CapturedSteps.run
 
-    def noted(self: ChunkGraphs, words: ChunkWords, choice: Choice) -> RanChunks:
+    def noted(self: CapturedSteps[Room], room: Room, words: np.ndarray, choice: Choice) -> Ran:
         chosen.append(choice)
-        return run(self, words, choice)
+        return run(self, room, words, choice)
 
-    monkeypatch.setattr(ChunkGraphs, "run", noted)
+    monkeypatch.setattr(CapturedSteps, "run", noted)
     prompts = {slot: prompt_of(50 + slot) for slot in (1, 2)}
     admits = tuple(Admit(s, SamplingParams(**params), (), p, seed=s) for s, p in prompts.items())
     chunks = (PrefillRow(1, 0, prompts[1][:40]), PrefillRow(2, 0, prompts[2], samples=True))
@@ -198,10 +197,10 @@ def test_where_nothing_can_be_captured_it_says_so_once_and_goes_on(
     graphs = capture_chunks(other, RunAgain(stage))
     if stage == "first run":  # a kernel that does not compile, say
 
-        def fail(_: Any) -> torch.Tensor:
+        def fail(*_: Any) -> torch.Tensor:
             raise RuntimeError("no capture: first run")
 
-        monkeypatch.setattr(graphs._kernels, "hidden", fail)
+        monkeypatch.setattr(graphs, "_forward", fail)
     with caplog.at_level(logging.WARNING, logger="pippin"):
         found = play(other, PARAMS["drawn"])
     expected = play(plain, PARAMS["drawn"])
@@ -209,7 +208,7 @@ def test_where_nothing_can_be_captured_it_says_so_once_and_goes_on(
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"chunks of prompts are not captured: no capture: {stage}"]
     assert caplog.records[0].exc_info is not None
-    assert not graphs.works
+    assert not graphs.replays.works
     other.runner.pools.arena.check_integrity()
 
 

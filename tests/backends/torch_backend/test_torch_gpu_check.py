@@ -25,7 +25,7 @@ from pippin.backends.torch.models.decoder import DecoderLayer
 from pippin.backends.torch.models.parts import DenseMlp, Linear
 from pippin.backends.torch.pools.arena import Arena
 from pippin.backends.torch.step.batches import DecodeBatch
-from pippin.backends.torch.step.rooms import Room
+from pippin.backends.torch.step.sizes import Room
 from pippin.types import GRID
 from run_again import RunAgain
 from torch_serving import load_torch
@@ -152,9 +152,9 @@ def test_captured_chunks_that_say_otherwise_are_shown(monkeypatch: pytest.Monkey
     graphs = capture_chunks(captured, RunAgain())
     run = graphs.run
 
-    def shift(words: Any, choice: Any) -> Any:
-        words.tokens[0, 0] += 1  # another token at the beginning
-        return run(words, choice)
+    def shift(room: Any, words: Any, choice: Any) -> Any:
+        words[0] += 1  # another token at the beginning
+        return run(room, words, choice)
 
     monkeypatch.setattr(graphs, "run", shift)
     with torch.inference_mode(), pytest.raises(AssertionError, match=r"captured .* launched"):

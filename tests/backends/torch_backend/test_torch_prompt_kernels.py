@@ -27,7 +27,7 @@ from pippin.backends.torch.kernels.kept_inputs import keep_inputs
 from pippin.backends.torch.kernels.prompt import PromptKernels
 from pippin.backends.torch.pools.layout import WASTE_SLAB
 from pippin.backends.torch.step.batches import chunk_batch
-from pippin.backends.torch.step.rooms import Room
+from pippin.backends.torch.step.sizes import Room
 
 ROOM = Room(128, 4)
 THREE = (chunk(1, 0, 70, 64, 70), chunk(2, 5, 2), chunk(3, 60, 1))
@@ -144,7 +144,7 @@ def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name
         inputs = made.inputs(ROOM)
         run = PromptKernels(made.decoder, made.pools, made.held.table)
         with torch.inference_mode(), launches:
-            run.logits(run.hidden(inputs))
+            run.hidden(inputs)
         found.append(launches.seen)
     assert found[0] == found[1]
     expected = {"_attend_blocks", "_scan", "_keep_inputs"}

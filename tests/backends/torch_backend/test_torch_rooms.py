@@ -15,7 +15,7 @@ from pippin.backends.torch.forward import PlainForward
 from pippin.backends.torch.pools.layout import WASTE_SLAB
 from pippin.backends.torch.step.batches import chunk_batch
 from pippin.backends.torch.step.chunk_inputs import ChunkWords
-from pippin.backends.torch.step.rooms import ROOMS, Room, group_by_room, room_for
+from pippin.backends.torch.step.sizes import ROOMS, Room, group_by_room, room_for
 from pippin.types import GRID
 
 SMALL = Room(128, 4)

@@ -5,7 +5,7 @@ On a CPU a stand-in for CUDA graphs runs again what it recorded, on the same ten
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ import torch
 from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan, StepResult
 from pippin.backends.sampling.rules import SlotSampling
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.graphs.decode_steps import DecodeSteps
+from pippin.backends.torch.graphs.steps import decode_steps
+from pippin.backends.torch.kernels.choose import choose
 from pippin.backends.torch.step.decode_inputs import (
     Choice,
     Inputs,
@@ -25,7 +26,7 @@ from pippin.backends.torch.step.decode_inputs import (
     SamplingColumns,
     pack_inputs,
 )
-from pippin.backends.torch.step.widths import width_for
+from pippin.backends.torch.step.sizes import width_for
 from pippin.types import SamplingParams
 from run_again import RunAgain
 from torch_serving import load_torch
@@ -74,8 +75,8 @@ class Table:
     def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
         rows = torch.Generator().manual_seed(0)
         table = torch.randn(VOCAB, VOCAB, generator=rows)
-        told = table[future[inputs.slot.long()].long()]
-        return (told + inputs.position[:, None] * 0.01).to(future.device)
+        found = table[future[inputs.slot.long()].long()]
+        return (found + inputs.position[:, None] * 0.01).to(future.device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU steps are captured as it is")
@@ -88,7 +89,7 @@ def test_steps_that_are_replayed_say_what_steps_say() -> None:
     recorder = RunAgain()
     futures = [torch.arange(5, dtype=torch.int32) for _ in range(2)]
     plain, replayed = (
-        DecodeSteps(cast(Any, Table()), future, 9, found, logits=torch.empty(4, VOCAB))
+        decode_steps(Table(), choose, future, 9, found, logits=torch.empty(4, VOCAB))
         for future, found in zip(futures, (None, recorder), strict=True)
     )
     plays = [((1, 2, 3), Choice.DRAWN), ((4,), Choice.GREEDY), ((3, 1, 2), Choice.DRAWN)]
@@ -96,19 +97,20 @@ def test_steps_that_are_replayed_say_what_steps_say() -> None:
     for number, (slots, choice) in enumerate(plays):
         owners = np.array(slots)
         rows = RowArrays(owners, owners * 10 + number, *[owners] * 3)
-        words = pack_inputs(width_for(len(slots)), rows, waste_cell=9)
+        width = width_for(len(slots))
+        words = pack_inputs(width, rows, waste_cell=9)
         columns.fill(words, owners, np.full(len(slots), number))
-        expected, found = plain.run(words.copy(), choice), replayed.run(words, choice)
+        replayed.prepare(width)
+        expected, found = (steps.run(width, words, choice) for steps in (plain, replayed))
         real = slice(len(slots))  # what padding says, nobody reads
         if choice is Choice.LOGITS:
             assert found.logits is not None
             assert expected.logits is not None
             assert torch.equal(found.logits[real], expected.logits[real])
         said = slice(1, 2) if choice is Choice.LOGITS else slice(2)  # it leaves tokens to others
-        assert torch.equal(found.told[said, real], expected.told[said, real])
+        assert torch.equal(found.drawn[said, real], expected.drawn[said, real])
         assert torch.equal(futures[1][1:], futures[0][1:])
     assert recorder.num_replays == len(plays)
-    assert replayed.replays is not None
     assert set(replayed.replays.graphs) == {
         (width, choice) for width in (1, 2, 4) for choice in Choice
     }

@@ -101,6 +101,6 @@ def test_a_captured_step_draws_what_the_sampler_draws() -> None:
         assert columns.choice(slots, generated) is Choice.TOP_P
         future = torch.zeros(5, dtype=torch.int32, device=DEVICE)
         inputs = Inputs(torch.from_numpy(words).to(DEVICE))
-        told = choose(x, inputs, future, Choice.TOP_P)
+        drawn = choose(x, inputs, future, Choice.TOP_P)
         expected = sampler.sample(x, [SampleRow(int(slot), index) for slot in slots]).tokens
-        assert told[0].tolist() == expected.tolist()
+        assert drawn[0].tolist() == expected.tolist()

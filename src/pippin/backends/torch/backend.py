@@ -22,7 +22,6 @@ from pippin.backends.torch.budget import (
     CudaMeter,
     MemoryUse,
     Meter,
-    Needs,
     share_out,
 )
 from pippin.backends.torch.config import suit_kernels
@@ -53,7 +52,7 @@ from pippin.types import Component, ModelSpec
 logger = logging.getLogger(__name__)
 
 ACTIVATION_SHARE = 0.1  # of what the weights leave, where nothing is measured
-# Chunks of prompts, as far as there is room (`step/rooms.py`), are captured where decode steps are.
+# Chunks of prompts, as far as there is room (`step/sizes.py`), are captured where decode steps are.
 # Where that fails this says so and goes on without; False: they are launched kernel by kernel.
 CHUNK_GRAPHS = True
 DEFAULT_POOL_BYTES = 2 << 30  # where nobody set a budget; a CPU commits only what is used
@@ -118,8 +117,8 @@ class TorchBackend:
             fingerprints=fingerprints,
         )
         self._meter = CudaMeter(decoder.device) if meter is None and on_cuda else meter
-        self._needs: Needs | None = None  # measured once
-        self._memory = MemoryUse(decoder.nbytes, 0, 0, 0, 0)
+        self._needs: MemoryUse | None = None  # measured once
+        self._memory = MemoryUse(decoder.nbytes)
         self._runner: Runner | None = None
         self.shapes_to_warm_up: Sequence[WarmUpShape] = self._ways.shapes_to_warm_up()
         self.spec = ModelSpec(
@@ -220,7 +219,7 @@ class TorchBackend:
     def limit_memory(self, budget_bytes: int) -> int:
         """Makes pools of what is left, unless another engine over this model already holds some."""
         if self._runner is not None and (held := self._runner.pools.arena.used_bytes):
-            left = budget_bytes - sum(self._memory.parts().values()) + self._memory.pools
+            left = budget_bytes - self._memory.total + self._memory.pools
             return min(left, self._runner.pools.capacity_bytes) - held
         self._drop_runner()
         self._memory = self._share_out(budget_bytes)
@@ -237,7 +236,7 @@ class TorchBackend:
         if meter is None:
             left = budget_bytes - nbytes
             activations = int(left * ACTIVATION_SHARE)
-            return MemoryUse(nbytes, left - activations, activations, 0, 0)
+            return MemoryUse(nbytes, left - activations, activations)
         available = min(budget_bytes, meter.free() + meter.reserved() + meter.outside())
         if self._needs is None and available > nbytes + meter.outside():
             meter.cap(available - meter.outside())
@@ -252,12 +251,12 @@ class TorchBackend:
                     f"{option_bytes(budget_bytes)}), or lower --prefill-tokens or --max-running "
                     f"({error})"
                 ) from error
-        needs = self._needs or Needs(nbytes, 0)
+        needs = self._needs or MemoryUse(nbytes)
         needs = replace(needs, other=needs.other + meter.outside())
         meter.cap(int(available * SLACK) - meter.outside())
         return share_out(available, needs, self._layout, self.spec.max_len)
 
-    def _measure(self, meter: Meter) -> Needs:
+    def _measure(self, meter: Meter) -> MemoryUse:
         """With pools that hold the largest chunk and nothing else."""
         meter.give_back()
         num_slots, nbytes = self._ways.num_slots, self._decoder.nbytes
@@ -273,11 +272,11 @@ class TorchBackend:
         graphs = meter.reserved() - kept
         self._drop_runner()
         num_graphs = len(Choice) * len(self.shapes_to_warm_up)
-        return Needs(
+        return MemoryUse(
             nbytes,
-            max(activations, at_capture - graphs),
-            graphs + num_graphs * DRIVER_BYTES_PER_GRAPH,
-            max(before - nbytes, 0) + tables,
+            activations=max(activations, at_capture - graphs),
+            graphs=graphs + num_graphs * DRIVER_BYTES_PER_GRAPH,
+            other=max(before - nbytes, 0) + tables,
         )
 
     def _run_largest(self, lengths: list[int]) -> None:
@@ -311,7 +310,7 @@ class TorchBackend:
         self._slots.clear()
         self._drop_runner()
         self.__dict__.pop("_decoder", None)
-        self._memory = MemoryUse(0, 0, 0, 0, 0)
+        self._memory = MemoryUse()
         if self._meter is not None:
             self._meter.give_back()
             self._meter.cap(None)

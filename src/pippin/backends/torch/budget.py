@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 import torch
@@ -89,48 +89,37 @@ class CudaMeter:
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Bytes beside the pools, whatever these hold."""
-
-    weights: int
-    activations: int
+class MemoryUse:
+    weights: int = 0
+    pools: int = 0  # what requests and the tree may take of them; negative: it does not fit
+    activations: int = 0
     graphs: int = 0
     other: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.activations + self.graphs + self.other
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    weights: int
-    pools: int
-    activations: int
-    graphs: int
-    other: int
 
     def parts(self) -> dict[str, int]:
         return asdict(self)
 
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
+
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.parts().items())
-        return f"{parts}; {sum(self.parts().values()):,} bytes in all"
+        return f"{parts}; {self.total:,} bytes in all"
 
 
-def share_out(available: int, needs: Needs, layout: PoolLayout, max_len: int) -> MemoryUse:
-    """`pools`: what requests and the tree may take of them. Negative: it does not fit."""
+def share_out(available: int, needs: MemoryUse, layout: PoolLayout, max_len: int) -> MemoryUse:
+    """`needs`: all but the pools, whatever these hold."""
     left = available - needs.total - spare_slabs(layout) * layout.slab_bytes
     hidden = int(max(left, 0) * HIDDEN_SHARE)
     left -= hidden
     seen = _seen_bytes(max(left, 0), layout, max_len)
     left -= seen
-    return MemoryUse(
-        needs.weights,
-        left // layout.slab_bytes * layout.slab_bytes,
-        needs.activations + seen,
-        needs.graphs,
-        needs.other + hidden,
+    return replace(
+        needs,
+        pools=left // layout.slab_bytes * layout.slab_bytes,
+        activations=needs.activations + seen,
+        other=needs.other + hidden,
     )
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pippin.backends.base import DecodeRow
 from pippin.backends.torch.forward import PlainForward
+from pippin.backends.torch.graphs.steps import CapturedSteps
 from pippin.backends.torch.step.batches import decode_batch
 from pippin.backends.torch.step.decode_inputs import Choice, RowArrays, pack_inputs
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
-from pippin.backends.torch.step.widths import width_for
-
-if TYPE_CHECKING:
-    from pippin.backends.torch.graphs.decode_steps import DecodeSteps
+from pippin.backends.torch.step.sizes import width_for
 
 
 class Decodes:
@@ -24,7 +21,7 @@ class Decodes:
         self,
         parts: StepParts,
         plain: PlainForward,
-        steps: DecodeSteps | None,  # None: plain operations
+        steps: CapturedSteps[int] | None,  # by width; None: plain operations
         *,
         deterministic: bool,
     ) -> None:
@@ -64,7 +61,7 @@ class Decodes:
     def _run_kernels(
         self,
         step: TorchPending,
-        steps: DecodeSteps,
+        steps: CapturedSteps[int],
         decodes: Sequence[DecodeRow],
         rows: RowArrays,
     ) -> None:
@@ -72,10 +69,11 @@ class Decodes:
         parts, slots = self._parts, rows.slots
         columns = parts.slots.columns
         generated = parts.slots.num_generated(slots, rows.positions + 1)
-        words = pack_inputs(width_for(len(slots)), rows, parts.pools.layout.waste_cell)
+        width = width_for(len(slots))
+        words = pack_inputs(width, rows, parts.pools.layout.waste_cell)
         columns.fill(words, slots, generated)
         choice = columns.choice(slots, generated)
         if any(decode.masked for decode in decodes):
             choice = Choice.LOGITS
-        stepped = steps.run(words, choice)
-        parts.draws.take_drawn(step, decodes, choice, stepped.told, stepped.logits)
+        steps.prepare(width)
+        parts.draws.take_drawn(step, decodes, steps.run(width, words, choice))

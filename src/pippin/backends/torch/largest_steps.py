@@ -18,11 +18,9 @@ from pippin.backends.sampling.rules import SHORT
 from pippin.backends.sampling.sampler import MAX_TOP_LOGPROBS, SampleRow
 from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.prompts import Prompts
-from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.pending import TorchPending
-from pippin.backends.torch.step.rooms import ROOMS
+from pippin.backends.torch.step.sizes import ROOMS, width_for
 from pippin.backends.torch.step.slots import Slots
-from pippin.backends.torch.step.widths import width_for
 from pippin.types import SamplingParams
 
 FIRST_STEP = -(1 << 41)  # before those of any request, and of any that warms up
@@ -71,7 +69,7 @@ def run_largest_sampling(slots: Slots, num_slots: int, logits: torch.Tensor) -> 
 
 def capture_largest(decodes: Decodes, prompts: Prompts, num_slots: int) -> None:
     """So that smaller ones, captured later, fit into the memory that these have."""
-    if decodes.steps is not None and decodes.steps.replays is not None:
-        decodes.steps.replays.prepare((width_for(num_slots), each) for each in Choice)
+    if decodes.steps is not None:
+        decodes.steps.prepare(width_for(num_slots))
     if prompts.graphs is not None:
-        prompts.graphs.replays.prepare((ROOMS[-1], each) for each in Choice)
+        prompts.graphs.prepare(ROOMS[-1])

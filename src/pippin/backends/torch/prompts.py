@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ import torch
 from pippin.backends.base import PrefillRow, Restore
 from pippin.backends.chunking import cut_chunk, grid_blocks
 from pippin.backends.torch.forward import ChunkForward
+from pippin.backends.torch.graphs.steps import CapturedSteps
 from pippin.backends.torch.pools.layout import ZERO_SLAB
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
 from pippin.backends.torch.prompt_scores import PromptScores
@@ -26,11 +26,8 @@ from pippin.backends.torch.step.batches import (
 from pippin.backends.torch.step.chunk_inputs import pack_chunks
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
-from pippin.backends.torch.step.rooms import Room, group_by_room, room_for
+from pippin.backends.torch.step.sizes import Room, group_by_room, room_for
 from pippin.types import Component, Payload
-
-if TYPE_CHECKING:
-    from pippin.backends.torch.graphs.chunk_graphs import ChunkGraphs
 
 _NO_CELLS = np.zeros(0, dtype=np.int32)
 
@@ -40,7 +37,7 @@ class Prompts:
         self,
         parts: StepParts,
         forward: ChunkForward,
-        graphs: ChunkGraphs | None,  # None: every chunk is launched
+        graphs: CapturedSteps[Room] | None,  # None: every chunk is launched
         *,
         deterministic: bool,
         max_tokens: int,  # of a chunk, where layers have a window
@@ -92,7 +89,7 @@ class Prompts:
     def _groups(self, chunks: Sequence[PrefillRow]) -> list[Sequence[PrefillRow]]:
         if self._deterministic:  # every block of the absolute grid by itself, always
             return [[block] for chunk in chunks for block in grid_blocks(chunk)]
-        if self.graphs is not None and self.graphs.works:
+        if self.graphs is not None and self.graphs.replays.works:
             return [*group_by_room(chunks, self._scores.wants)]
         most = self._max_tokens
         if self._parts.rows.windows is None or all(len(chunk.tokens) <= most for chunk in chunks):
@@ -124,7 +121,7 @@ class Prompts:
         if self.graphs is None or any(self._scores.wants(chunk) for chunk in chunks):
             return None
         room = room_for(sum(len(chunk.tokens) for chunk in chunks), len(chunks))
-        return room if room is not None and self.graphs.can_run(room) else None
+        return room if room is not None and self.graphs.prepare(room) else None
 
     def _launch(self, step: TorchPending, taken: TakenChunks) -> None:
         """One operation after the other, in whatever shapes the chunks have."""
@@ -142,9 +139,10 @@ class Prompts:
         parts, chunks = self._parts, taken.rows
         words = pack_chunks(room, taken, parts.rows, parts.pools.layout)
         choice = parts.slots.fill_samples(words.samples, chunks)
-        ran = self.graphs.run(words, choice)
+        ran = self.graphs.run(room, words.words, choice)
+        assert ran.hidden is not None
         self._keep_hidden(step, chunks, ran.hidden)
-        parts.draws.take_drawn(step, chunks, choice, ran.told, ran.logits)
+        parts.draws.take_drawn(step, chunks, ran)
 
     def _sample(self, step: TorchPending, rows: Sequence[PrefillRow], logits: torch.Tensor) -> None:
         """The token after a prompt, or after what is known of a reply that goes on."""
@@ -156,7 +154,7 @@ class Prompts:
     def _keep_hidden(
         self, step: TorchPending, chunks: Sequence[PrefillRow], hidden: torch.Tensor
     ) -> None:
-        """For the tree, with the captures of prompts' ends; and for whoever embeds."""
+        """For the tree, with the captures of prompts' ends; and for requests that embed."""
         wanted = {
             chunk.slot: number
             for number, chunk in enumerate(chunks)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.forward import ChunkForward, PlainForward
 from pippin.backends.torch.graphs.capture import CudaGraphs, Recorder
 from pippin.backends.torch.graphs.replays import Replays
+from pippin.backends.torch.graphs.steps import CapturedSteps, chunk_steps, decode_steps
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.pools.arena import MOST_MOVED_BYTES
 from pippin.backends.torch.pools.fingerprints import TorchFingerprints
@@ -30,14 +31,9 @@ from pippin.backends.torch.step.draws import Draws
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
-from pippin.backends.torch.step.rooms import ROOM_ROWS, ROOMS
+from pippin.backends.torch.step.sizes import ROOM_ROWS, ROOMS, WIDTHS, Room, width_for
 from pippin.backends.torch.step.slots import Slots
-from pippin.backends.torch.step.widths import WIDTHS, width_for
 from pippin.backends.torch.streams import Streams
-
-if TYPE_CHECKING:
-    from pippin.backends.torch.graphs.chunk_graphs import ChunkGraphs
-    from pippin.backends.torch.graphs.decode_steps import DecodeSteps
 
 
 @dataclass(frozen=True)
@@ -90,8 +86,8 @@ class Runner:
         parts = StepParts(self.pools, self.rows, self._captures, slots, future, self.draws, streams)
         plain = PlainForward(decoder, self.pools)
         forward: ChunkForward = plain
-        steps: DecodeSteps | None = None
-        graphs: ChunkGraphs | None = None
+        steps: CapturedSteps[int] | None = None
+        graphs: CapturedSteps[Room] | None = None
         if ways.kernels:
             forward, steps, graphs = self._make_kernels()
         self.decodes = Decodes(parts, plain, steps, deterministic=ways.deterministic)
@@ -138,10 +134,9 @@ class Runner:
 
     def replays(self) -> Iterator[Replays[Any, Any]]:
         """What is captured, if anything is."""
-        if self.decodes.steps is not None and self.decodes.steps.replays is not None:
-            yield self.decodes.steps.replays
-        if self.prompts.graphs is not None:
-            yield self.prompts.graphs.replays
+        for steps in (self.decodes.steps, self.prompts.graphs):
+            if steps is not None:
+                yield steps.replays
 
     def free(self) -> None:
         """The memory, and the graphs over it, whatever payloads are still held."""
@@ -151,10 +146,11 @@ class Runner:
 
     # ---- kernels ---------------------------------------------------------------------------
 
-    def _make_kernels(self) -> tuple[ChunkForward, DecodeSteps, ChunkGraphs | None]:
+    def _make_kernels(
+        self,
+    ) -> tuple[ChunkForward, CapturedSteps[int], CapturedSteps[Room] | None]:
         # Triton is not everywhere.
-        from pippin.backends.torch.graphs.chunk_graphs import ChunkGraphs
-        from pippin.backends.torch.graphs.decode_steps import DecodeSteps
+        from pippin.backends.torch.kernels.choose import choose
         from pippin.backends.torch.kernels.decode import DecodeKernels
         from pippin.backends.torch.kernels.prefill import ChunkKernels
         from pippin.backends.torch.kernels.prompt import PromptKernels
@@ -168,11 +164,13 @@ class Runner:
         logits = torch.empty(
             most_rows, decoder.shape.vocab_size, dtype=decoder.dtype, device=decoder.device
         )
-        steps = DecodeSteps(decode, future, pools.layout.waste_cell, recorder, logits)
+        steps = decode_steps(decode, choose, future, pools.layout.waste_cell, recorder, logits)
         graphs = None
         if recorder is not None and self._ways.chunk_graphs:
             prompt = PromptKernels(decoder, pools, table)
-            graphs = ChunkGraphs(prompt, future, pools.layout, recorder, logits)
+            graphs = chunk_steps(
+                prompt, decoder.head, choose, future, pools.layout, recorder, logits
+            )
         return ChunkKernels(decoder, pools), steps, graphs
 
     def _make_fingerprints(self) -> TorchFingerprints:

@@ -10,45 +10,39 @@ go out on the forward stream itself, ahead of the work that reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 
-class Arrival(Protocol):
+@dataclass(frozen=True)
+class Arrival:
+    """Copies on their way."""
+
+    copies: list[torch.Tensor]
+    arrive: Callable[[], None] = lambda: None  # returns when they may be read
+
     def wait(self) -> list[torch.Tensor]:
-        """On the host, once the step that makes them has run; no later step is waited for."""
-        ...
-
-
-class Sending(Protocol):
-    def arrive(self) -> list[torch.Tensor]:
-        """On the device, for what is launched on the forward stream from now on."""
-        ...
+        self.arrive()
+        return self.copies
 
 
 class Streams(Protocol):
     def forward(self) -> AbstractContextManager[None]: ...
 
-    def bring(self, results: Sequence[torch.Tensor]) -> Arrival: ...
-
-    def send(self, data: Sequence[torch.Tensor]) -> Sending:
-        """Copies, on their way to the device. Nobody changes `data` until they have arrived."""
+    def bring(self, results: Sequence[torch.Tensor]) -> Arrival:
+        """To the host. `wait` returns when the step that makes them has run, whatever follows."""
         ...
 
+    def send(self, data: Sequence[torch.Tensor]) -> Arrival:
+        """To the device; `data` stays as it is until the step that waits for it has run.
 
-class Arrived:
-    """Results that are there already."""
-
-    def __init__(self, results: Sequence[torch.Tensor]) -> None:
-        self._results = list(results)
-
-    def wait(self) -> list[torch.Tensor]:
-        return self._results
-
-    arrive = wait
+        `wait` makes what is launched on the forward stream from then on wait, not the host.
+        """
+        ...
 
 
 class NullStreams:
@@ -73,35 +67,10 @@ class NullStreams:
             torch.backends.mkldnn.set_flags(_enabled=before)
 
     def bring(self, results: Sequence[torch.Tensor]) -> Arrival:
-        return Arrived(results)
+        return Arrival(list(results))
 
-    def send(self, data: Sequence[torch.Tensor]) -> Sending:
-        return Arrived([part.clone() for part in data])
-
-
-class CudaArrival:
-    def __init__(self, results: list[torch.Tensor], event: torch.cuda.Event) -> None:
-        self._results = results
-        self._event = event
-
-    def wait(self) -> list[torch.Tensor]:
-        self._event.synchronize()
-        return self._results
-
-
-class CudaSending:
-    def __init__(
-        self, sent: list[torch.Tensor], event: torch.cuda.Event, forward: torch.cuda.Stream
-    ) -> None:
-        self._sent = sent
-        self._event = event
-        self._forward = forward
-
-    def arrive(self) -> list[torch.Tensor]:
-        self._forward.wait_event(self._event)
-        for part in self._sent:
-            part.record_stream(self._forward)
-        return self._sent
+    def send(self, data: Sequence[torch.Tensor]) -> Arrival:
+        return Arrival([part.clone() for part in data])
 
 
 class CudaStreams:
@@ -130,14 +99,20 @@ class CudaStreams:
                 arrived.append(host.copy_(result, non_blocking=True))
             event = torch.cuda.Event()
             event.record(self._copy)
-        return CudaArrival(arrived, event)
+        return Arrival(arrived, event.synchronize)
 
-    def send(self, data: Sequence[torch.Tensor]) -> Sending:
+    def send(self, data: Sequence[torch.Tensor]) -> Arrival:
         with torch.cuda.stream(self._load):
             sent = [part.to(self._device, non_blocking=True) for part in data]
             event = torch.cuda.Event()
             event.record(self._load)
-        return CudaSending(sent, event, self._forward)
+
+        def arrive() -> None:
+            self._forward.wait_event(event)
+            for part in sent:
+                part.record_stream(self._forward)
+
+        return Arrival(sent, arrive)
 
 
 def make_streams(device: torch.device, dtype: torch.dtype) -> NullStreams | CudaStreams:

@@ -16,24 +16,24 @@ def choose(
     future: torch.Tensor,  # int32 [slots]: the future map
     choice: Choice,
 ) -> torch.Tensor:
-    """int32 [2, rows]: tokens, if they are not left to others; whether logits are no numbers."""
-    told = torch.empty(2, logits.shape[0], dtype=torch.int32, device=logits.device)
+    """int32 [2, rows]: tokens, if they are not left to the sampler; whether logits are NaN."""
+    drawn = torch.empty(2, logits.shape[0], dtype=torch.int32, device=logits.device)
     if choice is Choice.GREEDY:
-        draw(logits, inputs.slot, future, told)
+        draw(logits, inputs.slot, future, drawn)
     elif choice is not Choice.LOGITS:
         draw(
             logits,
             inputs.slot,
             future,
-            told,
+            drawn,
             inverse_temperature=inputs.inverse_temperature,
             thresholds=_thresholds(logits, inputs, choice),
             noisy=inputs.noisy,
             keys=inputs.keys,
         )
     else:
-        told[1] = logits[:, 0].isnan()
-    return told
+        drawn[1] = logits[:, 0].isnan()
+    return drawn
 
 
 def _thresholds(logits: torch.Tensor, inputs: Inputs, choice: Choice) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from pippin.backends.torch.kernels.attention_blocks import attend_blocks
-from pippin.backends.torch.kernels.choose import choose
 from pippin.backends.torch.kernels.delta_blocks import BlockTable, delta_blocks
 from pippin.backends.torch.kernels.kept_inputs import keep_inputs
 from pippin.backends.torch.kernels.prefill import run_layers
@@ -19,7 +18,6 @@ from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs
-from pippin.backends.torch.step.decode_inputs import Choice, Inputs
 
 
 class PromptKernels:
@@ -37,14 +35,6 @@ class PromptKernels:
         """[rows, hidden]: what the head reads at the ends of rows."""
         run = _PromptRun(inputs, self._pools, self._table)
         return run_layers(self._decoder, inputs.token.long(), run.mix)[inputs.last.long()]
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._decoder.head(hidden)
-
-    def choose(
-        self, logits: torch.Tensor, inputs: Inputs, future: torch.Tensor, choice: Choice
-    ) -> torch.Tensor:
-        return choose(logits, inputs, future, choice)
 
 
 class _PromptRun:

@@ -18,7 +18,7 @@ from pippin.backends.base import Load, Spill
 from pippin.backends.torch.pools.layout import KV_KINDS, PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
-from pippin.backends.torch.streams import Arrival, Sending, Streams
+from pippin.backends.torch.streams import Arrival, Streams
 from pippin.cache.entries.entry import ArraySpec, Bytes
 from pippin.types import Component, Payload
 
@@ -91,11 +91,11 @@ class Transfers:
             found.append(recurrent[payload.slab].transpose(-1, -2).contiguous())
         return found
 
-    def send(self, loads: Sequence[Load]) -> list[Sending]:
+    def send(self, loads: Sequence[Load]) -> list[Arrival]:
         """Before a step's forwards: when these have run, the bytes are there."""
         return [self._streams.send([torch.from_numpy(a) for a in load.arrays]) for load in loads]
 
-    def load(self, loads: Sequence[Load], sent: Sequence[Sending]) -> list[Payload]:
+    def load(self, loads: Sequence[Load], sent: Sequence[Arrival]) -> list[Payload]:
         """What `send` sent, behind them."""
         cells = {
             kind: sum(load.num_tokens for load in loads if load.component is kind)
@@ -103,12 +103,12 @@ class Transfers:
         }
         states = sum(load.component is Component.STATE for load in loads)
         self._pools.arena.make_room_for(cells, states)
-        return [self._load(load, sending) for load, sending in zip(loads, sent, strict=True)]
+        return [self._load(load, arrival) for load, arrival in zip(loads, sent, strict=True)]
 
-    def _load(self, load: Load, sending: Sending) -> Payload:
+    def _load(self, load: Load, arrival: Arrival) -> Payload:
         pools = self._pools
         specs = payload_arrays(pools.layout, load.component, load.num_tokens)
-        arrived = zip(sending.arrive(), specs, strict=True)
+        arrived = zip(arrival.wait(), specs, strict=True)
         sent = [data.view(getattr(torch, spec.dtype)).view(spec.shape) for data, spec in arrived]
         if load.component in KV_KINDS:
             cells = pools.arena.cells[load.component].take(load.num_tokens)

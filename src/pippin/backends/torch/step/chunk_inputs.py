@@ -23,7 +23,7 @@ from pippin.backends.torch.pools.rows import Rows
 from pippin.backends.torch.step.batches import TakenChunks, conv_places
 from pippin.backends.torch.step.decode_inputs import FIELDS as SAMPLE_FIELDS
 from pippin.backends.torch.step.decode_inputs import NO_ROWS, Inputs, pack_inputs
-from pippin.backends.torch.step.rooms import Room
+from pippin.backends.torch.step.sizes import Room
 from pippin.types import GRID
 
 TOKEN_FIELDS = ("token", "position", "cell")  # and the places

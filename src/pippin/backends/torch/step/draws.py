@@ -10,8 +10,8 @@ import torch
 
 from pippin.backends.base import DecodeRow, PrefillRow
 from pippin.backends.sampling.sampler import SampleRow
+from pippin.backends.torch.graphs.steps import Ran
 from pippin.backends.torch.pools.memory import Pools
-from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.slots import Slots
@@ -54,17 +54,14 @@ class Draws:
         self,
         step: TorchPending,
         rows: Sequence[DecodeRow | PrefillRow],
-        choice: Choice,
-        told: torch.Tensor,  # int32 [2, rows or more]: tokens, and whether logits are no numbers
-        logits: torch.Tensor | None,  # [rows or more, vocab], where they are left to the sampler
+        ran: Ran,  # of these rows, or more
     ) -> None:
         """What a graph left, which drew the tokens itself unless that was left to the sampler."""
         owners = [row.slot for row in rows]
-        arrival = self._streams.bring([told[:, : len(owners)].clone()])
-        if choice is Choice.LOGITS:
-            assert logits is not None
-            step.read_later(arrival, lambda found: step.read_overflows(owners, found[1]))
-            self.sample(step, rows, logits[: len(owners)])
+        arrival = self._streams.bring([ran.drawn[:, : len(owners)].clone()])
+        if ran.logits is not None:
+            step.read_later(arrival, partial(step.read_drawn, owners, []))
+            self.sample(step, rows, ran.logits[: len(owners)])
             return
         sampled = [row.slot for row in rows if row.samples]
         self._future.note_written(np.array(sampled))

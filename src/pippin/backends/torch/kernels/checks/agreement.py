@@ -28,7 +28,7 @@ from pippin.backends.torch.step.batches import chunk_batch, decode_batch
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs, pack_chunks
 from pippin.backends.torch.step.decode_inputs import Inputs, pack_inputs
 from pippin.backends.torch.step.filters import LeastInTopP
-from pippin.backends.torch.step.rooms import Room
+from pippin.backends.torch.step.sizes import Room
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""How much a captured graph of prompts' chunks has room for: a few sizes, so that there are few."""
+"""How much captured graphs have room for: widths of decode steps, rooms of prompts' chunks.
+
+A few sizes each, so that there are few graphs.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,13 @@ from dataclasses import dataclass
 from pippin.backends.base import PrefillRow
 from pippin.types import GRID
 
+WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ROOM_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 ROOM_ROWS = (4, 16)
+
+
+def width_for(num_rows: int) -> int:
+    return next((width for width in WIDTHS if width >= num_rows), -(-num_rows // 64) * 64)
 
 
 @dataclass(frozen=True)
