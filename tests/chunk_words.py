@@ -19,10 +19,10 @@ from pippin.backends.torch.graphs.steps import CapturedSteps, chunk_steps
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer, Inputs
+from pippin.backends.torch.plain.gated_delta import gated_delta_step
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
-from pippin.backends.torch.recurrent.gated_delta import gated_delta_step
 from pippin.backends.torch.step.batches import take_chunks
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs, pack_chunks
 from pippin.backends.torch.step.decode_inputs import Choice
@@ -62,7 +62,7 @@ class MadeUpChunks:
 
     def inputs(self, room: Room) -> ChunkInputs:
         packed = pack_chunks(room, self.taken, self.held, self.layout)
-        return ChunkInputs(torch.from_numpy(packed.words).to(DEVICE), room, packed.num_taps)
+        return ChunkInputs.of(torch.from_numpy(packed.words).to(DEVICE), room, self.layout)
 
     def written(self) -> torch.Tensor:
         """All that anybody reads, and back to how it was."""
@@ -107,8 +107,9 @@ class PlainPrompt:
 class _PlainWords:
     def __init__(self, pools: Pools, table: torch.Tensor, inputs: ChunkInputs) -> None:
         self._pools, self._table, self._inputs = pools, table, inputs
-        lines = (getattr(inputs.blocks, name).tolist() for name in inputs.blocks.__annotations__)
-        names = tuple(inputs.blocks.__annotations__)
+        blocks = inputs.recurrent.blocks
+        lines = (getattr(blocks, name).tolist() for name in blocks.__annotations__)
+        names = tuple(blocks.__annotations__)
         self._blocks = [dict(zip(names, each, strict=True)) for each in zip(*lines, strict=True)]
 
     def mix(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
@@ -134,16 +135,17 @@ class _PlainWords:
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
         mixed, z, b, a = mixer.split(mixer.project(x))
-        states_in = self._inputs.samples.state_in.long()
+        given = self._inputs.recurrent
+        states_in = given.states_in.long()
         source = torch.cat([conv[states_in].flatten(0, 1), mixed])
         convolved = sum(
             source[places.long()] * tap
-            for places, tap in zip(self._inputs.places, mixer.taps, strict=True)
+            for places, tap in zip(given.places, mixer.taps, strict=True)
         )
         inputs = mixer.inputs(convolved, b, a)
         y = torch.zeros_like(inputs.v)
         writes = []
-        firsts, counts = self._inputs.first_block.tolist(), self._inputs.num_blocks.tolist()
+        firsts, counts = given.first_block.tolist(), given.num_blocks.tolist()
         for first, count, state_in in zip(firsts, counts, states_in.tolist(), strict=True):
             state = recurrent[state_in][None]
             for block in self._blocks[first : first + count]:

@@ -193,7 +193,7 @@ def decode_is_prefill(name: str, backend: TorchBackend, num_rows: int) -> None:
 
 def agreement() -> None:
     """What is tried at load: the kernels agree on every model here, and it takes under a second."""
-    from pippin.backends.torch.kernels.checks.ours import our_kernels_agree
+    from pippin.backends.torch.kernels.checks.agreement import our_kernels_agree
 
     configs = [*MODELS.items(), *BIASED.items(), ("Qwen3.5-0.8B", QWEN3_5_0_8B)]
     for name, config in configs:

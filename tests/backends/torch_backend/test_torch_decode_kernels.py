@@ -12,12 +12,12 @@ import torch
 from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits
 from pippin.backends.sampling.rules import SlotSampling
 from pippin.backends.torch.device import find_device
-from pippin.backends.torch.forward import PlainForward
 from pippin.backends.torch.kernels import attention_step
 from pippin.backends.torch.kernels.decode import DecodeKernels
 from pippin.backends.torch.kernels.delta_step import StateTile, delta_step
 from pippin.backends.torch.kernels.draw import draw
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
@@ -68,7 +68,7 @@ class Step:
         index = self.pools.index
         batch = decode_batch(self.arrays, index(self.tokens), self.rows, self.pools)
         forward = PlainForward(self.decoder, self.pools)
-        return forward.logits(forward.tokens(batch))
+        return forward.decoder.head(forward.tokens(batch))
 
     def kernels(self, width: int) -> torch.Tensor:
         words = pack_inputs(width, self.arrays, self.pools.layout.waste_cell)

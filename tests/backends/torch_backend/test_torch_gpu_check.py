@@ -19,12 +19,12 @@ from torch_gpu import chunks, limits, moe, races, right
 
 from chunk_words import capture_chunks
 from pippin.backends.torch.backend import TorchBackend
-from pippin.backends.torch.forward import PlainForward
 from pippin.backends.torch.load import LoadedModel
 from pippin.backends.torch.models.decoder import DecoderLayer
 from pippin.backends.torch.models.parts import DenseMlp, Linear
+from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.arena import Arena
-from pippin.backends.torch.step.batches import DecodeBatch
+from pippin.backends.torch.step.batches import Batch
 from pippin.backends.torch.step.sizes import Room
 from pippin.types import GRID
 from run_again import RunAgain
@@ -114,7 +114,7 @@ def test_experts_and_biases_are_compared(
 
 @pytest.mark.usefixtures("no_gpu", "plain_experts")
 def test_a_bias_that_decode_leaves_out_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_bias(self: PlainForward, batch: DecodeBatch) -> torch.Tensor:
+    def without_bias(self: PlainForward, batch: Batch) -> torch.Tensor:
         layers = tuple(_without_bias(layer) for layer in self.decoder.layers)
         return tokens(PlainForward(replace(self.decoder, layers=layers), self.pools), batch)
 

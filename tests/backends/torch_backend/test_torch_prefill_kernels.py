@@ -11,8 +11,8 @@ import torch
 
 from pippin.backends.base import PrefillRow
 from pippin.backends.torch.device import find_device
-from pippin.backends.torch.forward import PlainForward
-from pippin.backends.torch.kernels.prefill import run_chunks
+from pippin.backends.torch.kernels.prompt import ChunkKernels
+from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
@@ -59,7 +59,7 @@ def test_chunks_through_kernels_are_chunks_through_plain_operations(
         expected = PlainForward(decoder, pools).chunks(batch)
         after = pools.memory.clone()
         pools.memory.copy_(before)
-        found = run_chunks(decoder, pools, batch)
+        found = ChunkKernels(decoder, pools).chunks(batch)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     mine, theirs = (memory.view(torch.float32) for memory in (pools.memory, after))
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

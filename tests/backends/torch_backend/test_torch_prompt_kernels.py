@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunk_words import DEVICE, MadeUpChunks, chunk
 from pippin.backends.base import PrefillRow
-from pippin.backends.torch.attention.plain import attend_rows
-from pippin.backends.torch.forward import PlainForward
 from pippin.backends.torch.kernels.attention_blocks import (
     AttentionTile,
     attend_blocks,
@@ -25,6 +23,8 @@ from pippin.backends.torch.kernels.attention_blocks import (
 )
 from pippin.backends.torch.kernels.kept_inputs import keep_inputs
 from pippin.backends.torch.kernels.prompt import PromptKernels
+from pippin.backends.torch.plain.attention import attend_rows
+from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.layout import WASTE_SLAB
 from pippin.backends.torch.step.batches import chunk_batch
 from pippin.backends.torch.step.sizes import Room
@@ -65,7 +65,7 @@ def test_blocks_attend_to_what_their_rows_attend_to(tile: AttentionTile | None) 
     q = torch.randn(128, heads, dim, device=DEVICE)
     batch = chunk_batch(made.taken, made.held, made.pools)
     expected = attend_rows(q[:73], kv, batch.lengths, batch.held.seen)
-    found = attend_blocks(q, kv, made.held.table, made.inputs(ROOM).blocks, tile)
+    found = attend_blocks(q, kv, made.held.table, made.inputs(ROOM).recurrent.blocks, tile)
     torch.testing.assert_close(found[:73], expected, rtol=1e-5, atol=1e-5)
     assert not found[73:].any()
 
@@ -92,7 +92,7 @@ def test_the_last_inputs_of_a_chunk_are_kept() -> None:
     expected = source[batch.conv.after]
     inputs = made.inputs(ROOM)
     before = conv.clone()
-    keep_inputs(x, conv, inputs.blocks)
+    keep_inputs(x, conv, inputs.recurrent.blocks)
     slabs = [*made.taken.states_out.tolist(), *(tap.slab for tap in made.taken.taps)]
     assert torch.equal(conv[slabs], expected)
     others = [slab for slab in range(len(conv)) if slab not in slabs]

@@ -11,10 +11,10 @@ import torch
 
 from chunk_words import MadeUpChunks, PlainPrompt, chunk
 from pippin.backends.base import PrefillRow
-from pippin.backends.torch.forward import PlainForward
+from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.layout import WASTE_SLAB
 from pippin.backends.torch.step.batches import chunk_batch
-from pippin.backends.torch.step.chunk_inputs import ChunkWords
+from pippin.backends.torch.step.chunk_inputs import pack_chunks
 from pippin.backends.torch.step.sizes import ROOMS, Room, group_by_room, room_for
 from pippin.types import GRID
 
@@ -57,8 +57,7 @@ def test_chunks_go_together_as_far_as_a_room_takes_them() -> None:
 
 def test_what_chunks_do_not_fill_reads_zeros_and_writes_waste() -> None:
     made = MadeUpChunks("qwen3_5", (chunk(3, 0, 70, 64, 70), chunk(1, 5, 2)))
-    inputs = made.inputs(SMALL)
-    words = ChunkWords(inputs.words.cpu().numpy(), SMALL, inputs.num_taps)
+    words = pack_chunks(SMALL, made.taken, made.held, made.layout)
     assert (words.tokens[2, 72:] == made.layout.waste_cell).all()
     cells = [made.held.held(3, 0, 70), made.held.held(1, 5, 7)]
     assert words.tokens[2, :72].tolist() == np.concatenate(cells).tolist()

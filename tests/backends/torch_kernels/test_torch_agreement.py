@@ -15,13 +15,13 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 import torch
 
 from chunk_words import PlainPrompt
-from pippin.backends.torch.forward import PlainForward
-from pippin.backends.torch.kernels.checks import ours
+from pippin.backends.torch.kernels.checks import agreement
 from pippin.backends.torch.kernels.checks.agreement import KernelSet, kernels_agree
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.parts import ExpertMlp
+from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.memory import Pools
-from pippin.backends.torch.step.batches import DecodeBatch, HeldCells
+from pippin.backends.torch.step.batches import Batch, HeldCells
 from pippin.backends.torch.step.decode_inputs import Inputs
 from pippin.backends.torch.step.filters import least_in_top_p
 from pippin.backends.torch.streams import make_streams
@@ -41,14 +41,16 @@ class PlainSteps:
             self.table[slot, : position + 1].long()
             for slot, position in zip(slots.tolist(), positions.tolist(), strict=True)
         )
-        batch = DecodeBatch(
+        batch = Batch(
+            [1] * len(slots),
             tokens=future[slots].long(),
             positions=positions,
             states_in=inputs.state_in.long(),
             states_out=inputs.state_out.long(),
             held=HeldCells(cells, seen),
+            windows=None,
         )
-        return self.forward.logits(self.forward.tokens(batch))
+        return self.forward.decoder.head(self.forward.tokens(batch))
 
 
 def plain_experts(mlp: ExpertMlp, x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +106,7 @@ class NoNumbers(PlainForward):
 
 class OtherTokens(PlainPrompt):
     def hidden(self, inputs: Any) -> torch.Tensor:
-        inputs.words[0] += 1
+        inputs.token[0] += 1
         return super().hidden(inputs)
 
 
@@ -164,8 +166,8 @@ def test_our_kernels_are_tried_on_a_loaded_model(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded = load_torch("llama")
-    monkeypatch.setattr(ours, "our_kernels", lambda: replace(PLAIN, steps=WithoutResidual))
-    assert not ours.our_kernels_agree(loaded.decoder, loaded.max_len)
+    monkeypatch.setattr(agreement, "our_kernels", lambda: replace(PLAIN, steps=WithoutResidual))
+    assert not agreement.our_kernels_agree(loaded.decoder, loaded.max_len)
     assert "a decode step of 1 rows with attention" in caplog.text
-    monkeypatch.setattr(ours, "our_kernels", lambda: PLAIN)
-    assert ours.our_kernels_agree(loaded.decoder, loaded.max_len)
+    monkeypatch.setattr(agreement, "our_kernels", lambda: PLAIN)
+    assert agreement.our_kernels_agree(loaded.decoder, loaded.max_len)

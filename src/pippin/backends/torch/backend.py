@@ -27,7 +27,7 @@ from pippin.backends.torch.budget import (
 from pippin.backends.torch.config import suit_kernels
 from pippin.backends.torch.device import device_info
 from pippin.backends.torch.graphs.capture import Recorder
-from pippin.backends.torch.kernels.checks.ours import our_kernels_agree
+from pippin.backends.torch.kernels.checks.agreement import our_kernels_agree
 from pippin.backends.torch.largest_steps import (
     capture_largest,
     largest_chunk,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from pippin.backends.base import DecodeRow
-from pippin.backends.torch.forward import PlainForward
 from pippin.backends.torch.graphs.steps import CapturedSteps
+from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.step.batches import decode_batch
 from pippin.backends.torch.step.decode_inputs import Choice, RowArrays, pack_inputs
 from pippin.backends.torch.step.parts import StepParts
@@ -53,7 +53,7 @@ class Decodes:
             return
         tokens = parts.future.resolve(parts.pools.index(slots))
         batch = decode_batch(rows, tokens, parts.rows, parts.pools)
-        logits = self._plain.logits(self._plain.tokens(batch))
+        logits = self._plain.decoder.head(self._plain.tokens(batch))
         parts.rows.release_passed(slots)
         parts.draws.check(step, slots.tolist(), logits)
         parts.draws.sample(step, decodes, logits)

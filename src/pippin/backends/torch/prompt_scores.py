@@ -9,7 +9,7 @@ import torch
 
 from pippin.backends.base import Admit, PrefillRow
 from pippin.backends.sampling.rules import scored_positions
-from pippin.backends.torch.forward import ChunkForward
+from pippin.backends.torch.models.parts import Linear
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.sampler import token_logprobs
@@ -17,9 +17,9 @@ from pippin.backends.torch.streams import Arrival
 
 
 class PromptScores:
-    def __init__(self, parts: StepParts, forward: ChunkForward) -> None:
+    def __init__(self, parts: StepParts, head: Linear) -> None:
         self._parts = parts
-        self._forward = forward
+        self._head = head
         self._arriving: dict[int, list[Arrival]] = {}  # by slot, of chunks before the last
 
     def retire(self, slot: int) -> None:
@@ -48,7 +48,7 @@ class PromptScores:
         at_a_time = scored_positions(self._parts.slots.vocab_size)
         for start in range(0, len(targets), at_a_time):
             part = self._parts.pools.index(targets[start : start + at_a_time])
-            logits = self._forward.logits(hidden[start : start + len(part)])
+            logits = self._head(hidden[start : start + len(part)])
             scored = token_logprobs(logits, part, admit.params.prompt_logprobs or 0)
             arriving.append(self._parts.streams.bring(scored))
         if chunk.samples:

@@ -12,8 +12,9 @@ import torch
 
 from pippin.backends.base import PrefillRow, Restore
 from pippin.backends.chunking import cut_chunk, grid_blocks
-from pippin.backends.torch.forward import ChunkForward
 from pippin.backends.torch.graphs.steps import CapturedSteps
+from pippin.backends.torch.models.parts import Linear
+from pippin.backends.torch.plain.forward import ChunkForward
 from pippin.backends.torch.pools.layout import ZERO_SLAB
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
 from pippin.backends.torch.prompt_scores import PromptScores
@@ -37,6 +38,7 @@ class Prompts:
         self,
         parts: StepParts,
         forward: ChunkForward,
+        head: Linear,
         graphs: CapturedSteps[Room] | None,  # None: every chunk is launched
         *,
         deterministic: bool,
@@ -44,10 +46,11 @@ class Prompts:
     ) -> None:
         self._parts = parts
         self._forward = forward
+        self._head = head
         self.graphs = graphs
         self._deterministic = deterministic
         self._max_tokens = max_tokens
-        self._scores = PromptScores(parts, forward)
+        self._scores = PromptScores(parts, head)
 
     def retire(self, slot: int) -> None:
         self._scores.retire(slot)
@@ -82,7 +85,7 @@ class Prompts:
         for group in [[row] for row in rows] if self._deterministic else [rows] if rows else []:
             hidden = torch.stack([_hidden_of(row) for row in group])
             self._read_hidden(step, group, hidden)
-            self._sample(step, group, self._forward.logits(hidden))
+            self._sample(step, group, self._head(hidden))
 
     # ---- chunks ----------------------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class Prompts:
         self._scores.add(step, chunks, hidden)
         hidden = hidden[batch.last]
         self._keep_hidden(step, chunks, hidden)
-        self._sample(step, chunks, self._forward.logits(hidden))
+        self._sample(step, chunks, self._head(hidden))
 
     def _replay(self, step: TorchPending, taken: TakenChunks, room: Room) -> None:
         assert self.graphs is not None

@@ -14,11 +14,11 @@ import torch
 
 from pippin.backends.base import Retire, StepPlan, WarmUpShape
 from pippin.backends.torch.decodes import Decodes
-from pippin.backends.torch.forward import ChunkForward, PlainForward
 from pippin.backends.torch.graphs.capture import CudaGraphs, Recorder
 from pippin.backends.torch.graphs.replays import Replays
 from pippin.backends.torch.graphs.steps import CapturedSteps, chunk_steps, decode_steps
 from pippin.backends.torch.models.decoder import Decoder
+from pippin.backends.torch.plain.forward import ChunkForward, PlainForward
 from pippin.backends.torch.pools.arena import MOST_MOVED_BYTES
 from pippin.backends.torch.pools.fingerprints import TorchFingerprints
 from pippin.backends.torch.pools.layout import PoolLayout
@@ -94,6 +94,7 @@ class Runner:
         self.prompts = Prompts(
             parts,
             forward,
+            decoder.head,
             graphs,
             deterministic=ways.deterministic,
             max_tokens=ways.prefill_tokens,
@@ -152,8 +153,7 @@ class Runner:
         # Triton is not everywhere.
         from pippin.backends.torch.kernels.choose import choose
         from pippin.backends.torch.kernels.decode import DecodeKernels
-        from pippin.backends.torch.kernels.prefill import ChunkKernels
-        from pippin.backends.torch.kernels.prompt import PromptKernels
+        from pippin.backends.torch.kernels.prompt import ChunkKernels, PromptKernels
 
         decoder, pools, table = self._decoder, self.pools, self.rows.table
         future, recorder = self._future.tokens, self._ways.recorder

@@ -18,7 +18,7 @@ import torch
 from pippin.backends.torch.graphs.capture import Recorder
 from pippin.backends.torch.graphs.replays import Replays
 from pippin.backends.torch.pools.layout import PoolLayout
-from pippin.backends.torch.step.chunk_inputs import ChunkInputs, ChunkWords, num_taps_of
+from pippin.backends.torch.step.chunk_inputs import ChunkInputs, ChunkWords
 from pippin.backends.torch.step.decode_inputs import FIELDS, NO_ROWS, Choice, Inputs, pack_inputs
 from pippin.backends.torch.step.sizes import ROOMS, Room
 
@@ -123,7 +123,7 @@ def chunk_steps(
     logits: torch.Tensor,
 ) -> CapturedSteps[Room]:
     def forward(room: Room, words: torch.Tensor) -> Forwarded:
-        inputs = ChunkInputs(words, room, num_taps_of(layout))
+        inputs = ChunkInputs.of(words, room, layout)
         hidden = kernels.hidden(inputs)
         return Forwarded(head(hidden), inputs.samples, hidden)
 

@@ -1,18 +1,21 @@
 """A decode step out of kernels: few launches, no host, shapes that depend on its width alone.
 
 One row takes products of our own, with norms, sums and convolutions inside; more rows take
-cuBLAS, with kernels between. Equal to `forward.PlainForward.tokens` but for rounding.
+cuBLAS, with kernels between. Equal to `PlainForward.tokens` but for rounding.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
 from pippin.backends.torch.kernels.attention_step import attention_step
 from pippin.backends.torch.kernels.delta_step import conv_step, delta_step
 from pippin.backends.torch.kernels.experts.feed_forward import feed_forward
+from pippin.backends.torch.kernels.layers import run_layers
 from pippin.backends.torch.kernels.products import ConvStep, product
-from pippin.backends.torch.kernels.rows import add_norm, look_up, norm_rows
+from pippin.backends.torch.kernels.rows import look_up, norm_rows
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
@@ -74,14 +77,8 @@ class DecodeKernels:
     # ---- many rows -------------------------------------------------------------------------
 
     def _many_rows(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        layers = self._decoder.layers
-        normed = norm_rows(x, layers[0].input_norm)
-        for index, layer in enumerate(layers):
-            x, normed = add_norm(x, self._mix(layer, normed, inputs), layer.mlp_norm)
-            last = index + 1 == len(layers)
-            following = self._decoder.norm if last else layers[index + 1].input_norm
-            x, normed = add_norm(x, feed_forward(layer.mlp, normed), following)
-        return self._decoder.head(normed)
+        run = partial(self._mix, inputs=inputs)
+        return self._decoder.head(run_layers(self._decoder, x, run))
 
     def _mix(self, layer: DecoderLayer, normed: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         mixer = layer.mixer

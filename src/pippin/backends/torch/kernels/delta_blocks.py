@@ -1,6 +1,6 @@
 """Many tokens of Gated DeltaNet after their convolution, in two kernels over blocks of 64 tokens.
 
-The algebra is that of `recurrent/gated_delta.py`. The first kernel does all that needs no state,
+The algebra is that of `plain/gated_delta.py`. The first kernel does all that needs no state,
 for every block and head at once: it solves the triangular system and decays queries and keys. The
 second goes through a row's blocks from state to state, in four products each; it writes what the
 tokens read, and the states that are kept straight into their slots. What lies between the two is
@@ -9,29 +9,17 @@ kept in the model's type; states and sums are float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.step.chunk_inputs import RecurrentInputs
 from pippin.types import GRID
 
 BLOCK_V = 32  # of a head's value channels, to one program of the second kernel
 _GRID = tl.constexpr(GRID)
-
-
-@dataclass(frozen=True)
-class BlockTable:
-    """Where rows' blocks lie: integers on the device. Blocks without tokens belong to no row."""
-
-    starts: torch.Tensor  # [blocks]: the first token
-    lengths: torch.Tensor  # [blocks]: tokens, 64 but for a row's last block
-    slabs: torch.Tensor  # [blocks]: which slot the state after it goes to; 0: none
-    firsts: torch.Tensor  # [rows]: the first block
-    counts: torch.Tensor  # [rows]: blocks
 
 
 @triton.jit
@@ -163,12 +151,11 @@ def delta_blocks(
     gates: torch.Tensor,  # [tokens, ..]: b and a of each value head
     layer: DeltaLayer,
     state: torch.Tensor,  # float32 [slabs, value heads, k_dim, v_dim], a view of the pool
-    states_in: torch.Tensor,  # int [rows]
-    table: BlockTable,
+    inputs: RecurrentInputs,
 ) -> torch.Tensor:
-    """[tokens, value heads, v_dim], 0 for tokens of no block; states go where the table says."""
-    shape = layer.shape
-    num_blocks, heads = table.starts.shape[0], shape.num_v_heads
+    """[tokens, value heads, v_dim], 0 for tokens of no block; states go where the blocks say."""
+    shape, blocks = layer.shape, inputs.blocks
+    num_blocks, heads = blocks.start.shape[0], shape.num_v_heads
     device, dtype = mixed.device, mixed.dtype
 
     def between(*size: int) -> torch.Tensor:
@@ -184,8 +171,8 @@ def delta_blocks(
         gates,
         layer.decay,
         layer.dt_bias,
-        table.starts,
-        table.lengths,
+        blocks.start,
+        blocks.length,
         writes,
         reads,
         queries,
@@ -201,7 +188,7 @@ def delta_blocks(
         num_warps=4,
     )
     block_v = min(BLOCK_V, shape.v_dim)
-    _scan[(table.firsts.shape[0], heads, shape.v_dim // block_v)](
+    _scan[(inputs.first_block.shape[0], heads, shape.v_dim // block_v)](
         writes,
         reads,
         queries,
@@ -209,12 +196,12 @@ def delta_blocks(
         scores,
         ends,
         state,
-        states_in,
-        table.starts,
-        table.lengths,
-        table.slabs,
-        table.firsts,
-        table.counts,
+        inputs.states_in,
+        blocks.start,
+        blocks.length,
+        blocks.slab,
+        inputs.first_block,
+        inputs.num_blocks,
         out,
         state.stride(0),
         V_HEADS=heads,

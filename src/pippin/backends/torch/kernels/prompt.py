@@ -1,26 +1,49 @@
-"""Chunks of prompts out of kernels, in shapes that depend on room alone: what graphs capture.
+"""Chunks of prompts out of kernels, equal to `PlainForward.chunks` but for rounding.
 
-Equal to `forward.PlainForward.chunks` but for rounding. Everything that depends on the chunks is
-looked up in their inputs, on the device; tokens that are padding run along and are seen by nobody.
+Launched, in whatever shapes the chunks have, with torch's own attention over gathered cells. Or for
+graphs, in shapes that depend on room alone: everything that depends on the chunks is looked up in
+their inputs, on the device, and no row sees the tokens that are padding.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from pippin.backends.torch.kernels.attention_blocks import attend_blocks
-from pippin.backends.torch.kernels.delta_blocks import BlockTable, delta_blocks
+from pippin.backends.torch.kernels.delta_blocks import delta_blocks
 from pippin.backends.torch.kernels.kept_inputs import keep_inputs
-from pippin.backends.torch.kernels.prefill import run_layers
+from pippin.backends.torch.kernels.layers import run_layers
 from pippin.backends.torch.kernels.rows import conv_rows, gated_norm
 from pippin.backends.torch.models.attention_layer import AttentionLayer
-from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
+from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.plain.forward import BatchRun, LayerRun
 from pippin.backends.torch.pools.memory import Pools
-from pippin.backends.torch.step.chunk_inputs import ChunkInputs
+from pippin.backends.torch.step.batches import ChunkBatch
+from pippin.backends.torch.step.chunk_inputs import (
+    BlockInputs,
+    ChunkInputs,
+    RecurrentInputs,
+    block_lines,
+)
+
+
+class ChunkKernels:
+    """Launched: a `ChunkForward`."""
+
+    def __init__(self, decoder: Decoder, pools: Pools) -> None:
+        self._decoder = decoder
+        self._pools = pools
+
+    def chunks(self, batch: ChunkBatch) -> torch.Tensor:
+        run = _LaunchedRun(batch, self._pools)
+        return run_layers(self._decoder, self._decoder.embed[batch.tokens], run.mix)
 
 
 class PromptKernels:
+    """For graphs: a `PromptForward`."""
+
     def __init__(
         self,
         decoder: Decoder,
@@ -32,47 +55,58 @@ class PromptKernels:
         self._table = table
 
     def hidden(self, inputs: ChunkInputs) -> torch.Tensor:
-        """[rows, hidden]: what the head reads at the ends of rows."""
-        run = _PromptRun(inputs, self._pools, self._table)
-        return run_layers(self._decoder, inputs.token.long(), run.mix)[inputs.last.long()]
+        run = _CapturedRun(inputs, self._pools, self._table)
+        x = self._decoder.embed[inputs.token.long()]
+        return run_layers(self._decoder, x, run.mix)[inputs.last.long()]
 
 
-class _PromptRun:
+class _LaunchedRun(BatchRun):
+    def __init__(self, batch: ChunkBatch, pools: Pools) -> None:
+        super().__init__(batch, pools)
+        if batch.conv is None:
+            return
+        lines, index = block_lines(batch.taken), pools.index
+        # In fours, so that every line begins where kernels load best.
+        blocks = index(np.pad(lines, ((0, 0), (0, -lines.shape[1] % 4))))
+        self._inputs = RecurrentInputs(
+            batch.conv.inputs,
+            batch.states_in,
+            index(batch.taken.first_blocks),
+            index(batch.taken.block_counts),
+            BlockInputs(*blocks),
+        )
+
+    def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+        return _recur(mixer, x, self._pools, number, self._inputs)
+
+
+class _CapturedRun(LayerRun):
     def __init__(self, inputs: ChunkInputs, pools: Pools, table: torch.Tensor) -> None:
-        self._places = inputs.places
+        super().__init__(pools)
+        self._table = table
         self._positions = inputs.position.long()
         self._cells = inputs.cell.long()
-        self._blocks = inputs.blocks
-        self._states_in = inputs.samples.state_in
-        self._block_table = BlockTable(
-            starts=self._blocks.start,
-            lengths=self._blocks.length,
-            slabs=self._blocks.slab,
-            firsts=inputs.first_block,
-            counts=inputs.num_blocks,
-        )
-        self._pools = pools
-        self._table = table
-
-    def mix(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
-        mixer = layer.mixer
-        if isinstance(mixer, AttentionLayer):
-            return self._attend(mixer, layer.number, x)
-        return self._recur(mixer, layer.number, x)
+        self._inputs = inputs.recurrent
 
     def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         assert not mixer.window, "windows are plain operations"
         kv = self._pools.kv[number]
         q, k, v, gate = mixer.project(x, self._positions)
         kv[self._cells] = torch.stack([k, v], dim=1)
-        return mixer.finish(attend_blocks(q, kv, self._table, self._blocks), gate)
+        return mixer.finish(attend_blocks(q, kv, self._table, self._inputs.blocks), gate)
 
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
-        recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
-        projected = mixer.project(x)
-        _, z, *_ = mixer.split(projected)
-        gates = projected[:, -2 * mixer.shape.num_v_heads :]
-        convolved = conv_rows(projected, conv, mixer.taps, self._places, self._states_in)
-        y = delta_blocks(convolved, gates, mixer, recurrent, self._states_in, self._block_table)
-        keep_inputs(projected, conv, self._blocks)
-        return mixer.out(gated_norm(y, z, mixer.norm))
+        return _recur(mixer, x, self._pools, number, self._inputs)
+
+
+def _recur(
+    mixer: DeltaLayer, x: torch.Tensor, pools: Pools, number: int, inputs: RecurrentInputs
+) -> torch.Tensor:
+    recurrent, conv = pools.recurrent[number], pools.conv[number]
+    projected = mixer.project(x)
+    _, z, *_ = mixer.split(projected)
+    gates = projected[:, -2 * mixer.shape.num_v_heads :]
+    convolved = conv_rows(projected, conv, mixer.taps, inputs.places, inputs.states_in)
+    y = delta_blocks(convolved, gates, mixer, recurrent, inputs)
+    keep_inputs(projected, conv, inputs.blocks)
+    return mixer.out(gated_norm(y, z, mixer.norm))

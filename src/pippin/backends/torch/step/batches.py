@@ -60,9 +60,22 @@ class TakenChunks:
     def positions(self) -> np.ndarray:
         return np.concatenate([np.arange(row.start, row.end) for row in self.rows])
 
-    def tap_blocks(self, firsts: Sequence[int]) -> list[int]:
-        """Which block each tap is the end of, given each row's first block."""
-        found = []
+    @property
+    def block_counts(self) -> np.ndarray:
+        """int64 [rows]: each row's blocks, of GRID tokens or what is left of them."""
+        found: np.ndarray = -(-self.lengths // GRID)
+        return found
+
+    @property
+    def first_blocks(self) -> np.ndarray:
+        """int64 [rows]: each row's first block."""
+        found: np.ndarray = np.cumsum(self.block_counts) - self.block_counts
+        return found
+
+    @property
+    def tap_blocks(self) -> list[int]:
+        """Which block each tap is the end of."""
+        found, firsts = [], self.first_blocks.tolist()
         for tap in self.taps:
             behind = tap.position - self.rows[tap.row].start
             assert behind % GRID == 0, "states inside a chunk are tapped every GRID tokens"
@@ -87,38 +100,23 @@ class HeldCells:
 
 
 @dataclass(frozen=True)
-class ChunkBatch:
-    """Chunks of several prompts, packed one behind the other."""
+class Batch:
+    """New tokens of several rows, packed one row behind the other."""
 
-    taken: TakenChunks
+    lengths: list[int]  # of the rows' new tokens
     tokens: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
-    held: HeldCells
-    windows: HeldCells | None  # of layers with a window
-    last: torch.Tensor  # int64 [rows]: each row's last token
     states_in: torch.Tensor  # int64 [rows]
     states_out: torch.Tensor
-    conv: ConvIndex | None
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(row.tokens) for row in self.taken.rows]
+    held: HeldCells
+    windows: HeldCells | None  # of layers with a window
 
 
 @dataclass(frozen=True)
-class DecodeBatch:
-    """One token of each row; the tokens themselves are in the future map."""
-
-    tokens: torch.Tensor  # int64 [rows]
-    positions: torch.Tensor  # int64 [rows]
-    states_in: torch.Tensor
-    states_out: torch.Tensor
-    held: HeldCells
-    windows: HeldCells | None = None  # of layers with a window
-
-    @property
-    def lengths(self) -> list[int]:
-        return [1] * len(self.tokens)
+class ChunkBatch(Batch):
+    taken: TakenChunks
+    last: torch.Tensor  # int64 [rows]: each row's last token
+    conv: ConvIndex | None
 
 
 def take_chunks(rows: Sequence[PrefillRow], held: Rows, pools: Pools) -> TakenChunks:
@@ -140,37 +138,43 @@ def chunk_batch(taken: TakenChunks, held: Rows, pools: Pools) -> ChunkBatch:
     spans = [(row.slot, row.start, row.end) for row in taken.rows]
     index = pools.index
     return ChunkBatch(
+        taken.lengths.tolist(),
+        index(taken.tokens),
+        index(taken.positions),
+        index(taken.states_in),
+        index(taken.states_out),
+        *_held_cells(held, spans, pools),
         taken=taken,
-        tokens=index(taken.tokens),
-        positions=index(taken.positions),
-        held=held_cells(held.cells, spans, pools),
-        windows=None if held.windows is None else held_cells(held.windows, spans, pools),
         last=index(np.cumsum(taken.lengths) - 1),
-        states_in=index(taken.states_in),
-        states_out=index(taken.states_out),
         conv=_conv_index(taken, pools) if held.keeps_states else None,
     )
 
 
-def decode_batch(rows: RowArrays, tokens: torch.Tensor, held: Rows, pools: Pools) -> DecodeBatch:
-    """Of rows for whose tokens cells have been taken."""
+def decode_batch(rows: RowArrays, tokens: torch.Tensor, held: Rows, pools: Pools) -> Batch:
+    """One token of each row, int64 [rows], for which cells have been taken."""
     index = pools.index
     spans = [(slot, int(held.lengths[slot]) - 1, int(held.lengths[slot])) for slot in rows.slots]
-    return DecodeBatch(
-        tokens=tokens,
-        positions=index(rows.positions),
-        states_in=index(rows.states_in),
-        states_out=index(rows.states_out),
-        held=held_cells(held.cells, spans, pools),
-        windows=None if held.windows is None else held_cells(held.windows, spans, pools),
+    return Batch(
+        [1] * len(spans),
+        tokens,
+        index(rows.positions),
+        index(rows.states_in),
+        index(rows.states_out),
+        *_held_cells(held, spans, pools),
     )
 
 
-def held_cells(cells: RowCells, spans: Sequence[tuple[int, int, int]], pools: Pools) -> HeldCells:
+def _held_cells(
+    held: Rows, spans: Sequence[tuple[int, int, int]], pools: Pools
+) -> tuple[HeldCells, HeldCells | None]:
     """Of new tokens [start, end) of each slot, for which cells have been taken."""
-    new = [cells.held(slot, start, end) for slot, start, end in spans]
-    seen = [cells.held(slot, cells.first_seen(start), end) for slot, start, end in spans]
-    return HeldCells(pools.index(np.concatenate(new)), tuple(pools.index(each) for each in seen))
+
+    def of_kind(cells: RowCells) -> HeldCells:
+        new = [cells.held(slot, start, end) for slot, start, end in spans]
+        seen = [cells.held(slot, cells.first_seen(start), end) for slot, start, end in spans]
+        return HeldCells(pools.index(np.concatenate(new)), tuple(map(pools.index, seen)))
+
+    return of_kind(held.cells), None if held.windows is None else of_kind(held.windows)
 
 
 def inner_checkpoints(row: PrefillRow) -> list[int]:

@@ -12,8 +12,8 @@ KV goes to waste; blocks without tokens; rows without blocks, whose next token g
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,49 +27,29 @@ from pippin.backends.torch.step.sizes import Room
 from pippin.types import GRID
 
 TOKEN_FIELDS = ("token", "position", "cell")  # and the places
-BLOCK_FIELDS = ("slot", "position", "start", "length", "row_start", "state_in", "slab")
 ROW_FIELDS = ("last", "first_block", "num_blocks")
 
 
 @dataclass(frozen=True)
 class ChunkWords:
-    """On the host, int32: three tables of one array."""
+    """On the host, int32: one array, and its three tables, each [fields, width]."""
 
     words: np.ndarray
-    room: Room
-    num_taps: int  # of a convolution; 0: there is none
+    tokens: np.ndarray
+    blocks: np.ndarray
+    rows: np.ndarray
+    samples: np.ndarray  # the last fields of the rows, as `pack_inputs` has them
 
     @classmethod
     def padding(cls, room: Room, layout: PoolLayout) -> ChunkWords:
         num_taps = num_taps_of(layout)
-        words = cls(np.zeros(sum(_sizes(room, num_taps)), dtype=np.int32), room, num_taps)
-        words.tokens[2] = layout.waste_cell
-        words.tokens[3:] = room.num_rows * layout.conv_shape[0] + np.arange(room.num_tokens)
-        words.samples[:] = pack_inputs(room.num_rows, NO_ROWS, layout.waste_cell)
-        return words
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """[fields, tokens]"""
-        return self._table(0, self.room.num_tokens)
-
-    @property
-    def blocks(self) -> np.ndarray:
-        return self._table(1, self.room.num_blocks)
-
-    @property
-    def rows(self) -> np.ndarray:
-        return self._table(2, self.room.num_rows)[: len(ROW_FIELDS)]
-
-    @property
-    def samples(self) -> np.ndarray:
-        """[fields, rows], as `pack_inputs` has them."""
-        return self._table(2, self.room.num_rows)[len(ROW_FIELDS) :]
-
-    def _table(self, number: int, width: int) -> np.ndarray:
-        sizes = _sizes(self.room, self.num_taps)
-        first = sum(sizes[:number])
-        return self.words[first : first + sizes[number]].reshape(-1, width)
+        sizes = (height * width for height, width in _tables(room, num_taps))
+        words = np.zeros(sum(sizes), dtype=np.int32)
+        tokens, blocks, rows = _split(words, room, num_taps)
+        tokens[2] = layout.waste_cell
+        tokens[3:] = room.num_rows * layout.conv_shape[0] + np.arange(room.num_tokens)
+        rows[len(ROW_FIELDS) :] = pack_inputs(room.num_rows, NO_ROWS, layout.waste_cell)
+        return cls(words, tokens, blocks, rows[: len(ROW_FIELDS)], rows[len(ROW_FIELDS) :])
 
 
 def num_taps_of(layout: PoolLayout) -> int:
@@ -79,39 +59,44 @@ def num_taps_of(layout: PoolLayout) -> int:
 def pack_chunks(room: Room, taken: TakenChunks, held: Rows, layout: PoolLayout) -> ChunkWords:
     """What the rows sample is filled in by others: all are greedy, and write no token."""
     words = ChunkWords.padding(room, layout)
-    lengths, starts = taken.lengths, taken.starts
-    num_tokens, num_rows = int(lengths.sum()), len(lengths)
+    num_tokens, num_rows = int(taken.lengths.sum()), len(taken.rows)
     cells = [held.held(row.slot, row.start, row.end) for row in taken.rows]
     words.tokens[:3, :num_tokens] = taken.tokens, taken.positions, np.concatenate(cells)
-    if words.num_taps:
-        places, _ = conv_places(taken, words.num_taps - 1, room.num_rows)
+    if num_taps := num_taps_of(layout):
+        places, _ = conv_places(taken, num_taps - 1, room.num_rows)
         words.tokens[3:, :num_tokens] = places
-
-    counts = -(-lengths // GRID)
-    firsts = np.cumsum(counts) - counts
-    owners = np.repeat(np.arange(num_rows), counts)
-    behind = (np.arange(len(owners)) - firsts[owners]) * GRID  # tokens of the row before a block
-    slabs = np.zeros(len(owners), dtype=np.int64)
-    if held.keeps_states:
-        slabs[taken.tap_blocks(firsts.tolist())] = [tap.slab for tap in taken.taps]
-        slabs[firsts + counts - 1] = taken.states_out
-    words.blocks[:, : len(owners)] = (
-        taken.slots[owners],
-        np.array([row.start for row in taken.rows])[owners] + behind,
-        starts[owners] + behind,
-        np.minimum(lengths[owners] - behind, GRID),
-        starts[owners],
-        taken.states_in[owners],
-        slabs,
-    )
-    words.rows[:, :num_rows] = starts + lengths - 1, firsts, counts
+    lines = block_lines(taken)
+    words.blocks[:, : lines.shape[1]] = lines
+    ends = taken.starts + taken.lengths
+    words.rows[:, :num_rows] = ends - 1, taken.first_blocks, taken.block_counts
     words.samples[SAMPLE_FIELDS.index("state_in"), :num_rows] = taken.states_in
     return words
 
 
+def block_lines(taken: TakenChunks) -> np.ndarray:
+    """int64 [fields, blocks]: see `BlockInputs`."""
+    starts, firsts, counts = taken.starts, taken.first_blocks, taken.block_counts
+    owners = np.repeat(np.arange(len(counts)), counts)
+    behind = (np.arange(len(owners)) - firsts[owners]) * GRID  # tokens of the row before a block
+    slabs = np.zeros(len(owners), dtype=np.int64)
+    slabs[taken.tap_blocks] = [tap.slab for tap in taken.taps]
+    slabs[firsts + counts - 1] = taken.states_out
+    return np.stack(
+        [
+            taken.slots[owners],
+            np.array([row.start for row in taken.rows])[owners] + behind,
+            starts[owners] + behind,
+            np.minimum(taken.lengths[owners] - behind, GRID),
+            starts[owners],
+            taken.states_in[owners],
+            slabs,
+        ]
+    )
+
+
 @dataclass(frozen=True)
 class BlockInputs:
-    """Lines of one tensor on the device, int32 [blocks] each."""
+    """Lines of one tensor on the device, integers [blocks] each."""
 
     slot: torch.Tensor
     position: torch.Tensor  # of the first token
@@ -123,64 +108,55 @@ class BlockInputs:
 
 
 @dataclass(frozen=True)
+class RecurrentInputs:
+    """What recurrent layers read: integers on the device."""
+
+    places: torch.Tensor  # [taps, tokens]: see `ConvIndex.inputs`
+    states_in: torch.Tensor  # [rows]
+    first_block: torch.Tensor  # [rows]
+    num_blocks: torch.Tensor  # [rows]
+    blocks: BlockInputs
+
+
+@dataclass(frozen=True)
 class ChunkInputs:
-    """The same words on the device, as kernels read them."""
+    """The words of `ChunkWords` on the device, as kernels read them: int32."""
 
-    words: torch.Tensor  # int32 [n]
-    room: Room
-    num_taps: int
+    token: torch.Tensor  # [tokens]
+    position: torch.Tensor  # [tokens]
+    cell: torch.Tensor  # [tokens]
+    last: torch.Tensor  # [rows]
+    recurrent: RecurrentInputs
+    samples: Inputs
 
-    @cached_property
-    def _tables(self) -> tuple[torch.Tensor, ...]:
-        room = self.room
-        widths = room.num_tokens, room.num_blocks, room.num_rows
-        parts = self.words.split(_sizes(room, self.num_taps))
-        return tuple(part.view(-1, width) for part, width in zip(parts, widths, strict=True))
-
-    @property
-    def token(self) -> torch.Tensor:
-        """int32 [tokens], as the next two."""
-        return self._tables[0][0]
-
-    @property
-    def position(self) -> torch.Tensor:
-        return self._tables[0][1]
-
-    @property
-    def cell(self) -> torch.Tensor:
-        return self._tables[0][2]
-
-    @property
-    def places(self) -> torch.Tensor:
-        """int32 [taps, tokens]: see `ConvIndex.inputs`."""
-        return self._tables[0][len(TOKEN_FIELDS) :]
-
-    @property
-    def blocks(self) -> BlockInputs:
-        return BlockInputs(*self._tables[1])
-
-    @property
-    def last(self) -> torch.Tensor:
-        """int32 [rows], as the next two."""
-        return self._tables[2][0]
-
-    @property
-    def first_block(self) -> torch.Tensor:
-        return self._tables[2][1]
-
-    @property
-    def num_blocks(self) -> torch.Tensor:
-        return self._tables[2][2]
-
-    @property
-    def samples(self) -> Inputs:
-        return Inputs(self._tables[2][len(ROW_FIELDS) :])
+    @classmethod
+    def of(cls, words: torch.Tensor, room: Room, layout: PoolLayout) -> ChunkInputs:
+        tokens, blocks, rows = _split(words, room, num_taps_of(layout))
+        samples = Inputs(rows[len(ROW_FIELDS) :])
+        first_block, num_blocks = rows[1], rows[2]
+        recurrent = RecurrentInputs(
+            tokens[3:], samples.state_in, first_block, num_blocks, BlockInputs(*blocks)
+        )
+        return cls(tokens[0], tokens[1], tokens[2], rows[0], recurrent, samples)
 
 
-def _sizes(room: Room, num_taps: int) -> list[int]:
-    """Of the three tables, in words."""
-    return [
-        (len(TOKEN_FIELDS) + num_taps) * room.num_tokens,
-        len(BLOCK_FIELDS) * room.num_blocks,
-        (len(ROW_FIELDS) + len(SAMPLE_FIELDS)) * room.num_rows,
-    ]
+Words = TypeVar("Words", np.ndarray, torch.Tensor)
+
+
+def _split(words: Words, room: Room, num_taps: int) -> list[Words]:
+    """Views of the three tables."""
+    found: list[Words] = []
+    first = 0
+    for height, width in _tables(room, num_taps):
+        found.append(words[first : first + height * width].reshape(height, width))
+        first += height * width
+    return found
+
+
+def _tables(room: Room, num_taps: int) -> tuple[tuple[int, int], ...]:
+    """Fields and widths."""
+    return (
+        (len(TOKEN_FIELDS) + num_taps, room.num_tokens),
+        (len(fields(BlockInputs)), room.num_blocks),
+        (len(ROW_FIELDS) + len(SAMPLE_FIELDS), room.num_rows),
+    )

@@ -1,6 +1,6 @@
 """Kernels against plain operations on this device, with this model's weights: in under a second.
 
-One layer of each kind, the experts, and the choice of tokens. Imports no kernels: it is given them.
+One layer of each kind, the experts, and the choice of tokens. Knows no graphs.
 """
 
 from __future__ import annotations
@@ -9,26 +9,28 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from pippin.backends.torch.forward import ChunkForward, PlainForward
+from pippin.backends.torch.graphs.steps import DecodeForward, PromptForward
 from pippin.backends.torch.kernels.checks.layers import (
+    NoisyRows,
     few_layers,
     noisy_chunks,
     noisy_step,
 )
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.parts import ExpertMlp
+from pippin.backends.torch.plain.forward import ChunkForward, PlainForward
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.step import filters
-from pippin.backends.torch.step.batches import chunk_batch, decode_batch
+from pippin.backends.torch.step.batches import Batch, chunk_batch, decode_batch
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs, pack_chunks
 from pippin.backends.torch.step.decode_inputs import Inputs, pack_inputs
 from pippin.backends.torch.step.filters import LeastInTopP
 from pippin.backends.torch.step.sizes import Room
+from pippin.types import GRID
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +41,31 @@ NUM_TOKENS = (1, 5, 80)  # through experts
 ROOM = Room(128, 4)
 
 
-class StepKernels(Protocol):
-    def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor: ...
-
-
-class PromptKernels(Protocol):
-    def hidden(self, inputs: ChunkInputs) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True)
 class KernelSet:
-    steps: Callable[[Decoder, Pools, torch.Tensor], StepKernels]
+    steps: Callable[[Decoder, Pools, torch.Tensor], DecodeForward]
     chunks: Callable[[Decoder, Pools], ChunkForward]
-    prompts: Callable[[Decoder, Pools, torch.Tensor], PromptKernels]
+    prompts: Callable[[Decoder, Pools, torch.Tensor], PromptForward]
     experts: Callable[[ExpertMlp, torch.Tensor], torch.Tensor]
     in_top_p: LeastInTopP
+
+
+def our_kernels() -> KernelSet:
+    # Triton is not everywhere.
+    from pippin.backends.torch.kernels.decode import DecodeKernels
+    from pippin.backends.torch.kernels.experts.feed_forward import feed_forward
+    from pippin.backends.torch.kernels.prompt import ChunkKernels, PromptKernels
+    from pippin.backends.torch.kernels.top_p import least_in_top_p
+
+    return KernelSet(DecodeKernels, ChunkKernels, PromptKernels, feed_forward, least_in_top_p)
+
+
+def our_kernels_agree(decoder: Decoder, max_len: int) -> bool:
+    """On the current stream. Models of very short texts are not tried: rows do not fit."""
+    if max_len < 2 * GRID:
+        return True
+    with torch.inference_mode():
+        return kernels_agree(decoder, our_kernels)
 
 
 def kernels_agree(decoder: Decoder, make: Callable[[], KernelSet]) -> bool:
@@ -104,46 +116,51 @@ def _checks(decoder: Decoder, kernels: KernelSet) -> Iterator[Check]:
 
 
 def _step_off(decoder: Decoder, num_rows: int, kernels: KernelSet) -> float:
-    step = noisy_step(decoder, num_rows)
-    held, pools = step.held, step.held.pools
-    cells, states = pools.index(step.arrays.cells), pools.index(step.arrays.states_out)
-    tokens = pools.index(step.tokens)
+    held, arrays = noisy_step(decoder, num_rows)
+    pools = held.pools
+    tokens = pools.index(1 + np.arange(num_rows))
     plain = PlainForward(decoder, pools)
-    batch = decode_batch(step.arrays, tokens, held.rows, pools)
-    expected = [plain.logits(plain.tokens(batch)), *held.written(cells, states)]
-    pools.memory.copy_(step.before)
-    words = pack_inputs(num_rows, step.arrays, pools.layout.waste_cell)
+    batch = decode_batch(arrays, tokens, held.rows, pools)
+    words = pack_inputs(num_rows, arrays, pools.layout.waste_cell)
+    inputs = Inputs(torch.from_numpy(words).to(decoder.device))
     future = torch.zeros(num_rows + 1, dtype=torch.int32, device=decoder.device)
     future[1:] = tokens
     run = kernels.steps(decoder, pools, held.rows.table)
-    found = [run.logits(Inputs(torch.from_numpy(words).to(decoder.device)), future)]
-    return _off([*found, *held.written(cells, states)], expected)
+    return _runs_off(
+        held, batch, lambda: run.logits(inputs, future), lambda: decoder.head(plain.tokens(batch))
+    )
 
 
 def _chunks_off(decoder: Decoder, kernels: KernelSet) -> float:
-    chunks = noisy_chunks(decoder)
-    held, pools = chunks.held, chunks.held.pools
-    batch = chunk_batch(chunks.taken, held.rows, pools)
-    found = []
-    for forward in (kernels.chunks(decoder, pools), PlainForward(decoder, pools)):
-        pools.memory.copy_(chunks.before)
-        hidden = forward.chunks(batch)
-        found.append([hidden, *held.written(batch.held.cells, batch.states_out)])
-    return _off(*found)
+    held, taken = noisy_chunks(decoder)
+    batch = chunk_batch(taken, held.rows, held.pools)
+    run, plain = kernels.chunks(decoder, held.pools), PlainForward(decoder, held.pools)
+    return _runs_off(held, batch, lambda: run.chunks(batch), lambda: plain.chunks(batch))
 
 
 def _prompts_off(decoder: Decoder, kernels: KernelSet) -> float:
-    chunks = noisy_chunks(decoder)
-    held, pools = chunks.held, chunks.held.pools
-    batch = chunk_batch(chunks.taken, held.rows, pools)
-    expected = [PlainForward(decoder, pools).chunks(batch)[batch.last]]
-    expected += held.written(batch.held.cells, batch.states_out)
-    pools.memory.copy_(chunks.before)
-    packed = pack_chunks(ROOM, chunks.taken, held.rows, pools.layout)
-    words = torch.from_numpy(packed.words).to(decoder.device)
-    run = kernels.prompts(decoder, pools, held.rows.table)
-    hidden = run.hidden(ChunkInputs(words, ROOM, packed.num_taps))[: len(chunks.taken.rows)]
-    return _off([hidden, *held.written(batch.held.cells, batch.states_out)], expected)
+    held, taken = noisy_chunks(decoder)
+    batch, layout = chunk_batch(taken, held.rows, held.pools), held.pools.layout
+    words = torch.from_numpy(pack_chunks(ROOM, taken, held.rows, layout).words)
+    inputs = ChunkInputs.of(words.to(decoder.device), ROOM, layout)
+    run = kernels.prompts(decoder, held.pools, held.rows.table)
+    plain = PlainForward(decoder, held.pools)
+    return _runs_off(
+        held,
+        batch,
+        lambda: run.hidden(inputs)[: len(taken.rows)],
+        lambda: plain.chunks(batch)[batch.last],
+    )
+
+
+def _runs_off(held: NoisyRows, batch: Batch, *runs: Callable[[], torch.Tensor]) -> float:
+    """Of two: what they return, and what they leave in the pools."""
+    before = held.pools.memory.clone()
+    found = []
+    for run in runs:
+        held.pools.memory.copy_(before)
+        found.append([run(), *held.written(batch.held.cells, batch.states_out)])
+    return _off(*found)
 
 
 def _experts_off(mlp: ExpertMlp, num_tokens: int, kernels: KernelSet) -> float:

@@ -5,7 +5,7 @@ Imports no kernels, and judges nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -93,37 +93,19 @@ class NoisyRows:
         return found + [view[states] for view in (*pools.recurrent, *pools.conv)]
 
 
-@dataclass(frozen=True)
-class NoisyStep:
+def noisy_step(decoder: Decoder, num_rows: int) -> tuple[NoisyRows, RowArrays]:
     """Rows that run one token each."""
-
-    held: NoisyRows
-    arrays: RowArrays
-    tokens: np.ndarray
-    before: torch.Tensor  # the pools' memory
-
-
-def noisy_step(decoder: Decoder, num_rows: int) -> NoisyStep:
     held = NoisyRows(decoder, LENGTHS[:num_rows])
     positions = held.rows.lengths[held.slots].copy()
     cells = held.rows.grow_each(held.slots)
-    arrays = RowArrays(held.slots, positions, cells, *held.rows.next_states(held.slots))
-    return NoisyStep(held, arrays, 1 + np.arange(num_rows), held.pools.memory.clone())
+    return held, RowArrays(held.slots, positions, cells, *held.rows.next_states(held.slots))
 
 
-@dataclass(frozen=True)
-class NoisyChunks:
-    held: NoisyRows
-    taken: TakenChunks
-    before: torch.Tensor
-
-
-def noisy_chunks(decoder: Decoder) -> NoisyChunks:
+def noisy_chunks(decoder: Decoder) -> tuple[NoisyRows, TakenChunks]:
     held = NoisyRows(decoder, tuple(start for start, _ in CHUNKS))
     rng = np.random.default_rng(0)
     chunks = [
         PrefillRow(slot, start, rng.integers(0, decoder.shape.vocab_size, new).astype(np.int32))
         for slot, (start, new) in enumerate(CHUNKS, start=1)
     ]
-    taken = take_chunks(chunks, held.rows, held.pools)
-    return NoisyChunks(held, taken, held.pools.memory.clone())
+    return held, take_chunks(chunks, held.rows, held.pools)

@@ -1,4 +1,4 @@
-"""A decoder over the pools, in plain torch operations. Knows no slots' owners and no sampling.
+"""A decoder over the pools, in plain torch operations. Knows no requests and no sampling.
 
 Every write to a pool is here, or in the kernels that stand in for it, and runs where the forward
 runs: in the order of launches.
@@ -6,28 +6,24 @@ runs: in the order of launches.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
 
-from pippin.backends.torch.layer_run import LayerRun
-from pippin.backends.torch.models.decoder import Decoder
+from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.plain.attention import attend_rows
+from pippin.backends.torch.plain.gated_delta import Blocks, gated_delta_blocks, gated_delta_step
 from pippin.backends.torch.pools.memory import Pools
-from pippin.backends.torch.recurrent.gated_delta import (
-    Blocks,
-    gated_delta_blocks,
-    gated_delta_step,
-)
-from pippin.backends.torch.step.batches import ChunkBatch, DecodeBatch
+from pippin.backends.torch.step.batches import Batch, ChunkBatch
 
 
 class ChunkForward(Protocol):
     def chunks(self, batch: ChunkBatch) -> torch.Tensor:
         """Run chunks of prompts: [tokens, hidden], what the head reads."""
         ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
 class PlainForward:
@@ -40,33 +36,69 @@ class PlainForward:
         run = _ChunkRun(batch, self.pools)
         return self.decoder.norm(self.decoder.run(batch.tokens, run.mix))
 
-    def tokens(self, batch: DecodeBatch) -> torch.Tensor:
+    def tokens(self, batch: Batch) -> torch.Tensor:
         """Run one token of each row: [rows, hidden], what the head reads."""
         run = _TokenRun(batch, self.pools)
         return self.decoder.norm(self.decoder.run(batch.tokens, run.mix))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.decoder.head(hidden)
+
+class LayerRun(ABC):
+    """Mixes the tokens of one forward, layer by layer."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    def mix(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionLayer):
+            return self._attend(mixer, layer.number, x)
+        return self._recur(mixer, layer.number, x)
+
+    @abstractmethod
+    def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor: ...
 
 
-class _ChunkRun(LayerRun[ChunkBatch]):
+class BatchRun(LayerRun):
+    """Attends row by row, over the cells that each sees."""
+
+    def __init__(self, batch: Batch, pools: Pools) -> None:
+        super().__init__(pools)
+        self._batch = batch
+
+    def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+        batch = self._batch
+        if mixer.window:
+            assert batch.windows is not None
+            kv, held = self._pools.window_kv[number], batch.windows
+        else:
+            kv, held = self._pools.kv[number], batch.held
+        q, k, v, gate = mixer.project(x, batch.positions)
+        kv[held.cells] = torch.stack([k, v], dim=1)
+        y = attend_rows(q, kv, batch.lengths, held.seen, mixer.window)
+        return mixer.finish(y, gate)
+
+
+class _ChunkRun(BatchRun):
     def __init__(self, batch: ChunkBatch, pools: Pools) -> None:
         super().__init__(batch, pools)
+        self._conv = batch.conv
         if batch.conv is None:
             return
-        self._blocks = Blocks(batch.lengths, pools.device)
-        counts, firsts = self._blocks.counts, self._blocks.firsts
-        ends = [first + count - 1 for first, count in zip(firsts, counts, strict=True)]
-        # The blocks whose states are kept: each row's last one, and the tapped ones.
         taken = batch.taken
-        self._kept = torch.tensor([*ends, *taken.tap_blocks(firsts)], device=pools.device)
+        self._blocks = Blocks(batch.lengths, pools.device)
+        # The blocks whose states are kept: each row's last one, and the tapped ones.
+        ends = taken.first_blocks + taken.block_counts - 1
+        self._kept = torch.tensor([*ends.tolist(), *taken.tap_blocks], device=pools.device)
         tapped = torch.tensor(
             [tap.slab for tap in taken.taps], dtype=torch.int64, device=pools.device
         )
         self._slabs = torch.cat([batch.states_out, tapped])
 
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
-        batch, index = self._batch, self._batch.conv
+        batch, index = self._batch, self._conv
         assert index is not None
         recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]
         mixed, z, b, a = mixer.split(mixer.project(x))
@@ -82,7 +114,7 @@ class _ChunkRun(LayerRun[ChunkBatch]):
         return mixer.finish(y, z)
 
 
-class _TokenRun(LayerRun[DecodeBatch]):
+class _TokenRun(BatchRun):
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         batch = self._batch
         recurrent, conv = self._pools.recurrent[number], self._pools.conv[number]

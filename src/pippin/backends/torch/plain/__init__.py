@@ -1,0 +1,1 @@
+"""Forwards over the pools in plain torch operations: attention, Gated DeltaNet, the layers."""

@@ -1,1 +1,0 @@
-"""Gated DeltaNet in plain torch operations: many tokens in blocks, and one token."""
