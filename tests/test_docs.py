@@ -11,17 +11,8 @@ import pytest
 from cyclopts import App
 
 from pippin import cli
-from pippin.api.requests.fields import (
-    CHAT_HONOURED,
-    CHAT_REFUSED,
-    COMPLETION_HONOURED,
-    COMPLETION_REFUSED,
-    MESSAGES_HONOURED,
-    MESSAGES_REFUSED,
-    RESPONSES_HONOURED,
-    RESPONSES_REFUSED,
-)
 from pippin.config import Config
+from test_tools import load_tool
 
 ROOT = Path(__file__).parent.parent
 MAX_BYTES = 20_000  # of a document; a changelog grows with the project
@@ -139,24 +130,13 @@ def chapters(document: Path) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("document", "endpoint", "honoured", "refused"),
-    [
-        ("api-chat.md", "`POST /v1/chat/completions`", CHAT_HONOURED, CHAT_REFUSED),
-        ("api-chat.md", "`POST /v1/completions`", COMPLETION_HONOURED, COMPLETION_REFUSED),
-        ("api-responses.md", "`POST /v1/responses`", RESPONSES_HONOURED, RESPONSES_REFUSED),
-        ("api-messages.md", "`POST /v1/messages`", MESSAGES_HONOURED, MESSAGES_REFUSED),
-    ],
-    ids=["chat", "completions", "responses", "messages"],
-)
-def test_every_field_of_an_endpoint_is_documented(
-    document: str, endpoint: str, honoured: frozenset[str], refused: dict[str, object]
-) -> None:
-    own = chapters(ROOT / "docs" / document)[endpoint]
-    shared = chapters(ROOT / "docs" / "api.md")["Fields of both endpoints"]
-    own_honoured, own_refused = own.split("Refused, unless")
-    assert {name for name in honoured if f"`{name}`" not in own_honoured + shared} == set()
-    assert {name for name in refused if f"| `{name}` |" not in own_refused} == set()
+def test_the_tables_of_request_fields_are_those_of_the_code() -> None:
+    """`tools/field_tables.py` writes them; their last column is written by hand."""
+    tool = load_tool("field_tables")
+    texts = [document.read_text(encoding="utf-8") for document in DOCUMENTS]
+    assert [tool.rewritten(text) for text in texts] == texts
+    found = [name for text in texts for _, name, _ in tool.MARKED.findall(text)]
+    assert set(found) == tool.TABLES.keys()
 
 
 def test_every_option_of_serve_is_documented() -> None:

@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "offline.requests": {
         *("types", "config", "messages", "text", "sequences", "embedding"),
-        *("api.requests.sampling_fields", "api.requests.salts"),
+        *("api.requests.sampling_fields", "api.requests.salts", "api.requests.token_ids"),
     },
     "offline.router": {"messages", "scheduler.loop"},
     "offline.progress": set(),

@@ -105,7 +105,7 @@ def test_tools_of_namespaces_count_together(client: httpx.Client) -> None:
 
 def test_two_tools_of_one_name_are_refused(client: httpx.Client) -> None:
     error = refusal(client, "/v1/chat/completions", {"tools": [FUNCTION, FUNCTION]})
-    assert error["message"] == 'two tools are called "f"'
+    assert error["message"] == 'two tools have the name "f"'
 
 
 def test_stop_ids_are_kept_once_each() -> None:

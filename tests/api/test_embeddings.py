@@ -12,7 +12,7 @@ import pytest
 from openai.types import embedding_create_params
 from scripted_engine import MODEL, TOKENIZER, Script, ScriptedEngine, fail, hang, serving
 
-from pippin.api.endpoints.embeddings import EMBEDDINGS_HONOURED
+from pippin.api.fields.openai import EMBEDDINGS
 from pippin.messages import Submit, TokenDelta
 
 
@@ -36,7 +36,7 @@ def post(*scripts: Script, **fields: Any) -> httpx.Response:
 
 def test_every_documented_field_is_honoured() -> None:
     documented = embedding_create_params.EmbeddingCreateParams.__annotations__
-    assert documented.keys() <= EMBEDDINGS_HONOURED
+    assert documented.keys() <= EMBEDDINGS.fields.keys()
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64", openai.omit])
@@ -74,7 +74,7 @@ def test_dimensions_must_be_those_of_the_model() -> None:
     response = post(input="a", dimensions=2)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "dimensions"
-    assert "have 4" in response.json()["error"]["message"]
+    assert "must be 4" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine, say, serving_alone
 
-from pippin.api.requests.fields import (
-    CHAT_HONOURED,
-    CHAT_REFUSED,
-    COMPLETION_HONOURED,
-    COMPLETION_REFUSED,
-)
+from pippin.api.fields import openai
+from pippin.api.fields.table import FieldTable
 from pippin.config import LimitsConfig
 from processes import PATIENCE_SECONDS
 
@@ -82,19 +78,19 @@ MESSAGE = st.dictionaries(st.sampled_from(MESSAGE_FIELDS), ANY_JSON, max_size=4)
 STORM = settings(max_examples=250, suppress_health_check=list(HealthCheck))
 
 
-def changed(fields: frozenset[str], refused: Any) -> st.SearchStrategy[dict[str, Any]]:
-    names = sorted(fields | refused.keys())
+def changed(table: FieldTable) -> st.SearchStrategy[dict[str, Any]]:
+    names = sorted(table.fields)
     return st.dictionaries(st.sampled_from(names) | st.text(), ANY_JSON, min_size=1, max_size=4)
 
 
 @STORM
-@given(fields=changed(CHAT_HONOURED, CHAT_REFUSED))
+@given(fields=changed(openai.CHAT))
 def test_a_chat_with_any_fields(client: httpx.Client, fields: dict[str, Any]) -> None:
     post(client, CHAT_PATH, json.dumps(CHAT | fields).encode())
 
 
 @STORM
-@given(fields=changed(COMPLETION_HONOURED, COMPLETION_REFUSED))
+@given(fields=changed(openai.COMPLETION))
 def test_a_completion_with_any_fields(client: httpx.Client, fields: dict[str, Any]) -> None:
     post(client, COMPLETION_PATH, json.dumps(COMPLETION | fields).encode())
 

@@ -7,14 +7,15 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from scripted_engine import MODEL, ScriptedEngine, answer_anything, serving
+from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, serving
 
-from pippin.api.endpoints.dialect_schemas import query_schemas
-from pippin.api.endpoints.field_schemas import request_schemas
+from pippin.api.endpoints import openapi
+from pippin.api.model_info import Rules
 from pippin.config import LimitsConfig, ServerConfig
 
 USER = {"role": "user", "content": "a"}
-BODIES = request_schemas(MODEL, LimitsConfig())
+RULES = Rules(MODEL, TEXT.defaults, LimitsConfig())
+BODIES = {path: table.schema(RULES) for path, table in openapi.BODIES.items()}
 
 
 def document() -> Any:
@@ -29,9 +30,9 @@ def test_every_route_is_described() -> None:
     assert list(paths["/events"]["get"]["responses"]["200"]["content"]) == ["text/event-stream"]
     assert paths["/events/node/{id}"]["get"]["parameters"][0]["schema"]["type"] == "integer"
     assert paths["/v1/responses/{id}"].keys() == {"get", "delete"}
-    for path, query in query_schemas().items():
+    for path, query in openapi.QUERIES.items():
         parameters = paths[path]["get"]["parameters"]
-        assert [p["name"] for p in parameters if p["in"] == "query"] == list(query)
+        assert [p["name"] for p in parameters if p["in"] == "query"] == list(query.fields)
     for path, schema in BODIES.items():
         content = paths[path]["post"]["requestBody"]["content"]
         assert content == {"application/json": {"schema": schema}}

@@ -14,8 +14,7 @@ from schemathesis.specs.openapi.checks import (
 from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything
 
 from pippin.api.app import create_app
-from pippin.api.endpoints.dialect_schemas import query_schemas
-from pippin.api.endpoints.field_schemas import request_schemas
+from pippin.api.endpoints import openapi
 from pippin.config import LimitsConfig, ServerConfig
 
 pytestmark = pytest.mark.slow
@@ -26,7 +25,7 @@ SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
 SCHEMA.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 
 
-@SCHEMA.include(path=[*request_schemas(MODEL, LimitsConfig()), *query_schemas()]).parametrize()
+@SCHEMA.include(path=[*openapi.BODIES, *openapi.QUERIES]).parametrize()
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_the_document_forbids_is_refused_and_nothing_is_a_500(case: schemathesis.Case) -> None:
     case.call_and_validate(

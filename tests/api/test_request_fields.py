@@ -12,14 +12,11 @@ from scripted_engine import MODEL, TEXT
 
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.completions import parse_completion
+from pippin.api.fields.openai import CHAT, COMPLETION
+from pippin.api.fields.table import Refusal
 from pippin.api.http.http_errors import ModelNotFound
 from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion
-from pippin.api.requests.fields import (
-    CHAT_HONOURED,
-    CHAT_REFUSED,
-    COMPLETION_HONOURED,
-    COMPLETION_REFUSED,
-)
+from pippin.api.model_info import Rules
 from pippin.config import LimitsConfig
 from pippin.errors import ContextOverflow, PippinError, RequestError, UnsupportedField
 from pippin.text.bundle import TextBundle
@@ -30,12 +27,14 @@ USER = {"role": "user", "content": "Hi."}
 
 def chat(**fields: Any) -> Job:
     body = {"model": "stories", "messages": [USER]} | fields
-    return prepare_chat(parse_chat(body, MODEL, TEXT.defaults, LIMITS), TEXT, MODEL)
+    return prepare_chat(parse_chat(body, Rules(MODEL, TEXT.defaults, LIMITS)), TEXT, MODEL)
 
 
 def complete(**fields: Any) -> Job:
     body = {"model": "stories", "prompt": "Hi."} | fields
-    return prepare_completion(parse_completion(body, MODEL, TEXT.defaults, LIMITS), TEXT, MODEL)
+    return prepare_completion(
+        parse_completion(body, Rules(MODEL, TEXT.defaults, LIMITS)), TEXT, MODEL
+    )
 
 
 def prompt_of(*messages: dict[str, Any], **fields: Any) -> str:
@@ -54,30 +53,34 @@ def test_every_documented_field_is_honoured_or_refused() -> None:
         *chat_types.CompletionCreateParamsBase.__annotations__,
         *chat_types.CompletionCreateParamsStreaming.__annotations__,
     }
-    assert documented <= CHAT_HONOURED | CHAT_REFUSED.keys()
-    assert not CHAT_HONOURED & CHAT_REFUSED.keys()
+    assert documented <= CHAT.fields.keys()
     documented = {
         *completion_types.CompletionCreateParamsBase.__annotations__,
         *completion_types.CompletionCreateParamsStreaming.__annotations__,
     }
-    assert documented <= COMPLETION_HONOURED | COMPLETION_REFUSED.keys()
-    assert not COMPLETION_HONOURED & COMPLETION_REFUSED.keys()
+    assert documented <= COMPLETION.fields.keys()
 
 
-@pytest.mark.parametrize("field", sorted(CHAT_REFUSED))
+def neutral_values(field: str) -> tuple[Any, ...]:
+    kind = CHAT.fields[field]
+    assert isinstance(kind, Refusal)
+    return kind.neutral
+
+
+@pytest.mark.parametrize("field", sorted(CHAT.names("refused")))
 def test_refused_chat_fields_are_named_but_null_and_neutral_values_pass(field: str) -> None:
     refuse(chat, UnsupportedField, field, field, **{field: {"some": "thing"}})
-    for value in (None, *CHAT_REFUSED[field].neutral):
+    for value in (None, *neutral_values(field)):
         chat(**{field: value})
 
 
-@pytest.mark.parametrize("field", sorted(COMPLETION_REFUSED))
+@pytest.mark.parametrize("field", sorted(COMPLETION.names("refused")))
 def test_refused_completion_fields_are_named(field: str) -> None:
     refuse(complete, UnsupportedField, field, field, **{field: "thing"})
     complete(**{field: None})
 
 
-NEUTRAL_NULLS = sorted(CHAT_HONOURED - {"model", "messages"})
+NEUTRAL_NULLS = sorted(CHAT.names("honoured") - {"model", "messages"})
 
 
 def test_null_counts_as_left_out() -> None:
@@ -132,7 +135,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_known_one(field: str, near
         ("n", 1.5, "an integer"),
         ("max_tokens", 0, "at least 1"),
         ("seed", 2**64, "an integer"),
-        ("stop", [""], "none empty"),
+        ("stop", [""], "each of 1 to 1,024"),
         ("stop", ["x"] * 17, "at most 16"),
         ("stop", 3, "a string or a list"),
         ("stop_token_ids", [8192], "0 to 8,191"),
@@ -164,7 +167,7 @@ def test_fields_that_belong_together_are_checked_together() -> None:
     refuse(chat, RequestError, "stream_options", "needs stream", stream_options={})
     refuse(chat, RequestError, "max_tokens", "same", max_tokens=1, max_completion_tokens=1)
     refuse(chat, RequestError, "min_tokens", "from 0 to 3", max_tokens=3, min_tokens=4)
-    refuse(complete, UnsupportedField, "best_of", "best_of is 3 and n is 2", best_of=3, n=2)
+    refuse(complete, UnsupportedField, "best_of", "best_of is 3; n is 2", best_of=3, n=2)
     assert len(complete(best_of=2, n=2).sequences) == 2
     obfuscation = {"include_obfuscation": True}
     name = "stream_options.include_obfuscation"
@@ -267,6 +270,8 @@ def test_template_variables_reach_the_template_but_cannot_replace_its_inputs() -
 
 def test_a_model_without_a_template_does_not_chat() -> None:
     text = TextBundle(TEXT.tokenizer, None, TEXT.defaults)
-    request = parse_chat({"model": "stories", "messages": [USER]}, MODEL, TEXT.defaults, LIMITS)
+    request = parse_chat(
+        {"model": "stories", "messages": [USER]}, Rules(MODEL, TEXT.defaults, LIMITS)
+    )
     with pytest.raises(RequestError, match="/v1/completions"):
         prepare_chat(request, text, MODEL)

@@ -10,6 +10,7 @@ from scripted_engine import MODEL, TEXT
 
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.completions import parse_completion
+from pippin.api.model_info import Rules
 from pippin.api.requests.sampling_fields import check_sampling
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError
@@ -24,9 +25,11 @@ def asked(endpoint: str, **fields: Any) -> GrammarSpec | None:
     if endpoint == "chat":
         messages = [{"role": "user", "content": "Hi."}]
         body = {"model": "stories", "messages": messages} | fields
-        return parse_chat(body, MODEL, TEXT.defaults, LimitsConfig()).options.params.grammar
+        return parse_chat(body, Rules(MODEL, TEXT.defaults, LimitsConfig())).options.params.grammar
     body = {"model": "stories", "prompt": "Hi."} | fields
-    return parse_completion(body, MODEL, TEXT.defaults, LimitsConfig()).options.params.grammar
+    return parse_completion(
+        body, Rules(MODEL, TEXT.defaults, LimitsConfig())
+    ).options.params.grammar
 
 
 def response_format(**described: Any) -> dict[str, Any]:
@@ -97,8 +100,8 @@ def test_sglangs_fields(endpoint: str) -> None:
         ),
         ({"regex": 5}, "regex", "a string"),
         ({"json_schema": [1]}, "json_schema", "a JSON Schema"),
-        ({"regex": "a", "ebnf": "b"}, "ebnf", "regex and ebnf both say"),
-        ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex", "both say"),
+        ({"regex": "a", "ebnf": "b"}, "ebnf", "ebnf and regex both constrain"),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex", "both constrain"),
     ],
     ids=str,
 )

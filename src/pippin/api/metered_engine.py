@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from time import perf_counter
 from typing import Any, get_args
 
@@ -32,64 +33,50 @@ class ReplyTimes:
     """The histograms, in a registry of their own app."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.queue = Histogram(
+        histogram = partial(Histogram, registry=registry)
+        self.queue = histogram(
             "pippin_request_queue_time_seconds",
             "Seconds that a request waited in the engine's queue before its first chunk.",
             buckets=WAIT_BUCKETS,
-            registry=registry,
         )
-        self.first_token = Histogram(
+        self.first_token = histogram(
             "pippin_time_to_first_token_seconds",
             "Seconds from submitting a request to the engine to its first token.",
             buckets=WAIT_BUCKETS,
-            registry=registry,
         )
-        self.inter_token = Histogram(
+        self.inter_token = histogram(
             "pippin_inter_token_latency_seconds",
             "Seconds between successive tokens of a request; tokens of one step count as one.",
             buckets=GAP_BUCKETS,
-            registry=registry,
         )
-        self.whole = Histogram(
+        self.whole = histogram(
             "pippin_e2e_request_latency_seconds",
             "Seconds from submitting a request to the engine to its end.",
             buckets=WHOLE_BUCKETS,
-            registry=registry,
         )
-        self.prompt_tokens = Histogram(
+        self.prompt_tokens = histogram(
             "pippin_request_prompt_tokens",
             "Number of prompt tokens of a request.",
             buckets=LENGTH_BUCKETS,
-            registry=registry,
         )
-        self.generation_tokens = Histogram(
+        self.generation_tokens = histogram(
             "pippin_request_generation_tokens",
             "Number of generated tokens of a request.",
             buckets=LENGTH_BUCKETS,
-            registry=registry,
         )
-        self.requests = _by_reason(
-            "pippin_requests",
-            "Number of requests that ended, by finish reason.",
-            get_args(FinishReason),
-            registry,
+        counter = partial(Counter, labelnames=["finished_reason"], registry=registry)
+        self.requests = counter(
+            "pippin_requests", "Number of requests that ended, by finish reason."
         )
-        self.successes = _by_reason(
+        self.successes = counter(
             "pippin_request_success",
             "Number of requests that ended with a complete reply, by finish reason.",
-            SUCCESS,
-            registry,
         )
-
-
-def _by_reason(
-    name: str, help: str, reasons: tuple[str, ...], registry: CollectorRegistry
-) -> Counter:
-    """Its samples start at 0, so that `rate()` sees the first request of each reason."""
-    counter = Counter(name, help, ["finished_reason"], registry=registry)
-    for reason in reasons:
-        counter.labels(reason)
-    return counter
+        # Samples start at 0, so that `rate()` sees the first request of each reason.
+        for reason in get_args(FinishReason):
+            self.requests.labels(reason)
+        for reason in SUCCESS:
+            self.successes.labels(reason)
 
 
 class MeteredEngine:

@@ -1,4 +1,4 @@
-"""The served model, as clients know it. Knows no request."""
+"""The served model and the limits of requests, as clients know them. Knows no request."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pippin.api.http.http_errors import ModelNotFound
 from pippin.api.requests.body import shown
 from pippin.api.requests.bounds import MAX_BYTES_PER_TOKEN, MAX_COUNTED_BYTES
+from pippin.config import LimitsConfig
+from pippin.text.bundle import SamplingDefaults
 
 
 @dataclass(frozen=True)
@@ -38,3 +40,16 @@ class ModelInfo:
                 f"the model {shown(given)} does not exist; this server serves {serves}",
                 param="model",
             )
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What requests are read by."""
+
+    model: ModelInfo
+    defaults: SamplingDefaults
+    limits: LimitsConfig
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size

@@ -12,12 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from pippin.api.requests.salts import check_salt
-from pippin.api.requests.sampling_fields import (
-    are_token_ids,
-    check_priority,
-    check_sampling,
-    token_ids_in_words,
-)
+from pippin.api.requests.sampling_fields import check_priority, check_sampling
+from pippin.api.requests.token_ids import are_token_ids, token_ids_in_words
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.embedding import embedding_submit
 from pippin.errors import RequestError

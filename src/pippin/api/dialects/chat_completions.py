@@ -5,84 +5,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pippin.api.dialects.completions import DONE, LEAST_LOGPROB
-from pippin.api.dialects.dialect import data_event, openai_usage
+from pippin.api.dialects.dialect import LEAST_LOGPROB, CompletionStream
 from pippin.api.dialects.openai_tools import read_chat_tools
-from pippin.api.dialects.shared_options import (
-    check_choices,
-    check_metadata,
-    check_model,
-    read_options,
-)
-from pippin.api.http.http_errors import error_body
+from pippin.api.dialects.shared_options import check_choices, read_options, template_variables
+from pippin.api.fields.openai import CHAT
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
-from pippin.api.model_info import ModelInfo
+from pippin.api.model_info import Rules
 from pippin.api.requests.body import Body
 from pippin.api.requests.chat_messages import parse_messages
 from pippin.api.requests.custom_tools import InputReader, input_of
-from pippin.api.requests.fields import CHAT_HONOURED, CHAT_REFUSED, check_fields
 from pippin.api.requests.neutral_request import ChatRequest
-from pippin.api.requests.reasoning_effort import EFFORTS
-from pippin.api.requests.sampling_fields import MAX_LOGPROBS
-from pippin.config import LimitsConfig
-from pippin.errors import PippinError, RequestError
 from pippin.sequences import SequencePiece, ShownToken
-from pippin.text.bundle import SamplingDefaults
-from pippin.text.chat_template import RESERVED_VARIABLES
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
 from pippin.text.tokenizer import Tokenizer
 
 
-def parse_chat(
-    fields: Any, model: ModelInfo, defaults: SamplingDefaults, limits: LimitsConfig
-) -> ChatRequest:
+def parse_chat(fields: Any, rules: Rules) -> ChatRequest:
     body = Body(fields)
-    check_fields(body, CHAT_HONOURED, CHAT_REFUSED)
-    check_model(body, model)
-    check_metadata(body)
-    for label in ("user", "safety_identifier", "prompt_cache_key"):
-        body.label(label)
-    options = read_options(body, model, defaults, limits, _num_logprobs(body))
-    check_choices(1, options, limits)
+    CHAT.check(body, rules)
+    if body.has("max_tokens") and body.has("max_completion_tokens"):
+        raise body.error("max_tokens", "and max_completion_tokens are the same; send one of them")
+    newer = body.has("max_completion_tokens")
+    options = read_options(
+        body,
+        rules,
+        _num_logprobs(body),
+        max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+    )
+    check_choices(1, options, rules.limits)
     return ChatRequest(
         options=options,
-        messages=parse_messages(body.require("messages")),
+        messages=parse_messages(body),
         tool_use=read_chat_tools(body),
-        add_generation_prompt=body.boolean("add_generation_prompt", True),
-        reasoning_effort=body.one_of("reasoning_effort", EFFORTS),
-        template_variables=_template_variables(body),
+        add_generation_prompt=body.get("add_generation_prompt", True),
+        reasoning_effort=body.get("reasoning_effort"),
+        template_variables=template_variables(body),
     )
 
 
 def _num_logprobs(body: Body) -> int | None:
-    wanted = body.boolean("logprobs", False)
-    num_top = body.integer("top_logprobs", 0, MAX_LOGPROBS, None)
-    if num_top is not None and not wanted:
-        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    return (num_top or 0) if wanted else None
+    wanted = body.get("logprobs", False)
+    if body.has("top_logprobs") and not wanted:
+        raise body.error("top_logprobs", "needs logprobs to be true")
+    return body.get("top_logprobs", 0) if wanted else None
 
 
-def _template_variables(body: Body) -> dict[str, Any]:
-    if not body.has("chat_template_kwargs"):
-        return {}
-    variables = Body(body.get("chat_template_kwargs"), "chat_template_kwargs")
-    for key in variables.fields():
-        if key in RESERVED_VARIABLES:
-            name = variables.name(key)
-            raise RequestError(f"{name} cannot be set: the server sets it", param=name)
-    return {key: variables.get(key) for key in variables.fields()}
+class ChatDialect(CompletionStream):
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-
-class ChatDialect:
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
-        self._job = job
+        super().__init__(job)
         self._tokenizer = tokenizer
         self._num_calls: dict[int, int] = {}  # complete ones, by choice
         self._inputs: dict[tuple[int, int], InputReader] = {}  # by choice and call
-
-    def open(self) -> bytes:
-        return b""
 
     def events(self, piece: SequencePiece) -> bytes:
         out = self._chunk(piece.index, {"role": "assistant", "content": ""}) * piece.is_first
@@ -97,18 +73,8 @@ class ChatDialect:
             out += self._chunk(piece.index, delta, logprobs, finish)
         return out
 
-    def close(self) -> bytes:
-        if not self._job.include_usage:
-            return DONE
-        last = self._envelope("chat.completion.chunk", [])
-        return data_event(last | {"usage": openai_usage(self._job)}) + DONE
-
     def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
-        told = [self._choice(choice) for choice in choices]
-        return self._envelope("chat.completion", told) | {"usage": openai_usage(self._job)}
-
-    def error(self, error: PippinError) -> bytes:
-        return data_event(error_body(error)) + DONE
+        return self._whole([self._choice(choice) for choice in choices])
 
     def _delta(self, part: TextPiece, piece: SequencePiece) -> dict[str, Any] | None:
         match part:
@@ -169,17 +135,7 @@ class ChatDialect:
         finish: str | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        usage = {"usage": None} if self._job.include_usage else {}
-        return data_event(self._envelope("chat.completion.chunk", [choice]) | usage)
-
-    def _envelope(self, object: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._job.id,
-            "object": object,
-            "created": self._job.created_s,
-            "model": self._job.model,
-            "choices": choices,
-        }
+        return self._event(choice)
 
     def _logprobs(self, tokens: list[ShownToken]) -> dict[str, Any]:
         return {"content": [self._entry(token) for token in tokens], "refusal": None}

@@ -1,16 +1,22 @@
-"""What every dialect offers to whoever runs a job. Knows no dialect and no transport."""
+"""Runs a job and has a dialect write its reply: events, or one object. Knows no transport."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import msgspec
 
+from pippin.api.http.http_errors import error_body
 from pippin.api.jobs.prepare import Job
-from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.jobs.run_job import FoldedChoice, run_sequences
+from pippin.engine.engine_client import Engine
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is what OpenAI writes
+DONE = b"data: [DONE]\n\n"
 
 
 class Dialect(Protocol):
@@ -21,7 +27,7 @@ class Dialect(Protocol):
         ...
 
     def events(self, piece: SequencePiece) -> bytes:
-        """What a piece says; nothing, if it says nothing yet."""
+        """Empty, if a piece has nothing to send yet."""
         ...
 
     def close(self) -> bytes:
@@ -31,8 +37,46 @@ class Dialect(Protocol):
     def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]: ...
 
     def error(self, error: PippinError) -> bytes:
-        """What went wrong after the stream had begun; it ends with this."""
+        """The end of a stream that failed after its start."""
         ...
+
+
+class CompletionStream:
+    """The part that OpenAI's chat and text completions have in common."""
+
+    object = ""  # what one object is called
+    chunk_object = ""  # and one event
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def open(self) -> bytes:
+        return b""
+
+    def close(self) -> bytes:
+        if not self._job.include_usage:
+            return DONE
+        last = self._envelope(self.chunk_object, [])
+        return data_event(last | {"usage": openai_usage(self._job)}) + DONE
+
+    def error(self, error: PippinError) -> bytes:
+        return data_event(error_body(error)) + DONE
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        usage = {"usage": None} if self._job.include_usage else {}
+        return data_event(self._envelope(self.chunk_object, [choice]) | usage)
+
+    def _whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._envelope(self.object, choices) | {"usage": openai_usage(self._job)}
+
+    def _envelope(self, object: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._job.id,
+            "object": object,
+            "created": self._job.created_s,
+            "model": self._job.model,
+            "choices": choices,
+        }
 
 
 def data_event(data: dict[str, Any]) -> bytes:
@@ -40,7 +84,7 @@ def data_event(data: dict[str, Any]) -> bytes:
 
 
 def named_event(data: dict[str, Any]) -> bytes:
-    """An event that is called what its data says it is."""
+    """An event with the name that its data has."""
     return f"event: {data['type']}\n".encode() + data_event(data)
 
 
@@ -55,13 +99,30 @@ def cached_details(job: Job) -> dict[str, int]:
 
 
 def openai_usage(job: Job) -> dict[str, Any]:
-    prompt_tokens, completion_tokens = job.prompt_tokens, job.completion_tokens
-    usage = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
+    return {
+        "prompt_tokens": job.prompt_tokens,
+        "completion_tokens": job.completion_tokens,
+        "total_tokens": job.prompt_tokens + job.completion_tokens,
         "prompt_tokens_details": cached_details(job),
+        "completion_tokens_details": {"reasoning_tokens": job.reasoning_tokens},
     }
-    if job.reasoning_tokens is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": job.reasoning_tokens}
-    return usage
+
+
+async def whole_reply(job: Job, dialect: Dialect, engine: Engine) -> dict[str, Any]:
+    folded = [FoldedChoice(sequence.index) for sequence in job.sequences]
+    async with aclosing(run_sequences(engine, job)) as pieces:
+        async for piece in pieces:
+            folded[piece.index].add(piece)
+    return dialect.whole(folded)
+
+
+async def reply_events(job: Job, dialect: Dialect, engine: Engine) -> AsyncGenerator[bytes, None]:
+    opened = False
+    async with aclosing(run_sequences(engine, job)) as pieces:
+        async for piece in pieces:
+            # Not earlier: an error before the first piece is a status.
+            events = dialect.events(piece) if opened else dialect.open() + dialect.events(piece)
+            opened = True
+            if events:
+                yield events
+    yield dialect.close()

@@ -44,18 +44,15 @@ def read_responses_tools(body: Body) -> ToolUse:
 
 
 def _chat_tool(tool: Body) -> DeclaredTool:
-    match kind := tool.require("type"):
-        case "function":
-            tool.check_known({"type", kind, "cache_control"})
-            function = _inner(tool, kind)
-            function.check_known(_FUNCTION_FIELDS)
-            return function_tool(function, "parameters")
-        case "custom":
-            tool.check_known({"type", kind, "cache_control"})
-            custom = _inner(tool, kind)
-            custom.check_known(_CUSTOM_FIELDS)
-            return custom_tool(custom, grammar_field="grammar")
-    raise unknown_kind(tool, _KNOWN)
+    kind = tool.require("type")
+    if kind not in (FUNCTION, CUSTOM):
+        raise unknown_kind(tool, _KNOWN)
+    tool.check_known({"type", kind, "cache_control"})
+    inner = tool.required_object(kind)
+    inner.check_known(_FUNCTION_FIELDS if kind == FUNCTION else _CUSTOM_FIELDS)
+    if kind == FUNCTION:
+        return function_tool(inner, "parameters")
+    return custom_tool(inner, grammar_field="grammar")
 
 
 def _responses_tools(tool: Body) -> list[DeclaredTool]:
@@ -63,8 +60,8 @@ def _responses_tools(tool: Body) -> list[DeclaredTool]:
     if tool.require("type") != NAMESPACE:
         return [_responses_tool(tool)]
     tool.check_known({"type", "name", "description", "tools"})
-    name, told = tool_name(tool), tool.string("description", "")
-    return [_responses_tool(each).within(name, told) for each in tool_bodies(tool)]
+    name, description = tool_name(tool), tool.string("description", "")
+    return [_responses_tool(each).within(name, description) for each in tool_bodies(tool)]
 
 
 def _responses_tool(tool: Body) -> DeclaredTool:
@@ -89,7 +86,7 @@ def _choice(body: Body, *, nested: bool) -> ToolChoice:
         return ToolChoice.of(_name_in(choice, nested=nested))
     if kind != ALLOWED:
         raise unknown_kind(choice, f'{_KNOWN}, and "{ALLOWED}",')
-    allowed = _inner(choice, ALLOWED) if nested else choice
+    allowed = choice.required_object(ALLOWED) if nested else choice
     allowed.check_known({"type", "mode", "tools"})
     for field in ("mode", "tools"):
         allowed.require(field)
@@ -105,10 +102,4 @@ def _name_in(tool: Body, *, nested: bool) -> str:
     kind = tool.require("type")
     if kind not in (FUNCTION, CUSTOM):
         raise unknown_kind(tool, _KNOWN)
-    named = _inner(tool, kind) if nested else tool
-    named.require("name")
-    return named.string("name", "")
-
-
-def _inner(body: Body, field: str) -> Body:
-    return Body(body.require(field), body.name(field))
+    return (tool.required_object(kind) if nested else tool).required_string("name")

@@ -29,25 +29,14 @@ OLD_NAMES = {  # by the new name; a label in braces was part of the old name
     "pippin_prefix_cache_hits": "pippin_cache_hit_tokens",
     "pippin_prefix_cache_lookup_requests": "pippin_cache_lookups",
     "pippin_prefix_cache_hit_requests": "pippin_cache_hits",
-    "pippin_prefix_cache_bytes": "pippin_cache_bytes",
-    "pippin_prefix_cache_capacity_bytes": "pippin_cache_capacity_bytes",
-    "pippin_prefix_cache_evictable_bytes": "pippin_cache_evictable_bytes",
-    "pippin_prefix_cache_tokens": "pippin_cache_tokens",
-    "pippin_prefix_cache_inserted_tokens": "pippin_cache_inserted_tokens",
-    "pippin_prefix_cache_evictions": "pippin_cache_evictions",
-    "pippin_prefix_cache_evicted_bytes": "pippin_cache_evicted_bytes",
     "pippin_prefix_cache_damaged_payloads": "pippin_cache_damaged",
     "pippin_kv_offload_used_bytes": "pippin_{tier}_bytes",
     "pippin_kv_offload_tokens": "pippin_{tier}_tree_tokens",
     "pippin_kv_offload_requests_loading": "pippin_{tier}_loading",
-    "pippin_kv_offload_loads": "pippin_{tier}_loads",
     "pippin_kv_offload_load_bytes": "pippin_{tier}_loaded_bytes",
-    "pippin_kv_offload_late_loads": "pippin_{tier}_late_loads",
-    "pippin_kv_offload_failed_loads": "pippin_{tier}_failed_loads",
     "pippin_kv_offload_store_bytes": "pippin_{tier}_spilled_bytes",
-    "pippin_kv_offload_unreadable_entries": "pippin_{tier}_unreadable_entries",
 }
-IRREGULAR = {"pippin_disk_loading": "pippin_loading"}
+PREFIXES = {"pippin_prefix_cache_": "pippin_cache_", "pippin_kv_offload_": "pippin_{tier}_"}
 
 
 class WithOldNames(Collector):
@@ -57,30 +46,28 @@ class WithOldNames(Collector):
     def collect(self) -> Iterator[Metric]:
         for family in self._registry.collect():
             yield family
-            if family.name in OLD_NAMES:
-                yield from _under_old_names(family)
+            old = _old_name(family.name)
+            old_families: dict[str, Metric] = {}
+            for sample in family.samples if old != family.name else ():
+                _add(old_families, family, sample, old)
+            yield from old_families.values()
 
 
-def _under_old_names(family: Metric) -> Iterator[Metric]:
-    new = family.name + ("_total" if family.type == "counter" else "")
-    old = OLD_NAMES[family.name]
-    families: dict[str, Metric] = {}
-    for sample in family.samples:
-        name = old.format(**sample.labels)
-        name = IRREGULAR.get(name, name)
-        if name not in families:
-            text = f"Deprecated: use {new}. This old name is removed in the next release."
-            families[name] = Metric(name, text, family.type)
-        families[name].samples.append(
-            sample._replace(
-                name=name + sample.name.removeprefix(family.name), labels=_old_labels(sample, old)
-            )
-        )
-    yield from families.values()
+def _old_name(new: str) -> str:
+    for prefix, old_prefix in PREFIXES.items():
+        if new not in OLD_NAMES and new.startswith(prefix):
+            return new.replace(prefix, old_prefix)
+    return OLD_NAMES.get(new, new)
 
 
-def _old_labels(sample: Sample, old: str) -> dict[str, str]:
-    labels = {k: v for k, v in sample.labels.items() if f"{{{k}}}" not in old}
+def _add(families: dict[str, Metric], family: Metric, sample: Sample, old: str) -> None:
+    name = old.format(**sample.labels).replace("pippin_disk_loading", "pippin_loading")
+    if name not in families:
+        new = family.name + ("_total" if family.type == "counter" else "")
+        text = f"Deprecated: use {new}. This old name is removed in the next release."
+        families[name] = Metric(name, text, family.type)
+    labels = {key: value for key, value in sample.labels.items() if key != "tier"}
     if (reason := labels.pop("finished_reason", None)) is not None:
         labels["finish"] = "cut" if reason == "abort" else reason
-    return labels
+    old_name = name + sample.name.removeprefix(family.name)
+    families[name].samples.append(sample._replace(name=old_name, labels=labels))

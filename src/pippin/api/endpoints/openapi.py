@@ -1,64 +1,67 @@
-"""`GET /openapi.json`: the routes that there are, and what they take. Knows no field by name."""
+"""`GET /openapi.json`: the routes, and the tables of their fields. Knows no field by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
 from starlette.convertors import Convertor, IntegerConvertor
 from starlette.routing import BaseRoute, Route
 
+from pippin.api.endpoints.stored_responses import ITEMS_PATH, RESPONSE_PATH
+from pippin.api.fields.anthropic import COUNT_TOKENS, MESSAGES
+from pippin.api.fields.openai import (
+    CHAT,
+    COMPLETION,
+    EMBEDDINGS,
+    RESPONSES,
+    STORED_ITEMS,
+    STORED_RESPONSE,
+)
+from pippin.api.fields.tokens import DETOKENIZE, TOKENIZE
+from pippin.api.model_info import Rules
+
 OpenApi = dict[str, Any]
 STREAMS = "text/event-stream"
 ALWAYS_STREAM = frozenset({"/events"})
 
-ERROR_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"enum": ["invalid_request_error", "server_error"]},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-            },
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
+
+def _required(**properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+_STRING = {"type": "string"}
+ERROR_SCHEMA = _required(
+    error=_required(
+        message=_STRING,
+        type={"enum": ["invalid_request_error", "server_error"]},
+        param={"type": ["string", "null"]},
+        code=_STRING,
+    )
+)
+MESSAGES_ERROR_SCHEMA = _required(  # Anthropic's
+    type={"const": "error"}, error=_required(type=_STRING, message=_STRING)
+)
+BODIES = {  # by path
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT_TOKENS,
+    "/v1/embeddings": EMBEDDINGS,
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
 }
+QUERIES = {RESPONSE_PATH: STORED_RESPONSE, ITEMS_PATH: STORED_ITEMS}
 
 
-# Anthropic's shape.
-MESSAGES_ERROR_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-            "required": ["type", "message"],
-        },
-    },
-    "required": ["type", "error"],
-}
-
-
-def openapi_document(
-    routes: Iterable[BaseRoute],
-    bodies: Mapping[str, Any],
-    queries: Mapping[str, Mapping[str, Any]],
-    *,
-    needs_key: bool,
-) -> OpenApi:
-    """`bodies` and `queries`: what requests hold, by path."""
+def openapi_document(routes: Iterable[BaseRoute], rules: Rules, *, needs_key: bool) -> OpenApi:
     paths: dict[str, Any] = {}
     for route in routes:
         if isinstance(route, Route) and route.include_in_schema:
             paths.setdefault(route.path_format, {}).update(
-                (method.lower(), _operation(route, method, bodies, queries))
+                (method.lower(), _operation(route, method, rules))
                 for method in sorted(route.methods or ())
                 if method != "HEAD"
             )
@@ -74,9 +77,7 @@ def openapi_document(
     return document
 
 
-def _operation(
-    route: Route, method: str, bodies: Mapping[str, Any], queries: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
+def _operation(route: Route, method: str, rules: Rules) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{route.path_format.replace('/', '_')}",
         "responses": {"200": {"description": "the answer"}, "default": _error(route.path)},
@@ -85,17 +86,17 @@ def _operation(
         {"name": name, "in": "path", "required": True, "schema": _path_schema(convertor)}
         for name, convertor in route.param_convertors.items()
     ]
-    if method == "GET":
+    if method == "GET" and route.path in QUERIES:
         parameters += [
-            {"name": name, "in": "query", "schema": schema}
-            for name, schema in queries.get(route.path, {}).items()
+            {"name": name, "in": "query", "schema": kind.schema(rules)}
+            for name, kind in QUERIES[route.path].fields.items()
         ]
     if parameters:
         operation["parameters"] = parameters
     if route.path in ALWAYS_STREAM:
         operation["responses"]["200"]["content"] = {STREAMS: {}}
-    body = bodies.get(route.path)
-    if body is not None:
+    if route.path in BODIES:
+        body = BODIES[route.path].schema(rules)
         operation["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": body}},

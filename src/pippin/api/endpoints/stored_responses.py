@@ -2,72 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pippin.api.dialects.responses.response_request import INCLUDED
 from pippin.api.dialects.responses.response_store import ResponseStore, ResponseStores
+from pippin.api.fields.openai import STORED_ITEMS, STORED_RESPONSE
+from pippin.api.fields.table import FieldTable
 from pippin.api.http.access_control import owner_of
 from pippin.api.http.http_errors import JSONResponse
+from pippin.api.model_info import Rules
 from pippin.api.requests.body import Body
-from pippin.errors import RequestError, UnsupportedField, cut
 
-PATH = "/v1/responses/{id}"
-ITEMS_PATH = f"{PATH}/input_items"
-MAX_LISTED = 100
-ORDERS = ("asc", "desc")
-INCLUDE = ("include", "include[]")  # as official clients spell a list
-RESPONSE_QUERY = (*INCLUDE, "stream")
-ITEMS_QUERY = (*INCLUDE, "limit", "order", "after")
-
-
-def stored_routes(stored: ResponseStores) -> list[Route]:
-    endpoint = StoredResponses(stored)
-    return [
-        Route(PATH, endpoint.show, methods=["GET"]),
-        Route(PATH, endpoint.delete, methods=["DELETE"]),
-        Route(ITEMS_PATH, endpoint.list_items, methods=["GET"]),
-    ]
+RESPONSE_PATH = "/v1/responses/{id}"
+ITEMS_PATH = f"{RESPONSE_PATH}/input_items"
+_LISTS = ("include", "include[]")  # as official clients spell a list
 
 
 class StoredResponses:
-    def __init__(self, stored: ResponseStores) -> None:
+    def __init__(self, stored: ResponseStores, rules: Rules) -> None:
         self._stored = stored
+        self._rules = rules
 
-    async def show(self, request: Request) -> Response:
-        query = _query(request, RESPONSE_QUERY)
-        if query.get("stream") not in (None, "false"):
-            raise UnsupportedField("a stored response is told whole", param="stream")
-        stored = self._of(request).get(request.path_params["id"])
-        return JSONResponse(stored.response())
+    def routes(self) -> list[Route]:
+        return [
+            Route(RESPONSE_PATH, self._show, methods=["GET"]),
+            Route(RESPONSE_PATH, self._delete, methods=["DELETE"]),
+            Route(ITEMS_PATH, self._list_items, methods=["GET"]),
+        ]
 
-    async def delete(self, request: Request) -> Response:
+    async def _show(self, request: Request) -> Response:
+        self._query(request, STORED_RESPONSE)
+        return JSONResponse(self._of(request).get(request.path_params["id"]).response())
+
+    async def _delete(self, request: Request) -> Response:
         id = request.path_params["id"]
-        _query(request, ())
+        self._query(request, FieldTable({}))
         self._of(request).delete(id)
         return JSONResponse({"id": id, "object": "response", "deleted": True})
 
-    async def list_items(self, request: Request) -> Response:
-        query = _query(request, ITEMS_QUERY)
-        limit = query.integer("limit", 1, MAX_LISTED, 20)
-        order = query.one_of("order", ORDERS) or "desc"
-        stored = self._of(request).get(request.path_params["id"])
-        items = stored.turn.input_items()
-        if order == "desc":
+    async def _list_items(self, request: Request) -> Response:
+        query = self._query(request, STORED_ITEMS)
+        items = self._of(request).get(request.path_params["id"]).turn.input_items()
+        if query.get("order", "desc") == "desc":
             items.reverse()
-        if (after := query.string("after", None)) is not None:
+        if (after := query.get("after")) is not None:
             ids = [item["id"] for item in items]
             if after not in ids:
-                raise RequestError(f"after: there is no item {cut(after)!r} here", param="after")
+                raise query.wrong("after", "the id of an item of this response")
             items = items[ids.index(after) + 1 :]
-        return JSONResponse(_page(items, limit))
+        return JSONResponse(_page(items, query.get("limit", 20)))
 
     def _of(self, request: Request) -> ResponseStore:
         return self._stored.of(owner_of(request.scope))
+
+    def _query(self, request: Request, table: FieldTable) -> Body:
+        """The fields of a query, with numbers and lists as such, checked."""
+        given = request.query_params
+        fields: dict[str, Any] = {name: given[name] for name in given if name not in _LISTS}
+        if included := [value for name in _LISTS for value in given.getlist(name)]:
+            fields["include"] = included
+        limit = fields.get("limit", "")
+        if limit.removeprefix("-").isdecimal() and len(limit) < 10:
+            fields["limit"] = int(limit)
+        query = Body(fields)
+        table.check(query, self._rules)
+        return query
 
 
 def _page(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:
@@ -79,16 +81,3 @@ def _page(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:
         "last_id": page[-1]["id"] if page else None,
         "has_more": len(items) > limit,
     }
-
-
-def _query(request: Request, known: Iterable[str]) -> Body:
-    """A query's fields, numbers as such. What is asked for besides is refused."""
-    fields: dict[str, Any] = dict(request.query_params)
-    if fields.get("limit", "").removeprefix("-").isdecimal() and len(fields["limit"]) < 10:
-        fields["limit"] = int(fields["limit"])
-    query = Body(fields)
-    query.check_known(known)
-    for value in (value for name in INCLUDE for value in request.query_params.getlist(name)):
-        if value not in INCLUDED:
-            raise UnsupportedField(f"include: {cut(value)!r} is not supported", param="include")
-    return query

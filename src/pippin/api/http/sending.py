@@ -58,18 +58,18 @@ class WholeResponse(Response):
 
 
 class StreamResponse(Response):
-    """Sends `events` as they come; after an error, what `tell` makes of it."""
+    """Sends `events` as they come; after an error, the bytes of `encode_error`."""
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
         *,
-        tell: Callable[[PippinError], bytes],
+        encode_error: Callable[[PippinError], bytes],
         timeout_s: float | None,
     ) -> None:
         super().__init__()
         self._events = events
-        self._tell = tell
+        self._encode_error = encode_error
         self._timeout_s = timeout_s
         self._started = False
         self._sent_at = monotonic()
@@ -92,13 +92,13 @@ class StreamResponse(Response):
         if failure is None:
             await self._send(send, b"", more=False)
             return
-        told = failure if isinstance(failure, PippinError) else internal_error()
+        shown = failure if isinstance(failure, PippinError) else internal_error()
         if not self._started:
-            await error_response(told)(scope, receive, send)
+            await error_response(shown)(scope, receive, send)
         else:
-            record_of(scope).error = told.code
-            await self._send(send, self._tell(told), more=False)
-        if told is not failure:
+            record_of(scope).error = shown.code
+            await self._send(send, self._encode_error(shown), more=False)
+        if shown is not failure:
             raise failure
 
     async def _send_events(self, send: Send) -> None:

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pippin.api.grammars.constrain import can_forbid_calls, constrain
 from pippin.api.model_info import ModelInfo
@@ -22,6 +23,7 @@ from pippin.sequences import (
 from pippin.text.bundle import TextBundle
 from pippin.text.parsers.base import PlainText, ReplyParser, Tool
 from pippin.text.prompt import Prompt, chat_prompt, completion_prompt
+from pippin.text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -56,6 +58,29 @@ class Job:
         """Share no prefix with requests of other owners."""
         for sequence in self.sequences:
             sequence.submit = under_owner(sequence.submit, owner_salt)
+
+    def facts(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
+        """For one line of the log; with a tokenizer, the prompts in full."""
+        times = self.timing
+        facts: dict[str, Any] = {
+            "reply": self.id,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "host_tokens": self.host_tokens,
+            "disk_tokens": self.disk_tokens,
+            "completion_tokens": self.completion_tokens,
+            "queue_s": None if self.queued_s is None else round(self.queued_s, 4),
+            "finish": ",".join(dict.fromkeys(s.finish or "cut" for s in self.sequences)),
+        }
+        if times.submitted is not None and times.first is not None and times.last is not None:
+            facts["ttft_s"] = round(times.first - times.submitted, 4)
+            if times.last > times.first:
+                num_later = self.completion_tokens - len(self.sequences)
+                facts["tokens_per_s"] = round(num_later / (times.last - times.first), 1)
+        if tokenizer is not None:
+            texts = (map(tokenizer.token_bytes, prompt.tokens) for prompt in self.prompts)
+            facts["prompts"] = [b"".join(text).decode(errors="replace") for text in texts]
+        return facts
 
     @property
     def prompt_tokens(self) -> int:
@@ -125,12 +150,12 @@ def render_prompt(request: ChatRequest, text: TextBundle, max_bytes: int) -> Pro
     tools: tuple[Tool, ...] | None = tool_use.tools
     if tool_use.allowed and text.formats.tools is None:
         raise UnsupportedField(
-            "tools are not supported: this model's chat template has no calls in it that this "
-            "server can read (--tool-parser names a format)",
+            "tools are not supported: this model's chat template has no tool calls in a format "
+            "that this server parses (name one with --tool-parser)",
             param="tools",
         )
     if not tool_use.allowed and not can_forbid_calls(text):
-        tools = None  # what the model has not heard of, it does not call
+        tools = None  # not shown to the model
     effort = reasoning_variables(
         request.reasoning_effort,
         "" if text.chat is None else text.chat.source,
@@ -149,28 +174,18 @@ def render_prompt(request: ChatRequest, text: TextBundle, max_bytes: int) -> Pro
 
 
 def prepare_completion(request: CompletionRequest, text: TextBundle, model: ModelInfo) -> Job:
-    prompts = [
-        fitting_prompt(given, text, model, echo=request.echo, param="prompt")
-        for given in request.prompts
-    ]
+    prompts = [_fitting_prompt(given, text, model, echo=request.echo) for given in request.prompts]
     return _job("cmpl-", prompts, request.options, text, model, param="prompt")
 
 
-def fitting_prompt(
-    given: str | list[int],
-    text: TextBundle,
-    model: ModelInfo,
-    *,
-    echo: bool = False,
-    param: str,
+def _fitting_prompt(
+    given: str | list[int], text: TextBundle, model: ModelInfo, *, echo: bool
 ) -> Prompt:
-    """Checked by itself, so that the first of many that is too long is the last that is encoded."""
+    """Checked by itself, so that no prompt is encoded after the first that is too long."""
     if not isinstance(given, str):
-        room_for_reply(Prompt(given), model.max_len, param=param)
-    prompt = completion_prompt(
-        given, text, echo=echo, max_bytes=model.max_prompt_bytes, param=param
-    )
-    room_for_reply(prompt, model.max_len, param=param)
+        room_for_reply(Prompt(given), model.max_len, param="prompt")
+    prompt = completion_prompt(given, text, echo=echo, max_bytes=model.max_prompt_bytes)
+    room_for_reply(prompt, model.max_len, param="prompt")
     return prompt
 
 

@@ -8,13 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pippin.api.requests.bounds import (
-    MAX_JSON_CONTAINERS,
-    MAX_JSON_DEPTH,
-    MAX_JSON_FLOATS,
-    MAX_JSON_STRINGS,
-    MAX_JSON_VALUES,
-)
+from pippin.api.requests import bounds
 from pippin.errors import RequestError
 
 _QUOTE, _COMMA, _POINT = ord('"'), ord(","), ord(".")
@@ -36,17 +30,20 @@ def check_json_size(text: bytes, name: str, param: str | None = None) -> None:
     outside = found[(np.cumsum(quotes, dtype=np.uint8) & 1) == 0]  # wraps at 256, which is even
     steps = _STEPS[outside]
     steps = steps[steps != 0]
-    _check(int(np.count_nonzero(steps > 0)), MAX_JSON_CONTAINERS, "objects and arrays", name, param)
-    _check(int(np.count_nonzero(quotes)) // 2, MAX_JSON_STRINGS, "strings", name, param)
-    commas = int(np.count_nonzero(outside == _COMMA))
-    _check(commas + 1, MAX_JSON_VALUES, "values", name, param)
-    _check(_num_floats(outside), MAX_JSON_FLOATS, "numbers that are no integers", name, param)
+    counts: dict[str, tuple[int, int]] = {
+        "objects and arrays": (int(np.count_nonzero(steps > 0)), bounds.MAX_JSON_CONTAINERS),
+        "strings": (int(np.count_nonzero(quotes)) // 2, bounds.MAX_JSON_STRINGS),
+        "values": (int(np.count_nonzero(outside == _COMMA)) + 1, bounds.MAX_JSON_VALUES),
+        "numbers that are no integers": (_num_floats(outside), bounds.MAX_JSON_FLOATS),
+    }
+    for what, (count, most) in counts.items():
+        if count > most:
+            message = f"{name} has {count:,} {what}; at most {most:,} are allowed"
+            raise RequestError(message, param=param)
     depth = int(np.cumsum(steps, dtype=np.int32).max(initial=0))
-    if depth > MAX_JSON_DEPTH:
-        raise RequestError(
-            f"{name} is nested {depth:,} levels deep; at most {MAX_JSON_DEPTH} are allowed",
-            param=param,
-        )
+    if depth > (most := bounds.MAX_JSON_DEPTH):
+        message = f"{name} is nested {depth:,} levels deep; at most {most} are allowed"
+        raise RequestError(message, param=param)
 
 
 def _num_floats(outside: np.ndarray) -> int:
@@ -59,13 +56,6 @@ def _num_floats(outside: np.ndarray) -> int:
 def _is_small(text: bytes) -> bool:
     """Most bodies are by a count that takes strings for structure."""
     return (
-        len(text) <= MAX_JSON_FLOATS * _SHORTEST_FLOAT
-        and text.count(b"{") + text.count(b"[") <= MAX_JSON_DEPTH
+        len(text) <= bounds.MAX_JSON_FLOATS * _SHORTEST_FLOAT
+        and text.count(b"{") + text.count(b"[") <= bounds.MAX_JSON_DEPTH
     )
-
-
-def _check(count: int, most: int, what: str, name: str, param: str | None) -> None:
-    if count > most:
-        raise RequestError(
-            f"{name} holds {count:,} {what}; at most {most:,} are allowed", param=param
-        )

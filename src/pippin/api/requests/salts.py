@@ -28,7 +28,7 @@ def read_salt(body: Body) -> bytes:
 
 
 def check_salt(given: Any, param: str = "cache_salt") -> bytes:
-    """The same of what a Python caller gives. What is refused is not repeated: it is a secret."""
+    """The same of a Python caller's. An error does not echo it: it is a secret."""
     if given is None:
         return b""
     if not isinstance(given, str):
@@ -48,7 +48,7 @@ def salt_of_owner(owner: bytes) -> bytes:
 
 
 def under_owner(submit: Submit, owner_salt: bytes) -> Submit:
-    """A request whose prefixes are kept apart from those of other owners, too."""
+    """The request, with prefixes that requests of other owners do not share."""
     if not owner_salt:
         return submit
     salt = hmac.digest(owner_salt, submit.salt, "sha256") if submit.salt else owner_salt

@@ -1,7 +1,6 @@
-"""What a reply must look like: `response_format`, and SGLang's fields. Knows no grammars.
+"""Constraints of a reply: `response_format`, and SGLang's fields. Knows no grammars.
 
-Its size is checked here. Whether a schema or an expression can be kept is found out where it is
-compiled, for the engine.
+Sizes are checked here; whether a schema can be enforced is known when it is compiled.
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from pippin.api.requests.body import Body, shown
+from pippin.api.requests.body import Body
 from pippin.decode.size.check_size import check_nesting_of, check_size
-from pippin.errors import RequestError, UnsupportedField
 from pippin.types import GrammarSpec
 
 FIELDS = ("response_format", "json_schema", "regex", "ebnf")
@@ -38,20 +36,14 @@ class Structure:
 def read_structure(body: Body, max_bytes: int) -> Structure:
     asked = [field for field in FIELDS if _asks(body, field)]
     if len(asked) > 1:
-        raise RequestError(
-            f"{asked[0]} and {asked[1]} both say what the reply must look like; send one of them",
-            param=asked[1],
-        )
+        raise body.error(asked[1], f"and {asked[0]} both constrain the reply; send one of them")
     if not asked:
         return Structure()
     structure = _read(body, asked[0])
     nbytes = len(structure.spec.text.encode())
     if nbytes > max_bytes:
-        raise RequestError(
-            f"{asked[0]} holds {nbytes:,} bytes, at most {max_bytes:,} are allowed "
-            "(--max-schema-bytes)",
-            param=asked[0],
-        )
+        limit = f"at most {max_bytes:,} are allowed (--max-schema-bytes)"
+        raise body.error(asked[0], f"has {nbytes:,} bytes; {limit}")
     check_size(structure.spec, asked[0])
     return structure
 
@@ -59,7 +51,7 @@ def read_structure(body: Body, max_bytes: int) -> Structure:
 def _read(body: Body, field: str) -> Structure:
     match field:
         case "response_format":
-            return Structure(json_schema=_response_format(_as_object(body, field)))
+            return Structure(json_schema=_response_format(body.required_object(field)))
         case "json_schema":
             return Structure(json_schema=_schema(body, field))
         case "regex":
@@ -69,7 +61,7 @@ def _read(body: Body, field: str) -> Structure:
 
 def _asks(body: Body, field: str) -> bool:
     if field == "response_format" and body.has(field):
-        return bool(_as_object(body, field).get("type") != "text")
+        return bool(body.required_object(field).get("type") != "text")
     return body.has(field)
 
 
@@ -79,16 +71,10 @@ def _response_format(given: Body) -> str:
     if kind == "json_object":
         return ANY_OBJECT
     if kind != "json_schema":
-        name = given.name("type")
-        raise UnsupportedField(
-            f'{name} is {shown(kind)}; "text", "json_object" and "json_schema" are known',
-            param=name,
-        )
-    given.require("json_schema")
-    described = _as_object(given, "json_schema")
+        raise given.unsupported("type", "text, json_object and json_schema are supported")
+    described = given.required_object("json_schema")
     described.check_known({"name", "description", "schema", "strict"})
-    described.require("name")
-    described.string("name", None)
+    described.required_string("name")
     described.string("description", None)
     described.boolean("strict", True)  # a reply always obeys: false asks for no more than that
     described.require("schema")
@@ -104,7 +90,3 @@ def _schema(body: Body, field: str) -> str:
     if isinstance(value, str):
         return value
     raise body.wrong(field, "a JSON Schema: an object, or its JSON")
-
-
-def _as_object(body: Body, field: str) -> Body:
-    return Body(body.get(field), body.name(field))

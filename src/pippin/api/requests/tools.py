@@ -49,9 +49,9 @@ class DeclaredTool:
     def within(self, namespace: str, description: str) -> DeclaredTool:
         """The tool as one of a namespace, whose name and description stand before its own."""
         function = self.tool["function"]
-        told = "\n\n".join(filter(None, (description, function.get("description"))))
+        joined = "\n\n".join(filter(None, (description, function.get("description"))))
         name = full_name(namespace, self.name)
-        function = {**function, "name": name, "description": told}
+        function = {**function, "name": name, "description": joined}
         return replace(self, tool={**self.tool, "function": function}, namespace=namespace)
 
 
@@ -61,13 +61,9 @@ def full_name(namespace: str, name: str) -> str:
 
 
 def tool_bodies(body: Body) -> list[Body]:
-    tools = body.get("tools")
-    if tools is None:
-        return []
-    if not isinstance(tools, list):
-        raise body.wrong("tools", "a list")
+    tools = body.objects("tools") if body.has("tools") else []
     check_count(tools, MAX_TOOLS, body.name("tools"), "tools")
-    return [Body(tool, f"{body.name('tools')}[{i}]") for i, tool in enumerate(tools)]
+    return tools
 
 
 def tool_use(body: Body, tools: Sequence[DeclaredTool], choice: ToolChoice) -> ToolUse:
@@ -75,15 +71,13 @@ def tool_use(body: Body, tools: Sequence[DeclaredTool], choice: ToolChoice) -> T
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
-            raise RequestError(f"two tools are called {shown(tool.name)}", param="tools")
+            raise RequestError(f"two tools have the name {shown(tool.name)}", param="tools")
         names.add(tool.name)
     for name in choice.names or ():
         if name not in names:
-            raise RequestError(
-                f"tool_choice names {shown(name)}, which is none of the tools", param="tool_choice"
-            )
+            raise body.error("tool_choice", f"names {shown(name)}, which is not in tools")
     if choice.mode == "required" and not tools:
-        raise RequestError('tool_choice is "required", and there are no tools', param="tool_choice")
+        raise body.error("tool_choice", 'is "required", and tools is empty')
     return ToolUse(
         tools=tuple(tool.tool for tool in tools),
         forbidden=choice.mode == "none",
@@ -102,8 +96,8 @@ def function_tool(declared: Body, parameters_field: str) -> DeclaredTool:
     if (description := declared.string("description", None)) is not None:
         function["description"] = description
     if declared.has(parameters_field):
+        declared.required_object(parameters_field)
         schema = declared.get(parameters_field)
-        Body(schema, declared.name(parameters_field))
         check_nesting_of(schema, declared.name(parameters_field))
         function["parameters"] = schema
     if declared.boolean("strict", False):
@@ -114,13 +108,12 @@ def function_tool(declared: Body, parameters_field: str) -> DeclaredTool:
 def custom_tool(declared: Body, grammar_field: str | None = None) -> DeclaredTool:
     """`grammar_field`: where the format has its grammar, if not beside its type."""
     name, grammar = tool_name(declared), None
-    if declared.has("format"):
-        format = Body(declared.get("format"), declared.name("format"))
+    if (format := declared.object("format")) is not None:
         format.require("type")
         if format.one_of("type", ("text", "grammar")) == "grammar":
             if grammar_field is not None:
                 format.check_known({"type", grammar_field})
-                format = Body(format.require(grammar_field), format.name(grammar_field))
+                format = format.required_object(grammar_field)
             format.check_known({"type", "syntax", "definition"})
             grammar = read_grammar(format)
     function = as_function(name, declared.string("description", None), grammar)
@@ -128,18 +121,14 @@ def custom_tool(declared: Body, grammar_field: str | None = None) -> DeclaredToo
 
 
 def tool_name(declared: Body) -> str:
-    declared.require("name")
-    name = declared.string("name", "")
+    name = declared.required_string("name")
     if not NAME.fullmatch(name):
         raise declared.wrong("name", "1 to 128 letters, digits, underscores, dots or hyphens")
     return name
 
 
 def unknown_kind(tool: Body, known: str) -> UnsupportedField:
-    name = tool.name("type")
-    return UnsupportedField(
-        f"{name} is {shown(tool.get('type'))}; only {known} are supported", param=name
-    )
+    return tool.unsupported("type", f"only {known} are supported")
 
 
 def read_mode(body: Body, value: Any) -> ToolChoice:

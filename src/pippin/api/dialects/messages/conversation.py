@@ -1,45 +1,41 @@
 """Anthropic's messages as templates want them. Knows no other field of a request.
 
-Results of tools stand inside a user's message there; here each is a message of its own.
+Results of tools are inside a user's message there; here each is a message of its own.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any
 
-from pippin.api.requests.body import Body, shown
-from pippin.api.requests.bounds import MAX_MESSAGES, check_count
-from pippin.errors import RequestError, UnsupportedField
+from pippin.api.fields.anthropic import ROLES
+from pippin.api.requests.body import Body
+from pippin.api.requests.chat_messages import Message, function_call, message_bodies
+from pippin.api.requests.text_parts import text_of, texts_of
+from pippin.errors import UnsupportedField
 
-Message = dict[str, Any]
 # Claude Code writes a line with a checksum first, another one in each turn. A prompt that began
 # with it would never be found in the prefix cache.
-ROLES = ("user", "assistant", "system")
 _BILLING = "x-anthropic-billing-header:"
+_UNREAD = ("cache_control", "citations")
 
 
 def parse_conversation(body: Body) -> list[Message]:
-    given = body.require("messages")
-    if not isinstance(given, list) or not given:
-        raise body.wrong("messages", "a list of at least one message")
-    check_count(given, MAX_MESSAGES, "messages", "messages")
+    given = message_bodies(body)
     messages = [*_system(body)]
-    for number, item in enumerate(given):
-        messages += _message(Body(item, f"messages[{number}]"))
+    for message in given:
+        messages += _message(message)
     if messages[-1]["role"] == "assistant":
         raise UnsupportedField(
-            "the last message is the assistant's: a reply that was begun is not continued",
-            param=f"messages[{len(given) - 1}]",
+            "the last message is the assistant's, and continuing a partial reply is not "
+            "supported; end the conversation with a user message",
+            param=given[-1].path,
         )
     return messages
 
 
 def _system(body: Body) -> Iterator[Message]:
-    if not body.has("system"):
-        return
-    texts = [text for text in _texts(body, "system") if not text.startswith(_BILLING)]
+    texts = _texts(body, "system") if body.has("system") else []
+    texts = [text for text in texts if not text.startswith(_BILLING)]
     if texts:
         yield {"role": "system", "content": "\n".join(texts)}
 
@@ -74,12 +70,12 @@ def _user(message: Body) -> Iterator[Message]:
 
 def _tool_result(block: Body) -> Message:
     block.check_known({"type", "tool_use_id", "content", "is_error", "cache_control"})
-    block.require("tool_use_id")
+    id = block.required_string("tool_use_id")
     text = "\n".join(_texts(block, "content")) if block.has("content") else ""
     failed = block.boolean("is_error", False)
     return {
         "role": "tool",
-        "tool_call_id": block.string("tool_use_id", ""),
+        "tool_call_id": id,
         "content": f"Error: {text}" if failed else text,
     }
 
@@ -92,7 +88,7 @@ def _assistant(message: Body) -> Message:
         match block.get("type"):
             case "thinking":
                 reasoning.append(block.string("thinking", ""))
-            case "redacted_thinking":  # nobody here can read it
+            case "redacted_thinking":  # encrypted
                 pass
             case "tool_use":
                 calls.append(_call(block))
@@ -108,39 +104,22 @@ def _assistant(message: Body) -> Message:
 
 def _call(block: Body) -> Message:
     block.check_known({"type", "id", "name", "input", "cache_control", "caller"})
-    for field in ("id", "name"):
-        block.require(field)
-    given = block.get("input") if block.has("input") else {}
-    Body(given, block.name("input"))
-    function = {
-        "name": block.string("name", ""),
-        "arguments": json.dumps(given, ensure_ascii=False),
-    }
-    return {"id": block.string("id", ""), "type": "function", "function": function}
+    id, name = block.required_string("id"), block.required_string("name")
+    block.object("input")
+    return function_call(id, name, block.get("input", {}))
 
 
 def _texts(body: Body, field: str) -> list[str]:
-    return [_text(block) for block in _blocks(body, field)]
+    return texts_of(body, field, unread=_UNREAD)
 
 
 def _text(block: Body) -> str:
-    kind = block.require("type")
-    if kind != "text":
-        name = block.name("type")
-        raise UnsupportedField(f"{name} is {shown(kind)}; it cannot be read here", param=name)
-    block.check_known({"type", "text", "cache_control", "citations"})
-    block.require("text")
-    return block.string("text", "")
+    return text_of(block, unread=_UNREAD)
 
 
 def _blocks(body: Body, field: str) -> list[Body]:
     """A list of blocks, or a string, which is one of text."""
     value = body.get(field)
     if isinstance(value, str):
-        value = [{"type": "text", "text": value}]
-    if not isinstance(value, list):
-        raise RequestError(
-            f"{body.name(field)} is {shown(value)}; it must be a string or a list of blocks",
-            param=body.name(field),
-        )
-    return [Body(block, f"{body.name(field)}[{i}]") for i, block in enumerate(value)]
+        return [Body({"type": "text", "text": value}, body.name(field))]
+    return body.objects(field, "a string or a list of blocks")

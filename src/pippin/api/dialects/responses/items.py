@@ -12,15 +12,15 @@ from typing import Any
 
 import msgspec
 
-from pippin.api.requests.body import Body, shown
+from pippin.api.requests.body import Body
 from pippin.api.requests.bounds import MAX_MESSAGES, check_count
-from pippin.api.requests.chat_messages import read_arguments
+from pippin.api.requests.chat_messages import Message, function_call, read_arguments
 from pippin.api.requests.custom_tools import arguments_of
+from pippin.api.requests.text_parts import texts_of
 from pippin.api.requests.tools import full_name
-from pippin.errors import RequestError, UnsupportedField, cut
+from pippin.errors import RequestError, cut
 
 Item = dict[str, Any]
-Message = dict[str, Any]
 FindItems = Callable[[list[str]], Mapping[str, Item]]  # by their ids, among those that are stored
 _ROLES = ("system", "developer", "user", "assistant")
 _REFERENCE = "item_reference"
@@ -59,7 +59,7 @@ def messages_of(
     instructions: str | None, before: Sequence[Item], items: Sequence[Item]
 ) -> list[Message]:
     """A conversation. What came `before` has been checked once."""
-    check_count([*before, *items], MAX_MESSAGES, "input", "items, with those it goes on from,")
+    check_count([*before, *items], MAX_MESSAGES, "input", "items, with previous ones,")
     messages: list[Message] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -71,8 +71,7 @@ def messages_of(
 
 def _reference(item: Body) -> str:
     item.check_known({"type", "id"})
-    item.require("id")
-    return item.string("id", "")
+    return item.required_string("id")
 
 
 def _check_bytes(references: list[str], stored: Mapping[str, Item], max_bytes: int) -> None:
@@ -122,13 +121,12 @@ def _add(item: Body, messages: list[Message]) -> None:
             _turn(messages).setdefault("tool_calls", []).append(_call(item))
         case "function_call_output" | "custom_tool_call_output":
             item.check_known({"type", "call_id", "output", *_IGNORED})
-            item.require("call_id")
-            call_id = item.string("call_id", "")
+            call_id = item.required_string("call_id")
             content = _text(item, "output")
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-        case kind:
-            name = item.name("type")
-            raise UnsupportedField(f"{name} is {shown(kind)}; it is not supported", param=name)
+        case _:
+            kinds = f"the types {', '.join(_PREFIXES)} and {_REFERENCE}"
+            raise item.unsupported("type", f"{kinds} are supported")
 
 
 def _add_message(item: Body, messages: list[Message]) -> None:
@@ -154,50 +152,26 @@ def _joined(message: Message) -> Message:
     return {**message, **parts}
 
 
+def _text(item: Body, field: str) -> str:
+    item.require(field)
+    return "".join(texts_of(item, field, _TEXT_PARTS, _IGNORED))
+
+
 def _call(item: Body) -> Message:
     text_field = "input" if item.get("type") == "custom_tool_call" else "arguments"
     item.check_known({"type", "call_id", "name", text_field, "namespace", *_IGNORED})
-    for field in ("call_id", "name"):
-        item.require(field)
+    id, name = item.required_string("call_id"), item.required_string("name")
     if text_field == "input":
         arguments = arguments_of(item.string(text_field, ""))
     else:
         arguments = read_arguments(item)
-    name = item.string("name", "")
     if (namespace := item.string("namespace", None)) is not None:
         name = full_name(namespace, name)
-    function = {"name": name, "arguments": arguments}
-    return {"id": item.string("call_id", ""), "type": "function", "function": function}
+    return function_call(id, name, arguments)
 
 
 def _reasoning(item: Body) -> str:
-    """In the open, as it was sent out here. What others encrypted, nobody can read."""
+    """As this server sent it. What another server encrypted cannot be read."""
     item.check_known({"type", "summary", "content", "encrypted_content", *_IGNORED})
-    content = item.get("content") or []
-    if not isinstance(content, list):
-        raise item.wrong("content", "a list")
-    parts = [Body(part, f"{item.name('content')}[{i}]") for i, part in enumerate(content)]
+    parts = item.objects("content") if item.get("content") else []
     return "".join(part.string("text", "") for part in parts)
-
-
-def _text(item: Body, field: str) -> str:
-    value = item.require(field)
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise RequestError(
-            f"{item.name(field)} is {shown(value)}; it must be a string or a list of parts",
-            param=item.name(field),
-        )
-    parts = (Body(part, f"{item.name(field)}[{i}]") for i, part in enumerate(value))
-    return "".join(_part(part) for part in parts)
-
-
-def _part(part: Body) -> str:
-    kind = part.require("type")
-    if kind not in _TEXT_PARTS:
-        name = part.name("type")
-        raise UnsupportedField(f"{name} is {shown(kind)}; only text can be read", param=name)
-    part.check_known({"type", "text", *_IGNORED})
-    part.require("text")
-    return part.string("text", "")

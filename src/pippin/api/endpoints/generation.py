@@ -1,0 +1,133 @@
+"""The endpoints that take text or tokens, and those of stored responses. Knows no field by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pippin.api.dialects.chat_completions import ChatDialect, parse_chat
+from pippin.api.dialects.completions import CompletionsDialect, parse_completion
+from pippin.api.dialects.dialect import Dialect, reply_events, whole_reply
+from pippin.api.dialects.messages.message_reply import MessagesDialect
+from pippin.api.dialects.messages.message_request import parse_message_request
+from pippin.api.dialects.responses.response_reply import ResponsesDialect
+from pippin.api.dialects.responses.response_request import (
+    ResponsesRequest,
+    parse_responses_request,
+)
+from pippin.api.dialects.responses.response_store import ResponseStores, StoredTurn
+from pippin.api.endpoints.embeddings import parse_embeddings, whole_embeddings
+from pippin.api.endpoints.serving import Serving
+from pippin.api.endpoints.stored_responses import StoredResponses
+from pippin.api.endpoints.tokenize import detokenize, tokenize
+from pippin.api.http.access_control import owner_of
+from pippin.api.http.http_errors import JSONResponse
+from pippin.api.http.sending import StreamResponse, WholeResponse
+from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, render_prompt
+from pippin.api.model_info import Rules
+from pippin.api.requests.neutral_request import ChatRequest
+from pippin.text.bundle import TextBundle
+
+
+class Generation:
+    def __init__(self, serving: Serving, stored: ResponseStores) -> None:
+        self._serving = serving
+        self._stored = stored
+        self._text, self._rules = serving.text, serving.rules
+
+    def routes(self) -> list[Route]:
+        posts = {
+            "/v1/chat/completions": self._chat_completions,
+            "/v1/completions": self._completions,
+            "/v1/responses": self._responses,
+            "/v1/messages": self._messages,
+            "/v1/messages/count_tokens": self._count_tokens,
+            "/v1/embeddings": self._embeddings,
+            "/tokenize": self._answering(tokenize),
+            "/detokenize": self._answering(detokenize),
+        }
+        routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+        return [*routes, *StoredResponses(self._stored, self._rules).routes()]
+
+    async def _chat_completions(self, request: Request) -> Response:
+        job = await self._prepare_chat(request, parse_chat, "chatcmpl-")
+        return self._answer(job, ChatDialect(job, self._text.tokenizer))
+
+    async def _messages(self, request: Request) -> Response:
+        job = await self._prepare_chat(request, parse_message_request, "msg_")
+        return self._answer(job, MessagesDialect(job))
+
+    async def _completions(self, request: Request) -> Response:
+        def prepare(fields: Any) -> Job:
+            completion = parse_completion(fields, self._rules)
+            return prepare_completion(completion, self._text, self._rules.model)
+
+        job = await self._serving.prepare(request, prepare)
+        return self._answer(job, CompletionsDialect(job, self._text.tokenizer))
+
+    async def _responses(self, request: Request) -> Response:
+        stored = self._stored.of(owner_of(request.scope))
+        read: list[ResponsesRequest] = []
+
+        def parse(fields: Any, rules: Rules) -> ChatRequest:
+            read.append(parse_responses_request(fields, rules, stored))
+            return read[0].chat
+
+        def keep(response: dict[str, Any]) -> bool:
+            if not asked.store:
+                return False
+            turn = StoredTurn.of(asked.items, response["output"], asked.previous)
+            return stored.put(response, turn)
+
+        job = await self._prepare_chat(request, parse, "resp_")
+        (asked,) = read
+        return self._answer(job, ResponsesDialect(job, asked.echo, keep))
+
+    async def _count_tokens(self, request: Request) -> Response:
+        """The length of a prompt; nothing is computed."""
+
+        def count(fields: Any) -> int:
+            chat = parse_message_request(fields, self._rules, counts_only=True)
+            max_bytes = self._rules.model.max_counted_bytes
+            return len(render_prompt(chat, self._text, max_bytes).tokens)
+
+        return JSONResponse({"input_tokens": await self._serving.read(request, count)})
+
+    async def _embeddings(self, request: Request) -> Response:
+        job = await self._serving.prepare(
+            request, lambda fields: parse_embeddings(fields, self._text, self._rules)
+        )
+        engine, model = self._serving.engine, self._rules.model
+        return WholeResponse(lambda: whole_embeddings(job, engine, model), job.timeout_s)
+
+    def _answering(self, work: Callable[[Any, TextBundle, Rules], dict[str, Any]]) -> Any:
+        """An endpoint that needs no engine."""
+
+        async def endpoint(request: Request) -> Response:
+            return JSONResponse(
+                await self._serving.read(
+                    request, lambda fields: work(fields, self._text, self._rules)
+                )
+            )
+
+        return endpoint
+
+    async def _prepare_chat(
+        self, request: Request, parse: Callable[[Any, Rules], ChatRequest], prefix: str
+    ) -> Job:
+        def prepare(fields: Any) -> Job:
+            chat = parse(fields, self._rules)
+            return prepare_chat(chat, self._text, self._rules.model, prefix=prefix)
+
+        return await self._serving.prepare(request, prepare)
+
+    def _answer(self, job: Job, dialect: Dialect) -> Response:
+        engine = self._serving.engine
+        if not job.stream:
+            return WholeResponse(lambda: whole_reply(job, dialect, engine), job.timeout_s)
+        events = reply_events(job, dialect, engine)
+        return StreamResponse(events, encode_error=dialect.error, timeout_s=job.timeout_s)

@@ -1,0 +1,100 @@
+"""The endpoints about the server: its model, health, status, cache and OpenAPI document.
+
+Knows no field of any request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pippin.api.endpoints.openapi import openapi_document
+from pippin.api.endpoints.serving import Serving
+from pippin.api.http.access_control import shows_prompts
+from pippin.api.http.http_errors import JSONResponse
+from pippin.errors import NotReady
+
+
+class ServerInfo:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._engine, self._model = serving.engine, serving.model
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self._models),
+            Route("/v1/models/{id:path}", self._one_model),
+            Route("/get_model_info", self._model_info),
+            Route("/model_info", self._model_info),  # SGLang's newer name of it
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/status", self._status),
+            Route("/flush_cache", self._flush_cache, methods=["POST"]),
+            Route("/openapi.json", self._openapi),
+        ]
+
+    async def _models(self, request: Request) -> Response:
+        models = [self._describe_model(name) for name in self._model.names]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def _one_model(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        self._model.check_name(id)
+        return JSONResponse(self._describe_model(id))
+
+    async def _model_info(self, request: Request) -> Response:
+        """Names, not paths: clients have no use for the server's paths."""
+        return JSONResponse(
+            {
+                "model_path": self._model.name,
+                "tokenizer_path": self._model.name,
+                "served_model_name": self._model.name,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "max_model_len": self._model.max_len,
+                "vocab_size": self._model.vocab_size,
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+            }
+        )
+
+    async def _health(self, request: Request) -> Response:
+        if not self._engine.healthy:
+            raise NotReady(self._engine.reason or "the engine is not running")
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        self._engine.check_ready()
+        return JSONResponse({"status": "ready"})
+
+    async def _status(self, request: Request) -> Response:
+        status = await self._engine.status()
+        if (cache := status.get("cache")) is None:
+            return JSONResponse(status)
+        if not self._serving.admins.admit(request.scope):
+            del cache["recent_paths"]
+        elif not shows_prompts(self._serving.config):
+            for path in cache["recent_paths"]:
+                del path["first_tokens"], path["last_tokens"]
+        return JSONResponse(status)
+
+    async def _flush_cache(self, request: Request) -> Response:
+        self._serving.admins.check(request.scope)
+        return JSONResponse(await self._engine.flush_cache())
+
+    async def _openapi(self, request: Request) -> Response:
+        needs_key = bool(self._serving.config.api_key)
+        routes, rules = request.app.routes, self._serving.rules
+        return JSONResponse(openapi_document(routes, rules, needs_key=needs_key))
+
+    def _describe_model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._model.created_s,
+            "owned_by": "pippin",
+            "max_model_len": self._model.max_len,
+        }

@@ -1,0 +1,239 @@
+"""Kinds of values: what each accepts, in words and as JSON Schema. Knows no field by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from pippin.api.model_info import Rules
+from pippin.api.requests.body import Body, shown
+from pippin.api.requests.bounds import (
+    MAX_LABEL_CHARS,
+    MAX_LABEL_VALUE_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+)
+from pippin.api.requests.token_ids import MAX_ID_DIGITS, are_token_ids, token_ids_in_words
+
+Schema = dict[str, Any]
+Answer = Literal["honoured", "refused"]  # what is done with a field
+
+
+def nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def some(items: Schema, most: int | None = None) -> Schema:
+    limit = {} if most is None else {"maxItems": most}
+    return {"type": "array", "items": items, "minItems": 1, **limit}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Described here, and checked by the code that reads it."""
+
+    text: str = ""
+    json_schema: Schema = field(default_factory=dict)
+    answer: ClassVar[Answer] = "honoured"
+
+    def words(self, rules: Rules) -> str:
+        return self.text
+
+    def schema(self, rules: Rules) -> Schema:
+        return self.json_schema
+
+    def accepts(self, value: Any, rules: Rules) -> bool:
+        return True
+
+    def check(self, body: Body, field: str, rules: Rules) -> None:
+        if not self.accepts(body.get(field), rules):
+            raise body.wrong(field, self.words(rules))
+
+
+@dataclass(frozen=True)
+class Simple(Kind):
+    """One that needs no more than a test of its value."""
+
+    test: Callable[[Any], bool] = bool
+
+    def accepts(self, value: Any, rules: Rules) -> bool:
+        return self.test(value)
+
+
+def one_of(*choices: str) -> Simple:
+    words = f"one of {', '.join(choices)}" if len(choices) > 1 else f'"{choices[0]}"'
+    schema = {"type": "string", "enum": list(choices)}
+    return Simple(words, schema, lambda value: value in choices)
+
+
+def list_of(*choices: str) -> Simple:
+    schema = {"type": "array", "items": {"enum": list(choices)}}
+
+    def test(value: Any) -> bool:
+        return isinstance(value, list) and all(item in choices for item in value)
+
+    return Simple(f"a list of {', '.join(choices)}", schema, test)
+
+
+def number(low: float, high: float | None = None, *, above: bool = False) -> Simple:
+    """From `low` to `high`; `above`: greater than `low`."""
+    most = sys.float_info.max if high is None else high
+    words = f"a number above {low:g}" if above else f"a number from {low:g}"
+    if high is not None:
+        words += f" {'and at most' if above else 'to'} {high:g}"
+    schema: Schema = {"type": "number", "exclusiveMinimum" if above else "minimum": low}
+    if high is not None:
+        schema["maximum"] = high
+
+    def test(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and low <= value <= most and not (above and value == low)
+
+    return Simple(words, schema, test)
+
+
+def integer(low: int, high: int | None = None) -> Simple:
+    words = f"from {low:,} to {high:,}" if high is not None else f"of at least {low:,}"
+    schema: Schema = {"type": "integer", "minimum": low}
+    if high is not None:
+        schema["maximum"] = high
+
+    def test(value: Any) -> bool:
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        return is_integer and value >= low and (high is None or value <= high)
+
+    return Simple(f"an integer {words}", schema, test)
+
+
+def text(most: int) -> Simple:
+    """An id, a name or a note."""
+    schema = {"type": "string", "maxLength": most}
+    words = f"a string of at most {most:,} characters"
+    return Simple(words, schema, lambda value: isinstance(value, str) and len(value) <= most)
+
+
+BOOLEAN = Simple("true or false", {"type": "boolean"}, lambda value: isinstance(value, bool))
+STRING = Simple("a string", {"type": "string"}, lambda value: isinstance(value, str))
+OBJECT = Simple("an object", {"type": "object"}, lambda value: isinstance(value, dict))
+LABEL, LABEL_VALUE = text(MAX_LABEL_CHARS), text(MAX_LABEL_VALUE_CHARS)
+
+
+@dataclass(frozen=True)
+class Labels(Kind):
+    """Strings by name."""
+
+    most: int = 0
+
+    def check(self, body: Body, field: str, rules: Rules) -> None:
+        labels = body.required_object(field)
+        if len(labels) > self.most or any(len(name) > MAX_LABEL_CHARS for name in labels.fields()):
+            raise body.wrong(field, self.text)
+        for name in filter(labels.has, labels.fields()):
+            LABEL_VALUE.check(labels, name, rules)
+
+
+def labels(most: int) -> Labels:
+    values = nullable(LABEL_VALUE.json_schema)
+    schema = {"type": "object", "additionalProperties": values, "maxProperties": most}
+    names = f"with names of at most {MAX_LABEL_CHARS:,} characters"
+    return Labels(f"an object of at most {most} strings {names}", schema, most)
+
+
+class ModelName(Kind):
+    def schema(self, rules: Rules) -> Schema:
+        return {"type": "string", "enum": list(rules.model.names)}
+
+    def check(self, body: Body, field: str, rules: Rules) -> None:
+        rules.model.check_name(body.required_string(field))
+
+
+class StopStrings(Kind):
+    def words(self, rules: Rules) -> str:
+        most = f"at most {rules.limits.max_stops} strings (--max-stops)"
+        return f"a string or a list of {most}, each of 1 to {MAX_STOP_CHARS:,} characters"
+
+    def schema(self, rules: Rules) -> Schema:
+        one = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+        return {"anyOf": [one, {"type": "array", "items": one, "maxItems": rules.limits.max_stops}]}
+
+    def accepts(self, value: Any, rules: Rules) -> bool:
+        given = [value] if isinstance(value, str) else value
+        return (
+            isinstance(given, list | tuple)
+            and len(given) <= rules.limits.max_stops
+            and all(isinstance(each, str) and 0 < len(each) <= MAX_STOP_CHARS for each in given)
+        )
+
+
+def _ids_schema(rules: Rules) -> Schema:
+    return {"type": "array", "items": integer(0, rules.model.vocab_size - 1).json_schema}
+
+
+class StopTokens(Kind):
+    def words(self, rules: Rules) -> str:
+        return f"a list of at most {MAX_STOP_TOKEN_IDS:,} {token_ids_in_words(rules.vocab_size)}"
+
+    def schema(self, rules: Rules) -> Schema:
+        return _ids_schema(rules) | {"maxItems": MAX_STOP_TOKEN_IDS}
+
+    def accepts(self, value: Any, rules: Rules) -> bool:
+        return are_token_ids(value, rules.vocab_size) and len(value) <= MAX_STOP_TOKEN_IDS
+
+
+@dataclass(frozen=True)
+class Rows(Kind):
+    """One text, or one list of token ids, or several of either."""
+
+    texts: bool = True
+    ids: bool = True
+
+    def words(self, rules: Rules) -> str:
+        ids = f"a list of {token_ids_in_words(rules.vocab_size)} or a list of such lists"
+        return ", ".join(["a string or a list of strings"] * self.texts + [ids] * self.ids)
+
+    def schema(self, rules: Rules) -> Schema:
+        one = _ids_schema(rules)
+        texts = [STRING.json_schema, some(STRING.json_schema)]
+        return {"anyOf": texts * self.texts + [one, {"type": "array", "items": one}] * self.ids}
+
+    def accepts(self, value: Any, rules: Rules) -> bool:
+        rows = rows_of(value)
+        if self.texts and all(isinstance(row, str) for row in rows):
+            return True
+        return self.ids and all(are_token_ids(row, rules.vocab_size) for row in rows)
+
+
+def rows_of(value: Any) -> list[Any]:
+    """The texts or lists of token ids in a value of `Rows`."""
+    is_many = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
+    return value if is_many else [value]
+
+
+class LogitBias(Kind):
+    bias = number(-100, 100)
+
+    def words(self, rules: Rules) -> str:
+        most = f"{rules.limits.max_logit_bias:,} (--max-logit-bias)"
+        ids = token_ids_in_words(rules.vocab_size)
+        return f"an object of at most {most} {ids}, each with {self.bias.text}"
+
+    def schema(self, rules: Rules) -> Schema:
+        return {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]+$"},
+            "additionalProperties": nullable(self.bias.json_schema),
+            "maxProperties": rules.limits.max_logit_bias,
+        }
+
+    def check(self, body: Body, field: str, rules: Rules) -> None:
+        biases = body.required_object(field)
+        if len(biases) > rules.limits.max_logit_bias:
+            raise body.error(field, f"has {len(biases):,} tokens; it must be {self.words(rules)}")
+        for key in biases.fields():
+            is_id = key.isdecimal() and len(key) <= MAX_ID_DIGITS
+            if not is_id or int(key) >= rules.vocab_size:
+                raise body.error(field, f"has the key {shown(key)}; it must be {self.words(rules)}")
+            if biases.has(key):
+                self.bias.check(biases, key, rules)

@@ -1,0 +1,137 @@
+"""The fields of OpenAI's endpoints. Knows no value's use."""
+
+from __future__ import annotations
+
+from pippin.api.fields import shared
+from pippin.api.fields.kinds import (
+    BOOLEAN,
+    LABEL,
+    OBJECT,
+    STRING,
+    Kind,
+    Rows,
+    integer,
+    labels,
+    list_of,
+    one_of,
+    some,
+)
+from pippin.api.fields.table import FieldTable, members, refused
+from pippin.api.requests.bounds import MAX_LABELS, MAX_MESSAGES
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_LISTED = 100
+_TEXT_ONLY = "only text is generated"
+NO_SERVICE = "this server runs nothing beside the model"
+_ANYTHING = Kind("any value")
+_SUMMARY = one_of("auto", "concise", "detailed")
+_INCLUDE: shared.Fields = {"include": list_of("reasoning.encrypted_content")}
+_CALLING: shared.Fields = {
+    **shared.TOOLS,
+    "tool_choice": Kind(
+        "auto, none, required, or an object: the tool to call, or `allowed_tools`",
+        {"type": ["string", "object"]},
+    ),
+    "parallel_tool_calls": BOOLEAN,
+}
+_REFUSED: shared.Fields = {  # by chat completions and by responses
+    "moderation": refused("there is no moderation"),
+    "prompt_cache_options": refused("caching is automatic", {"mode": "implicit"}),
+    "prompt_cache_retention": refused("the cache is in memory", "in_memory"),
+    "service_tier": refused("there is one tier", "auto", "default"),
+}
+
+CHAT = FieldTable(
+    {
+        **shared.GENERATION,
+        "messages": shared.conversation(ROLES, {}, "role"),
+        "max_completion_tokens": integer(1),
+        "logprobs": BOOLEAN,
+        "top_logprobs": integer(0, shared.MAX_LOGPROBS),
+        **_CALLING,
+        "reasoning_effort": shared.EFFORT,
+        **shared.LABELS,
+        **shared.TEMPLATE,
+        "audio": refused(_TEXT_ONLY),
+        "modalities": refused(_TEXT_ONLY, ["text"]),
+        "function_call": refused("it is the old name of tool_choice", "none"),
+        "functions": refused("it is the old name of tools", []),
+        "prediction": refused("predicted outputs are not used"),
+        "store": refused("replies are not stored; use /v1/responses", False),
+        "verbosity": refused("ask for it in the prompt", "medium"),
+        "web_search_options": refused("there is no web search"),
+        **_REFUSED,
+    },
+    required=("model", "messages"),
+)
+COMPLETION = FieldTable(
+    {
+        **shared.GENERATION,
+        "prompt": Rows(),
+        "max_tokens": integer(0),
+        "logprobs": integer(0, shared.MAX_LOGPROBS),
+        "echo": BOOLEAN,
+        "best_of": integer(1, shared.MAX_CHOICES),
+        "suffix": refused("text is not inserted", ""),
+    },
+    required=("model", "prompt"),
+)
+RESPONSES = FieldTable(
+    {
+        **shared.MODEL,
+        "input": Kind(
+            f"a string, or a list of 1 to {MAX_MESSAGES:,} items",
+            {"anyOf": [{"type": "string"}, some({"type": "object"}, MAX_MESSAGES)]},
+        ),
+        "instructions": STRING,
+        "previous_response_id": LABEL,
+        "store": BOOLEAN,
+        "max_output_tokens": integer(1),
+        **_CALLING,
+        "reasoning": members(
+            effort=shared.EFFORT, summary=_SUMMARY, generate_summary=_SUMMARY, context=_ANYTHING
+        ),
+        "text": members(format=OBJECT, verbosity=refused("ask for it in the prompt", "medium")),
+        **_INCLUDE,
+        **shared.STREAM,
+        **shared.STREAM_OPTIONS,
+        **shared.pick(shared.SAMPLING, "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
+        **shared.USER,
+        **shared.LABELS,
+        "client_metadata": labels(MAX_LABELS),
+        **shared.SERVING,
+        "access_programs": refused(NO_SERVICE),
+        "background": refused("a reply is computed while its client waits", False),
+        "context_management": refused("contexts are not edited", []),
+        "conversation": refused("use previous_response_id"),
+        "image": refused(_TEXT_ONLY),
+        "max_tool_calls": refused(NO_SERVICE),
+        "prompt": refused("prompts are not stored"),
+        "top_logprobs": refused("use chat completions for log probabilities", 0),
+        "truncation": refused("a shared.conversation is never shortened", "disabled"),
+        **_REFUSED,
+    },
+    required=("model", "input"),
+)
+STORED_RESPONSE = FieldTable(  # of a query
+    {**_INCLUDE, "stream": refused("a stored response is sent as one object", "false")}
+)
+STORED_ITEMS = FieldTable(
+    {
+        **_INCLUDE,
+        "limit": integer(1, MAX_LISTED),
+        "order": one_of("asc", "desc"),
+        "after": STRING,
+    }
+)
+EMBEDDINGS = FieldTable(
+    {
+        **shared.MODEL,
+        "input": Rows(),
+        "encoding_format": one_of("float", "base64"),
+        "dimensions": integer(1),
+        **shared.USER,
+        **shared.SERVING,
+    },
+    required=("model", "input"),
+)

@@ -1,0 +1,118 @@
+"""Fields that several dialects have. Knows no dialect."""
+
+from __future__ import annotations
+
+from pippin.api.fields.kinds import (
+    BOOLEAN,
+    LABEL,
+    OBJECT,
+    STRING,
+    Kind,
+    LogitBias,
+    ModelName,
+    Schema,
+    StopStrings,
+    StopTokens,
+    integer,
+    labels,
+    number,
+    one_of,
+    some,
+)
+from pippin.api.fields.table import members, refused
+from pippin.api.model_info import Rules
+from pippin.api.requests.body import Body
+from pippin.api.requests.bounds import MAX_LABELS, MAX_MESSAGES, MAX_TOOLS
+from pippin.api.requests.reasoning_effort import EFFORTS
+from pippin.api.requests.salts import MAX_SALT_CHARS, read_salt
+
+Fields = dict[str, Kind]
+MAX_CHOICES = 128  # of one prompt
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 1_000
+
+
+class Salt(Kind):
+    def check(self, body: Body, field: str, rules: Rules) -> None:
+        read_salt(body)
+
+
+def pick(fields: Fields, *names: str) -> Fields:
+    return {name: fields[name] for name in names}
+
+
+def conversation(roles: tuple[str, ...], content: Schema, *required: str) -> Kind:
+    message = {
+        "type": "object",
+        "properties": {"role": {"enum": list(roles)}, "content": content},
+        "required": list(required),
+    }
+    return Kind(f"a list of 1 to {MAX_MESSAGES:,} messages", some(message, MAX_MESSAGES))
+
+
+MODEL: Fields = {"model": ModelName("a name in `/v1/models`")}
+EFFORT = one_of(*EFFORTS)
+TOOLS: Fields = {
+    "tools": Kind(
+        f"a list of at most {MAX_TOOLS:,} tools",
+        {"type": "array", "items": {"type": "object"}, "maxItems": MAX_TOOLS},
+    )
+}
+SAMPLING: Fields = {
+    "min_tokens": integer(0),
+    "temperature": number(0, 2),
+    "top_p": number(0, 1, above=True),
+    "top_k": integer(-1),
+    "min_p": number(0, 1),
+    "repetition_penalty": number(0, above=True),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "logit_bias": LogitBias(),
+    "seed": integer(-MAX_SEED - 1, MAX_SEED - MAX_CHOICES),
+    "n": integer(1, MAX_CHOICES),
+    "stop": StopStrings(),
+    "stop_token_ids": StopTokens(),
+    "ignore_eos": BOOLEAN,
+    "json_schema": Kind("a JSON Schema, or its JSON", {"type": ["object", "string"]}),
+    "regex": STRING,
+    "ebnf": STRING,
+}
+SERVING: Fields = {  # of every request that is run
+    "timeout": number(0, above=True),
+    "priority": integer(-MAX_PRIORITY, MAX_PRIORITY),
+    "cache_salt": Salt(
+        f"a string of 1 to {MAX_SALT_CHARS:,} characters",
+        {"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS},
+    ),
+}
+STREAM: Fields = {"stream": BOOLEAN}
+STREAM_OPTIONS: Fields = {
+    "stream_options": members(
+        include_usage=BOOLEAN, include_obfuscation=refused("streams are not padded", False)
+    )
+}
+USER: Fields = {"user": LABEL}
+LABELS: Fields = {
+    "metadata": labels(MAX_LABELS),
+    "safety_identifier": LABEL,
+    "prompt_cache_key": LABEL,
+}
+TEMPLATE: Fields = {"chat_template_kwargs": OBJECT, "add_generation_prompt": BOOLEAN}
+GENERATION: Fields = {  # of chat and text completions
+    **MODEL,
+    "max_tokens": integer(1),
+    **SAMPLING,
+    **STREAM,
+    **STREAM_OPTIONS,
+    "response_format": Kind(
+        "an object with a `type` of text, json_object or json_schema",
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}},
+            "required": ["type"],
+        },
+    ),
+    **USER,
+    **SERVING,
+}

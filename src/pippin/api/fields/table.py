@@ -1,0 +1,84 @@
+"""A table of fields: checks a request, and describes it as JSON Schema. Knows no dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from pippin.api.fields.kinds import Answer, Kind, Schema, nullable
+from pippin.api.model_info import Rules
+from pippin.api.requests.body import Body, shown
+from pippin.errors import UnsupportedField
+
+
+@dataclass(frozen=True)
+class FieldTable:
+    fields: Mapping[str, Kind]
+    required: tuple[str, ...] = ()
+
+    def names(self, answer: Answer) -> frozenset[str]:
+        return frozenset(name for name, kind in self.fields.items() if kind.answer == answer)
+
+    def check(self, body: Body, rules: Rules) -> None:
+        """Raise for a field that is unknown, missing or refused, or has a wrong value."""
+        body.check_known(self.fields)
+        for name in self.required:
+            body.require(name)
+        self.check_values(body, rules)
+
+    def check_values(self, body: Body, rules: Rules) -> None:
+        for name, kind in self.fields.items():
+            if body.has(name):
+                kind.check(body, name, rules)
+
+    def schema(self, rules: Rules) -> Schema:
+        """Null is "not sent"."""
+        schemas = {name: kind.schema(rules) for name, kind in sorted(self.fields.items())}
+        return {
+            "type": "object",
+            "properties": {
+                name: schema if name in self.required else nullable(schema)
+                for name, schema in schemas.items()
+            },
+            "required": list(self.required),
+            "additionalProperties": {"type": "null"},
+        }
+
+
+@dataclass(frozen=True)
+class Members(Kind):
+    """An object with a table of its own."""
+
+    table: FieldTable = field(default_factory=lambda: FieldTable({}))
+
+    def schema(self, rules: Rules) -> Schema:
+        return self.table.schema(rules)
+
+    def check(self, body: Body, field: str, rules: Rules) -> None:
+        self.table.check(body.required_object(field), rules)
+
+
+def members(**fields: Kind) -> Members:
+    return Members(f"an object with {', '.join(fields)}", table=FieldTable(fields))
+
+
+@dataclass(frozen=True)
+class Refusal(Kind):
+    """Of a documented field that is refused; `neutral` values ask for nothing, and are accepted."""
+
+    neutral: tuple[Any, ...] = ()
+    answer: ClassVar[Answer] = "refused"
+
+    def check(self, body: Body, field: str, rules: Rules) -> None:
+        value = body.get(field)
+        if any(type(value) is type(each) and value == each for each in self.neutral):
+            return  # 0 is not false
+        name = body.name(field)
+        accepted = " or ".join(map(shown, self.neutral))
+        hint = f" (only {accepted} is accepted)" if accepted else ""
+        raise UnsupportedField(f"{name} is not supported: {self.text}{hint}", param=name)
+
+
+def refused(why: str, *neutral: Any) -> Refusal:
+    return Refusal(why, {"enum": list(neutral), "description": why}, neutral)

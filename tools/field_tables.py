@@ -1,0 +1,89 @@
+"""Writes the tables of request fields in docs/ from the tables that requests are checked with.
+
+A table is the one behind a line `<!-- fields: NAME -->` (honoured) or `<!-- refused: NAME -->`. Of
+honoured fields the last column is written by hand: it is kept, and is empty for a new field.
+
+    python tools/field_tables.py
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from pippin.api.fields import anthropic, openai, shared, tokens
+from pippin.api.fields.kinds import Kind
+from pippin.api.fields.table import FieldTable, Refusal
+from pippin.api.model_info import ModelInfo, Rules
+from pippin.config import LimitsConfig
+from pippin.text.bundle import SamplingDefaults
+
+DOCS = Path(__file__).parents[1] / "docs"
+VOCABULARY = 1_234_567_890
+RULES = Rules(ModelInfo("", 0, VOCABULARY, 0), SamplingDefaults(), LimitsConfig())
+TABLES = {
+    "shared": FieldTable(shared.GENERATION, ("model",)),
+    "chat": openai.CHAT,
+    "completions": openai.COMPLETION,
+    "responses": openai.RESPONSES,
+    "messages": anthropic.MESSAGES,
+    "embeddings": openai.EMBEDDINGS,
+    "tokenize": tokens.TOKENIZE,
+    "detokenize": tokens.DETOKENIZE,
+}
+MARKED = re.compile(r"<!-- (fields|refused): (\w+) -->\n((?:\|.*\n)*)")
+SHARED_LINK = "api.md#fields-of-both-endpoints"
+
+
+def rewritten(text: str) -> str:
+    """A document with its tables as they should be."""
+    return MARKED.sub(lambda found: _table(found[1], found[2], found[3]), text)
+
+
+def _table(answer: str, name: str, old: str) -> str:
+    rows = _refused(name) if answer == "refused" else _honoured(name, old)
+    return "\n".join([f"<!-- {answer}: {name} -->", *rows]) + "\n"
+
+
+def _honoured(name: str, old: str) -> list[str]:
+    table = TABLES[name]
+    cells = [[cell.strip() for cell in row.split(" | ")] for row in old.splitlines()]
+    known = {row[0].strip("| ").split("`")[1]: row for row in cells if "`" in row[0]}
+    fields = {n: kind for n, kind in table.fields.items() if kind.answer == "honoured"}
+    same = [n for n, kind in fields.items() if name != "shared" and _is_shared(n, kind)]
+    rows = ["| field | value | notes |", "|---|---|---|"]
+    for field in [n for n in fields if n not in same]:
+        first = known[field][0].strip("| ") if field in known else f"`{field}`"
+        notes = known[field][-1].strip("| ") if field in known else ""
+        value = fields[field].words(RULES).replace(f" from 0 to {VOCABULARY - 1:,}", "")
+        value += "; required" if field in table.required else ""
+        rows.append(f"| {first} | {value} | {notes} |".replace("|  |", "| |"))
+    if same:
+        names = ", ".join(f"`{field}`" for field in same)
+        rows.append(f"| {names} | as in [the shared fields]({SHARED_LINK}) | |")
+    return rows
+
+
+def _is_shared(name: str, kind: Kind) -> bool:
+    return shared.GENERATION.get(name) is kind
+
+
+def _refused(name: str) -> list[str]:
+    rows = ["| field | why | accepted |", "|---|---|---|"]
+    for field, kind in TABLES[name].fields.items():
+        if isinstance(kind, Refusal):
+            accepted = ", ".join(f"`{msgspec.json.encode(v).decode()}`" for v in kind.neutral)
+            rows.append(f"| `{field}` | {kind.text} | {accepted} |".replace("|  |", "| |"))
+    return rows
+
+
+def main() -> int:
+    for document in sorted(DOCS.glob("**/*.md")):
+        document.write_text(rewritten(document.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
