@@ -282,5 +282,5 @@ def test_an_unknown_name_in_the_package_is_an_attribute_error() -> None:
 
 
 def test_an_option_that_would_do_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="canary verifies the prefix cache"):
+    with pytest.raises(ValueError, match="canary requires the prefix cache"):
         EngineConfig(canary="log", prefix_cache=False)

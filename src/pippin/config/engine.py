@@ -81,32 +81,22 @@ class EngineConfig:
         check_at_least(self, buffer_limit=1)
         if self.memory != "auto":
             parse_memory(self.memory)
-        if self.canary != "off" and not self.prefix_cache:
-            raise ConfigError(
-                "canary verifies the prefix cache, which is off: remove --canary or "
-                "--no-prefix-cache"
-            )
-        self._check_tiers()
-
-    def _check_tiers(self) -> None:
         if (self.cache_dir is None) != (self.disk is None):
-            given, lacking = (
-                ("disk", "cache_dir") if self.cache_dir is None else ("cache_dir", "disk")
-            )
             raise ConfigError(
-                f"{given} requires {lacking}: give --cache-dir, the directory, and --disk, its size"
+                "cache_dir and disk require each other: give --cache-dir, the directory, and "
+                "--disk, its size"
             )
-        if self.disk is not None:
-            parse_bytes("disk", self.disk)
-            if not self.prefix_cache:
+        for name in ("disk", "host_cache"):
+            if (amount := getattr(self, name)) is not None:
+                parse_bytes(name, amount)
+        stores = {
+            "canary": self.canary != "off",
+            "cache_dir": self.cache_dir is not None,
+            "host_cache": self.host_cache is not None,
+        }
+        for name, given in stores.items():
+            if given and not self.prefix_cache:
                 raise ConfigError(
-                    "cache_dir stores the prefix cache, which is off: remove --cache-dir or "
-                    "--no-prefix-cache"
-                )
-        if self.host_cache is not None:
-            parse_bytes("host_cache", self.host_cache)
-            if not self.prefix_cache:
-                raise ConfigError(
-                    "host_cache stores the prefix cache, which is off: remove --host-cache or "
-                    "--no-prefix-cache"
+                    f"{name} requires the prefix cache, which is off: remove "
+                    f"--{name.replace('_', '-')} or --no-prefix-cache"
                 )

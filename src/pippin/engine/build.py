@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pippin.amounts import option_bytes, parse_memory, show_bytes
 from pippin.backends.base import Backend
@@ -107,8 +108,16 @@ def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> 
 
         max_len = config.model.max_len or FAKE_MAX_LEN
         return FakeBackend(num_slots=config.engine.max_running, max_len=max_len)
+    options: dict[str, Any] = {
+        "num_slots": config.engine.max_running,
+        "dtype": config.model.dtype,
+        "max_len": config.model.max_len,
+        "deterministic": config.engine.deterministic,
+        "fingerprints": keeps_fingerprints(config.engine),
+        "progress": progress,
+    }
     if config.model.backend == "torch":
-        return _load_torch(config, progress)
+        return _load_torch(config, options)
     from pippin.backends.mlx import environment
 
     environment.prepare(
@@ -118,34 +127,19 @@ def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> 
     from pippin.backends.mlx.backend import MLXBackend  # imports mlx, which reads what was set
 
     return MLXBackend.load(
-        Path(config.model.model),
-        num_slots=config.engine.max_running,
-        dtype=config.model.dtype,
-        max_len=config.model.max_len,
-        deterministic=config.engine.deterministic,
-        builds_kernels=stays,
-        wired=config.engine.wired,
-        fingerprints=keeps_fingerprints(config.engine),
-        progress=progress,
+        Path(config.model.model), builds_kernels=stays, wired=config.engine.wired, **options
     )
 
 
-def _load_torch(config: Config, progress: Progress) -> Backend:
+def _load_torch(config: Config, options: dict[str, Any]) -> Backend:
     try:
         from pippin.backends.torch.backend import TorchBackend
     except ImportError as error:
-        raise LoadError(f"torch is not there: pip install 'pippin[torch]' ({error})") from error
+        raise LoadError(f"torch is not installed: pip install 'pippin[torch]' ({error})") from error
     if config.engine.wired or config.engine.buffer_limit is not None:
         raise LoadError("wired and buffer_limit are options of mlx, and this is torch")
     return TorchBackend.load(
-        Path(config.model.model),
-        num_slots=config.engine.max_running,
-        dtype=config.model.dtype,
-        max_len=config.model.max_len,
-        deterministic=config.engine.deterministic,
-        prefill_tokens=config.engine.prefill_tokens,
-        fingerprints=keeps_fingerprints(config.engine),
-        progress=progress,
+        Path(config.model.model), prefill_tokens=config.engine.prefill_tokens, **options
     )
 
 

@@ -16,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 
@@ -46,9 +48,9 @@ from pippin.offline.requests import (
     Message,
     OfflineRequests,
     Params,
-    Priority,
     PromptInput,
     Prompts,
+    RequestOptions,
     offline_config,
     only_one,
 )
@@ -83,72 +85,43 @@ class AsyncLLM:
         return cls(thread, requests, chosen.engine.max_queue)
 
     async def generate(
-        self,
-        prompts: Prompts,
-        params: Params = None,
-        *,
-        priority: Priority = 0,
-        cache_salt: str | None = None,
+        self, prompts: Prompts, params: Params = None, **options: Unpack[RequestOptions]
     ) -> list[Completion]:
         """As `LLM.generate`. Cancelling it stops what it asked for."""
-        open = self._requests.completions
-        return await self._complete(
-            await asyncio.to_thread(open, prompts, params, priority, cache_salt)
-        )
+        open = partial(self._requests.completions, prompts, params, **options)
+        sequences = await asyncio.to_thread(open)
+        return await all_or_none([self._completion(sequence) for sequence in sequences])
 
     async def chat(
-        self,
-        messages: Conversations,
-        params: Params = None,
-        *,
-        priority: Priority = 0,
-        cache_salt: str | None = None,
+        self, messages: Conversations, params: Params = None, **options: Unpack[RequestOptions]
     ) -> list[Completion]:
         """As `LLM.chat`."""
-        open = self._requests.chats
-        return await self._complete(
-            await asyncio.to_thread(open, messages, params, priority, cache_salt)
-        )
+        open = partial(self._requests.chats, messages, params, **options)
+        sequences = await asyncio.to_thread(open)
+        return await all_or_none([self._completion(sequence) for sequence in sequences])
 
-    async def embed(
-        self, prompts: Prompts, *, priority: Priority = 0, cache_salt: str | None = None
-    ) -> np.ndarray:
+    async def embed(self, prompts: Prompts, **options: Unpack[RequestOptions]) -> np.ndarray:
         """As `LLM.embed`."""
-        open = self._requests.embeddings
-        submits = await asyncio.to_thread(open, prompts, priority, cache_salt)
+        submits = await asyncio.to_thread(partial(self._requests.embeddings, prompts, **options))
         return np.stack(await all_or_none([self._vector(submit) for submit in submits]))
 
-    async def stream_generate(
+    def stream_generate(
         self,
         prompt: PromptInput,
         params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[str, None]:
         """The continuation's text as it arrives. Closing the generator stops it."""
-        open = self._requests.completions
-        sequences = await asyncio.to_thread(open, [prompt], params, priority, cache_salt)
-        async with aclosing(self._pieces(only_one(sequences))) as pieces:
-            async for piece in pieces:
-                if piece.text:
-                    yield piece.text
+        return self._stream(partial(self._requests.completions, [prompt], params, **options))
 
-    async def stream_chat(
+    def stream_chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[str, None]:
         """The answer's text as it arrives. Closing the generator stops the reply."""
-        open = self._requests.chats
-        sequences = await asyncio.to_thread(open, messages, params, priority, cache_salt)
-        async with aclosing(self._pieces(only_one(sequences))) as pieces:
-            async for piece in pieces:
-                if piece.text:
-                    yield piece.text
+        return self._stream(partial(self._requests.chats, messages, params, **options))
 
     async def close(self) -> None:
         """Requests that are still open end with an error."""
@@ -162,8 +135,14 @@ class AsyncLLM:
 
     # ---- inside ----------------------------------------------------------------------------
 
-    async def _complete(self, sequences: Sequence[GeneratedSequence]) -> list[Completion]:
-        return await all_or_none([self._completion(sequence) for sequence in sequences])
+    async def _stream(
+        self, open: Callable[[], list[GeneratedSequence]]
+    ) -> AsyncGenerator[str, None]:
+        sequence = only_one(await asyncio.to_thread(open))
+        async with aclosing(self._pieces(sequence)) as pieces:
+            async for piece in pieces:
+                if piece.text:
+                    yield piece.text
 
     async def _completion(self, sequence: GeneratedSequence) -> Completion:
         completion = Completion(list(sequence.prompt.tokens))

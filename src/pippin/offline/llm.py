@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 
@@ -26,9 +27,9 @@ from pippin.offline.requests import (
     Message,
     OfflineRequests,
     Params,
-    Priority,
     PromptInput,
     Prompts,
+    RequestOptions,
     offline_config,
     only_one,
 )
@@ -85,9 +86,8 @@ class LLM:
         prompts: Prompts,
         params: Params = None,
         *,
-        priority: Priority = 0,
-        cache_salt: str | None = None,
         progress: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Complete every prompt, any number at once; `n` completions each, next to each other.
 
@@ -95,7 +95,7 @@ class LLM:
         prefix. If one fails, its error is raised after the others have been stopped. `progress`:
         show a bar in the terminal.
         """
-        sequences = self._requests.completions(prompts, params, priority, cache_salt)
+        sequences = self._requests.completions(prompts, params, **options)
         return self._complete(sequences, progress=progress)
 
     def chat(
@@ -103,52 +103,42 @@ class LLM:
         messages: Conversations,
         params: Params = None,
         *,
-        priority: Priority = 0,
-        cache_salt: str | None = None,
         progress: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Answer one conversation, or several at once."""
-        sequences = self._requests.chats(messages, params, priority, cache_salt)
+        sequences = self._requests.chats(messages, params, **options)
         return self._complete(sequences, progress=progress)
 
     def stream_generate(
         self,
         prompt: PromptInput,
         params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[str]:
         """The continuation's text as it comes. Closing the iterator stops it."""
-        return self._stream(self._requests.completions([prompt], params, priority, cache_salt))
+        return self._stream(self._requests.completions([prompt], params, **options))
 
     def stream_chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[str]:
         """The answer's text as it comes. Closing the iterator stops the reply.
 
         Several may be open at once, and other calls may be made meanwhile.
         """
-        return self._stream(self._requests.chats(messages, params, priority, cache_salt))
+        return self._stream(self._requests.chats(messages, params, **options))
 
     def embed(
-        self,
-        prompts: Prompts,
-        *,
-        priority: Priority = 0,
-        cache_salt: str | None = None,
-        progress: bool = False,
+        self, prompts: Prompts, *, progress: bool = False, **options: Unpack[RequestOptions]
     ) -> np.ndarray:
         """A vector of length 1 for every prompt: float32 [prompts, hidden].
 
         It is what the model's head reads after the prompt's last token.
         """
-        submits = self._requests.embeddings(prompts, priority, cache_salt)
+        submits = self._requests.embeddings(prompts, **options)
         found: dict[str, np.ndarray] = {}
         bar = progress_bar(len(submits), shown=progress)
         with bar as advance, closing(self._router.run(submits)) as deltas:

@@ -9,7 +9,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from pippin.api.requests.salts import check_salt
 from pippin.api.requests.sampling_fields import check_priority, check_sampling
@@ -30,6 +30,11 @@ Message = dict[str, Any]
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Priority = int | Sequence[int]
+
+
+class RequestOptions(TypedDict, total=False):
+    priority: Priority  # higher starts first; one for all prompts, or one each. Default: 0
+    cache_salt: str | None  # requests with different salts share no cached prefix
 
 
 @dataclass
@@ -72,19 +77,19 @@ class OfflineRequests:
         self._ids = itertools.count()
 
     def completions(
-        self, prompts: Prompts, params: Params, priority: Priority, cache_salt: str | None
+        self, prompts: Prompts, params: Params, **options: Unpack[RequestOptions]
     ) -> list[GeneratedSequence]:
         encoded = [self._completion_prompt(prompt) for prompt in _as_prompts(prompts)]
-        return self._open(encoded, params, priority, cache_salt)
+        return self._open(encoded, params, **options)
 
     def chats(
-        self, messages: Conversations, params: Params, priority: Priority, cache_salt: str | None
+        self, messages: Conversations, params: Params, **options: Unpack[RequestOptions]
     ) -> list[GeneratedSequence]:
         prompts = [chat_prompt(chat, self._text) for chat in _as_conversations(messages)]
-        return self._open(prompts, params, priority, cache_salt)
+        return self._open(prompts, params, **options)
 
     def embeddings(
-        self, prompts: Prompts, priority: Priority, cache_salt: str | None
+        self, prompts: Prompts, priority: Priority = 0, cache_salt: str | None = None
     ) -> list[Submit]:
         encoded = [self._completion_prompt(prompt) for prompt in _as_prompts(prompts)]
         if not encoded:
@@ -101,7 +106,11 @@ class OfflineRequests:
         return submits
 
     def _open(
-        self, prompts: Sequence[Prompt], params: Params, priority: Priority, cache_salt: str | None
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        priority: Priority = 0,
+        cache_salt: str | None = None,
     ) -> list[GeneratedSequence]:
         count, salt = len(prompts), check_salt(cache_salt)
         all_params: Sequence[SamplingParams] = _for_each(self._checked(params), count, "params")

@@ -83,11 +83,9 @@ class Registry:
 
     def requeue(self, running: RunningSlot) -> None:
         request = running.request
-        if running.damaged and not request.output:
-            request.start_again()
-        else:
-            request.preempt()
-            self._metrics.preemptions += 1
+        num_before = request.num_preemptions
+        request.requeue(damaged=running.damaged)
+        self._metrics.preemptions += request.num_preemptions - num_before
         self._admission.add(request)
         self.tell_changed(request)
 

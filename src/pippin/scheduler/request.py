@@ -151,17 +151,9 @@ class Request:
         self.grammar = grammar
         self.phase = "waiting"
 
-    def wait_for_load(self) -> None:
-        assert self.phase == "waiting"
-        self.phase = "loading"
-
     def note_load(self, tier: TierName, start: int, end: int) -> None:
         """Tokens [start, end) are in memory now because it waited; perhaps none."""
         self.loaded[tier] = (start, max(start, end))
-
-    def end_wait(self) -> None:
-        assert self.phase == "loading"
-        self.phase = "waiting"
 
     def start(self, slot: int, cached_len: int) -> None:
         assert self.phase == "waiting"
@@ -196,23 +188,19 @@ class Request:
             return "stop"
         return "length" if num_generated >= self.params.max_tokens else None
 
-    def preempt(self) -> None:
-        """Back to the queue: no sample is in flight, and what is known stays known."""
+    def requeue(self, *, damaged: bool) -> None:
+        """No sample is in flight, and what is known stays known. `damaged`: what it was restored
+        from. A reply without tokens then starts again, as if it had never started."""
         assert self.running
-        assert self.num_sampled == len(self.output), "a sample is in flight"
         self.phase = "waiting"
         self.slot = self.tiers_tried = 0
-        self.num_preemptions += 1
-
-    def start_again(self) -> None:
-        """Back to the queue as if it had never started: nobody has heard of its first token."""
-        assert self.running
-        assert not self.output
-        self.phase = "waiting"
-        self.starts_again = True
-        self.slot = self.num_sampled = self.tiers_tried = 0
-        self.cached_len = self.host_len = self.disk_len = 0
-        self.loaded = {}
+        if damaged and not self.output:
+            self.starts_again = True
+            self.num_sampled = self.cached_len = self.host_len = self.disk_len = 0
+            self.loaded = {}
+        else:
+            assert self.num_sampled == len(self.output), "a sample is in flight"
+            self.num_preemptions += 1
 
     def drop_samples(self) -> None:
         """What was drawn for it, or is being drawn, is not to be used."""

@@ -102,32 +102,32 @@ def _download(name: str, revision: str | None) -> Path:
         RevisionNotFoundError,
     )
 
+    page = f"https://huggingface.co/{name}"
+    remedies: dict[type[Exception], str] = {  # the first that an error is an instance of
+        GatedRepoError: (
+            f"is gated: request access at {page}, then run `hf auth login` or set HF_TOKEN"
+        ),
+        RevisionNotFoundError: (
+            f"has no revision {revision!r}: see the branches and tags at {page}/tree/main"
+        ),
+        RepositoryNotFoundError: (
+            "was not found: there is no such directory, and on the Hugging Face hub it does not "
+            "exist or is private (then run `hf auth login`)"
+        ),
+        LocalEntryNotFoundError: (
+            "is neither a directory nor in the local cache, and the Hugging Face hub cannot be "
+            "reached: check the network and HF_HUB_OFFLINE, or give a directory"
+        ),
+    }
     try:
         return Path(
             snapshot_download(
                 name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_FOLDERS
             )
         )
-    except GatedRepoError as error:
-        raise LoadError(
-            f"model {name!r} is gated: request access at https://huggingface.co/{name}, then run "
-            "`hf auth login` or set HF_TOKEN"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise LoadError(
-            f"model {name!r} has no revision {revision!r}: see the branches and tags at "
-            f"https://huggingface.co/{name}/tree/main"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise LoadError(
-            f"no model {name!r} was found: there is no such directory, and on the Hugging Face hub "
-            "it does not exist or is private (then run `hf auth login`)"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise LoadError(
-            f"model {name!r} is neither a directory nor in the local cache, and the Hugging Face "
-            "hub cannot be reached: check the network and HF_HUB_OFFLINE, or give a directory"
-        ) from error
+    except tuple(remedies) as error:
+        remedy = next(text for kind, text in remedies.items() if isinstance(error, kind))
+        raise LoadError(f"model {name!r} {remedy}") from error
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise LoadError(f"model {name!r} could not be downloaded: {reason}") from error

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property, lru_cache
 from statistics import median
 
@@ -53,13 +54,7 @@ class Timed:
 
     def followed_by(self, other: Timed) -> Timed:
         """Both as one: what a step costs adds up."""
-        return Timed(
-            self.seconds + other.seconds,
-            self.decode_rows + other.decode_rows,
-            self.prefill_tokens + other.prefill_tokens,
-            self.num_decodes + other.num_decodes,
-            self.num_prefills + other.num_prefills,
-        )
+        return Timed(*map(operator.add, astuple(self), astuple(other)))
 
 
 # Of a step: decode steps, rows, forwards, tokens, the seconds of all of these, and how many steps

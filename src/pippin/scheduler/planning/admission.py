@@ -271,16 +271,13 @@ class Admission:
 
     # ---- what the tree has -----------------------------------------------------------------
 
-    def _uses_cache(self, request: Request) -> bool:
-        return self._cache is not None and not request.wants_prompt_logprobs
-
     def _probe(self, request: Request) -> int:
-        if self._cache is None or not self._uses_cache(request):
+        if self._cache is None or request.wants_prompt_logprobs:
             return 0
         return self._cache.probe_prompt(request.tokens(request.num_tokens), request.salt)
 
     def _match(self, request: Request) -> Match | None:
-        if self._cache is None or not self._uses_cache(request):
+        if self._cache is None or request.wants_prompt_logprobs:
             return None
         tokens = request.tokens(request.num_tokens)
         match = self._cache.match_prompt(tokens, request.salt)
@@ -290,7 +287,7 @@ class Admission:
         return match
 
     def _promise(self, offer: Offer, inflight: InflightPrefixes) -> Promise | None:
-        if not self._uses_cache(offer.request):
+        if self._cache is None or offer.request.wants_prompt_logprobs:
             return None
         return inflight.promise(
             offer.request,

@@ -80,7 +80,7 @@ class Loads:
         if job is None:
             return False
         job.waiters[request] = found.memory_length
-        request.wait_for_load()
+        request.phase = "loading"
         return True
 
     def _job_along(self, tokens: np.ndarray, salt: bytes) -> LoadJob | None:
@@ -131,7 +131,7 @@ class Loads:
         """Those that need not wait any longer."""
         ready, self._ready = self._ready, []
         for request in ready:
-            request.end_wait()
+            request.phase = "waiting"
         return ready
 
     # ---- steps -----------------------------------------------------------------------------
