@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import shutil
 import ssl
 import tempfile
 from collections.abc import Iterator
@@ -53,31 +52,23 @@ for part in ("connect", "read", "write", "pool"):
 # GPUs may round float32 products to ten bits: no tolerance here allows for that.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
-KERNELS: Path | None = None
-if (compiler := shutil.which("g++")) is not None and "PYTEST_XDIST_WORKER" in os.environ:
-    from pippin.native_kernels import cpu_identity, write_script
-
-    # Kernels are built once for all workers, and for the next run. mlx keeps them in the temporary
-    # directory and would load one that another process has half written: our g++ makes them whole.
-    home = Path(tempfile.gettempdir(), f"pippin-tests-{os.getuid()}")
-    KERNELS = home / cpu_identity(Path(compiler))
-    write_script(KERNELS / "bin" / "g++", compiler, flags="")
-    os.environ["PATH"] = os.pathsep.join([str(KERNELS / "bin"), os.environ["PATH"]])
-    os.environ["TMPDIR"] = str(KERNELS)
+# Stock mlx-lm, which ours is compared with, would have g++ build its kernels one by one.
+os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
+# Our operations are built once for all workers, and for the next run.
+OPERATIONS = Path(tempfile.gettempdir(), f"pippin-tests-{os.getuid()}")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def user_directories_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """All but the kernels that the command builds for the CPU at hand."""
+    """All but the operations that are built for the CPU at hand."""
     with pytest.MonkeyPatch.context() as patch:
         for kind in ("cache", "config"):
             directory = tmp_path_factory.mktemp(kind)
             patch.setenv(f"XDG_{kind.upper()}_HOME", str(directory))
-            if kind == "cache" and KERNELS is not None:
-                native = KERNELS / "native"
-                native.mkdir(exist_ok=True)
+            if kind == "cache":
+                OPERATIONS.mkdir(exist_ok=True)
                 (directory / "pippin").mkdir()
-                (directory / "pippin" / "kernels").symlink_to(native)
+                (directory / "pippin" / "kernels").symlink_to(OPERATIONS)
         yield
 
 
@@ -87,16 +78,6 @@ def same_numbers() -> None:
     import mlx.core as mx  # reads the environment set above
 
     mx.random.seed(0)
-
-
-@pytest.fixture(scope="module")
-def without_compiler() -> Iterator[None]:
-    """On Linux CPUs mlx calls a C++ compiler: seconds for each kernel of each small model."""
-    import mlx.core as mx
-
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -37,8 +37,6 @@ from pippin.types import Component, Payload, SamplingParams, TokenLogprobs
 from processes import is_installed
 from serving import BUNDLED, served
 
-pytestmark = pytest.mark.usefixtures("without_compiler")
-
 NUM_SLOTS = 6
 KV = (Component.ATTENTION, Component.WINDOW)
 BACKENDS: dict[str, Callable[[], Backend]] = {

@@ -50,7 +50,6 @@ def plain_embedding(name: str, tokens: Sequence[int]) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("name", [BUNDLED, "llama", "qwen3_5", "gpt_oss"])
 def test_vectors_are_those_of_the_plain_model(name: str) -> None:
     client = serving.make_client(name, chunk=64)

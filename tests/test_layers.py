@@ -17,7 +17,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "types": set(),
     "errors": set(),
     "logs": set(),
-    "native_kernels": set(),
     "amounts": set(),
     "config": {"types", "amounts"},
     "messages": {"types"},
@@ -41,7 +40,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.step_outputs": {"types", "backends.base", "backends.fingerprint_reads"},
     "backends.fake": {"types", "backends.base", "backends.masks", "cache.entries"},
     "backends.mlx": {
-        *("types", "cache.entries", "config", "native_kernels"),
+        *("types", "cache.entries", "config"),
         *("backends.base", "backends.host"),
         *("backends.chunking", "backends.masks", "backends.sampling"),
         *("backends.fingerprint_reads", "backends.step_outputs"),

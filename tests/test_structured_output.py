@@ -16,7 +16,6 @@ from pippin import LLM, SamplingParams
 from pippin.config import Config, EngineConfig, ModelConfig
 from pippin.errors import PippinError, RequestError
 
-pytestmark = pytest.mark.usefixtures("without_compiler")
 PERSON = SCHEMAS["person"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=160)
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=160)

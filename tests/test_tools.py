@@ -93,8 +93,12 @@ def test_all_that_is_imported_is_traced() -> None:
     ("changed", "chosen", "passed_over"),
     [
         ("src/pippin/cache/tree/radix.py", "cache/test_locks.py", "scheduler/test_replies.py"),
-        ("src/pippin/bench/pairs.py", "bench/test_bench_offline.py", "scheduler/test_pace.py"),
-        ("src/pippin/__main__.py", "test_native_kernels.py", "cache/test_locks.py"),
+        (
+            "src/pippin/bench/results/pairs.py",
+            "bench/test_bench_offline.py",
+            "scheduler/test_pace.py",
+        ),
+        ("src/pippin/__main__.py", "test_serve.py", "cache/test_locks.py"),
         ("src/pippin/api/page/page.css", "api/test_access_control.py", "cache/test_locks.py"),
         ("tests/builders.py", "scheduler/test_replies.py", "text/test_stop.py"),
         ("tests/text/test_stop.py", "text/test_stop.py", "text/test_tokenizer.py"),

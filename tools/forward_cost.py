@@ -27,10 +27,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from pippin.native_kernels import build_for_this_cpu
-
-build_for_this_cpu()
-
 import pippin.backends.mlx  # noqa: E402  (the fast BLAS, before mlx)
 
 # isort: split

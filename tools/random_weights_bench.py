@@ -113,7 +113,7 @@ def pippin_prompt(loaded: LoadedModel, ids: np.ndarray, chunk: int) -> PromptSta
 
 class PippinDecode:
     def __init__(self, loaded: LoadedModel, rows: int, context: int, *, plain: bool) -> None:
-        self._forward = DecodeForward(loaded.layout, loaded.forward, compiled=lambda: not plain)
+        self._forward = DecodeForward(loaded.layout, loaded.forward, compiled=not plain)
         self._rows = DecodeRows(loaded.layout, loaded.attention)
         prompts = [pippin_prompt(loaded, ids, 2048) for ids in tokens(rows, context)]
         self._rows.join(list(enumerate(prompts, start=1)))

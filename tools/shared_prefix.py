@@ -17,7 +17,6 @@ import numpy as np
 
 import pippin
 from pippin.backends.mlx.rows import grouping  # brings its BLAS: before mlx itself
-from pippin.backends.mlx.cpu.compiler import compile_available
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.load import load
 from pippin.backends.mlx.prefill.batch import PromptState
@@ -76,8 +75,7 @@ def step_ms(rows: DecodeRows, forward: DecodeForward, num_steps: int) -> list[fl
 
 def compare(num_rows: int, num_shared: int) -> None:
     pair = [joined(num_rows, num_shared, shares=shares) for shares in (False, True)]
-    available = compile_available().available
-    forward = DecodeForward(loaded.layout, loaded.forward, compiled=lambda: available)
+    forward = DecodeForward(loaded.layout, loaded.forward, compiled=True)
     for rows in pair:
         step_ms(rows, forward, WARM_STEPS)
     taken: list[list[float]] = [[], []]

@@ -134,9 +134,6 @@ def test_without_a_cast_the_weights_are_linked_to(tmp_path: Path) -> None:
 def test_both_servers_answer_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setattr("pippin.bench.served.scenarios.PROMPT_TOKENS", 50)
-    monkeypatch.setattr(
-        "pippin.bench.served.compare.build_kernels", lambda *_: None
-    )  # half a minute
     report = compare(BUNDLED_PATH, bundled=True, only=["prefill", "decode-1"], rounds=1)
     for scenario, measure in (("prefill", "prefill"), ("decode-1", "decode")):
         rounds = report.data["scenarios"][scenario]["rounds"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,9 +12,6 @@ import pytest
 
 from bundled import BUNDLED_PATH
 from pippin import LLM, SamplingParams
-from pippin.backends.mlx.cpu.compiler import compile_available
-from pippin.backends.mlx.device import on_cpu
-from pippin.bench import kernels
 from pippin.bench.churn.rates import measure_rates
 from pippin.bench.errors import BenchError
 from pippin.bench.in_process import growth as growth_module
@@ -27,9 +23,7 @@ from pippin.bench.in_process.overlap import Account, OverlapOutcome, overlap
 from pippin.bench.in_process.overlap import summarize as overlap_summary
 from pippin.bench.prompts import Prompts
 from pippin.bench.results.pairs import WARM_UPS, Compared, Pairs, in_turn
-from pippin.bench.results.report import Report
 from pippin.config import Config, EngineConfig, ModelConfig
-from processes import environment
 
 TOY = Config(model=ModelConfig(backend="fake"))
 
@@ -181,53 +175,6 @@ def test_a_compared_row_has_medians_the_ratio_and_its_target() -> None:
     assert row == ("ms", "2,020", "1,000", "1.030x", "1.020-3.015", "at most 1.03x: met")
     assert Compared("ms", pairs, at_least=1.1).cells[-1] == "at least 1.10x: missed"
     assert Compared("ms", pairs).cells[-1] == ""
-
-
-@pytest.mark.slow
-def test_kernels_that_are_missing_are_built(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if not on_cpu() or not compile_available().available:
-        pytest.skip("kernels are built on CPUs with a compiler")
-    instead = """
-import sys
-from pippin.backends.mlx.cpu import warm
-warm.build = lambda loaded: sys.exit(f"built for {loaded.name}")
-"""
-    monkeypatch.setattr(kernels, "BUILD", instead + kernels.BUILD)
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where none lie yet
-    with pytest.raises(BenchError, match=f"built for {BUNDLED_PATH.name}"):
-        kernels.build_kernels(str(BUNDLED_PATH), "float32")
-
-
-def test_kernels_that_cannot_be_built_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "BUILD", "import sys; sys.exit(f'no kernels for {sys.argv[1:]}')")
-    with pytest.raises(BenchError, match=r"no kernels for \['a model', 'float32'\]"):
-        kernels.build_kernels("a model", "float32")
-
-
-@pytest.mark.parametrize(
-    ("name", "measure"),
-    [
-        ("growth", lambda: growth(TOY, only=["skew"])),
-        ("overlap", lambda: overlap(TOY, num_streams=2, num_tokens=8, num_pairs=1)),
-        (
-            "one_batch",
-            lambda: one_batch(TOY, batches=(1,), input_lens=(8,), output_len=9, repeats=1),
-        ),
-    ],
-)
-def test_nothing_is_timed_before_all_is_ready(
-    monkeypatch: pytest.MonkeyPatch, name: str, measure: Callable[[], Report]
-) -> None:
-    def refuse(llm: LLM) -> None:
-        assert llm.metrics.steps == 0
-        raise BenchError("not ready")
-
-    monkeypatch.setattr(f"pippin.bench.in_process.{name}.make_ready", refuse)
-    with pytest.raises(BenchError, match="not ready"):
-        measure()
 
 
 def test_engines_beside_each_other_share_a_model_and_nothing_else() -> None:

@@ -16,8 +16,6 @@ from builders import Client, Reply, ToyGrammar
 from families import VOCAB
 from near_ties import assert_same
 
-pytestmark = pytest.mark.usefixtures("without_compiler")
-
 MODELS = ("qwen3_5", *serving.TORCH_MODELS[1:2])  # a small hybrid
 
 

@@ -126,7 +126,6 @@ def test_a_tokenizer_that_is_code_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_compiler")
 def test_code_that_lies_beside_the_weights_is_not_run(tmp_path: Path) -> None:
     """Many checkpoints name code for other programs in `auto_map`; here it is only passed over."""
     path, ran = tmp_path / "model", tmp_path / "ran"

@@ -22,13 +22,12 @@ def ignore(stage: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("backend", ["mlx", "torch"])
 @pytest.mark.parametrize("budget", ["1MB", "30MB"])
 def test_a_budget_that_is_too_small_names_one_that_is_not(backend: str, budget: str) -> None:
     model = ModelConfig(str(BUNDLED_PATH), backend=backend, dtype="float32")  # type: ignore[arg-type]
     config = Config(model, EngineConfig(max_running=2, memory=budget))
-    loaded = load_backend(config, ignore, stays=False)
+    loaded = load_backend(config, ignore)
     with pytest.raises(LoadError, match=r"memory: the model uses .* of a budget of") as refused:
         build_loop(config, ignore, backend=loaded)
     found = re.search(r"start with --memory ([\d.]+[GM]B) or more", refused.value.message)
@@ -38,11 +37,10 @@ def test_a_budget_that_is_too_small_names_one_that_is_not(backend: str, budget: 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_compiler")
 def test_a_model_that_the_device_is_too_small_for_names_no_budget() -> None:
     model = ModelConfig(str(BUNDLED_PATH), backend="mlx", dtype="float32")
     config = Config(model, EngineConfig(memory="1MB"))
-    loaded = load_backend(config, ignore, stays=False)
+    loaded = load_backend(config, ignore)
     loaded.device = replace(loaded.device, memory_bytes=10**6)  # type: ignore[misc]
     with pytest.raises(
         LoadError, match=r"the device has 1\.0 MB: use a smaller or quantized model"

@@ -20,7 +20,6 @@ from pippin.cli.options import option_name
 from pippin.cli.settings import SETTINGS
 from pippin.cli.settings_commands import config
 from pippin.errors import ConfigError, PippinError
-from pippin.native_kernels import build_for_this_cpu
 
 help_page = HelpPage()
 app = App(
@@ -53,8 +52,6 @@ app.command(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command. A user error is one line on stderr and exit status 2 or 1."""
-    if argv is None:  # a process of our own, not a program that calls us
-        build_for_this_cpu()
     words = sys.argv[1:] if argv is None else list(argv)
     help_page.shows_all = HELP_ALL in words
     try:

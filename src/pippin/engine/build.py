@@ -51,7 +51,7 @@ def build_loop(
     if stays and config.model.backend != "fake":
         prover.start()  # it is ready by the time the model is
     is_given = backend is not None
-    backend = backend or load_backend(config, progress, stays=stays)
+    backend = backend or load_backend(config, progress)
     try:
         capacity_bytes = _capacity_bytes(config.engine, backend)
     except LoadError:
@@ -102,7 +102,7 @@ def _build_cache(config: EngineConfig, spec: ModelSpec, capacity_bytes: int) -> 
     )
 
 
-def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> Backend:
+def load_backend(config: Config, progress: Progress) -> Backend:
     if config.model.backend == "fake":
         from pippin.backends.fake import FakeBackend
 
@@ -126,9 +126,7 @@ def load_backend(config: Config, progress: Progress, *, stays: bool = False) -> 
 
     from pippin.backends.mlx.backend import MLXBackend  # imports mlx, which reads what was set
 
-    return MLXBackend.load(
-        Path(config.model.model), builds_kernels=stays, wired=config.engine.wired, **options
-    )
+    return MLXBackend.load(Path(config.model.model), wired=config.engine.wired, **options)
 
 
 def _load_torch(config: Config, options: dict[str, Any]) -> Backend:

@@ -25,8 +25,6 @@ from pippin import LLM, SamplingParams, __version__
 from pippin.backends.host import num_threads
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.blas import load_fast_blas
-from pippin.backends.mlx.cpu.compiler import compile_available
-from pippin.backends.mlx.cpu.few_rows import use_few_rows_kernel
 from pippin.backends.mlx.cpu.operations.library import OperationsReport, find_library
 from pippin.backends.mlx.describe import describe
 from pippin.backends.mlx.device import device_info, max_buffers, on_cpu
@@ -127,12 +125,7 @@ def _device() -> Iterator[Finding]:
     threads = f", {blas.threads} threads" if blas.threads else ""
     yield Finding("BLAS", f"{blas.name}{threads}" + (f" ({blas.reason})" if blas.reason else ""))
     if on_cpu():
-        few = use_few_rows_kernel()
-        text = f"up to {few.max_rows} rows by Pippin's kernel" if few.max_rows else f"{few.reason}"
-        yield Finding("products of few rows", text)
         yield from _operations(find_library())
-    compiles = compile_available()
-    yield Finding("mx.compile", f"{'on' if compiles.available else 'off'}: {compiles.reason}")
 
 
 def _operations(found: OperationsReport) -> Iterator[Finding]:
@@ -226,9 +219,7 @@ def _steps(config: Config, *, compiled: bool) -> str:
         return "compiled, as in pippin serve"
     if config.engine.deterministic:
         return "not compiled: --deterministic"
-    if not compile_available().available:
-        return "not compiled, as in pippin serve: see mx.compile"
-    return "not compiled: pippin serve compiles their kernels in the background, and then uses them"
+    return "not compiled, as in pippin serve: mlx cannot be asked to compile without a C++ compiler"
 
 
 def _batch_equals_solo(llm: LLM, margin: float) -> Finding:

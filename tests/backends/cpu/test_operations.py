@@ -9,7 +9,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from pippin.backends.mlx.cpu.attention import attend
 from pippin.backends.mlx.cpu.operations import check, drop_ins
 from pippin.backends.mlx.cpu.operations.calls import (
     LinearLayers,
@@ -223,9 +222,9 @@ def test_attention_of_chunks_is_mlx_s(
     allowed = mx.random.uniform(shape=(2, 1, num_queries, num_keys), key=mx.random.key(3)) < 0.6
     allowed[..., 0] = True  # nobody sees nothing
     mask = {"causal": "causal", "all": None, "one mask": allowed[:1], "each row's": allowed}[kind]
-    got = attend(q, k, v, 0.25, mask)
+    got = drop_ins.attention(q, k, v, scale=0.25, mask=mask)
     with without_operations():
-        assert_close(got, attend(q, k, v, 0.25, mask))
+        assert_close(got, drop_ins.attention(q, k, v, scale=0.25, mask=mask))
     assert_close(got, mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask=mask))
 
 
@@ -252,17 +251,17 @@ def test_what_nobody_holds_any_more_is_given_back(ours: Operations) -> None:
     """Nodes with several outputs hold each other, which mlx has to take apart."""
     code = """
 import mlx.core as mx
-from pippin.backends.mlx.cpu.operations.calls import operations
+from pippin.backends.mlx.cpu.operations.calls import LinearLayers, LinearWeights, operations
 
 ours = operations()
-x = mx.random.normal((1, 70, 2, 16)) * 0.1
-gates, state = mx.ones((1, 70, 2)), mx.zeros((1, 2, 16, 16))
-mx.eval(x, gates, state)
+x, weight = mx.random.normal((3, 16)), ours.pack(mx.random.normal((40, 16)))
+layers = LinearLayers([LinearWeights(weight, None, 40), LinearWeights(weight, None, 40)])
+mx.eval(x, weight)
 
 def run():
-    y, states = ours.gated_delta(x, x, x, gates, gates, state, num_states=2)
-    mx.eval(states[0])  # the others are never asked for
-    ours.gated_delta(x, x, x, gates, gates, state, num_states=2)  # nor is any of these
+    first, _ = ours.linear(x, layers)
+    mx.eval(first)  # the other is never asked for
+    ours.linear(x, layers)  # nor is either of these
 
 run()
 before = mx.get_active_memory()

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.backend import ACTIVATION_SHARE, MLXBackend
 from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.query_blocks import ScoreLimit
@@ -113,7 +114,8 @@ def test_a_served_prompt_in_blocks_says_the_same(
     """On every device, with the attention of GPUs."""
     model = served(family)
     limit(monkeypatch, 1)
-    monkeypatch.setattr("pippin.backends.mlx.prefill.batch.on_cpu", lambda: False)
+    plain = mx.fast.scaled_dot_product_attention
+    monkeypatch.setattr(substitutions.drop_ins, "attention", plain)
     client = make_client(family, model=model, num_slots=3)
     replies = [client.submit(make_prompt(family, n, 0), max_tokens=8) for n in (150, 40, 131)]
     client.run()

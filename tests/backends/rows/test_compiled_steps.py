@@ -15,23 +15,16 @@ import pytest
 
 from bundled import load_bundled
 from near_ties import TOLERANCE, log_softmax
-from pippin.backends.mlx.cpu.compiler import compile_available
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows.decode_forward import MAX_COMPILED, DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),  # where no kernels have been built yet, a C++ compiler takes minutes
-    pytest.mark.skipif(
-        not compile_available().available, reason=f"no compiler: {compile_available().reason}"
-    ),
-]
+pytestmark = pytest.mark.slow
 
 
 def make_forward(*, compiled: bool) -> DecodeForward:
     loaded = load_bundled()
-    return DecodeForward(loaded.layout, loaded.forward, compiled=lambda: compiled)
+    return DecodeForward(loaded.layout, loaded.forward, compiled=compiled)
 
 
 def make_tokens(num_tokens: int, seed: int) -> np.ndarray:

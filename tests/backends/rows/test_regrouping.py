@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from pippin.backends.mlx.cpu.operations.calls import operations
-from pippin.backends.mlx.cpu.warm import prompt_of
+from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.cohort_mains import SCATTERED_STEPS
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
@@ -24,9 +25,17 @@ def advance(rows: DecodeRows, num_steps: int) -> None:
     mx.eval(rows.arrays())
 
 
+def prompt_of(num_tokens: int) -> PromptState:
+    loaded, prompt = served(MODEL), PromptState()
+    batch = ChunkBatch(loaded.layout, [np.zeros(num_tokens, dtype=np.int32)], [prompt])
+    loaded.forward(batch.tokens, batch.caches)
+    batch.advance()
+    return prompt
+
+
 def rows_of(num_rows: int) -> DecodeRows:
     rows = DecodeRows(served(MODEL).layout)
-    rows.join([(slot, prompt_of(served(MODEL), 10)) for slot in range(1, num_rows + 1)])
+    rows.join([(slot, prompt_of(10)) for slot in range(1, num_rows + 1)])
     return rows
 
 
@@ -43,7 +52,7 @@ def test_joined_rows_become_one_cohort_when_they_have_settled() -> None:
 def test_a_row_that_came_and_went_leaves_the_others_as_they_were_when_they_have_settled() -> None:
     rows = rows_of(4)
     advance(rows, SCATTERED_STEPS + 3)
-    rows.join([(5, prompt_of(served(MODEL), 10))])
+    rows.join([(5, prompt_of(10))])
     advance(rows, 2)
     rows.leave(5)
     advance(rows, SCATTERED_STEPS - 3)

@@ -14,7 +14,7 @@ from mlx_lm import sample_utils
 from near_ties import log_softmax
 from pippin.backends.base import Admit
 from pippin.backends.masks import pack
-from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
+from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
 from pippin.backends.mlx.step.sampler import MLXSampler, dropped_tokens, send, token_logprobs
 from pippin.backends.sampling.batches import SampleBatch
 from pippin.backends.sampling.rules import SlotSampling
@@ -171,7 +171,7 @@ def test_filters_keep_what_a_float64_reference_keeps(params: SamplingParams, sca
 
 
 def test_filters_keep_what_mlx_lm_keeps() -> None:
-    disable_compile_unless_available()  # mlx-lm compiles its filters
+    compile_without_fusing()  # mlx-lm compiles its filters
     logits = some_logits(8, VOCAB)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     for theirs, params in [

@@ -23,7 +23,7 @@ from pippin.backends.base import (
     StepPlan,
     captured_bytes,
 )
-from pippin.backends.mlx.cpu.kernels import Kernels
+from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
 from pippin.backends.mlx.cpu.malloc import ResidentLimit, has_glibc
 from pippin.backends.mlx.cpu.stream_clock import find_stream_clock
 from pippin.backends.mlx.device import (
@@ -57,7 +57,7 @@ from pippin.types import Component, ModelSpec
 
 # Raise it with every change to what is computed for KV, states or hidden vectors, if only in the
 # last bit: a kernel, a fix, another order. What is on disk from before is not read then.
-ARITHMETIC_VERSION = 1
+ARITHMETIC_VERSION = 2
 # Of what the weights leave:
 ACTIVATION_SHARE = 0.1  # activations, and copies on their way
 MOST_WARMED_TOKENS = 2048  # of a chunk; larger ones are rare, and take their time anyway
@@ -96,9 +96,10 @@ class MLXBackend:
         self._sampler = MLXSampler(loaded.vocab_size, num_slots)
         self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
         self._shared_rows = self._make_rows()
-        self._kernels = Kernels.of(loaded)
-        compiled: Callable[[], bool] = (lambda: False) if deterministic else self._kernels.ready
-        self._decode_forward = DecodeForward(loaded.layout, loaded.forward, compiled=compiled)
+        self.steps_are_compiled = not deterministic and compile_without_fusing()
+        self._decode_forward = DecodeForward(
+            loaded.layout, loaded.forward, compiled=self.steps_are_compiled
+        )
         padded = loaded.layout.pads and not on_cpu() and not deterministic
         # Metal takes ten command buffers, some 500 operations, and holds the host up until it has
         # done the first of them: tokens that are there would wait for most of a prompt.
@@ -114,7 +115,6 @@ class MLXBackend:
             shapes=Ladder() if padded else EXACT,
             seen=self._shapes,
             deterministic=deterministic,
-            compiled=lambda: loaded.compiles_chunks and compiled(),
         )
         self.device = device_info()
         self.shapes_to_warm_up = (
@@ -138,19 +138,15 @@ class MLXBackend:
         dtype: str = "auto",
         max_len: int | None = None,
         deterministic: bool = False,
-        builds_kernels: bool = False,
         wired: bool = False,
         fingerprints: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> MLXBackend:
-        """`builds_kernels`: compile decode steps in the background, for a process that stays.
-
-        `wired`: the weights' memory, on Metal.
-        """
+        """`wired`: the weights' memory, on Metal."""
         if wired and not on_metal():
             raise LoadError(f"wired: only Metal wires memory, this is {device_info().kind}")
         loaded = load(path, dtype=dtype, deterministic=deterministic, progress=progress)
-        backend = cls(
+        return cls(
             loaded,
             num_slots=num_slots,
             max_len=max_len,
@@ -158,14 +154,10 @@ class MLXBackend:
             wired=wired,
             fingerprints=fingerprints,
         )
-        if builds_kernels and not deterministic:
-            backend._kernels.build_in_background(path, dtype)
-        return backend
 
     def launch(self, plan: StepPlan) -> MLXPending:
         if self._resident is not None:
             self._resident.keep()
-        self._kernels.check_stop()
         if self._fingerprints is not None:
             self._fingerprints.begin()
         step = MLXPending(
@@ -248,13 +240,8 @@ class MLXBackend:
     def loaded(self) -> LoadedModel:
         return self._loaded
 
-    @property
-    def steps_are_compiled(self) -> bool:
-        """Whether decode steps are, as of now."""
-        return not self._deterministic and self._kernels.ready()
-
     def make_way(self, *, busy: bool) -> None:
-        self._kernels.give_way(busy=busy)
+        """It has no work of its own."""
 
     def memory_used(self) -> int:
         return int(mx.get_active_memory())
@@ -270,7 +257,6 @@ class MLXBackend:
         return self._num_weights + held + self._captures.num_buffers
 
     def close(self) -> None:
-        self._kernels.close()
         if self._clock is not None:
             self._clock.close()
             self._clock = None

@@ -15,8 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from pippin.backends.mlx import refusals, substitutions
 from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
-from pippin.backends.mlx.cpu.few_rows import use_few_rows_kernel
+from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
 from pippin.backends.mlx.cpu.operations.calls import operations
 from pippin.backends.mlx.cpu.operations.linear import pack_linear_layers
@@ -29,7 +28,7 @@ from pippin.backends.mlx.mlx_lm_package import import_load_model
 from pippin.backends.mlx.recurrent.calls import Kind, record_calls
 from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
-from pippin.backends.mlx.rehearsal import can_list_chunks, packed_rows, rehearsed
+from pippin.backends.mlx.rehearsal import packed_rows, rehearsed
 from pippin.backends.mlx.rows.decode_forward import Forward
 from pippin.backends.mlx.siblings import find_siblings
 from pippin.errors import LoadError, UnsupportedLayout
@@ -52,7 +51,6 @@ class LoadedModel:
     hidden_bytes: int = 0  # of what the head reads of one token; 0: it can not be told apart
     recurrences: tuple[Choice, ...] = ()
     attention: AttentionPaths = field(default_factory=AttentionPaths)  # of decode steps
-    compiles_chunks: bool = False  # a chunk's forward can be compiled for its length alone
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""
@@ -82,11 +80,10 @@ def load(
     progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
     """`deterministic`: nothing is chosen by timing."""
-    disable_compile_unless_available()
+    compile_without_fusing()
     if on_cpu():
         keep_large_buffers()
         progress("preparing CPU operations, which are compiled once on a machine")
-        use_few_rows_kernel()
         operations()
     progress("reading the checkpoint")
     try:
@@ -147,7 +144,6 @@ def prepare(
         hidden_bytes=hidden_bytes,
         recurrences=recurrences,
         attention=_choose_attention(layout, forward, deterministic=deterministic),
-        compiles_chunks=hidden_bytes > 0 and can_list_chunks(layout, forward, head),
     )
 
 

@@ -13,15 +13,12 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.mlx.attention.listed_kv import lister_for
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall
 from pippin.backends.mlx.attention.plain_attention import attend_joined, held_against_plain
 from pippin.backends.mlx.gpu import packed_attention
 from pippin.backends.mlx.gpu.attention_times import AttentionLayer
-from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ROUNDING, Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
-from pippin.backends.mlx.prefill.chunk_forward import ChunkForward
 from pippin.backends.mlx.rows.decode_forward import DecodeForward, Forward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.errors import UnsupportedLayout
@@ -87,34 +84,6 @@ def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, 
         logger.warning("rows are not packed: the kernel is off by %.1g here", largest)
         return None, layers
     return kernel, layers
-
-
-def can_list_chunks(layout: Layout, forward: Forward, head: Head) -> bool:
-    """Whether a chunk after a prefix that is listed is what it is after one that is not. Evaluates
-    four tiny forwards."""
-    windows = any(layout.leaves[index].window is not None for index in layout.kv_indices)
-    if lister_for(layout) is None or windows or not layout.kv_indices:
-        return False
-    run = ChunkForward(layout, forward, head, lambda: True).run_plain
-    listed, plain = PromptState(), PromptState()
-    found: list[mx.array] = []
-    wanted: list[mx.array] = []
-    try:
-        for num_tokens in (3, 2):
-            tokens = [np.arange(num_tokens, dtype=np.int32)]
-            batch = ChunkBatch(layout, tokens, [listed])
-            found.append(run(batch, listed)[0])
-            batch.advance()
-            batch = ChunkBatch(layout, tokens, [plain])
-            wanted.append(forward(batch.tokens, batch.caches)[:, -1:])
-            batch.advance()
-    except Exception as error:  # whatever the model's own code raises
-        logger.info("chunks are not compiled: %s", error, exc_info=error)
-        return False
-    return all(
-        bool(mx.linalg.norm(a - b) <= ROUNDING * mx.linalg.norm(b))
-        for a, b in zip([*found, *listed.arrays()], [*wanted, *plain.arrays()], strict=True)
-    )
 
 
 def _advance(rows: DecodeRows, prompts: Sequence[PromptState], forward: DecodeForward) -> mx.array:

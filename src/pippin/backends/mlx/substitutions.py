@@ -7,10 +7,8 @@
     Conv1d (depthwise)             shifted multiply-adds, on GPUs for one token; can be tapped
     Linear                         GPU: those of one input as one product (siblings.py);
                                    CPU: one operation (cpu/operations)
-    silu, swiglu (CPU)             vector polynomials instead of one exp call per element
-    rms_norm, rope (CPU)           likewise
+    rms_norm, rope, swiglu (CPU)   one operation each (cpu/operations)
     GatedDeltaNet (CPU)            likewise, between its products
-    Qwen3NextAttention (CPU)       likewise, between attention and the output product
     the language-model head        computed only for the positions that are asked for (head.py)
 
 Functions are bound by name in each model module, so the module's name is rebound to a dispatcher.
@@ -29,7 +27,6 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx.nn.layers.activations import silu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.convolution import Conv1d
 from mlx_lm.models import activations as mlx_lm_activations
@@ -37,17 +34,12 @@ from mlx_lm.models import base, gated_delta, ssm
 
 from pippin.backends.mlx.attention.decode_step import WITHOUT_ITS_MASK, RowMask
 from pippin.backends.mlx.attention.row_kv import RowKV
-from pippin.backends.mlx.cpu import activations
-from pippin.backends.mlx.cpu.attention import attend
 from pippin.backends.mlx.cpu.operations import drop_ins
 from pippin.backends.mlx.cpu.operations.delta_layer import use_one_operation
-from pippin.backends.mlx.cpu.operations.gated_attention import use_gated_heads
 from pippin.backends.mlx.cpu.operations.linear import pack_head
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks
-from pippin.backends.mlx.prefill.batch import ChunkKV
-from pippin.backends.mlx.prefill.chunk_forward import ListedChunkKV
 from pippin.backends.mlx.recurrent.calls import Kind, is_among, record_call
 from pippin.backends.mlx.recurrent.conv import is_depthwise, use_shift_conv1d
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update
@@ -58,8 +50,6 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {
     "gated_delta_update": gated_delta.gated_delta_update,
     "ssm_update": ssm.ssm_update,
     "swiglu": mlx_lm_activations.swiglu,
-    "precise_swiglu": mlx_lm_activations.precise_swiglu,
-    "silu": silu,
     "rms_norm": mx.fast.rms_norm,
     "rope": mx.fast.rope,
 }
@@ -99,14 +89,10 @@ def attention(
         return rows.attend_masked(queries, scale, mask, sinks)
     if isinstance(mask, RowMask) or (isinstance(rows, RowKV) and mask is None):
         raise TypeError(WITHOUT_ITS_MASK)
-    if isinstance(cache, ListedChunkKV) and sinks is None:
-        return cache.attend(queries, scale)
     if isinstance(cache, ProbeKV):
         mask = cache.seen_by_attention(keys, values, mask)
-    if isinstance(cache, ChunkKV) and cache.on_cpu and sinks is None:
-        return attend(queries, keys, values, scale, mask)
     # What mlx-lm's own function comes to: no cache of ours is quantized.
-    whole = partial(mx.fast.scaled_dot_product_attention, scale=scale, sinks=sinks)
+    whole = partial(drop_ins.attention, scale=scale, sinks=sinks)
     return query_blocks.attend(whole, queries, keys, values, mask)
 
 
@@ -114,9 +100,7 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": attention,
     "gated_delta_update": gated_delta_update,
     "ssm_update": ssm_update,
-    "swiglu": activations.swiglu,
-    "precise_swiglu": activations.precise_swiglu,
-    "silu": activations.silu,
+    "swiglu": drop_ins.swiglu,
     "rms_norm": drop_ins.rms_norm,
     "rope": drop_ins.rope,
 }
@@ -159,8 +143,7 @@ def install(model: Module, *, cpu: bool) -> Head:
     """Substitute in `model` and its modules."""
     names = ["scaled_dot_product_attention", *RECURRENCES]
     if cpu:
-        names += ["swiglu", "precise_swiglu"]
-        sys.modules["mlx.nn"].silu = _DISPATCHERS["silu"]  # type: ignore[attr-defined]
+        names.append("swiglu")
         mx.fast.rms_norm, mx.fast.rope = _DISPATCHERS["rms_norm"], _DISPATCHERS["rope"]
     for module in _python_modules(model):
         for name in names:
@@ -171,7 +154,6 @@ def install(model: Module, *, cpu: bool) -> Head:
             use_shift_conv1d(part, cpu=cpu)
     if cpu:
         use_one_operation(model)
-        use_gated_heads(model)
         pack_head(model)
     return Head(model)
 

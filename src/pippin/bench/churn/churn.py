@@ -17,7 +17,6 @@ from pippin.bench.churn.rates import Rates, measure_rates, widths_to_measure
 from pippin.bench.churn.requests import churn_requests
 from pippin.bench.client.load import Load, LoadOutcome, send_load, summarize_load
 from pippin.bench.client.wire import LoadClient, Target, without_collections
-from pippin.bench.kernels import build_kernels
 from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.results.report import Report, Table, busy_note, number, say, verdict
 from pippin.bench.served.scenarios import warm_up
@@ -62,8 +61,6 @@ def churn(
         copy.mkdir()
         write_endless_copy(model_dir, copy, float32=False)
         config = replace(config, model=replace(config.model, model=str(copy)))
-        if config.model.backend not in ("fake", "torch"):
-            build_kernels(str(copy), config.model.dtype)
         model, *options = as_options(config)
         say("starting a server")
         with pippin_server(model, [*options, "--step-log", str(log)]) as target:

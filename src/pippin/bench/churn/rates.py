@@ -20,7 +20,6 @@ from pippin.bench.in_process.steps import (
     first_token_seconds,
     generate,
     last_step,
-    make_ready,
     prompts_for,
 )
 from pippin.bench.results.report import say
@@ -83,7 +82,6 @@ def measure_rates(config: Config, widths: Sequence[int]) -> Rates:
     max_running = max(config.engine.max_running, *widths)
     engine = replace(config.engine, prefix_cache=False, max_running=max_running)
     with TemporaryDirectory() as folder, LLM(config=replace(config, engine=engine)) as llm:
-        make_ready(llm)
         log = llm.metrics.log = StepLog(Path(folder) / "steps")
         timings = []
         for width in widths:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 
 from pippin import LLM, SamplingParams
 from pippin.bench.errors import BenchError
-from pippin.bench.in_process.steps import make_ready, prompts_for
+from pippin.bench.in_process.steps import prompts_for
 from pippin.bench.results.pairs import Compared, Pairs, in_turn, pairs_table
 from pippin.bench.results.report import Report, busy_note, say
 from pippin.config import Config
@@ -53,7 +53,6 @@ def grammar(config: Config, *, num_streams: int, num_tokens: int, num_pairs: int
         raise BenchError(f"streams must be at least 2, got {num_streams}")
     notes = busy_note()
     with LLM(config=config) as llm:
-        make_ready(llm)
         constrained = _constrained(llm, num_streams, num_tokens, num_pairs)
         forced, form_tokens, forced_tokens = _forms(llm, num_pairs)
     outcome = GrammarOutcome(

@@ -20,7 +20,6 @@ from pippin.bench.in_process.steps import (
     generate,
     host_step_seconds,
     last_step,
-    make_ready,
     prompts_for,
 )
 from pippin.bench.results.report import Part, Report, Table, number, report_parts, say, verdict
@@ -55,7 +54,6 @@ def skew(config: Config) -> Part:
     short = [SHORT_CONTEXT] * (SKEWED_ROWS - 1)
     points = []
     with LLM(config=dataclasses.replace(config, engine=engine)) as llm:
-        make_ready(llm)
         longest = llm.max_len - _num_generated(SKEWED_ROWS)  # room for the reply
         for length in sorted({min(length, longest) for length in SKEWS}):
             ratios = [

@@ -17,7 +17,6 @@ from pippin.bench.in_process.steps import (
     decode_step_seconds,
     generate,
     last_step,
-    make_ready,
     prompts_for,
 )
 from pippin.bench.results.report import Report, Table, busy_note, number, say
@@ -71,7 +70,6 @@ def one_batch(
         config.engine, prefix_cache=False, max_running=max(config.engine.max_running, *batches)
     )
     with LLM(config=dataclasses.replace(config, engine=engine)) as llm:
-        make_ready(llm)
         timings = []
         for batch, input_len in itertools.product(batches, input_lens):
             say(f"batch of {batch}, {input_len:,} tokens each")

@@ -15,7 +15,6 @@ from pippin.bench.in_process.steps import (
     generate,
     host_step_seconds,
     last_step,
-    make_ready,
     prompts_for,
 )
 from pippin.bench.results.pairs import Compared, Pairs, in_turn, pairs_table
@@ -64,7 +63,6 @@ def overlap(config: Config, *, num_streams: int, num_tokens: int, num_pairs: int
         raise BenchError("overlap is measured with and without it: remove --no-overlap")
     notes = busy_note()
     with LLM(config=config) as llm:
-        make_ready(llm)
         cache = config.engine.prefix_cache
         on = llm.beside(prefix_cache=cache, overlap=True)
         off = llm.beside(prefix_cache=cache, overlap=False)

@@ -9,18 +9,10 @@ from typing import Any
 
 from pippin import LLM, SamplingParams
 from pippin.bench.errors import BenchError
-from pippin.bench.kernels import build_kernels
 from pippin.bench.prompts import Prompts
 from pippin.bench.results.samples import median
 
 FEWEST_STEPS = 8
-
-
-def make_ready(llm: LLM) -> None:
-    """Have everything built that is built once, so that nothing changes while steps are timed."""
-    model = llm.config.model
-    if model.backend == "mlx" and not llm.config.engine.deterministic:
-        build_kernels(model.model, model.dtype)
 
 
 def prompts_for(llm: LLM, seed: str) -> Prompts:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin.bench.client.wire import LoadClient, without_collections
-from pippin.bench.kernels import build_kernels, computes_on_cpu
+from pippin.bench.computes_on_cpu import computes_on_cpu
 from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.results.report import Report, Table, busy_note, number, say
 from pippin.bench.results.samples import median
@@ -51,8 +51,6 @@ def compare(
         write_endless_copy(model_dir, copy, float32=float32)
         model = describe_model(model_dir.name, copy)
         count = count_with(copy)
-        if backend == "mlx":
-            build_kernels(str(copy), "auto")
         say("starting both servers")
         our_options = ["--backend", backend, *pippin_options]
         clients = {

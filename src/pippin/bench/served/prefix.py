@@ -17,7 +17,6 @@ from pippin.bench.client.sse import TimedReply, parse
 from pippin.bench.client.wire import LoadClient
 from pippin.bench.errors import BenchError
 from pippin.bench.in_process.cost import cache_cost
-from pippin.bench.kernels import build_kernels
 from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.results.report import Part, Report, report_parts, say
 from pippin.bench.served.cold_warm import ColdWarm, cold_warm_table
@@ -40,9 +39,6 @@ class PrefixBench:
 
     @cached_property
     def _clients(self) -> tuple[LoadClient, LoadClient]:
-        model = self._config.model
-        if model.backend not in ("fake", "torch"):
-            build_kernels(model.model, model.dtype)
         say("starting two servers")
         clients = []
         for wanted in (True, False):

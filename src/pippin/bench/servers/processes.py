@@ -29,13 +29,14 @@ STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
 LOG_TAIL_CHARS = 2000
 
-# mlx-lm as it comes, but with the BLAS that Pippin gives itself, so that both multiply alike. From
-# the command that starts both it inherits the compiler's flags too.
+# mlx-lm as it comes, but with the BLAS that Pippin gives itself, so that both multiply alike.
 MLX_LM_SERVER = """
+import shutil
 from pippin.backends.mlx.cpu.blas import load_fast_blas
-from pippin.backends.mlx.cpu.compiler import disable_compile_unless_available
 load_fast_blas()
-disable_compile_unless_available()
+import mlx.core as mx
+if shutil.which("g++") is None:  # mlx compiles with it on Linux CPUs
+    mx.disable_compile()
 from mlx_lm.server import main
 main()
 """

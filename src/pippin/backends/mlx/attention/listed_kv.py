@@ -16,7 +16,7 @@ from pippin.backends.mlx.cpu.operations.calls import Operations, operations
 from pippin.backends.mlx.layout import Layout, Leaf
 
 # Rows are listed for all of these or for none.
-LISTED = ("listing", "listed_attention", "row_attention", "tail_write")
+LISTED = ("listing", "row_attention", "tail_write")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from pippin.backends.mlx.cpu.activations import exp_below, unnormalised_softmax
-from pippin.backends.mlx.device import on_cpu
-
 SHARED_BLOCK = 64  # tokens: what is shared is shared in whole blocks
 
 
@@ -86,14 +83,9 @@ def softmax(scores: list[mx.array], sink: mx.array | None) -> mx.array:
     if sink is not None:
         scores = [*scores, mx.broadcast_to(sink, (*scores[0].shape[:-1], 1))]
     joined = scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1)
-    if on_cpu():
-        weights = unnormalised_softmax(joined)
-        weights = (weights / weights.sum(axis=-1, keepdims=True)).astype(joined.dtype)
-    else:
-        weights = mx.softmax(joined, axis=-1, precise=True)
+    weights = mx.softmax(joined, axis=-1, precise=True)
     return weights if sink is None else weights[..., :-1]
 
 
 def _exp_below(scores: mx.array, top: mx.array) -> mx.array:
-    wide, top = scores.astype(mx.float32), top.astype(mx.float32)
-    return exp_below(wide, top) if on_cpu() else mx.exp(wide - top)
+    return mx.exp(scores.astype(mx.float32) - top.astype(mx.float32))

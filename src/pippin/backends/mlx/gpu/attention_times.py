@@ -173,9 +173,7 @@ class TimedStep:
         slots, prompt = range(1, size.num_rows + 1), _prompt(layer, size.num_columns)
         rows.join([(slot, prompt) for slot in slots])
         rows.flush()
-        self._forward = DecodeForward(
-            layout, OnlyAttention(layer, rows.width), compiled=lambda: compiled
-        )
+        self._forward = DecodeForward(layout, OnlyAttention(layer, rows.width), compiled=compiled)
         rows.advance(slots, lambda at: mx.zeros(len(at), mx.int32), self._note)
         mx.eval(self._tree)
 

@@ -17,7 +17,6 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
-from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.shapes import Exact
@@ -61,7 +60,6 @@ class ChunkKV:
     ) -> None:
         self.offset = offset
         self.window = leaf.window
-        self.on_cpu = masks.on_cpu
         self._masks = masks
         self.prefix = prefix
         self._prefix_lens = prefix_lens
@@ -99,7 +97,6 @@ class ChunkMasks:
 
     def __init__(self, width: int) -> None:
         self.width = width
-        self.on_cpu = on_cpu()
         self._masks: dict[object, mx.array | str | None] = {}
 
     def mask(

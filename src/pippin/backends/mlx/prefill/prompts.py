@@ -6,7 +6,7 @@ Nothing here is launched: the backend decides when.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import mlx.core as mx
@@ -18,7 +18,6 @@ from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.payloads.captures import Captures
 from pippin.backends.mlx.prefill.batch import EXACT, ChunkBatch, PromptState
-from pippin.backends.mlx.prefill.chunk_forward import ChunkForward
 from pippin.backends.mlx.prefill.prompt_scores import PromptScores
 from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.shapes import Exact
@@ -43,10 +42,8 @@ class Prompts:
         shapes: Exact,
         seen: RecentShapes,
         deterministic: bool,
-        compiled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._loaded = loaded
-        self._forward = ChunkForward(loaded.layout, loaded.forward, loaded.head, compiled)
         self._captures = captures
         self._admitted = admitted
         self.shapes = shapes
@@ -107,13 +104,9 @@ class Prompts:
         )
         step.note_prefill(is_new=self._seen.add(batch.shape))
         taps = any(at != chunk.end for chunk in chunks for at in chunk.checkpoints)
-        hidden: mx.array | None
         with StateTaps(self._loaded.layout) if taps else nullcontext() as tapped:
-            if len(chunks) == 1 and not (taps or whole) and self._forward.takes(batch.width):
-                logits, hidden = self._forward(batch, states[0])
-            else:
-                at = np.arange(batch.width)[None] if whole else batch.last_positions[:, None]
-                logits, hidden = self._run_plain(batch, at)
+            at = np.arange(batch.width)[None] if whole else batch.last_positions[:, None]
+            logits, hidden = self._run(batch, at)
         if whole:
             logits, hidden = self._score(step, chunks[0], logits, hidden)
         elif logits.shape[1] != 1:  # a head that could not be told to choose
@@ -129,7 +122,7 @@ class Prompts:
                 self._read_hidden(step, chunk, hidden, row)
             step.written += prompt.arrays()
 
-    def _run_plain(
+    def _run(
         self,
         batch: ChunkBatch,
         positions: np.ndarray,  # int [rows, n]

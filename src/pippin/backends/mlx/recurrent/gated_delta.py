@@ -25,20 +25,14 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
 
-from pippin.backends.mlx.cpu.operations.calls import Operations, operations
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.recurrent.blocks import (
-    BLOCK_TOKENS,
     decay_matrix,
     drop_faint,
     join_blocks,
     split_blocks,
 )
-from pippin.backends.mlx.recurrent.taps import (
-    ColumnMajor,
-    block_states_are_tapped,
-    record_block_states,
-)
+from pippin.backends.mlx.recurrent.taps import ColumnMajor, record_block_states
 from pippin.backends.mlx.recurrent.triangular import stack_lower, unit_lower_inverse
 
 
@@ -70,11 +64,6 @@ def gated_delta_update(
         g = compute_g(A_log, a, dt_bias)
     else:
         g = compute_lower_bound_g(A_log, a, dt_bias, lower_bound)
-    ours = operations("gated_delta")
-    if ours is not None:
-        y, states = gated_delta_by_token(ours, q, k, v, g, beta, state, mask)
-        record_block_states(states)
-        return y, states[-1]
     if q.shape[1] == 1:
         y, state = gated_delta_step(q, k, v, g, beta, state, mask)
         record_block_states([state])
@@ -82,25 +71,6 @@ def gated_delta_update(
     y, state, block_states = gated_delta_chunked(q, k, v, g, beta, state, mask)
     record_block_states(ColumnMajor(block_states))
     return y, state
-
-
-def gated_delta_by_token(
-    ours: Operations,
-    q: mx.array,  # [B, T, Hk, Dk]
-    k: mx.array,  # [B, T, Hk, Dk]
-    v: mx.array,  # [B, T, Hv, Dv]
-    g: mx.array,  # [B, T, Hv] or [B, T, Hv, Dk]
-    beta: mx.array,  # [B, T, Hv]
-    state: mx.array,  # [B, Hv, Dv, Dk]
-    mask: mx.array | None = None,  # [B, T]
-) -> tuple[mx.array, list[mx.array]]:
-    """On CPUs, in one operation: y and the last state, or, where they are tapped, every block's."""
-    if mask is not None:
-        g, beta = _close_masked(g, beta, mask)
-    inputs = [x.astype(mx.float32) for x in (q, k, v, g, beta, state)]
-    num_states = -(-q.shape[1] // BLOCK_TOKENS) if block_states_are_tapped() else 1
-    y, states = ours.gated_delta(*inputs, num_states=num_states)
-    return y.astype(q.dtype), states
 
 
 def gated_delta_step(

@@ -1,7 +1,7 @@
 """One decode step as a function of arrays: plain, or compiled once for each shape of step.
 
-A compiled step skips the model's Python and fuses its small operations. Shapes change when rows
-join or leave and when tails are flushed, so only so many of them are kept.
+A compiled step skips the model's Python; on GPUs its small operations are fused too. Shapes change
+when rows join or leave and when tails are flushed, so only so many of them are kept.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class DecodeForward:
         layout: Layout,
         forward: Forward,
         *,
-        compiled: Callable[[], bool] = lambda: False,
+        compiled: bool = False,
     ) -> None:
         self._layout = layout
         self._forward = forward
-        self._compiles = compiled  # asked now and then: kernels may be in the making
+        self._compiles = compiled
         self._compiled: OrderedDict[StepShape, Callable[[Tree], StepResult]] = OrderedDict()
         self.last = RanStep()
 
     def __call__(self, shape: StepShape, tree: Tree) -> StepResult:
-        compiles = shape in self._compiled or (shape.mains.compiles and self._compiles())
+        compiles = shape.mains.compiles and self._compiles
         self.last = RanStep(shape, compiles)
         return self._step_of(shape)(tree) if compiles else self._run(shape, tree)
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from pippin.backends.mlx.cpu.activations import exp_below
-from pippin.backends.mlx.device import on_cpu, on_metal
+from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.step.largest import largest
 from pippin.backends.sampling.batches import DrawGroup
 from pippin.backends.sampling.rules import MASS_UNITS, SHORT, Draw
@@ -48,7 +47,7 @@ def dropped_by_sort(x: mx.array, group: DrawGroup[mx.array]) -> mx.array:
     """
     if group.draw is Draw.LONG_TOP_K:
         return x < _top_k_threshold(mx.sort(x, axis=-1), group)
-    mass = _mass(x, x.max(axis=-1, keepdims=True))
+    mass = mx.exp(x - x.max(axis=-1, keepdims=True))
     floor = mx.maximum((1.0 - group.top_p) / 2 - _NEARLY_ONE, 0.0) / x.shape[-1]
     ascending = mx.sort(mx.maximum(mass, floor), axis=-1)
     needed = _needed(_units(mass).sum(axis=-1, keepdims=True), group)
@@ -59,7 +58,7 @@ def dropped_by_sort(x: mx.array, group: DrawGroup[mx.array]) -> mx.array:
 def _top_k_threshold(ascending: mx.array, group: DrawGroup[mx.array]) -> mx.array:
     """The least logit [n, 1] that is kept, of rows that hold at least the top_k largest."""
     in_top_k = mx.arange(ascending.shape[-1] - 1, -1, -1) < group.top_k
-    units = _units(_mass(ascending, ascending[:, -1:])) * in_top_k
+    units = _units(mx.exp(ascending - ascending[:, -1:])) * in_top_k
     kept = (_above(units) < _needed(units.sum(axis=-1, keepdims=True), group)) & in_top_k
     return mx.maximum(_least(ascending, kept), _min_p_threshold(ascending, group))
 
@@ -79,7 +78,7 @@ def _least(ascending: mx.array, kept: mx.array) -> mx.array:
 
 def dropped_by_bisection(x: mx.array, group: DrawGroup[mx.array]) -> mx.array:
     """The same as `dropped_by_sort`, without a sort."""
-    mass = _mass(x, x.max(axis=-1, keepdims=True))
+    mass = mx.exp(x - x.max(axis=-1, keepdims=True))
     units = _units(mass)
     if group.draw is Draw.TOP_P:
         keys = mass.view(mx.uint32)  # of floats that are not negative: in their order
@@ -127,10 +126,6 @@ def _ordered(x: mx.array) -> mx.array:
 
 
 # ---- masses ------------------------------------------------------------------------------------
-
-
-def _mass(x: mx.array, top: mx.array) -> mx.array:
-    return exp_below(x, top) if on_cpu() else mx.exp(x - top)
 
 
 def _units(mass: mx.array) -> mx.array:

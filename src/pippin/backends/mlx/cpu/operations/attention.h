@@ -65,31 +65,17 @@ struct KeyPiece {
   long value_step;
 };
 
-// Pieces one after the other.
+// All keys and values of one row and key head, one after the other.
 struct Keys {
+  long count;
   int dim, value_dim;
-  std::vector<KeyPiece> pieces;
-
-  long count() const {
-    long total = 0;
-    for (const KeyPiece& piece : pieces) total += piece.count;
-    return total;
-  }
+  const float *keys, *values;
 };
 
 // Up to PANEL keys from the `first` on, turned around; where there are fewer, zeros.
 inline void pack(const Keys& keys, long first, int count, float* panel) {
-  const float* lines[PANEL];
-  int found = 0;
-  long at = 0;  // of the piece
-  for (const KeyPiece& piece : keys.pieces) {
-    for (long i = std::max(first + found - at, 0L); found < count && i < piece.count; i++) {
-      lines[found++] = piece.keys + i * piece.key_step;
-    }
-    at += piece.count;
-  }
   for (int i = 0; i < keys.dim; i++) {
-    for (int c = 0; c < PANEL; c++) panel[i * PANEL + c] = c < count ? lines[c][i] : 0.0f;
+    for (int c = 0; c < PANEL; c++) panel[i * PANEL + c] = c < count ? keys.keys[(first + c) * keys.dim + i] : 0.0f;
   }
 }
 
@@ -107,26 +93,21 @@ inline void score(const Keys& keys, long most, const float* queries, long rows, 
 inline void blend(const Keys& keys, long most, const float* weights, long rows, float* sums) {
   const Product product{rows, keys.value_dim, most, weights, sums};
   const int whole = keys.value_dim / PANEL, left = keys.value_dim % PANEL;
-  const auto edge = scratch(left ? most * PANEL : 0);
-  long at = 0;
-  for (const KeyPiece& piece : keys.pieces) {
-    const long end = std::min(at + piece.count, most);
-    for (int number = 0; number < whole; number++) {
-      const float* from = piece.values + number * PANEL - at * piece.value_step;
-      multiply<float>(product, {number, from, piece.value_step}, at, end);
-    }
-    for (long i = at; left && i < end; i++) {
-      const float* from = piece.values + (i - at) * piece.value_step + whole * PANEL;
-      std::fill(std::copy(from, from + left, edge.get() + i * PANEL), edge.get() + (i + 1) * PANEL, 0.0f);
-    }
-    at = end;
+  for (int number = 0; number < whole; number++) {
+    multiply<float>(product, {number, keys.values + number * PANEL, keys.value_dim});
   }
-  if (left) multiply<float>(product, {whole, edge.get()});
+  if (!left) return;
+  const auto edge = scratch(most * PANEL);
+  for (long i = 0; i < most; i++) {
+    const float* from = keys.values + i * keys.value_dim + whole * PANEL;
+    std::fill(std::copy(from, from + left, edge.get() + i * PANEL), edge.get() + (i + 1) * PANEL, 0.0f);
+  }
+  multiply<float>(product, {whole, edge.get()});
 }
 
 // For queries [start, stop) of the chunk. `query(head, at)` and `out(head, at)` are where their numbers
-// lie, `seen(at)` how many keys a query may look at from the first on, `allowed(head, at)` null or what
-// it may see of them.
+// lie, `seen(at)` how many keys a query may look at from the first on, `allowed(at)` null or what it may
+// see of them.
 template <typename Query, typename Seen, typename Allowed, typename Out>
 void attend(const Keys& keys, int heads, int start, int stop, float scale, const Query& query,
             const Seen& seen, const Allowed& allowed, const Out& out) {
@@ -143,7 +124,7 @@ void attend(const Keys& keys, int heads, int start, int stop, float scale, const
     const int at = start + row % num;
     float* own = scores.get() + row * most;
     const long count = seen(at);
-    if (const char* may = allowed(row / num, at)) {
+    if (const char* may = allowed(at)) {
       for (long i = 0; i < count; i++) own[i] = may[i] ? own[i] : -1e30f;
     }
     totals[row] = weigh(own, count, largest(own, count));
@@ -203,7 +184,7 @@ inline void attend_token(const std::vector<KeyPiece>& pieces, const float* queri
 
 // Queries [rows, dim], scaled, over keys that all of them see.
 inline void attend_together(const Keys& keys, const float* queries, long rows, Read* reads) {
-  const long count = keys.count();
+  const long count = keys.count;
   const auto weights = scratch(rows * count);
   score(keys, count, queries, rows, weights.get());
   for (long row = 0; row < rows; row++) {

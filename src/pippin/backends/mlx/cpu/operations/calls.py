@@ -25,16 +25,13 @@ _ARGUMENTS = {
     "pippin_is_array": (Address, Address, ctypes.c_long, Count),
     "pippin_attention": (Address, Address, Count, Number, Count),
     "pippin_listing": (Address, Address, Count, Address),
-    "pippin_listed_attention": (Address, Address, Number, Count),
     "pippin_row_attention": (Address, Address, Count, Number, Count, Count),
     "pippin_tail_write": (Address, Address),
-    "pippin_gated_delta": (Address, Count, Address, Count),
     "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
     "pippin_rms_norm": (Address, Address, Address, Number),
     "pippin_linear": (Address, Count, Address, Address, Address),
     "pippin_panel": (),
     "pippin_swiglu": (Address, Address, Address),
-    "pippin_gated_heads": (Address, Address, Address),
     "pippin_choose": (Address, Address, Address, Address),
     "pippin_rope": (Address, Address, Address, Address, Number, Count),
 }
@@ -109,14 +106,6 @@ class Operations:
         """silu(gate) * x, of one shape."""
         return _made(self._library.pippin_swiglu, id(gate), id(x))
 
-    def gated_heads(
-        self,
-        x: mx.array,  # [B, H, T, D]: what attention gives
-        gate: mx.array,  # [B, T, H, D]
-    ) -> mx.array:
-        """x * sigmoid(gate), token by token: [B, T, H * D]."""
-        return _made(self._library.pippin_gated_heads, id(x), id(gate))
-
     def rope(
         self,
         x: mx.array,  # [B, H, T, D]
@@ -147,20 +136,6 @@ class Operations:
         ins, told = _addresses(arrays), (Count * len(numbers))(*numbers)
         return _made(self._library.pippin_listing, ins, len(arrays), told)
 
-    def listed_attention(
-        self,
-        queries: mx.array,  # [B, Hq, S, D]
-        keys: mx.array,  # [B, Hkv, S, D]
-        values: mx.array,  # [B, Hkv, S, Dv]
-        listing: mx.array,
-        scale: float,
-        *,
-        place: int,  # of the layer in the listing
-    ) -> mx.array:
-        """Of a chunk, over what is listed as before it and what it has seen of itself."""
-        ins = _addresses((queries, keys, values, listing))
-        return _made(self._library.pippin_listed_attention, ins, scale, place)
-
     def row_attention(
         self,
         queries: mx.array,  # [W, Hq, 1, D]
@@ -190,23 +165,6 @@ class Operations:
         ins = _addresses((*tail, *column, cursor))
         _check(self._library.pippin_tail_write(_addresses(outs), ins))
         return outs
-
-    def gated_delta(
-        self,
-        q: mx.array,  # [B, T, Hk, Dk]
-        k: mx.array,  # [B, T, Hk, Dk]
-        v: mx.array,  # [B, T, Hv, Dv]
-        g: mx.array,  # [B, T, Hv] or [B, T, Hv, Dk]
-        beta: mx.array,  # [B, T, Hv]
-        state: mx.array,  # [B, Hv, Dv, Dk]
-        *,
-        num_states: int,
-    ) -> tuple[mx.array, list[mx.array]]:
-        """y, and the last state; or, where there are more, those after each 64 tokens."""
-        outs = [_blank() for _ in range(1 + num_states)]
-        ins = _addresses((q, k, v, g, beta, state))
-        _check(self._library.pippin_gated_delta(_addresses(outs), len(outs), ins, g.ndim == 4))
-        return outs[0], outs[1:]
 
     def delta_layer(
         self,

@@ -72,12 +72,6 @@ def swiglu(ours: Operations) -> Pairs:
     yield ours.swiglu(gate, x), gate * mx.sigmoid(gate) * x
 
 
-def gated_heads(ours: Operations) -> Pairs:
-    x, gate = normal(2, 6, 20, 32), normal(2, 20, 6, 32, seed=1)
-    gated = x.swapaxes(1, 2) * mx.sigmoid(gate)
-    yield ours.gated_heads(x, gate), gated.reshape(2, 20, -1)
-
-
 def rope(ours: Operations) -> Pairs:
     x = normal(3, 9, 4, 64).swapaxes(1, 2)
     for offset in (100, mx.array([7, 0, 300])):
@@ -113,21 +107,6 @@ def _listing(ours: Operations, keys: mx.array, values: mx.array) -> mx.array:
     return ours.listing([keys, values], [1, 1, 2, 0, 1, False, 30, 7])
 
 
-def listed_attention(ours: Operations) -> Pairs:
-    """A chunk of each row, after what is listed of it."""
-    before = normal(2, 2, 30, 16), normal(2, 2, 16, 30, seed=1).swapaxes(2, 3)
-    q, k, v = normal(2, 4, 5, 16, seed=2), normal(2, 2, 5, 16, seed=3), normal(2, 2, 5, 16, seed=4)
-    found = ours.listed_attention(q, k, v, _listing(ours, *before), SCALE, place=0)
-    for row, count in enumerate((30, 7)):
-        one = slice(row, row + 1)
-        keys = mx.concatenate([before[0][one, :, :count], k[one]], axis=2)
-        values = mx.concatenate([before[1][one, :, :count], v[one]], axis=2)
-        plain = mx.fast.scaled_dot_product_attention(
-            q[one], keys, values, scale=SCALE, mask="causal"
-        )
-        yield found[one], plain
-
-
 def row_attention(ours: Operations) -> Pairs:
     """A token of each row, over what is listed of it and what is written of its tail."""
     main = normal(2, 2, 30, 16), normal(2, 2, 16, 30, seed=1).swapaxes(2, 3)
@@ -151,29 +130,6 @@ def tail_write(ours: Operations) -> Pairs:
     wanted = [mx.concatenate([t[:, :, :5], c, t[:, :, 6:]], axis=2) for t, c in both]
     mx.eval(wanted)
     yield from zip(ours.tail_write(tail, column, mx.array([5])), wanted, strict=True)
-
-
-def gated_delta(ours: Operations) -> Pairs:
-    """One block and a part of another, and a single token."""
-    from mlx_lm.models.gated_delta import gated_delta_ops
-
-    q, k = (normal(2, 70, 2, 16, seed=seed) * 0.2 for seed in (0, 1))
-    v, state = normal(2, 70, 4, 24, seed=2), normal(2, 4, 24, 16, seed=3)
-    g, beta = (mx.random.uniform(shape=(2, 70, 4), key=mx.random.key(n)) for n in (4, 5))
-    step = mx.compile(lambda *given: ours.gated_delta(*given, num_states=1))
-    for count in (70, 1):
-        until = slice(count)
-        few = q[:, until], k[:, until], v[:, until], g[:, until], beta[:, until], state
-        y, states = step(*few)
-        plain, after = gated_delta_ops(*few)
-        yield y, plain
-        yield states[-1], after
-    _, several = ours.gated_delta(q, k, v, g, beta, state, num_states=2)
-    block = slice(64)
-    _, first = gated_delta_ops(
-        q[:, block], k[:, block], v[:, block], g[:, block], beta[:, block], state
-    )
-    yield several[0], first
 
 
 def delta_layer(ours: Operations) -> Pairs:
@@ -226,8 +182,8 @@ def choose(ours: Operations) -> Pairs:
 
 
 TRIALS: tuple[Callable[[Operations], Pairs], ...] = (
-    *(rms_norm, linear, swiglu, gated_heads, rope, attention, listing, listed_attention),
-    *(row_attention, tail_write, gated_delta, delta_layer, choose),
+    *(rms_norm, linear, swiglu, rope, attention, listing, row_attention, tail_write, delta_layer),
+    choose,
 )
 
 

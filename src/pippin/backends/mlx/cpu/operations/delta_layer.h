@@ -87,12 +87,11 @@ inline void run_head(const Layer& l, const Row& r, int head) {
     }
     const long at = long(start) * l.values() + head * value_dim;
     const float* q = mixed.get();
-    const Tokens tokens{count, q, q + key_dim, q + 2 * key_dim, gates.get(), betas, r.out + at,
-                        wide, wide, wide, 1, 1, l.values()};
+    const Tokens tokens{count, q, q + key_dim, q + 2 * key_dim, wide, gates.get(), betas, r.out + at, l.values()};
     if (few) {
-      run_few(tokens, r.state + own, r.states[0] + own, key_dim, value_dim, false);
+      run_few(tokens, r.state + own, r.states[0] + own, key_dim, value_dim);
     } else {
-      run_tokens(tokens, held.get(), key_dim, value_dim, false);
+      run_tokens(tokens, held.get(), key_dim, value_dim);
       const Places to = states_after(start, count, r.count, r.num_states);
       for (int n = to.first; n < to.end; n++) give(held.get(), r.states[n] + own, key_dim, value_dim);
     }

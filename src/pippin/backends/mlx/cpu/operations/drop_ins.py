@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.activations import swiglu as _mlx_lm_swiglu
 
 from pippin.backends.mlx.cpu.operations.calls import are_float32, operations
 
@@ -24,6 +25,44 @@ def rms_norm(x: mx.array, weight: mx.array | None, eps: float, **options: Any) -
     if ours is None or options or not x.size or not are_float32(*given):
         return _mlx_rms_norm(x, weight, eps, **options)
     return ours.rms_norm(x, weight, eps)
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """Drop-in for `mlx_lm.models.activations.swiglu`: silu(gate) * x."""
+    ours = operations("swiglu")
+    if ours is None or not x.size or x.shape != gate.shape or not are_float32(gate, x):
+        y: mx.array = _mlx_lm_swiglu(gate, x)
+        return y
+    return ours.swiglu(gate, x)
+
+
+def attention(
+    queries: mx.array,  # [B, Hq, S, D]
+    keys: mx.array,  # [B, Hkv, L, D]
+    values: mx.array,  # [B, Hkv, L, Dv]
+    *,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+    **options: Any,
+) -> mx.array:
+    """Drop-in for `mx.fast.scaled_dot_product_attention`. Ours keeps no scores."""
+    ours = operations("attention")
+    known = sinks is None and _is_simple(mask, queries, keys)
+    if ours is None or not known or not are_float32(queries, keys, values):
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks, **options
+        )
+    allowed = mask if isinstance(mask, mx.array) else None
+    return ours.attention(queries, keys, values, scale, allowed, causal=isinstance(mask, str))
+
+
+def _is_simple(mask: mx.array | str | None, queries: mx.array, keys: mx.array) -> bool:
+    """The same for all heads, and nothing is added."""
+    if not isinstance(mask, mx.array):
+        return True
+    each_row = (queries.shape[0], 1, queries.shape[2], keys.shape[2])
+    return bool(mask.dtype == mx.bool_) and mask.shape in (each_row, (1, *each_row[1:]))
 
 
 def rope(

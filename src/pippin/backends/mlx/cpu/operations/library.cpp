@@ -84,17 +84,6 @@ int pippin_listing(void* out, void* const* in, int num_in, const int* numbers) {
   return guarded([&] { list_rows(out, arrays_in(in, num_in), numbers); });
 }
 
-// in: as run_listed_attention has them.
-int pippin_listed_attention(void* out, void* const* in, float scale, int place) {
-  return guarded([&] {
-    std::vector<mx::array> inputs = arrays_in(in, 4);
-    mx::Shape shape = inputs[0].shape();
-    shape.back() = inputs[2].shape(-1);
-    make("AttentionOfListed", std::move(inputs), {shape}, &out,
-         [=](const Inputs& i, const Outputs& o) { run_listed_attention(i, o, scale, place); });
-  });
-}
-
 // in: as run_row_attention has them.
 int pippin_row_attention(void* out, void* const* in, int num_in, float scale, int place, int window) {
   return guarded([&] {
@@ -112,18 +101,6 @@ int pippin_tail_write(void* const* out, void* const* in) {
     std::vector<mx::array> inputs = arrays_in(in, 5);
     std::vector<mx::Shape> shapes{inputs[0].shape(), inputs[1].shape()};
     make("WriteTails", std::move(inputs), std::move(shapes), out, run_tail_write, mx::float32, 2);
-  });
-}
-
-// in: q, k, v, g, beta, state; out: y and states.
-int pippin_gated_delta(void* const* out, int num_out, void* const* in, int gate_per_channel) {
-  return guarded([&] {
-    std::vector<mx::array> inputs = arrays_in(in, 6);
-    std::vector<mx::Shape> shapes(num_out, inputs[5].shape());
-    shapes[0] = inputs[2].shape();
-    make("GatedDelta", std::move(inputs), std::move(shapes), out, [=](const Inputs& i, const Outputs& o) {
-      run_delta(i, o, gate_per_channel);
-    });
   });
 }
 
@@ -156,15 +133,6 @@ int pippin_swiglu(void* out, void* gate, void* x) {
   return guarded([&] {
     const mx::Shape shape = array_in(x).shape();
     make("Swiglu", {array_in(gate), array_in(x)}, {shape}, &out, run_swiglu);
-  });
-}
-
-// x [batch, heads, tokens, dim] by the sigmoid of gate [batch, tokens, heads, dim]
-int pippin_gated_heads(void* out, void* x, void* gate) {
-  return guarded([&] {
-    const mx::Shape by_token = array_in(gate).shape();
-    const mx::Shape shape{by_token[0], by_token[1], by_token[2] * by_token[3]};
-    make("GatedHeads", {array_in(x), array_in(gate)}, {shape}, &out, run_gated_heads);
   });
 }
 

@@ -36,7 +36,6 @@ import msgspec
 from platformdirs import user_cache_path
 
 from pippin.backends.mlx.cpu.blas import libmlx_path
-from pippin.native_kernels import cpu_identity
 
 SOURCE = Path(__file__).with_name("library.cpp")
 FLAGS = (
@@ -45,6 +44,7 @@ FLAGS = (
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
 )
 BUILD_SECONDS, CHECK_SECONDS = 300, 120
+CPU_FACTS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
 DOES_NOT_FIT = 3  # check.py's exit status where arrays are not found; no traceback has it
 # Ends of a process that the code in it brought about, and no lack of memory or user.
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -96,8 +96,7 @@ def find_library() -> OperationsReport:
 
 def compile_command(compiler: str, library: Path) -> list[str]:
     mlx_home = libmlx_path().parent.parent
-    # Our own headers by name: the compiler may be a script that copies the source (native_kernels).
-    includes = (f"-I{mlx_home / 'include'}", f"-I{SOURCE.parent}")
+    includes = (f"-I{mlx_home / 'include'}",)
     links = (f"-L{mlx_home / 'lib'}", "-lmlx", f"-Wl,-rpath,{mlx_home / 'lib'}")
     return [compiler, *FLAGS, *includes, str(SOURCE), "-o", str(library), *links]
 
@@ -110,9 +109,18 @@ def _path(compiler: Path) -> Path:
     version = _run([str(compiler), "--version"], BUILD_SECONDS)
     libmlx = libmlx_path().stat()
     mlx = (importlib.metadata.version("mlx"), libmlx.st_size, libmlx.st_mtime_ns)
-    facts = (sources, command, version, mlx, sys.version)
+    facts = (sources, command, version, mlx, sys.version, _cpu())
     name = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-    return user_cache_path("pippin") / "kernels" / cpu_identity(compiler) / f"operations-{name}.so"
+    return user_cache_path("pippin") / "kernels" / f"operations-{name}.so"
+
+
+def _cpu() -> list[str]:
+    """What names the CPU: a home may be shared by machines."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:  # containers may hide it
+        first = []
+    return [platform.machine(), *(line for line in first if line.startswith(CPU_FACTS))]
 
 
 def _tried(library: Path) -> dict[str, str] | None:

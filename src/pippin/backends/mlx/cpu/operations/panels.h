@@ -81,13 +81,11 @@ struct Tiles {
 template <typename Number, int... I>
 Tiles<Number, I...> tiles_of(std::integer_sequence<int, I...>);
 
-// Inputs [begin, end), onto what came of those before; all of them unless told.
 template <typename Number>
-void multiply(const Product& p, const Panel<Number>& panel, long begin = 0, long end = -1) {
+void multiply(const Product& p, const Panel<Number>& panel) {
   using All = decltype(tiles_of<Number>(std::make_integer_sequence<int, TALL>()));
-  if (end < 0) end = p.inputs;
-  for (long from = begin; from < end; from += DEPTH) {
-    const long to = std::min(from + DEPTH, end);
+  for (long from = 0; from < p.inputs; from += DEPTH) {
+    const long to = std::min(from + DEPTH, p.inputs);
     for (long row = 0, left = (p.rows + TALL - 1) / TALL; left; left--) {
       const int tall = (p.rows - row + left - 1) / left;
       All::of[tall - 1](p, panel, row, from, to);

@@ -31,9 +31,11 @@ class FlushedToZero {
 // Of one head: where its tokens' numbers lie, and how far one token is from the next.
 struct Tokens {
   int count;
-  const float *q, *k, *v, *g, *beta;
+  const float *q, *k, *v;
+  long step;
+  const float *g, *beta;
   float* y;
-  long q_step, k_step, v_step, g_step, beta_step, y_step;
+  long y_step;
 };
 
 constexpr int BLOCK = 64;  // tokens after which a state may be asked for
@@ -76,31 +78,27 @@ inline void give(const float* held, float* state, int key_dim, int value_dim) {
   }
 }
 
-// GATE_PER_CHANNEL: g has one number for each key channel, not one for all.
-template <bool GATE_PER_CHANNEL>
-void run_strip(const Tokens& t, float* held, int key_dim, int start, int columns) {
+inline void run_strip(const Tokens& t, float* held, int key_dim, int start, int columns) {
   for (int n = 0; n < t.count; n++) {
-    const float *q = t.q + n * t.q_step, *k = t.k + n * t.k_step, *g = t.g + n * t.g_step;
-    const float beta = t.beta[n * t.beta_step];
+    const float *q = t.q + n * t.step, *k = t.k + n * t.step;
+    const float gate = t.g[n], beta = t.beta[n];
     Vector recalled[2][WIDE] = {};  // two sums: one would wait for itself
     for (int i = 0; i < key_dim; i += 2) {
       for (int s = 0; s < 2 && i + s < key_dim; s++) {
-        const float key = GATE_PER_CHANNEL ? k[i + s] * g[i + s] : k[i + s];
         for (int w = 0; w < WIDE; w++) {
-          recalled[s][w] += load(held + (i + s) * STRIP + w * LANES) * key;
+          recalled[s][w] += load(held + (i + s) * STRIP + w * LANES) * k[i + s];
         }
       }
     }
     alignas(BYTES) float edge[STRIP] = {};
-    const float* v = t.v + n * t.v_step + start;
+    const float* v = t.v + n * t.step + start;
     if (columns < STRIP) v = std::copy(v, v + columns, edge) - columns;
     Vector delta[WIDE], y[WIDE] = {};
     for (int w = 0; w < WIDE; w++) {
-      const Vector sum = recalled[0][w] + recalled[1][w];
-      delta[w] = (load(v + w * LANES) - (GATE_PER_CHANNEL ? sum : sum * g[0])) * beta;
+      delta[w] = (load(v + w * LANES) - (recalled[0][w] + recalled[1][w]) * gate) * beta;
     }
     for (int i = 0; i < key_dim; i++) {
-      const float gate = g[GATE_PER_CHANNEL ? i : 0], key = k[i], query = q[i];
+      const float key = k[i], query = q[i];
       for (int w = 0; w < WIDE; w++) {
         float* at = held + i * STRIP + w * LANES;
         const Vector s = load(at) * gate + delta[w] * key;
@@ -114,38 +112,21 @@ void run_strip(const Tokens& t, float* held, int key_dim, int start, int columns
   }
 }
 
-inline void run_tokens(const Tokens& t, float* held, int key_dim, int value_dim, bool gate_per_channel) {
+inline void run_tokens(const Tokens& t, float* held, int key_dim, int value_dim) {
   for (int start = 0; start < value_dim; start += STRIP, held += STRIP * key_dim) {
-    const int columns = std::min(STRIP, value_dim - start);
-    if (gate_per_channel) {
-      run_strip<true>(t, held, key_dim, start, columns);
-    } else {
-      run_strip<false>(t, held, key_dim, start, columns);
-    }
+    run_strip(t, held, key_dim, start, std::min(STRIP, value_dim - start));
   }
 }
 
 // Few tokens: from one state to another, [value_dim, key_dim] both.
-inline void run_few(const Tokens& t, const float* state, float* new_state, int key_dim, int value_dim,
-                    bool gate_per_channel) {
-  const auto keys = scratch(long(t.count) * key_dim);  // as they meet what has not decayed yet
-  for (int n = 0; n < t.count; n++) {
-    const float *k = t.k + n * t.k_step, *g = t.g + n * t.g_step;
-    for (int i = 0; i < key_dim; i++) keys[n * key_dim + i] = k[i] * g[gate_per_channel ? i : 0];
-  }
+inline void run_few(const Tokens& t, const float* state, float* new_state, int key_dim, int value_dim) {
   for (int line = 0; line < value_dim; line++) {
     const float* held = state + long(line) * key_dim;
     float* own = new_state + long(line) * key_dim;
     for (int n = 0; n < t.count; n++, held = own) {
-      const float *q = t.q + n * t.q_step, *k = t.k + n * t.k_step, *g = t.g + n * t.g_step;
-      const float recalled = dot(held, keys.get() + n * key_dim, key_dim);
-      const float delta = (t.v[n * t.v_step + line] - recalled) * t.beta[n * t.beta_step];
-      if (gate_per_channel) {
-        for (int i = 0; i < key_dim; i++) own[i] = held[i] * g[i] + delta * k[i];
-      } else {
-        const float gate = g[0];
-        for (int i = 0; i < key_dim; i++) own[i] = held[i] * gate + delta * k[i];
-      }
+      const float *q = t.q + n * t.step, *k = t.k + n * t.step, gate = t.g[n];
+      const float delta = (t.v[n * t.step + line] - gate * dot(held, k, key_dim)) * t.beta[n];
+      for (int i = 0; i < key_dim; i++) own[i] = held[i] * gate + delta * k[i];
       t.y[n * t.y_step + line] = dot(own, q, key_dim);
     }
   }

@@ -34,21 +34,6 @@ inline long pieces_of_tail(const KeyPiece& tail, const char* written, long windo
   return seen;
 }
 
-// What is listed of a row, shared tokens first.
-inline std::vector<KeyPiece> pieces_listed(const Listing& listing, int place, int row, int group) {
-  if (row >= int(listing.homes.size()) || listing.homes[row].cohort < 0) return {};
-  const auto [number, line] = listing.homes[row];
-  const ListedCohort& cohort = listing.layers[place][number];
-  std::vector<KeyPiece> pieces;
-  if (cohort.num_shared) {
-    pieces.push_back({cohort.num_shared, cohort.shared_keys.at(0, group), cohort.shared_keys.token_step,
-                      cohort.shared_values.at(0, group), cohort.shared_values.token_step});
-  }
-  pieces.push_back({cohort.stored[line], cohort.keys.at(line, group), cohort.keys.token_step,
-                    cohort.values.at(line, group), cohort.values.token_step});
-  return pieces;
-}
-
 // One column of the tails of rows, where they lie. mlx writes in place only what nobody else holds, and with
 // two steps in flight it would copy all of a tail. Whoever holds an older version reads other columns: each
 // is written once, and tails that are begun anew have memory of their own (rows/arrays.py).
@@ -108,8 +93,8 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
         of_all[query].values = reads[head].values;
         for (int c = 0; c < dim; c++) scaled[query * dim + c] = how.scale * queries[head * dim + c];
       }
-      const Keys all{dim, value_dim, {{cohort.num_shared, cohort.shared_keys.at(0, group), dim,
-                                       cohort.shared_values.at(0, group), value_dim}}};
+      const Keys all{cohort.num_shared, dim, value_dim, cohort.shared_keys.at(0, group),
+                     cohort.shared_values.at(0, group)};
       if (count) attend_together(all, scaled.get(), count, of_all.data());
       for (long query = 0; query < count; query++) reads[first[query / shared] + query % shared] = of_all[query];
     }

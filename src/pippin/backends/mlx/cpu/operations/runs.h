@@ -18,45 +18,6 @@ using Floats = std::vector<float>;
 constexpr long FEWEST_NUMBERS = 1 << 14;  // of weights, or of lines
 constexpr int FEWEST_TOKENS = 16;         // of a head
 
-inline void run_delta(const Inputs& in, const Outputs& out, bool gate_per_channel) {
-  const FlushedToZero here;
-  Floats rooms[6];
-  const float* of[6];
-  for (int i = 0; i < 6; i++) of[i] = in[i].all(rooms[i]);
-  const int batch = in[0].dim(0), count = in[0].dim(1), key_heads = in[0].dim(2), key_dim = in[0].dim(3);
-  const int heads = in[2].dim(2), value_dim = in[2].dim(3), shared = heads / key_heads;
-  const long key_step = long(key_heads) * key_dim, value_step = long(heads) * value_dim;
-  const int gates = gate_per_channel ? key_dim : 1, num_states = out.size() - 1;
-  const long state_size = long(value_dim) * key_dim;
-  const auto held = scratch(held_size(key_dim, value_dim));
-  for (int row = 0; row < batch; row++) {
-    for (int h = 0; h < heads; h++) {
-      const long place = (long(row) * heads + h) * state_size;
-      if (count > FEW_TOKENS) hold(of[5] + place, held.get(), key_dim, value_dim);
-      for (int start = 0; start < count; start += BLOCK) {
-        const long token = long(row) * count + start;
-        const int block = std::min(BLOCK, count - start);
-        const Tokens tokens{
-            block,
-            of[0] + token * key_step + h / shared * key_dim,
-            of[1] + token * key_step + h / shared * key_dim,
-            of[2] + token * value_step + h * value_dim,
-            of[3] + (token * heads + h) * gates,
-            of[4] + token * heads + h,
-            out[0] + token * value_step + h * value_dim,
-            key_step, key_step, value_step, long(heads) * gates, heads, value_step};
-        if (count <= FEW_TOKENS) {
-          run_few(tokens, of[5] + place, out[1] + place, key_dim, value_dim, gate_per_channel);
-          break;
-        }
-        run_tokens(tokens, held.get(), key_dim, value_dim, gate_per_channel);
-        const Places to = states_after(start, block, count, num_states);
-        for (int n = to.first; n < to.end; n++) give(held.get(), out[1 + n] + place, key_dim, value_dim);
-      }
-    }
-  }
-}
-
 // in: qkv, z, b, a, conv_state, state, taps, log_a, dt_bias, norm, maybe lengths.
 inline void run_layer(const Inputs& in, const Outputs& out, int key_heads, int key_dim, float eps) {
   constexpr int ARRAYS = 10;
@@ -115,18 +76,6 @@ inline void run_swiglu(const Inputs& in, const Outputs& out) {
     const float *gate = in[0].line(line, rooms[0]), *x = in[1].line(line, rooms[1]);
     float* y = out[0] + line * count;
     for (long i = 0; i < count; i++) y[i] = gate[i] * sigmoid(gate[i]) * x[i];
-  });
-}
-
-// in: what heads read [batch, heads, tokens, dim], gates [batch, tokens, heads, dim]; out: [batch, tokens, heads * dim].
-inline void run_gated_heads(const Inputs& in, const Outputs& out) {
-  const long heads = in[0].dim(1), tokens = in[0].dim(2), dim = in[0].dim(3);
-  for_lines(in[1], [&](long line, Floats* rooms) {
-    const long token = line / heads, row = token / tokens;  // the token among those of all rows
-    const float* x = in[0].line((row * heads + line % heads) * tokens + token % tokens, rooms[0]);
-    const float* gate = in[1].line(line, rooms[1]);
-    float* y = out[0] + line * dim;
-    for (long i = 0; i < dim; i++) y[i] = x[i] * sigmoid(gate[i]);
   });
 }
 
@@ -199,53 +148,31 @@ inline void run_rope(const Inputs& in, const Outputs& out, float scale, int offs
 }
 
 // in: queries [batch, heads, tokens, dim], keys and values of fewer heads, maybe what may be seen (bool,
-// one for all heads). `before(row, key head)`: pieces that come before these keys.
-template <typename Before>
-void attend_chunk(const Inputs& in, const Outputs& out, float scale, bool causal, const char* mask,
-                  const Before& before) {
+// one for all heads).
+inline void run_attention(const Inputs& in, const Outputs& out, float scale, bool causal) {
   Floats key_room, value_room;
+  std::vector<char> mask_room;
   const float *all_keys = in[1].all(key_room), *all_values = in[2].all(value_room);
+  const char* mask = in.size() > 3 ? in[3].all(mask_room) : nullptr;
   const int heads = in[0].dim(1), tokens = in[0].dim(2), groups = in[1].dim(1), shared = heads / groups;
   const int dim = in[1].dim(3), value_dim = in[2].dim(3);
-  const long num_new = in[1].dim(2);
-  std::vector<Keys> keys;  // of each row and key head
-  for (int pair = 0; pair < in[0].dim(0) * groups; pair++) {
-    keys.push_back({dim, value_dim, before(pair / groups, pair % groups)});
-    keys.back().pieces.push_back({num_new, all_keys + pair * num_new * dim, dim,
-                                  all_values + pair * num_new * value_dim, value_dim});
-  }
-  long longest = 1;
-  for (const Keys& own : keys) longest = std::max(longest, own.count());
-  const int at_once = queries_at_once(shared, longest), parts = (tokens + at_once - 1) / at_once;
+  const long num_keys = in[1].dim(2);
+  const int at_once = queries_at_once(shared, num_keys), parts = (tokens + at_once - 1) / at_once;
   const auto run_part = [&](int pair, int part) {  // of a row and a key head; of the queries
     Floats room;
     const int row = pair / groups, start = part * at_once;
     const long first = long(pair) * shared;  // of the heads of all rows
-    const long num_keys = keys[pair].count();
+    const Keys keys{num_keys, dim, value_dim, all_keys + pair * num_keys * dim, all_values + pair * num_keys * value_dim};
     const auto query = [&](int head, int at) { return in[0].line((first + head) * tokens + at, room); };
     const auto seen = [&](int at) { return causal ? num_keys - tokens + at + 1 : num_keys; };
-    const auto allowed = [&](int, int at) -> const char* {
+    const auto allowed = [&](int at) -> const char* {
       return mask ? mask + ((in[3].dim(0) > 1 ? long(row) * tokens : 0) + at) * num_keys : nullptr;
     };
     const auto to = [&](int head, int at) { return out[0] + ((first + head) * tokens + at) * value_dim; };
-    attend(keys[pair], shared, start, std::min(start + at_once, tokens), scale, query, seen, allowed, to);
+    attend(keys, shared, start, std::min(start + at_once, tokens), scale, query, seen, allowed, to);
   };
-  Pool::shared().run(long(keys.size()) * parts, 1, [&](long from, long to) {
+  Pool::shared().run(long(in[0].dim(0)) * groups * parts, 1, [&](long from, long to) {
     for (long i = from; i < to; i++) run_part(i / parts, i % parts);
-  });
-}
-
-inline void run_attention(const Inputs& in, const Outputs& out, float scale, bool causal) {
-  std::vector<char> room;
-  const char* mask = in.size() > 3 ? in[3].all(room) : nullptr;
-  attend_chunk(in, out, scale, causal, mask, [](int, int) { return std::vector<KeyPiece>(); });
-}
-
-// in: queries, keys and values of a chunk, and a listing of what is before it.
-inline void run_listed_attention(const Inputs& in, const Outputs& out, float scale, int place) {
-  const Listing& listing = **in[3].data<const Listing*>();
-  attend_chunk(in, out, scale, true, nullptr, [&](int row, int group) {
-    return pieces_listed(listing, place, row, group);
   });
 }
 
