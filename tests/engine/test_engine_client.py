@@ -163,10 +163,10 @@ def test_what_an_engine_had_begun_ends_when_it_is_lost() -> None:
 
 def test_what_no_engine_had_begun_goes_to_the_next_in_its_order() -> None:
     async def scenario(client: EngineClient, sent: SentMessages) -> None:
-        begun, left, *waiting = await open_requests(client, "a", "b", "c", "d")
+        started, left, *waiting = await open_requests(client, "a", "b", "c", "d")
         client.deliver(Started(["a"]))
         client.engine_lost(LOST)
-        assert await begun == [dead("a")]
+        assert await started == [dead("a")]
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
         second = SentMessages()
@@ -322,14 +322,14 @@ def test_suspects_are_remembered_up_to_a_number() -> None:
 
 def test_an_engine_that_gives_up_for_all_does_not_end_what_it_had_not_begun() -> None:
     async def scenario(client: EngineClient, sent: SentMessages) -> None:
-        begun, waiting = await open_requests(client, "a", "b")
+        started, waiting = await open_requests(client, "a", "b")
         client.deliver(Started(["a"]))
         failed = [
             TokenDelta(id, finish="error", error_code=DeviceFailed.code, error_status=503)
             for id in "ab"
         ]
         say(client, *failed)
-        assert await begun == failed[:1]
+        assert await started == failed[:1]
         client.engine_lost("the device failed 3 steps in a row", knows_all=True)
         client.engine_ready(SentMessages())
         say(client, TokenDelta("b", [1], finish="stop"))

@@ -48,7 +48,7 @@ def test_the_engine_is_told_of_the_first_and_of_the_last() -> None:
         one, two = watchers.watch(), watchers.watch()
         tasks = [await begin(one), await begin(two)]
         assert sent == [Watch(), Watch()]  # the second needs a snapshot, too
-        watchers.tell(SNAPSHOT)
+        watchers.deliver(SNAPSHOT)
         await asyncio.gather(*tasks)
         await one.aclose()
         assert len(sent) == 2
@@ -62,13 +62,13 @@ def test_everybody_is_told_the_same_and_begins_with_a_snapshot() -> None:
     async def scenario(watchers: Watchers, sent: list[ToEngine]) -> None:
         async with aclosing(watchers.watch()) as one, aclosing(watchers.watch()) as two:
             first = await begin(one)
-            watchers.tell(frame(1))  # before it has a snapshot: it means nothing to it
-            watchers.tell(SNAPSHOT)
-            watchers.tell(frame(2))
+            watchers.deliver(frame(1))  # before it has a snapshot: it means nothing to it
+            watchers.deliver(SNAPSHOT)
+            watchers.deliver(frame(2))
             second = await begin(two)
-            watchers.tell(frame(3))
-            watchers.tell(SNAPSHOT)  # for the second alone
-            watchers.tell(frame(4))
+            watchers.deliver(frame(3))
+            watchers.deliver(SNAPSHOT)  # for the second alone
+            watchers.deliver(frame(4))
             assert [(await first).name, *await read(one, 3)] == ["snapshot", "2", "3", "4"]
             assert [(await second).name, *await read(two, 1)] == ["snapshot", "4"]
 
@@ -79,18 +79,18 @@ def test_a_slow_one_skips_and_is_told_anew_while_others_miss_nothing() -> None:
     async def scenario(watchers: Watchers, sent: list[ToEngine]) -> None:
         async with aclosing(watchers.watch()) as slow, aclosing(watchers.watch()) as quick:
             tasks = [await begin(slow), await begin(quick)]
-            watchers.tell(SNAPSHOT)
+            watchers.deliver(SNAPSHOT)
             await asyncio.gather(*tasks)
             for number in range(3 * MAX_UNREAD):
-                watchers.tell(frame(number))
+                watchers.deliver(frame(number))
                 assert await read(quick, 1) == [str(number)]
             assert await read(slow, MAX_UNREAD) == [str(n) for n in range(MAX_UNREAD)]
             num_sent = len(sent)
             task = await begin(slow)
             assert sent[num_sent:] == [Watch()]
-            watchers.tell(frame(100))
-            watchers.tell(FeedMessage("snapshot", b"anew"))
-            watchers.tell(frame(101))
+            watchers.deliver(frame(100))
+            watchers.deliver(FeedMessage("snapshot", b"anew"))
+            watchers.deliver(frame(101))
             assert [(await task).json, *await read(slow, 1)] == [b"anew", "101"]
             assert await read(quick, 2) == ["100", "101"]
 
@@ -103,13 +103,13 @@ def test_too_many_are_refused() -> None:
         tasks = [await begin(stream) for stream in streams]
         with pytest.raises(Overloaded, match=str(MAX_WATCHERS)):
             await anext(watchers.watch())
-        watchers.tell(SNAPSHOT)
+        watchers.deliver(SNAPSHOT)
         await asyncio.gather(*tasks)
         for stream in streams:
             await stream.aclose()
         assert sent[-1] == Unwatch()
         task = await begin(again := watchers.watch())
-        watchers.tell(SNAPSHOT)
+        watchers.deliver(SNAPSHOT)
         await task
         await again.aclose()
 
@@ -120,10 +120,10 @@ def test_streams_end_with_an_error_when_nothing_can_be_told_any_more() -> None:
     async def scenario(watchers: Watchers, sent: list[ToEngine]) -> None:
         async with aclosing(watchers.watch()) as one:
             task = await begin(one)
-            watchers.tell(SNAPSHOT)
+            watchers.deliver(SNAPSHOT)
             await task
-            watchers.tell(frame(1))
-            watchers.tell(FeedMessage("lost", b""))
+            watchers.deliver(frame(1))
+            watchers.deliver(FeedMessage("lost", b""))
             assert await read(one, 1) == ["1"]
             with pytest.raises(PippinError, match="it serves as before"):
                 await anext(one)

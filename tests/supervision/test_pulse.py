@@ -17,7 +17,7 @@ def test_an_engine_that_has_not_begun_may_load_for_long() -> None:
 
 def test_a_process_that_is_silent_hangs_soon() -> None:
     pulse = make_pulse()
-    pulse.heard(0.0)
+    pulse.beat(0.0)
     pulse.pass_time(29)
     assert pulse.complaint is None
     pulse.pass_time(1)
@@ -28,9 +28,9 @@ def test_a_process_that_is_silent_hangs_soon() -> None:
 
 def test_a_step_may_take_as_long_as_was_allowed() -> None:
     pulse = make_pulse()
-    pulse.heard(299.0)
+    pulse.beat(299.0)
     assert pulse.complaint is None
-    pulse.heard(300.0)
+    pulse.beat(300.0)
     assert pulse.complaint == (
         "the engine hangs: one step has taken 300 s so far (limit: --engine-timeout 300)"
     )
@@ -39,6 +39,6 @@ def test_a_step_may_take_as_long_as_was_allowed() -> None:
 def test_a_sign_of_life_ends_the_silence() -> None:
     pulse = make_pulse()
     for turn in range(100):
-        pulse.heard(float(turn))
+        pulse.beat(float(turn))
         pulse.pass_time(29)
         assert pulse.complaint is None

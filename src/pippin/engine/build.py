@@ -32,7 +32,7 @@ SEQUENCES_TO_HOLD = 4  # the states of one long prompt may not fill the tree alo
 FAKE_MAX_LEN = 8192
 LEAST_TOKENS = 256  # a budget that holds no request of this many is an error at start
 
-Progress = Callable[[str], None]  # hears the name of each stage of a load
+Progress = Callable[[str], None]  # called with the name of each stage of a load
 
 
 def build_loop(

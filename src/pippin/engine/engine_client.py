@@ -1,10 +1,10 @@
 """Requests on an engine, and on the next one if that is lost. Knows no text, no HTTP, no process.
 
-    open requests   [ waiting: the engine has not begun | begun ]
+    open requests   [ waiting: the engine has not started | started ]
     engine lost       submitted to the next engine        ended with an error
 
-Nothing of a request that has not begun was computed, and nothing of it was said, so it may go to
-another engine, unless it may be what this one died of (`suspects.py`).
+Nothing of a request that has not started was computed or sent, so it may be submitted to another
+engine, unless it may be what this one died of (`suspects.py`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Engine(Protocol):
         ...
 
     def abort(self, id: str) -> None:
-        """Nobody wants the rest. Unknown and finished ids are ignored."""
+        """The client disconnected. Unknown and finished ids are ignored."""
         ...
 
     def finish(self, id: str) -> None:
@@ -69,7 +69,7 @@ class Engine(Protocol):
     async def status(self) -> dict[str, Any]: ...
 
     async def counters(self) -> dict[str, Any]:
-        """The numbers of a status: cheap to tell, however much is cached."""
+        """The numbers of a status: cheap, however much is cached."""
         ...
 
     async def flush_cache(self) -> dict[str, Any]: ...
@@ -79,7 +79,7 @@ class Engine(Protocol):
         ...
 
     async def node(self, node: int) -> dict[str, Any]:
-        """The tokens of a node that watchers were told of; {} if there is none."""
+        """The tokens of a node that watchers were sent; {} if there is none."""
         ...
 
 
@@ -95,10 +95,10 @@ class Sender(Protocol):
 
 
 class EngineClient:
-    """Whoever runs engines says when there is one, when it is lost, and brings what it says."""
+    """A supervisor calls it: an engine is ready, it is lost, a message of it arrived."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, OpenRequest] = {}  # in the order in which they came
+        self._requests: dict[str, OpenRequest] = {}  # in order of arrival
         self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._call_ids = (f"call-{n}" for n in itertools.count())
         self._sender: Sender | None = None
@@ -168,10 +168,10 @@ class EngineClient:
     def watch(self) -> AsyncGenerator[WatchEvent, None]:
         return self._watchers.watch()
 
-    # ---- engines that come and go ----------------------------------------------------------
+    # ---- engines that start and end --------------------------------------------------------
 
     def engine_ready(self, sender: Sender) -> None:
-        """From now on requests go there, first of all those that wait."""
+        """From now on requests are sent there, first of all those that wait."""
         self._sender = sender
         self._reason = None
         for request in self._requests.values():
@@ -186,7 +186,7 @@ class EngineClient:
             case Started(ids=ids):
                 for id in ids:
                     if (request := self._requests.get(id)) is not None:
-                        request.begun = True
+                        request.started = True
             case Compiled(ids=ids):
                 for id in ids:
                     if (request := self._requests.get(id)) is not None:
@@ -194,10 +194,10 @@ class EngineClient:
             case Answer(id=id, data=data, error=error):
                 self._answer(id, data, error)
             case FeedMessage():
-                self._watchers.tell(message)
+                self._watchers.deliver(message)
 
     def engine_lost(self, reason: str, *, knows_all: bool = False) -> None:
-        """What had begun ends, or may be the reason; what had not waits for the next engine.
+        """Requests that had started end with an error; the others wait for the next engine.
 
         `knows_all`: the engine stopped by itself, and everything that it sent was delivered.
         """
@@ -225,7 +225,7 @@ class EngineClient:
         return len(self._requests)
 
     def drain(self) -> None:
-        """Take no more requests. `drained` waits for the end of those that there are."""
+        """Refuse new requests. `drained` waits for the open ones to end."""
         self._draining = True
 
     async def drained(self) -> None:
@@ -251,17 +251,16 @@ class EngineClient:
             self._sender.send(request.submit)
 
     def _send(self, message: ToEngine) -> None:
-        """While there is no engine, there is nobody who would have to know."""
-        if self._sender is not None:
+        if self._sender is not None:  # else no engine has to know
             self._sender.send(message)
 
     def _take(self, delta: TokenDelta) -> None:
         request = self._requests.get(delta.id)
-        if request is None:  # over, for us
+        if request is None:  # it has ended
             return
-        if not request.begun and delta.error_code == DeviceFailed.code:
-            return  # it was told with all others; the next engine serves it
-        request.begun = True
+        if not request.started and delta.error_code == DeviceFailed.code:
+            return  # it failed with all others; the next engine serves it
+        request.started = True
         request.deltas.put_nowait(delta)
 
     def _end(self, id: str, reason: str) -> None:
@@ -278,7 +277,7 @@ class EngineClient:
         )
 
     def _forget(self, id: str) -> bool:
-        """Whether the request was open until now."""
+        """Whether the request was open."""
         was_open = self._requests.pop(id, None) is not None
         if not self._requests:
             self._none_open.set()
@@ -297,7 +296,7 @@ class EngineClient:
 
     def _answer(self, id: str, data: dict[str, Any], error: str | None) -> None:
         future = self._answers.get(id)
-        if future is None or future.done():  # the client has gone meanwhile
+        if future is None or future.done():  # the client has disconnected
             return
         if error is None:
             future.set_result(data)

@@ -30,7 +30,7 @@ from pippin.messages import (
 )
 from pippin.scheduler.loop import Loop
 
-IDLE_SECONDS = 0.5  # of a turn in which nothing comes
+IDLE_SECONDS = 0.5  # of a turn in which no message arrives
 
 
 class Messages(Protocol):
@@ -44,7 +44,7 @@ class Messages(Protocol):
 
 
 class MessagePump:
-    """Moves messages between the channel and the loop until it is told to stop, or cannot go on."""
+    """Moves messages between channel and loop until a Shutdown arrives, or the loop fails."""
 
     def __init__(self, loop: Loop, channel: Messages, recorder: Recorder | None = None) -> None:
         self._loop = loop
@@ -70,7 +70,7 @@ class MessagePump:
 
     @property
     def _wait_seconds(self) -> float:
-        """For something to come, where nothing is to be done before."""
+        """For a message, where nothing else is to be done."""
         if self._loop.idle and self._loop.warm_up.done:
             return min(IDLE_SECONDS, self._feed.due_in)
         return 0.0
@@ -102,7 +102,7 @@ class MessagePump:
         return True
 
     def _answer(self, id: str, find: Callable[[], dict[str, Any]]) -> None:
-        """A question that cannot be answered harms no request: they go on."""
+        """A question that cannot be answered fails alone: requests go on."""
         try:
             answer = Answer(id, find())
         except Exception as error:

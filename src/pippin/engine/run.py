@@ -42,7 +42,7 @@ BEAT_SECONDS = 0.5  # between signs of life
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What the server tells a new engine process."""
+    """What the server sends to a new engine process."""
 
     config: Config  # resolved: the model is a directory, the backend has a name
     socket_dir: str
@@ -134,7 +134,7 @@ def leave_with_server(spec: EngineSpec, channel: Channel, serving: threading.Eve
     """Wait for the server's end of stdin to close, then stop the loop, by force if it hangs."""
     while os.read(STDIN, 1):  # unbuffered: a thread in a buffered read would block our exit
         pass
-    if serving.is_set():  # a load that nobody waits for need not end in good order
+    if serving.is_set():  # a load need not be ended in good order
         channel.shut_down()
         time.sleep(EXIT_GRACE_SECONDS)
     spec.remove_sockets()
@@ -142,7 +142,7 @@ def leave_with_server(spec: EngineSpec, channel: Channel, serving: threading.Eve
 
 
 def run_engine(loop: Loop, channel: Channel, recorder: Recorder | None = None) -> int:
-    """Run until told to stop; tell the server what else ended it. Returns the exit status."""
+    """Run until a Shutdown; report any other end to the server. Returns the exit status."""
     pump = MessagePump(loop, channel, recorder)
     try:
         with signs_of_life(pump, channel):
@@ -166,7 +166,7 @@ def main() -> int:
     if spec.config.model.backend == "mlx":
         keep_torch_out()
     serving = threading.Event()
-    channel = Channel(spec)  # first: whoever leaves removes the sockets, and none may come after
+    channel = Channel(spec)  # first: `leave_with_server` removes its sockets
     threading.Thread(target=leave_with_server, args=(spec, channel, serving), daemon=True).start()
     try:
         log, trace_file = spec.open_step_log(), spec.open_trace()

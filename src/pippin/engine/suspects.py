@@ -27,14 +27,14 @@ REMEMBERED_SUSPECTS = 4096
 class OpenRequest:
     submit: Submit
     deltas: asyncio.Queue[TokenDelta] = field(default_factory=asyncio.Queue)
-    begun: bool = False  # an engine said so, or sent some of the reply
+    started: bool = False  # an engine reported it, or sent some of the reply
     compiled: bool = False  # likewise; a request without a grammar has nothing to compile
     num_engines: int = 0  # it was sent to
     sent: bool = False  # to the present engine, which ran then
 
     @property
     def waits_for_grammar(self) -> bool:
-        return self.submit.params.grammar is not None and not (self.compiled or self.begun)
+        return self.submit.params.grammar is not None and not (self.compiled or self.started)
 
     def returned(self) -> None:
         """No engine has it now."""
@@ -48,13 +48,13 @@ def to_resubmit(requests: Iterable[OpenRequest], *, knows_all: bool) -> list[Ope
     """
     requests = list(requests)
     # Beside a request that was running, another one was not alone in its step.
-    others_ran = any(request.begun for request in requests)
+    others_ran = any(request.started for request in requests)
     return [
         request
         for request in requests
         if not request.sent
         or (
-            not request.begun
+            not request.started
             and request.num_engines < MAX_ENGINES
             and (knows_all or (others_ran and not request.waits_for_grammar))
         )

@@ -1,9 +1,9 @@
-"""Those who watch what the engine does: one message for all of them. Knows no HTTP and no content.
+"""Clients that watch the engine: one message for all of them. Knows no HTTP and no content.
 
-    engine ── FeedMessage ──▶  Watchers  ──▶ a queue of a few messages each ──▶ whoever reads it
+    engine ── FeedMessage ──▶  Watchers  ──▶ a queue of a few messages each ──▶ its client
 
-Whoever does not keep up loses what it has not read and is told anew, by a snapshot. So nobody waits
-for a slow one. The engine is told when the first comes and when the last has gone.
+A client that falls behind loses what it has not read and gets another snapshot: no other waits for
+it. The engine is sent a Watch when the first connects and an Unwatch when the last disconnects.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Watcher:
         self.unread: deque[WatchEvent] = deque()
         self.in_step = False  # it has a snapshot, and every frame since
         self.waits = False  # for a snapshot that was asked for
-        self.is_lost = False  # the engine cannot tell it anything more
+        self.is_lost = False  # the engine's event sender has failed
         self.wakes = asyncio.Event()
 
     def put(self, event: WatchEvent) -> None:
@@ -48,9 +48,9 @@ class Watchers:
         self._closed = False
 
     async def watch(self) -> AsyncGenerator[WatchEvent, None]:
-        """One more; Overloaded if there are too many, PippinError when nothing can be told."""
+        """Overloaded if there are too many clients, PippinError if the event sender failed."""
         if len(self._watchers) >= MAX_WATCHERS:
-            raise Overloaded(f"{MAX_WATCHERS} watch already")
+            raise Overloaded(f"{MAX_WATCHERS} clients watch already, which is the limit")
         watcher = _Watcher()
         self._watchers.add(watcher)
         try:
@@ -58,7 +58,9 @@ class Watchers:
                 while watcher.unread:
                     yield watcher.unread.popleft()
                 if watcher.is_lost:
-                    raise PippinError("what tells of the engine failed; it serves as before")
+                    raise PippinError(
+                        "the event sender of the engine failed; requests are served as before"
+                    )
                 if not (watcher.in_step or watcher.waits):  # it is new, or fell behind
                     watcher.waits = True
                     self._send(Watch())
@@ -69,8 +71,8 @@ class Watchers:
             if not self._watchers:
                 self._send(Unwatch())
 
-    def tell(self, message: FeedMessage) -> None:
-        """Nobody is waited for."""
+    def deliver(self, message: FeedMessage) -> None:
+        """To all, without waiting for any."""
         if message.kind == "lost":
             for watcher in self._watchers:
                 watcher.is_lost = True
@@ -98,7 +100,7 @@ class Watchers:
             watcher.put(event)
 
     def close(self) -> None:
-        """There will be no engine any more: streams end when they have been read."""
+        """There will be no engine any more: streams end once they have been read."""
         self._closed = True
         for watcher in self._watchers:
             watcher.wakes.set()

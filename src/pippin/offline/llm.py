@@ -116,7 +116,7 @@ class LLM:
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[str]:
-        """The continuation's text as it comes. Closing the iterator stops it."""
+        """The continuation's text as it arrives. Closing the iterator stops it."""
         return self._stream(self._requests.completions([prompt], params, **options))
 
     def stream_chat(
@@ -125,7 +125,7 @@ class LLM:
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[str]:
-        """The answer's text as it comes. Closing the iterator stops the reply.
+        """The answer's text as it arrives. Closing the iterator stops the reply.
 
         Several may be open at once, and other calls may be made meanwhile.
         """

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-Advance = Callable[[int, bool], None]  # hears of new tokens, and whether they end a sequence
+Advance = Callable[[int, bool], None]  # of new tokens, and whether they end a sequence
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class Completion:
             self.logprobs += piece.logprobs
 
     def close(self, sequence: GeneratedSequence) -> None:
-        """What the sequence knows once it has begun."""
+        """What the sequence knows once it has started."""
         self.cached_tokens = sequence.cached_tokens
         self.host_tokens = sequence.host_tokens
         self.disk_tokens = sequence.disk_tokens

@@ -30,7 +30,7 @@ class Router:
         self._backlog: list[tuple[int, int, Submit]] = []  # a heap: by priority, then arrival
         self._arrivals = itertools.count()
         self._inboxes: dict[str, Inbox] = {}  # by request id, until its last delta was read
-        self._leaving: list[tuple[Callable[[str], None], str]] = []  # for the loop to hear
+        self._leaving: list[tuple[Callable[[str], None], str]] = []  # before the next step
         # Still set after a step that raised: nothing is known of the state it left.
         self._in_step = False
         self._closed = False
@@ -73,10 +73,10 @@ class Router:
         """The loop is about to be closed: requests that are still open raise EngineDead."""
         self._closed = True
 
-    def _leave(self, request_id: str, tell: Callable[[str], None]) -> None:
-        # Told before the next step: an iterator may be closed by the garbage collector amid one.
+    def _leave(self, request_id: str, leave: Callable[[str], None]) -> None:
+        # Called before the next step: an iterator may be closed by the garbage collector amid one.
         if self._inboxes.pop(request_id, None) is not None:
-            self._leaving.append((tell, request_id))
+            self._leaving.append((leave, request_id))
 
     def _step(self) -> None:
         if self._closed:
@@ -88,8 +88,8 @@ class Router:
         with interrupts_held_back():
             self._in_step = True
             while self._leaving:
-                tell, request_id = self._leaving.pop()
-                tell(request_id)
+                leave, request_id = self._leaving.pop()
+                leave(request_id)
             self._feed()
             for delta in self._loop.step():
                 self._deliver(delta)
@@ -112,12 +112,12 @@ class Router:
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Ctrl-C is heard at the end: a step cut in two would leave an engine that cannot go on.
+    """Ctrl-C takes effect at the end: half a step would leave an engine that cannot go on.
 
-    The second one is heard at once, for a step that never ends.
+    The second one takes effect at once, for a step that never ends.
     """
-    heard = signal.getsignal(signal.SIGINT)
-    if not callable(heard) or threading.current_thread() is not threading.main_thread():
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
     held: list[tuple[int, Any]] = []
@@ -125,12 +125,12 @@ def interrupts_held_back() -> Iterator[None]:
     def hold(number: int, frame: Any) -> None:
         held.append((number, frame))
         if len(held) > 1:
-            heard(number, frame)
+            handler(number, frame)
 
     signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, heard)
+        signal.signal(signal.SIGINT, handler)
     if held:
-        heard(*held[0])
+        handler(*held[0])

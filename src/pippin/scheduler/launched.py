@@ -25,8 +25,8 @@ class Launched:
         committed: float,
         ghosts: int,
     ) -> StepRecord:
-        # Whoever did not have to wait came late: then the device may have been done as early as
-        # the end of the launch. So idle time is never told too small.
+        # A host that did not wait was late: the device may have been done as early as the end of
+        # the launch. So idle time is never counted too small.
         done = resumed if waited > NOTICEABLE_SECONDS else self.launched_at
         return StepRecord(
             step=self.plan.step,

@@ -1,4 +1,4 @@
-"""What a scheduler is told of the configuration. Knows no option's name."""
+"""The part of the configuration that a scheduler needs. Knows no option's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Limits:
     max_queue_tokens: int = 1 << 40
     prefill_tokens: int = 512
     max_gap: float = math.inf  # seconds that a step with running streams may be planned to take
-    for_streams: bool = True  # somebody reads replies as they come: prompts let them go on
+    for_streams: bool = True  # replies are read while they grow: prompts leave them time
     deterministic: bool = False  # only whole grid blocks of prompts are computed alike and shared
     forced_chunks: bool = True  # several tokens that a grammar forces may run at once
     capacity_bytes: int = 1 << 40

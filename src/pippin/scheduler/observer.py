@@ -1,4 +1,4 @@
-"""What somebody who watches the scheduler hears. Knows nobody who does."""
+"""What an observer of the scheduler is called with. Knows no observer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Observer(Protocol):
     """Called from the loop's thread, while the device works where that can be so. Never raises."""
 
     def request_changed(self, request: Request) -> None:
-        """It came, or is in another phase."""
+        """It arrived, or is in another phase."""
         ...
 
     def step_launched(self, plan: StepPlan, running_slots: Mapping[int, RunningSlot]) -> None:
-        """`running_slots`: who has which slot now."""
+        """`running_slots`: by slot, as of now."""
         ...
 
     def step_committed(self, plan: StepPlan, record: StepRecord) -> None: ...

@@ -1,4 +1,4 @@
-"""What clients are owed: tokens as they come, and one terminal message each. Knows no channel."""
+"""What clients are owed: sampled tokens, and one terminal message each. Knows no channel."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pippin.metrics import EngineMetrics
 from pippin.scheduler.observer import Observer
 from pippin.scheduler.outbox import Outbox
 from pippin.scheduler.planning.admission import Admission
-from pippin.scheduler.planning.constraints import Compiling, append_token, as_told
+from pippin.scheduler.planning.constraints import Compiling, append_token, client_error
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import Quality, RunningSlot, Stage
 from pippin.scheduler.traffic.traffic import Traffic
@@ -28,7 +28,7 @@ class Registry:
         self.running_slots: dict[int, RunningSlot] = {}  # by slot: in use, or not yet released
         self.leaving: list[RunningSlot] = []  # their requests have ended or are being preempted
         self.outbox = Outbox()
-        self.observer: Observer | None = None  # None: nobody watches
+        self.observer: Observer | None = None  # None: events are not watched
 
     @property
     def num_coming_tokens(self) -> int:
@@ -45,7 +45,7 @@ class Registry:
     def running(self) -> list[RunningSlot]:
         return [running for running in self.running_slots.values() if running.runs]
 
-    # ---- comes, waits, runs ----------------------------------------------------------------
+    # ---- arrives, waits, runs --------------------------------------------------------------
 
     def refuse(self, request_id: str, error: Exception) -> None:
         """It never was one of these."""
@@ -60,13 +60,13 @@ class Registry:
             self._admission.add(request)
         else:
             self._compiling.add(request, spec)
-        self.tell_changed(request)
+        self.notify(request)
 
     def take_compiled(self) -> None:
         """Into the queue with those whose grammars are there now."""
         for request in self._compiling.take_done(self.fail):
             self._admission.add(request)
-            self.tell_changed(request)
+            self.notify(request)
 
     def count_started(self, admit: Sequence[Admit]) -> None:
         """What the cache saved them; once each."""
@@ -77,7 +77,7 @@ class Registry:
                 self._metrics.disk_tokens += request.disk_len
 
     def preempt(self, running: RunningSlot) -> None:
-        """Have its slot retired, and then its request wait again: `requeue`."""
+        """Its slot is retired, and then its request queued again: `requeue`."""
         running.enter(Stage.PREEMPTING)
         self.leaving.append(running)
 
@@ -87,7 +87,7 @@ class Registry:
         request.requeue(damaged=running.damaged)
         self._metrics.preemptions += request.num_preemptions - num_before
         self._admission.add(request)
-        self.tell_changed(request)
+        self.notify(request)
 
     def take_token(self, request: Request, slot: int, result: StepResult) -> None:
         """What a step drew for it, and what its grammar forces after that; it may end with it."""
@@ -98,7 +98,7 @@ class Registry:
         try:
             tokens, reason = append_token(request, result.tokens[slot])
         except Exception as error:  # whatever a grammar's library raises
-            self.fail(request, as_told(error))
+            self.fail(request, client_error(error))
             return
         self.outbox.tokens(request, slot, tokens, result, reason)
         self._metrics.generated_tokens += len(tokens)
@@ -106,7 +106,7 @@ class Registry:
         if reason is not None:
             self._finish(request, reason)
 
-    def tell_changed(self, request: Request) -> None:
+    def notify(self, request: Request) -> None:
         if self.observer is not None:
             self.observer.request_changed(request)
 
@@ -152,4 +152,4 @@ class Registry:
             self.leaving.append(running)
         request.end(reason)
         del self.requests[request.id]
-        self.tell_changed(request)
+        self.notify(request)

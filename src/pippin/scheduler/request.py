@@ -36,8 +36,8 @@ class Request:
     stop_ids: frozenset[int]
     boundaries: tuple[int, ...]
     seed: int
-    arrival: int  # counts requests: the order in which they came
-    came_at: int = 0  # counts prompt tokens that had been planned by then
+    arrival: int  # counts requests: in order of arrival
+    arrived_at: int = 0  # counts prompt tokens that had been planned by then
     # Of its salt and first tokens: prompts that begin alike have the same; b"": too short.
     key: bytes = b""
     salt: bytes = b""  # a digest: requests of another salt share nothing with it
@@ -53,12 +53,12 @@ class Request:
     cached_len: int = 0  # prompt tokens that were not computed, when it first started
     host_len: int = 0  # of these, loaded for it from the host's memory
     disk_len: int = 0  # and from disk
-    tiers_tried: int = 0  # in so many tiers below memory, since it came into the queue
+    tiers_tried: int = 0  # in so many tiers below memory, since it was queued
     # Tokens [start, end) that were loaded for it, from each tier.
     loaded: dict[TierName, tuple[int, int]] = field(default_factory=dict)
     num_preemptions: int = 0
     starts_again: bool = False  # what it was restored from the first time was damaged
-    submitted_s: float | None = None  # on the clock of whoever submits and starts it
+    submitted_s: float | None = None  # on the loop's clock
     queued_s: float | None = None  # how long it waited, when it first started
     passed_over: int = 0  # times a later request was started first
 
@@ -69,7 +69,7 @@ class Request:
         *,
         seed: int,
         arrival: int,
-        came_at: int = 0,
+        arrived_at: int = 0,
         grammar: Grammar | None = None,
     ) -> Request:
         prompt = np.asarray(submit.tokens, dtype=np.int32)
@@ -81,7 +81,7 @@ class Request:
             boundaries=tuple(submit.boundaries),
             seed=seed,
             arrival=arrival,
-            came_at=came_at,
+            arrived_at=arrived_at,
             key=submit.salt + prompt[:KEY_TOKENS].tobytes() if len(prompt) > KEY_TOKENS else b"",
             salt=submit.salt,
             priority=submit.priority,
@@ -120,7 +120,7 @@ class Request:
 
     @property
     def runs_ahead(self) -> bool:
-        """Tokens that its grammar forces need not be drawn to be known: nobody asked for scores."""
+        """Tokens that its grammar forces are known before they are drawn: no scores are wanted."""
         return self.params.logprobs is None and self.params.prompt_logprobs is None
 
     @property
@@ -129,7 +129,7 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sorts by seniority: the highest priority first, then who came first."""
+        """Sorts by seniority: the highest priority first, then the earliest arrival."""
         return -self.priority, self.arrival
 
     def tokens(self, length: int) -> np.ndarray:
@@ -170,7 +170,7 @@ class Request:
         return max(0, min(length, end) - start)
 
     def note_start(self, now_s: float) -> None:
-        """Its first chunk, or its first one again, goes into a step that is launched now."""
+        """Its first chunk, or its first one again, is in a step that is launched now."""
         if self.submitted_s is not None and self.queued_s is None:
             self.queued_s = now_s - self.submitted_s
 
@@ -180,7 +180,7 @@ class Request:
         self.num_sampled = max(self.num_sampled, end - len(self.prompt) + 1)
 
     def append(self, token: int) -> FinishReason | None:
-        """Take in a sampled or forced token; why it ends the reply, None if it does not."""
+        """Append a sampled or forced token; why it ends the reply, None if it does not."""
         self.output.append(token)
         num_generated = len(self.output)
         self.num_sampled = max(self.num_sampled, num_generated)

@@ -181,7 +181,7 @@ class RunningSlot:
         self.worsen(Quality.DETACHED)
 
     def move_tip(self, cache: PrefixCache, tip: Lock) -> None:
-        """Keep the end of what was just inserted, so that what comes next connects to it."""
+        """Lock the end of what was just inserted, so that the next chunk connects to it."""
         if self.tip is not None:
             cache.unlock(self.tip)
         self.tip = tip
@@ -199,7 +199,7 @@ class RunningSlot:
             self.lock = None
 
     def keep_checkpoints(self, states: Mapping[int, Payload], budget: ByteBudget) -> None:
-        """Take over states of the reply, as far as free bytes reach; the others are dropped."""
+        """Keep states of the reply, as far as free bytes reach; the others are released."""
         for position, state in states.items():
             if position not in self.checkpoints and budget.claim_free(state.nbytes):
                 self.checkpoints[position] = state
@@ -207,7 +207,7 @@ class RunningSlot:
                 state.release()
 
     def take_checkpoints(self, positions: Iterable[int], budget: ByteBudget) -> dict[int, Payload]:
-        """Hand these on; their bytes are the taker's."""
+        """Remove and return these, with their claim released."""
         taken = {position: self.checkpoints.pop(position) for position in positions}
         budget.release(sum(state.nbytes for state in taken.values()))
         return taken
@@ -217,7 +217,7 @@ class RunningSlot:
             state.release()
 
     def release(self, budget: ByteBudget, slots: SlotPool, cache: PrefixCache | None) -> None:
-        """Give everything back: the row is gone from the device."""
+        """Release everything: the row is gone from the device."""
         self.enter(Stage.RELEASED)
         self.unlock(cache)
         self.drop_checkpoints(list(self.checkpoints), budget)

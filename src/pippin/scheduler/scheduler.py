@@ -50,7 +50,7 @@ class Scheduler:
     limits: Limits = field(default_factory=Limits)
     cache: PrefixCache | None = None
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
-    compiler: GrammarCompiler | None = None  # None: nobody asks for a grammar
+    compiler: GrammarCompiler | None = None  # None: requests have no grammars
     tiers: Sequence[tuple[CacheTier, TierIO]] = ()  # below memory, the fastest first
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class Scheduler:
             submit,
             seed=self._seeds.getrandbits(63) if seed is None else seed,
             arrival=next(self._arrivals),
-            came_at=self._prompts.num_planned,
+            arrived_at=self._prompts.num_planned,
             grammar=grammar,
         )
         request.submitted_s = now_s
@@ -128,7 +128,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """In the queue, or on their way into it."""
+        """In the queue, or about to be."""
         return len(self.admission.queue) + len(self.compiling) + self.traffic.num_loading
 
     @property
@@ -148,7 +148,7 @@ class Scheduler:
         step = self.inflight_steps.next_step
         self.registry.take_compiled()
         for request in self.traffic.start_loads(self.admission, self.pace.compute_seconds):
-            self.registry.tell_changed(request)
+            self.registry.notify(request)
         retire, retired = self._plan_retires(step)
         replies = self._replies.plan(step, self.running_slots.values(), self.pace.pays_off)
         admit, prefill = self._prompts.plan(

@@ -6,7 +6,7 @@ import heapq
 
 
 class SlotPool:
-    """Hands out the lowest free slot, so that rows stay dense. Row 0 is padding: never taken."""
+    """The lowest free slot is acquired first, so that rows stay dense. Row 0 is padding."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

@@ -11,7 +11,7 @@ from pathlib import Path
 from platformdirs import user_log_path
 
 from pippin.service.definition import RESTART_S, Definition, not_installed
-from pippin.service.system import Status, ask, tell, write_privately
+from pippin.service.system import Status, must_run, run_command, write_privately
 
 
 class Launchd:
@@ -40,19 +40,19 @@ class Launchd:
         return plistlib.dumps(agent, sort_keys=False).decode()
 
     def install(self, definition: Definition) -> None:
-        tell("launchctl", "print", self._domain)  # before anything is written
+        must_run("launchctl", "print", self._domain)  # before anything is written
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         self.log_file.touch(mode=0o600)
         write_privately(self.file, self.text(definition))
         if self._is_loaded():
-            tell("launchctl", "bootout", self._target)
-        tell("launchctl", "enable", self._target)
-        tell("launchctl", "bootstrap", self._domain, str(self.file))
+            must_run("launchctl", "bootout", self._target)
+        must_run("launchctl", "enable", self._target)
+        must_run("launchctl", "bootstrap", self._domain, str(self.file))
 
     def status(self) -> Status:
         if not self.file.exists():
             raise not_installed(self.file)
-        shown = ask("launchctl", "print", self._target)
+        shown = run_command("launchctl", "print", self._target)
         if shown.returncode != 0:
             return Status(False, "not loaded")
         # "state = running", "pid = 123", "last exit code = 1": one tab deep, each on its line
@@ -67,11 +67,11 @@ class Launchd:
         if not self.file.exists():
             raise not_installed(self.file)
         if self._is_loaded():
-            tell("launchctl", "bootout", self._target)
+            must_run("launchctl", "bootout", self._target)
         self.file.unlink()
 
     def start_hint(self) -> str:
         return "It starts when you log in."
 
     def _is_loaded(self) -> bool:
-        return ask("launchctl", "print", self._target).returncode == 0
+        return run_command("launchctl", "print", self._target).returncode == 0

@@ -24,7 +24,7 @@ def write_privately(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def ask(*command: str) -> subprocess.CompletedProcess[str]:
+def run_command(*command: str) -> subprocess.CompletedProcess[str]:
     """The result of a command of the system, also when it fails."""
     if shutil.which(command[0]) is None:
         raise ServiceError(
@@ -34,9 +34,9 @@ def ask(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def tell(*command: str) -> str:
+def must_run(*command: str) -> str:
     """The output of a command that must succeed."""
-    done = ask(*command)
+    done = run_command(*command)
     if done.returncode != 0:
         reason = (done.stderr or done.stdout).strip() or f"status {done.returncode}"
         raise ServiceError(f"`{' '.join(command)}` failed: {reason}")

@@ -7,7 +7,7 @@ import getpass
 from platformdirs import user_config_path
 
 from pippin.service.definition import RESTART_S, Definition, not_installed
-from pippin.service.system import Status, ask, tell, write_privately
+from pippin.service.system import Status, must_run, run_command, write_privately
 
 UNIT = """\
 # Written by `pippin service install`; `pippin service uninstall` removes it.
@@ -52,16 +52,16 @@ class Systemd:
         )
 
     def install(self, definition: Definition) -> None:
-        tell("systemctl", "--user", "show-environment")  # before anything is written
+        must_run("systemctl", "--user", "show-environment")  # before anything is written
         write_privately(self.file, self.text(definition))
-        tell("systemctl", "--user", "daemon-reload")
-        tell("systemctl", "--user", "enable", self.unit)
-        tell("systemctl", "--user", "restart", self.unit)
+        must_run("systemctl", "--user", "daemon-reload")
+        must_run("systemctl", "--user", "enable", self.unit)
+        must_run("systemctl", "--user", "restart", self.unit)
 
     def status(self) -> Status:
         if not self.file.exists():
             raise not_installed(self.file)
-        shown = tell(
+        shown = must_run(
             *("systemctl", "--user", "show", self.unit),
             "--property=ActiveState,SubState,MainPID,NRestarts",
         )
@@ -76,13 +76,13 @@ class Systemd:
     def uninstall(self) -> None:
         if not self.file.exists():
             raise not_installed(self.file)
-        tell("systemctl", "--user", "disable", "--now", self.unit)
+        must_run("systemctl", "--user", "disable", "--now", self.unit)
         self.file.unlink()
-        tell("systemctl", "--user", "daemon-reload")
+        must_run("systemctl", "--user", "daemon-reload")
 
     def start_hint(self) -> str:
         user = getpass.getuser()
-        lingering = ask("loginctl", "show-user", user, "--property=Linger")
+        lingering = run_command("loginctl", "show-user", user, "--property=Linger")
         if lingering.stdout.strip() == "Linger=yes":
             return "It starts when the machine boots."
         return (

@@ -91,9 +91,9 @@ class StopSignals:
             loop.add_signal_handler(number, self._heard)
 
     def _heard(self) -> None:
-        for heard in (self.first, self.second):
-            if not heard.done():
-                heard.set_result(None)
+        for signalled in (self.first, self.second):
+            if not signalled.done():
+                signalled.set_result(None)
                 return
 
 

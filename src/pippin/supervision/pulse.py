@@ -15,7 +15,7 @@ class Pulse:
         self._turn: float | None = None  # seconds; None before the first one: loading may take long
         self._silence = 0.0  # seconds
 
-    def heard(self, turn_seconds: float) -> None:
+    def beat(self, turn_seconds: float) -> None:
         """A heartbeat arrived."""
         self._turn = turn_seconds
         self._silence = 0.0

@@ -1,7 +1,7 @@
 """Keeps an engine running: starts one, detects that it died or hangs, and starts another.
 
     loading ──▶ serving ──▶ lost: it died, or it hangs and is killed
-       ▲                     │    requests that had begun end with an error, the others wait
+       ▲                     │    requests that had started end with an error, the others wait
        └──── after a while ◀─┘    too many in a row: the supervisor gives up
 
 The first engine must load: what keeps it from that would keep the next one from it too.
@@ -142,7 +142,7 @@ class Supervisor:
                 return error.message
             match message:
                 case Alive(turn_seconds=turn_seconds):
-                    pulse.heard(turn_seconds)
+                    pulse.beat(turn_seconds)
                 case Loading(stage=stage):
                     if not self.loaded.done():
                         self._on_loading(stage)
@@ -150,7 +150,7 @@ class Supervisor:
                     self._stopped_itself = True
                     return reason
                 case Ready():
-                    pulse.heard(0.0)
+                    pulse.beat(0.0)
                     connection.send(GetStatus(HANDSHAKE))
                     self._serve_on(connection, message, time.monotonic() - began)
                 case Answer(id=id) if id == HANDSHAKE:

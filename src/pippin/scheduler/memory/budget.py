@@ -29,7 +29,7 @@ class ByteBudget:
 
     @property
     def free(self) -> int:
-        """What nobody holds, the tree included."""
+        """What neither claims nor the tree take."""
         return self.capacity - self.claimed - (0 if self.cache is None else self.cache.nbytes)
 
     def claim(self, nbytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""Hands what steps captured to the tree. Knows who a capture belongs to, not what it holds."""
+"""Inserts what steps captured into the tree. Knows a capture's owner, not what it holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def take_captures(
     cache: PrefixCache,
     budget: ByteBudget,
 ) -> list[tuple[Request, int]]:
-    """Insert a committed step's captures under the tokens of whoever had the slot in that step.
+    """Insert a committed step's captures under the tokens of the request that had the slot then.
 
     Returns the requests whose prompt or reply is in the tree with that, and how much of them.
 

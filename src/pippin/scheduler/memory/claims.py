@@ -42,7 +42,7 @@ class Claims:
     def shortage(self, starved: Iterable[RunningSlot], others: Iterable[RunningSlot]) -> int:
         """The bytes that `starved` rows lack for a token each, once checkpoints have been given up.
 
-        Checkpoints of replies only save somebody's time later on: they go before anybody waits.
+        Checkpoints of replies only save time later on: they are dropped before a request waits.
         """
         need = sum(self.row_bytes(row, row.row_len + 1) - row.nbytes for row in starved)
         for running in others:
@@ -71,7 +71,7 @@ class Claims:
     # ---- rows of a plan --------------------------------------------------------------------
 
     def fit_retire(self, step: int, running: RunningSlot, *, captures: bool) -> Retire:
-        """Hand the row to the tree, if that is wanted and there is room for a copy."""
+        """Capture the row for the tree, if that is wanted and there is room for a copy."""
         bare = Retire(running.slot)
         if not captures or self.cache is None:
             return bare

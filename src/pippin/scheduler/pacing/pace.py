@@ -1,6 +1,6 @@
 """How many prompt tokens a step may compute so that running streams keep their pace.
 
-Knows what steps cost, as they tell it; knows no requests and reads no clock.
+Knows what steps cost, from their times; knows no requests and reads no clock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Pace:
 
     prefill_tokens: int
     max_gap: float = math.inf  # seconds
-    for_streams: bool = True  # False: nobody waits for single tokens, and prompts go first
+    for_streams: bool = True  # False: no client waits for single tokens, and prompts come first
     costs: CostModel = field(default_factory=CostModel)
     _num_mixed: int = STEPS_BETWEEN_RESTS  # steps since streams last had one to themselves
     _credit: float = math.inf  # seconds that prompts may take
@@ -56,7 +56,7 @@ class Pace:
     def budget(self, num_streams: int, num_prompts: int = 1) -> int:
         """Prompt tokens of the next step, where `num_prompts` wait for some: 0 for a rest.
 
-        What is used of them is told by `spend`.
+        `spend` is called with what is used of them.
         """
         if num_streams == 0 or not self.for_streams:
             return self.prefill_tokens
@@ -78,7 +78,7 @@ class Pace:
             least = max(productive, smallest)
         price = self.costs.prefill_seconds(least)
         at_once = max(income, price)
-        self._credit = min(self._credit + income, at_once + income)  # what is over is not lost
+        self._credit = min(self._credit + income, at_once + income)  # a surplus is not lost
         if self._credit < price and self._can_save(income, price):
             return 0
         tokens = min(max(self._within(min(self._credit, at_once)), least), most)
@@ -91,7 +91,7 @@ class Pace:
         return self.costs.productive_tokens if self.costs.known else GRID
 
     def prompt_seconds(self, tokens: int) -> float:
-        """What a step of so many prompt tokens, and no streams, should take; 0 if nobody knows."""
+        """What a step of so many prompt tokens, and no streams, should take; 0 if unknown."""
         return self.costs.prefill_seconds(tokens) if tokens and self.costs.known else 0.0
 
     def compute_seconds(self, tokens: int) -> float:

@@ -1,6 +1,6 @@
-"""How long steps took, as far as a host can tell. Knows no arrays and nothing of costs.
+"""How long steps took, as far as a host can see. Knows no arrays and nothing of costs.
 
-A host sees a step's end if it waits for it. Else it was over some time before: on CPUs mlx holds a
+A host sees a step's end if it waits for it. Else it had ended some time before: on CPUs mlx holds a
 launch up until most of its step has run, and when that returns the step before has long been done.
 
     device    |  step 7  |         step 8          |

@@ -1,4 +1,4 @@
-"""What goes into a step: who starts, chunks of prompts, tokens of replies, what grammars allow.
+"""What a step contains: new requests, chunks of prompts, tokens of replies, grammars' masks.
 
 Knows requests and what they hold; no device, no clock, and nothing of steps in flight.
 """

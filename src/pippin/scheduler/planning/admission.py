@@ -1,4 +1,4 @@
-"""Who may wait and who starts next: the queue, its bounds and its order. Knows no arrays.
+"""Admission: the queue, its bounds, and which request starts next. Knows no arrays.
 
 A request that could start is an `Offer`: what it would find in the tree, and so what would have to
 be computed for it. Offers are tried in this order:
@@ -81,7 +81,7 @@ class Admission:
         self._limits = limits
         self._deterministic = limits.deterministic
         self._hints: dict[Request, tuple[int, int]] = {}  # the cache's version, tokens matched
-        self._refused_at: int | None = None  # bytes available when nobody could start
+        self._refused_at: int | None = None  # bytes available when no request could start
         self.refused: Request | None = None  # the first that did not fit then
         self.queue: list[Request] = []  # by seniority
         self.line: list[Request] = []  # of these, without those set aside
@@ -105,7 +105,7 @@ class Admission:
             )
         if submit.embeds and not self._costs.spec.hidden_bytes:
             raise UnsupportedField(
-                "this model gives no embeddings: what its head reads cannot be told apart",
+                "this model gives no embeddings: the input of its head cannot be identified",
                 param="model",
             )
         need, capacity = self._costs.row_bytes(prompt_len + 1), self._budget.capacity
@@ -124,7 +124,7 @@ class Admission:
             )
 
     def add(self, request: Request) -> None:
-        """Also takes back a request that was preempted: its arrival puts it first."""
+        """Also a request that was preempted: its arrival puts it first."""
         bisect.insort(self.queue, request, key=_rank)
         bisect.insort(self.line, request, key=_rank)
         self.num_tokens += request.num_tokens
@@ -145,7 +145,7 @@ class Admission:
     def start_next(
         self, inflight: InflightPrefixes, *, nothing_runs: bool, max_to_compute: int | None = None
     ) -> RunningSlot | None:
-        """The best offer that can be claimed now, off the queue and with all that it holds.
+        """The best offer that can be claimed now, off the queue and in its slot.
 
         `inflight` may bring prefixes worth waiting for. While nothing runs, a request starts with
         as little as it can, and gives up its match before it gives up. `max_to_compute`: only so
@@ -191,7 +191,7 @@ class Admission:
 
     @property
     def _still_refused(self) -> bool:
-        """Nobody could start, nobody came since, and no bytes were given back: do not ask again."""
+        """No request could start, none arrived since, and no bytes were released."""
         return self._refused_at is not None and self._budget.available <= self._refused_at
 
     def _take_ready(self) -> None:
@@ -262,7 +262,7 @@ class Admission:
         )
 
     def _start(self, running: RunningSlot) -> None:
-        """Off the queue. Those that came earlier were passed over, unless they wait by choice."""
+        """Off the queue. Earlier ones were passed over, unless they wait by choice."""
         request = running.request
         for earlier in self.line[: _place(self.line, request)]:
             earlier.passed_over += 1

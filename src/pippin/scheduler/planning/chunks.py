@@ -24,7 +24,7 @@ class Chunker:
     spec: ModelSpec
     policy: CheckpointPolicy | None  # None: nothing is cached, so nothing is captured
     smallest: int = 1  # tokens that are worth a forward if they do not end their prompt
-    on_grid: bool = False  # whole grid blocks and a last, shorter chunk that nobody shares
+    on_grid: bool = False  # whole grid blocks and a last, shorter chunk that is not shared
 
     def least(self, num_left: int, budget: int) -> int:
         """The fewest tokens worth running of a request that has `num_left` to run.

@@ -35,7 +35,7 @@ Fail = Callable[[Request, Exception], None]  # ends a request with an error
 class Compiling:
     """Requests whose grammars are being compiled: they are not in the queue yet."""
 
-    compiler: GrammarCompiler | None  # None: nobody asks for a grammar
+    compiler: GrammarCompiler | None  # None: requests have no grammars
     on_compiled: Callable[[list[str]], None] = lambda ids: None
     _pending: dict[Request, Future[CompiledGrammar]] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class Compiling:
         for request in done:
             future = self._pending[request]
             if (error := future.exception()) is not None:
-                fail(request, as_told(error))
+                fail(request, client_error(error))
                 continue
             self.remove(request)
             request.follow(future.result().copy())
@@ -67,7 +67,7 @@ class Compiling:
         return ready
 
     def wait(self, seconds: float) -> None:
-        """For somebody who has nothing else to do: until one is compiled."""
+        """Until one is compiled, where nothing else is to be done."""
         if self._pending:
             wait(self._pending.values(), seconds, return_when=FIRST_COMPLETED)
 
@@ -86,7 +86,7 @@ def make_masks(
                 _fill(mask, request.grammar, request)
             except Exception as error:  # whatever a grammar's library raises
                 mask[:] = -1
-                fail(request, as_told(error))
+                fail(request, client_error(error))
     return masks
 
 
@@ -100,7 +100,7 @@ def _fill(mask: np.ndarray, grammar: Grammar, request: Request) -> None:
 
 
 def append_token(request: Request, token: int) -> tuple[list[int], FinishReason | None]:
-    """Take in a sampled token, and what the request's grammar forces after it.
+    """Append a sampled token, and what the request's grammar forces after it.
 
     Returns these tokens, and why the last of them ends the reply.
     """
@@ -121,8 +121,8 @@ def append_token(request: Request, token: int) -> tuple[list[int], FinishReason 
     return tokens, "stop" if reason is None and grammar.finished else reason
 
 
-def as_told(error: BaseException) -> Exception:
-    """What a client hears of it: our own words as they are, a library's after what failed."""
+def client_error(error: BaseException) -> Exception:
+    """As a client gets it: our own errors as they are, a library's after what failed."""
     if isinstance(error, PippinError):
         return error
     return PippinError(f"the grammar failed: {str(error) or repr(error)}")

@@ -1,4 +1,4 @@
-"""What a step computes of prompts: who goes on, who starts, and how far. Samples nothing itself.
+"""What a step computes of prompts: which go on, which start, and how far. Samples nothing itself.
 
 A preempted request's reply counts as its prompt here: whatever is known and has to be run.
 """
@@ -33,7 +33,7 @@ class PromptPlanner:
     claims: Claims
     chunker: Chunker
     cache: PrefixCache | None
-    num_planned: int = 0  # tokens, since the start: how long a request has waited is told in these
+    num_planned: int = 0  # tokens, since the start: waits of requests are counted in these
 
     def plan(
         self, step: int, running_slots: RunningSlots, num_streams: int, pace: Pace
@@ -77,7 +77,7 @@ class PromptPlanner:
         return [
             Turn(
                 running.num_left,
-                self.num_planned - running.request.came_at,
+                self.num_planned - running.request.arrived_at,
                 top if running.num_skipped >= MAX_SKIPPED else running.priority,
             )
             for running in started
@@ -98,7 +98,7 @@ class PromptPlanner:
     def _start(
         self, step: int, running_slots: RunningSlots, left: int, unfinished: int
     ) -> tuple[list[Admit], list[PrefillRow]]:
-        """Whoever finds a slot, bytes and a part of the step.
+        """Requests for which there is a slot, bytes and a part of the step.
 
         `left` tokens of it, and no more than `unfinished` for those that it does not finish.
         """
@@ -125,9 +125,9 @@ class PromptPlanner:
         return admit, rows
 
     def _may_start(self, running_slots: RunningSlots) -> bool:
-        """Whether somebody waits and finds a slot. One that was restored whole needs no more.
+        """Whether a request waits and a slot is free. One that is restored whole needs no more.
 
-        A reply that may not be resumed (`deterministic`) must never need what others hold, so it
+        A reply that may not be resumed (`deterministic`) must never need what others have, so it
         starts with all that it can need, or has the engine to itself.
         """
         if not self.admission.queue or not self.slots.num_free:
@@ -162,7 +162,7 @@ class PromptPlanner:
 
 
 def _admit(running: RunningSlot) -> Admit:
-    """A request that is resumed was told its prompt's log probabilities before."""
+    """A resumed request has sent its prompt's log probabilities before."""
     request = running.request
     params = request.params
     if request.output and params.prompt_logprobs is not None:

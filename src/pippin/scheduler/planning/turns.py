@@ -1,10 +1,10 @@
 """How prompts share what a step may compute. Knows lengths and waits, no requests and no clock.
 
 A prompt's turn is weighed by what it still needs and how long it has waited (the highest response
-ratio goes first), so a short one passes a long one, and a long one is not passed for ever. While a
+ratio is first), so a short one passes a long one, and a long one is not passed for ever. While a
 short one waits, no long one takes all of a step; and the step that finishes it is short itself:
 
-    |L L L L L L L L|L L L L L L L L|S L|L L L L L L L L|      S comes during the first, L goes on
+    |L L L L L L L L|L L L L L L L L|S L|L L L L L L L L|      S arrives during the first, L goes on
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Turn:
     """One prompt that has started."""
 
     num_left: int  # tokens it still needs
-    num_waited: int  # tokens that steps have computed for any prompt since it came
+    num_waited: int  # tokens that steps have computed for any prompt since it arrived
     priority: int = 0  # the highest takes what it can use, then the next
 
 
@@ -87,10 +87,10 @@ class _Others:
 def beside_short(
     turns: Sequence[Turn], budget: int, productive: int, *, shortest_waiting: int | None = None
 ) -> int:
-    """What those may take of a step that it does not finish: who is finished waits for it, too.
+    """What those may take of a step that it does not finish: finished ones wait for it, too.
 
     As much as those need that are done with half of the step, or a `productive` chunk if that is
-    more; all where nobody is.
+    more; all where none is.
     """
     kept = _Others([turn.num_left for turn in turns], budget // 2, shortest_waiting).kept
     return min(max(kept, productive), budget) if kept else budget

@@ -1,4 +1,4 @@
-"""A load on its way: what is still to be read, what has been, and who waits for it."""
+"""A load in progress: what is still to be read, what has been, and which requests wait for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Reading:
 
 @dataclass(eq=False)
 class LoadJob:
-    """One load, for whoever waits for it."""
+    """One load, for one or more requests."""
 
     tokens: np.ndarray  # int32, up to the end of the match there
     salt: bytes

@@ -3,9 +3,9 @@
     queue ──▶ loading: read a piece ─▶ a step makes a payload of it ─▶ the tree takes it ──▶ queue
                        └─ the next ones are read meanwhile
 
-A load is begun where it should be faster than computing. One that fails, that computing would have
-overtaken, or whose bytes are wanted by running replies is given up, and its requests compute what
-is missing. What it has brought by then stays in the tree.
+A load is started where it should be faster than computing. One that fails, that turns out slower,
+or whose bytes are wanted by running replies is given up, and its requests compute what is missing.
+What it has loaded by then stays in the tree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pippin.types import Payload
 MAX_JOBS = 8
 LEAST_PATIENCE = 0.1  # seconds
 PATIENCE = 2.0  # times what computing should take; then a load is late
-FIRST_PATIENCE = 10.0  # seconds, while nobody knows what computing takes
+FIRST_PATIENCE = 10.0  # seconds, while it is unknown what computing takes
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Loads:
         return job
 
     def remove(self, request: Request) -> None:
-        """It has ended. A load that nobody waits for any more is given up."""
+        """It has ended. A load without requests is given up."""
         if request in self._ready:
             self._ready.remove(request)
         for job in [job for job in self._jobs if request in job.waiters]:
@@ -216,7 +216,7 @@ class Loads:
     # ---- ends ------------------------------------------------------------------------------
 
     def give_up(self) -> bool:
-        """Bytes are short: whoever waits computes instead. Whether that gave any back."""
+        """Bytes are short: requests that wait compute instead. Whether any did."""
         jobs = [job for job in self._jobs if not job.ended]
         for job in jobs:
             self._fail(job)
@@ -244,7 +244,7 @@ class Loads:
         self._end(job)
 
     def _end(self, job: LoadJob) -> None:
-        """Nobody waits any more, and nothing is held but by pieces in a step."""
+        """No request waits for it any more, and only pieces in a step keep their bytes."""
         assert not job.ended
         job.ended = True
         self._jobs.remove(job)

@@ -124,7 +124,7 @@ class Spills:
         batch.future = self._tier_io.write(batch.entries, sources)
 
     def _refuse(self, batch: Batch, spilled: Sequence[Spilled], now: float) -> None:
-        """Some of it is not what it was in memory: nobody is to read that some day."""
+        """Some of it has changed in memory: it must never be read again."""
         self._give_up(batch, now)
         for entry, source in zip(batch.entries, spilled, strict=True):
             source.release()
@@ -138,7 +138,7 @@ class Spills:
             self._give_up(self._batch, now)
 
     def poll(self, now: float) -> None:
-        """Take in a batch that has been written."""
+        """Add a batch that has been written to the tier's tree."""
         batch = self._batch
         if batch is None or batch.future is None or not batch.future.done():
             return
