@@ -24,10 +24,10 @@ from pippin.cache.tiers.tier_io import TierIO
 from pippin.cache.tree.canary import Canary
 from pippin.decode.grammar import Grammar
 from pippin.messages import Submit, TokenDelta
-from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.pacing.pace import Pace
 from pippin.scheduler.scheduler import Scheduler
+from pippin.scheduler.scheduler_limits import Limits
 from pippin.types import GRID, Component, FinishReason, SamplingParams, TokenLogprobs
 
 ALL = (Component.ATTENTION, Component.WINDOW, Component.STATE)

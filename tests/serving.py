@@ -28,9 +28,9 @@ from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.radix import Node, as_tokens
 from pippin.engine.build_tiers import tier_batch_bytes
-from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
+from pippin.scheduler.scheduler_limits import Limits
 from pippin.types import Component, ModelSpec
 from processes import is_installed
 from reference import BUNDLED

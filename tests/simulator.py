@@ -41,12 +41,12 @@ from pippin.cache.policy import CheckpointPolicy
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.tier_io import plain_memory
 from pippin.cache.tree.canary import Canary
-from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import MAX_FAILED_STEPS, Loop
 from pippin.scheduler.planning.admission import LOOKAHEAD
 from pippin.scheduler.planning.inflight_prefixes import common_prefix_len
 from pippin.scheduler.request import Request
 from pippin.scheduler.scheduler import Scheduler
+from pippin.scheduler.scheduler_limits import Limits
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE

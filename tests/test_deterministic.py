@@ -8,7 +8,7 @@ import pytest
 
 from pippin.config import EngineConfig
 from pippin.offline.llm import LLM
-from pippin.offline.requests import Completion
+from pippin.offline.offline_requests import Completion
 from pippin.types import GRID, SamplingParams
 
 pytestmark = pytest.mark.slow

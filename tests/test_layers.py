@@ -73,19 +73,19 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "offline": {
         *("types", "config", "messages", "metrics", "text", "sequences", "embedding", "tasks"),
-        *("engine.build", "engine.message_pump", "engine.engine_client"),
+        *("engine.build_loop", "engine.message_pump", "engine.engine_client"),
         "startup.resolve",
     },
-    "offline.requests": {
+    "offline.offline_requests": {
         *("types", "config", "messages", "text", "sequences", "embedding"),
         *("api.requests.sampling_fields", "api.requests.salts", "api.requests.token_ids"),
     },
     "offline.router": {"messages", "scheduler.loop"},
     "offline.progress": set(),
     "startup": set(),
-    "startup.checkpoint": {"config", "text"},
+    "startup.find_checkpoint": {"config", "text"},
     "startup.resolve": {
-        *("config", "startup.checkpoint", "api.http.keys"),
+        *("config", "startup.find_checkpoint", "api.http.keys"),
         *("backends.nvidia", "backends.torch.config"),
     },
     "startup.memory_remedy": {"amounts", "config", "backends.host"},
@@ -104,7 +104,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "terminal.chat": {"", "config", "terminal.find_server", "terminal.server_client"},
     "terminal.cache_directory": {"cache.disk"},
     "terminal.doctor": {
-        *("", "types", "config", "offline.requests", "backends.host", "backends.mlx"),
+        *("", "types", "config", "offline.offline_requests", "backends.host", "backends.mlx"),
     },
     "service": set(),
     "supervision": {

@@ -40,7 +40,7 @@ import xxhash
 from pippin.backends.base import Load, StepPlan
 from pippin.cache.tiers.pieces import Piece, pieces, read
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine.build import build_loop
+from pippin.engine.build_loop import build_loop
 from pippin.messages import Submit
 from pippin.scheduler.loop import Loop
 from pippin.startup.resolve import resolve

@@ -15,7 +15,7 @@ from time import perf_counter, process_time
 
 import numpy as np
 
-import pippin.engine.build
+import pippin.engine.build_loop
 from pippin import LLM, SamplingParams
 from pippin.config import Config, EngineConfig, ModelConfig
 
@@ -25,14 +25,14 @@ WITHOUT, PRINTS, ALL = "without", "fingerprints", "canary log"
 
 
 def make_engine(name: str, options: argparse.Namespace) -> LLM:
-    keeps, canary = pippin.engine.build.keeps_fingerprints, "log" if name == ALL else "off"
+    keeps, canary = pippin.engine.build_loop.keeps_fingerprints, "log" if name == ALL else "off"
     if name == PRINTS:
-        pippin.engine.build.keeps_fingerprints = lambda _: True
+        pippin.engine.build_loop.keeps_fingerprints = lambda _: True
     try:
         model = ModelConfig(model=options.model, backend=options.backend)
         return LLM(config=Config(model=model, engine=EngineConfig(canary=canary, memory="0.2")))
     finally:
-        pippin.engine.build.keeps_fingerprints = keeps
+        pippin.engine.build_loop.keeps_fingerprints = keeps
 
 
 def run_round(llm: LLM, prompts: list[list[int]]) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from pippin.backends.mlx.device import limit_memory, on_cpu
 from pippin.backends.mlx.payloads.packing import payload_arrays
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine.build import load_backend
+from pippin.engine.build_loop import load_backend
 from pippin.errors import LoadError
 from serving import cache_of, make_client, make_prompt, served
 

@@ -24,9 +24,9 @@ from pippin.backends.mlx.gpu.attention_times import only_way
 from pippin.backends.mlx.rehearsal import packed_rows
 from pippin.backends.mlx.rows import arrays, cohorts, grouping
 from pippin.backends.mlx.shapes import Ladder
-from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
+from pippin.scheduler.scheduler_limits import Limits
 from pippin.types import Component, SamplingParams
 from reference import assert_right, score
 from serving import make_prompt, served

@@ -18,7 +18,7 @@ from bundled import BUNDLED_PATH
 from pippin.backends.base import PendingStep, StepPlan
 from pippin.cache.tree.canary import CacheCorruption, Canary
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine.build import build_loop
+from pippin.engine.build_loop import build_loop
 from pippin.engine.engine_client import EngineClient
 from pippin.engine.message_pump import MessagePump
 from pippin.engine.run import Channel, EngineSpec, run_engine
@@ -247,7 +247,7 @@ def test_an_engine_tells_that_a_request_starts_before_it_computes_anything() -> 
 WATCHED_ENGINE = """
 import sys
 from pippin.config import Config, ModelConfig
-from pippin.engine.build import build_loop
+from pippin.engine.build_loop import build_loop
 from pippin.engine.run import MessagePump
 from pippin.messages import FeedMessage, Shutdown, Submit, TokenBatch, Watch
 from pippin.types import SamplingParams

@@ -8,7 +8,7 @@ from builders import Client, check_idle, make_client, make_prompt, oracle
 from pippin.backends.fake import FakeBackend
 from pippin.scheduler.planning.admission import MAX_EXAMINED, MAX_PASSED_OVER, Offer
 from pippin.scheduler.planning.inflight_prefixes import InflightPrefixes, Promise, common_prefix_len
-from pippin.scheduler.planning.prompts import MAX_SKIPPED
+from pippin.scheduler.planning.prompt_planner import MAX_SKIPPED
 from pippin.types import Component
 
 A, S = Component.ATTENTION, Component.STATE

@@ -12,7 +12,7 @@ from bundled import BUNDLED_PATH
 from pippin.amounts import option_bytes, parse_memory
 from pippin.backends.fake import FakeBackend
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine.build import build_loop, load_backend
+from pippin.engine.build_loop import build_loop, load_backend
 from pippin.errors import LoadError
 from pippin.startup.memory_remedy import with_remedy
 

@@ -17,9 +17,9 @@ from pippin.backends.mlx import environment
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.cpu.operations.library import OperationsReport
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine.build import load_backend
+from pippin.engine.build_loop import load_backend
 from pippin.errors import LoadError
-from pippin.offline.requests import Completion
+from pippin.offline.offline_requests import Completion
 from pippin.terminal import doctor
 from pippin.terminal.doctor import Finding
 from pippin.types import TokenLogprobs

@@ -86,7 +86,7 @@ class Asker:
 
 
 def make_loop(backend: Backend, memory: str, host_cache: str) -> Any:
-    from pippin.engine.build import build_loop
+    from pippin.engine.build_loop import build_loop
     from pippin.config import Config, EngineConfig, ModelConfig
 
     engine = EngineConfig(max_running=16, memory=memory, host_cache=host_cache)

@@ -16,7 +16,7 @@ from pippin.config import Config
 from pippin.errors import ConfigError
 from pippin.service.definition import define
 from pippin.service.manager import Manager, manager_of
-from pippin.startup.checkpoint import HUB_ID, find_checkpoint
+from pippin.startup.find_checkpoint import HUB_ID, find_checkpoint
 
 service = App(
     name="service",

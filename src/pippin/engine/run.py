@@ -24,7 +24,7 @@ import zmq
 
 from pippin.backends.warm_up import LOAD_SECONDS
 from pippin.config import Config
-from pippin.engine.build import build_loop
+from pippin.engine.build_loop import build_loop
 from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.trace import TraceFile, TraceWriter
 from pippin.engine.exit_times import EXIT_GRACE_SECONDS

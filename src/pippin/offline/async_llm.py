@@ -26,7 +26,7 @@ import numpy as np
 
 from pippin.config import Config, EngineConfig
 from pippin.embedding import embedding_of
-from pippin.engine.build import build_loop
+from pippin.engine.build_loop import build_loop
 from pippin.engine.engine_client import EngineClient
 from pippin.engine.message_pump import MessagePump
 from pippin.errors import EngineDead
@@ -42,7 +42,7 @@ from pippin.messages import (
     TokenBatch,
     TokenDelta,
 )
-from pippin.offline.requests import (
+from pippin.offline.offline_requests import (
     Completion,
     Conversations,
     Message,

@@ -18,10 +18,9 @@ import numpy as np
 
 from pippin.config import Config, EngineConfig
 from pippin.embedding import embedding_of
-from pippin.engine.build import build_loop
+from pippin.engine.build_loop import build_loop
 from pippin.metrics import EngineMetrics
-from pippin.offline.progress import progress_bar
-from pippin.offline.requests import (
+from pippin.offline.offline_requests import (
     Completion,
     Conversations,
     Message,
@@ -33,6 +32,7 @@ from pippin.offline.requests import (
     offline_config,
     only_one,
 )
+from pippin.offline.progress import progress_bar
 from pippin.offline.router import Router
 from pippin.sequences import GeneratedSequence, SequencePiece
 from pippin.startup.resolve import resolve

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from pippin.backends.base import Admit, StepResult
 from pippin.metrics import EngineMetrics
-from pippin.scheduler.observer import Observer
 from pippin.scheduler.outbox import Outbox
 from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.planning.constraints import Compiling, append_token, client_error
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import Quality, RunningSlot, Stage
+from pippin.scheduler.step_observer import Observer
 from pippin.scheduler.traffic.traffic import Traffic
 from pippin.types import FinishReason, GrammarSpec
 

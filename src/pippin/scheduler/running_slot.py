@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.results import Lock
-from pippin.scheduler.memory.budget import ByteBudget
+from pippin.scheduler.memory.byte_budget import ByteBudget
 from pippin.scheduler.request import Request
-from pippin.scheduler.slots import SlotPool
+from pippin.scheduler.slot_pool import SlotPool
 from pippin.types import Payload
 
 

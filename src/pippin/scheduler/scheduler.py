@@ -26,21 +26,21 @@ from pippin.errors import NotANumber, PippinError
 from pippin.messages import Submit, TokenDelta
 from pippin.metrics import EngineMetrics
 from pippin.scheduler.inflight_steps import InflightStep, InflightSteps
-from pippin.scheduler.limits import Limits
-from pippin.scheduler.memory.budget import ByteBudget
-from pippin.scheduler.memory.captures import take_captures
+from pippin.scheduler.memory.byte_budget import ByteBudget
 from pippin.scheduler.memory.claims import Claims
+from pippin.scheduler.memory.insert_captures import take_captures
 from pippin.scheduler.memory.preemption import Preemption
 from pippin.scheduler.pacing.pace import SMALLEST_CHUNK, Pace
 from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.planning.chunks import Chunker
 from pippin.scheduler.planning.constraints import Compiling, make_masks
-from pippin.scheduler.planning.prompts import PromptPlanner
-from pippin.scheduler.planning.replies import ReplyPlanner
+from pippin.scheduler.planning.prompt_planner import PromptPlanner
+from pippin.scheduler.planning.reply_planner import ReplyPlanner
 from pippin.scheduler.registry import Registry
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import Quality, RunningSlot
-from pippin.scheduler.slots import SlotPool
+from pippin.scheduler.scheduler_limits import Limits
+from pippin.scheduler.slot_pool import SlotPool
 from pippin.scheduler.traffic.traffic import Traffic
 
 

@@ -12,7 +12,7 @@ from pippin.backends.nvidia import compute_capability
 from pippin.backends.torch.config import read_config, read_shape, suit_kernels
 from pippin.config import BackendName, Config, EngineConfig
 from pippin.errors import LoadError
-from pippin.startup.checkpoint import find_checkpoint, model_name
+from pippin.startup.find_checkpoint import find_checkpoint, model_name
 
 LEAST_CAPABILITY = (8, 0)
 NO_OPTIONS = EngineConfig()

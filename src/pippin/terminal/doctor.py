@@ -31,7 +31,7 @@ from pippin.backends.mlx.device import device_info, max_buffers, on_cpu
 from pippin.backends.mlx.environment import TF32, prepare, products_are_exact
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_chunked
 from pippin.config import Config
-from pippin.offline.requests import Completion
+from pippin.offline.offline_requests import Completion
 from pippin.types import TokenLogprobs
 
 LIBRARIES = ("mlx", "mlx-lm", "numpy", "transformers", "tokenizers", "torch")

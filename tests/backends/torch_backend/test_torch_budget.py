@@ -28,7 +28,7 @@ from pippin.backends.torch.pools.memory import Pools, spare_slabs
 from pippin.backends.torch.pools.payloads import HiddenPayload, KVPayload, StatePayload
 from pippin.backends.torch.step.sampler import TorchSampler
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine.build import build_loop
+from pippin.engine.build_loop import build_loop
 from pippin.errors import LoadError
 from pippin.types import Component, SamplingParams
 from torch_serving import load_torch

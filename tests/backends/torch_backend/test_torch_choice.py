@@ -8,13 +8,13 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 
 from bundled import BUNDLED_PATH
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine.build import load_backend
+from pippin.engine.build_loop import load_backend
 from pippin.errors import LoadError
 from processes import run_python
 
 LOAD = """
 import sys
-from pippin.engine.build import load_backend
+from pippin.engine.build_loop import load_backend
 from pippin.config import Config, ModelConfig
 from pippin.engine.run import keep_torch_out
 if {backend!r} == "mlx":

@@ -25,7 +25,7 @@ from pippin.backends.base import Backend
 from pippin.backends.torch.backend import TorchBackend
 from pippin.cache.host.host_store import HostStore
 from pippin.config import Config, EngineConfig, ModelConfig
-from pippin.engine.build import build_loop
+from pippin.engine.build_loop import build_loop
 from pippin.engine.build_tiers import tier_batch_bytes
 from pippin.errors import ConfigError, LoadError
 from reference import BUNDLED

@@ -6,7 +6,7 @@ from pippin.bench.results.report import PRINT_ONLY
 from pippin.cli.bench.parameters import Count, Files, Names, Numbers
 from pippin.cli.options import takes_config
 from pippin.config import Config
-from pippin.startup.checkpoint import find_checkpoint
+from pippin.startup.find_checkpoint import find_checkpoint
 
 
 @takes_config("model", "engine", without=("prefix_cache",))  # every row is computed

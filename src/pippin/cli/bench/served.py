@@ -12,7 +12,7 @@ from pippin.bench.results.report import PRINT_ONLY
 from pippin.cli.bench.parameters import Count, Files, Names, Numbers, Positive, Rates
 from pippin.cli.options import takes_config
 from pippin.config import Config, ModelConfig
-from pippin.startup.checkpoint import find_checkpoint
+from pippin.startup.find_checkpoint import find_checkpoint
 from pippin.startup.resolve import choose_backend
 
 OptionString = Annotated[str, Parameter(allow_leading_hyphen=True)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pippin.backends.base import Costs, DecodeRow, PrefillRow, Retire, StepPlan
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.scheduler.memory.budget import ByteBudget
+from pippin.scheduler.memory.byte_budget import ByteBudget
 from pippin.scheduler.running_slot import RunningSlot
 
 GROWTH_TOKENS = 256  # a row's claim grows by this much at a time

@@ -38,7 +38,7 @@ class Preemption:
             shortage = self._claims.shortage(starved, running_slots.values())
         if shortage <= 0:
             return
-        for running in choose(self._registry.running, shortage):
+        for running in requests_to_preempt(self._registry.running, shortage):
             self._registry.preempt(running)
         if len(running_slots) == 1 and not in_flight:
             self._start_over(starved[0])
@@ -65,7 +65,7 @@ class Preemption:
         self._registry.fail(request, OutOfMemory(message))
 
 
-def choose(candidates: Sequence[RunningSlot], nbytes: int) -> list[RunningSlot]:
+def requests_to_preempt(candidates: Sequence[RunningSlot], nbytes: int) -> list[RunningSlot]:
     """The least that gives `nbytes` back, cheapest first; all but the senior one if that is less.
 
     Those that are being preempted already count, and are not named again.

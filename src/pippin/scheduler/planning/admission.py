@@ -25,13 +25,13 @@ from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.results import Match
 from pippin.errors import ContextOverflow, OutOfMemory, Overloaded, UnsupportedField
 from pippin.messages import Submit
-from pippin.scheduler.limits import Limits
-from pippin.scheduler.memory.budget import ByteBudget
+from pippin.scheduler.memory.byte_budget import ByteBudget
 from pippin.scheduler.memory.claims import GROWTH_TOKENS
 from pippin.scheduler.planning.inflight_prefixes import InflightPrefixes, Promise, Waiters
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import RunningSlot
-from pippin.scheduler.slots import SlotPool
+from pippin.scheduler.scheduler_limits import Limits
+from pippin.scheduler.slot_pool import SlotPool
 from pippin.types import GRID
 
 LOOKAHEAD = 16  # queued requests considered at a time,

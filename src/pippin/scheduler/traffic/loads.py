@@ -20,7 +20,7 @@ import numpy as np
 from pippin.backends.base import Costs, Load, StepPlan
 from pippin.cache.tiers.cache_tier import CacheTier, TierMatch
 from pippin.cache.tiers.tier_io import PIECES_AHEAD, ReadPiece, TierIO
-from pippin.scheduler.memory.budget import ByteBudget
+from pippin.scheduler.memory.byte_budget import ByteBudget
 from pippin.scheduler.request import Request
 from pippin.scheduler.traffic.load_jobs import LoadJob, Reading
 from pippin.types import Payload

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Batch:
+class SpillBatch:
     name: str
     tokens: np.ndarray
     salt: bytes
@@ -45,7 +45,7 @@ class Spills:
         # Tokens and salt by request; the longest waiting first.
         self._waiting: dict[str, tuple[np.ndarray, bytes]] = {}
         self._waiting_bytes = 0
-        self._batch: Batch | None = None
+        self._batch: SpillBatch | None = None
         self._not_before = 0.0
         self._current = ""  # the sequence that is being written, in as many batches as it takes
         self._written: set[Key] = set()  # of it
@@ -106,7 +106,7 @@ class Spills:
             if not self._written.isdisjoint(entry.key for entry in entries):
                 self._drop(name)  # its beginning went to make room for its end
                 continue
-            self._batch = Batch(name, tokens, salt, entries, step)
+            self._batch = SpillBatch(name, tokens, salt, entries, step)
             nbytes = sum(entry.nbytes for entry in entries)
             self._not_before = now + nbytes / self._tiers.kind.max_bytes_written
             return tuple(Spill(run.component, run.payloads) for run in runs)
@@ -123,7 +123,7 @@ class Spills:
             return
         batch.future = self._tier_io.write(batch.entries, sources)
 
-    def _refuse(self, batch: Batch, spilled: Sequence[Spilled], now: float) -> None:
+    def _refuse(self, batch: SpillBatch, spilled: Sequence[Spilled], now: float) -> None:
         """Some of it has changed in memory: it must never be read again."""
         self._give_up(batch, now)
         for entry, source in zip(batch.entries, spilled, strict=True):
@@ -154,7 +154,7 @@ class Spills:
         else:
             self._give_up(batch, now)
 
-    def _give_up(self, batch: Batch, now: float) -> None:
+    def _give_up(self, batch: SpillBatch, now: float) -> None:
         self._batch = None
         self._not_before = now + PAUSE
         self._drop(batch.name)

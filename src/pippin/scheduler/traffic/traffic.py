@@ -18,7 +18,7 @@ from pippin.backends.base import Costs, Load, Spill, StepResult
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tiers.cache_tier import CacheTier
 from pippin.cache.tiers.tier_io import TierIO
-from pippin.scheduler.memory.budget import ByteBudget
+from pippin.scheduler.memory.byte_budget import ByteBudget
 from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.request import Request
 from pippin.scheduler.traffic.loads import Loads

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pippin.backends.base import Capture
 from pippin.cache.prefix_cache import PrefixCache
-from pippin.scheduler.memory.budget import ByteBudget
+from pippin.scheduler.memory.byte_budget import ByteBudget
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import RunningSlot
 from pippin.types import Payload

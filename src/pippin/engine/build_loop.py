@@ -23,9 +23,9 @@ from pippin.engine.build_tiers import (
 )
 from pippin.engine.model_vocabulary import load_vocabulary
 from pippin.errors import LoadError
-from pippin.scheduler.limits import Limits
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
+from pippin.scheduler.scheduler_limits import Limits
 from pippin.types import ModelSpec
 
 SEQUENCES_TO_HOLD = 4  # the states of one long prompt may not fill the tree alone

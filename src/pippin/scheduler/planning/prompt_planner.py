@@ -19,7 +19,7 @@ from pippin.scheduler.planning.chunks import Chunker
 from pippin.scheduler.planning.inflight_prefixes import InflightPrefixes
 from pippin.scheduler.planning.turns import Turn, beside_short, share
 from pippin.scheduler.running_slot import RunningSlot, Stage
-from pippin.scheduler.slots import SlotPool
+from pippin.scheduler.slot_pool import SlotPool
 
 RunningSlots = dict[int, RunningSlot]  # by slot
 
