@@ -125,7 +125,7 @@ def test_streams_end_with_an_error_when_nothing_can_be_told_any_more() -> None:
             watchers.deliver(frame(1))
             watchers.deliver(FeedMessage("lost", b""))
             assert await read(one, 1) == ["1"]
-            with pytest.raises(PippinError, match="it serves as before"):
+            with pytest.raises(PippinError, match="requests are served as before"):
                 await anext(one)
         assert sent == [Watch(), Unwatch()]
 
