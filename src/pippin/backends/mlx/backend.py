@@ -85,7 +85,7 @@ class MLXBackend:
         self._wired = wired
         self._num_weights = len(tree_flatten(loaded.model.parameters()))
         self._deterministic = deterministic
-        packer = Packer(loaded.layout)
+        self._packer = packer = Packer(loaded.layout)
         self._captures = Captures(loaded.layout, packer)
         self._transfers = Transfers(
             loaded.layout, packer, loaded.hidden_bytes, loaded.head.dtype or loaded.dtype
@@ -234,7 +234,7 @@ class MLXBackend:
         self._prompts.scores.fit(max(left, 0) * ACTIVATION_SHARE)
         left = int(left * (1.0 - ACTIVATION_SHARE - SPARE_SHARE))
         buffers = max_buffers()
-        return left if buffers is None else min(left, buffers * self._captures.least_buffer_bytes)
+        return left if buffers is None else min(left, buffers * self._packer.least_buffer_bytes)
 
     @property
     def loaded(self) -> LoadedModel:
@@ -254,7 +254,7 @@ class MLXBackend:
         rows = {id(own): own for own in (self._shared_rows, *self._rows.values())}
         held = sum(len(own.arrays()) for own in rows.values())
         held += len(self._prompts.arrays())
-        return self._num_weights + held + self._captures.num_buffers
+        return self._num_weights + held + self._packer.buffers.num_live
 
     def close(self) -> None:
         if self._clock is not None:

@@ -52,22 +52,23 @@ class CohortShape:
 
 
 @dataclass(frozen=True)
-class CohortsShape:
+class MainsShape:
+    @property
+    def compiles(self) -> bool:
+        """Whether a step of this shape is worth being compiled."""
+        return True
+
+
+@dataclass(frozen=True)
+class CohortsShape(MainsShape):
     cohorts: tuple[CohortShape, ...]
     aligned: bool  # one cohort whose lines are the rows, in order: nothing needs to be gathered
     paths: AttentionPaths
 
     @property
     def compiles(self) -> bool:
-        """Others come and go too often."""
+        """Other shapes do not last."""
         return self.aligned
-
-
-class MainsShape(Protocol):
-    @property
-    def compiles(self) -> bool:
-        """Whether a step of this shape is worth being compiled."""
-        ...
 
 
 @dataclass(frozen=True)

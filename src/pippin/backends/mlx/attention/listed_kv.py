@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from pippin.backends.mlx.attention.decode_step import DecodeStep
+from pippin.backends.mlx.attention.decode_step import DecodeStep, MainsShape
 from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.cpu.operations.calls import Operations, operations
 from pippin.backends.mlx.layout import Layout, Leaf
@@ -20,10 +20,8 @@ LISTED = ("listing", "row_attention", "tail_write")
 
 
 @dataclass(frozen=True)
-class ListedShape:
-    @property
-    def compiles(self) -> bool:
-        return True
+class ListedShape(MainsShape):
+    """One for all: where rows lie is in the listing."""
 
 
 def lister_for(layout: Layout) -> Operations | None:
@@ -37,17 +35,14 @@ class ListedRowKV(RowKV):
         self._place = place
 
     def _written(self, keys: mx.array, values: mx.array) -> list[mx.array]:
-        ours = operations(*LISTED)
-        assert ours is not None, "rows are listed for operations of ours"
+        ours = _operations()
         column = keys.astype(mx.float32), values.astype(mx.float32)
         return ours.tail_write((self.tail[0], self.tail[1]), column, self.step.tree["cursor"])
 
     def attend(
         self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
-        ours = operations(*LISTED)
-        assert ours is not None, "rows are listed for operations of ours"
-        out = ours.row_attention(
+        out = _operations().row_attention(
             queries.astype(mx.float32),
             (self.tail[0], self.tail[1]),
             self.step.tree["written"],
@@ -58,3 +53,9 @@ class ListedRowKV(RowKV):
             sinks=None if sinks is None else sinks.astype(mx.float32),
         )
         return out.astype(queries.dtype)
+
+
+def _operations() -> Operations:
+    ours = operations(*LISTED)
+    assert ours is not None, "rows are listed only for our own operations"
+    return ours

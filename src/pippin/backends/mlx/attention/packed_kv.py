@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from pippin.backends.mlx.attention.decode_step import DecodeStep
+from pippin.backends.mlx.attention.decode_step import DecodeStep, MainsShape
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall, Path
 from pippin.backends.mlx.attention.plain_attention import attend_in_pieces, attend_joined
 from pippin.backends.mlx.attention.row_kv import RowKV
@@ -14,14 +14,10 @@ from pippin.backends.mlx.layout import Leaf
 
 
 @dataclass(frozen=True)
-class PackedShape:
+class PackedShape(MainsShape):
     columns: tuple[int, ...]  # by window class of the layout
     longest: tuple[int, ...]  # by window class: no row has more columns
     paths: AttentionPaths
-
-    @property
-    def compiles(self) -> bool:
-        return True
 
 
 class PackedRowKV(RowKV):

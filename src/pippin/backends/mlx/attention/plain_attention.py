@@ -12,7 +12,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
-from pippin.backends.mlx.attention.split_attention import attend
+from pippin.backends.mlx.attention.split_attention import attend, masked
 from pippin.backends.mlx.payloads.packing import KV
 
 
@@ -61,12 +61,9 @@ def attend_in_pieces(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     _, num_query_heads, _, dim = call.q.shape
     num_heads = call.k.shape[1]
     q = (call.q * call.scale).reshape(1, num_heads, num_query_heads // num_heads, dim)
-    blocked = mx.array(mx.finfo(q.dtype).min, q.dtype)
     keys, values = call.main[0][None], call.main[1][None]
-    visible = _visible_of_one(call)[:, None, None]
-    scores = mx.where(visible, q @ keys.swapaxes(-1, -2), blocked)
-    visible = call.visible_tail[:, None, None]
-    tail_scores = mx.where(visible, q @ new_keys.swapaxes(-1, -2), blocked)
+    scores = masked(q @ keys.swapaxes(-1, -2), _visible_of_one(call)[:, None, None])
+    tail_scores = masked(q @ new_keys.swapaxes(-1, -2), call.visible_tail[:, None, None])
     sink = None
     if call.sinks is not None:
         sink = call.sinks.astype(q.dtype).reshape(1, num_heads, -1, 1)

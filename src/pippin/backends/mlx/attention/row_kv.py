@@ -16,6 +16,7 @@ from pippin.backends.mlx.attention.paths import Path
 from pippin.backends.mlx.attention.split_attention import (
     attend,
     attend_shared,
+    masked,
     shared_scores,
     softmax,
 )
@@ -94,17 +95,21 @@ class RowKV:
         kv_heads = self.tail[0].shape[1]
         repeats = q_heads // kv_heads
         q = (queries * scale).reshape(width, kv_heads, repeats, dim)
-        blocked = mx.array(mx.finfo(q.dtype).min, q.dtype)
-        tail_scores = self._scores(q, self.tail)
-        tail_scores = mx.where(step.tail_mask(window), tail_scores, blocked)
+        tail_scores = masked(self._scores(q, self.tail), step.tail_mask(window))
         sink = None if sinks is None else sinks.astype(q.dtype).reshape(1, kv_heads, repeats, 1)
+        tail_values = self._values(self.tail)
         if not self._mains:
-            out = softmax([tail_scores], sink) @ self._values(self.tail)
+            out = softmax([tail_scores], sink) @ tail_values
         elif step.aligned:
-            out, weights = self._attend_cohort(0, q, tail_scores, sink, window, blocked)
-            out = out + weights @ self._values(self.tail)
+            out, weights = self._attend_cohort(0, q, tail_scores, sink, window)
+            out = out + weights @ tail_values
         else:
-            out = self._attend_cohorts(q, tail_scores, sink, window, blocked)
+            found = []
+            for number, cohort in enumerate(step.tree["cohorts"]):
+                own = (mx.take(rows, cohort["lines"], axis=0) for rows in (q, tail_scores))
+                found.append(self._attend_cohort(number, *own, sink, window))
+            out, weights = (self._in_row_order(list(part)) for part in zip(*found, strict=True))
+            out = out + weights @ tail_values
         return out.reshape(width, q_heads, 1, out.shape[-1])
 
     def _is_to_join(self, queries: mx.array, sinks: mx.array | None) -> bool:
@@ -115,24 +120,6 @@ class RowKV:
         keys, values = self._mains[0]
         return mains.paths.of_cohort(queries, (keys, values), sinks) is Path.JOINED
 
-    def _attend_cohorts(
-        self,
-        q: mx.array,
-        tail_scores: mx.array,
-        sink: mx.array | None,
-        window: int | None,
-        blocked: mx.array,
-    ) -> mx.array:
-        outs, tail_weights = [], []
-        for number, cohort in enumerate(self.step.tree["cohorts"]):
-            lines = cohort["lines"]
-            own_q, own_tail = mx.take(q, lines, axis=0), mx.take(tail_scores, lines, axis=0)
-            out, weights = self._attend_cohort(number, own_q, own_tail, sink, window, blocked)
-            outs.append(out)
-            tail_weights.append(weights)
-        out = self._in_row_order(outs)
-        return out + self._in_row_order(tail_weights) @ self._values(self.tail)
-
     def _attend_cohort(
         self,
         number: int,
@@ -140,16 +127,14 @@ class RowKV:
         tail_scores: mx.array,
         sink: mx.array | None,
         window: int | None,
-        blocked: mx.array,
     ) -> tuple[mx.array, mx.array]:
         """What the cohort's lines get from all but the tail, and how they weigh the tail."""
         main, shared = self._mains[number], self._shared[number]
-        mask = self.step.main_mask(number, self.leaf, window)
-        scores = _masked(self._scores(q, main), mask, blocked)
+        scores = masked(self._scores(q, main), self.step.main_mask(number, self.leaf, window))
         if not shared:
             return attend(scores, tail_scores, self._values(main), sink)
         mask = self.step.shared_mask(number, shared[0].shape[2], window)
-        together = _masked(self._shared_scores(q, shared), mask, blocked)
+        together = masked(self._shared_scores(q, shared), mask)
         values, shared_values = self._values(main), self._values(shared)
         return attend_shared(together, scores, tail_scores, shared_values, values, sink)
 
@@ -188,10 +173,6 @@ class RowKV:
         longest = max(main.shape[2] for main in mains)
         in_order = self._in_row_order([_pad(main, longest) for main in mains])
         return mx.concatenate([in_order, tail], axis=2)
-
-
-def _masked(scores: mx.array, visible: mx.array | None, blocked: mx.array) -> mx.array:
-    return scores if visible is None else mx.where(visible, scores, blocked)
 
 
 def _pad(array: mx.array, columns: int) -> mx.array:

@@ -78,6 +78,12 @@ def _blocks(piece: mx.array) -> mx.array:
     return piece.reshape(piece.shape[1], -1, SHARED_BLOCK, piece.shape[3])
 
 
+def masked(scores: mx.array, visible: mx.array | None) -> mx.array:
+    if visible is None:
+        return scores
+    return mx.where(visible, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
+
+
 def softmax(scores: list[mx.array], sink: mx.array | None) -> mx.array:
     """Over all pieces together; a sink takes weight but gives no value."""
     if sink is not None:

@@ -1,7 +1,4 @@
-"""What passes between slots and the tree: states and KV as payloads, out and back in again.
-
-Knows what a slot holds and how that is packed; knows no forward and no tree.
-"""
+"""States and KV of slots as payloads, and back. Knows no forward and no prefix cache."""
 
 from __future__ import annotations
 
@@ -27,18 +24,8 @@ class Captures:
         self._packer = packer
         self._kv_components = tuple(c for c in KV_COMPONENTS if layout.indices(c))
 
-    @property
-    def least_buffer_bytes(self) -> int:
-        """No capture has more buffers than its bytes make of this size each."""
-        return self._packer.least_buffer_bytes
-
-    @property
-    def num_buffers(self) -> int:
-        """Of all payloads that somebody holds."""
-        return self._packer.buffers.num_live
-
     def restore(self, prompt: PromptState, restore: Restore) -> None:
-        """Let `prompt` begin with what the tree holds."""
+        """Let `prompt` begin with what the prefix cache holds."""
         prompt.length = restore.length
         for component, payloads in restore.payloads.items():
             if component is Component.STATE:
@@ -90,7 +77,7 @@ class Captures:
     def of_slot(self, retire: Retire, held: PromptState) -> Iterator[Capture]:
         """The slot's KV over [start, end) and its state at `end`.
 
-        Windowed layers no longer hold tokens older than the window: those come without them.
+        Windowed layers no longer hold tokens older than the window: those have no window KV.
         """
         slot, start, end = retire.slot, retire.start, retire.end
         assert held.length == end, f"slot {slot} holds {held.length} tokens, its plan says {end}"

@@ -16,7 +16,7 @@ import numpy as np
 
 from pippin.backends.base import Damage, Restore
 from pippin.backends.fingerprint_reads import FingerprintReads
-from pippin.backends.mlx.payloads.payload import Block, KVPayload, StatePayload
+from pippin.backends.mlx.payloads.payload import Block, StatePayload, spans_of
 from pippin.types import Component, Payload
 
 Printed = Block | StatePayload
@@ -107,8 +107,7 @@ def _owners(payload: Payload) -> Iterator[Printed]:
     if isinstance(payload, StatePayload):
         yield payload
         return
-    assert isinstance(payload, KVPayload)
-    for span in payload.spans:
+    for span in spans_of(payload):
         yield span.block
 
 

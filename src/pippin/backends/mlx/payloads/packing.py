@@ -1,4 +1,4 @@
-"""Moves a row's cache between per-layer arrays and the payloads that the tree keeps.
+"""Moves a row's cache between per-layer arrays and the payloads that the prefix cache keeps.
 
 Attention layers of one shape are stacked, so that a block of 64 tokens is two arrays and not two
 per layer: few live buffers, and one operation, not one per layer, when a prefix is restored.
@@ -7,16 +7,23 @@ Recurrent states are few and large, and stay the arrays that the layers made: no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import mlx.core as mx
 
 from pippin.backends.mlx.layout import Layout
-from pippin.backends.mlx.payloads.payload import Block, KVPayload, LiveBuffers, Span, StatePayload
+from pippin.backends.mlx.payloads.payload import (
+    Block,
+    KVPayload,
+    LiveBuffers,
+    Span,
+    StatePayload,
+    spans_of,
+)
 from pippin.types import GRID, Component, Payload
 
 LONG_PREFIX_BYTES = 32 << 20
-RESTORED_PARTS = 8  # that a long prefix is taken in
+RESTORED_PARTS = 8  # in which a long prefix is restored
 
 KV = tuple[mx.array, mx.array]  # keys, values: [rows, heads, tokens, dim]
 
@@ -53,26 +60,34 @@ class Packer:
         self, component: Component, kv: Mapping[int, KV], row: int, start: int, stop: int
     ) -> KVPayload:
         """Copy tokens [start, stop) of one row out of per-leaf arrays, GRID tokens at a time."""
-        spans = []
-        for at in range(start, stop, GRID):
-            end = min(at + GRID, stop)
-            arrays = [
+        return self.in_blocks(
+            start,
+            stop,
+            lambda at, end: [
                 _copied([kv[leaf][side][row, :, at:end] for leaf in group])
                 for group in self._groups[component]
                 for side in (0, 1)
-            ]
-            block = Block(tuple(arrays), end - at)
-            self.buffers.count(block)
+            ],
+        )
+
+    def in_blocks(
+        self, start: int, stop: int, arrays_of: Callable[[int, int], Sequence[mx.array]]
+    ) -> KVPayload:
+        """Tokens [start, stop), GRID at a time, each block of the arrays of its tokens."""
+        spans = []
+        for at in range(start, stop, GRID):
+            end = min(at + GRID, stop)
+            block = self.buffers.counted(Block(tuple(arrays_of(at, end)), end - at))
             spans.append(Span(block, 0, end - at))
         return KVPayload(tuple(spans))
 
     def kv_arrays(self, component: Component, payloads: Sequence[Payload]) -> dict[int, KV]:
         """Per-leaf [1, heads, tokens, dim] arrays of consecutive payloads: one copy of each.
 
-        Leaves that are stacked share a buffer, which lives until the last of them has been used.
-        Of a long prefix they are therefore taken a few at a time.
+        Leaves that are stacked share a buffer, which lives until the last of them has been used:
+        those of a long prefix are restored a few at a time.
         """
-        spans = [span for payload in payloads for span in _kv(payload).spans]
+        spans = [span for payload in payloads for span in spans_of(payload)]
         columns = list(zip(*(span.arrays() for span in spans), strict=True))
         is_long = sum(payload.nbytes for payload in payloads) > LONG_PREFIX_BYTES
         kv: dict[int, KV] = {}
@@ -109,15 +124,11 @@ class Packer:
                     arrays.append(turned.swapaxes(-1, -2))
                 else:
                     arrays.append(mx.contiguous(entry[row : row + 1]))
-        return self.counted(StatePayload(tuple(arrays)))
+        return self.buffers.counted(StatePayload(tuple(arrays)))
 
     def hidden_payload(self, hidden: mx.array, row: int) -> StatePayload:
         """`hidden` [rows, 1, hidden]"""
-        return self.counted(StatePayload((mx.contiguous(hidden[row : row + 1]),)))
-
-    def counted(self, payload: StatePayload) -> StatePayload:
-        self.buffers.count(payload)
-        return payload
+        return self.buffers.counted(StatePayload((mx.contiguous(hidden[row : row + 1]),)))
 
     def state_arrays(self, payload: Payload) -> dict[int, list[mx.array]]:
         """Per-leaf entries [1, ...] of a state payload."""
@@ -141,17 +152,12 @@ def payload_arrays(payload: Payload) -> tuple[mx.array, ...]:
     """Every array of a fresh payload, for the step's one `mx.async_eval`."""
     if isinstance(payload, StatePayload):
         return payload.arrays
-    return tuple(array for span in _kv(payload).spans for array in span.block.arrays)
+    return tuple(array for span in spans_of(payload) for array in span.block.arrays)
 
 
 def _copied(pieces: Sequence[mx.array]) -> mx.array:
     """Stacked in a buffer of their own; one piece alone would stay a view that holds its whole."""
     return mx.contiguous(pieces[0])[None] if len(pieces) == 1 else mx.stack(list(pieces))
-
-
-def _kv(payload: Payload) -> KVPayload:
-    assert isinstance(payload, KVPayload)
-    return payload
 
 
 def _alike(layout: Layout, indices: Sequence[int]) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What the tree keeps for MLX: immutable arrays, in blocks of at most GRID tokens.
+"""What the prefix cache keeps for MLX: immutable arrays, in blocks of at most GRID tokens.
 
 Arrays are values, so a payload is a reference. Splitting is arithmetic on the host: it touches no
 array. The part of a block that was split off keeps its block alive; blocks are small, so that
@@ -11,11 +11,14 @@ import weakref
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from pippin.types import Payload
+
+Owner = TypeVar("Owner", "Block", "StatePayload")
 
 
 @dataclass(eq=False)
@@ -50,15 +53,16 @@ class Span:
 
 
 class LiveBuffers:
-    """Counts the arrays of payloads that somebody still holds: mlx does not say how many it has."""
+    """Counts the arrays of payloads that are still referenced: mlx does not say how many it has."""
 
     def __init__(self) -> None:
         self.num_live = 0
 
-    def count(self, owner: Block | StatePayload) -> None:
+    def counted(self, owner: Owner) -> Owner:
         num_arrays = len(owner.arrays)
         self.num_live += num_arrays
         weakref.finalize(owner, self._forget, num_arrays).atexit = False
+        return owner
 
     def _forget(self, num_arrays: int) -> None:
         self.num_live -= num_arrays
@@ -86,7 +90,7 @@ class KVPayload:
         return KVPayload(tuple(head)), KVPayload(tuple(tail))
 
     def release(self) -> None:
-        self.spans = ()  # the arrays go when the last reference does
+        self.spans = ()  # the arrays are freed with their last reference
 
     def fingerprint(self) -> int:
         return _crc(array for span in self.spans for array in span.arrays())
@@ -104,13 +108,18 @@ class StatePayload:
         self.print: int | None = None  # as a block's
 
     def split(self, at: int) -> tuple[Payload, Payload]:
-        raise TypeError("what belongs to one position cannot be divided")
+        raise TypeError(f"a state or hidden vector has one position: no split at {at}")
 
     def release(self) -> None:
         self.arrays = ()
 
     def fingerprint(self) -> int:
         return _crc(self.arrays)
+
+
+def spans_of(payload: Payload) -> tuple[Span, ...]:
+    assert isinstance(payload, KVPayload)
+    return payload.spans
 
 
 def _crc(arrays: Iterable[mx.array]) -> int:

@@ -1,4 +1,4 @@
-"""Payloads as bytes on their way to another tier, and back. Knows the layout; knows no tree.
+"""Payloads as bytes for another tier, and back. Knows the layout; knows no prefix cache.
 
 KV is laid out token by token, so that any run of tokens is one piece of memory and several entries
 become one payload with one copy:
@@ -6,8 +6,8 @@ become one payload with one copy:
     layers of one shape, keys like values   [tokens, layers, keys or values, heads, dim]
     otherwise keys and values by themselves [tokens, layers, heads, dim]
 
-That is not how blocks of the tree lie: they are turned by the step that spills or loads them, in
-the order of all that steps do, and nobody waits for it but the thread that writes.
+Blocks of the prefix cache lie otherwise: the step that spills or loads them transposes them, in the
+order of all that steps do, and only the thread that writes waits for it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 from pippin.backends.base import Load, Spill
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import Packer
-from pippin.backends.mlx.payloads.payload import Block, KVPayload, Span, StatePayload
+from pippin.backends.mlx.payloads.payload import StatePayload, spans_of
 from pippin.cache.entries.entry import ArraySpec, Bytes
-from pippin.types import GRID, Component, Payload
+from pippin.types import Component, Payload
 
 
 class MLXSpilled:
@@ -98,7 +98,7 @@ class Transfers:
         return MLXSpilled([_bytes(array) for array in self._turned_out(spill)])
 
     def _turned_out(self, spill: Spill) -> Iterator[mx.array]:
-        spans = [span for payload in spill.payloads for span in _kv(payload).spans]
+        spans = [span for payload in spill.payloads for span in spans_of(payload)]
         columns = list(zip(*(span.arrays() for span in spans), strict=True))
         for number, group in enumerate(self._packer.groups(spill.component)):
             leaf = self._layout.leaves[group[0]]
@@ -118,18 +118,16 @@ class Transfers:
         specs = self.payload_arrays(load.component, load.num_tokens)
         arrays = [_array(spec, data) for spec, data in zip(specs, load.arrays, strict=True)]
         if load.component is Component.STATE:
-            return self._packer.counted(StatePayload(tuple(array[None] for array in arrays)))
+            arrays = [array[None] for array in arrays]
+            return self._packer.buffers.counted(StatePayload(tuple(arrays)))
         if load.component is Component.HIDDEN:
-            return self._packer.counted(StatePayload((arrays[0][None, None],)))
-        sides = list(self._sides(load.component, arrays))
-        spans = []
-        for at in range(0, load.num_tokens, GRID):
-            end = min(at + GRID, load.num_tokens)
-            cut = [mx.contiguous(side[at:end].transpose(1, 2, 0, 3)) for side in sides]
-            block = Block(tuple(cut), end - at)
-            self._packer.buffers.count(block)
-            spans.append(Span(block, 0, end - at))
-        return KVPayload(tuple(spans))
+            return self._packer.buffers.counted(StatePayload((arrays[0][None, None],)))
+        sides = [side.transpose(1, 2, 0, 3) for side in self._sides(load.component, arrays)]
+        return self._packer.in_blocks(
+            0,
+            load.num_tokens,
+            lambda at, end: [mx.contiguous(side[:, :, at:end]) for side in sides],
+        )
 
     def _sides(self, component: Component, arrays: Sequence[mx.array]) -> Iterator[mx.array]:
         """Keys and values of each group, [tokens, layers, heads, dim]."""
@@ -160,8 +158,3 @@ def _array(spec: ArraySpec, data: Bytes) -> mx.array:
 def _name(dtype: mx.Dtype) -> str:
     """As numpy and torch call it."""
     return str(dtype).rpartition(".")[2]
-
-
-def _kv(payload: Payload) -> KVPayload:
-    assert isinstance(payload, KVPayload)
-    return payload

@@ -21,8 +21,8 @@ TAIL = 64  # columns: steps from one regrouping to the next
 class RowArrays:
     layout: Layout
     width: int = 0
-    tails: dict[int, KV] = field(default_factory=dict)  # by leaf: [width, heads, TAIL, dim]
-    states: dict[int, list[mx.array]] = field(default_factory=dict)  # by leaf: [width, ...]
+    tails: dict[int, list[mx.array]] = field(default_factory=dict)  # by leaf, see `_blanks`
+    states: dict[int, list[mx.array]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # bool [width, TAIL]: the tail columns that hold a token of their row
@@ -34,14 +34,14 @@ class RowArrays:
         return int(self.written.shape[1])
 
     def arrays(self) -> list[mx.array]:
-        flat = [array for pair in self.tails.values() for array in pair]
-        return flat + [array for entries in self.states.values() for array in entries]
+        leaves = (*self.tails.values(), *self.states.values())
+        return [array for entries in leaves for array in entries]
 
     def take_over(self, tails: Sequence[KV], states: Sequence[list[mx.array]]) -> None:
         """What a step made of them, in the layout's order."""
-        self.tails = dict(zip(self.layout.kv_indices, tails, strict=True))
+        self.tails = dict(zip(self.layout.kv_indices, map(list, tails), strict=True))
         self.states = dict(zip(self.layout.state_indices, states, strict=True))
-        self._blank[:] = False  # a step writes every line, whoever has it
+        self._blank[:] = False  # a step writes every line, also those of no row
 
     def tail_of(self, leaf: int, line: int) -> KV:
         at = mx.array(np.flatnonzero(self.written[line]).astype(np.int32))
@@ -56,22 +56,21 @@ class RowArrays:
         }
 
     def clear(self, lines: Sequence[int]) -> None:
-        """For new rows. A column that is masked weighs nothing, but nothing times inf is not a
-        number: whatever the last row left in a tail must go."""
+        """For new rows. A masked column has weight 0, but 0 times inf is NaN: what the last row
+        left in a tail must be cleared."""
         self.written[list(lines)] = False
         stale = [line for line in lines if not self._blank[line]]
-        for pair in self.tails.values():
-            for side in pair:
+        for sides in self.tails.values():
+            for side in sides:
                 for line in stale:
                     side[line : line + 1] = 0
         self._blank[stale] = True
 
     def begin_tails(self) -> None:
-        """Anew, in memory of their own: whoever moves the old ones may not have read them yet, and
+        """Empty, in memory of their own: the move of the old ones may not have read them yet, and
         on CPUs a column is written in place."""
         for index in self.tails:
-            keys, values = _blanks(self.layout.leaves[index], self.width)
-            self.tails[index] = keys, values
+            self.tails[index] = _blanks(self.layout.leaves[index], self.width)
         self.written[:] = False
         self._blank[:] = True
 
@@ -84,44 +83,31 @@ class RowArrays:
                     self.states[leaf][number][line : line + 1] = entry
 
     def widen(self, width: int) -> None:
-        """New lines are zeros until somebody gets them."""
+        """New lines are zeros."""
         extra = width - self.width
         self.written = np.pad(self.written, ((0, extra), (0, 0)))
         self._blank = np.pad(self._blank, (0, extra), constant_values=True)
         for index, leaf in enumerate(self.layout.leaves):
-            blanks = _blanks(leaf, extra)
-            if leaf.is_state:
-                old = self.states.get(index)
-                self.states[index] = blanks if old is None else _below(old, blanks)
-            else:
-                tail = self.tails.get(index)
-                keys, values = blanks if tail is None else _below(tail, blanks)
-                self.tails[index] = keys, values
+            held, blanks = self.states if leaf.is_state else self.tails, _blanks(leaf, extra)
+            old = zip(held[index], blanks, strict=True) if index in held else None
+            held[index] = blanks if old is None else [mx.concatenate(list(pair)) for pair in old]
         self.width = width
 
     def choose(self, lines: Sequence[int]) -> None:
-        """Go on with these lines, in this order."""
+        """Keep only these lines, in this order."""
         at = mx.array(np.array(lines, dtype=np.int32))
-        self.states = {
-            leaf: [mx.take(entry, at, axis=0) for entry in entries]
-            for leaf, entries in self.states.items()
-        }
-        self.tails = {
-            leaf: (mx.take(k, at, axis=0), mx.take(v, at, axis=0))
-            for leaf, (k, v) in self.tails.items()
-        }
+        for held in (self.tails, self.states):
+            for leaf, entries in held.items():
+                held[leaf] = [mx.take(entry, at, axis=0) for entry in entries]
         self.written = self.written[list(lines)]
         self._blank = self._blank[list(lines)]
         self.width = len(lines)
 
 
 def _blanks(leaf: Leaf, num_lines: int) -> list[mx.array]:
+    """A state's entries, [lines, ...]; or keys and values of a tail, [lines, heads, TAIL, dim]."""
     if leaf.is_state:
         shapes = [(num_lines, *shape) for shape in leaf.shapes]
     else:
         shapes = [(num_lines, heads, TAIL, dim) for heads, dim in leaf.shapes]
     return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, leaf.dtypes, strict=True)]
-
-
-def _below(old: Sequence[mx.array], new: Sequence[mx.array]) -> list[mx.array]:
-    return [mx.concatenate([a, b], axis=0) for a, b in zip(old, new, strict=True)]

@@ -1,7 +1,7 @@
 """Mains as cohorts: rows of like length side by side, so that plain operations attend to them.
 
-A request joins as a cohort of its own, without a copy of anybody's KV, and leaves by being
-forgotten. When the tails are moved, every 64 steps, rows are regrouped by length, so that a step
+A request joins as a cohort of its own, without a copy of any KV, and its cohort drops it when it
+leaves. When the tails are moved, every 64 steps, rows are regrouped by length, so that a step
 costs what the rows' real lengths cost, not rows x longest. Rows whose prompts begin alike may then
 hold that beginning once (cohorts.py).
 
@@ -28,9 +28,7 @@ from pippin.backends.mlx.rows.grouping import Group, group_rows
 from pippin.backends.mlx.rows.mains import Row, Tails
 from pippin.backends.mlx.rows.regrouping import regroup
 
-# After somebody came or went, before rows are regrouped; whoever comes or goes meanwhile is
-# regrouped along.
-SCATTERED_STEPS = 8
+SCATTERED_STEPS = 8  # after a row joined or left, before rows are regrouped
 
 
 class CohortMains:
@@ -93,8 +91,7 @@ class CohortMains:
         groups = self._groups(rows)
         if not listed and len(groups) == 1:
             groups = self._with_all_lines(groups, rows, tails.width)
-        held = (self.cohorts, tails.kv, tails.written)
-        self.cohorts = regroup(self._layout, groups, *held, listed=listed)
+        self.cohorts = regroup(self._layout, groups, self.cohorts, tails, listed=listed)
         self._steps_left = None
 
     def renumber(self, new: Mapping[int, int]) -> None:

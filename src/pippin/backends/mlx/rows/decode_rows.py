@@ -34,19 +34,16 @@ class DecodeRows:
     def __init__(self, layout: Layout, paths: AttentionPaths | None = None) -> None:
         self.layout = layout
         self.spare = SpareLimit(Footprint(layout))
-        self.cursor = 0  # the tail column that the next step writes
         self.rows: dict[int, Row] = {}  # by slot
         self._paths = paths or AttentionPaths()
-        self._per_row = RowArrays(layout)
-        self.mains = self._make_mains()
         self._steps_unchanged = 0
+        self._reset()
 
-    def _make_mains(self) -> Mains:
+    def _reset(self) -> None:
+        self.cursor = 0  # the tail column that the next step writes
         make = CohortMains if self._paths.kernel is None else PackedMains
-        return make(self.layout, self.spare, self._paths)
-
-    def __contains__(self, slot: int) -> bool:
-        return slot in self.rows
+        self.mains: Mains = make(self.layout, self.spare, self._paths)
+        self._per_row = RowArrays(self.layout)
 
     @property
     def width(self) -> int:
@@ -64,11 +61,13 @@ class DecodeRows:
         joining: Sequence[tuple[int, PromptState]],
         prompts: Mapping[int, np.ndarray] | None = None,
     ) -> None:
-        """Take in finished prompts; `prompts`: their tokens by slot, to share."""
+        """Finished prompts become rows; `prompts`: their tokens by slot, to share."""
         if not joining:
             return
         self._steps_unchanged = 0
-        self._widen(self.spare.width_for(len(self.rows) + len(joining)))
+        width = self.spare.width_for(len(self.rows) + len(joining))
+        if width > self.width:
+            self._per_row.widen(width)
         taken = {row.index for row in self.rows.values()}
         free = [index for index in range(self.width) if index not in taken][: len(joining)]
         self._per_row.clear(free)
@@ -115,10 +114,12 @@ class DecodeRows:
     ) -> tuple[np.ndarray, mx.array]:
         """Run one token of exactly `slots`; the slot of each row (0: none), and logits [rows, V].
 
-        `resolve` gives the input ids, int32 [rows], of the rows whose slots it is told.
+        `resolve`: of rows' slots, their input ids, int32 [rows].
         """
         self._steps_unchanged += 1
-        if self.cursor == self._per_row.tail_len or self._want_moving():
+        rows = list(self.rows.values())
+        full = self.cursor == self._per_row.tail_len
+        if full or self.mains.want_moving(rows, self.width, self._steps_unchanged):
             self.flush()
         chosen = set(slots)
         slots_by_index = np.zeros(self.width, dtype=np.int32)
@@ -152,10 +153,6 @@ class DecodeRows:
         }
         return StepShape(self.width, mains_shape), tree
 
-    def _want_moving(self) -> bool:
-        rows = list(self.rows.values())
-        return self.mains.want_moving(rows, self.width, self._steps_unchanged)
-
     def arrays(self) -> list[mx.array]:
         """Everything a step or a regrouping wrote, for the step's one `mx.async_eval`."""
         return self._per_row.arrays() + self.mains.arrays()
@@ -182,25 +179,15 @@ class DecodeRows:
         self._per_row.begin_tails()
         self.cursor = 0
 
-    def _widen(self, width: int) -> None:
-        if width > self.width:
-            self._per_row.widen(width)
-
     def _narrow(self, width: int) -> None:
         """Renumber the remaining rows 0, 1, ... and drop the rest."""
         keep = sorted(self.rows.values(), key=lambda row: row.index)
         order = [row.index for row in keep]
         order += [order[0]] * (width - len(order))
         self._per_row.choose(order)
-        renumbered = {row.index: new for new, row in enumerate(keep)}
-        self.mains.renumber(renumbered)
+        self.mains.renumber({row.index: new for new, row in enumerate(keep)})
         for new, row in enumerate(keep):
             row.index = new
-
-    def _reset(self) -> None:
-        self.cursor = 0
-        self.mains = self._make_mains()
-        self._per_row = RowArrays(self.layout)
 
 
 def _last_columns(pieces: Sequence[KV], num_columns: int) -> KV:

@@ -35,7 +35,7 @@ class Row:
 class Tails:
     """By leaf [width, heads, TAIL, dim], and which columns are a row's own: bool [width, TAIL]."""
 
-    kv: Mapping[int, KV]
+    kv: Mapping[int, Sequence[mx.array]]
     written: np.ndarray
 
     @property

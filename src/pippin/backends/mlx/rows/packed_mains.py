@@ -4,8 +4,8 @@
 
 Nothing is padded, rows of all lengths cost what they hold, and a step has few shapes: how many rows
 and how many columns in all, the latter by a ladder. For devices where a kernel attends to it
-(gpu/packed_attention.py): launching is dear there and copying is cheap, so whoever joins is copied
-in at once.
+(gpu/packed_attention.py): launching is expensive there and copying is cheap, so a row that joins is
+copied in at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.footprint import SpareLimit
 from pippin.backends.mlx.rows.mains import Row, Tails
-from pippin.backends.mlx.rows.regrouping import Escort
+from pippin.backends.mlx.rows.regrouping import PacedLaunch
 from pippin.backends.mlx.shapes import at_least
 
 FEWEST_COLUMNS = 512
@@ -40,7 +40,7 @@ class Place:
 
 @dataclass
 class WindowClass:
-    """Where everybody's columns are, in the leaves of one window."""
+    """Where each row's columns are, in the leaves of one window."""
 
     window: int | None
     capacity: int = 0
@@ -167,7 +167,7 @@ class PackedMains:
             columns.append(kept)
         new.capacity = self._capacity(new.used + room)
         chosen = np.zeros(new.capacity, dtype=np.int32)
-        if columns:  # what is spare holds nothing of those who left
+        if columns:  # spare columns hold nothing of rows that left
             kept = np.concatenate(columns)
             chosen[: new.used], chosen[new.used :] = kept, kept[-1]
         self._move(own, new.capacity, mx.array(chosen), tails)
@@ -182,16 +182,16 @@ class PackedMains:
 
     def _move(self, own: WindowClass, capacity: int, chosen: mx.array, tails: Tails | None) -> None:
         leaves = {index: self._layout.leaves[index] for index in self._leaves(own.window)}
-        escort = Escort(sum(capacity * leaf.nbytes for leaf in leaves.values()))
+        paced = PacedLaunch(sum(capacity * leaf.nbytes for leaf in leaves.values()))
         for index, leaf in leaves.items():
             old = self._kv.pop(index, [])
             made = []
             for side in (0, 1):
-                sources = [old.pop(0)] if old else []  # given up: the move is the last to hold it
+                sources = [old.pop(0)] if old else []  # nothing but the move holds it now
                 if tails is not None:
                     sources.append(_side_by_side(tails.kv[index][side]))
                 made.append(_gathered(sources, chosen, leaf, side))
-                escort.launch([made[-1]])
+                paced.launch([made[-1]])
             self._kv[index] = made
 
 

@@ -1,8 +1,8 @@
 """Builds new cohorts of what rows hold in old ones and in tails. Knows no steps and no slots.
 
-An old array is given up when its successor is on its way. mlx allocates an array when an operation
-is handed to the device, long before it runs, so where much is moved the device is waited for now
-and then: rows are not held twice.
+An old array is released when its successor is launched. mlx allocates an array when an operation is
+launched, long before it runs, so where much is moved the host waits for the device now and then:
+rows are not in memory twice.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.cohorts import Cohort, num_columns
 from pippin.backends.mlx.rows.grouping import Group
+from pippin.backends.mlx.rows.mains import Tails
 from pippin.backends.mlx.rows.pieces import (
     TAIL_SOURCE,
     Blueprint,
@@ -29,7 +30,7 @@ from pippin.backends.mlx.rows.pieces import (
 
 SMALL_MOVE_BYTES = 32 << 20  # up to this nothing is waited for
 SMALL_LISTED_BYTES = 4 << 20  # likewise, where the step before holds all rows until its end
-AHEAD_DIVISOR = 8  # of what is moved, this part may be on its way at a time
+AHEAD_DIVISOR = 8  # of what is moved, this part may be in flight
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ class Held:
     """What rows hold before they are regrouped."""
 
     cohorts: Sequence[Cohort]
-    tails: Mapping[int, KV]
-    written: np.ndarray  # bool [width, TAIL]
+    tails: Tails
 
     def home(self, row: int) -> tuple[int, int]:
         """The number of the row's cohort, and its line there."""
@@ -46,7 +46,7 @@ class Held:
 
     def length(self, row: int) -> int:
         number, line = self.home(row)
-        return self.cohorts[number].lengths[line] + int(self.written[row].sum())
+        return self.cohorts[number].lengths[line] + int(self.tails.written[row].sum())
 
     def pieces(self, row: int, leaf: int) -> list[Piece]:
         """All that a row holds of a leaf, in token order."""
@@ -55,7 +55,7 @@ class Held:
         found = [Piece(("main", number), line, 0, cohort.stored[line][leaf])]
         if num_shared := cohort.num_shared(leaf):
             found.insert(0, Piece(("shared", number), 0, 0, num_shared))
-        return found + [Piece(TAIL_SOURCE, row, *run) for run in _runs(self.written[row])]
+        return found + [Piece(TAIL_SOURCE, row, *run) for run in _runs(self.tails.written[row])]
 
     def to_the_end(self, line: list[Piece], leaf: int, columns: int) -> list[Piece]:
         """A line with the padding of the main that it begins with: lines then begin alike.
@@ -69,7 +69,7 @@ class Held:
         return [replace(first, stop=min(end, first.start + columns)), *others]
 
     def give_up(self, leaf: int) -> Iterator[Sources]:
-        """A leaf's keys, then its values; whoever asks is the last to hold them."""
+        """A leaf's keys, then its values; nothing here holds them afterwards."""
         mains: dict[Source, KV] = {}
         for number, cohort in enumerate(self.cohorts):
             mains["main", number], shared = cohort.give_up(leaf)
@@ -77,7 +77,7 @@ class Held:
                 mains["shared", number] = shared
         sides = deque({source: pair[side] for source, pair in mains.items()} for side in (0, 1))
         mains.clear()
-        for tail in self.tails[leaf]:
+        for tail in self.tails.kv[leaf]:
             yield {**sides.popleft(), TAIL_SOURCE: tail}
 
 
@@ -114,29 +114,28 @@ class Move:
         return Cohort(self.indices, self.lengths, stored, kv, shared)
 
 
-class Escort:
-    """Hands what is built to the device, and waits so that only a part of it is on its way."""
+class PacedLaunch:
+    """Launches what is built, and waits so that only a part of it is in flight."""
 
     def __init__(self, total_bytes: int, *, listed: bool = False) -> None:
         self._waits = total_bytes > (SMALL_LISTED_BYTES if listed else SMALL_MOVE_BYTES)
         self._most_bytes = total_bytes // AHEAD_DIVISOR
-        self._under_way: deque[list[mx.array]] = deque()
+        self._in_flight: deque[list[mx.array]] = deque()
 
     def launch(self, arrays: list[mx.array]) -> None:
         if not self._waits:
-            return  # all goes with the step that regroups
+            return  # it is launched with the step that regroups
         mx.async_eval(*arrays)
-        self._under_way.append(arrays)
-        while sum(a.nbytes for part in self._under_way for a in part) > self._most_bytes:
-            mx.eval(*self._under_way.popleft())
+        self._in_flight.append(arrays)
+        while sum(a.nbytes for part in self._in_flight for a in part) > self._most_bytes:
+            mx.eval(*self._in_flight.popleft())
 
 
 def regroup(
     layout: Layout,
     groups: Sequence[Group],
     cohorts: Sequence[Cohort],
-    tails: Mapping[int, KV],
-    written: np.ndarray,
+    tails: Tails,
     *,
     listed: bool = False,
 ) -> list[Cohort]:
@@ -144,16 +143,16 @@ def regroup(
 
     The old ones are empty afterwards.
     """
-    if not tails:
+    if not tails.kv:
         return []
-    held = Held(cohorts, tails, written)
+    held = Held(cohorts, tails)
     moves = [_plan(layout, group, held) for group in groups]
-    leaves = {index: layout.leaves[index] for index in tails}
+    leaves = {index: layout.leaves[index] for index in tails.kv}
     total_bytes = sum(move.nbytes(leaf) for move in moves for leaf in leaves.values())
-    escort = Escort(total_bytes, listed=listed)
+    paced = PacedLaunch(total_bytes, listed=listed)
     for index, leaf in leaves.items():
         for side, sources in enumerate(held.give_up(index)):
-            escort.launch([a for move in moves for a in move.build(index, leaf, side, sources)])
+            paced.launch([a for move in moves for a in move.build(index, leaf, side, sources)])
     return [move.cohort(layout) for move in moves]
 
 
@@ -163,7 +162,7 @@ def _plan(layout: Layout, group: Group, held: Held) -> Move:
     lengths = [held.length(first if row < 0 else row) for row in group.indices]
     own: dict[int | None, Blueprint] = {}
     shared = None
-    for leaf in held.tails:
+    for leaf in held.tails.kv:
         window = layout.leaves[leaf].window
         if window not in own:
             own[window] = _own_columns(group, held, leaf, window)
