@@ -58,8 +58,8 @@ class Rows:
                 side[line, :, count:] = np.nan
         lengths = [num_shared + count for count in stored.values()]
         held = [{0: count} for count in stored.values()]
-        pair = mx.array(sides[0]), mx.array(sides[1])
-        both = {0: (mx.array(shared[0]), mx.array(shared[1]))} if num_shared else {}
+        pair = [mx.array(side) for side in sides]
+        both = {0: [mx.array(side) for side in shared]} if num_shared else {}
         self.cohorts.append(Cohort(list(stored), lengths, held, {0: pair}, both))
 
     def attend(
@@ -160,10 +160,9 @@ def test_keys_and_values_may_lie_in_any_order(ours: Operations) -> None:
     rows.add_cohort({0: 30, 1: 12}, columns=30, num_shared=70)
     want = rows.attend(ours)
 
-    def as_seen(pair: KV, axes: tuple[int, ...]) -> KV:
+    def as_seen(pair: list[mx.array], axes: tuple[int, ...]) -> list[mx.array]:
         back = np.argsort(axes).tolist()
-        keys, values = (mx.contiguous(side.transpose(axes)).transpose(back) for side in pair)
-        return keys, values
+        return [mx.contiguous(side.transpose(axes)).transpose(back) for side in pair]
 
     cohort = rows.cohorts[0]
     for axes in ((0, 2, 1, 3), (0, 1, 3, 2), (3, 2, 1, 0)):
@@ -175,7 +174,7 @@ def test_keys_and_values_may_lie_in_any_order(ours: Operations) -> None:
 def test_a_listing_holds_what_it_lists_and_no_longer(ours: Operations) -> None:
     def listed() -> mx.array:
         kv = mx.random.normal((1, HEADS, 4096, 16)), mx.random.normal((1, HEADS, 4096, 24))
-        cohort = Cohort.of_one(0, 4096, {0: 4096}, {0: kv})
+        cohort = Cohort.of_one(0, 4096, {0: kv})
         listing = list_cohorts(ours, layout_of(kv_leaf()), [cohort])
         mx.eval(listing)
         return listing

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Load, Spill
-from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.layout import Layout, Leaf
 from pippin.backends.mlx.payloads.packing import Packer
 from pippin.backends.mlx.payloads.payload import StatePayload, spans_of
 from pippin.cache.entries.entry import ArraySpec, Bytes
@@ -73,7 +73,7 @@ class Transfers:
             layers = ",".join(map(self._leaf_name, group))
             (keys, values), (keys_type, values_type) = leaf.shapes, leaf.dtypes
             lead = (num_tokens, len(group))
-            if _is_even(leaf.shapes, leaf.dtypes):
+            if _is_even(leaf):
                 yield ArraySpec(f"{layers}.kv", _name(keys_type), (*lead, 2, *keys), token_axis=0)
             else:
                 yield ArraySpec(f"{layers}.keys", _name(keys_type), (*lead, *keys), token_axis=0)
@@ -106,7 +106,7 @@ class Transfers:
                 mx.concatenate([part.transpose(2, 0, 1, 3) for part in columns[2 * number + side]])
                 for side in (0, 1)
             ]
-            if _is_even(leaf.shapes, leaf.dtypes):
+            if _is_even(leaf):
                 yield mx.stack(sides, axis=2)
             else:
                 yield from sides
@@ -134,16 +134,16 @@ class Transfers:
         rest = iter(arrays)
         for group in self._packer.groups(component):
             leaf = self._layout.leaves[group[0]]
-            if _is_even(leaf.shapes, leaf.dtypes):
+            if _is_even(leaf):
                 both = next(rest)
                 yield from (both[:, :, 0], both[:, :, 1])
             else:
                 yield from (next(rest), next(rest))
 
 
-def _is_even(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[mx.Dtype]) -> bool:
+def _is_even(leaf: Leaf) -> bool:
     """Keys look like values."""
-    return shapes[0] == shapes[1] and dtypes[0] == dtypes[1]
+    return len(set(leaf.shapes)) == len(set(leaf.dtypes)) == 1
 
 
 def _bytes(array: mx.array) -> mx.array:

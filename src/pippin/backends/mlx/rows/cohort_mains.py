@@ -46,10 +46,8 @@ class CohortMains:
 
     def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
         self._listing = None
-        for row, kv in joining:
-            if kv:
-                stored = {leaf: pair[0].shape[2] for leaf, pair in kv.items()}
-                self.cohorts.append(Cohort.of_one(row.index, row.length, stored, dict(kv)))
+        new = [Cohort.of_one(row.index, row.length, kv) for row, kv in joining if kv]
+        self.cohorts += new
         self._count_down()
 
     def leave(self, row: Row) -> None:

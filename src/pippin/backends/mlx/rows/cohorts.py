@@ -32,13 +32,15 @@ class Cohort:
     indices: list[int]  # row index of each line of the arrays; -1 once that row has left
     lengths: list[int]  # tokens of each line, counted from the start of its sequence
     stored: list[dict[int, int]]  # by line, by leaf: columns of the arrays that are the line's own
-    kv: dict[int, KV]  # by leaf: [lines, heads, columns, dim]
-    shared: dict[int, KV] = field(default_factory=dict)  # by leaf: [1, heads, shared tokens, dim]
+    # Keys and values by leaf: [lines, heads, columns, dim]; shared ones [1, heads, tokens, dim].
+    kv: dict[int, list[mx.array]] = field(default_factory=dict)
+    shared: dict[int, list[mx.array]] = field(default_factory=dict)
     _view: tuple[CohortShape, Tree] | None = field(default=None, repr=False)
 
     @classmethod
-    def of_one(cls, index: int, length: int, stored: dict[int, int], kv: dict[int, KV]) -> Cohort:
-        return cls([index], [length], [stored], dict(kv))
+    def of_one(cls, index: int, length: int, kv: Mapping[int, KV]) -> Cohort:
+        stored = {leaf: keys.shape[2] for leaf, (keys, _) in kv.items()}
+        return cls([index], [length], [stored], {leaf: list(pair) for leaf, pair in kv.items()})
 
     @property
     def num_live(self) -> int:
@@ -57,7 +59,7 @@ class Cohort:
     def view(self, layout: Layout) -> tuple[CohortShape, Tree]:
         """The cohort as a step sees it; the same for all its steps.
 
-        A line whose row has left goes on reading that row, or row 0: nobody looks at it.
+        A line whose row has left still reads that row, or row 0: its result is not used.
         """
         if self._view is None:
             classes = layout.window_classes
@@ -88,12 +90,15 @@ class Cohort:
         keys, values = self.kv[leaf]
         columns = self.stored[line][leaf]
         own = keys[line : line + 1, :, :columns], values[line : line + 1, :, :columns]
-        return [self.shared[leaf], own] if leaf in self.shared else [own]
+        if leaf not in self.shared:
+            return [own]
+        keys, values = self.shared[leaf]
+        return [(keys, values), own]
 
-    def give_up(self, leaf: int) -> tuple[KV, KV | None]:
-        """A leaf's arrays, own and shared; the cohort holds on to nothing of them."""
+    def give_up(self, leaf: int) -> tuple[list[mx.array], list[mx.array]]:
+        """A leaf's arrays, own and shared, which the cohort then no longer holds."""
         self._view = None
-        return self.kv.pop(leaf), self.shared.pop(leaf, None)
+        return self.kv.pop(leaf), self.shared.pop(leaf, [])
 
     def arrays(self) -> list[mx.array]:
         pairs = (*self.kv.values(), *self.shared.values())

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
 
-from pippin.backends.mlx.attention.decode_step import DecodeStep, StepShape, Tree
-from pippin.backends.mlx.attention.step_views import StepViews
-from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.attention.decode_step import CohortsShape, DecodeStep, StepShape, Tree
+from pippin.backends.mlx.attention.latent_kv import LatentKV
+from pippin.backends.mlx.attention.listed_kv import ListedRowKV, ListedShape
+from pippin.backends.mlx.attention.packed_kv import PackedRowKV, PackedShape
+from pippin.backends.mlx.attention.row_kv import RowKV
+from pippin.backends.mlx.layout import Layout, Leaf, Reads
 from pippin.backends.mlx.payloads.packing import KV
 
 MAX_COMPILED = 64  # shapes; one costs the host about a megabyte
@@ -62,7 +66,24 @@ class DecodeForward:
         return step
 
     def _run(self, shape: StepShape, tree: Tree) -> StepResult:
-        views = StepViews(DecodeStep(self._layout, shape, tree))
-        logits = self._forward(tree["tokens"], views.caches)[:, -1]
-        tails = [(view.tail[0], view.tail[1]) for view in views.kv]
-        return logits, tails, [list(view.cache) for view in views.states]
+        # The step does not hold its views: a cycle would keep tails, states and mains of past
+        # steps until Python's cycle collector runs.
+        step, layout = DecodeStep(self._layout, shape, tree), self._layout
+        kv = [_view(step, layout.leaves[i], place) for place, i in enumerate(layout.kv_indices)]
+        states = [ArraysCache(size=len(entries)) for entries in tree["states"]]
+        for view, entries in zip(states, tree["states"], strict=True):
+            view.cache = list(entries)
+        of_kind = {False: iter(kv), True: iter(states)}
+        caches = layout.nest([next(of_kind[leaf.is_state]) for leaf in layout.leaves])
+        logits = self._forward(tree["tokens"], caches)[:, -1]
+        tails = [(view.tail[0], view.tail[1]) for view in kv]
+        return logits, tails, [list(view.cache) for view in states]
+
+
+def _view(step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
+    """What an attention layer sees; `place`: of the leaf among the KV leaves."""
+    if leaf.reads is Reads.LATENT:
+        assert isinstance(step.shape.mains, CohortsShape), "rows with latents are never packed"
+        return LatentKV(step, leaf, place)
+    views = {PackedShape: PackedRowKV, ListedShape: ListedRowKV, CohortsShape: RowKV}
+    return views[type(step.shape.mains)](step, leaf, place)

@@ -61,19 +61,20 @@ def _cheapest(
     discount: float,
     split_cost: float,
 ) -> list[Group]:
-    best: list[Group] = []
-    least = math.inf
-    for families in _partitions(lengths, prompts):
-        groups = [
+    partitions = (
+        [
             Group(run, _num_shared(run, lengths, prompts))
             for family in families
             for run in group_by_length({i: lengths[i] for i in family}, discount)
         ]
-        cost = sum(_cost(group, lengths, discount) for group in groups)
-        cost += split_cost if len(groups) > 1 else 0
-        if cost < least:
-            best, least = groups, cost
-    return best
+        for families in _partitions(lengths, prompts)
+    )
+
+    def cost(groups: list[Group]) -> float:
+        total = sum(_cost(group, lengths, discount) for group in groups)
+        return total + (split_cost if len(groups) > 1 else 0)
+
+    return min(partitions, key=cost)
 
 
 def group_by_length(lengths: Mapping[int, int], discount: float = 1.0) -> list[list[int]]:
@@ -112,7 +113,7 @@ def common_len(prompts: Sequence[np.ndarray]) -> int:
 def _partitions(
     rows: Mapping[int, int], prompts: Mapping[int, np.ndarray]
 ) -> Iterator[list[list[int]]]:
-    """All rows together; then families that begin alike, and whoever is left over."""
+    """All rows together; then families that begin alike, and the other rows."""
     yield [list(rows)]
     for depth in DEPTHS:
         families: dict[bytes, list[int]] = {}

@@ -43,6 +43,7 @@ class WindowClass:
     """Where each row's columns are, in the leaves of one window."""
 
     window: int | None
+    leaves: Sequence[int] = ()
     capacity: int = 0
     used: int = 0
     places: dict[int, Place] = field(default_factory=dict)  # by row index
@@ -78,7 +79,10 @@ class PackedMains:
         self._layout = layout
         self._spare = spare
         self._paths = paths
-        self._classes = [WindowClass(window) for window in layout.window_classes]
+        self._classes = [
+            WindowClass(w, [i for i in layout.kv_indices if layout.leaves[i].window == w])
+            for w in layout.window_classes
+        ]
         self._kv: dict[int, list[mx.array]] = {}  # by leaf: [heads, capacity, dim], both sides
 
     @property
@@ -87,15 +91,12 @@ class PackedMains:
 
     def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
         for own in self._classes:
-            leaves = self._leaves(own.window)
-            if not leaves:
-                continue
-            sizes = [kv[leaves[0]][0].shape[2] for _, kv in joining]
+            sizes = [kv[own.leaves[0]][0].shape[2] for _, kv in joining]
             if own.used + sum(sizes) > own.capacity:
                 self._repack(own, room=sum(sizes))
             for (row, kv), size in zip(joining, sizes, strict=True):
                 place = own.append(row.index, size, row.length)
-                for leaf in leaves:
+                for leaf in own.leaves:
                     for side, new in enumerate(kv[leaf]):
                         self._kv[leaf][side][:, place.start : place.start + size] = new[0]
 
@@ -104,7 +105,7 @@ class PackedMains:
             own.places.pop(row.index, None)
 
     def pieces_of(self, row: Row, leaf: int) -> list[KV]:
-        place = self._class_of(leaf).places[row.index]
+        place = next(own for own in self._classes if leaf in own.leaves).places[row.index]
         columns = slice(place.start, place.start + place.num_columns)
         keys, values = self._kv[leaf]
         return [(keys[None, :, columns], values[None, :, columns])]
@@ -142,14 +143,6 @@ class PackedMains:
 
     # ---- inside ----------------------------------------------------------------------------
 
-    def _leaves(self, window: int | None) -> list[int]:
-        leaves = self._layout.leaves
-        return [index for index in self._layout.kv_indices if leaves[index].window == window]
-
-    def _class_of(self, leaf: int) -> WindowClass:
-        classes = self._layout.window_classes
-        return self._classes[classes.index(self._layout.leaves[leaf].window)]
-
     def _repack(self, own: WindowClass, *, room: int = 0, tails: Tails | None = None) -> None:
         """All rows one after the other again, each with its part of `tails`; then `room`."""
         columns: list[np.ndarray] = []  # of the arrays, then of all lines of the tails
@@ -181,7 +174,7 @@ class PackedMains:
         return -(-num_columns // 64) * 64
 
     def _move(self, own: WindowClass, capacity: int, chosen: mx.array, tails: Tails | None) -> None:
-        leaves = {index: self._layout.leaves[index] for index in self._leaves(own.window)}
+        leaves = {index: self._layout.leaves[index] for index in own.leaves}
         paced = PacedLaunch(sum(capacity * leaf.nbytes for leaf in leaves.values()))
         for index, leaf in leaves.items():
             old = self._kv.pop(index, [])

@@ -8,14 +8,13 @@ rows are not in memory twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.layout import Layout, Leaf
-from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.cohorts import Cohort, num_columns
 from pippin.backends.mlx.rows.grouping import Group
 from pippin.backends.mlx.rows.mains import Tails
@@ -70,10 +69,10 @@ class Held:
 
     def give_up(self, leaf: int) -> Iterator[Sources]:
         """A leaf's keys, then its values; nothing here holds them afterwards."""
-        mains: dict[Source, KV] = {}
+        mains: dict[Source, list[mx.array]] = {}
         for number, cohort in enumerate(self.cohorts):
             mains["main", number], shared = cohort.give_up(leaf)
-            if shared is not None:
+            if shared:
                 mains["shared", number] = shared
         sides = deque({source: pair[side] for source, pair in mains.items()} for side in (0, 1))
         mains.clear()
@@ -81,37 +80,26 @@ class Held:
             yield {**sides.popleft(), TAIL_SOURCE: tail}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Move:
-    """One new cohort in the making."""
+    """A new cohort, and how its arrays are built."""
 
-    indices: list[int]
-    lengths: list[int]
+    cohort: Cohort
     own: dict[int | None, Blueprint]  # by window
     shared: Blueprint | None  # of leaves without a window
-    sides: dict[int, list[mx.array]] = field(default_factory=dict)
-    shared_sides: dict[int, list[mx.array]] = field(default_factory=dict)
 
     def build(self, index: int, leaf: Leaf, side: int, sources: Sources) -> list[mx.array]:
         """One side of a leaf."""
         made = [self.own[leaf.window].build(leaf, side, sources)]
-        self.sides.setdefault(index, []).append(made[0])
+        self.cohort.kv.setdefault(index, []).append(made[0])
         if self.shared is not None and leaf.window is None:
             made.append(self.shared.build(leaf, side, sources))
-            self.shared_sides.setdefault(index, []).append(made[1])
+            self.cohort.shared.setdefault(index, []).append(made[1])
         return made
 
     def nbytes(self, leaf: Leaf) -> int:
         own = self.own[leaf.window]
         return len(own.stored) * own.columns * leaf.nbytes
-
-    def cohort(self, layout: Layout) -> Cohort:
-        stored = [
-            {leaf: self.own[layout.leaves[leaf].window].stored[line] for leaf in self.sides}
-            for line in range(len(self.indices))
-        ]
-        kv, shared = _pairs(self.sides), _pairs(self.shared_sides)
-        return Cohort(self.indices, self.lengths, stored, kv, shared)
 
 
 class PacedLaunch:
@@ -153,7 +141,7 @@ def regroup(
     for index, leaf in leaves.items():
         for side, sources in enumerate(held.give_up(index)):
             paced.launch([a for move in moves for a in move.build(index, leaf, side, sources)])
-    return [move.cohort(layout) for move in moves]
+    return [move.cohort for move in moves]
 
 
 def _plan(layout: Layout, group: Group, held: Held) -> Move:
@@ -169,7 +157,12 @@ def _plan(layout: Layout, group: Group, held: Held) -> Move:
         if window is None and group.num_shared and shared is None:
             begin = columns_of(held.pieces(first, leaf), 0, group.num_shared)
             shared = Blueprint.of([begin], [group.num_shared], group.num_shared)
-    return Move(list(group.indices), lengths, own, shared)
+    windows = {leaf: layout.leaves[leaf].window for leaf in held.tails.kv}
+    stored = [
+        {leaf: own[window].stored[line] for leaf, window in windows.items()}
+        for line in range(len(lengths))
+    ]
+    return Move(Cohort(list(group.indices), lengths, stored), own, shared)
 
 
 def _own_columns(group: Group, held: Held, leaf: int, window: int | None) -> Blueprint:
@@ -194,7 +187,3 @@ def _runs(written: np.ndarray) -> list[tuple[int, int]]:
     """Where stretches of True begin and end."""
     edges = np.flatnonzero(np.diff(np.pad(written.astype(np.int8), 1)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-
-
-def _pairs(sides: Mapping[int, list[mx.array]]) -> dict[int, KV]:
-    return {leaf: (keys, values) for leaf, (keys, values) in sides.items()}
