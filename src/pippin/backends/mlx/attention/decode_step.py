@@ -26,7 +26,7 @@ class Lender(Protocol):
     """A layer's view that other layers may read."""
 
     def lends(self, keys: mx.array, values: mx.array) -> bool:
-        """Whether these are what it handed out."""
+        """Whether these are what its `update_and_fetch` returned."""
         ...
 
 

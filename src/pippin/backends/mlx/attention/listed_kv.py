@@ -1,7 +1,7 @@
 """Cohorts as a list of where their rows lie, for CPUs that attend to it in one operation.
 
-The list is one small array, so a step's graph is the same whoever the rows are: it is compiled once
-for each number of rows, and rows that come and go need not be moved. Padding is not read.
+The list is one small array, so a step's graph is the same for any rows: it is compiled once for
+each number of rows, and rows that join or leave move no others. Padding is not read.
 """
 
 from __future__ import annotations

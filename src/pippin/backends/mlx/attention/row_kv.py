@@ -69,7 +69,7 @@ class RowKV:
         window = window_size or self.leaf.window
         if self.step.layout.splits:
             return RowMask(window, self.step)
-        # Layers that attend in their own way may be given it too, whoever is asked for it.
+        # The model may pass it to layers that attend in their own way, too.
         mask = self._concatenated_mask(window)
         self.step.note_window(mask, window)
         return mask
@@ -106,8 +106,8 @@ class RowKV:
         else:
             found = []
             for number, cohort in enumerate(step.tree["cohorts"]):
-                own = (mx.take(rows, cohort["lines"], axis=0) for rows in (q, tail_scores))
-                found.append(self._attend_cohort(number, *own, sink, window))
+                own_q, own_tail = (mx.take(x, cohort["lines"], axis=0) for x in (q, tail_scores))
+                found.append(self._attend_cohort(number, own_q, own_tail, sink, window))
             out, weights = (self._in_row_order(list(part)) for part in zip(*found, strict=True))
             out = out + weights @ tail_values
         return out.reshape(width, q_heads, 1, out.shape[-1])
@@ -148,7 +148,7 @@ class RowKV:
         return piece[1]
 
     def _in_row_order(self, lines: list[mx.array]) -> mx.array:
-        blank = mx.zeros_like(lines[0][:1])  # for rows that nobody holds
+        blank = mx.zeros_like(lines[0][:1])  # for rows of no request
         return mx.take(mx.concatenate([*lines, blank], axis=0), self.step.tree["order"], axis=0)
 
     def _concatenated(self, side: int) -> mx.array:

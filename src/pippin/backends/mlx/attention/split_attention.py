@@ -5,7 +5,7 @@
 Own and tail scores are joined for the softmax. Scores of a shared piece are far more, and stay as
 its products leave them: in blocks of keys, with the queries of all lines side by side, so that its
 keys and values are read once. The products are small on purpose: larger ones would be spread over
-threads, which stand still whenever somebody else needs a core.
+threads, which stall whenever another process needs a core.
 """
 
 from __future__ import annotations

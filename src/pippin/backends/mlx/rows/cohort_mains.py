@@ -83,7 +83,7 @@ class CohortMains:
         self._steps_left = None
         return self._scattered(rows, width)
 
-    def take_in(self, rows: Sequence[Row], tails: Tails) -> None:
+    def absorb(self, rows: Sequence[Row], tails: Tails) -> None:
         self._listing = None
         listed = self._lister is not None
         groups = self._groups(rows)

@@ -70,7 +70,7 @@ class DecodeForward:
         # steps until Python's cycle collector runs.
         step, layout = DecodeStep(self._layout, shape, tree), self._layout
         kv = [_view(step, layout.leaves[i], place) for place, i in enumerate(layout.kv_indices)]
-        states = [ArraysCache(size=len(entries)) for entries in tree["states"]]
+        states: list[Any] = [ArraysCache(size=len(entries)) for entries in tree["states"]]
         for view, entries in zip(states, tree["states"], strict=True):
             view.cache = list(entries)
         of_kind = {False: iter(kv), True: iter(states)}

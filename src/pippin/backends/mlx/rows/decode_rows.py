@@ -175,7 +175,7 @@ class DecodeRows:
         if wanted < self.width:
             self._narrow(wanted)
         tails = Tails(self._per_row.tails, self._per_row.written)
-        self.mains.take_in(list(self.rows.values()), tails)
+        self.mains.absorb(list(self.rows.values()), tails)
         self._per_row.begin_tails()
         self.cursor = 0
 

@@ -1,4 +1,4 @@
-"""What running requests occupy: told before they run, and counted while they do.
+"""What running requests occupy: an upper bound before they run, a count while they do.
 
 Knows shapes, not what is in them, and no steps.
 """
@@ -42,7 +42,7 @@ class Footprint:
         return main + int(MOVING_SHARE * main) + self.line_bytes
 
     def padding_bytes(self, cohort: Cohort) -> int:
-        """What a cohort holds for nobody: lines whose rows have left, columns that are padding."""
+        """What a cohort holds for no row: lines whose rows have left, columns that are padding."""
         live = [line for line, index in enumerate(cohort.indices) if index >= 0]
         total = 0
         for window, nbytes in self.bytes_by_window.items():
@@ -55,7 +55,7 @@ class Footprint:
 
 @dataclass
 class SpareLimit:
-    """How much may be held for nobody, so that steps are simple and have few shapes.
+    """How much may be held for no row, so that steps are simple and have few shapes.
 
     A quarter of it for padding and a quarter for lines without a row; the rest is for rows that
     leave before the others are moved.

@@ -65,10 +65,10 @@ class Mains(Protocol):
         ...
 
     def want_moving(self, rows: Sequence[Row], width: int, steps_unchanged: int) -> bool:
-        """Whether steps would be simpler, or too much is held for nobody."""
+        """Whether steps would be simpler, or too much memory is spare."""
         ...
 
-    def take_in(self, rows: Sequence[Row], tails: Tails) -> None:
+    def absorb(self, rows: Sequence[Row], tails: Tails) -> None:
         """Move the tails into new mains."""
         ...
 

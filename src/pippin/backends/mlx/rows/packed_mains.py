@@ -130,7 +130,7 @@ class PackedMains:
         )
         return steps_unchanged <= 1 and self._spare.is_exceeded(spare_bytes, width - len(rows))
 
-    def take_in(self, rows: Sequence[Row], tails: Tails) -> None:
+    def absorb(self, rows: Sequence[Row], tails: Tails) -> None:
         for own in self._classes:
             self._repack(own, tails=tails)
 

@@ -1,4 +1,4 @@
-"""Sampled tokens by slot. A lazily evaluated array *is* a future: nobody waits to read it."""
+"""Sampled tokens by slot. A lazily evaluated array is a future: the host does not wait for it."""
 
 from __future__ import annotations
 
