@@ -320,9 +320,10 @@ class MLXBackend:
         slots, logits = rows.advance(
             [d.slot for d in decodes], self._future_map.resolve, self._decode_forward
         )
-        ran = self._decode_forward.last
-        is_new = self._shapes.add(ran.shape)
-        step.note_decode(rows.mains.num_groups, is_new=is_new, compiled=ran.compiled)
+        assert self._decode_forward.last is not None
+        shape, compiled = self._decode_forward.last
+        is_new = self._shapes.add(shape)
+        step.note_decode(rows.mains.num_groups, is_new=is_new, compiled=compiled)
         step.written += rows.arrays()
         step.check(slots, logits)
         by_slot = {d.slot: d for d in decodes}

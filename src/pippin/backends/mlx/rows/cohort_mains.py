@@ -46,8 +46,7 @@ class CohortMains:
 
     def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
         self._listing = None
-        new = [Cohort.of_one(row.index, row.length, kv) for row, kv in joining if kv]
-        self.cohorts += new
+        self.cohorts += [Cohort.of_one(row.index, row.length, kv) for row, kv in joining if kv]
         self._count_down()
 
     def leave(self, row: Row) -> None:
@@ -58,7 +57,7 @@ class CohortMains:
         self._count_down()
 
     def pieces_of(self, row: Row, leaf: int) -> list[KV]:
-        homes = [cohort for cohort in self.cohorts if cohort.holds(row.index)]
+        homes = [cohort for cohort in self.cohorts if row.index in cohort.indices]
         return [piece for home in homes for piece in home.pieces_of(row.index, leaf)]
 
     def view(self, positions: np.ndarray, visible: np.ndarray) -> tuple[MainsShape, Tree]:
@@ -88,7 +87,7 @@ class CohortMains:
         listed = self._lister is not None
         groups = self._groups(rows)
         if not listed and len(groups) == 1:
-            groups = self._with_all_lines(groups, rows, tails.width)
+            groups = self._with_all_lines(groups, rows, len(tails.written))
         self.cohorts = regroup(self._layout, groups, self.cohorts, tails, listed=listed)
         self._steps_left = None
 
@@ -108,7 +107,7 @@ class CohortMains:
 
     def _with_all_lines(self, groups: list[Group], rows: Sequence[Row], width: int) -> list[Group]:
         """One group with a line for every row, if memory allows it: the step gathers nothing."""
-        if _padding_of_lines(rows, width) > self._spare.max_padding:
+        if (width - len(rows)) * max(row.length for row in rows) > self._spare.max_padding:
             return groups
         held = {row.index for row in rows}
         lines = [index if index in held else -1 for index in range(width)]
@@ -125,7 +124,7 @@ class CohortMains:
         """
         if self._lister is not None:
             saved = sum(group.num_saved for group in self._groups(rows))
-            return saved > sum(map(_num_saved, self.cohorts))
+            return saved > sum(cohort.num_saved for cohort in self.cohorts)
         if self._aligned(width):
             return False
         num_groups = len(self._groups(rows))
@@ -153,13 +152,3 @@ class CohortMains:
             if index >= 0:
                 order[index] = line
         return mx.array(order)
-
-
-def _num_saved(cohort: Cohort) -> int:
-    """Tokens that live lines do not hold themselves."""
-    return max(cohort.num_live - 1, 0) * max(map(cohort.num_shared, cohort.kv), default=0)
-
-
-def _padding_of_lines(rows: Sequence[Row], width: int) -> int:
-    """Tokens, if a cohort of all rows had a line for those that no row has."""
-    return (width - len(rows)) * max(row.length for row in rows)

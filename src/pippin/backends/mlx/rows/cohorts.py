@@ -46,8 +46,10 @@ class Cohort:
     def num_live(self) -> int:
         return sum(1 for index in self.indices if index >= 0)
 
-    def holds(self, index: int) -> bool:
-        return index in self.indices
+    @property
+    def num_saved(self) -> int:
+        """Tokens that live lines do not hold themselves."""
+        return max(self.num_live - 1, 0) * max(map(self.num_shared, self.kv), default=0)
 
     def drop(self, index: int) -> None:
         self.indices = [-1 if i == index else i for i in self.indices]

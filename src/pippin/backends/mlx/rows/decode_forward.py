@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -28,14 +27,6 @@ Forward = Callable[[mx.array, list[Any]], mx.array]
 StepResult = tuple[mx.array, list[KV], list[list[mx.array]]]  # logits, tails, states
 
 
-@dataclass(frozen=True)
-class RanStep:
-    """The last step, for step records."""
-
-    shape: StepShape | None = None
-    compiled: bool = False
-
-
 class DecodeForward:
     def __init__(
         self,
@@ -48,11 +39,11 @@ class DecodeForward:
         self._forward = forward
         self._compiles = compiled
         self._compiled: OrderedDict[StepShape, Callable[[Tree], StepResult]] = OrderedDict()
-        self.last = RanStep()
+        self.last: tuple[StepShape, bool] | None = None  # its shape, and whether it was compiled
 
     def __call__(self, shape: StepShape, tree: Tree) -> StepResult:
         compiles = shape.mains.compiles and self._compiles
-        self.last = RanStep(shape, compiles)
+        self.last = shape, compiles
         return self._step_of(shape)(tree) if compiles else self._run(shape, tree)
 
     def _step_of(self, shape: StepShape) -> Callable[[Tree], StepResult]:

@@ -38,10 +38,6 @@ class Tails:
     kv: Mapping[int, Sequence[mx.array]]
     written: np.ndarray
 
-    @property
-    def width(self) -> int:
-        return int(self.written.shape[0])
-
 
 class Mains(Protocol):
     @property

@@ -41,7 +41,9 @@ class Held:
 
     def home(self, row: int) -> tuple[int, int]:
         """The number of the row's cohort, and its line there."""
-        return next((n, c.indices.index(row)) for n, c in enumerate(self.cohorts) if c.holds(row))
+        return next(
+            (n, c.indices.index(row)) for n, c in enumerate(self.cohorts) if row in c.indices
+        )
 
     def length(self, row: int) -> int:
         number, line = self.home(row)
