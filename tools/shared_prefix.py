@@ -35,14 +35,14 @@ rng = np.random.default_rng(0)
 
 def prompt_state(num_tokens: int) -> PromptState:
     state = PromptState(num_tokens)
-    for index, leaf in enumerate(loaded.layout.leaves):
-        if leaf.is_state:
-            pairs = zip(leaf.shapes, leaf.dtypes, strict=True)
+    for index, cache in enumerate(loaded.layout.caches):
+        if cache.is_state:
+            pairs = zip(cache.shapes, cache.dtypes, strict=True)
             state.states[index] = [mx.zeros((1, *shape), dtype) for shape, dtype in pairs]
         else:
             keys, values = (
                 mx.array(rng.standard_normal((1, heads, num_tokens, dim), dtype=np.float32))
-                for heads, dim in leaf.shapes
+                for heads, dim in cache.shapes
             )
             state.kv[index] = keys, values
     mx.eval(state.arrays())

@@ -9,20 +9,20 @@ import pytest
 
 from families import build
 from pippin.backends.mlx.describe import attention, describe, recurrences
-from pippin.backends.mlx.layout import Layout, Leaf, Reads
+from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.load import prepare
 from pippin.backends.mlx.recurrent import choices
 from pippin.backends.mlx.recurrent.calls import Kind
 from pippin.backends.mlx.recurrent.choices import Choice, Times
 from pippin.types import Component
 
-PLAIN = Leaf(0, Component.ATTENTION, reads=Reads.PIECES)
-OWN_WAY = Leaf(1, Component.ATTENTION)
-STATE = Leaf(2, Component.STATE)
+PLAIN = LayerCache(0, Component.ATTENTION, reads=Reads.PIECES)
+OWN_WAY = LayerCache(1, Component.ATTENTION)
+STATE = LayerCache(2, Component.STATE)
 
 
-def layout(*leaves: Leaf) -> Layout:
-    return Layout(leaves, nesting=(0,) * len(leaves))
+def layout(*caches: LayerCache) -> Layout:
+    return Layout(caches, nesting=(0,) * len(caches))
 
 
 def test_a_model_that_attends_in_its_own_way_is_said_to_be_slower() -> None:

@@ -110,14 +110,14 @@ def test_a_tree_of_the_smallest_entries_leaves_half_of_metals_buffers(family: st
     backend = MLXBackend(served(family), num_slots=1)
     capacity = backend.limit_memory(20 * GIB)
     spec = backend.spec
-    leaves = served(family).layout.leaves
-    shapes = {(leaf.component, leaf.shapes) for leaf in leaves if not leaf.is_state}
+    caches = served(family).layout.caches
+    shapes = {(cache.component, cache.shapes) for cache in caches if not cache.is_state}
     for component in {component for component, _ in shapes}:
-        per_token = sum(leaf.nbytes for leaf in leaves if leaf.component is component)
+        per_token = sum(cache.nbytes for cache in caches if cache.component is component)
         num_buffers = 2 * sum(1 for kind, _ in shapes if kind is component)
         assert capacity // per_token * num_buffers <= 499_000 / 2
     if spec.state_bytes:
-        num_buffers = sum(len(leaf.shapes) for leaf in leaves if leaf.is_state)
+        num_buffers = sum(len(cache.shapes) for cache in caches if cache.is_state)
         assert capacity // spec.state_bytes * num_buffers <= 499_000 / 2
 
 

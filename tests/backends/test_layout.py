@@ -51,27 +51,27 @@ def layout_of(family: str) -> Layout:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_keeps_what_its_own_cache_says(family: str) -> None:
-    leaves = layout_of(family).leaves
-    assert [leaf.component for leaf in leaves] == KINDS[family]
-    windows = {leaf.window for leaf in leaves if leaf.component is WINDOWED}
+    caches = layout_of(family).caches
+    assert [cache.component for cache in caches] == KINDS[family]
+    windows = {cache.window for cache in caches if cache.component is WINDOWED}
     assert windows <= {WINDOW}
-    assert all(leaf.window is None for leaf in leaves if leaf.component is not WINDOWED)
+    assert all(cache.window is None for cache in caches if cache.component is not WINDOWED)
 
 
 def test_a_layer_of_several_caches_has_a_leaf_for_each() -> None:
     layout = layout_of("falcon_h1")
-    assert [leaf.layer for leaf in layout.leaves] == [0, 0, 1, 1]
+    assert [cache.layer for cache in layout.caches] == [0, 0, 1, 1]
     first, second = layout.nest(["a", "b", "c", "d"])
     assert (first[0], first[1], second[0], second[1]) == ("a", "b", "c", "d")
 
 
 def test_shapes_are_those_of_one_token_or_one_sequence() -> None:
-    state, attention, _ = layout_of("qwen3_5").leaves
+    state, attention, _ = layout_of("qwen3_5").caches
     assert state.shapes == ((3, 128), (4, 16, 16))  # convolution inputs, recurrent state
     assert attention.shapes == ((2, 16), (2, 16))
     assert state.nbytes == 4 * (3 * 128 + 4 * 16 * 16)
     assert attention.nbytes == 4 * (2 * 16 + 2 * 16)
-    latent, _ = layout_of("deepseek_v3").leaves
+    latent, _ = layout_of("deepseek_v3").caches
     assert latent.shapes == ((1, 32), (1, 8))  # compressed KV, and the rotated part of the keys
 
 
@@ -80,14 +80,14 @@ def test_shapes_agree_with_what_mlx_lm_fills_its_caches_with(family: str) -> Non
     model, _ = build(family)
     caches = make_prompt_cache(model)
     model(mx.zeros((1, 3), dtype=mx.int32), cache=caches)
-    flat = [leaf for cache in caches for leaf in getattr(cache, "caches", [cache])]
-    for leaf, stock in zip(layout_of(family).leaves, flat, strict=True):
-        if leaf.is_state:
+    flat = [inner for outer in caches for inner in getattr(outer, "caches", [outer])]
+    for ours, stock in zip(layout_of(family).caches, flat, strict=True):
+        if ours.is_state:
             held = [(entry.shape[1:], entry.dtype) for entry in stock.cache]
         else:
             pair = (stock.keys, stock.values)
             held = [((side.shape[1], side.shape[3]), side.dtype) for side in pair]
-        assert list(zip(leaf.shapes, leaf.dtypes, strict=True)) == held
+        assert list(zip(ours.shapes, ours.dtypes, strict=True)) == held
 
 
 LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_linear")
@@ -95,7 +95,7 @@ LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_linear")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_family_has_its_main_and_tail_joined(family: str) -> None:
-    reads = {leaf.reads for leaf in layout_of(family).leaves if not leaf.is_state}
+    reads = {cache.reads for cache in layout_of(family).caches if not cache.is_state}
     assert reads <= {Reads.LATENT if family in LATENT else Reads.PIECES}
 
 

@@ -21,7 +21,7 @@ from pippin.backends.base import (
     StepPlan,
 )
 from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.layout import Layout, Leaf, Reads
+from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.payloads import packing
 from pippin.backends.mlx.rows.arrays import TAIL
@@ -205,11 +205,11 @@ def test_a_restored_prefix_is_within_what_its_row_was_told(monkeypatch: pytest.M
 
 def kv_layout(num_layers: int, dim: int) -> Layout:
     shapes = ((2, dim), (2, dim))
-    leaves = [
-        Leaf(layer, Component.ATTENTION, None, shapes, (mx.float32, mx.float32), Reads.PIECES)
+    caches = [
+        LayerCache(layer, Component.ATTENTION, None, shapes, (mx.float32, mx.float32), Reads.PIECES)
         for layer in range(num_layers)
     ]
-    return Layout(tuple(leaves), (0,) * num_layers)
+    return Layout(tuple(caches), (0,) * num_layers)
 
 
 def test_rows_pad_each_other_less_where_memory_is_short() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pippin.backends.mlx.attention.listed_kv import lister_for
 from pippin.backends.mlx.cpu.operations.calls import Operations
-from pippin.backends.mlx.layout import Layout, Leaf, Reads
+from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.arrays import RowArrays
 from pippin.backends.mlx.rows.cohorts import Cohort, list_cohorts
@@ -19,13 +19,13 @@ HEADS, TAIL = 2, 8
 TOLERANCE = 2e-5
 
 
-def kv_leaf(dims: tuple[int, int] = (16, 24), dtype: mx.Dtype = mx.float32) -> Leaf:
+def kv_cache(dims: tuple[int, int] = (16, 24), dtype: mx.Dtype = mx.float32) -> LayerCache:
     shapes = tuple((HEADS, dim) for dim in dims)
-    return Leaf(0, Component.ATTENTION, None, shapes, (dtype, dtype), Reads.PIECES)
+    return LayerCache(0, Component.ATTENTION, None, shapes, (dtype, dtype), Reads.PIECES)
 
 
-def layout_of(*leaves: Leaf) -> Layout:
-    return Layout(leaves, (0,) * len(leaves))
+def layout_of(*caches: LayerCache) -> Layout:
+    return Layout(caches, (0,) * len(caches))
 
 
 class Rows:
@@ -65,7 +65,7 @@ class Rows:
     def attend(
         self, ours: Operations, *, window: int | None = None, sinks: np.ndarray | None = None
     ) -> np.ndarray:
-        listing = list_cohorts(ours, layout_of(kv_leaf(self.dims)), self.cohorts)
+        listing = list_cohorts(ours, layout_of(kv_cache(self.dims)), self.cohorts)
         keys, values = map(mx.array, self.tail)
         out = ours.row_attention(
             mx.array(self.queries),
@@ -175,7 +175,7 @@ def test_a_listing_holds_what_it_lists_and_no_longer(ours: Operations) -> None:
     def listed() -> mx.array:
         kv = mx.random.normal((1, HEADS, 4096, 16)), mx.random.normal((1, HEADS, 4096, 24))
         cohort = Cohort.of_one(0, 4096, {0: kv})
-        listing = list_cohorts(ours, layout_of(kv_leaf()), [cohort])
+        listing = list_cohorts(ours, layout_of(kv_cache()), [cohort])
         mx.eval(listing)
         return listing
 
@@ -200,7 +200,7 @@ def test_a_compiled_step_takes_whoever_is_listed(ours: Operations) -> None:
 
     for one in rows:
         keys, values = map(mx.array, one.tail)
-        listing = list_cohorts(ours, layout_of(kv_leaf()), one.cohorts)
+        listing = list_cohorts(ours, layout_of(kv_cache()), one.cohorts)
         got = step(mx.array(one.queries), (keys, values), mx.array(one.written), listing)
         for row in range(6):
             np.testing.assert_allclose(
@@ -209,9 +209,11 @@ def test_a_compiled_step_takes_whoever_is_listed(ours: Operations) -> None:
 
 
 def test_what_the_operation_does_not_take_is_not_listed() -> None:
-    assert lister_for(layout_of(kv_leaf())) is not None
-    assert lister_for(layout_of(kv_leaf(), kv_leaf(dtype=mx.bfloat16))) is None
-    latent = Leaf(0, Component.ATTENTION, None, ((1, 8), (1, 4)), (mx.float32,) * 2, Reads.LATENT)
+    assert lister_for(layout_of(kv_cache())) is not None
+    assert lister_for(layout_of(kv_cache(), kv_cache(dtype=mx.bfloat16))) is None
+    latent = LayerCache(
+        0, Component.ATTENTION, None, ((1, 8), (1, 4)), (mx.float32,) * 2, Reads.LATENT
+    )
     assert lister_for(layout_of(latent)) is None
 
 
@@ -247,7 +249,7 @@ def test_columns_are_written_where_the_tails_lie(ours: Operations) -> None:
 
 def test_tails_that_are_begun_anew_have_memory_of_their_own(ours: Operations) -> None:
     """Those who move the old ones may come after the next column is written."""
-    rows = RowArrays(layout_of(kv_leaf()))
+    rows = RowArrays(layout_of(kv_cache()))
     rows.widen(2)
     old = rows.tails[0]
     rows.begin_tails()

@@ -99,7 +99,7 @@ def test_compiled_steps_of_rows_that_share_give_what_plain_ones_apart_give(
         states = [(slot, prefilled(ids)) for slot, ids in prompts.items()]
         rows.join(states, prompts if shares else None)
         found.append(run(rows, forward, range(12)))
-        held = {cohort.num_shared(leaf) for cohort in rows.mains.cohorts for leaf in cohort.kv}
+        held = {cohort.num_shared(cache) for cohort in rows.mains.cohorts for cache in cohort.kv}
         assert held == {128 if shares else 0}
     assert_same_steps(*found)
     if way == "unlisted":

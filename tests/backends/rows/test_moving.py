@@ -11,7 +11,7 @@ import pytest
 
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.plain_attention import attend_joined
-from pippin.backends.mlx.layout import Layout, Leaf, Reads
+from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows import arrays, cohorts, grouping, regrouping
@@ -24,8 +24,8 @@ TOKENS = 1000  # of each alphabet: a row's vectors can be told from any other's
 
 
 def kv_layout(windows: list[int | None], dim: int) -> Layout:
-    leaves = [
-        Leaf(
+    caches = [
+        LayerCache(
             layer,
             Component.ATTENTION if window is None else Component.WINDOW,
             window,
@@ -35,7 +35,7 @@ def kv_layout(windows: list[int | None], dim: int) -> Layout:
         )
         for layer, window in enumerate(windows)
     ]
-    return Layout(tuple(leaves), (0,) * len(leaves))
+    return Layout(tuple(caches), (0,) * len(caches))
 
 
 def vectors(tokens: np.ndarray, dim: int) -> mx.array:
@@ -55,9 +55,9 @@ class Rows:
 
     def join(self, slot: int, tokens: np.ndarray) -> None:
         kv = {}
-        for index, leaf in enumerate(self.layout.leaves):
-            kept = tokens if leaf.window is None else tokens[-leaf.window :]
-            kv[index] = tuple(vectors(kept, dim) for _, dim in leaf.shapes)
+        for index, cache in enumerate(self.layout.caches):
+            kept = tokens if cache.window is None else tokens[-cache.window :]
+            kv[index] = tuple(vectors(kept, dim) for _, dim in cache.shapes)
         prompt = PromptState(len(tokens), kv)  # type: ignore[arg-type]
         self.decode_rows.join([(slot, prompt)], {slot: tokens.astype(np.int32)})
         self.tokens[slot] = tokens
@@ -72,8 +72,8 @@ class Rows:
         if rows.cursor == per_row.tail_len:
             rows.flush()
         new = {slot: rng.integers(TOKENS) for slot in slots}
-        for index, leaf in enumerate(self.layout.leaves):
-            for side, (_, dim) in enumerate(leaf.shapes):
+        for index, cache in enumerate(self.layout.caches):
+            for side, (_, dim) in enumerate(cache.shapes):
                 for slot, token in new.items():
                     line = rows.rows[slot].index
                     column = vectors(np.array([token]), dim)[0]
@@ -90,21 +90,21 @@ class Rows:
                 self._check_kv(self.decode_rows.kv_of(slot, start), tokens, len(tokens) - start)
 
     def _check_kv(self, held: Mapping[int, KV], tokens: np.ndarray, wanted: int) -> None:
-        for index, leaf in enumerate(self.layout.leaves):
-            for side, (_, dim) in enumerate(leaf.shapes):
+        for index, cache in enumerate(self.layout.caches):
+            for side, (_, dim) in enumerate(cache.shapes):
                 found = np.array(held[index][side])
                 num_found = found.shape[2]
                 expected = np.array(vectors(tokens, dim))[:, :, -num_found:]
                 np.testing.assert_array_equal(found, expected)
-                assert min(wanted, leaf.window or wanted) <= num_found <= wanted
+                assert min(wanted, cache.window or wanted) <= num_found <= wanted
 
     def check_padding(self) -> None:
         """Nothing of anybody's: weighed with nothing, it would still spoil a row if not finite."""
         for cohort in self.decode_rows.mains.cohorts:
             live = [line for line, index in enumerate(cohort.indices) if index >= 0]
             for line in live:
-                for leaf, columns in cohort.stored[line].items():
-                    for side in cohort.kv[leaf]:
+                for cache, columns in cohort.stored[line].items():
+                    for side in cohort.kv[cache]:
                         assert not np.array(side)[line, :, columns:].any()
 
 

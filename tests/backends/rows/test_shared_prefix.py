@@ -189,9 +189,9 @@ def test_a_row_that_shared_is_captured_as_one_that_did_not(name: str, way: str) 
     for slot in sharing.rows.rows:
         kv, expected = sharing.rows.kv_of(slot), apart.rows.kv_of(slot)
         assert kv.keys() == expected.keys()
-        for leaf in kv:
-            window = sharing.model.layout.leaves[leaf].window
-            for mine, theirs in zip(kv[leaf], expected[leaf], strict=True):
+        for index in kv:
+            window = sharing.model.layout.caches[index].window
+            for mine, theirs in zip(kv[index], expected[index], strict=True):
                 # What a window has passed by goes when rows are moved, which they are at times.
                 kept = min(mine.shape[2], theirs.shape[2])
                 assert kept >= window if window else mine.shape == theirs.shape
@@ -207,7 +207,7 @@ def test_what_is_shared_is_held_once() -> None:
         stage.join(1, 2, 3)
         stage.run(BLOCK + 1)
         sizes[shares] = main_nbytes(stage.rows)
-    leaf_bytes = sum(leaf.nbytes for leaf in served("llama").layout.leaves)
+    leaf_bytes = sum(cache.nbytes for cache in served("llama").layout.caches)
     whole = START_LEN - START_LEN % BLOCK
     assert sizes[False] - sizes[True] == 2 * whole * leaf_bytes
 
@@ -223,7 +223,7 @@ def test_the_shared_arrays_stay_where_they_are_when_tails_are_flushed() -> None:
     (after,) = stage.rows.mains.cohorts
     assert after is not before
     assert shared.keys() == after.shared.keys() != set()
-    assert all(after.shared[leaf][0] is keys for leaf, (keys, _) in shared.items())
+    assert all(after.shared[cache][0] is keys for cache, (keys, _) in shared.items())
 
 
 @pytest.mark.usefixtures("eager")
@@ -238,10 +238,10 @@ def test_rows_that_begin_differently_share_nothing() -> None:
 @pytest.mark.usefixtures("eager")
 def test_windowed_layers_share_nothing() -> None:
     stage = play("gpt_oss", "listed", shares=True)
-    leaves = served("gpt_oss").layout.leaves
+    caches = served("gpt_oss").layout.caches
     (cohort,) = stage.rows.mains.cohorts
-    assert {leaves[leaf].window for leaf in cohort.shared} == {None}
-    assert {leaves[leaf].window for leaf in cohort.kv} > {None}
+    assert {caches[cache].window for cache in cohort.shared} == {None}
+    assert {caches[cache].window for cache in cohort.kv} > {None}
 
 
 @pytest.mark.usefixtures("eager")

@@ -72,7 +72,7 @@ def check(family: str, model: LoadedModel | None = None) -> None:
 def test_a_layer_that_attends_in_its_own_way_joins_its_own_kv_alone(own: tuple[int, ...]) -> None:
     """The first layer makes the mask of them all."""
     model = with_own_attention(*own)
-    reads = [leaf.reads for leaf in model.layout.leaves]
+    reads = [cache.reads for cache in model.layout.caches]
     assert reads == [Reads.JOINED if number in own else Reads.PIECES for number in (0, 1)]
     check("qwen3", model)
 

@@ -21,17 +21,17 @@ def describe(loaded: LoadedModel) -> Iterator[tuple[str, str]]:
 
 
 def attention(layout: Layout, *, timed: bool = False) -> str:
-    leaves = [leaf for leaf in layout.leaves if not leaf.is_state]
-    own = sum(not leaf.splits for leaf in leaves)
-    if not leaves:
+    caches = [cache for cache in layout.caches if not cache.is_state]
+    own = sum(not cache.splits for cache in caches)
+    if not caches:
         return "none: every layer is recurrent"
     if own == 0:
-        latent = any(leaf.reads is Reads.LATENT for leaf in leaves)
-        layers = f"{_count(len(leaves), 'layer')}{' over latents' if latent else ''}"
+        latent = any(cache.reads is Reads.LATENT for cache in caches)
+        layers = f"{_count(len(caches), 'layer')}{' over latents' if latent else ''}"
         how = "the faster way by times" if timed else "KV is not copied"
         return f"{layers} through mlx-lm's function: {how}"
-    attend = "layer attends in its" if len(leaves) == 1 else "layers attend in their"
-    return f"{own} of {len(leaves)} {attend} own way: concatenated KV each step, slower"
+    attend = "layer attends in its" if len(caches) == 1 else "layers attend in their"
+    return f"{own} of {len(caches)} {attend} own way: concatenated KV each step, slower"
 
 
 def attention_paths(paths: AttentionPaths) -> Iterator[tuple[str, str]]:

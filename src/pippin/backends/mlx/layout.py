@@ -1,7 +1,7 @@
 """What each layer of a model keeps, read from the model's own cache objects.
 
-A layer's cache may be several caches in one (CacheList); each plain cache is a *leaf*. The first
-layer is not special, and a kind that is not known here is an error at load, never a wrong answer.
+A layer's cache may be several caches in one (CacheList); each plain one is a `LayerCache`. The
+first layer is not special. An unknown kind is an error at load, never a wrong answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Reads(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LayerCache:
     """One plain cache of one layer."""
 
     layer: int
@@ -122,12 +122,12 @@ class LatentProbeKV(ProbeKV):
 class Layout:
     """Leaves in order, and how they nest back into what the model is called with."""
 
-    leaves: tuple[Leaf, ...]
-    nesting: tuple[int, ...]  # leaves per layer cache; 0: a plain cache, n: a CacheList of n
+    caches: tuple[LayerCache, ...]
+    nesting: tuple[int, ...]  # of each layer; 0: a plain cache, n: a CacheList of n
     pads: bool = True  # recurrent layers pass over padding: uneven chunks can share a forward
 
     def nest(self, views: Sequence[Any]) -> list[Any]:
-        """One view per leaf, arranged as the model expects its `cache` argument."""
+        """One view per cache, arranged as the model expects its `cache` argument."""
         rest = iter(views)
         return [
             CacheList(*(next(rest) for _ in range(count))) if count else next(rest)
@@ -136,7 +136,7 @@ class Layout:
 
     @cached_property
     def kv_indices(self) -> tuple[int, ...]:
-        return tuple(i for i, leaf in enumerate(self.leaves) if not leaf.is_state)
+        return tuple(i for i, cache in enumerate(self.caches) if not cache.is_state)
 
     @cached_property
     def state_indices(self) -> tuple[int, ...]:
@@ -144,58 +144,62 @@ class Layout:
 
     @cached_property
     def window_classes(self) -> tuple[int | None, ...]:
-        """The distinct windows of the KV leaves; leaves of one class store the same tokens."""
-        return tuple(dict.fromkeys(self.leaves[i].window for i in self.kv_indices))
+        """The distinct windows of the KV caches; caches of one class store the same tokens."""
+        return tuple(dict.fromkeys(self.caches[i].window for i in self.kv_indices))
 
     def indices(self, component: Component) -> tuple[int, ...]:
-        return tuple(i for i, leaf in enumerate(self.leaves) if leaf.component is component)
+        return tuple(i for i, cache in enumerate(self.caches) if cache.component is component)
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         return tuple(
-            LayerSpec(leaf.layer, leaf.component, leaf.nbytes, leaf.window) for leaf in self.leaves
+            LayerSpec(cache.layer, cache.component, cache.nbytes, cache.window)
+            for cache in self.caches
         )
 
     @property
     def splits(self) -> bool:
         """Every attention layer reads main and tail apart."""
-        return all(leaf.splits for leaf in self.leaves if not leaf.is_state)
+        return all(cache.splits for cache in self.caches if not cache.is_state)
 
     @cached_property
     def lists(self) -> bool:
         """One operation can read every attention layer's mains from a list of where they lie."""
-        leaves = [self.leaves[index] for index in self.kv_indices]
-        narrow = any(dtype != mx.float32 for leaf in leaves for dtype in leaf.dtypes)
-        return not narrow and all(leaf.reads is Reads.PIECES for leaf in leaves)
+        caches = [self.caches[index] for index in self.kv_indices]
+        narrow = any(dtype != mx.float32 for cache in caches for dtype in cache.dtypes)
+        return not narrow and all(cache.reads is Reads.PIECES for cache in caches)
 
     @property
     def packs(self) -> bool:
         """Every attention layer can read its mains where those of all rows lie packed."""
-        reads = {leaf.reads for leaf in self.leaves if not leaf.is_state}
+        reads = {cache.reads for cache in self.caches if not cache.is_state}
         return reads == {Reads.PIECES}
 
     def reading(self, how: Reads, *, instead_of: Collection[Reads]) -> Layout:
         """The same layers, but those that read their KV in certain ways do it as `how` says."""
-        leaves = tuple(
-            replace(leaf, reads=how) if leaf.reads in instead_of else leaf for leaf in self.leaves
+        caches = tuple(
+            replace(cache, reads=how) if cache.reads in instead_of else cache
+            for cache in self.caches
         )
-        return replace(self, leaves=leaves)
+        return replace(self, caches=caches)
 
 
 def discover(model: Any, forward: Callable[[mx.array, list[Any]], mx.array]) -> Layout:
     """Read the kinds from the model's caches, and the shapes from one unevaluated forward."""
     kinds, nesting = _kinds(make_prompt_cache(model))
-    shell = Layout(tuple(leaf for leaf, _ in kinds), nesting)
+    shell = Layout(tuple(cache for cache, _ in kinds), nesting)
 
     def probe(kv: type[ProbeKV]) -> list[Any]:
-        views = [ArraysCache(size=size) if leaf.is_state else kv() for leaf, size in kinds]
+        views = [ArraysCache(size=size) if cache.is_state else kv() for cache, size in kinds]
         forward(mx.zeros((1, 1), dtype=mx.int32), shell.nest(views))
         return views
 
     views = probe(ProbeKV)
-    leaves = tuple(_with_shapes(leaf, view) for leaf, view in zip(shell.leaves, views, strict=True))
-    layout = Layout(leaves, nesting)
-    if all(leaf.reads is Reads.LATENT for leaf in leaves if not leaf.is_state):
+    caches = tuple(
+        _with_shapes(cache, view) for cache, view in zip(shell.caches, views, strict=True)
+    )
+    layout = Layout(caches, nesting)
+    if all(cache.reads is Reads.LATENT for cache in caches if not cache.is_state):
         found = zip(probe(LatentProbeKV), views, strict=True)
         if all(a.agrees_with(b) for a, b in found if isinstance(a, LatentProbeKV)):
             return layout
@@ -203,8 +207,8 @@ def discover(model: Any, forward: Callable[[mx.array, list[Any]], mx.array]) -> 
     return layout.reading(Reads.JOINED, instead_of={Reads.LATENT})
 
 
-def _kinds(caches: Sequence[Any]) -> tuple[list[tuple[Leaf, int]], tuple[int, ...]]:
-    kinds: list[tuple[Leaf, int]] = []
+def _kinds(caches: Sequence[Any]) -> tuple[list[tuple[LayerCache, int]], tuple[int, ...]]:
+    kinds: list[tuple[LayerCache, int]] = []
     nesting: list[int] = []
     for layer, cache in enumerate(caches):
         if type(cache) is CacheList:
@@ -216,30 +220,30 @@ def _kinds(caches: Sequence[Any]) -> tuple[list[tuple[Leaf, int]], tuple[int, ..
     return kinds, tuple(nesting)
 
 
-def _kind(layer: int, cache: Any) -> tuple[Leaf, int]:
+def _kind(layer: int, cache: Any) -> tuple[LayerCache, int]:
     if type(cache) is KVCache:
-        return Leaf(layer, Component.ATTENTION), 0
+        return LayerCache(layer, Component.ATTENTION), 0
     if type(cache) is RotatingKVCache and cache.keep == 0:
-        return Leaf(layer, Component.WINDOW, window=cache.max_size), 0
+        return LayerCache(layer, Component.WINDOW, window=cache.max_size), 0
     if type(cache) is ArraysCache:
-        return Leaf(layer, Component.STATE), len(cache.cache)
+        return LayerCache(layer, Component.STATE), len(cache.cache)
     what = type(cache).__name__
     if type(cache) is RotatingKVCache:
         what += f" that keeps its first {cache.keep} tokens"
     raise UnsupportedLayout(f"layer {layer} keeps a {what}, a kind of cache Pippin does not know")
 
 
-def _with_shapes(leaf: Leaf, view: Any) -> Leaf:
-    if leaf.is_state:
+def _with_shapes(cache: LayerCache, view: Any) -> LayerCache:
+    if cache.is_state:
         entries = [entry for entry in view.cache if entry is not None]
         if len(entries) != len(view.cache):
-            raise UnsupportedLayout(f"layer {leaf.layer} leaves part of its recurrent state empty")
+            raise UnsupportedLayout(f"layer {cache.layer} leaves part of its recurrent state empty")
         shapes = tuple(tuple(entry.shape[1:]) for entry in entries)
-        return Leaf(
-            leaf.layer, leaf.component, None, shapes, tuple(entry.dtype for entry in entries)
+        return LayerCache(
+            cache.layer, cache.component, None, shapes, tuple(entry.dtype for entry in entries)
         )
     if view.keys is None:
-        raise UnsupportedLayout(f"layer {leaf.layer} does not use the KV cache it declares")
+        raise UnsupportedLayout(f"layer {cache.layer} does not use the KV cache it declares")
     shapes = tuple((array.shape[1], array.shape[3]) for array in (view.keys, view.values))
     dtypes = (view.keys.dtype, view.values.dtype)
-    return Leaf(leaf.layer, leaf.component, leaf.window, shapes, dtypes, view.reads)
+    return LayerCache(cache.layer, cache.component, cache.window, shapes, dtypes, view.reads)

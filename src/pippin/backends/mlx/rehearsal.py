@@ -103,8 +103,8 @@ def _passes_over_padding(layout: Layout, forward: Forward) -> bool:
     _prefill(layout, forward, (1, 3), [padded, PromptState()])
     return all(
         bool(mx.linalg.norm(a - b) <= OTHER_TOKENS * mx.linalg.norm(b))
-        for leaf in alone.states
-        for a, b in zip(padded.states[leaf], alone.states[leaf], strict=True)
+        for cache in alone.states
+        for a, b in zip(padded.states[cache], alone.states[cache], strict=True)
     )
 
 

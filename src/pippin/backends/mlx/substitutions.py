@@ -85,7 +85,7 @@ def attention(
 ) -> mx.array:
     """mlx-lm's attention function, and split attention where the cache is one of our rows."""
     rows = mask.lender(keys, values) if isinstance(mask, RowMask) and cache is None else cache
-    if isinstance(rows, RowKV) and rows.leaf.splits:
+    if isinstance(rows, RowKV) and rows.layer_cache.splits:
         return rows.attend_masked(queries, scale, mask, sinks)
     if isinstance(mask, RowMask) or (isinstance(rows, RowKV) and mask is None):
         raise TypeError(WITHOUT_ITS_MASK)

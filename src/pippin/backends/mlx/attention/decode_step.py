@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.split_attention import shared_mask
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import LayerCache, Layout
 
 Tree = dict[str, Any]
 
@@ -86,17 +86,17 @@ class DecodeStep:
     offset   int32 [width]        where each row's token stands
     cursor   int32 [1]            the tail column that is written
     written  bool  [width, TAIL]  tail columns that hold a token of their row
-    tails    [keys, values] by KV leaf: [width, heads, TAIL, dim]
-    states   entries by state leaf: [width, ...]
+    tails    [keys, values] by KV cache: [width, heads, TAIL, dim]
+    states   entries by state cache: [width, ...]
 
     With cohorts:
     order    int32 [width]        each row's line among all cohorts' lines; a blank one comes last
-    cohorts  kv by KV leaf: [lines, heads, columns, dim]; shared likewise: [1, heads, tokens, dim],
+    cohorts  kv by KV cache: [lines, heads, columns, dim]; shared likewise: [1, heads, tokens, dim],
              or empty; lines: the row of each line; lengths: its tokens;
              stored: by window class, how many of them are in the columns
 
     Packed:
-    mains    [keys, values] by KV leaf: [heads, columns of all rows, dim]
+    mains    [keys, values] by KV cache: [heads, columns of all rows, dim]
     places   int32 [width, 2] by window class: where a row's columns begin, and how many it sees
     visible  bool [width, TAIL] by window class
     """
@@ -125,11 +125,11 @@ class DecodeStep:
             self._tail_masks[narrow] = visible[:, None, None, :]
         return self._tail_masks[narrow]
 
-    def main_mask(self, number: int, leaf: Leaf, window: int | None) -> mx.array | None:
+    def main_mask(self, number: int, cache: LayerCache, window: int | None) -> mx.array | None:
         """bool [lines, 1, 1, columns], or None where every line fills every column."""
-        key = (number, leaf.window, window)
+        key = (number, cache.window, window)
         if key not in self._main_masks:
-            self._main_masks[key] = self._build_main_mask(number, leaf, window)
+            self._main_masks[key] = self._build_main_mask(number, cache, window)
         return self._main_masks[key]
 
     def shared_mask(self, number: int, num_shared: int, window: int | None) -> mx.array | None:
@@ -156,8 +156,10 @@ class DecodeStep:
             raise TypeError(WITHOUT_ITS_MASK)
         return self._windows[id(mask)][1]
 
-    def _build_main_mask(self, number: int, leaf: Leaf, window: int | None) -> mx.array | None:
-        place = self.layout.window_classes.index(leaf.window)
+    def _build_main_mask(
+        self, number: int, cache: LayerCache, window: int | None
+    ) -> mx.array | None:
+        place = self.layout.window_classes.index(cache.window)
         shape, cohort = self.cohorts[number], self.tree["cohorts"][number]
         if window is None and shape.full[place]:
             return None

@@ -33,7 +33,7 @@ class LatentKV(RowKV):
     ) -> mx.array:
         """`mask`: the rotated queries, scaled, [width, heads, 1, dim]."""
         both = mx.concatenate([queries * scale, mask.astype(queries.dtype)], axis=-1)
-        return self.attend(both, 1.0, self.leaf.window, sinks)
+        return self.attend(both, 1.0, self.layer_cache.window, sinks)
 
     def _scores(self, q: mx.array, piece: Sequence[mx.array]) -> mx.array:
         latent, rotated = self._parted(q)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from pippin.backends.mlx.attention.decode_step import DecodeStep, MainsShape
 from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.cpu.operations.calls import Operations, operations
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import LayerCache, Layout
 
 # Rows are listed for all of these or for none.
 LISTED = ("listing", "row_attention", "tail_write")
@@ -30,8 +30,8 @@ def lister_for(layout: Layout) -> Operations | None:
 
 
 class ListedRowKV(RowKV):
-    def __init__(self, step: DecodeStep, leaf: Leaf, place: int) -> None:
-        super().__init__(step, leaf, place)
+    def __init__(self, step: DecodeStep, cache: LayerCache, place: int) -> None:
+        super().__init__(step, cache, place)
         self._place = place
 
     def _written(self, keys: mx.array, values: mx.array) -> list[mx.array]:

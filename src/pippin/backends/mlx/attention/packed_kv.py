@@ -10,7 +10,7 @@ from pippin.backends.mlx.attention.decode_step import DecodeStep, MainsShape
 from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall, Path
 from pippin.backends.mlx.attention.plain_attention import attend_in_pieces, attend_joined
 from pippin.backends.mlx.attention.row_kv import RowKV
-from pippin.backends.mlx.layout import Leaf
+from pippin.backends.mlx.layout import LayerCache
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class PackedShape(MainsShape):
 class PackedRowKV(RowKV):
     """Keys and values of the step go into the tail where attention is computed."""
 
-    def __init__(self, step: DecodeStep, leaf: Leaf, place: int) -> None:
-        super().__init__(step, leaf, place)
+    def __init__(self, step: DecodeStep, cache: LayerCache, place: int) -> None:
+        super().__init__(step, cache, place)
         self._main = step.tree["mains"][place]
-        self._class = step.layout.window_classes.index(leaf.window)
+        self._class = step.layout.window_classes.index(cache.window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         return self._handed_out(keys, values)
@@ -35,7 +35,7 @@ class PackedRowKV(RowKV):
         self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
         assert self._new is not None
-        assert window == self.leaf.window, "packed rows see what their layer keeps"
+        assert window == self.layer_cache.window, "packed rows see what their layer keeps"
         shape, tree = self.step.shape.mains, self.step.tree
         assert isinstance(shape, PackedShape)
         call = PackedCall(

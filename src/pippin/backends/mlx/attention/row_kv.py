@@ -20,15 +20,15 @@ from pippin.backends.mlx.attention.split_attention import (
     shared_scores,
     softmax,
 )
-from pippin.backends.mlx.layout import Leaf
+from pippin.backends.mlx.layout import LayerCache
 from pippin.backends.mlx.payloads.packing import KV
 
 
 class RowKV:
     """The cache view of one attention layer during a decode step."""
 
-    def __init__(self, step: DecodeStep, leaf: Leaf, place: int) -> None:
-        self.leaf = leaf
+    def __init__(self, step: DecodeStep, cache: LayerCache, place: int) -> None:
+        self.layer_cache = cache
         self.step = step
         self.offset = step.tree["offset"]
         self.tail: list[mx.array] = list(step.tree["tails"][place])
@@ -39,7 +39,7 @@ class RowKV:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.tail = self._written(keys, values)
-        if not self.leaf.splits:
+        if not self.layer_cache.splits:
             return self._concatenated(0), self._concatenated(1)
         return self._handed_out(keys, values)
 
@@ -66,7 +66,7 @@ class RowKV:
         return_array: bool = False,
         window_size: int | None = None,
     ) -> Any:
-        window = window_size or self.leaf.window
+        window = window_size or self.layer_cache.window
         if self.step.layout.splits:
             return RowMask(window, self.step)
         # The model may pass it to layers that attend in their own way, too.
@@ -130,7 +130,9 @@ class RowKV:
     ) -> tuple[mx.array, mx.array]:
         """What the cohort's lines get from all but the tail, and how they weigh the tail."""
         main, shared = self._mains[number], self._shared[number]
-        scores = masked(self._scores(q, main), self.step.main_mask(number, self.leaf, window))
+        scores = masked(
+            self._scores(q, main), self.step.main_mask(number, self.layer_cache, window)
+        )
         if not shared:
             return attend(scores, tail_scores, self._values(main), sink)
         mask = self.step.shared_mask(number, shared[0].shape[2], window)
@@ -157,7 +159,7 @@ class RowKV:
     def _concatenated_mask(self, window: int | None) -> mx.array:
         masks = []
         for number, (keys, _) in enumerate(self._mains):
-            mask = self.step.main_mask(number, self.leaf, window)
+            mask = self.step.main_mask(number, self.layer_cache, window)
             if mask is None:
                 mask = mx.ones((keys.shape[0], 1, 1, keys.shape[2]), mx.bool_)
             masks.append(mask.swapaxes(-1, -2))

@@ -31,7 +31,7 @@ from pippin.backends.mlx.attention.paths import (
 )
 from pippin.backends.mlx.attention.plain_attention import held_against_plain
 from pippin.backends.mlx.gpu import packed_attention, packed_kernels
-from pippin.backends.mlx.layout import ROUNDING, Layout, Leaf, Reads
+from pippin.backends.mlx.layout import ROUNDING, LayerCache, Layout, Reads
 from pippin.backends.mlx.prefill.batch import PromptState
 from pippin.backends.mlx.rows.decode_forward import DecodeForward, StepResult
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
@@ -166,8 +166,10 @@ class TimedStep:
         *,
         compiled: bool = True,
     ) -> None:
-        leaf = Leaf(0, Component.ATTENTION, None, layer.shapes, (layer.dtype,) * 2, Reads.PIECES)
-        layout = Layout((leaf,) * LAYERS, nesting=(0,) * LAYERS)
+        cache = LayerCache(
+            0, Component.ATTENTION, None, layer.shapes, (layer.dtype,) * 2, Reads.PIECES
+        )
+        layout = Layout((cache,) * LAYERS, nesting=(0,) * LAYERS)
         packed = None if path is Path.PIECES else kernel
         rows = DecodeRows(layout, AttentionPaths(packed, {layer.kind: only_way(path)}))
         slots, prompt = range(1, size.num_rows + 1), _prompt(layer, size.num_columns)

@@ -20,7 +20,7 @@ import mlx.core as mx
 from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
 from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, HEADER
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import LayerCache, Layout
 
 FEWEST_THREADS, MOST_THREADS = 128, 512
 MOST_SHARED = 8192  # numbers of a block of threads, where its warps add up
@@ -63,15 +63,15 @@ class Form:
 
 def for_layout(layout: Layout) -> AttendPacked | None:
     """The kernel for these layers on Metal; None elsewhere, and where it does not fit them."""
-    leaves = [layout.leaves[index] for index in layout.kv_indices]
-    fits = on_metal() and layout.packs and all(map(_takes, leaves))
+    caches = [layout.caches[index] for index in layout.kv_indices]
+    fits = on_metal() and layout.packs and all(map(_takes, caches))
     return attend_packed if fits else None
 
 
-def _takes(leaf: Leaf) -> bool:
-    dims = [dim for _, dim in leaf.shapes]
+def _takes(cache: LayerCache) -> bool:
+    dims = [dim for _, dim in cache.shapes]
     whole = all(dim % 32 == 0 for dim in dims) and max(dims) % min(dims) == 0
-    return whole and len(set(leaf.dtypes)) == 1
+    return whole and len(set(cache.dtypes)) == 1
 
 
 @cache

@@ -87,9 +87,9 @@ class Captures:
             for component in self._kv_components:
                 if first == last or (component is Component.WINDOW and last != end):
                     continue
-                leaves = self._layout.indices(component)
-                alike = _last_columns({leaf: held.kv[leaf] for leaf in leaves})
-                lead = end - alike[leaves[0]][0].shape[2]  # position of column 0
+                caches = self._layout.indices(component)
+                alike = _last_columns({cache: held.kv[cache] for cache in caches})
+                lead = end - alike[caches[0]][0].shape[2]  # position of column 0
                 payloads[component] = self._packer.kv_payload(
                     component, alike, 0, first - lead, last - lead
                 )
@@ -103,6 +103,6 @@ def _fewest_held(kv: Mapping[int, KV]) -> int:
 
 
 def _last_columns(kv: Mapping[int, KV]) -> dict[int, KV]:
-    """The tokens that every leaf still holds: layers may have windows of several sizes."""
+    """The tokens that every cache still holds: layers may have windows of several sizes."""
     fewest = _fewest_held(kv)
-    return {leaf: (k[:, :, -fewest:], v[:, :, -fewest:]) for leaf, (k, v) in kv.items()}
+    return {cache: (k[:, :, -fewest:], v[:, :, -fewest:]) for cache, (k, v) in kv.items()}

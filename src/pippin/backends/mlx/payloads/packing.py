@@ -45,26 +45,26 @@ class Packer:
     @property
     def least_buffer_bytes(self) -> int:
         """Of a payload's buffers, on average: a KV block has one token at least."""
-        leaves = self._layout.leaves
+        caches = self._layout.caches
         averages = []
         for groups in self._groups.values():
-            token_bytes = sum(leaves[leaf].nbytes for group in groups for leaf in group)
+            token_bytes = sum(caches[cache].nbytes for group in groups for cache in group)
             averages.append(token_bytes // (2 * len(groups)))
-        states = [leaves[leaf] for leaf in self._layout.state_indices]
+        states = [caches[cache] for cache in self._layout.state_indices]
         if states:
-            num_arrays = sum(len(leaf.shapes) for leaf in states)
-            averages.append(sum(leaf.nbytes for leaf in states) // num_arrays)
+            num_arrays = sum(len(cache.shapes) for cache in states)
+            averages.append(sum(cache.nbytes for cache in states) // num_arrays)
         return min(averages)
 
     def kv_payload(
         self, component: Component, kv: Mapping[int, KV], row: int, start: int, stop: int
     ) -> KVPayload:
-        """Copy tokens [start, stop) of one row out of per-leaf arrays, GRID tokens at a time."""
+        """Copy tokens [start, stop) of one row out of per-cache arrays, GRID tokens at a time."""
         return self.in_blocks(
             start,
             stop,
             lambda at, end: [
-                _copied([kv[leaf][side][row, :, at:end] for leaf in group])
+                _copied([kv[cache][side][row, :, at:end] for cache in group])
                 for group in self._groups[component]
                 for side in (0, 1)
             ],
@@ -82,7 +82,7 @@ class Packer:
         return KVPayload(tuple(spans))
 
     def kv_arrays(self, component: Component, payloads: Sequence[Payload]) -> dict[int, KV]:
-        """Per-leaf [1, heads, tokens, dim] arrays of consecutive payloads: one copy of each.
+        """Per-cache [1, heads, tokens, dim] arrays of consecutive payloads: one copy of each.
 
         Leaves that are stacked share a buffer, which lives until the last of them has been used:
         those of a long prefix are restored a few at a time.
@@ -98,8 +98,8 @@ class Packer:
                 keys, values = (
                     _joined(columns[2 * number + side], first, first + len(part)) for side in (0, 1)
                 )
-                for place, leaf in enumerate(part):
-                    kv[leaf] = (keys[place][None], values[place][None])
+                for place, cache in enumerate(part):
+                    kv[cache] = (keys[place][None], values[place][None])
         return kv
 
     def state_payload(
@@ -114,9 +114,9 @@ class Packer:
         `column_major`: the last entry of each layer lies transposed, and is copied as it lies.
         """
         arrays = []
-        for leaf in self._layout.state_indices:
-            last = len(states[leaf]) - 1
-            for number, entry in enumerate(states[leaf]):
+        for cache in self._layout.state_indices:
+            last = len(states[cache]) - 1
+            for number, entry in enumerate(states[cache]):
                 if entry.shape[0] == 1:
                     arrays.append(entry)
                 elif column_major and number == last:
@@ -131,13 +131,13 @@ class Packer:
         return self.buffers.counted(StatePayload((mx.contiguous(hidden[row : row + 1]),)))
 
     def state_arrays(self, payload: Payload) -> dict[int, list[mx.array]]:
-        """Per-leaf entries [1, ...] of a state payload."""
+        """Per-cache entries [1, ...] of a state payload."""
         assert isinstance(payload, StatePayload)
         arrays = iter(payload.arrays)
         # In one memory order, like a state that is carried on: the same to the last bit.
         return {
-            leaf: [mx.contiguous(next(arrays)) for _ in self._layout.leaves[leaf].shapes]
-            for leaf in self._layout.state_indices
+            cache: [mx.contiguous(next(arrays)) for _ in self._layout.caches[cache].shapes]
+            for cache in self._layout.state_indices
         }
 
 
@@ -163,6 +163,6 @@ def _copied(pieces: Sequence[mx.array]) -> mx.array:
 def _alike(layout: Layout, indices: Sequence[int]) -> list[tuple[int, ...]]:
     groups: dict[object, list[int]] = {}
     for index in indices:
-        leaf = layout.leaves[index]
-        groups.setdefault((leaf.shapes, leaf.dtypes), []).append(index)
+        cache = layout.caches[index]
+        groups.setdefault((cache.shapes, cache.dtypes), []).append(index)
     return [tuple(group) for group in groups.values()]

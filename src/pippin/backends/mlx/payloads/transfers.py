@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.base import Load, Spill
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.payloads.packing import Packer
 from pippin.backends.mlx.payloads.payload import StatePayload, spans_of
 from pippin.cache.entries.entry import ArraySpec, Bytes
@@ -63,17 +63,17 @@ class Transfers:
 
     def _state_arrays(self) -> Iterator[ArraySpec]:
         for index in self._layout.state_indices:
-            leaf = self._layout.leaves[index]
-            for number, (shape, dtype) in enumerate(zip(leaf.shapes, leaf.dtypes, strict=True)):
-                yield ArraySpec(f"{self._leaf_name(index)}.state.{number}", _name(dtype), shape)
+            cache = self._layout.caches[index]
+            for number, (shape, dtype) in enumerate(zip(cache.shapes, cache.dtypes, strict=True)):
+                yield ArraySpec(f"{self._cache_name(index)}.state.{number}", _name(dtype), shape)
 
     def _kv_arrays(self, component: Component, num_tokens: int) -> Iterator[ArraySpec]:
         for group in self._packer.groups(component):
-            leaf = self._layout.leaves[group[0]]
-            layers = ",".join(map(self._leaf_name, group))
-            (keys, values), (keys_type, values_type) = leaf.shapes, leaf.dtypes
+            cache = self._layout.caches[group[0]]
+            layers = ",".join(map(self._cache_name, group))
+            (keys, values), (keys_type, values_type) = cache.shapes, cache.dtypes
             lead = (num_tokens, len(group))
-            if _is_even(leaf):
+            if _is_even(cache):
                 yield ArraySpec(f"{layers}.kv", _name(keys_type), (*lead, 2, *keys), token_axis=0)
             else:
                 yield ArraySpec(f"{layers}.keys", _name(keys_type), (*lead, *keys), token_axis=0)
@@ -81,11 +81,11 @@ class Transfers:
                     f"{layers}.values", _name(values_type), (*lead, *values), token_axis=0
                 )
 
-    def _leaf_name(self, index: int) -> str:
+    def _cache_name(self, index: int) -> str:
         """The layer's number, with its cache's where it keeps several."""
-        leaves = self._layout.leaves
-        within = sum(leaf.layer == leaves[index].layer for leaf in leaves[:index])
-        return f"{leaves[index].layer}" + (f"+{within}" if within else "")
+        caches = self._layout.caches
+        within = sum(cache.layer == caches[index].layer for cache in caches[:index])
+        return f"{caches[index].layer}" + (f"+{within}" if within else "")
 
     # ---- towards the disk ------------------------------------------------------------------
 
@@ -101,12 +101,12 @@ class Transfers:
         spans = [span for payload in spill.payloads for span in spans_of(payload)]
         columns = list(zip(*(span.arrays() for span in spans), strict=True))
         for number, group in enumerate(self._packer.groups(spill.component)):
-            leaf = self._layout.leaves[group[0]]
+            cache = self._layout.caches[group[0]]
             sides = [
                 mx.concatenate([part.transpose(2, 0, 1, 3) for part in columns[2 * number + side]])
                 for side in (0, 1)
             ]
-            if _is_even(leaf):
+            if _is_even(cache):
                 yield mx.stack(sides, axis=2)
             else:
                 yield from sides
@@ -133,17 +133,17 @@ class Transfers:
         """Keys and values of each group, [tokens, layers, heads, dim]."""
         rest = iter(arrays)
         for group in self._packer.groups(component):
-            leaf = self._layout.leaves[group[0]]
-            if _is_even(leaf):
+            cache = self._layout.caches[group[0]]
+            if _is_even(cache):
                 both = next(rest)
                 yield from (both[:, :, 0], both[:, :, 1])
             else:
                 yield from (next(rest), next(rest))
 
 
-def _is_even(leaf: Leaf) -> bool:
+def _is_even(cache: LayerCache) -> bool:
     """Keys look like values."""
-    return len(set(leaf.shapes)) == len(set(leaf.dtypes)) == 1
+    return len(set(cache.shapes)) == len(set(cache.dtypes)) == 1
 
 
 def _bytes(array: mx.array) -> mx.array:

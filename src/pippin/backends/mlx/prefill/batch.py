@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.shapes import Exact
 
@@ -29,7 +29,7 @@ class PromptState:
     """What one unfinished (or just finished) prompt holds: everything before position `length`."""
 
     length: int = 0
-    kv: dict[int, KV] = field(default_factory=dict)  # by leaf; absent while empty
+    kv: dict[int, KV] = field(default_factory=dict)  # by cache; absent while empty
     states: dict[int, list[mx.array]] = field(default_factory=dict)
 
     def arrays(self) -> list[mx.array]:
@@ -52,14 +52,14 @@ class ChunkKV:
 
     def __init__(
         self,
-        leaf: Leaf,
+        cache: LayerCache,
         offset: int | mx.array,
         masks: ChunkMasks,
         prefix: KV | None,
         prefix_lens: PrefixLens,
     ) -> None:
         self.offset = offset
-        self.window = leaf.window
+        self.window = cache.window
         self._masks = masks
         self.prefix = prefix
         self._prefix_lens = prefix_lens
@@ -158,7 +158,7 @@ class ChunkBatch:
         self._prefix_shape = shapes.prefix
         self._masks = ChunkMasks(self.width)
         self.prefix_lens = [self._lens_before(window) for window in layout.window_classes]
-        self.views: list[Any] = [self._view(i, leaf) for i, leaf in enumerate(layout.leaves)]
+        self.views: list[Any] = [self._view(i, cache) for i, cache in enumerate(layout.caches)]
         self.caches = layout.nest(self.views)
 
     @property
@@ -176,24 +176,24 @@ class ChunkBatch:
         return self.lens - 1
 
     def new_kv(self) -> dict[int, KV]:
-        """This chunk's keys and values by leaf: [rows, heads, width, dim]."""
+        """This chunk's keys and values by cache: [rows, heads, width, dim]."""
         return {i: v.new for i, v in enumerate(self.views) if isinstance(v, ChunkKV) and v.new}
 
     def advance(self) -> None:
         """Move every row's state past its chunk."""
         for row, state in enumerate(self._states):
             n = int(self.lens[row])
-            for i, leaf in enumerate(self._layout.leaves):
-                if leaf.is_state:
+            for i, cache in enumerate(self._layout.caches):
+                if cache.is_state:
                     entries = self.views[i].cache
                     # In one memory order, so that what is carried on and what is restored from
                     # the tree take the same way through the products, to the last bit.
                     state.states[i] = [mx.contiguous(entry[row : row + 1]) for entry in entries]
                 else:
-                    state.kv[i] = self._extended(self.views[i], leaf, state.kv.get(i), row, n)
+                    state.kv[i] = self._extended(self.views[i], cache, state.kv.get(i), row, n)
             state.length += n
 
-    def _extended(self, view: ChunkKV, leaf: Leaf, old: KV | None, row: int, n: int) -> KV:
+    def _extended(self, view: ChunkKV, cache: LayerCache, old: KV | None, row: int, n: int) -> KV:
         assert view.new is not None
         joined = view.joined
         if joined and len(self._all_states) == 1 and joined[0].shape[2] == view.num_before(row) + n:
@@ -201,52 +201,52 @@ class ChunkBatch:
         else:
             new = (view.new[0][row : row + 1, :, :n], view.new[1][row : row + 1, :, :n])
             pair = new if old is None else _concatenate(old, new)
-        keep = leaf.window
+        keep = cache.window
         if keep is not None and pair[0].shape[2] > keep:
             pair = (pair[0][:, :, -keep:], pair[1][:, :, -keep:])
         # In buffers of their own: a view would keep the whole batch alive, or the whole chunk.
         return mx.contiguous(pair[0]), mx.contiguous(pair[1])
 
-    def _view(self, index: int, leaf: Leaf) -> Any:
-        if leaf.is_state:
-            view: Any = ArraysCache(size=len(leaf.shapes))
-            view.cache = self._state_entries(index, leaf)
+    def _view(self, index: int, cache: LayerCache) -> Any:
+        if cache.is_state:
+            view: Any = ArraysCache(size=len(cache.shapes))
+            view.cache = self._state_entries(index, cache)
             if self.ragged:
                 view.lengths = mx.array(self.lens)
             return view
         pairs = [state.kv.get(index) for state in self._all_states]
-        lens = self.prefix_lens[self._layout.window_classes.index(leaf.window)]
-        return ChunkKV(leaf, self.offset, self._masks, self._prefix(leaf, pairs, lens), lens)
+        lens = self.prefix_lens[self._layout.window_classes.index(cache.window)]
+        return ChunkKV(cache, self.offset, self._masks, self._prefix(cache, pairs, lens), lens)
 
     def _lens_before(self, window: int | None) -> PrefixLens:
         classes = self._layout.window_classes
-        leaf = next(i for i in self._layout.kv_indices if self._layout.leaves[i].window == window)
-        pairs = (state.kv.get(leaf) for state in self._all_states)
+        cache = next(i for i in self._layout.kv_indices if self._layout.caches[i].window == window)
+        pairs = (state.kv.get(cache) for state in self._all_states)
         lens = np.array([0 if p is None else p[0].shape[2] for p in pairs], dtype=np.int32)
         columns = self._prefix_shape(int(lens.max()))
         return PrefixLens(classes.index(window), lens, columns, bool((lens == columns).all()))
 
-    def _state_entries(self, index: int, leaf: Leaf) -> list[mx.array | None]:
+    def _state_entries(self, index: int, cache: LayerCache) -> list[mx.array | None]:
         rows = [state.states.get(index) for state in self._all_states]
         if all(row is None for row in rows):
-            return [None] * len(leaf.shapes)
+            return [None] * len(cache.shapes)
         if len(rows) == 1:
             return list(rows[0] or ())
-        fresh = [mx.zeros((1, *s), d) for s, d in zip(leaf.shapes, leaf.dtypes, strict=True)]
+        fresh = [mx.zeros((1, *s), d) for s, d in zip(cache.shapes, cache.dtypes, strict=True)]
         filled = [fresh if row is None else row for row in rows]
         return [mx.concatenate(list(column), axis=0) for column in zip(*filled, strict=True)]
 
-    def _prefix(self, leaf: Leaf, pairs: list[KV | None], before: PrefixLens) -> KV | None:
+    def _prefix(self, cache: LayerCache, pairs: list[KV | None], before: PrefixLens) -> KV | None:
         longest, prefix_lens = before.columns, before.lens
         if longest == 0:
             return None
         if len(pairs) == 1 and before.even:
             return pairs[0]
         sides = []
-        for side, (heads, dim) in enumerate(leaf.shapes):
+        for side, (heads, dim) in enumerate(cache.shapes):
             padded = []
             for pair, n in zip(pairs, prefix_lens.tolist(), strict=True):
-                blank = mx.zeros((1, heads, longest - n, dim), leaf.dtypes[side])
+                blank = mx.zeros((1, heads, longest - n, dim), cache.dtypes[side])
                 if pair is None:
                     padded.append(blank)
                 elif n == longest:

@@ -49,12 +49,12 @@ class StateTaps:
         self._stack.close()
 
     def states_after(self, num_tokens: int) -> dict[int, list[mx.array]]:
-        """What every recurrent leaf holds `num_tokens` into the forward, a multiple of GRID."""
+        """What every recurrent cache holds `num_tokens` into the forward, a multiple of GRID."""
         assert num_tokens % GRID == 0, "states are tapped on the grid only"
         blocks, convs = iter(self._blocks), iter(self._convs)
         states: dict[int, list[mx.array]] = {}
         for index in self._layout.indices(Component.STATE):
-            shapes = self._layout.leaves[index].shapes
+            shapes = self._layout.caches[index].shapes
             entries = []
             for kept, _ in shapes[: num_convs(shapes)]:
                 # A copy: a view would keep the input of the whole forward alive.
@@ -72,7 +72,7 @@ class StateTaps:
 
 
 def num_convs(shapes: tuple[tuple[int, ...], ...]) -> int:
-    """Entries of a recurrent leaf that a convolution keeps: [tokens, channels] each, and first."""
+    """Entries of a recurrent cache that a convolution keeps: [tokens, channels] each, and first."""
     return sum(1 for shape in shapes if len(shape) == 2)
 
 
@@ -82,11 +82,12 @@ def can_tap(layout: Layout, forward: Callable[[mx.array, list[Any]], mx.array]) 
     if not indices:
         return False
     views: list[Any] = [
-        ArraysCache(size=len(leaf.shapes)) if leaf.is_state else ProbeKV() for leaf in layout.leaves
+        ArraysCache(size=len(cache.shapes)) if cache.is_state else ProbeKV()
+        for cache in layout.caches
     ]
     with StateTaps(layout) as taps:
         forward(mx.zeros((1, 2 * GRID), dtype=mx.int32), layout.nest(views))
-    shapes = [layout.leaves[index].shapes for index in indices]
+    shapes = [layout.caches[index].shapes for index in indices]
     convs = sum(num_convs(entries) for entries in shapes)
     blocks = sum(1 for entries in shapes if num_convs(entries) < len(entries))
     if taps.num_recorded != (convs, blocks):
@@ -95,5 +96,5 @@ def can_tap(layout: Layout, forward: Callable[[mx.array, list[Any]], mx.array]) 
     return all(
         tuple(entry.shape[1:]) == shape
         for index in indices
-        for entry, shape in zip(tapped[index], layout.leaves[index].shapes, strict=True)
+        for entry, shape in zip(tapped[index], layout.caches[index].shapes, strict=True)
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.payloads.packing import KV
 
 TAIL = 64  # columns: steps from one regrouping to the next
@@ -21,7 +21,7 @@ TAIL = 64  # columns: steps from one regrouping to the next
 class RowArrays:
     layout: Layout
     width: int = 0
-    tails: dict[int, list[mx.array]] = field(default_factory=dict)  # by leaf, see `_blanks`
+    tails: dict[int, list[mx.array]] = field(default_factory=dict)  # by cache, see `_blanks`
     states: dict[int, list[mx.array]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -34,8 +34,8 @@ class RowArrays:
         return int(self.written.shape[1])
 
     def arrays(self) -> list[mx.array]:
-        leaves = (*self.tails.values(), *self.states.values())
-        return [array for entries in leaves for array in entries]
+        caches = (*self.tails.values(), *self.states.values())
+        return [array for entries in caches for array in entries]
 
     def take_over(self, tails: Sequence[KV], states: Sequence[list[mx.array]]) -> None:
         """What a step made of them, in the layout's order."""
@@ -43,16 +43,16 @@ class RowArrays:
         self.states = dict(zip(self.layout.state_indices, states, strict=True))
         self._blank[:] = False  # a step writes every line, also those of no row
 
-    def tail_of(self, leaf: int, line: int) -> KV:
+    def tail_of(self, cache: int, line: int) -> KV:
         at = mx.array(np.flatnonzero(self.written[line]).astype(np.int32))
-        keys, values = (mx.take(side[line : line + 1], at, axis=2) for side in self.tails[leaf])
+        keys, values = (mx.take(side[line : line + 1], at, axis=2) for side in self.tails[cache])
         return keys, values
 
     def states_of(self, line: int) -> dict[int, list[mx.array]]:
         """In buffers of their own: a view would keep every line's alive."""
         return {
-            leaf: [mx.contiguous(entry[line : line + 1]) for entry in entries]
-            for leaf, entries in self.states.items()
+            cache: [mx.contiguous(entry[line : line + 1]) for entry in entries]
+            for cache, entries in self.states.items()
         }
 
     def clear(self, lines: Sequence[int]) -> None:
@@ -70,25 +70,25 @@ class RowArrays:
         """Empty, in memory of their own: the move of the old ones may not have read them yet, and
         on CPUs a column is written in place."""
         for index in self.tails:
-            self.tails[index] = _blanks(self.layout.leaves[index], self.width)
+            self.tails[index] = _blanks(self.layout.caches[index], self.width)
         self.written[:] = False
         self._blank[:] = True
 
     def put_states(self, line: int, states: dict[int, list[mx.array]]) -> None:
-        for leaf, entries in states.items():
+        for cache, entries in states.items():
             for number, entry in enumerate(entries):
                 if self.width == 1:
-                    self.states[leaf][number] = entry
+                    self.states[cache][number] = entry
                 else:
-                    self.states[leaf][number][line : line + 1] = entry
+                    self.states[cache][number][line : line + 1] = entry
 
     def widen(self, width: int) -> None:
         """New lines are zeros."""
         extra = width - self.width
         self.written = np.pad(self.written, ((0, extra), (0, 0)))
         self._blank = np.pad(self._blank, (0, extra), constant_values=True)
-        for index, leaf in enumerate(self.layout.leaves):
-            held, blanks = self.states if leaf.is_state else self.tails, _blanks(leaf, extra)
+        for index, cache in enumerate(self.layout.caches):
+            held, blanks = self.states if cache.is_state else self.tails, _blanks(cache, extra)
             old = zip(held[index], blanks, strict=True) if index in held else None
             held[index] = blanks if old is None else [mx.concatenate(list(pair)) for pair in old]
         self.width = width
@@ -97,17 +97,17 @@ class RowArrays:
         """Keep only these lines, in this order."""
         at = mx.array(np.array(lines, dtype=np.int32))
         for held in (self.tails, self.states):
-            for leaf, entries in held.items():
-                held[leaf] = [mx.take(entry, at, axis=0) for entry in entries]
+            for cache, entries in held.items():
+                held[cache] = [mx.take(entry, at, axis=0) for entry in entries]
         self.written = self.written[list(lines)]
         self._blank = self._blank[list(lines)]
         self.width = len(lines)
 
 
-def _blanks(leaf: Leaf, num_lines: int) -> list[mx.array]:
+def _blanks(cache: LayerCache, num_lines: int) -> list[mx.array]:
     """A state's entries, [lines, ...]; or keys and values of a tail, [lines, heads, TAIL, dim]."""
-    if leaf.is_state:
-        shapes = [(num_lines, *shape) for shape in leaf.shapes]
+    if cache.is_state:
+        shapes = [(num_lines, *shape) for shape in cache.shapes]
     else:
-        shapes = [(num_lines, heads, TAIL, dim) for heads, dim in leaf.shapes]
-    return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, leaf.dtypes, strict=True)]
+        shapes = [(num_lines, heads, TAIL, dim) for heads, dim in cache.shapes]
+    return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, cache.dtypes, strict=True)]

@@ -56,9 +56,9 @@ class CohortMains:
         self.cohorts = [cohort for cohort in self.cohorts if cohort.num_live]
         self._count_down()
 
-    def pieces_of(self, row: Row, leaf: int) -> list[KV]:
+    def pieces_of(self, row: Row, cache: int) -> list[KV]:
         homes = [cohort for cohort in self.cohorts if row.index in cohort.indices]
-        return [piece for home in homes for piece in home.pieces_of(row.index, leaf)]
+        return [piece for home in homes for piece in home.pieces_of(row.index, cache)]
 
     def view(self, positions: np.ndarray, visible: np.ndarray) -> tuple[MainsShape, Tree]:
         ours = self._lister

@@ -31,16 +31,16 @@ def num_columns(num_tokens: int) -> int:
 class Cohort:
     indices: list[int]  # row index of each line of the arrays; -1 once that row has left
     lengths: list[int]  # tokens of each line, counted from the start of its sequence
-    stored: list[dict[int, int]]  # by line, by leaf: columns of the arrays that are the line's own
-    # Keys and values by leaf: [lines, heads, columns, dim]; shared ones [1, heads, tokens, dim].
+    stored: list[dict[int, int]]  # by line, by cache: columns of the arrays that are the line's own
+    # Keys and values by cache: [lines, heads, columns, dim]; shared ones [1, heads, tokens, dim].
     kv: dict[int, list[mx.array]] = field(default_factory=dict)
     shared: dict[int, list[mx.array]] = field(default_factory=dict)
     _view: tuple[CohortShape, Tree] | None = field(default=None, repr=False)
 
     @classmethod
     def of_one(cls, index: int, length: int, kv: Mapping[int, KV]) -> Cohort:
-        stored = {leaf: keys.shape[2] for leaf, (keys, _) in kv.items()}
-        return cls([index], [length], [stored], {leaf: list(pair) for leaf, pair in kv.items()})
+        stored = {cache: keys.shape[2] for cache, (keys, _) in kv.items()}
+        return cls([index], [length], [stored], {cache: list(pair) for cache, pair in kv.items()})
 
     @property
     def num_live(self) -> int:
@@ -65,42 +65,42 @@ class Cohort:
         """
         if self._view is None:
             classes = layout.window_classes
-            leaves = [next(i for i in self.kv if layout.leaves[i].window == w) for w in classes]
-            stored = [np.array([line[leaf] for line in self.stored], np.int32) for leaf in leaves]
-            columns = tuple(self.columns(leaf) for leaf in leaves)
+            caches = [next(i for i in self.kv if layout.caches[i].window == w) for w in classes]
+            stored = [np.array([line[cache] for line in self.stored], np.int32) for cache in caches]
+            columns = tuple(self.columns(cache) for cache in caches)
             full = tuple(bool((s == c).all()) for s, c in zip(stored, columns, strict=True))
             tree = {
-                "kv": [list(self.kv[leaf]) for leaf in layout.kv_indices],
-                "shared": [list(self.shared.get(leaf, ())) for leaf in layout.kv_indices],
+                "kv": [list(self.kv[cache]) for cache in layout.kv_indices],
+                "shared": [list(self.shared.get(cache, ())) for cache in layout.kv_indices],
                 "lines": mx.array(np.maximum(np.array(self.indices, np.int32), 0)),
                 "lengths": mx.array(np.array(self.lengths, np.int32)),
                 "stored": [mx.array(column) for column in stored],
             }
-            shared = tuple(self.num_shared(leaf) for leaf in leaves)
+            shared = tuple(self.num_shared(cache) for cache in caches)
             self._view = CohortShape(len(self.indices), columns, full, shared), tree
         return self._view
 
-    def columns(self, leaf: int) -> int:
-        return int(self.kv[leaf][0].shape[2])
+    def columns(self, cache: int) -> int:
+        return int(self.kv[cache][0].shape[2])
 
-    def num_shared(self, leaf: int) -> int:
-        return int(self.shared[leaf][0].shape[2]) if leaf in self.shared else 0
+    def num_shared(self, cache: int) -> int:
+        return int(self.shared[cache][0].shape[2]) if cache in self.shared else 0
 
-    def pieces_of(self, index: int, leaf: int) -> list[KV]:
+    def pieces_of(self, index: int, cache: int) -> list[KV]:
         """What a row held when the cohort was built, in token order: [1, heads, tokens, dim]."""
         line = self.indices.index(index)
-        keys, values = self.kv[leaf]
-        columns = self.stored[line][leaf]
+        keys, values = self.kv[cache]
+        columns = self.stored[line][cache]
         own = keys[line : line + 1, :, :columns], values[line : line + 1, :, :columns]
-        if leaf not in self.shared:
+        if cache not in self.shared:
             return [own]
-        keys, values = self.shared[leaf]
+        keys, values = self.shared[cache]
         return [(keys, values), own]
 
-    def give_up(self, leaf: int) -> tuple[list[mx.array], list[mx.array]]:
-        """A leaf's arrays, own and shared, which the cohort then no longer holds."""
+    def give_up(self, cache: int) -> tuple[list[mx.array], list[mx.array]]:
+        """A cache's arrays, own and shared, which the cohort then no longer holds."""
         self._view = None
-        return self.kv.pop(leaf), self.shared.pop(leaf, [])
+        return self.kv.pop(cache), self.shared.pop(cache, [])
 
     def arrays(self) -> list[mx.array]:
         pairs = (*self.kv.values(), *self.shared.values())
@@ -112,9 +112,9 @@ def list_cohorts(ours: Operations, layout: Layout, cohorts: Sequence[Cohort]) ->
     numbers = [len(layout.kv_indices), len(cohorts)]
     for cohort in cohorts:
         numbers += [len(cohort.indices), *cohort.indices]
-    for leaf in layout.kv_indices:
+    for cache in layout.kv_indices:
         for cohort in cohorts:
-            shared = cohort.shared.get(leaf, ())
-            arrays += [*cohort.kv[leaf], *shared]
-            numbers += [bool(shared), *(stored[leaf] for stored in cohort.stored)]
+            shared = cohort.shared.get(cache, ())
+            arrays += [*cohort.kv[cache], *shared]
+            numbers += [bool(shared), *(stored[cache] for stored in cohort.stored)]
     return ours.listing(arrays, numbers)

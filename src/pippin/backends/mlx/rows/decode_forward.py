@@ -18,7 +18,7 @@ from pippin.backends.mlx.attention.latent_kv import LatentKV
 from pippin.backends.mlx.attention.listed_kv import ListedRowKV, ListedShape
 from pippin.backends.mlx.attention.packed_kv import PackedRowKV, PackedShape
 from pippin.backends.mlx.attention.row_kv import RowKV
-from pippin.backends.mlx.layout import Layout, Leaf, Reads
+from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
 
 MAX_COMPILED = 64  # shapes; one costs the host about a megabyte
@@ -60,21 +60,21 @@ class DecodeForward:
         # The step does not hold its views: a cycle would keep tails, states and mains of past
         # steps until Python's cycle collector runs.
         step, layout = DecodeStep(self._layout, shape, tree), self._layout
-        kv = [_view(step, layout.leaves[i], place) for place, i in enumerate(layout.kv_indices)]
+        kv = [_view(step, layout.caches[i], place) for place, i in enumerate(layout.kv_indices)]
         states: list[Any] = [ArraysCache(size=len(entries)) for entries in tree["states"]]
         for view, entries in zip(states, tree["states"], strict=True):
             view.cache = list(entries)
         of_kind = {False: iter(kv), True: iter(states)}
-        caches = layout.nest([next(of_kind[leaf.is_state]) for leaf in layout.leaves])
+        caches = layout.nest([next(of_kind[cache.is_state]) for cache in layout.caches])
         logits = self._forward(tree["tokens"], caches)[:, -1]
         tails = [(view.tail[0], view.tail[1]) for view in kv]
         return logits, tails, [list(view.cache) for view in states]
 
 
-def _view(step: DecodeStep, leaf: Leaf, place: int) -> RowKV:
-    """What an attention layer sees; `place`: of the leaf among the KV leaves."""
-    if leaf.reads is Reads.LATENT:
+def _view(step: DecodeStep, cache: LayerCache, place: int) -> RowKV:
+    """What an attention layer sees; `place`: of the cache among the KV caches."""
+    if cache.reads is Reads.LATENT:
         assert isinstance(step.shape.mains, CohortsShape), "rows with latents are never packed"
-        return LatentKV(step, leaf, place)
+        return LatentKV(step, cache, place)
     views = {PackedShape: PackedRowKV, ListedShape: ListedRowKV, CohortsShape: RowKV}
-    return views[type(step.shape.mains)](step, leaf, place)
+    return views[type(step.shape.mains)](step, cache, place)

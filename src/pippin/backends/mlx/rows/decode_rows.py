@@ -51,7 +51,7 @@ class DecodeRows:
 
     @property
     def states(self) -> dict[int, list[mx.array]]:
-        """By leaf: [width, ...]"""
+        """By cache: [width, ...]"""
         return self._per_row.states
 
     # ---- joining and leaving ---------------------------------------------------------------
@@ -93,11 +93,11 @@ class DecodeRows:
         """
         row = self.rows[slot]
         picked: dict[int, KV] = {}
-        for leaf in self._per_row.tails:
-            pieces = self.mains.pieces_of(row, leaf)
+        for cache in self._per_row.tails:
+            pieces = self.mains.pieces_of(row, cache)
             if self._per_row.written[row.index].any():
-                pieces.append(self._per_row.tail_of(leaf, row.index))
-            picked[leaf] = _last_columns(pieces, max(row.length - start, 1))
+                pieces.append(self._per_row.tail_of(cache, row.index))
+            picked[cache] = _last_columns(pieces, max(row.length - start, 1))
         return picked
 
     def states_of(self, slot: int) -> dict[int, list[mx.array]]:
@@ -147,8 +147,8 @@ class DecodeRows:
             "offset": mx.array(positions),
             "cursor": mx.array([self.cursor], dtype=mx.int32),
             "written": mx.array(visible),
-            "tails": [list(self._per_row.tails[leaf]) for leaf in self.layout.kv_indices],
-            "states": [self._per_row.states[leaf] for leaf in self.layout.state_indices],
+            "tails": [list(self._per_row.tails[cache]) for cache in self.layout.kv_indices],
+            "states": [self._per_row.states[cache] for cache in self.layout.state_indices],
             **mains,
         }
         return StepShape(self.width, mains_shape), tree

@@ -20,13 +20,13 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 class Footprint:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        leaves = [layout.leaves[index] for index in layout.kv_indices]
-        # Of a token, in the leaves of each window.
+        caches = [layout.caches[index] for index in layout.kv_indices]
+        # Of a token, in the caches of each window.
         self.bytes_by_window = {
-            window: sum(leaf.nbytes for leaf in leaves if leaf.window == window)
+            window: sum(cache.nbytes for cache in caches if cache.window == window)
             for window in layout.window_classes
         }
-        states = sum(layout.leaves[index].nbytes for index in layout.state_indices)
+        states = sum(layout.caches[index].nbytes for index in layout.state_indices)
         self.line_bytes = IN_FLIGHT * (TAIL * self.token_bytes + states)
 
     @property
@@ -46,9 +46,9 @@ class Footprint:
         live = [line for line, index in enumerate(cohort.indices) if index >= 0]
         total = 0
         for window, nbytes in self.bytes_by_window.items():
-            leaf = next(i for i in cohort.kv if self._layout.leaves[i].window == window)
-            needed = sum(num_columns(cohort.stored[line][leaf]) for line in live)
-            columns = len(cohort.indices) * cohort.columns(leaf)
+            cache = next(i for i in cohort.kv if self._layout.caches[i].window == window)
+            needed = sum(num_columns(cohort.stored[line][cache]) for line in live)
+            columns = len(cohort.indices) * cohort.columns(cache)
             total += max(columns - needed, 0) * nbytes
         return total
 

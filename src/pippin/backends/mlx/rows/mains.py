@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Tails:
-    """By leaf [width, heads, TAIL, dim], and which columns are a row's own: bool [width, TAIL]."""
+    """By cache [width, heads, TAIL, dim], and which columns are a row's own: bool [width, TAIL]."""
 
     kv: Mapping[int, Sequence[mx.array]]
     written: np.ndarray
@@ -46,12 +46,12 @@ class Mains(Protocol):
         ...
 
     def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
-        """Rows whose prompts are done, and what they hold by leaf: [1, heads, tokens, dim]."""
+        """Rows whose prompts are done, and what they hold by cache: [1, heads, tokens, dim]."""
         ...
 
     def leave(self, row: Row) -> None: ...
 
-    def pieces_of(self, row: Row, leaf: int) -> list[KV]:
+    def pieces_of(self, row: Row, cache: int) -> list[KV]:
         """What the row has here, in token order: [1, heads, tokens, dim] each."""
         ...
 

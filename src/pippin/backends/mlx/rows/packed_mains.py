@@ -19,7 +19,7 @@ import numpy as np
 from pippin.backends.mlx.attention.decode_step import Tree
 from pippin.backends.mlx.attention.packed_kv import PackedShape
 from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.footprint import SpareLimit
 from pippin.backends.mlx.rows.mains import Row, Tails
@@ -40,10 +40,10 @@ class Place:
 
 @dataclass
 class WindowClass:
-    """Where each row's columns are, in the leaves of one window."""
+    """Where each row's columns are, in the caches of one window."""
 
     window: int | None
-    leaves: Sequence[int] = ()
+    caches: Sequence[int] = ()
     capacity: int = 0
     used: int = 0
     places: dict[int, Place] = field(default_factory=dict)  # by row index
@@ -80,10 +80,10 @@ class PackedMains:
         self._spare = spare
         self._paths = paths
         self._classes = [
-            WindowClass(w, [i for i in layout.kv_indices if layout.leaves[i].window == w])
+            WindowClass(w, [i for i in layout.kv_indices if layout.caches[i].window == w])
             for w in layout.window_classes
         ]
-        self._kv: dict[int, list[mx.array]] = {}  # by leaf: [heads, capacity, dim], both sides
+        self._kv: dict[int, list[mx.array]] = {}  # by cache: [heads, capacity, dim], both sides
 
     @property
     def num_groups(self) -> int:
@@ -91,23 +91,23 @@ class PackedMains:
 
     def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
         for own in self._classes:
-            sizes = [kv[own.leaves[0]][0].shape[2] for _, kv in joining]
+            sizes = [kv[own.caches[0]][0].shape[2] for _, kv in joining]
             if own.used + sum(sizes) > own.capacity:
                 self._repack(own, room=sum(sizes))
             for (row, kv), size in zip(joining, sizes, strict=True):
                 place = own.append(row.index, size, row.length)
-                for leaf in own.leaves:
-                    for side, new in enumerate(kv[leaf]):
-                        self._kv[leaf][side][:, place.start : place.start + size] = new[0]
+                for cache in own.caches:
+                    for side, new in enumerate(kv[cache]):
+                        self._kv[cache][side][:, place.start : place.start + size] = new[0]
 
     def leave(self, row: Row) -> None:
         for own in self._classes:
             own.places.pop(row.index, None)
 
-    def pieces_of(self, row: Row, leaf: int) -> list[KV]:
-        place = next(own for own in self._classes if leaf in own.leaves).places[row.index]
+    def pieces_of(self, row: Row, cache: int) -> list[KV]:
+        place = next(own for own in self._classes if cache in own.caches).places[row.index]
         columns = slice(place.start, place.start + place.num_columns)
-        keys, values = self._kv[leaf]
+        keys, values = self._kv[cache]
         return [(keys[None, :, columns], values[None, :, columns])]
 
     def view(self, positions: np.ndarray, visible: np.ndarray) -> tuple[PackedShape, Tree]:
@@ -119,7 +119,7 @@ class PackedMains:
         tree = {
             "places": [mx.array(own.table(positions)) for own in self._classes],
             "visible": [mx.array(_last(visible, own.window)) for own in self._classes],
-            "mains": [list(self._kv[leaf]) for leaf in self._layout.kv_indices],
+            "mains": [list(self._kv[cache]) for cache in self._layout.kv_indices],
         }
         return shape, tree
 
@@ -174,24 +174,24 @@ class PackedMains:
         return -(-num_columns // 64) * 64
 
     def _move(self, own: WindowClass, capacity: int, chosen: mx.array, tails: Tails | None) -> None:
-        leaves = {index: self._layout.leaves[index] for index in own.leaves}
-        paced = PacedLaunch(sum(capacity * leaf.nbytes for leaf in leaves.values()))
-        for index, leaf in leaves.items():
+        caches = {index: self._layout.caches[index] for index in own.caches}
+        paced = PacedLaunch(sum(capacity * cache.nbytes for cache in caches.values()))
+        for index, cache in caches.items():
             old = self._kv.pop(index, [])
             made = []
             for side in (0, 1):
                 sources = [old.pop(0)] if old else []  # nothing but the move holds it now
                 if tails is not None:
                     sources.append(_side_by_side(tails.kv[index][side]))
-                made.append(_gathered(sources, chosen, leaf, side))
+                made.append(_gathered(sources, chosen, cache, side))
                 paced.launch([made[-1]])
             self._kv[index] = made
 
 
-def _gathered(sources: list[mx.array], chosen: mx.array, leaf: Leaf, side: int) -> mx.array:
+def _gathered(sources: list[mx.array], chosen: mx.array, cache: LayerCache, side: int) -> mx.array:
     if not sources or sources[0].shape[1] == 0:
-        heads, dim = leaf.shapes[side]
-        return mx.zeros((heads, chosen.shape[0], dim), leaf.dtypes[side])
+        heads, dim = cache.shapes[side]
+        return mx.zeros((heads, chosen.shape[0], dim), cache.dtypes[side])
     source = sources[0] if len(sources) == 1 else mx.concatenate(sources, axis=1)
     return mx.contiguous(mx.take(source, chosen, axis=1))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from pippin.backends.mlx.layout import Leaf
+from pippin.backends.mlx.layout import LayerCache
 
 Source = tuple[str, int]  # "main" or "shared", and the number of an old cohort; or "tail", 0
 Sources = Mapping[Source, mx.array]  # [lines, heads, columns, dim] each
@@ -59,7 +59,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What an array is made of: the same for all leaves of one window."""
+    """What an array is made of: the same for all caches of one window."""
 
     stored: tuple[int, ...]  # columns of each line; the rest are zeros
     columns: int
@@ -82,11 +82,11 @@ class Blueprint:
         pieces += open_pieces.values()
         return cls(tuple(stored), columns, tuple(sorted(pieces, key=lambda p: p.to_column)))
 
-    def build(self, leaf: Leaf, side: int, sources: Sources) -> mx.array:
+    def build(self, cache: LayerCache, side: int, sources: Sources) -> mx.array:
         """A new array; or the very source, where that is what is wanted."""
-        heads, dim = leaf.shapes[side]
+        heads, dim = cache.shapes[side]
         shape = (len(self.stored), heads, self.columns, dim)
-        dtype = leaf.dtypes[side]
+        dtype = cache.dtypes[side]
         first, *others = self.pieces
         begin = first.cut(sources)
         if first.to_column or begin.shape[0] < shape[0]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.mlx.layout import Layout, Leaf
+from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.rows.cohorts import Cohort, num_columns
 from pippin.backends.mlx.rows.grouping import Group
 from pippin.backends.mlx.rows.mains import Tails
@@ -49,16 +49,16 @@ class Held:
         number, line = self.home(row)
         return self.cohorts[number].lengths[line] + int(self.tails.written[row].sum())
 
-    def pieces(self, row: int, leaf: int) -> list[Piece]:
-        """All that a row holds of a leaf, in token order."""
+    def pieces(self, row: int, cache: int) -> list[Piece]:
+        """All that a row holds of a cache, in token order."""
         number, line = self.home(row)
         cohort = self.cohorts[number]
-        found = [Piece(("main", number), line, 0, cohort.stored[line][leaf])]
-        if num_shared := cohort.num_shared(leaf):
+        found = [Piece(("main", number), line, 0, cohort.stored[line][cache])]
+        if num_shared := cohort.num_shared(cache):
             found.insert(0, Piece(("shared", number), 0, 0, num_shared))
         return found + [Piece(TAIL_SOURCE, row, *run) for run in _runs(self.tails.written[row])]
 
-    def to_the_end(self, line: list[Piece], leaf: int, columns: int) -> list[Piece]:
+    def to_the_end(self, line: list[Piece], cache: int, columns: int) -> list[Piece]:
         """A line with the padding of the main that it begins with: lines then begin alike.
 
         What comes after is pasted over it, and the rest of it are zeros.
@@ -66,19 +66,19 @@ class Held:
         if not line or line[0].source[0] != "main":
             return line
         first, *others = line
-        end = self.cohorts[first.source[1]].columns(leaf)
+        end = self.cohorts[first.source[1]].columns(cache)
         return [replace(first, stop=min(end, first.start + columns)), *others]
 
-    def give_up(self, leaf: int) -> Iterator[Sources]:
-        """A leaf's keys, then its values; nothing here holds them afterwards."""
+    def give_up(self, cache: int) -> Iterator[Sources]:
+        """A cache's keys, then its values; nothing here holds them afterwards."""
         mains: dict[Source, list[mx.array]] = {}
         for number, cohort in enumerate(self.cohorts):
-            mains["main", number], shared = cohort.give_up(leaf)
+            mains["main", number], shared = cohort.give_up(cache)
             if shared:
                 mains["shared", number] = shared
         sides = deque({source: pair[side] for source, pair in mains.items()} for side in (0, 1))
         mains.clear()
-        for tail in self.tails.kv[leaf]:
+        for tail in self.tails.kv[cache]:
             yield {**sides.popleft(), TAIL_SOURCE: tail}
 
 
@@ -88,20 +88,20 @@ class Move:
 
     cohort: Cohort
     own: dict[int | None, Blueprint]  # by window
-    shared: Blueprint | None  # of leaves without a window
+    shared: Blueprint | None  # of caches without a window
 
-    def build(self, index: int, leaf: Leaf, side: int, sources: Sources) -> list[mx.array]:
-        """One side of a leaf."""
-        made = [self.own[leaf.window].build(leaf, side, sources)]
+    def build(self, index: int, cache: LayerCache, side: int, sources: Sources) -> list[mx.array]:
+        """One side of a cache."""
+        made = [self.own[cache.window].build(cache, side, sources)]
         self.cohort.kv.setdefault(index, []).append(made[0])
-        if self.shared is not None and leaf.window is None:
-            made.append(self.shared.build(leaf, side, sources))
+        if self.shared is not None and cache.window is None:
+            made.append(self.shared.build(cache, side, sources))
             self.cohort.shared.setdefault(index, []).append(made[1])
         return made
 
-    def nbytes(self, leaf: Leaf) -> int:
-        own = self.own[leaf.window]
-        return len(own.stored) * own.columns * leaf.nbytes
+    def nbytes(self, cache: LayerCache) -> int:
+        own = self.own[cache.window]
+        return len(own.stored) * own.columns * cache.nbytes
 
 
 class PacedLaunch:
@@ -137,12 +137,12 @@ def regroup(
         return []
     held = Held(cohorts, tails)
     moves = [_plan(layout, group, held) for group in groups]
-    leaves = {index: layout.leaves[index] for index in tails.kv}
-    total_bytes = sum(move.nbytes(leaf) for move in moves for leaf in leaves.values())
+    caches = {index: layout.caches[index] for index in tails.kv}
+    total_bytes = sum(move.nbytes(cache) for move in moves for cache in caches.values())
     paced = PacedLaunch(total_bytes, listed=listed)
-    for index, leaf in leaves.items():
+    for index, cache in caches.items():
         for side, sources in enumerate(held.give_up(index)):
-            paced.launch([a for move in moves for a in move.build(index, leaf, side, sources)])
+            paced.launch([a for move in moves for a in move.build(index, cache, side, sources)])
     return [move.cohort for move in moves]
 
 
@@ -152,24 +152,24 @@ def _plan(layout: Layout, group: Group, held: Held) -> Move:
     lengths = [held.length(first if row < 0 else row) for row in group.indices]
     own: dict[int | None, Blueprint] = {}
     shared = None
-    for leaf in held.tails.kv:
-        window = layout.leaves[leaf].window
+    for cache in held.tails.kv:
+        window = layout.caches[cache].window
         if window not in own:
-            own[window] = _own_columns(group, held, leaf, window)
+            own[window] = _own_columns(group, held, cache, window)
         if window is None and group.num_shared and shared is None:
-            begin = columns_of(held.pieces(first, leaf), 0, group.num_shared)
+            begin = columns_of(held.pieces(first, cache), 0, group.num_shared)
             shared = Blueprint.of([begin], [group.num_shared], group.num_shared)
-    windows = {leaf: layout.leaves[leaf].window for leaf in held.tails.kv}
+    windows = {cache: layout.caches[cache].window for cache in held.tails.kv}
     stored = [
-        {leaf: own[window].stored[line] for leaf, window in windows.items()}
+        {cache: own[window].stored[line] for cache, window in windows.items()}
         for line in range(len(lengths))
     ]
     return Move(Cohort(list(group.indices), lengths, stored), own, shared)
 
 
-def _own_columns(group: Group, held: Held, leaf: int, window: int | None) -> Blueprint:
+def _own_columns(group: Group, held: Held, cache: int, window: int | None) -> Blueprint:
     """All that the lines hold, but for what is shared or has left the window."""
-    pieces = {row: held.pieces(row, leaf) for row in group.indices if row >= 0}
+    pieces = {row: held.pieces(row, cache) for row in group.indices if row >= 0}
     totals = {row: sum(p.num_columns for p in found) for row, found in pieces.items()}
     dropped = {
         row: group.num_shared if window is None else max(total - window, 0)
@@ -179,7 +179,7 @@ def _own_columns(group: Group, held: Held, leaf: int, window: int | None) -> Blu
     stored = [totals[row] - dropped[row] for row in (r if r >= 0 else first for r in group.indices)]
     columns = num_columns(max(stored))
     lines = [
-        [] if row < 0 else held.to_the_end(columns_of(pieces[row], dropped[row]), leaf, columns)
+        [] if row < 0 else held.to_the_end(columns_of(pieces[row], dropped[row]), cache, columns)
         for row in group.indices
     ]
     return Blueprint.of(lines, stored, columns)
