@@ -557,8 +557,8 @@ class World:
         for request, running in admission.waiters.pairs():
             assert running.priority >= request.priority, "a prefill did not inherit a priority"
         aside = len(admission.waiters)
-        assert aside + len(admission.line) == len(admission.queue), "the queue does not add up"
-        first = admission.line[0] if admission.line else None
+        assert aside + len(admission.eligible) == len(admission.queue), "the queue does not add up"
+        first = admission.eligible[0] if admission.eligible else None
         if first is None or not self._has_room(first):
             self.first = None, 0
             return

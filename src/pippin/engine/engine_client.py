@@ -102,10 +102,10 @@ class EngineClient:
         self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._call_ids = (f"call-{n}" for n in itertools.count())
         self._sender: Sender | None = None
-        self._reason: str | None = "the model is being loaded"
+        self.reason: str | None = "the model is being loaded"
         self._watchers = Watchers(self._send)
         self._suspects = Suspects()
-        self._draining = False
+        self.draining = False
         self._none_open = asyncio.Event()
         self._none_open.set()
 
@@ -113,17 +113,13 @@ class EngineClient:
 
     @property
     def healthy(self) -> bool:
-        return self._reason is None
-
-    @property
-    def reason(self) -> str | None:
-        return self._reason
+        return self.reason is None
 
     def check_ready(self) -> None:
-        if self._draining:
+        if self.draining:
             raise NotReady("the server is shutting down")
-        if self._reason is not None:
-            raise NotReady(self._reason)
+        if self.reason is not None:
+            raise NotReady(self.reason)
 
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         self.check_ready()
@@ -173,7 +169,7 @@ class EngineClient:
     def engine_ready(self, sender: Sender) -> None:
         """From now on requests are sent there, first of all those that wait."""
         self._sender = sender
-        self._reason = None
+        self.reason = None
         for request in self._requests.values():
             self._submit(request)
         self._watchers.engine_ready()
@@ -183,14 +179,10 @@ class EngineClient:
             case TokenBatch(deltas=deltas):
                 for delta in deltas:
                     self._take(delta)
-            case Started(ids=ids):
-                for id in ids:
-                    if (request := self._requests.get(id)) is not None:
-                        request.started = True
-            case Compiled(ids=ids):
-                for id in ids:
-                    if (request := self._requests.get(id)) is not None:
-                        request.compiled = True
+            case Started(ids=ids) | Compiled(ids=ids):
+                for request in (self._requests[id] for id in ids if id in self._requests):
+                    request.compiled = True
+                    request.started |= isinstance(message, Started)
             case Answer(id=id, data=data, error=error):
                 self._answer(id, data, error)
             case FeedMessage():
@@ -202,14 +194,14 @@ class EngineClient:
         `knows_all`: the engine stopped by itself, and everything that it sent was delivered.
         """
         self._sender = None
-        self._reason = reason if self._draining else f"{reason}; another is being started"
+        self.reason = reason if self.draining else f"{reason}; another is being started"
         self._end_questions(reason)
-        self._watchers.engine_lost(self._reason)
+        self._watchers.engine_lost(self.reason)
         requests = list(self._requests.values())
         kept = set(to_resubmit(requests, knows_all=knows_all))
         self._suspects.engine_lost(each.submit for each in requests if each not in kept)
         for request in requests:
-            if request in kept and not self._draining:
+            if request in kept and not self.draining:
                 request.returned()
             else:
                 self._end(request.submit.id, reason)
@@ -217,16 +209,12 @@ class EngineClient:
     # ---- the end ---------------------------------------------------------------------------
 
     @property
-    def draining(self) -> bool:
-        return self._draining
-
-    @property
     def num_open(self) -> int:
         return len(self._requests)
 
     def drain(self) -> None:
         """Refuse new requests. `drained` waits for the open ones to end."""
-        self._draining = True
+        self.draining = True
 
     async def drained(self) -> None:
         await self._none_open.wait()
@@ -234,9 +222,9 @@ class EngineClient:
     def close(self) -> None:
         """There will be no engine any more: everything ends."""
         reason = "the server is shutting down"
-        self._draining = True
+        self.draining = True
         self._sender = None
-        self._reason = reason
+        self.reason = reason
         self._end_questions(reason)
         self._watchers.close()
         for id in list(self._requests):
@@ -264,7 +252,7 @@ class EngineClient:
         request.deltas.put_nowait(delta)
 
     def _end(self, id: str, reason: str) -> None:
-        request = self._requests.pop(id)
+        request = self._requests[id]
         self._forget(id)
         request.deltas.put_nowait(
             TokenDelta(
@@ -284,8 +272,8 @@ class EngineClient:
         return was_open
 
     async def _call(self, message: Question) -> dict[str, Any]:
-        if self._reason is not None:
-            raise NotReady(self._reason)
+        if self.reason is not None:
+            raise NotReady(self.reason)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[message.id] = future
         self._send(message)

@@ -55,14 +55,6 @@ class EngineSpec:
     def outbox(self) -> str:
         return f"ipc://{self.socket_dir}/out"
 
-    def open_step_log(self) -> StepLog | None:
-        path = self.config.server.step_log
-        return None if path is None else StepLog(Path(path))
-
-    def open_trace(self) -> TraceFile | None:
-        path = self.config.server.trace
-        return None if path is None else TraceFile(Path(path))
-
     def remove_sockets(self) -> None:
         """What a server that was killed could not clean up itself."""
         directory = Path(self.socket_dir)
@@ -169,7 +161,9 @@ def main() -> int:
     channel = Channel(spec)  # first: `leave_with_server` removes its sockets
     threading.Thread(target=leave_with_server, args=(spec, channel, serving), daemon=True).start()
     try:
-        log, trace_file = spec.open_step_log(), spec.open_trace()
+        server = spec.config.server
+        log = StepLog(Path(server.step_log)) if server.step_log is not None else None
+        trace_file = TraceFile(Path(server.trace)) if server.trace is not None else None
         loop = build_loop(spec.config, lambda stage: channel.send(Loading(stage)), stays=True)
         loop.scheduler.metrics.log = log
         if loop.scheduler.compiler is not None:

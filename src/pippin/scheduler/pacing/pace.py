@@ -79,7 +79,7 @@ class Pace:
         price = self.costs.prefill_seconds(least)
         at_once = max(income, price)
         self._credit = min(self._credit + income, at_once + income)  # a surplus is not lost
-        if self._credit < price and self._can_save(income, price):
+        if self._credit < price <= MAX_SAVING_STEPS * income:
             return 0
         tokens = min(max(self._within(min(self._credit, at_once)), least), most)
         tokens = self._reachable(num_streams, tokens, self.max_gap - decode)
@@ -159,10 +159,6 @@ class Pace:
         """A step with so many prompt tokens was planned."""
         if tokens and self.costs.known:
             self._credit = max(0.0, self._credit - self.costs.prefill_seconds(tokens))
-
-    @staticmethod
-    def _can_save(income: float, price: float) -> bool:
-        return price <= MAX_SAVING_STEPS * income
 
     def observe(self, timed: Timed) -> None:
         if timed.num_decodes and not timed.num_prefills:

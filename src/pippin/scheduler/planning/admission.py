@@ -84,7 +84,7 @@ class Admission:
         self._refused_at: int | None = None  # bytes available when no request could start
         self.refused: Request | None = None  # the first that did not fit then
         self.queue: list[Request] = []  # by seniority
-        self.line: list[Request] = []  # of these, without those set aside
+        self.eligible: list[Request] = []  # of these, those not set aside
         self.waiters = Waiters()  # those set aside
         self.num_tokens = 0  # in the queue
 
@@ -126,7 +126,7 @@ class Admission:
     def add(self, request: Request) -> None:
         """Also a request that was preempted: its arrival puts it first."""
         bisect.insort(self.queue, request, key=_rank)
-        bisect.insort(self.line, request, key=_rank)
+        bisect.insort(self.eligible, request, key=_rank)
         self.num_tokens += request.num_tokens
         self._refused_at = None
 
@@ -135,7 +135,7 @@ class Admission:
         if request in self.waiters:
             self.waiters.remove(request)
         else:
-            _remove(self.line, request)
+            _remove(self.eligible, request)
         self.num_tokens -= request.num_tokens
         self._hints.pop(request, None)
         self._refused_at = self.refused = None
@@ -174,11 +174,10 @@ class Admission:
         return None
 
     def considered(self) -> list[Request]:
-        """The next in line."""
-        return self.line[:LOOKAHEAD]
+        return self.eligible[:LOOKAHEAD]
 
     def shortest(self, priority: int) -> int | None:
-        """The fewest tokens that one of the next in line would have to compute, of those that have
+        """The fewest tokens that one of those considered would have to compute, of those that have
         this priority or a higher one."""
         considered = (r for r in self.considered() if r.priority >= priority)
         found = (r.num_tokens - self._hints.get(r, (0, 0))[1] for r in considered)
@@ -186,8 +185,8 @@ class Admission:
 
     @property
     def top_priority(self) -> int | None:
-        """The highest of those in line; None if there is none."""
-        return self.line[0].priority if self.line else None
+        """The highest of those eligible; None if there is none."""
+        return self.eligible[0].priority if self.eligible else None
 
     @property
     def _still_refused(self) -> bool:
@@ -195,9 +194,9 @@ class Admission:
         return self._refused_at is not None and self._budget.available <= self._refused_at
 
     def _take_ready(self) -> None:
-        """Back into the line with those that need not wait any longer."""
+        """Those that need not wait any longer are eligible again."""
         for request in self.waiters.take_ready():
-            bisect.insort(self.line, request, key=_rank)
+            bisect.insort(self.eligible, request, key=_rank)
             self._refused_at = None
 
     def _offers(self, inflight: InflightPrefixes) -> list[Offer]:
@@ -206,7 +205,7 @@ class Admission:
         offers: list[Offer] = []
         waits: list[tuple[Request, Promise]] = []
         current = 0 if self._cache is None else self._cache.version
-        for request in itertools.islice(self.line, MAX_EXAMINED):
+        for request in itertools.islice(self.eligible, MAX_EXAMINED):
             version, matched = self._hints.get(request, (-1, 0))
             if version != current and probed < PROBED_TOKENS:
                 probed += request.num_tokens
@@ -220,7 +219,7 @@ class Admission:
             if len(offers) == LOOKAHEAD:
                 break
         for request, promise in waits:
-            _remove(self.line, request)
+            _remove(self.eligible, request)
             self.waiters.add(request, promise)
         return sorted(offers, key=lambda offer: offer.order)
 
@@ -264,7 +263,7 @@ class Admission:
     def _start(self, running: RunningSlot) -> None:
         """Off the queue. Earlier ones were passed over, unless they wait by choice."""
         request = running.request
-        for earlier in self.line[: _place(self.line, request)]:
+        for earlier in self.eligible[: _place(self.eligible, request)]:
             earlier.passed_over += 1
         self.remove(request)
         request.start(running.slot, running.start_len)
@@ -301,11 +300,11 @@ def _rank(request: Request) -> tuple[int, int]:
     return request.rank
 
 
-def _place(line: list[Request], request: Request) -> int:
-    return bisect.bisect_left(line, request.rank, key=_rank)
+def _place(ranked: list[Request], request: Request) -> int:
+    return bisect.bisect_left(ranked, request.rank, key=_rank)
 
 
-def _remove(line: list[Request], request: Request) -> None:
-    place = _place(line, request)
-    assert line[place] is request
-    del line[place]
+def _remove(ranked: list[Request], request: Request) -> None:
+    place = _place(ranked, request)
+    assert ranked[place] is request
+    del ranked[place]
