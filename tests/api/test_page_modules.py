@@ -251,7 +251,7 @@ def test_a_recorded_run_is_counted_as_it_was_told(call: Any) -> None:
     requests = {r["id"]: r for _, message in messages for r in message["requests"]}
     assert set(kept["requests"]) == set(requests)
     first = [
-        r["first_token"] - r["came"] for r in requests.values() if r["first_token"] is not None
+        r["first_token"] - r["arrived"] for r in requests.values() if r["first_token"] is not None
     ]
     assert sorted(kept["ttfts"]) == pytest.approx(sorted(first))
     assert 0 < kept["gaps"] <= sum(len(step["decode"]) for step in told)

@@ -102,27 +102,27 @@ def test_churn_at_a_url_asks_for_the_model_by_name(monkeypatch: pytest.MonkeyPat
     assert (url, load.num_clients, options["model"]) == ("http://x", 3, "theirs")
 
 
-def test_prefix_and_overlap_take_pairs_and_the_engine_s_options(
+def test_prefix_and_features_take_parts_and_the_engine_s_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    argv = ["prefix", "--only", "cost,chat", "--pairs", "5", "--memory", "0.5"]
+    argv = ["prefix", "--only", "repeat,chat", "--rounds", "5", "--memory", "0.5"]
     config, model_dir, options = called_with(
         monkeypatch, "pippin.bench.served.prefix.prefix", *argv
     )
     assert config.engine.memory == "0.5"
     assert model_dir.name == "stories-hybrid-20m"
-    assert options == {"only": ["cost", "chat"], "rounds": 3, "num_pairs": 5}
-    argv = ["overlap", "--streams", "16", "--output", "32"]
-    _, options = called_with(monkeypatch, "pippin.bench.in_process.overlap.overlap", *argv)
-    assert options == {"num_streams": 16, "num_tokens": 32, "num_pairs": 12}
+    assert options == {"only": ["repeat", "chat"], "rounds": 5}
+    argv = ["features", "--streams", "16", "--output", "32", "--only", "overlap"]
+    _, options = called_with(monkeypatch, "pippin.bench.in_process.features.features", *argv)
+    sizes = {"num_streams": 16, "num_tokens": 32, "num_pairs": 12}
+    assert options == {"only": ["overlap"], **sizes}
 
 
 @pytest.mark.parametrize(
     "argv",
     [
         ["one-batch", "--batch", "1,3", "--input", "40", "--output", "16", "--repeats", "1"],
-        ["overlap", "--streams", "2", "--output", "16", "--pairs", "2"],
-        ["prefix", "--only", "cost", "--pairs", "2"],
+        ["features", "--only", "overlap", "--streams", "2", "--output", "16", "--pairs", "2"],
         ["growth", "--only", "requests"],
     ],
 )
@@ -140,8 +140,7 @@ def test_every_offline_benchmark_prints_what_it_measured(
         "one-batch": lambda: [
             number(timing["decode_tokens_per_second"]) for timing in data["timings"]
         ],
-        "overlap": lambda: [f"{data['tokens_per_second']['ratio']:.3f}x"],
-        "prefix": lambda: [f"{data['cost']['ttft']['ratio']:.3f}x"],
+        "features": lambda: [f"{data['overlap']['tokens_per_second']['ratio']:.3f}x"],
         "growth": lambda: [number(y) for _, y in data["requests"]],
     }[argv[0]]()
     assert measured
@@ -153,11 +152,13 @@ def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["one-batch", "--batch", "1,x"], "--batch"),
         (["growht"], 'Did you mean "growth"?'),
         (["growth", "--only", "depth"], "no part 'depth'"),
-        (["overlap", "--no-overlap"], "remove --no-overlap"),
-        (["prefix", "--no-prefix-cache"], "remove --no-prefix-cache"),
-        (["grammar", "--no-forced-chunks"], "remove --no-forced-chunks"),
-        (["grammar", "--backend", "fake", "--streams", "1"], "streams must be at least 2, got 1"),
-        (["overlap", "--backend", "fake", "--pairs", "0"], "--pairs. Must be > 0"),
+        (["features", "--no-overlap"], "Unknown option: --no-overlap"),
+        (["prefix", "--no-prefix-cache"], "Unknown option: --no-prefix-cache"),
+        (
+            ["features", "--backend", "fake", "--streams", "1", "--only", "grammar"],
+            "--streams must be at least 2 for grammar, got 1",
+        ),
+        (["features", "--backend", "fake", "--pairs", "0"], "--pairs. Must be > 0"),
         (["churn", "--clients", "3", "--rate", "1"], "exclude each other"),
         (["serve", "--requests", "0"], "--requests. Must be > 0"),
         (["serve", "--concurrency", "4,0"], "--concurrency. Must be > 0"),

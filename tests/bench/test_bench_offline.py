@@ -16,11 +16,9 @@ from pippin.bench.churn.rates import measure_rates
 from pippin.bench.errors import BenchError
 from pippin.bench.in_process import growth as growth_module
 from pippin.bench.in_process.ceilings import Ceilings, Products, read_products
-from pippin.bench.in_process.cost import cache_cost
+from pippin.bench.in_process.features import FeatureBench, features
 from pippin.bench.in_process.growth import growth
 from pippin.bench.in_process.one_batch import Timing, one_batch, summarize
-from pippin.bench.in_process.overlap import Account, OverlapOutcome, overlap
-from pippin.bench.in_process.overlap import summarize as overlap_summary
 from pippin.bench.prompts import Prompts
 from pippin.bench.results.pairs import WARM_UPS, Compared, Pairs, in_turn
 from pippin.config import Config, EngineConfig, ModelConfig
@@ -108,36 +106,26 @@ def test_a_tree_that_lost_the_known_prompt_is_an_error(monkeypatch: pytest.Monke
 
 
 def test_overlap_runs_both_ways_in_turn() -> None:
-    report = overlap(TOY, num_streams=3, num_tokens=24, num_pairs=3)
-    assert [len(report.data["tokens_per_second"][way]) for way in ("tried", "base")] == [3, 3]
-    ratios = [a / b for a, b in zip(*_both(report.data["tokens_per_second"]), strict=True)]
-    assert report.data["tokens_per_second"]["ratio"] == pytest.approx(sorted(ratios)[1])
+    report = features(TOY, only=["overlap"], num_streams=3, num_tokens=24, num_pairs=3)
+    found = report.data["overlap"]
+    rates = found["tokens_per_second"]
+    assert [len(rates[way]) for way in ("tried", "base")] == [3, 3]
+    ratios = [a / b for a, b in zip(rates["tried"], rates["base"], strict=True)]
+    assert rates["ratio"] == pytest.approx(sorted(ratios)[1])
     for way in ("overlap", "no_overlap"):
-        assert 0 <= report.data[way]["device_idle_share"] <= 1
-        assert 0 <= report.data[way]["whole_idle_share"] <= 1
-    assert report.data["overlap"]["host_seconds"] > 0
-
-
-def _both(pairs: dict[str, list[float]]) -> tuple[list[float], list[float]]:
-    return pairs["tried"], pairs["base"]
-
-
-def test_the_overlap_table_says_whether_targets_are_met() -> None:
-    rates, steps = Pairs([110.0, 99.0, 120.0], [100.0] * 3), Pairs([0.9], [1.0])
-    outcome = OverlapOutcome(
-        8, 128, rates, steps, Account(0.04, 0.09, 0.3), Account(0.2, 0.25, 0.4)
-    )
-    (table,) = overlap_summary(outcome, []).tables
-    throughput, step, idle, whole, host, hidden = table.rows
-    assert throughput[1:] == ("110", "100", "1.100x", "1.045-1.150", "at least 1.00x: met")
-    assert step[1:4] == ("900", "1,000", "0.900x")
-    assert (idle[1], idle[2], idle[-1]) == ("4.0%", "20.0%", "at most 5%: met")
-    assert (whole[1], whole[2], whole[-1]) == ("9.0%", "25.0%", "")
-    assert (host[1], host[2], hidden[1]) == ("300", "400", "25%")
+        assert 0 <= found[way]["device_idle_share"] <= 1
+        assert 0 <= found[way]["whole_idle_share"] <= 1
+        assert found[way]["host_seconds"] > 0
+    throughput, step, idle, *_ = report.tables[0].rows
+    assert throughput[-1].startswith("at least 1.00x: ")
+    assert step[0] == "step, ms"
+    assert idle[1] == f"{found['overlap']['device_idle_share']:.1%}"
+    assert idle[-1].startswith("at most 5%: ")
 
 
 def test_the_cost_of_the_cache_is_measured_on_new_prompts() -> None:
-    table, cost = cache_cost(TOY, prompt_tokens=300, num_pairs=4)
+    with LLM(config=TOY) as llm:
+        table, cost = FeatureBench(llm, 1, 8, 4, prompt_tokens=300).prefix_cache()
     ttft, total = cost["ttft"]["base"], cost["total"]["base"]
     assert len(ttft) == len(total) == 4
     assert all(0 < first <= last for first, last in zip(ttft, total, strict=True))
@@ -146,10 +134,10 @@ def test_the_cost_of_the_cache_is_measured_on_new_prompts() -> None:
 
 def test_prompts_that_were_not_new_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pippin.bench.in_process.cost.prompts_for", lambda llm, seed: Prompts("always the same")
+        "pippin.bench.in_process.features.prompts_for", lambda llm, seed: Prompts("always the same")
     )
-    with pytest.raises(BenchError, match="tokens of new prompts were cached"):
-        cache_cost(TOY, prompt_tokens=300, num_pairs=1)
+    with LLM(config=TOY) as llm, pytest.raises(BenchError, match="of new prompts were cached"):
+        FeatureBench(llm, 1, 8, 1, prompt_tokens=300).prefix_cache()
 
 
 def test_pairs_swap_who_goes_first_and_drop_the_warm_up() -> None:

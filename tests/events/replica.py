@@ -10,7 +10,7 @@ from builders import Client
 from pippin.cache.tree.components import COMPONENTS
 from pippin.cache.tree.radix import Node
 from pippin.engine.events import schema
-from pippin.engine.events.event_sender import Feed
+from pippin.engine.events.event_sender import EventSender
 from pippin.engine.events.recorder import Recorder
 from pippin.engine.events.schema import Frame, Snapshot
 from pippin.messages import FeedMessage
@@ -19,10 +19,10 @@ from pippin.messages import FeedMessage
 class Replica:
     def __init__(self) -> None:
         self.number: int | None = None  # of the last message; None: nothing was told yet
-        self.steps: list[schema.Step] = []
-        self.requests: dict[str, schema.Request] = {}
+        self.steps: list[schema.StepEvent] = []
+        self.requests: dict[str, schema.RequestEvent] = {}
         self.phases: dict[str, list[str]] = {}
-        self.nodes: dict[int, schema.Node] = {}
+        self.nodes: dict[int, schema.NodeEvent] = {}
         self.locked: set[int] = set()
         self.evicted: list[int] = []
         self.last: Snapshot | Frame | None = None
@@ -45,7 +45,7 @@ class Replica:
         if told.tree is not None:
             self._take_tree(told.tree)
 
-    def _take_tree(self, tree: schema.Tree) -> None:
+    def _take_tree(self, tree: schema.TreeEvent) -> None:
         self.evicted += tree.evicted
         for node in tree.nodes:
             assert node.parent == 0 or node.parent in self.nodes, "parents come first"
@@ -70,7 +70,7 @@ class Replica:
             assert told.parent == 0 or told.parent in self.nodes
 
 
-def _facts(node: schema.Node) -> dict[str, Any]:
+def _facts(node: schema.NodeEvent) -> dict[str, Any]:
     told = msgspec.to_builtins(node)
     return {name: told[name] for name in ("parent", "start", "tokens", "children", "bytes", "hits")}
 
@@ -103,7 +103,7 @@ class Watched:
         self.now = 100.0
         self.messages: list[FeedMessage] = []
         recorder = Recorder(client.loop.scheduler, lambda: self.now)
-        self.feed = Feed(client.loop, recorder, self.messages.append)
+        self.feed = EventSender(client.loop, recorder, self.messages.append)
         self.replica = Replica()
 
     def flush(self, seconds: float = 1.0) -> int:

@@ -11,9 +11,9 @@ from replica import Watched
 
 from builders import Client, check_idle, make_client, make_prompt, oracle
 from pippin.engine.events import tree
-from pippin.engine.events.event_sender import Feed
+from pippin.engine.events.event_sender import EventSender
 from pippin.engine.events.recorder import Recorder
-from pippin.engine.events.schema import Request, Step
+from pippin.engine.events.schema import RequestEvent, StepEvent
 from pippin.engine.events.trace import TraceFile, TraceWriter
 from pippin.engine.message_pump import MessagePump
 from pippin.messages import FeedMessage, FromEngine, Shutdown, Submit, ToEngine, TokenBatch, Watch
@@ -29,10 +29,10 @@ class Sink:
         self.num_told = {"step": 0, "request": 0}
         self.num_lost = 0
 
-    def step(self, step: Step) -> None:
+    def step(self, step: StepEvent) -> None:
         self._tell("step")
 
-    def request(self, request: Request) -> None:
+    def request(self, request: RequestEvent) -> None:
         self._tell("request")
 
     def lost(self) -> None:
@@ -73,7 +73,7 @@ def test_a_consumer_that_raises_is_told_nothing_more_and_others_everything(
     assert broken.num_lost == 1
     assert broken.num_told[kind] == fails_at
     assert sound.num_told["step"] == client.loop.scheduler.metrics.steps
-    assert tracebacks(caplog) == ["Sink failed: what the engine does is not told to it"]
+    assert tracebacks(caplog) == ["Sink failed and gets no more events"]
     assert client.loop.status()["metrics"]["watch_failures"] == 1
     recorder.remove(sound)
     assert client.loop.scheduler.registry.observer is None
@@ -82,12 +82,12 @@ def test_a_consumer_that_raises_is_told_nothing_more_and_others_everything(
 @pytest.mark.parametrize(
     "broken",
     [
-        (Recorder, "_view"),
-        (Recorder, "_step"),
-        (Feed, "step"),
-        (Feed, "request"),
-        (Feed, "_frame"),
-        (Feed, "_memory"),
+        (Recorder, "_request_event"),
+        (Recorder, "_step_event"),
+        (EventSender, "step"),
+        (EventSender, "request"),
+        (EventSender, "_frame"),
+        (EventSender, "_memory"),
         (tree.TreeMirror, "_show"),
         (tree.TreeMirror, "_show_path"),
         (tree.TreeMirror, "_forget"),
@@ -164,7 +164,7 @@ def test_a_trace_that_raises_is_closed_and_can_be_read(
     def fail(*args: object) -> None:
         raise ValueError("a bug of ours")
 
-    monkeypatch.setattr(writer, "_tell_host", fail)
+    monkeypatch.setattr(writer, "_host_events", fail)
     converse(client)
     writer.close()
     assert any(event["name"].startswith("step") for event in json.loads(path.read_bytes()))
@@ -200,7 +200,7 @@ def test_the_pump_goes_on_when_the_feed_has_failed(
     def fail(*args: object) -> None:
         raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr(Feed, "_load", fail)
+    monkeypatch.setattr(EventSender, "_load", fail)
     submit = Submit("r0", make_prompt(40), SamplingParams(max_tokens=3, ignore_eos=True))
     wire = Wire(Watch(), submit)
     with caplog.at_level(logging.ERROR):

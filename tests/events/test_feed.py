@@ -99,7 +99,7 @@ def test_progress_counts_what_a_running_request_holds() -> None:
     assert progress.reply == len(running.request.output) > 0
 
 
-def test_a_request_that_is_retracted_waits_again() -> None:
+def test_a_request_that_is_preempted_waits_again() -> None:
     kinds = (Component.ATTENTION,)
     capacity = 3 * FakeBackend(components=kinds).row_bytes(10 + 256)
     client = make_client(num_slots=4, chunk=512, components=kinds, capacity_bytes=capacity)
@@ -109,10 +109,14 @@ def test_a_request_that_is_retracted_waits_again() -> None:
         client.submit(make_prompt(10, number), max_tokens=600)
     one.run()
     assert client.loop.scheduler.metrics.preemptions > 0
-    retracted = [id for step in one.replica.steps for id in step.retracted]
-    assert len(retracted) == client.loop.scheduler.metrics.preemptions
-    assert "waiting" in one.replica.phases[retracted[0]][1:]
-    assert one.replica.requests[retracted[0]].retractions > 0
+    preempted = [id for step in one.replica.steps for id in step.preempted]
+    assert len(preempted) == client.loop.scheduler.metrics.preemptions
+    assert "waiting" in one.replica.phases[preempted[0]][1:]
+    request = one.replica.requests[preempted[0]]
+    assert request.preemptions > 0
+    # The old names, for one release.
+    assert (request.retractions, request.came) == (request.preemptions, request.arrived)
+    assert all(step.retracted == step.preempted for step in one.replica.steps)
 
 
 @pytest.mark.parametrize(

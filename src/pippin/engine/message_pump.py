@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from pippin.engine.events.event_sender import Feed
+from pippin.engine.events.event_sender import EventSender
 from pippin.engine.events.recorder import Recorder
 from pippin.messages import (
     Abort,
@@ -49,7 +49,7 @@ class MessagePump:
     def __init__(self, loop: Loop, channel: Messages, recorder: Recorder | None = None) -> None:
         self._loop = loop
         self._channel = channel
-        self._feed = Feed(loop, recorder or Recorder(loop.scheduler), channel.send)
+        self._events = EventSender(loop, recorder or Recorder(loop.scheduler), channel.send)
         loop.on_start = lambda ids: channel.send(Started(ids))
         loop.scheduler.compiling.on_compiled = lambda ids: channel.send(Compiled(ids))
         self.turn_began = time.monotonic()
@@ -57,7 +57,7 @@ class MessagePump:
     def run(self) -> None:
         while self._take_in(self._wait_seconds):
             self.turn_began = time.monotonic()
-            self._feed.flush()
+            self._events.flush()
             if self._loop.idle:
                 if not self._loop.warm_up.done:
                     self._loop.warm_up.run_next()
@@ -72,7 +72,7 @@ class MessagePump:
     def _wait_seconds(self) -> float:
         """For a message, where nothing else is to be done."""
         if self._loop.idle and self._loop.warm_up.done:
-            return min(IDLE_SECONDS, self._feed.due_in)
+            return min(IDLE_SECONDS, self._events.due_in)
         return 0.0
 
     def _take_in(self, wait_seconds: float) -> bool:
@@ -92,11 +92,11 @@ class MessagePump:
                 case FlushCache(id):
                     self._answer(id, self._loop.flush_cache)
                 case GetNode(id, node):
-                    self._answer(id, functools.partial(self._feed.node, node))
+                    self._answer(id, functools.partial(self._events.node, node))
                 case Watch():
-                    self._feed.watch()
+                    self._events.watch()
                 case Unwatch():
-                    self._feed.unwatch()
+                    self._events.unwatch()
                 case Shutdown():
                     return False
         return True

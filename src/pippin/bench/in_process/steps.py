@@ -23,6 +23,12 @@ def prompts_for(llm: LLM, seed: str) -> Prompts:
 def generate(llm: LLM, prompts: Sequence[Sequence[int] | str], max_tokens: int) -> float:
     """Seconds to complete all prompts at once, each to exactly `max_tokens`."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return timed(llm, prompts, [params] * len(prompts))
+
+
+def timed(
+    llm: LLM, prompts: Sequence[Sequence[int] | str], params: Sequence[SamplingParams]
+) -> float:
     began = time.perf_counter()
     llm.generate(prompts, params)
     return time.perf_counter() - began

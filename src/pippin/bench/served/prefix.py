@@ -1,22 +1,20 @@
-"""`pippin bench prefix`: what the prefix cache saves, and what it costs when it saves nothing.
+"""`pippin bench prefix`: what the prefix cache saves, as clients of two servers see it.
 
-What it saves is seen by clients of two servers, one with --no-prefix-cache, of which only one has
-work at a time. What it costs is less than two processes differ by: see `in_process/cost.py`.
+One has --no-prefix-cache; only one has work at a time. What the cache costs where it saves nothing
+is less than two processes differ by: see `in_process/features.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from pippin.bench.client.sse import TimedReply, parse
 from pippin.bench.client.wire import LoadClient
-from pippin.bench.errors import BenchError
-from pippin.bench.in_process.cost import cache_cost
 from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.results.report import Part, Report, report_parts, say
 from pippin.bench.served.cold_warm import ColdWarm, cold_warm_table
@@ -107,24 +105,10 @@ class PrefixBench:
         return Prompts(f"prefix {part} {turn}", self._count)
 
 
-def prefix(
-    config: Config,
-    model_dir: Path,
-    *,
-    only: Sequence[str] = (),
-    rounds: int = 3,
-    num_pairs: int = 12,
-) -> Report:
-    if not config.engine.prefix_cache:
-        raise BenchError("the cache is measured with and without it: remove --no-prefix-cache")
+def prefix(config: Config, model_dir: Path, *, only: Sequence[str] = (), rounds: int = 3) -> Report:
     with ExitStack() as stack:
         bench = PrefixBench(config, model_dir, rounds, stack)
-        parts: dict[str, Callable[[], Part]] = {
-            "repeat": bench.repeat,
-            "chat": bench.chat,
-            "fan-out": bench.fan_out,
-            "cost": partial(cache_cost, config, prompt_tokens=PROMPT_TOKENS, num_pairs=num_pairs),
-        }
+        parts = {"repeat": bench.repeat, "chat": bench.chat, "fan-out": bench.fan_out}
         return report_parts("prefix", parts, only)
 
 

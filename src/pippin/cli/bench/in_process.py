@@ -1,4 +1,4 @@
-"""`pippin bench one-batch`, `growth`, `prefix`, `overlap`, `grammar`: options of each."""
+"""`pippin bench one-batch`, `growth`, `prefix` and `features`: options of each."""
 
 from __future__ import annotations
 
@@ -62,81 +62,52 @@ def growth(config: Config, *, only: Names = None, outputs: Files = PRINT_ONLY) -
     growth(config, only=only or ()).publish(outputs)
 
 
-@takes_config("model", "engine")
+@takes_config("model", "engine", without=("prefix_cache",))
 def prefix(
-    config: Config,
-    *,
-    only: Names = None,
-    rounds: Count = 3,
-    pairs: Count = 12,
-    outputs: Files = PRINT_ONLY,
+    config: Config, *, only: Names = None, rounds: Count = 3, outputs: Files = PRINT_ONLY
 ) -> None:
-    """Measure time to first token with and without the prefix cache, and what the cache costs.
+    """Measure time to first token with and without the prefix cache.
 
     Parameters
     ----------
     only
-        Parts to run: repeat, chat, fan-out, cost. Default: all.
+        Parts to run: repeat, chat, fan-out. Default: all.
     rounds
-        Number of prompts in part `repeat`; the table shows medians.
-    pairs
-        Number of new prompts in part `cost`, each run with and without a cache.
+        Number of prompts and conversations; the table shows medians.
     """
     from pippin.bench.served.prefix import prefix
 
-    report = prefix(
-        config, find_checkpoint(config.model), only=only or (), rounds=rounds, num_pairs=pairs
-    )
-    report.publish(outputs)
+    prefix(config, find_checkpoint(config.model), only=only or (), rounds=rounds).publish(outputs)
 
 
-@takes_config("model", "engine")
-def overlap(
+@takes_config("model", "engine", without=("prefix_cache", "overlap", "forced_chunks"))
+def features(
     config: Config,
     *,
+    only: Names = None,
     streams: Count = 8,
     output: Count = 128,
     pairs: Count = 12,
     outputs: Files = PRINT_ONLY,
 ) -> None:
-    """Compare streams with and without overlap: throughput, step time and idle time of the device.
+    """Measure what overlap, grammars, forced chunks and the prefix cache gain or cost.
+
+    Each is compared with the same work without it, in the same process and in turn.
 
     Parameters
     ----------
+    only
+        Features to measure: overlap, grammar, forced-chunks, prefix-cache. Default: all.
     streams
-        Number of requests in the batch.
+        Number of requests in the batch of overlap and grammar.
     output
-        Length of each reply, in tokens.
+        Length of their replies, in tokens.
     pairs
         Number of pairs of runs, one of each kind; ratios are computed within a pair.
     """
-    from pippin.bench.in_process.overlap import overlap
+    from pippin.bench.in_process.features import features
 
-    report = overlap(config, num_streams=streams, num_tokens=output, num_pairs=pairs)
-    report.publish(outputs)
-
-
-@takes_config("model", "engine")
-def grammar(
-    config: Config,
-    *,
-    streams: Count = 16,
-    output: Count = 96,
-    pairs: Count = 8,
-    outputs: Files = PRINT_ONLY,
-) -> None:
-    """Measure what constrained replies cost, and what chunks of forced tokens save.
-
-    Parameters
-    ----------
-    streams
-        Number of requests in the batch; every second one is constrained.
-    output
-        Length of each reply, in tokens.
-    pairs
-        Number of pairs of runs, one of each kind; ratios are computed within a pair.
-    """
-    from pippin.bench.in_process.grammar import grammar
-
-    report = grammar(config, num_streams=streams, num_tokens=output, num_pairs=pairs)
+    report = features(
+        config, only=only or (), num_streams=streams, num_tokens=output, num_pairs=pairs
+    )
     report.publish(outputs)

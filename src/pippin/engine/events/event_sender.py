@@ -1,10 +1,10 @@
-"""The feed: gathers what is new and sends it, at most ten times a second. Knows no watchers.
+"""Gathers an engine's events and sends them, at most ten times a second. Knows no watchers.
 
-watch     the next message is a snapshot, for those who have just come
+watch     the next message is a snapshot, for watchers that are new
 flush     called after every step: sends what is new, if the last message was long enough ago
 unwatch   from now on nothing is gathered
 
-If any of it raises, the feed is over: watchers are told so, and the engine goes on.
+If any of it raises, it sends a message that says so and nothing more, and the engine goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ import msgspec
 
 from pippin.engine.events.guard import never_raises
 from pippin.engine.events.recorder import Recorder
-from pippin.engine.events.schema import EngineLoad, Frame, Memory, Progress, Request, Snapshot, Step
+from pippin.engine.events.schema import (
+    EngineLoad,
+    Frame,
+    MemoryUse,
+    RequestEvent,
+    SlotProgress,
+    Snapshot,
+    StepEvent,
+)
 from pippin.engine.events.tree import TreeMirror
 from pippin.messages import FeedMessage
 from pippin.scheduler.loop import Loop
@@ -34,8 +42,8 @@ MAX_NODE_TOKENS = 4096  # of an answer
 Send = Callable[[FeedMessage], None]
 
 
-class Feed:
-    """What one engine tells. Its sink of steps and requests is itself."""
+class EventSender:
+    """The events of one engine; a sink of the recorder."""
 
     def __init__(self, loop: Loop, recorder: Recorder, send: Send) -> None:
         self._loop = loop
@@ -49,19 +57,19 @@ class Feed:
         self._last_generated = 0
         self._number = 0
         self._mirror: TreeMirror | None = None
-        self._steps: deque[Step] = deque(maxlen=MAX_STEPS)
+        self._steps: deque[StepEvent] = deque(maxlen=MAX_STEPS)
         self._num_steps = 0  # since the last frame
-        self._requests: dict[str, Request] = {}
-        self._past_steps: deque[Step] = deque(maxlen=MAX_STEPS)
-        self._past_requests: deque[Request] = deque(maxlen=NUM_PAST_REQUESTS)
+        self._requests: dict[str, RequestEvent] = {}
+        self._past_steps: deque[StepEvent] = deque(maxlen=MAX_STEPS)
+        self._past_requests: deque[RequestEvent] = deque(maxlen=NUM_PAST_REQUESTS)
 
     # ---- watchers ----------------------------------------------------------------------------
 
     @never_raises
     def watch(self) -> None:
-        """Somebody has come, or fell behind."""
+        """A watcher is new, or fell behind."""
         if self._is_lost:
-            self._tell_lost()
+            self._send_lost()
             return
         self._snapshot_wanted = True
         if not self._watched:
@@ -85,12 +93,12 @@ class Feed:
             self._recorder.lose(self, error)
 
     def lost(self) -> None:
-        """Nobody is told anything again: what was gathered may be wrong."""
+        """Nothing is sent any more: what was gathered may be wrong."""
         self._is_lost = True
         self._forget()
-        self._tell_lost()
+        self._send_lost()
 
-    def _tell_lost(self) -> None:
+    def _send_lost(self) -> None:
         self._send(FeedMessage("lost", b""))
 
     def _forget(self) -> None:
@@ -129,7 +137,7 @@ class Feed:
             self._send(FeedMessage("snapshot", self._encoder.encode(self._snapshot(now, load))))
 
     def node(self, id: int) -> dict[str, Any]:
-        """The tokens of a node that watchers know, of a long one the first; {} of others."""
+        """The first tokens of a node that watchers know; {} of another."""
         node = None if self._mirror is None else self._mirror.find(id)
         if node is None:
             return {}
@@ -139,14 +147,14 @@ class Feed:
             "tokens": node.token_ids[:MAX_NODE_TOKENS].tolist(),
         }
 
-    # ---- what the recorder tells -------------------------------------------------------------
+    # ---- the recorder's sink -----------------------------------------------------------------
 
-    def step(self, step: Step) -> None:
+    def step(self, step: StepEvent) -> None:
         self._steps.append(step)
         self._num_steps += 1
         self._past_steps.append(step)
 
-    def request(self, request: Request) -> None:
+    def request(self, request: RequestEvent) -> None:
         self._requests.pop(request.id, None)
         self._requests[request.id] = request
         if request.ended is not None:
@@ -171,7 +179,7 @@ class Feed:
             left_out=num_steps - len(steps),
             requests=requests[-MAX_REQUESTS:],
             progress=[
-                Progress(running.slot, running.row_len, len(running.request.output))
+                SlotProgress(running.slot, running.row_len, len(running.request.output))
                 for running in running_slots
                 if running.runs
             ],
@@ -198,20 +206,20 @@ class Feed:
             load=load,
         )
 
-    def _take_steps(self) -> list[Step]:
+    def _take_steps(self) -> list[StepEvent]:
         steps = _newest(self._steps)
         self._steps.clear()
         self._num_steps = 0
         return steps
 
-    def _memory(self) -> Memory:
+    def _memory(self) -> MemoryUse:
         scheduler = self._loop.scheduler
         budget, cache = scheduler.budget, scheduler.cache
         rows = sum(running.nbytes for running in scheduler.running_slots.values())
         checkpoints = sum(running.checkpoint_bytes for running in scheduler.running_slots.values())
         loads = scheduler.traffic.claimed_bytes
         tree = {} if cache is None else cache.tree.component_bytes
-        return Memory(
+        return MemoryUse(
             device=self._loop.backend.memory_used(),
             capacity=budget.capacity,
             rows=rows,
@@ -242,6 +250,7 @@ class Feed:
             finished=metrics.requests_finished,
             aborted=metrics.requests_aborted,
             failed=metrics.requests_failed,
+            preemptions=metrics.preemptions,
             retractions=metrics.preemptions,
             tokens_per_second=round(generated / seconds, 1) if seconds else 0.0,
             idle_share=self._idle_share(),
@@ -253,9 +262,9 @@ class Feed:
         return round(min(max(0.0, idle / span), 1.0), 4) if span else None
 
 
-def _newest(steps: deque[Step]) -> list[Step]:
+def _newest(steps: deque[StepEvent]) -> list[StepEvent]:
     """Those that have room in a message, the oldest first."""
-    found: list[Step] = []
+    found: list[StepEvent] = []
     room = MAX_ROWS
     for step in reversed(steps):
         room -= len(step.decode) + CHUNK_ROWS * len(step.chunks)

@@ -1,4 +1,4 @@
-"""Whoever only looks on can never end the engine. Knows nobody who does."""
+"""A failure of what only observes the engine never stops it. Knows no observer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 
-class Onlooker(Protocol):
+class Guarded(Protocol):
     def give_up(self, error: Exception) -> None:
-        """One of its calls raised: hear and tell nothing more. Does not raise itself."""
+        """One of its calls raised: observe and send nothing more. Does not raise itself."""
         ...
 
 
-_Onlooker = TypeVar("_Onlooker", bound=Onlooker)
+_Guarded = TypeVar("_Guarded", bound=Guarded)
 _Arguments = ParamSpec("_Arguments")
 
 
 def never_raises(
-    method: Callable[Concatenate[_Onlooker, _Arguments], None],
-) -> Callable[Concatenate[_Onlooker, _Arguments], None]:
-    """For what the engine calls in the middle of its work."""
+    method: Callable[Concatenate[_Guarded, _Arguments], None],
+) -> Callable[Concatenate[_Guarded, _Arguments], None]:
+    """For methods that the engine calls while it plans and commits."""
 
     @functools.wraps(method)
-    def guarded(self: _Onlooker, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+    def guarded(self: _Guarded, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
         try:
             method(self, *args, **kwargs)
         except Exception as error:

@@ -1,9 +1,9 @@
-"""Makes records of steps and requests while somebody wants them. Knows no tree and no messages.
+"""Records steps and requests while there are sinks for them. Knows no tree and no messages.
 
-    scheduler, loop  ── observer ──▶  Recorder  ── Step, Request ──▶  sinks: the feed, a trace
+    scheduler, loop ── observer ──▶ Recorder ── StepEvent, RequestEvent ──▶ sinks: sender, trace
 
-Without a sink the scheduler has no observer: nothing here runs. A sink that raises is lost, and the
-engine goes on.
+Without a sink the scheduler has no observer: nothing here runs. A sink that raises is removed, and
+the engine goes on.
 """
 
 from __future__ import annotations
@@ -16,120 +16,119 @@ from typing import Protocol
 
 from pippin.backends.base import StepPlan
 from pippin.engine.events.guard import never_raises
-from pippin.engine.events.schema import Request, Step, StepChunk
+from pippin.engine.events.schema import RequestEvent, StepChunk, StepEvent
 from pippin.metrics import StepRecord
-from pippin.scheduler import request as scheduled
+from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import RunningSlot
 from pippin.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    def step(self, step: Step) -> None:
+class EventSink(Protocol):
+    def step(self, step: StepEvent) -> None:
         """One that was committed."""
         ...
 
-    def request(self, request: Request) -> None:
-        """One that came, or is in another phase."""
+    def request(self, request: RequestEvent) -> None:
+        """One that arrived, or is in another phase."""
         ...
 
     def lost(self) -> None:
-        """It raised, or could not be told: it hears nothing more."""
+        """It raised, or an event could not be recorded: it gets no more."""
         ...
 
 
 @dataclass
 class _Life:
-    """What a request does not know of itself, on the recorder's clock."""
+    """What a request does not record of itself, on the recorder's clock."""
 
-    request: scheduled.Request
-    came: float
+    request: Request
+    arrived: float
     started: float | None = None
     first_token: float | None = None
     ended: float | None = None
-    retractions: int = 0  # that were told
+    preemptions: int = 0  # that were recorded
 
 
 @dataclass(frozen=True)
 class _LaunchedStep:
-    """Who had which slot when a step was launched: slots change hands before it is committed."""
+    """The requests of a step at its launch: slots may have others when it is committed."""
 
     chunks: list[StepChunk]
     started: list[str]
-    samples: list[str]  # requests that get their first token, or the next after a retraction
-    retracted: list[str]
+    samples: list[str]  # requests that get their first token, or the next after a preemption
+    preempted: list[str]
 
 
 class Recorder:
-    """The scheduler's observer. Times that it tells began with itself."""
+    """The scheduler's observer. Its times start with itself."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = perf_counter) -> None:
         """`clock`: that of the loop."""
         self._scheduler = scheduler
         self._clock = clock
-        self.zero = clock()  # 0 s of what is told
+        self.zero = clock()  # 0 s of all events
         self.began = time()  # Unix time at 0 s
-        self._sinks: list[Sink] = []
+        self._sinks: list[EventSink] = []
         self._lives: dict[str, _Life] = {}
         self._launched: dict[int, _LaunchedStep] = {}
-        self._retracted: list[str] = []  # since the last launch
+        self._preempted: list[str] = []  # since the last launch
         self._last: StepRecord | None = None
 
     @property
     def now(self) -> float:
-        return self._told(self._clock())
+        return self._since_zero(self._clock())
 
-    def add(self, sink: Sink) -> None:
-        """Tell it everything from now on."""
+    def add(self, sink: EventSink) -> None:
         if not self._sinks:
             for request in self._scheduler.requests.values():
                 self._lives[request.id] = self._life(request)
             self._scheduler.registry.observer = self
         self._sinks.append(sink)
 
-    def remove(self, sink: Sink) -> None:
+    def remove(self, sink: EventSink) -> None:
         self._sinks.remove(sink)
         if not self._sinks:
             self._scheduler.registry.observer = None
             self._lives.clear()
             self._launched.clear()
-            self._retracted.clear()
+            self._preempted.clear()
             self._last = None
 
-    def lose(self, sink: Sink, error: Exception) -> None:
-        """A sink's own failure, or ours to tell it something: nobody else is harmed."""
-        name = type(sink).__name__
-        logger.error("%s failed: what the engine does is not told to it", name, exc_info=error)
+    def lose(self, sink: EventSink, error: Exception) -> None:
+        """Remove one sink that failed, or that an event could not be recorded for."""
+        logger.error("%s failed and gets no more events", type(sink).__name__, exc_info=error)
         self._scheduler.metrics.watch_failures += 1
         if sink in self._sinks:
             self.remove(sink)
         sink.lost()
 
     def give_up(self, error: Exception) -> None:
-        """No record could be made."""
+        """No event could be made."""
         for sink in list(self._sinks):
             self.lose(sink, error)
 
-    def requests(self) -> list[Request]:
-        """All that have not ended: those that run first, then in order of arrival."""
-        lives = sorted(self._lives.values(), key=lambda life: (not life.request.running, life.came))
-        return [self._view(life) for life in lives]
+    def requests(self) -> list[RequestEvent]:
+        """All that have not ended: the running ones, then the others, in order of arrival."""
+        lives = self._lives.values()
+        order = sorted(lives, key=lambda life: (not life.request.running, life.arrived))
+        return [self._request_event(life) for life in order]
 
-    # ---- what the scheduler tells ------------------------------------------------------------
+    # ---- the scheduler's observer ------------------------------------------------------------
 
     @never_raises
-    def request_changed(self, request: scheduled.Request) -> None:
+    def request_changed(self, request: Request) -> None:
         life = self._lives.get(request.id)
         if life is None:
             life = self._lives[request.id] = self._life(request)
-        if request.num_preemptions > life.retractions:
-            life.retractions = request.num_preemptions
-            self._retracted.append(request.id)
+        if request.num_preemptions > life.preemptions:
+            life.preemptions = request.num_preemptions
+            self._preempted.append(request.id)
         if request.finish is not None:
             life.ended = self.now
             del self._lives[request.id]
-        self._tell(life)
+        self._send_request(life)
 
     @never_raises
     def step_launched(self, plan: StepPlan, running_slots: Mapping[int, RunningSlot]) -> None:
@@ -147,13 +146,13 @@ class Recorder:
             )
             for row in plan.prefill
         ]
-        retracted, self._retracted = self._retracted, []
-        self._launched[plan.step] = _LaunchedStep(chunks, started, samples, retracted)
+        preempted, self._preempted = self._preempted, []
+        self._launched[plan.step] = _LaunchedStep(chunks, started, samples, preempted)
         for id in started:
             if (life := self._lives.get(id)) is not None:
                 if life.started is None:
-                    life.started = round(life.came + (life.request.queued_s or 0.0), 6)
-                self._tell(life)
+                    life.started = round(life.arrived + (life.request.queued_s or 0.0), 6)
+                self._send_request(life)
 
     @never_raises
     def step_committed(self, plan: StepPlan, record: StepRecord) -> None:
@@ -161,18 +160,18 @@ class Recorder:
             del self._launched[step]  # it failed
         launched = self._launched.pop(plan.step, None)
         if launched is None:
-            return  # launched before anybody watched
-        told = self._step(plan, record, launched)
+            return  # launched before there was a sink
+        event = self._step_event(plan, record, launched)
         self._last = record
-        self._tell_sinks(lambda sink: sink.step(told))
+        self._send(lambda sink: sink.step(event))
         for id in launched.samples:
             if (life := self._lives.get(id)) is not None and life.first_token is None:
-                life.first_token = told.resumed
-                self._tell(life)
+                life.first_token = event.resumed
+                self._send_request(life)
 
     # ---- records -----------------------------------------------------------------------------
 
-    def _step(self, plan: StepPlan, record: StepRecord, launched: _LaunchedStep) -> Step:
+    def _step_event(self, plan: StepPlan, record: StepRecord, launched: _LaunchedStep) -> StepEvent:
         captures = [retire.captures for retire in plan.retire]
         captures += [row.captures for row in plan.prefill]
         captures += [row.checkpoint for row in plan.decode]
@@ -180,14 +179,14 @@ class Recorder:
         last = self._last
         if last is not None and last.step + 1 == record.step and not record.after_pause:
             idle, span = record.idle_since(last)
-        return Step(
+        return StepEvent(
             step=plan.step,
-            planned=self._told(record.planned),
-            dispatched=self._told(record.dispatched),
-            launched=self._told(record.launched),
-            done=self._told(record.device_done),
-            resumed=self._told(record.resumed),
-            committed=self._told(record.committed),
+            planned=self._since_zero(record.planned),
+            dispatched=self._since_zero(record.dispatched),
+            launched=self._since_zero(record.launched),
+            done=self._since_zero(record.device_done),
+            resumed=self._since_zero(record.resumed),
+            committed=self._since_zero(record.committed),
             waited=round(record.waited, 6),
             seen=record.host_waited,
             after_pause=record.after_pause,
@@ -197,7 +196,8 @@ class Recorder:
             decode=[row.slot for row in plan.decode],
             ghosts=record.ghosts,
             started=launched.started,
-            retracted=launched.retracted,
+            preempted=launched.preempted,
+            retracted=launched.preempted,
             retired=[retire.slot for retire in plan.retire],
             captures=sum(captures),
             loads=len(plan.load),
@@ -205,31 +205,32 @@ class Recorder:
             forwards=record.forwards,
         )
 
-    def _life(self, request: scheduled.Request) -> _Life:
-        came = self.now if request.submitted_s is None else self._told(request.submitted_s)
-        life = _Life(request, came, retractions=request.num_preemptions)
+    def _life(self, request: Request) -> _Life:
+        submitted = request.submitted_s
+        arrived = self.now if submitted is None else self._since_zero(submitted)
+        life = _Life(request, arrived, preemptions=request.num_preemptions)
         if request.queued_s is not None:
-            life.started = round(came + request.queued_s, 6)
+            life.started = round(arrived + request.queued_s, 6)
         return life
 
-    def _tell(self, life: _Life) -> None:
-        told = self._view(life)
-        self._tell_sinks(lambda sink: sink.request(told))
+    def _send_request(self, life: _Life) -> None:
+        event = self._request_event(life)
+        self._send(lambda sink: sink.request(event))
 
-    def _tell_sinks(self, tell: Callable[[Sink], None]) -> None:
+    def _send(self, send: Callable[[EventSink], None]) -> None:
         for sink in list(self._sinks):
             try:
-                tell(sink)
+                send(sink)
             except Exception as error:
                 self.lose(sink, error)
 
-    def _view(self, life: _Life) -> Request:
+    def _request_event(self, life: _Life) -> RequestEvent:
         request = life.request
         running = self._scheduler.running_slots.get(request.slot) if request.slot else None
         phase = request.phase
         if phase == "decode" and not request.output:
             phase = "prefill"  # its last chunk is in flight
-        return Request(
+        return RequestEvent(
             id=request.id,
             phase=phase,
             slot=request.slot or None,
@@ -241,14 +242,16 @@ class Recorder:
             reply=len(request.output),
             max_tokens=request.params.max_tokens,
             priority=request.priority,
+            preemptions=request.num_preemptions,
             retractions=request.num_preemptions,
-            came=life.came,
+            arrived=life.arrived,
+            came=life.arrived,
             started=life.started,
             first_token=life.first_token,
             ended=life.ended,
             finish=request.finish,
         )
 
-    def _told(self, seconds: float) -> float:
-        """A time of `perf_counter` as it is told, to the microsecond."""
+    def _since_zero(self, seconds: float) -> float:
+        """A time of the clock as events have it, to the microsecond."""
         return round(seconds - self.zero, 6)

@@ -1,11 +1,11 @@
-"""What watchers are told, as JSON: docs/feed.md in types. Knows nothing of where it comes from.
+"""The events of an engine as JSON: docs/feed.md in types. Knows nothing of where they come from.
 
-    snapshot   everything, to whoever has just come or fell behind
+    snapshot   everything, to a watcher that is new or fell behind
     frame      what is new since the message before
     engine     the engine was lost: the next message is another one's snapshot
 
-Times are seconds on the engine's own clock, which began with `Snapshot.began`. No text, and no
-token: numbers alone.
+Times are seconds on the engine's own clock, which starts at `Snapshot.began`. Numbers only: no text
+and no tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Change = Literal["add", "split", "change", "show"]
 class StepChunk(msgspec.Struct, frozen=True, gc=False):
     """A piece of a prompt in a step, or of a reply that a grammar forces: [start, start + tokens).
 
-    Before it `restored` tokens came out of the tree; where all did, the chunk has 0 tokens.
+    `restored` tokens before it are copied from the tree; where all are, the chunk has 0 tokens.
     """
 
     request: str
@@ -35,11 +35,11 @@ class StepChunk(msgspec.Struct, frozen=True, gc=False):
     checkpoints: int  # states that are captured along it
 
 
-class Step(msgspec.Struct, frozen=True, gc=False):
+class StepEvent(msgspec.Struct, frozen=True, gc=False):
     """One step, once it is committed.
 
     planned ───── dispatched ── launched      resumed - waited ─── resumed ──── committed
-      host plans, builds, hands over            host waits           host commits
+      host plans, builds, launches              host waits           host commits
                       └─────── device: from here, or from the end of the step before ─ done ┘
     """
 
@@ -59,15 +59,18 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     decode: list[int]  # slots that ran one token
     ghosts: int  # of all rows: their requests had ended, what they sampled was dropped
     started: list[str]  # requests that got a slot
-    retracted: list[str]  # requests that went back to the queue
-    retired: list[int]  # slots that were given back
-    captures: int  # chunks, rows and ends whose KV or state goes into the tree, or is kept for it
-    loads: int  # payloads that came from a tier below
-    spills: int  # payloads whose bytes went there
+    preempted: list[str]  # requests that are back in the queue
+    retired: list[int]  # slots that were freed
+    captures: (
+        int  # chunks, rows and ends whose KV or state is inserted into the tree, or kept for it
+    )
+    loads: int  # payloads that arrived from a tier below
+    spills: int  # payloads that were written there
     forwards: StepForwards
+    retracted: list[str]  # deprecated: `preempted`, for one release
 
 
-class Request(msgspec.Struct, frozen=True, gc=False):
+class RequestEvent(msgspec.Struct, frozen=True, gc=False):
     """One request, in the phase that it is in now."""
 
     id: str
@@ -76,20 +79,22 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     prompt: int  # tokens
     cached: int  # of these, not computed
     disk: int  # of these, read from disk for it
-    held: int  # tokens of prompt and reply that its row holds
+    held: int  # tokens of prompt and reply in its row
     reply: int  # tokens so far
     max_tokens: int
     priority: int
-    retractions: int
-    came: float
+    preemptions: int
+    arrived: float
     started: float | None  # its first step was planned
     first_token: float | None
     ended: float | None
     finish: FinishReason | None
+    retractions: int  # deprecated: `preemptions`, for one release
+    came: float  # deprecated: `arrived`, for one release
     host: int = 0  # of `cached`, loaded for it from the host's memory
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SlotProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How far a running request is: [slot, held, reply]."""
 
     slot: int
@@ -97,54 +102,54 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reply: int
 
 
-class Node(msgspec.Struct, frozen=True, gc=False):
-    """Tokens [start, start + tokens) of every sequence through here, and what is kept of them."""
+class NodeEvent(msgspec.Struct, frozen=True, gc=False):
+    """Tokens [start, start + tokens) of every sequence through it, and what is cached of them."""
 
     id: int  # as long as it lives; a split gives the upper part a new one
-    parent: int  # 0 is the root, which has no tokens and is never told
+    parent: int  # 0 is the root, which has no tokens and is never sent
     start: int
     tokens: int
-    children: int  # also those that are not told
+    children: int  # also those that are not sent
     bytes: dict[str, int]  # by component; one that is missing is not valid here
-    tier: Literal["device", "host", "disk"]  # not the device: all of them are there, too
+    tier: Literal["device", "host", "disk"]  # not the device: that tier has a copy of all
     hits: int  # prompts whose match ended here
     used: int  # `Tree.tick` of its last use
-    change: Change  # why it is told: new, the upper part of one that was split, ...
+    change: Change  # why it is sent: new, the upper part of one that was split, ...
 
 
-class Tree(msgspec.Struct, frozen=True, gc=False):
-    """Nodes that are new or have changed, parents first, and the ids of those to forget.
+class TreeEvent(msgspec.Struct, frozen=True, gc=False):
+    """Nodes that are new or have changed, parents first, and the ids of those to remove.
 
-    In a snapshot all that are told; at most MAX_NODES at a time, those used last.
+    At most MAX_NODES are known to watchers at a time, those used last; a snapshot has all of them.
     """
 
-    nodes: list[Node]
+    nodes: list[NodeEvent]
     evicted: list[int]  # no longer in the tree
-    hidden: list[int]  # in the tree, but no longer told
+    hidden: list[int]  # in the tree, but no longer sent
     used: list[int]  # paths that end there were used, in this order
-    locked: list[int]  # paths that end there are held by a running request: all of these
+    locked: list[int]  # every path that a running request locks, by its end
     tick: int  # counts uses
     num_nodes: int  # of the whole tree
     num_tokens: int
     num_roots: int  # children of the root
 
 
-class Memory(msgspec.Struct, frozen=True, gc=False):
+class MemoryUse(msgspec.Struct, frozen=True, gc=False):
     """Bytes: capacity = rows + checkpoints + captures + loads + the tree's components + free."""
 
-    device: int  # all that the device holds, weights included
+    device: int  # everything on the device, weights included
     capacity: int  # of the budget, what weights and work space leave
     rows: int  # claimed by running requests
-    checkpoints: int  # states of replies that the tree has not got yet
+    checkpoints: int  # states of replies that are not in the tree yet
     captures: int  # of steps in flight
     loads: int  # on their way from a tier below
     tree: dict[str, int]  # by component
-    evictable: int  # of the tree, what no running request holds
+    evictable: int  # of the tree, what no running request locks
     free: int
 
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):
-    """How busy it is. Tokens and ends are counted since the engine's start."""
+    """How busy it is. Tokens and finished requests are counted since the engine's start."""
 
     running: int
     waiting: int  # in the queue
@@ -157,7 +162,8 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     finished: int
     aborted: int
     failed: int
-    retractions: int
+    preemptions: int
+    retractions: int  # deprecated: `preemptions`, for one release
     tokens_per_second: float  # generated in the steps of this message
     idle_share: float | None  # of the device, over the steps of this message; None: of too few
 
@@ -170,22 +176,22 @@ class Snapshot(msgspec.Struct, frozen=True, gc=False):
     slots: int
     overlap: bool
     components: list[str]
-    steps: list[Step]  # the last ones that were told
-    requests: list[Request]  # those that have not ended, and the last that have
-    tree: Tree | None  # None: there is no prefix cache
-    memory: Memory
+    steps: list[StepEvent]  # the last ones
+    requests: list[RequestEvent]  # those that have not ended, and the last that have
+    tree: TreeEvent | None  # None: there is no prefix cache
+    memory: MemoryUse
     load: EngineLoad
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
     at: float
     number: int  # counts frames: the last one's and 1
-    steps: list[Step]
+    steps: list[StepEvent]
     left_out: int  # steps that were too many for one message: the oldest
-    requests: list[Request]  # those whose phase has changed
-    progress: list[Progress]  # of all that run
-    tree: Tree | None  # None: nothing changed there
-    memory: Memory
+    requests: list[RequestEvent]  # those whose phase has changed
+    progress: list[SlotProgress]  # of all that run
+    tree: TreeEvent | None  # None: nothing changed there
+    memory: MemoryUse
     load: EngineLoad
 
 

@@ -2,11 +2,11 @@
 
     host      plan ▏ wait ▏ commit ▏ messages ▏ plan ...     every moment is in exactly one slice
     device    idle ▏ step 7 ▏ step 8 ▏ idle ...              likewise
-    slot 1    prefill ▏ decode                               of whoever has the slot
-    queue     from coming to being started                   side by side
+    slot 1    prefill ▏ decode                               of the request in the slot
+    queue     from arrival to start                          side by side
 
 The server writes the head of the file, engines append to it, each as a process of its own. JSON's
-closing bracket comes last, and readers do without: what a killed server leaves can be loaded.
+closing bracket is written last, and readers do not need it: a killed server's file can be read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from pippin.engine.events.recorder import Recorder
-from pippin.engine.events.schema import Phase, Request, Step
+from pippin.engine.events.schema import Phase, RequestEvent, StepEvent
 from pippin.errors import LoadError
 
 MAX_BYTES = 200_000_000  # a browser holds several times as much when it has read them
@@ -92,7 +92,7 @@ class _Lane:
         self.end: float | None = None
 
     def add(self, one: _Slice) -> list[_Slice]:
-        """The slice, and what came before it. Clocks are told to the microsecond."""
+        """The slice, and one for the time before it."""
         begins = one.begins if self.end is None else max(one.begins, self.end)
         before = self.fill(begins, one.gap)
         ends = self.end = max(begins, one.ends)
@@ -113,15 +113,18 @@ class TraceWriter:
         self._pid = os.getpid()
         self._is_lost = False
         self._host, self._device = _Lane(HOST), _Lane(DEVICE)
-        self._untold: list[_Slice] = []  # of the host; the next step's plan may come before them
+        self._held_back: list[_Slice] = []  # of the host; the next step's plan may come before them
         self._committed = 0.0
         self._running: dict[str, tuple[Phase, float, int]] = {}  # phase, since when, slot
         self._waiting: set[str] = set()
         lanes = {HOST: "host", DEVICE: "device", QUEUE: "queue"}
         lanes |= {FIRST_SLOT + slot: f"slot {slot}" for slot in range(1, num_slots + 1)}
-        file.write([self._named("process_name", 0, f"pippin engine {self._pid}")])
+        process = {"name": f"pippin engine {self._pid}"}
+        file.write([self._event("M", "process_name", 0, args=process)])
         for lane, name in lanes.items():
-            file.write([self._named("thread_name", lane, name), self._sorted(lane)])
+            named = self._event("M", "thread_name", lane, args={"name": name})
+            placed = self._event("M", "thread_sort_index", lane, args={"sort_index": lane})
+            file.write([named, placed])
         recorder.add(self)
 
     def lost(self) -> None:
@@ -130,32 +133,32 @@ class TraceWriter:
         self._file.close()
 
     def close(self) -> None:
-        """Tell what was held back; both lanes end together."""
+        """Write what was held back; both lanes end together."""
         if self._is_lost:
             return
         self._recorder.remove(self)
-        events = self._tell_host(self._untold)
+        events = self._host_events(self._held_back)
         left = self._device.fill(self._committed, "idle")
         self._file.write(events + [self._slice(one, DEVICE) for one in left])
         self._file.close()
 
-    # ---- what the recorder tells ---------------------------------------------------------------
+    # ---- the recorder's sink -------------------------------------------------------------------
 
-    def step(self, step: Step) -> None:
+    def step(self, step: StepEvent) -> None:
         plan = _Slice(
             step.planned,
             step.launched,
             f"plan {step.step}",
-            {"started": step.started, "retracted": step.retracted},
+            {"started": step.started, "preempted": step.preempted},
             "idle" if step.after_pause else "messages",
         )
-        known = sorted([*self._untold, plan], key=lambda one: one.begins)
-        self._untold = [
+        known = sorted([*self._held_back, plan], key=lambda one: one.begins)
+        self._held_back = [
             _Slice(step.resumed - step.waited, step.resumed, f"wait {step.step}", {}),
             _Slice(step.resumed, step.committed, f"commit {step.step}", {"ghosts": step.ghosts}),
         ]
         self._committed = step.committed
-        events = self._tell_host(known)
+        events = self._host_events(known)
         device = [] if self._device.end is not None else self._device.fill(step.planned, "idle")
         work = _Slice(step.dispatched, step.done, f"step {step.step}", _work(step), "idle")
         device += self._device.add(work)
@@ -163,94 +166,59 @@ class TraceWriter:
         events.append(self._counted(step))
         self._file.write(events)
 
-    def request(self, request: Request) -> None:
+    def request(self, request: RequestEvent) -> None:
         now = self._recorder.now
         events = self._wait(request, now)
         was = self._running.pop(request.id, None)
         if was is not None:
             phase, since, slot = was
             ends = request.ended if request.phase == "ended" else request.first_token
-            if ends is None or ends < since:  # retracted, or resumed after it had said something
+            if ends is None or ends < since:  # preempted, or resumed after its first token
                 ends = now
             args = {"prompt": request.prompt, "cached": request.cached, "reply": request.reply}
             name = f"{phase} {request.id}"
             events.append(self._slice(_Slice(since, ends, name, args), FIRST_SLOT + slot))
         if request.phase in ("prefill", "decode") and request.slot is not None:
             first = request.started if request.phase == "prefill" else request.first_token
-            since = now if request.retractions or first is None else first
+            since = now if request.preemptions or first is None else first
             self._running[request.id] = (request.phase, since, request.slot)
         self._file.write(events)
 
     # ---- events --------------------------------------------------------------------------------
 
-    def _tell_host(self, slices: list[_Slice]) -> list[Event]:
-        return [self._slice(told, HOST) for one in slices for told in self._host.add(one)]
+    def _host_events(self, slices: list[_Slice]) -> list[Event]:
+        return [self._slice(each, HOST) for one in slices for each in self._host.add(one)]
 
-    def _wait(self, request: Request, now: float) -> list[Event]:
-        """Its time in the queue begins or ends."""
+    def _wait(self, request: RequestEvent, now: float) -> list[Event]:
+        """Its time in the queue starts or ends."""
         waits = request.phase in ("compiling", "waiting", "loading")
         if waits == (request.id in self._waiting):
             return []
         (self._waiting.add if waits else self._waiting.remove)(request.id)
         at = now
-        if not request.retractions and request.phase != "ended":
-            at = request.came if waits or request.started is None else request.started
-        return [
-            {
-                "ph": "b" if waits else "e",
-                "cat": "queue",
-                "name": "waits",
-                "id": request.id,
-                "ts": self._us(at),
-                "pid": self._pid,
-                "tid": QUEUE,
-            }
-        ]
+        if not request.preemptions and request.phase != "ended":
+            at = request.arrived if waits or request.started is None else request.started
+        phase = "b" if waits else "e"
+        return [self._event(phase, "waits", QUEUE, at, cat="queue", id=request.id)]
 
     def _slice(self, one: _Slice, lane: int) -> Event:
-        begins, ends = self._us(one.begins), self._us(one.ends)
-        return {
-            "ph": "X",
-            "name": one.name,
-            "ts": begins,
-            "dur": ends - begins,
-            "pid": self._pid,
-            "tid": lane,
-            "args": one.args,
-        }
+        duration = self._us(one.ends) - self._us(one.begins)
+        return self._event("X", one.name, lane, one.begins, dur=duration, args=one.args)
 
-    def _counted(self, step: Step) -> Event:
+    def _counted(self, step: StepEvent) -> Event:
         tokens = sum(chunk.tokens for chunk in step.chunks)
         args = {"decode rows": len(step.decode), "prompt tokens": tokens}
-        at = self._us(step.dispatched)
-        return {"ph": "C", "name": "work", "ts": at, "pid": self._pid, "args": args}
+        return self._event("C", "work", 0, step.dispatched, args=args)
 
-    def _named(self, what: str, lane: int, name: str) -> Event:
-        return {"ph": "M", "name": what, "pid": self._pid, "tid": lane, "args": {"name": name}}
-
-    def _sorted(self, lane: int) -> Event:
-        args = {"sort_index": lane}
-        return {
-            "ph": "M",
-            "name": "thread_sort_index",
-            "pid": self._pid,
-            "tid": lane,
-            "args": args,
-        }
+    def _event(self, ph: str, name: str, lane: int, at: float | None = None, **more: Any) -> Event:
+        when = {} if at is None else {"ts": self._us(at)}
+        return {"ph": ph, "name": name, **when, "pid": self._pid, "tid": lane, **more}
 
     def _us(self, seconds: float) -> int:
         """Microseconds on the machine's clock, which all engines share."""
         return round((self._recorder.zero + seconds) * 1e6)
 
 
-def _work(step: Step) -> Event:
-    return {
-        "chunks": step.chunks,
-        "decode": step.decode,
-        "ghosts": step.ghosts,
-        "captures": step.captures,
-        "loads": step.loads,
-        "spills": step.spills,
-        "forwards": step.forwards,
-        "seen": step.seen,
-    }
+def _work(step: StepEvent) -> Event:
+    names = ("chunks", "decode", "ghosts", "captures", "loads", "spills", "forwards", "seen")
+    return {name: getattr(step, name) for name in names}

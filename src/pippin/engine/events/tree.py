@@ -1,7 +1,7 @@
 """The part of the tree that watchers know, kept up to date. Knows no requests and no messages.
 
-A tree may have 100,000 nodes. At most MAX_NODES of them are told, those used last: a use marks the
-whole path above, so a node is told whenever one below it is.
+A tree may have 100,000 nodes. At most MAX_NODES of them are sent, those used last: a use marks the
+whole path above, so a node is sent whenever one below it is.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.tree.components import COMPONENTS
 from pippin.cache.tree.observer import TreeObserver
 from pippin.cache.tree.radix import Node
-from pippin.engine.events import schema
 from pippin.engine.events.guard import never_raises
-from pippin.engine.events.schema import Change
+from pippin.engine.events.schema import Change, NodeEvent, TreeEvent
 from pippin.types import TierName
 
 MAX_NODES = 512
@@ -31,7 +30,7 @@ class TreeMirror(TreeObserver):
         on_failure: Callable[[Exception], None],
         tier_below: TierName = "disk",
     ) -> None:
-        """`tier_below`: the one that the cache's marks of copies are about."""
+        """`tier_below`: the tier whose copies the cache marks."""
         self._cache = cache
         self._tier_below = tier_below
         self.give_up = on_failure
@@ -49,12 +48,12 @@ class TreeMirror(TreeObserver):
         """A node that watchers know."""
         return self._shown.get(id)
 
-    def snapshot(self) -> schema.Tree:
-        """All that watchers should know; what was new has been told by `changes` before."""
+    def snapshot(self) -> TreeEvent:
+        """All nodes that watchers should know, after `changes` has returned what was new."""
         nodes = sorted(self._shown.values(), key=lambda node: node.start)
-        return self._tell([self._view(node, "show") for node in nodes], [], [], [])
+        return self._event([self._view(node, "show") for node in nodes], [], [], [])
 
-    def changes(self) -> schema.Tree | None:
+    def changes(self) -> TreeEvent | None:
         """What is new since the last call, if anything is."""
         hidden = self._hide() if len(self._shown) > MAX_NODES else []
         locked = sorted(node.id for node in self._cache.locked_ends if node.id in self._shown)
@@ -62,14 +61,14 @@ class TreeMirror(TreeObserver):
         if nothing_new and locked == self._locked:
             return None
         nodes = sorted((self._shown[id] for id in self._changes), key=lambda node: node.start)
-        told = [self._view(node, self._changes[node.id]) for node in nodes]
+        changed = [self._view(node, self._changes[node.id]) for node in nodes]
         used = [id for id in self._used if id in self._shown]
-        tree = self._tell(told, self._evicted, hidden, used)
+        tree = self._event(changed, self._evicted, hidden, used)
         self._changes, self._evicted, self._used = {}, [], {}
         self._locked = locked
         return tree
 
-    # ---- what the cache tells ------------------------------------------------------------------
+    # ---- the cache's observer ------------------------------------------------------------------
 
     @never_raises
     def added(self, node: Node) -> None:
@@ -121,15 +120,15 @@ class TreeMirror(TreeObserver):
         return self._changes.pop(id, "change") == "change"
 
     def _hide(self) -> list[int]:
-        """Forget those that were not used for longest."""
+        """Remove the least recently used ones."""
         kept = {node.id for node in _used_last(self._cache.radix.root, NUM_KEPT)}
         return [id for id in list(self._shown) if id not in kept and self._forget(id)]
 
-    def _tell(
-        self, nodes: list[schema.Node], evicted: list[int], hidden: list[int], used: list[int]
-    ) -> schema.Tree:
+    def _event(
+        self, nodes: list[NodeEvent], evicted: list[int], hidden: list[int], used: list[int]
+    ) -> TreeEvent:
         cache = self._cache
-        return schema.Tree(
+        return TreeEvent(
             nodes=nodes,
             evicted=evicted,
             hidden=hidden,
@@ -141,9 +140,9 @@ class TreeMirror(TreeObserver):
             num_roots=len(cache.radix.root.children),
         )
 
-    def _view(self, node: Node, why: Change) -> schema.Node:
+    def _view(self, node: Node, why: Change) -> NodeEvent:
         held = zip(COMPONENTS, node.payloads, strict=True)
-        return schema.Node(
+        return NodeEvent(
             id=node.id,
             parent=0 if node.parent is None else node.parent.id,
             start=node.start,
@@ -171,6 +170,6 @@ def _used_last(root: Node, limit: int = MAX_NODES) -> list[Node]:
 
 
 def _is_copied(node: Node) -> bool:
-    """Whether the tier below has all that it holds."""
+    """Whether the tier below has a copy of all its payloads."""
     held = [index for index, payload in enumerate(node.payloads) if payload is not None]
     return bool(held) and all(node.copied >> index & 1 for index in held)

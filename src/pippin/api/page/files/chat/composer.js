@@ -1,6 +1,6 @@
 // Where a message is written. Enter sends, Shift+Enter is a new line, Escape stops a reply.
 
-import { h } from "../lib/dom.js";
+import { h, submitOnEnter } from "../lib/dom.js";
 import { icon } from "../lib/icons.js";
 
 export function composer({ send, stop }) {
@@ -23,11 +23,7 @@ export function composer({ send, stop }) {
     send(written);
   };
   text.addEventListener("input", grow);
-  text.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    submit();
-  });
+  submitOnEnter(text, submit);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (running) stop();

@@ -1,6 +1,6 @@
 // A message that is written anew, in its place.
 
-import { h } from "../lib/dom.js";
+import { h, submitOnEnter } from "../lib/dom.js";
 
 export function editor(text, { send, cancel }) {
   const field = h("textarea", { rows: Math.min(12, text.split("\n").length + 1), "aria-label": "Edit your message", value: text });
@@ -19,14 +19,11 @@ export function editor(text, { send, cancel }) {
     submit();
   });
   field.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") {
-      event.stopPropagation();
-      cancel();
-    } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      submit();
-    }
+    if (event.key !== "Escape") return;
+    event.stopPropagation();
+    cancel();
   });
+  submitOnEnter(field, submit);
   form.focusText = () => field.focus();
   return form;
 }

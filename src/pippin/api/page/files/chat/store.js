@@ -1,5 +1,8 @@
 // Conversations in localStorage, one entry each, so that two tabs do not overwrite each other.
-// Bounded: beyond that the oldest go, and whoever saves is told which.
+// Bounded: beyond that the oldest are deleted, and `save` returns them.
+
+import { sum } from "../lib/format.js";
+import { writeStored } from "../lib/storage.js";
 
 const PREFIX = "pippin.chat.";
 const SETTINGS = "pippin.settings";
@@ -18,7 +21,7 @@ export function loadAll() {
   return found.sort((a, b) => b.updated - a.updated);
 }
 
-// Those that had to go; throws where even that made no room.
+// Returns those that it deleted to make room; throws where that was not enough.
 export function save(conversation) {
   const text = JSON.stringify(conversation);
   const others = loadAll().filter(({ id }) => id !== conversation.id);
@@ -49,13 +52,8 @@ export function lastSettings() {
   }
 }
 
-export function rememberSettings(settings) {
-  try {
-    localStorage.setItem(SETTINGS, JSON.stringify(settings));
-  } catch {
-    // The conversation holds them too, as long as the page is open.
-  }
-}
+export const rememberSettings = (settings) =>
+  writeStored("localStorage", SETTINGS, JSON.stringify(settings));
 
 export function download(conversations, name) {
   const file = new Blob([JSON.stringify(conversations, null, 2)], { type: "application/json" });
@@ -80,5 +78,4 @@ function drop(conversations) {
   return oldest;
 }
 
-const sizeOf = (conversations) =>
-  conversations.reduce((sum, { id }) => sum + localStorage.getItem(PREFIX + id).length, 0);
+const sizeOf = (conversations) => sum(conversations.map(({ id }) => localStorage.getItem(PREFIX + id).length));

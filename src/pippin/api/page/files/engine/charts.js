@@ -1,7 +1,7 @@
 // Small charts: a line of the last minute, and a histogram over logarithmic bins.
 
 import { h, svg } from "../lib/dom.js";
-import { plural, seconds } from "../lib/format.js";
+import { plural, seconds, sum } from "../lib/format.js";
 import { quantile } from "./state.js";
 
 const WIDTH = 240;
@@ -11,7 +11,7 @@ const BINS_A_DECADE = 6;
 // Messages come up to ten a second: half a second of them is one point.
 export function sparkline(messages, now, span = 60) {
   const halves = Map.groupBy(messages, ({ at }) => Math.floor(2 * at));
-  const rates = [...halves].map(([half, group]) => ({ at: half / 2, rate: group.reduce((sum, { rate }) => sum + rate, 0) / group.length }));
+  const rates = [...halves].map(([half, group]) => ({ at: half / 2, rate: sum(group.map(({ rate }) => rate)) / group.length }));
   const top = Math.max(1, ...rates.map(({ rate }) => rate));
   const point = ({ at, rate }) => `${(WIDTH * (1 - (now - at) / span)).toFixed(1)},${(36 - (34 * rate) / top).toFixed(1)}`;
   return svg("svg", { viewBox: `0 0 ${WIDTH} 38`, class: "spark", preserveAspectRatio: "none", "aria-hidden": "true" },

@@ -1,13 +1,13 @@
-// The panel that tells all about one step, node or request.
+// The panel with everything about one step, node or request.
 
 import { getJson } from "../lib/api.js";
-import { announce, h } from "../lib/dom.js";
+import { announce, columns, h, scrollTable } from "../lib/dom.js";
 import { bytes, count, percent, plural, seconds } from "../lib/format.js";
 import { icon } from "../lib/icons.js";
 import { describeStep } from "./timeline.js";
 import { promptTokens } from "./timeline_layout.js";
 
-const PATIENCE_MS = 120; // of the pointer: text is asked for where it rests
+const REST_MS = 120; // the pointer rests that long before a text is fetched
 
 export class Details {
   #body = h("div", { class: "details-body" });
@@ -35,15 +35,15 @@ export class Details {
       ["Prompts", step.chunks.length ? `${plural(promptTokens(step), "token")} in ${plural(step.chunks.length, "chunk")}` : "none"],
       ["Decode", step.decode.length ? plural(step.decode.length, "row") : "none"],
       ["Ghosts", count(step.ghosts)],
-      ["Planned and handed over", seconds(step.launched - step.planned)],
+      ["Planned and launched", seconds(step.launched - step.planned)],
       ["On the device", `${step.seen ? "" : "at least "}${seconds(busy)}`],
       ["Host waited", seconds(step.waited)],
-      ["Taken in", seconds(step.committed - step.resumed)],
+      ["Committed", seconds(step.committed - step.resumed)],
       ["Device idle before", step.span ? `${seconds(Math.max(0, step.idle))} (${percent(Math.max(0, step.idle) / step.span)})` : "after a pause"],
       ["Captured for the tree", plural(step.captures, "row")],
       ["Started", names(step.started)],
-      ["Preempted", names(step.retracted)],
-      ["Slots given back", step.retired.join(", ") || "none"],
+      ["Preempted", names(step.preempted)],
+      ["Slots freed", step.retired.join(", ") || "none"],
       ["Forwards", forwards(step.forwards)],
     ], rowsTable(step, requestIn));
     announce(describeStep(step));
@@ -56,15 +56,15 @@ export class Details {
       ["Slot", request.slot ?? "none"],
       ["Prompt", `${plural(request.prompt, "token")}, ${count(request.cached)} reused`],
       ["Reply", `${plural(request.reply, "token")} of ${count(request.max_tokens)} at most`],
-      ["Waited", seconds(request.started === null ? null : request.started - request.came)],
-      ["First token after", seconds(request.first_token === null ? null : request.first_token - request.came)],
-      ["Ended after", seconds(request.ended === null ? null : request.ended - request.came)],
+      ["Waited", seconds(request.started === null ? null : request.started - request.arrived)],
+      ["First token after", seconds(request.first_token === null ? null : request.first_token - request.arrived)],
+      ["Ended after", seconds(request.ended === null ? null : request.ended - request.arrived)],
       ["Priority", request.priority],
-      ["Preempted", plural(request.retractions, "time")],
+      ["Preempted", plural(request.preemptions, "time")],
     ]);
   }
 
-  // `now`: the text is wanted at once, not when the pointer rests.
+  // `now`: fetch the text at once, not when the pointer rests.
   showNode(node, tree, now) {
     const text = h("pre", { class: "text", tabindex: 0, role: "region", "aria-label": "Text" }, "…");
     this.#show(plural(node.tokens, "token"), [
@@ -73,11 +73,11 @@ export class Details {
       ["Where", node.tier === "device" ? "on the device" : `on ${node.tier}`],
       ["Prompts that ended here", count(node.hits)],
       ["Last used", node.used === tree.tick ? "just now" : `${plural(tree.tick - node.used, "use")} of the tree ago`],
-      ["Held by a running request", tree.locked.has(node.id) ? "yes" : "no"],
+      ["Locked by a running request", tree.locked.has(node.id) ? "yes" : "no"],
       ["Children", count(node.children)],
     ], text);
     clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => this.#fetchText(node, text), now ? 0 : PATIENCE_MS);
+    this.#timer = setTimeout(() => this.#fetchText(node, text), now ? 0 : REST_MS);
   }
 
   async #fetchText(node, place) {
@@ -102,8 +102,8 @@ export class Details {
   }
 }
 
-const forwards = (told) =>
-  Object.entries(told).filter(([, value]) => value)
+const forwards = (counts) =>
+  Object.entries(counts).filter(([, value]) => value)
     .map(([name, value]) => (value === true ? name : `${value} ${name.replaceAll("_", " ")}`)).join(", ") || "none";
 
 const names = (ids) => ids.map(shortId).join(", ") || "none";
@@ -119,8 +119,6 @@ function rowsTable(step, requestIn) {
       `${count(chunk.start)} + ${count(chunk.tokens)}${chunk.restored ? `, ${count(chunk.restored)} reused` : ""}`]),
     ...step.decode.map((slot) => [slot, shortId(requestIn(slot, step.launched)?.id ?? "–"), "1 token"]),
   ].sort((a, b) => a[0] - b[0]);
-  return h("div", { class: "table", tabindex: 0, role: "region", "aria-label": "Rows of the step" },
-    h("table", {},
-      h("thead", {}, h("tr", {}, ["Slot", "Request", "Tokens"].map((name) => h("th", { scope: "col" }, name)))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, String(cell))))))));
+  return scrollTable("Rows of the step", columns(["Slot", "Request", "Tokens"]),
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, String(cell)))))));
 }

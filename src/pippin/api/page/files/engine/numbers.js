@@ -1,7 +1,7 @@
 // The few numbers at the top.
 
 import { h } from "../lib/dom.js";
-import { count, percent, rate, seconds } from "../lib/format.js";
+import { count, percent, rate, seconds, sum } from "../lib/format.js";
 import { sparkline } from "./charts.js";
 import { quantile } from "./state.js";
 
@@ -29,15 +29,15 @@ export class Numbers {
     const { load, facts, rates, at, ttfts, gaps } = state;
     if (!load || !facts) return;
     const recent = rates.filter((entry) => entry.at > at - 1);
-    const speed = recent.length ? recent.reduce((sum, entry) => sum + entry.rate, 0) / recent.length : 0;
+    const speed = recent.length ? sum(recent.map((entry) => entry.rate)) / recent.length : 0;
     this.#set("rate", load.running ? rate(speed) : "0", `${count(load.generated_tokens)} since the start`);
-    this.#set("running", `${load.running} of ${facts.slots}`, `${count(load.waiting + load.compiling)} waiting, ${count(load.retractions)} preempted`);
+    this.#set("running", `${load.running} of ${facts.slots}`, `${count(load.waiting + load.compiling)} waiting, ${count(load.preemptions)} preempted`);
     this.#set("reused", load.prompt_tokens ? percent(load.cached_tokens / load.prompt_tokens) : "–", `${count(load.cached_tokens)} of ${count(load.prompt_tokens)}`);
     this.#set("ttft", seconds(quantile(ttfts, 0.5)), `p99 ${seconds(quantile(ttfts, 0.99))}`);
     this.#set("gap", seconds(quantile(gaps, 0.5)), `p99 ${seconds(quantile(gaps, 0.99))}`);
     const busy = state.steps.filter((step) => step.span && step.done > at - 5);
-    const span = busy.reduce((sum, step) => sum + step.span, 0);
-    const idle = busy.reduce((sum, step) => sum + Math.max(0, step.idle), 0);
+    const span = sum(busy.map((step) => step.span));
+    const idle = sum(busy.map((step) => Math.max(0, step.idle)));
     this.#set("idle", span ? percent(Math.min(1, idle / span)) : "–", facts.overlap ? "two steps in flight" : "one step at a time");
     this.#spark.replaceChildren(sparkline(rates, at));
   }

@@ -1,7 +1,7 @@
 // Requests that run, wait or have just ended, each with a bar of its tokens.
 // Rows stay while their request is shown: one that is replaced could not be clicked.
 
-import { h } from "../lib/dom.js";
+import { columns, h, scrollTable } from "../lib/dom.js";
 import { count, seconds } from "../lib/format.js";
 import { shortId } from "./details.js";
 
@@ -20,11 +20,8 @@ export class Requests {
   constructor(state, open) {
     this.#state = state;
     this.#open = open;
-    const names = ["Request", "Phase", "Prompt and reply", "Tokens", "Waited"];
-    this.element = h("div", { class: "requests" },
-      h("div", { class: "table", tabindex: 0, role: "region", "aria-label": "Table of requests" },
-        h("table", {}, h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name)))), this.#body)),
-      this.#more);
+    const head = columns(["Request", "Phase", "Prompt and reply", "Tokens", "Waited"]);
+    this.element = h("div", { class: "requests" }, scrollTable("Table of requests", head, this.#body), this.#more);
   }
 
   draw() {
@@ -46,13 +43,13 @@ export class Requests {
     const button = h("button", { type: "button", class: "quiet small mono", "aria-label": `Request ${shortId(id)}`, onclick: () => this.#open(this.#state.requests.get(id)) }, shortId(id));
     const element = h("tr", {}, h("td", {}, button), cells[0], h("td", { class: "wide" }, bar), cells[1], cells[2]);
     const draw = (request, longest, now) => {
-      const { prompt, cached, held, reply, ended, finish, phase, retractions } = request;
+      const { prompt, cached, held, reply, ended, finish, phase, preemptions } = request;
       const computed = ended === null ? Math.max(0, Math.min(held, prompt) - cached) : prompt - cached;
-      const again = retractions && ended === null ? ` (preempted ${retractions}×)` : "";
+      const again = preemptions && ended === null ? ` (preempted ${preemptions}×)` : "";
       element.className = `phase-${phase}`;
       cells[0].textContent = (finish ?? phase) + again;
       cells[1].textContent = `${count(cached)} / ${count(prompt)} + ${count(reply)}`;
-      cells[2].textContent = seconds((request.started ?? ended ?? now) - request.came);
+      cells[2].textContent = seconds((request.started ?? ended ?? now) - request.arrived);
       [cached, computed, prompt - cached - computed, reply].forEach((tokens, n) => {
         parts[n].style.width = `${(100 * Math.max(0, tokens)) / longest}%`;
       });
@@ -64,5 +61,5 @@ export class Requests {
 
 function byPhase(a, b) {
   const order = ORDER.indexOf(a.phase) - ORDER.indexOf(b.phase);
-  return order || (a.phase === "ended" ? b.ended - a.ended : a.came - b.came);
+  return order || (a.phase === "ended" ? b.ended - a.ended : a.arrived - b.arrived);
 }

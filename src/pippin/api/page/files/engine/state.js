@@ -56,7 +56,7 @@ export class State {
   #takeRequest(request) {
     const before = this.requests.get(request.id);
     if (request.first_token !== null && before?.first_token == null) {
-      this.ttfts.push(request.first_token - request.came);
+      this.ttfts.push(request.first_token - request.arrived);
     }
     this.requests.set(request.id, request);
   }

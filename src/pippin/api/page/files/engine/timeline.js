@@ -142,6 +142,6 @@ export function describeStep(step) {
   if (step.chunks.length) parts.push(`${plural(promptTokens(step), "prompt token")} in ${plural(step.chunks.length, "chunk")}`);
   if (step.decode.length) parts.push(plural(step.decode.length, "decode row"));
   if (step.ghosts) parts.push(plural(step.ghosts, "ghost"));
-  if (step.retracted.length) parts.push(`${count(step.retracted.length)} preempted`);
+  if (step.preempted.length) parts.push(`${count(step.preempted.length)} preempted`);
   return `Step ${count(step.step)}: ${parts.join(", ") || "nothing computed"}; ${seconds(step.committed - step.planned)}`;
 }

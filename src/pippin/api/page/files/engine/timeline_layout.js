@@ -5,7 +5,9 @@
 //   slot 1       [chunk of a prompt ][ one token         ]
 //   slot 2       [ one token        ][ ghost             ]
 //
-// `requestIn(slot, when)` tells whose row it was: one of a request that had ended is a ghost.
+// `requestIn(slot, when)` is the request of a row: a row of one that had ended is a ghost.
+
+import { sum } from "../lib/format.js";
 
 export function layoutSteps(steps, requestIn) {
   const spans = [];
@@ -27,14 +29,14 @@ export function layoutSteps(steps, requestIn) {
     for (const slot of step.decode) {
       spans.push({ lane: slot, kind: ghosts.has(slot) ? "ghost" : "decode", from, to, step });
     }
-    for (const id of step.retracted) spans.push({ lane: "mark", kind: "retracted", from: step.planned, to: step.planned, step, id });
+    for (const id of step.preempted) spans.push({ lane: "mark", kind: "preempted", from: step.planned, to: step.planned, step, id });
   }
   return spans;
 }
 
-export const promptTokens = (step) => step.chunks.reduce((sum, { tokens }) => sum + tokens, 0);
+export const promptTokens = (step) => sum(step.chunks.map(({ tokens }) => tokens));
 
-// As many as the step says it had, of the slots whose requests ended before it was taken in.
+// As many as the step counted, of the slots whose requests ended before it was committed.
 function ghostSlots(step, requestIn) {
   if (!step.ghosts) return new Set();
   const over = step.decode.filter((slot) => {

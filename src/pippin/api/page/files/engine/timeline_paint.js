@@ -43,7 +43,7 @@ function rowsOf(seen, slots) {
 function drawSpan(pen, colours, span, x, rows) {
   const left = x(span.from);
   const width = Math.max(0.75, x(span.to) - left - (x(span.to) - left > 3 ? 1 : 0));
-  if (span.lane === "mark") return drawRetraction(pen, colours, left);
+  if (span.lane === "mark") return drawPreemption(pen, colours, left);
   const place = span.lane === "host" ? HOST : span.lane === "device" ? DEVICE : rows.get(span.lane);
   if (!place) return;
   if (span.kind === "ghost") {
@@ -76,7 +76,7 @@ function drawCounts(pen, colours, { step }, left, width) {
   });
 }
 
-function drawRetraction(pen, colours, left) {
+function drawPreemption(pen, colours, left) {
   pen.fillStyle = colours.bad;
   pen.beginPath();
   pen.moveTo(left - 5, SLOTS.top - 10);

@@ -23,14 +23,30 @@ function fill(element, attributes, children) {
   return element;
 }
 
+// A table that scrolls in a region of its own; `head` and `rows` are elements.
+export const scrollTable = (label, head, rows) =>
+  h("div", { class: "table", tabindex: 0, role: "region", "aria-label": label },
+    h("table", {}, h("thead", {}, h("tr", {}, head)), rows));
+
+export const columns = (names) => names.map((name) => h("th", { scope: "col" }, name));
+
+// Enter submits, Shift+Enter is a new line.
+export function submitOnEnter(field, submit) {
+  field.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    submit();
+  });
+}
+
 export const byId = (id) => document.getElementById(id);
 
-// For screen readers, when they have said what they are saying.
+// For screen readers, after what they are reading.
 export function announce(text) {
   byId("announcer").textContent = text;
 }
 
-// Text on the clipboard; the button says for a moment that it is.
+// Copies text; the button shows that for a moment.
 export async function copy(text, button) {
   const before = button.dataset.label ?? button.textContent;
   button.dataset.label = before;

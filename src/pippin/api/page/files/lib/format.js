@@ -28,4 +28,5 @@ export function rate(perSecond) {
   return perSecond >= 100 ? count(perSecond) : perSecond.toFixed(1);
 }
 
+export const sum = (values) => values.reduce((total, value) => total + value, 0);
 export const percent = (share) => (share > 0 && share < 0.005 ? "<1%" : `${Math.round(share * 100)}%`);

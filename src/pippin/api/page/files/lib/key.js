@@ -1,10 +1,11 @@
-// The API key: asked for when the server wants one. It lives in sessionStorage, so that a reload
-// does not ask again and closing the tab forgets it; nothing else of the browser ever gets it.
+// The API key: asked for when the server requires one. It is in sessionStorage, so that a reload
+// does not ask again and closing the tab deletes it; it is stored nowhere else.
 
 import { byId, h } from "./dom.js";
+import { readStored, writeStored } from "./storage.js";
 
 const NAME = "pippin.key";
-let key = remembered();
+let key = readStored("sessionStorage", NAME);
 let asking = null;
 
 export const currentKey = () => key;
@@ -25,7 +26,7 @@ function ask() {
     const form = h(
       "form",
       {},
-      h("h2", { id: "key-title" }, "This server wants a key"),
+      h("h2", { id: "key-title" }, "This server requires a key"),
       wrong ? h("p", { class: "wrong", role: "alert" }, "That key was refused.") : null,
       h("label", { for: "key" }, "API key"),
       input,
@@ -36,10 +37,11 @@ function ask() {
     const dialog = h("dialog", { class: "ask", "aria-labelledby": "key-title" }, form);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      remember(input.value.trim());
+      key = input.value.trim();
+      writeStored("sessionStorage", NAME, key);
       dialog.close();
     });
-    dialog.addEventListener("cancel", (event) => event.preventDefault()); // nothing works without
+    dialog.addEventListener("cancel", (event) => event.preventDefault()); // the page needs it
     dialog.addEventListener("close", () => {
       dialog.remove();
       resolve();
@@ -47,21 +49,4 @@ function ask() {
     byId("main").append(dialog);
     dialog.showModal();
   });
-}
-
-function remember(value) {
-  key = value;
-  try {
-    sessionStorage.setItem(NAME, value);
-  } catch {
-    // Kept in memory then: a reload asks again.
-  }
-}
-
-function remembered() {
-  try {
-    return sessionStorage.getItem(NAME);
-  } catch {
-    return null;
-  }
 }

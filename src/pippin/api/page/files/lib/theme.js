@@ -1,7 +1,8 @@
-// Dark, light, or as the system has it: a button that goes round.
+// Dark, light, or the system's theme: a button that changes to the next.
 
 import { byId } from "./dom.js";
 import { icon } from "./icons.js";
+import { writeStored } from "./storage.js";
 
 const NEXT = { auto: "light", light: "dark", dark: "auto" };
 const ICONS = { auto: "auto", light: "sun", dark: "moon" };
@@ -20,11 +21,7 @@ export function startTheme() {
     const theme = NEXT[root.dataset.theme ?? "auto"];
     if (theme === "auto") delete root.dataset.theme;
     else root.dataset.theme = theme;
-    try {
-      localStorage.setItem("pippin.theme", theme);
-    } catch {
-      // It holds until the next reload.
-    }
+    writeStored("localStorage", "pippin.theme", theme);
     show();
     dispatchEvent(new Event("themechange")); // canvases read their colours again
   });

@@ -1,6 +1,6 @@
 // Markdown as elements. Whatever a model says becomes text nodes, and links to http(s) or mail.
 
-import { copy, h } from "../lib/dom.js";
+import { copy, h, scrollTable } from "../lib/dom.js";
 import { parseBlocks } from "./blocks.js";
 import { highlight } from "./highlight.js";
 import { parseInline } from "./inline.js";
@@ -64,13 +64,7 @@ function listItem({ checked, blocks }, loose) {
 
 function table({ align, head, rows }) {
   const cell = (tag) => (text, n) => h(tag, { class: align[n], ...(tag === "th" ? { scope: "col" } : {}) }, inline(text));
-  return h(
-    "div",
-    { class: "table", tabindex: 0, role: "region", "aria-label": "Table" },
-    h("table", {},
-      h("thead", {}, h("tr", {}, head.map(cell("th")))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell("td")))))),
-  );
+  return scrollTable("Table", head.map(cell("th")), h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell("td"))))));
 }
 
 function inline(text) {
