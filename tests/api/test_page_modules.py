@@ -15,7 +15,7 @@ from scripted_engine import ScriptedEngine, say, serving
 pytestmark = needs_browser
 
 URL = "https://a.example/b_(c"
-SAMPLE = Path(__file__).parents[1] / "feed" / "sample.events"
+SAMPLE = Path(__file__).parents[1] / "events" / "sample.events"
 
 
 @pytest.fixture(scope="module")
