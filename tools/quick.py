@@ -28,7 +28,7 @@ PYTEST = ("-m", "pytest", "--dist=loadfile", "--no-loadscope-reorder", "-m", "no
 NUM_WORKERS = 2
 # What all else is built on, without models.
 CORE = {
-    *("cache", "decode", "engine", "feed", "scheduler"),
+    *("cache", "decode", "engine", "events", "scheduler"),
     *("test_contract.py", "test_layers.py", "test_docs.py"),
 }
 MAIN = ("main", "origin/main")
