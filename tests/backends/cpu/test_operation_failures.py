@@ -91,10 +91,10 @@ int main() {
 }
 """
 
-# A listing that is gone before its copies are made: memory of it is written over as it is freed.
+# A KV table that is gone before its copies are made: memory of it is written over as it is freed.
 LISTING = """
 #include <semaphore>
-#include "listing.h"
+#include "kv_table.h"
 #include "mlx/ops.h"
 #include "mlx/transforms.h"
 
@@ -108,8 +108,8 @@ int main() {
   std::binary_semaphore go{0};
   mx::cpu::get_command_encoder(stream).dispatch([&] { go.acquire(); });
   {
-    Listing listing;
-    const Side found = listing.add(spread, true, stream);
+    KVTable kv_table;
+    const Side found = kv_table.add(spread, true, stream);
     EXPECT(found.data != nullptr);
   }
   spread = mx::array(0.0f);
@@ -149,7 +149,7 @@ def test_memory_that_is_refused_is_an_exception(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ours")
-def test_a_copy_outlives_the_listing_that_asked_for_it(tmp_path: Path) -> None:
+def test_a_copy_outlives_the_table_that_asked_for_it(tmp_path: Path) -> None:
     home = libmlx_path().parent.parent
     links = (f"-L{home / 'lib'}", "-lmlx", f"-Wl,-rpath,{home / 'lib'}")
     run_program(tmp_path, LISTING, f"-I{home / 'include'}", "-Wno-psabi", *links)

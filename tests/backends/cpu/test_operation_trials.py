@@ -46,7 +46,7 @@ class Broken:
 
 def _changed(results: Any) -> Any:
     if isinstance(results, mx.array):
-        if results.dtype in (mx.int32, mx.uint64):  # tokens; where a listing lies
+        if results.dtype in (mx.int32, mx.uint64):  # tokens; where a KV table lies
             return mx.zeros_like(results)
         return results + 0.01 * (mx.arange(results.shape[-1]) == 1)
     return type(results)(map(_changed, results))

@@ -1,4 +1,4 @@
-"""Attention of decode rows over what is listed of them, against mlx's over it in one array."""
+"""Attention of decode rows over their KV table, against mlx's over one array of the same KV."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pippin.backends.mlx.attention.listed_kv import lister_for
+from pippin.backends.mlx.attention.table_kv import table_operations
 from pippin.backends.mlx.cpu.operations.calls import Operations
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.arrays import RowArrays
-from pippin.backends.mlx.rows.cohorts import Cohort, list_cohorts
+from pippin.backends.mlx.rows.cohorts import Cohort, kv_table_of
 from pippin.types import Component
 
 SCALE = 0.3
@@ -65,13 +65,13 @@ class Rows:
     def attend(
         self, ours: Operations, *, window: int | None = None, sinks: np.ndarray | None = None
     ) -> np.ndarray:
-        listing = list_cohorts(ours, layout_of(kv_cache(self.dims)), self.cohorts)
+        kv_table = kv_table_of(ours, layout_of(kv_cache(self.dims)), self.cohorts)
         keys, values = map(mx.array, self.tail)
         out = ours.row_attention(
             mx.array(self.queries),
             (keys, values),
             mx.array(self.written),
-            listing,
+            kv_table,
             SCALE,
             place=0,
             window=window,
@@ -171,50 +171,50 @@ def test_keys_and_values_may_lie_in_any_order(ours: Operations) -> None:
         np.testing.assert_allclose(rows.attend(ours), want, rtol=0, atol=TOLERANCE)
 
 
-def test_a_listing_holds_what_it_lists_and_no_longer(ours: Operations) -> None:
-    def listed() -> mx.array:
+def test_a_kv_table_keeps_its_arrays_alive_and_no_longer(ours: Operations) -> None:
+    def make_table() -> mx.array:
         kv = mx.random.normal((1, HEADS, 4096, 16)), mx.random.normal((1, HEADS, 4096, 24))
         cohort = Cohort.of_one(0, 4096, {0: kv})
-        listing = list_cohorts(ours, layout_of(kv_cache()), [cohort])
-        mx.eval(listing)
-        return listing
+        kv_table = kv_table_of(ours, layout_of(kv_cache()), [cohort])
+        mx.eval(kv_table)
+        return kv_table
 
     mx.synchronize()
     before = mx.get_active_memory()
-    listing = listed()
+    kv_table = make_table()
     nbytes = HEADS * 4096 * (16 + 24) * 4
     assert nbytes <= mx.get_active_memory() - before < 1.1 * nbytes
-    del listing
+    del kv_table
     mx.synchronize()
     assert mx.get_active_memory() - before < 1000
 
 
-def test_a_compiled_step_takes_whoever_is_listed(ours: Operations) -> None:
+def test_a_compiled_step_runs_any_rows_of_a_table(ours: Operations) -> None:
     """It was traced with other rows: nothing of theirs may be left in it."""
     rows = [uneven_rows(seed=1), uneven_rows(seed=2)]
     rows[1].add_cohort({3: 200}, columns=256, num_shared=100)
 
     @mx.compile
-    def step(queries: mx.array, tail: KV, written: mx.array, listing: mx.array) -> mx.array:
-        return ours.row_attention(queries, tail, written, listing, SCALE, place=0) + 0.0
+    def step(queries: mx.array, tail: KV, written: mx.array, kv_table: mx.array) -> mx.array:
+        return ours.row_attention(queries, tail, written, kv_table, SCALE, place=0) + 0.0
 
     for one in rows:
         keys, values = map(mx.array, one.tail)
-        listing = list_cohorts(ours, layout_of(kv_cache()), one.cohorts)
-        got = step(mx.array(one.queries), (keys, values), mx.array(one.written), listing)
+        kv_table = kv_table_of(ours, layout_of(kv_cache()), one.cohorts)
+        got = step(mx.array(one.queries), (keys, values), mx.array(one.written), kv_table)
         for row in range(6):
             np.testing.assert_allclose(
                 np.array(got[row : row + 1]), one.expected(row), rtol=0, atol=TOLERANCE
             )
 
 
-def test_what_the_operation_does_not_take_is_not_listed() -> None:
-    assert lister_for(layout_of(kv_cache())) is not None
-    assert lister_for(layout_of(kv_cache(), kv_cache(dtype=mx.bfloat16))) is None
+def test_what_the_operation_does_not_take_has_no_table() -> None:
+    assert table_operations(layout_of(kv_cache())) is not None
+    assert table_operations(layout_of(kv_cache(), kv_cache(dtype=mx.bfloat16))) is None
     latent = LayerCache(
         0, Component.ATTENTION, None, ((1, 8), (1, 4)), (mx.float32,) * 2, Reads.LATENT
     )
-    assert lister_for(layout_of(latent)) is None
+    assert table_operations(layout_of(latent)) is None
 
 
 @pytest.mark.parametrize("dense", [True, False])

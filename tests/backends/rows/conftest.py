@@ -8,17 +8,17 @@ from pippin.backends.mlx.cpu.operations.calls import operations, without_operati
 
 
 @pytest.fixture
-def unlisted() -> Iterator[None]:
+def without_table() -> Iterator[None]:
     """Rows as on devices without operations of ours: in as few cohorts as is worth it."""
     with without_operations():
         yield
 
 
-@pytest.fixture(params=["listed", "unlisted"])
+@pytest.fixture(params=["table", "without_table"])
 def way(request: pytest.FixtureRequest) -> str:
     """Both ways that cohorts are attended to."""
-    if request.param == "unlisted":
-        request.getfixturevalue("unlisted")
+    if request.param == "without_table":
+        request.getfixturevalue("without_table")
     elif operations() is None:
-        pytest.skip("no operations of ours on this device: rows are not listed")
+        pytest.skip("no operations of ours on this device: rows have no KV table")
     return str(request.param)

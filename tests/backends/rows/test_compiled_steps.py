@@ -102,7 +102,7 @@ def test_compiled_steps_of_rows_that_share_give_what_plain_ones_apart_give(
         held = {cohort.num_shared(cache) for cohort in rows.mains.cohorts for cache in cohort.kv}
         assert held == {128 if shares else 0}
     assert_same_steps(*found)
-    if way == "unlisted":
+    if way == "without_table":
         shapes = [cohort for shape in compiled._compiled for cohort in shape.mains.cohorts]
         assert any(cohort.shared != (0,) for cohort in shapes)
     else:

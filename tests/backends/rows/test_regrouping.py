@@ -39,7 +39,7 @@ def rows_of(num_rows: int) -> DecodeRows:
     return rows
 
 
-@pytest.mark.usefixtures("unlisted")
+@pytest.mark.usefixtures("without_table")
 def test_joined_rows_become_one_cohort_when_they_have_settled() -> None:
     rows = rows_of(4)
     advance(rows, SCATTERED_STEPS - 1)
@@ -48,7 +48,7 @@ def test_joined_rows_become_one_cohort_when_they_have_settled() -> None:
     assert (len(rows.mains.cohorts), rows.mains.cohorts[0].indices) == (1, [0, 1, 2, 3])
 
 
-@pytest.mark.usefixtures("unlisted")
+@pytest.mark.usefixtures("without_table")
 def test_a_row_that_came_and_went_leaves_the_others_as_they_were_when_they_have_settled() -> None:
     rows = rows_of(4)
     advance(rows, SCATTERED_STEPS + 3)
@@ -61,9 +61,9 @@ def test_a_row_that_came_and_went_leaves_the_others_as_they_were_when_they_have_
     assert (rows.width, rows.mains.cohorts[0].indices) == (4, [0, 1, 2, 3])
 
 
-def test_listed_rows_stay_where_they_are() -> None:
+def test_rows_with_a_table_stay_where_they_are() -> None:
     if operations() is None:
-        pytest.skip("no operations of ours on this device: rows are not listed")
+        pytest.skip("no operations of ours on this device: rows have no KV table")
     rows = rows_of(4)
     mains = [cohort.kv for cohort in rows.mains.cohorts]
     advance(rows, TAIL)

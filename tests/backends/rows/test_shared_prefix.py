@@ -168,12 +168,12 @@ def test_rows_that_share_say_what_each_says_alone(name: str, way: str) -> None:
     assert stage.seen[-1] == (whole,)
 
 
-@pytest.mark.usefixtures("eager", "unlisted")
+@pytest.mark.usefixtures("eager", "without_table")
 def test_what_is_shared_is_not_joined_however_fast_that_is() -> None:
     model = served(MODELS[0])
     _, calls = packed_rows(model.layout, model.forward)
     joined = AttentionPaths(times=dict.fromkeys(calls, only_way(Path.JOINED)))
-    stage = play(MODELS[0], "unlisted", shares=True, paths=joined)
+    stage = play(MODELS[0], "without_table", shares=True, paths=joined)
     check_with_plain_model(stage)
     assert stage.seen[-1], "nothing was shared"
 
@@ -237,7 +237,7 @@ def test_rows_that_begin_differently_share_nothing() -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_windowed_layers_share_nothing() -> None:
-    stage = play("gpt_oss", "listed", shares=True)
+    stage = play("gpt_oss", "table", shares=True)
     caches = served("gpt_oss").layout.caches
     (cohort,) = stage.rows.mains.cohorts
     assert {caches[cache].window for cache in cohort.shared} == {None}

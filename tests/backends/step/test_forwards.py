@@ -31,20 +31,20 @@ def test_a_prompt_of_a_known_length_has_no_new_shape() -> None:
     assert _last_prefill(client).prefill == 1
 
 
-@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("has_table", [True, False])
 def test_rows_that_joined_one_by_one_lie_in_cohorts_of_their_own_until_they_settle(
-    listed: bool,
+    has_table: bool,
 ) -> None:
     """Unless one operation reads them wherever they lie."""
-    if listed and operations() is None:
-        pytest.skip("no operations of ours on this device: rows are not listed")
+    if has_table and operations() is None:
+        pytest.skip("no operations of ours on this device: rows have no KV table")
     client = make_client("llama", cache=False)
     for length in (40, 50):
         client.submit(make_prompt("llama", length, length), max_tokens=40)
-    with nullcontext() if listed else without_operations():
+    with nullcontext() if has_table else without_operations():
         client.run()
     together = [r.forwards for r in client.loop.scheduler.metrics.records if r.decode_rows == 2]
-    assert [together[0].cohorts, together[-1].cohorts] == ([1, 1] if listed else [2, 1])
+    assert [together[0].cohorts, together[-1].cohorts] == ([1, 1] if has_table else [2, 1])
     assert together[0].new_decode == 1
     assert together[1].new_decode == 0
 

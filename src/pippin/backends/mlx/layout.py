@@ -163,7 +163,7 @@ class Layout:
         return all(cache.splits for cache in self.caches if not cache.is_state)
 
     @cached_property
-    def lists(self) -> bool:
+    def fits_table(self) -> bool:
         """One operation can read every attention layer's mains from a list of where they lie."""
         caches = [self.caches[index] for index in self.kv_indices]
         narrow = any(dtype != mx.float32 for cache in caches for dtype in cache.dtypes)

@@ -5,7 +5,7 @@ leaves. When the tails are moved, every 64 steps, rows are regrouped by length, 
 costs what the rows' real lengths cost, not rows x longest. Rows whose prompts begin alike may then
 hold that beginning once (cohorts.py).
 
-Where one operation attends to all cohorts (attention/listed_kv.py), their number does not matter.
+Where one operation attends to all cohorts (attention/table_kv.py), their number does not matter.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.attention.decode_step import CohortsShape, MainsShape, Tree
-from pippin.backends.mlx.attention.listed_kv import ListedShape, lister_for
 from pippin.backends.mlx.attention.paths import AttentionPaths
+from pippin.backends.mlx.attention.table_kv import TableShape, table_operations
 from pippin.backends.mlx.cpu.operations.calls import Operations
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
-from pippin.backends.mlx.rows.cohorts import Cohort, list_cohorts
+from pippin.backends.mlx.rows.cohorts import Cohort, kv_table_of
 from pippin.backends.mlx.rows.footprint import SpareLimit
 from pippin.backends.mlx.rows.grouping import Group, group_rows
 from pippin.backends.mlx.rows.mains import Row, Tails
@@ -38,19 +38,19 @@ class CohortMains:
         self._paths = paths
         self.cohorts: list[Cohort] = []
         self._steps_left: int | None = None  # until rows are regrouped
-        self._listing: mx.array | None = None  # of the cohorts as they are
+        self._kv_table: mx.array | None = None  # of the cohorts as they are
 
     @property
     def num_groups(self) -> int:
-        return len(self.cohorts) if self._lister is None else 1
+        return len(self.cohorts) if self._table_operations is None else 1
 
     def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
-        self._listing = None
+        self._kv_table = None
         self.cohorts += [Cohort.of_one(row.index, row.length, kv) for row, kv in joining if kv]
         self._count_down()
 
     def leave(self, row: Row) -> None:
-        self._listing = None
+        self._kv_table = None
         for cohort in self.cohorts:
             cohort.drop(row.index)
         self.cohorts = [cohort for cohort in self.cohorts if cohort.num_live]
@@ -61,11 +61,11 @@ class CohortMains:
         return [piece for home in homes for piece in home.pieces_of(row.index, cache)]
 
     def view(self, positions: np.ndarray, visible: np.ndarray) -> tuple[MainsShape, Tree]:
-        ours = self._lister
+        ours = self._table_operations
         if ours is not None:
-            if self._listing is None:
-                self._listing = list_cohorts(ours, self._layout, self.cohorts)
-            return ListedShape(), {"listing": self._listing}
+            if self._kv_table is None:
+                self._kv_table = kv_table_of(ours, self._layout, self.cohorts)
+            return TableShape(), {"kv_table": self._kv_table}
         views = [cohort.view(self._layout) for cohort in self.cohorts]
         width = len(positions)
         shape = CohortsShape(tuple(view[0] for view in views), self._aligned(width), self._paths)
@@ -83,16 +83,16 @@ class CohortMains:
         return self._scattered(rows, width)
 
     def absorb(self, rows: Sequence[Row], tails: Tails) -> None:
-        self._listing = None
-        listed = self._lister is not None
+        self._kv_table = None
+        has_table = self._table_operations is not None
         groups = self._groups(rows)
-        if not listed and len(groups) == 1:
+        if not has_table and len(groups) == 1:
             groups = self._with_all_lines(groups, rows, len(tails.written))
-        self.cohorts = regroup(self._layout, groups, self.cohorts, tails, listed=listed)
+        self.cohorts = regroup(self._layout, groups, self.cohorts, tails, has_table=has_table)
         self._steps_left = None
 
     def renumber(self, new: Mapping[int, int]) -> None:
-        self._listing = None
+        self._kv_table = None
         for cohort in self.cohorts:
             cohort.renumber(new)
 
@@ -102,8 +102,8 @@ class CohortMains:
     # ---- inside ----------------------------------------------------------------------------
 
     @property
-    def _lister(self) -> Operations | None:
-        return lister_for(self._layout)
+    def _table_operations(self) -> Operations | None:
+        return table_operations(self._layout)
 
     def _with_all_lines(self, groups: list[Group], rows: Sequence[Row], width: int) -> list[Group]:
         """One group with a line for every row, if memory allows it: the step gathers nothing."""
@@ -120,9 +120,9 @@ class CohortMains:
     def _scattered(self, rows: Sequence[Row], width: int) -> bool:
         """Fewer cohorts would do, or one whose lines are the rows: such steps are compiled.
 
-        Listed, they may lie as they do, unless more of them could share what they begin with.
+        With a KV table they may stay, unless more of them could share what they begin with.
         """
-        if self._lister is not None:
+        if self._table_operations is not None:
             saved = sum(group.num_saved for group in self._groups(rows))
             return saved > sum(cohort.num_saved for cohort in self.cohorts)
         if self._aligned(width):
@@ -137,7 +137,7 @@ class CohortMains:
     def _groups(self, rows: Sequence[Row]) -> list[Group]:
         prompts = {row.index: row.prompt for row in rows if row.prompt is not None}
         lengths = {row.index: row.length for row in rows}
-        one_pays = self._lister is None  # such a step can be compiled
+        one_pays = self._table_operations is None  # such a step can be compiled
         return group_rows(lengths, prompts, self._spare.max_padding, one_pays=one_pays)
 
     def _aligned(self, width: int) -> bool:

@@ -107,7 +107,7 @@ class Cohort:
         return [array for pair in pairs for array in pair]
 
 
-def list_cohorts(ours: Operations, layout: Layout, cohorts: Sequence[Cohort]) -> mx.array:
+def kv_table_of(ours: Operations, layout: Layout, cohorts: Sequence[Cohort]) -> mx.array:
     arrays: list[mx.array] = []
     numbers = [len(layout.kv_indices), len(cohorts)]
     for cohort in cohorts:
@@ -117,4 +117,4 @@ def list_cohorts(ours: Operations, layout: Layout, cohorts: Sequence[Cohort]) ->
             shared = cohort.shared.get(cache, ())
             arrays += [*cohort.kv[cache], *shared]
             numbers += [bool(shared), *(stored[cache] for stored in cohort.stored)]
-    return ours.listing(arrays, numbers)
+    return ours.kv_table(arrays, numbers)

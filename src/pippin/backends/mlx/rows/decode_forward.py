@@ -15,9 +15,9 @@ from mlx_lm.models.cache import ArraysCache
 
 from pippin.backends.mlx.attention.decode_step import CohortsShape, DecodeStep, StepShape, Tree
 from pippin.backends.mlx.attention.latent_kv import LatentKV
-from pippin.backends.mlx.attention.listed_kv import ListedRowKV, ListedShape
 from pippin.backends.mlx.attention.packed_kv import PackedRowKV, PackedShape
 from pippin.backends.mlx.attention.row_kv import RowKV
+from pippin.backends.mlx.attention.table_kv import TableRowKV, TableShape
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
 
@@ -76,5 +76,5 @@ def _view(step: DecodeStep, cache: LayerCache, place: int) -> RowKV:
     if cache.reads is Reads.LATENT:
         assert isinstance(step.shape.mains, CohortsShape), "rows with latents are never packed"
         return LatentKV(step, cache, place)
-    views = {PackedShape: PackedRowKV, ListedShape: ListedRowKV, CohortsShape: RowKV}
+    views = {PackedShape: PackedRowKV, TableShape: TableRowKV, CohortsShape: RowKV}
     return views[type(step.shape.mains)](step, cache, place)

@@ -28,7 +28,7 @@ from pippin.backends.mlx.rows.pieces import (
 )
 
 SMALL_MOVE_BYTES = 32 << 20  # up to this nothing is waited for
-SMALL_LISTED_BYTES = 4 << 20  # likewise, where the step before holds all rows until its end
+SMALL_TABLE_BYTES = 4 << 20  # likewise, where the step before holds all rows until its end
 AHEAD_DIVISOR = 8  # of what is moved, this part may be in flight
 
 
@@ -107,8 +107,8 @@ class Move:
 class PacedLaunch:
     """Launches what is built, and waits so that only a part of it is in flight."""
 
-    def __init__(self, total_bytes: int, *, listed: bool = False) -> None:
-        self._waits = total_bytes > (SMALL_LISTED_BYTES if listed else SMALL_MOVE_BYTES)
+    def __init__(self, total_bytes: int, *, has_table: bool = False) -> None:
+        self._waits = total_bytes > (SMALL_TABLE_BYTES if has_table else SMALL_MOVE_BYTES)
         self._most_bytes = total_bytes // AHEAD_DIVISOR
         self._in_flight: deque[list[mx.array]] = deque()
 
@@ -127,7 +127,7 @@ def regroup(
     cohorts: Sequence[Cohort],
     tails: Tails,
     *,
-    listed: bool = False,
+    has_table: bool = False,
 ) -> list[Cohort]:
     """New cohorts, one per group, each holding what its rows had in main and tail.
 
@@ -139,7 +139,7 @@ def regroup(
     moves = [_plan(layout, group, held) for group in groups]
     caches = {index: layout.caches[index] for index in tails.kv}
     total_bytes = sum(move.nbytes(cache) for move in moves for cache in caches.values())
-    paced = PacedLaunch(total_bytes, listed=listed)
+    paced = PacedLaunch(total_bytes, has_table=has_table)
     for index, cache in caches.items():
         for side, sources in enumerate(held.give_up(index)):
             paced.launch([a for move in moves for a in move.build(index, cache, side, sources)])

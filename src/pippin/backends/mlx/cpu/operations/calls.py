@@ -24,7 +24,7 @@ _ARGUMENTS = {
     "pippin_take_failure": (ctypes.c_char_p, ctypes.c_long),
     "pippin_is_array": (Address, Address, ctypes.c_long, Count),
     "pippin_attention": (Address, Address, Count, Number, Count),
-    "pippin_listing": (Address, Address, Count, Address),
+    "pippin_kv_table": (Address, Address, Count, Address),
     "pippin_row_attention": (Address, Address, Count, Number, Count, Count),
     "pippin_tail_write": (Address, Address),
     "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
@@ -131,25 +131,25 @@ class Operations:
         ins = _addresses(given)
         return _made(self._library.pippin_attention, ins, len(given), scale, causal)
 
-    def listing(self, arrays: Sequence[mx.array], numbers: Sequence[int]) -> mx.array:
+    def kv_table(self, arrays: Sequence[mx.array], numbers: Sequence[int]) -> mx.array:
         """Where rows' keys and values lie, as library.cpp has it; the arrays live as long."""
         ins, told = _addresses(arrays), (Count * len(numbers))(*numbers)
-        return _made(self._library.pippin_listing, ins, len(arrays), told)
+        return _made(self._library.pippin_kv_table, ins, len(arrays), told)
 
     def row_attention(
         self,
         queries: mx.array,  # [W, Hq, 1, D]
         tail: tuple[mx.array, mx.array],  # [W, Hkv, T, D], [W, Hkv, T, Dv]
         written: mx.array,  # bool [W, T]: which of these tokens are the row's
-        listing: mx.array,
+        kv_table: mx.array,
         scale: float,
         *,
-        place: int,  # of the layer in the listing
+        place: int,  # of the layer in the KV table
         window: int | None = None,  # tokens, the row's own one among them
         sinks: mx.array | None = None,  # [Hq]
     ) -> mx.array:
-        """One token of each row, over what is listed of it and its tail."""
-        arrays = [queries, *tail, written, listing, *([] if sinks is None else [sinks])]
+        """One token of each row, over what the KV table has of it and its tail."""
+        arrays = [queries, *tail, written, kv_table, *([] if sinks is None else [sinks])]
         ins = _addresses(arrays)
         function = self._library.pippin_row_attention
         return _made(function, ins, len(arrays), scale, place, window or 0)

@@ -94,26 +94,26 @@ def attention(ours: Operations) -> Pairs:
     )
 
 
-def listing(ours: Operations) -> Pairs:
+def kv_table(ours: Operations) -> Pairs:
     """Where rows lie, of arrays that lie well and of some that are copied."""
     keys, values = normal(2, 2, 30, 16), normal(2, 2, 16, 30, seed=1).swapaxes(2, 3)
-    address = _listing(ours, keys, values)
+    address = _kv_table(ours, keys, values)
     mx.eval(address)
     yield (address > 0).astype(mx.float32), mx.ones(1)
 
 
-def _listing(ours: Operations, keys: mx.array, values: mx.array) -> mx.array:
+def _kv_table(ours: Operations, keys: mx.array, values: mx.array) -> mx.array:
     """One layer and one cohort of two rows, of 30 tokens and of 7."""
-    return ours.listing([keys, values], [1, 1, 2, 0, 1, False, 30, 7])
+    return ours.kv_table([keys, values], [1, 1, 2, 0, 1, False, 30, 7])
 
 
 def row_attention(ours: Operations) -> Pairs:
-    """A token of each row, over what is listed of it and what is written of its tail."""
+    """A token of each row, over what the KV table has of it and what is written of its tail."""
     main = normal(2, 2, 30, 16), normal(2, 2, 16, 30, seed=1).swapaxes(2, 3)
     q = normal(2, 4, 1, 16, seed=2)
     tail = normal(2, 2, 8, 16, seed=3), normal(2, 2, 8, 16, seed=4)
     written = mx.arange(8)[None] < mx.array([[3], [8]])
-    found = ours.row_attention(q, tail, written, _listing(ours, *main), SCALE, place=0)
+    found = ours.row_attention(q, tail, written, _kv_table(ours, *main), SCALE, place=0)
     for row, (count, num_written) in enumerate(((30, 3), (7, 8))):
         one = slice(row, row + 1)
         keys, values = (
@@ -182,7 +182,7 @@ def choose(ours: Operations) -> Pairs:
 
 
 TRIALS: tuple[Callable[[Operations], Pairs], ...] = (
-    *(rms_norm, linear, swiglu, rope, attention, listing, row_attention, tail_write, delta_layer),
+    *(rms_norm, linear, swiglu, rope, attention, kv_table, row_attention, tail_write, delta_layer),
     choose,
 )
 

@@ -1,10 +1,10 @@
-// Attention of decode rows, one token each, over their tails and what is listed of them.
+// Attention of decode rows, one token each, over their tails and what the KV table has of them.
 #pragma once
 
 #include <climits>
 
 #include "attention.h"
-#include "listing.h"
+#include "kv_table.h"
 #include "pool.h"
 
 // How a layer's rows attend: its place among the KV layers, and how far back it looks (0: to the first).
@@ -54,19 +54,19 @@ inline void run_tail_write(const Inputs& in, const Outputs& out) {
 }
 
 // in: queries [width, heads, 1, dim]; the tail's keys and values; which of its tokens are a row's own
-// [width, tokens]; a listing; maybe sinks [heads].
+// [width, tokens]; a KV table; maybe sinks [heads].
 inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAttention& how) {
   std::vector<float> rooms[3], sink_room;
   std::vector<char> written_room;
   const float *queries = in[0].all(rooms[0]), *keys = in[1].all(rooms[1]), *values = in[2].all(rooms[2]);
   const char* written = in[3].all(written_room);
-  const Listing& listing = **in[4].data<const Listing*>();
+  const KVTable& kv_table = **in[4].data<const KVTable*>();
   const float* sinks = in.size() > 5 ? in[5].all(sink_room) : nullptr;
   const int width = in[0].dim(0), groups = in[1].dim(1), shared = in[0].dim(1) / groups;
   const int dim = in[0].dim(3), value_dim = in[2].dim(3);
   const long tail = in[1].dim(2), window = how.window ? how.window : LONG_MAX;
-  static const std::vector<ListedCohort> NONE;
-  const auto& cohorts = listing.layers.empty() ? NONE : listing.layers[how.place];
+  static const std::vector<CohortKV> NONE;
+  const auto& cohorts = kv_table.layers.empty() ? NONE : kv_table.layers[how.place];
 
   // Of every query what it read of keys that its cohort shares, then what of its own.
   const long heads = long(width) * groups * shared;
@@ -80,9 +80,9 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
   Pool::shared().run(together.size(), 1, [&](long from, long to) {
     for (long i = from; i < to; i++) {
       const auto [number, group] = together[i];
-      const ListedCohort& cohort = cohorts[number];
+      const CohortKV& cohort = cohorts[number];
       std::vector<long> first;  // of the heads of each row
-      for (const int row : listing.rows[number]) {
+      for (const int row : kv_table.rows[number]) {
         if (0 <= row && row < width) first.push_back((long(row) * groups + group) * shared);
       }
       const long count = first.size() * shared;
@@ -106,9 +106,9 @@ inline void run_row_attention(const Inputs& in, const Outputs& out, const RowAtt
       const KeyPiece own_tail{tail, keys + i * tail * dim, dim, values + i * tail * value_dim, value_dim};
       const long seen = pieces_of_tail(own_tail, written + row * tail, window, pieces);
       bool shares = false;
-      if (row < int(listing.homes.size()) && listing.homes[row].cohort >= 0 && !cohorts.empty()) {
-        const auto [number, line] = listing.homes[row];
-        const ListedCohort& cohort = cohorts[number];
+      if (row < int(kv_table.homes.size()) && kv_table.homes[row].cohort >= 0 && !cohorts.empty()) {
+        const auto [number, line] = kv_table.homes[row];
+        const CohortKV& cohort = cohorts[number];
         shares = cohort.num_shared > 0;
         const long stored = cohort.stored[line], hidden = std::max(stored + seen - window, 0L);
         const float *k = cohort.keys.at(line, group), *v = cohort.values.at(line, group);

@@ -1,6 +1,6 @@
-"""Cohorts as a list of where their rows lie, for CPUs that attend to it in one operation.
+"""Cohorts as a table of where their KV lies, for CPUs that attend to it in one operation.
 
-The list is one small array, so a step's graph is the same for any rows: it is compiled once for
+The table is one small array, so a step's graph is the same for any rows: it is compiled once for
 each number of rows, and rows that join or leave move no others. Padding is not read.
 """
 
@@ -15,21 +15,21 @@ from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.cpu.operations.calls import Operations, operations
 from pippin.backends.mlx.layout import LayerCache, Layout
 
-# Rows are listed for all of these or for none.
-LISTED = ("listing", "row_attention", "tail_write")
+# Rows have a KV table for all of these or for none.
+TABLE_OPERATIONS = ("kv_table", "row_attention", "tail_write")
 
 
 @dataclass(frozen=True)
-class ListedShape(MainsShape):
-    """One for all: where rows lie is in the listing."""
+class TableShape(MainsShape):
+    """One for all: where rows lie is in the KV table."""
 
 
-def lister_for(layout: Layout) -> Operations | None:
+def table_operations(layout: Layout) -> Operations | None:
     """None where the operation does not take what layers keep, or there is none."""
-    return operations(*LISTED) if layout.lists else None
+    return operations(*TABLE_OPERATIONS) if layout.fits_table else None
 
 
-class ListedRowKV(RowKV):
+class TableRowKV(RowKV):
     def __init__(self, step: DecodeStep, cache: LayerCache, place: int) -> None:
         super().__init__(step, cache, place)
         self._place = place
@@ -46,7 +46,7 @@ class ListedRowKV(RowKV):
             queries.astype(mx.float32),
             (self.tail[0], self.tail[1]),
             self.step.tree["written"],
-            self.step.tree["listing"],
+            self.step.tree["kv_table"],
             scale,
             place=self._place,
             window=window,
@@ -56,6 +56,6 @@ class ListedRowKV(RowKV):
 
 
 def _operations() -> Operations:
-    ours = operations(*LISTED)
-    assert ours is not None, "rows are listed only for our own operations"
+    ours = operations(*TABLE_OPERATIONS)
+    assert ours is not None, "only our own operations read a KV table"
     return ours

@@ -12,7 +12,7 @@ struct Side {
   const float* at(int line, int head) const { return data + line * line_step + head * head_step; }
 };
 
-struct ListedCohort {
+struct CohortKV {
   Side keys, values;
   std::vector<int> stored;  // of each line: how many tokens are its own
   Side shared_keys, shared_values;
@@ -23,14 +23,14 @@ struct Home {
   int cohort, line;
 };
 
-class Listing {
+class KVTable {
  public:
   std::vector<Home> homes;                        // by row; cohort -1: it has none
   std::vector<std::vector<int>> rows;             // by cohort: of each line, or -1
-  std::vector<std::vector<ListedCohort>> layers;  // by KV leaf, by cohort
+  std::vector<std::vector<CohortKV>> layers;  // by KV cache, by cohort
 
   // The array is held; what does not lie as it should is copied, once it was computed. The copy may run
-  // after this listing is gone: it holds what it reads and what it writes.
+  // after this table is gone: it holds what it reads and what it writes.
   Side add(const mx::array& x, bool dense, mx::Stream stream) {
     const long dim = x.shape(-1);
     const bool lies = (dim < 2 || x.strides(-1) == 1) && (!dense || x.shape(2) < 2 || x.strides(2) == dim);
@@ -55,7 +55,7 @@ class Listing {
   std::vector<std::shared_ptr<std::vector<float>>> copies_;
 };
 
-// What there is to list, but for the arrays: see `Operations.listing`.
+// The contents of a table, but for the arrays: see `Operations.kv_table`.
 struct Contents {
   int num_layers;
   std::vector<std::vector<int>> rows;      // by cohort, of each line
@@ -80,43 +80,43 @@ inline Contents read_contents(const int* numbers) {
   return contents;
 }
 
-// Gives one number: the address of a Listing, which lives as long as the array.
-class Lister : public mx::Primitive {
+// Gives one number: the address of a KVTable, which lives as long as the array.
+class MakeKVTable : public mx::Primitive {
  public:
-  explicit Lister(Contents contents)
+  explicit MakeKVTable(Contents contents)
       : Primitive(mx::default_stream(mx::default_device())), contents_(std::move(contents)) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    auto listing = std::make_shared<Listing>();
-    listing->rows = contents_.rows;
+    auto kv_table = std::make_shared<KVTable>();
+    kv_table->rows = contents_.rows;
     const int num_cohorts = contents_.rows.size();
     for (int cohort = 0; cohort < num_cohorts; cohort++) {
       for (int line = 0; line < int(contents_.rows[cohort].size()); line++) {
         const int row = contents_.rows[cohort][line];
         if (row < 0) continue;
-        if (row >= int(listing->homes.size())) listing->homes.resize(row + 1, {-1, -1});
-        listing->homes[row] = {cohort, line};
+        if (row >= int(kv_table->homes.size())) kv_table->homes.resize(row + 1, {-1, -1});
+        kv_table->homes[row] = {cohort, line};
       }
     }
     auto next = inputs.begin();
     for (int i = 0; i < contents_.num_layers * num_cohorts; i++) {
-      if (i % num_cohorts == 0) listing->layers.emplace_back();
-      ListedCohort cohort;
-      cohort.keys = listing->add(*next++, false, stream());
-      cohort.values = listing->add(*next++, false, stream());
+      if (i % num_cohorts == 0) kv_table->layers.emplace_back();
+      CohortKV cohort;
+      cohort.keys = kv_table->add(*next++, false, stream());
+      cohort.values = kv_table->add(*next++, false, stream());
       cohort.stored = contents_.stored[i];
       if (contents_.shares[i]) {
         cohort.num_shared = next->shape(2);
-        cohort.shared_keys = listing->add(*next++, true, stream());
-        cohort.shared_values = listing->add(*next++, true, stream());
+        cohort.shared_keys = kv_table->add(*next++, true, stream());
+        cohort.shared_values = kv_table->add(*next++, true, stream());
       }
-      listing->layers.back().push_back(std::move(cohort));
+      kv_table->layers.back().push_back(std::move(cohort));
     }
     mx::array& out = outputs[0];
     out.set_data(mx::allocator::Data(
         mx::allocator::allocator().malloc(out.nbytes()),
-        [listing](mx::allocator::Buffer buffer) { mx::allocator::allocator().free(buffer); }));
-    *out.data<const Listing*>() = listing.get();
+        [kv_table](mx::allocator::Buffer buffer) { mx::allocator::allocator().free(buffer); }));
+    *out.data<const KVTable*>() = kv_table.get();
   }
 
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override {
@@ -130,6 +130,6 @@ class Lister : public mx::Primitive {
 };
 
 inline void list_rows(void* blank, std::vector<mx::array> inputs, const int* numbers) {
-  auto node = std::make_shared<Lister>(read_contents(numbers));
+  auto node = std::make_shared<MakeKVTable>(read_contents(numbers));
   array_in(blank) = mx::array(mx::Shape{1}, mx::uint64, node, std::move(inputs));
 }
