@@ -215,7 +215,7 @@ def test_strict_is_refused_where_it_cannot_be_kept(keyword: Any) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}
     with (
         client_of(says("")) as (client, _),
-        pytest.raises(openai.BadRequestError, match="strict cannot be kept for f") as caught,
+        pytest.raises(openai.BadRequestError, match="strict cannot be enforced for f") as caught,
     ):
         ask(client, tools=[tool])
     assert caught.value.param == "tools"

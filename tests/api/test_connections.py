@@ -197,7 +197,7 @@ def test_too_many_connections_are_told_and_room_is_made_by_idle_ones() -> None:
 
 
 def test_far_too_many_connections_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "NUM_TOLD", 1)
+    monkeypatch.setattr(connection, "NUM_REFUSED", 1)
     with server(replace(LATE, max_connections=1)) as connect:
         first, told, closed = connect(), connect(), connect()
         assert all_of(closed) == b""

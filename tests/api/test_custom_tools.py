@@ -142,7 +142,7 @@ def test_an_input_without_a_grammar_is_any_text(format: str) -> None:
 
 
 def test_a_lark_grammar_inside_of_a_json_string_is_refused() -> None:
-    with pytest.raises(UnsupportedField, match="hermes a call's input is written as a JSON"):
+    with pytest.raises(UnsupportedField, match="hermes an input is written as a JSON"):
         grammar_of("hermes", GrammarPart("lark", ARITHMETIC, "tools[0].format.definition"))
 
 

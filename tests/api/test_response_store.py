@@ -127,7 +127,7 @@ def test_bounds_hold_and_bytes_add_up_whatever_happens(seed: int) -> None:
             case "delete" if known:
                 store.delete(rng.choice(known))
         kept = {turn for stored in store._responses.values() for turn in stored.turn.chain()}
-        told = sum(len(stored.told) for stored in store._responses.values())
+        told = sum(len(stored.rest) for stored in store._responses.values())
         assert store.nbytes == told + sum(turn.nbytes for turn in kept) <= store.max_bytes
         assert len(store) <= store.max_responses
         assert set(store._turns.values()) == kept

@@ -172,7 +172,7 @@ def test_a_prompt_can_be_scored_without_a_reply() -> None:
         ("logit_bias", {97: 1.0}, "token ids from 0 to 96"),
         ("seed", 2**64, "an integer"),
         ("n", 0, "from 1 to 128"),
-        ("stop", ("",), "none empty"),
+        ("stop", ("",), "each of 1 to 1,024"),
         ("stop", 3, "a string or a list"),
         ("stop_token_ids", (97,), "token ids from 0 to 96"),
         ("ignore_eos", 1, "true or false"),

@@ -3,5 +3,5 @@
     http/  ──▶  dialects/ with requests/  ──▶  jobs/ with grammars/  ──▶  an engine
            ◀──  dialects/                 ◀──  jobs/                 ◀──
 
-`endpoints/` and `page/` are what else a server answers with. `app.py` puts all of it together.
+`fields/` has the tables of fields. `endpoints/` binds all of it to routes, `app.py` to a server.
 """

@@ -17,14 +17,7 @@ from pippin.api.endpoints.metrics_endpoint import MetricsEndpoint
 from pippin.api.endpoints.server_info import ServerInfo
 from pippin.api.endpoints.serving import Serving
 from pippin.api.http.access_control import access_checks
-from pippin.api.http.http_errors import (
-    ErrorShapes,
-    error_response,
-    on_client_disconnect,
-    on_http_exception,
-    on_pippin_error,
-    on_unexpected,
-)
+from pippin.api.http.http_errors import ErrorShapes, error_response, on_error
 from pippin.api.http.keys import known_keys
 from pippin.api.http.request_log import RequestLog
 from pippin.api.metered_engine import MeteredEngine, ReplyTimes
@@ -57,12 +50,9 @@ def create_app(
             *(page_routes() if config.page else ()),
         ],
         middleware=access_checks(config, page_paths() if config.page else frozenset()),
-        exception_handlers={
-            PippinError: on_pippin_error,
-            HTTPException: on_http_exception,
-            ClientDisconnect: on_client_disconnect,
-            Exception: on_unexpected,
-        },
+        exception_handlers=dict.fromkeys(
+            (PippinError, HTTPException, ClientDisconnect, Exception), on_error
+        ),
     )
     return RequestLog(ErrorShapes(app, {"/v1/messages": messages_error}))
 

@@ -110,7 +110,6 @@ def _numbers(table: str) -> list[_Number]:
 
 
 def engine_families(counters: dict[str, Any]) -> Iterator[Metric]:
-    """Of what `Engine.counters` returned."""
     memory = counters["memory"]
     yield GaugeMetricFamily(
         "pippin_kv_cache_usage_perc",

@@ -80,7 +80,7 @@ class ReplyTimes:
 
 
 class MeteredEngine:
-    """The same engine; the replies that it sends are timed on the way."""
+    """The same engine, with its replies timed."""
 
     def __init__(self, engine: Engine, times: ReplyTimes) -> None:
         self._engine = engine
@@ -133,7 +133,6 @@ class MeteredEngine:
         return await self._engine.node(node)
 
     def _end(self, id: str, finish: FinishReason) -> None:
-        """Unless it has ended before."""
         if (request := self._open.pop(id, None)) is not None:
             request.end(finish)
 
@@ -149,17 +148,15 @@ class _TimedRequest:
     def note(self, delta: TokenDelta) -> None:
         if delta.queued_s is not None:
             self._times.queue.observe(delta.queued_s)
-        if delta.tokens:
-            self._note_tokens(len(delta.tokens))
-
-    def _note_tokens(self, count: int) -> None:
+        if not delta.tokens:
+            return
         now = perf_counter()
         if self._last is None:
             self._times.first_token.observe(now - self._began)
         else:
             self._times.inter_token.observe(now - self._last)
         self._last = now
-        self._num_tokens += count
+        self._num_tokens += len(delta.tokens)
 
     def end(self, finish: FinishReason) -> None:
         self._times.whole.observe(perf_counter() - self._began)

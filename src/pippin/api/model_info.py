@@ -33,7 +33,6 @@ class ModelInfo:
         return tuple(dict.fromkeys((self.name, *self.aliases)))
 
     def check_name(self, given: str) -> None:
-        """Raise unless it is one of the model's names."""
         if given not in self.names:
             serves = ", ".join(shown(name) for name in self.names)
             raise ModelNotFound(

@@ -14,7 +14,6 @@ from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.model_info import Rules
 from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import CompletionRequest
-from pippin.api.requests.sampling_fields import check_reply_len
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import TokenLogprobs
@@ -24,7 +23,8 @@ def parse_completion(fields: Any, rules: Rules) -> CompletionRequest:
     body = Body(fields)
     COMPLETION.check(body, rules)
     prompts, echo = rows_of(body.get("prompt")), body.get("echo", False)
-    check_reply_len(body, "max_tokens", may_be_empty=echo)
+    if body.get("max_tokens") == 0 and not echo:
+        raise body.wrong("max_tokens", "an integer of at least 1, or 0 with echo")
     num_logprobs = body.get("logprobs")
     prompt_logprobs = num_logprobs if echo else None
     options = read_options(body, rules, num_logprobs, prompt_logprobs=prompt_logprobs)

@@ -22,23 +22,15 @@ DONE = b"data: [DONE]\n\n"
 class Dialect(Protocol):
     """One job's reply, as bytes of server-sent events or as one object."""
 
-    def open(self) -> bytes:
-        """Before the first piece."""
-        ...
+    def open(self) -> bytes: ...  # before the first piece
 
-    def events(self, piece: SequencePiece) -> bytes:
-        """Empty, if a piece has nothing to send yet."""
-        ...
+    def events(self, piece: SequencePiece) -> bytes: ...  # empty, if there is nothing to send yet
 
-    def close(self) -> bytes:
-        """The reply is complete: its usage is known."""
-        ...
+    def close(self) -> bytes: ...  # the reply is complete: its usage is known
 
     def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]: ...
 
-    def error(self, error: PippinError) -> bytes:
-        """The end of a stream that failed after its start."""
-        ...
+    def error(self, error: PippinError) -> bytes: ...  # the end of a stream that failed
 
 
 class CompletionStream:
@@ -89,7 +81,7 @@ def named_event(data: dict[str, Any]) -> bytes:
 
 
 def cached_details(job: Job) -> dict[str, int]:
-    """Prompt tokens that were not computed, and of these what came from other tiers, if any did."""
+    """Prompt tokens that were not computed, and of these those from lower tiers."""
     details = {"cached_tokens": job.cached_tokens}
     if job.host_tokens:
         details["host_cached_tokens"] = job.host_tokens

@@ -1,6 +1,6 @@
-"""The tools of OpenAI's two dialects, and what a reply may do with them. Knows no other field.
+"""Tools and tool_choice of OpenAI's two chat dialects. Knows no other field.
 
-Both say the same; chat completions nest it one level deeper, under the name of its kind.
+Chat completions nest them one level deeper than Responses, under the name of their kind.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from pippin.api.requests.tools import (
     ToolChoice,
     custom_tool,
     function_tool,
-    read_mode,
     tool_bodies,
     tool_name,
     tool_use,
-    unknown_kind,
 )
 
 FUNCTION, CUSTOM, NAMESPACE, ALLOWED = "function", "custom", "namespace", "allowed_tools"
-_KNOWN = '"function" and "custom"'
+_KNOWN = "function and custom are supported"
+MODES = ("auto", "none", "required")
 _FUNCTION_FIELDS = {"name", "description", "parameters", "strict"}
 _CUSTOM_FIELDS = {"name", "description", "format"}
 # What tools of Responses have besides: they are shown at once here, and run by the client.
@@ -46,7 +45,7 @@ def read_responses_tools(body: Body) -> ToolUse:
 def _chat_tool(tool: Body) -> DeclaredTool:
     kind = tool.require("type")
     if kind not in (FUNCTION, CUSTOM):
-        raise unknown_kind(tool, _KNOWN)
+        raise tool.unsupported("type", _KNOWN)
     tool.check_known({"type", kind, "cache_control"})
     inner = tool.required_object(kind)
     inner.check_known(_FUNCTION_FIELDS if kind == FUNCTION else _CUSTOM_FIELDS)
@@ -56,7 +55,6 @@ def _chat_tool(tool: Body) -> DeclaredTool:
 
 
 def _responses_tools(tool: Body) -> list[DeclaredTool]:
-    """A tool, or those of a namespace."""
     if tool.require("type") != NAMESPACE:
         return [_responses_tool(tool)]
     tool.check_known({"type", "name", "description", "tools"})
@@ -67,7 +65,7 @@ def _responses_tools(tool: Body) -> list[DeclaredTool]:
 def _responses_tool(tool: Body) -> DeclaredTool:
     kind = tool.require("type")
     if kind not in (FUNCTION, CUSTOM):
-        raise unknown_kind(tool, '"function", "custom" and namespaces of them')
+        raise tool.unsupported("type", f"{_KNOWN}, and namespaces of them")
     for field, neutral in _ONLY_NEUTRAL.items():
         if tool.has(field) and tool.get(field) not in neutral:
             raise tool.wrong(field, f"{shown(neutral[0])}, or be left out")
@@ -79,13 +77,13 @@ def _responses_tool(tool: Body) -> DeclaredTool:
 def _choice(body: Body, *, nested: bool) -> ToolChoice:
     value = body.get("tool_choice")
     if not isinstance(value, dict):
-        return read_mode(body, value)
+        return ToolChoice(body.one_of("tool_choice", MODES) or "auto")
     choice = Body(value, "tool_choice")
     kind = choice.get("type")
     if kind in (FUNCTION, CUSTOM):
         return ToolChoice.of(_name_in(choice, nested=nested))
     if kind != ALLOWED:
-        raise unknown_kind(choice, f'{_KNOWN}, and "{ALLOWED}",')
+        raise choice.unsupported("type", f"{_KNOWN}, and {ALLOWED}")
     allowed = choice.required_object(ALLOWED) if nested else choice
     allowed.check_known({"type", "mode", "tools"})
     for field in ("mode", "tools"):
@@ -98,8 +96,7 @@ def _choice(body: Body, *, nested: bool) -> ToolChoice:
 
 
 def _name_in(tool: Body, *, nested: bool) -> str:
-    """The name of a tool that is not declared but chosen."""
     kind = tool.require("type")
     if kind not in (FUNCTION, CUSTOM):
-        raise unknown_kind(tool, _KNOWN)
+        raise tool.unsupported("type", _KNOWN)
     return (tool.required_object(kind) if nested else tool).required_string("name")

@@ -1,4 +1,1 @@
-"""Endpoints that are no dialect of generating text. Each file knows its own fields and replies.
-
-None knows the scheduler or another endpoint.
-"""
+"""Endpoints, bound to routes. None knows the scheduler, and none but its own fields."""

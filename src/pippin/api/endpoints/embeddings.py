@@ -34,7 +34,6 @@ class EmbeddingJob:
     timeout_s: float | None
 
     def keep_apart(self, owner_salt: bytes) -> None:
-        """Share no prefix with requests of other owners."""
         self.submits[:] = [under_owner(submit, owner_salt) for submit in self.submits]
 
     def facts(self, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -14,18 +14,15 @@ from pippin.api.dialects.completions import CompletionsDialect, parse_completion
 from pippin.api.dialects.dialect import Dialect, reply_events, whole_reply
 from pippin.api.dialects.messages.message_reply import MessagesDialect
 from pippin.api.dialects.messages.message_request import parse_message_request
+from pippin.api.dialects.responses import response_request
 from pippin.api.dialects.responses.response_reply import ResponsesDialect
-from pippin.api.dialects.responses.response_request import (
-    ResponsesRequest,
-    parse_responses_request,
-)
 from pippin.api.dialects.responses.response_store import ResponseStores, StoredTurn
 from pippin.api.endpoints.embeddings import parse_embeddings, whole_embeddings
 from pippin.api.endpoints.serving import Serving
 from pippin.api.endpoints.stored_responses import StoredResponses
 from pippin.api.endpoints.tokenize import detokenize, tokenize
-from pippin.api.http.access_control import owner_of
 from pippin.api.http.http_errors import JSONResponse
+from pippin.api.http.keys import owner_of
 from pippin.api.http.sending import StreamResponse, WholeResponse
 from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, render_prompt
 from pippin.api.model_info import Rules
@@ -71,10 +68,10 @@ class Generation:
 
     async def _responses(self, request: Request) -> Response:
         stored = self._stored.of(owner_of(request.scope))
-        read: list[ResponsesRequest] = []
+        read: list[response_request.ResponsesRequest] = []
 
         def parse(fields: Any, rules: Rules) -> ChatRequest:
-            read.append(parse_responses_request(fields, rules, stored))
+            read.append(response_request.parse_responses_request(fields, rules, stored))
             return read[0].chat
 
         def keep(response: dict[str, Any]) -> bool:
@@ -88,8 +85,6 @@ class Generation:
         return self._answer(job, ResponsesDialect(job, asked.echo, keep))
 
     async def _count_tokens(self, request: Request) -> Response:
-        """The length of a prompt; nothing is computed."""
-
         def count(fields: Any) -> int:
             chat = parse_message_request(fields, self._rules, counts_only=True)
             max_bytes = self._rules.model.max_counted_bytes

@@ -10,16 +10,7 @@ from starlette.convertors import Convertor, IntegerConvertor
 from starlette.routing import BaseRoute, Route
 
 from pippin.api.endpoints.stored_responses import ITEMS_PATH, RESPONSE_PATH
-from pippin.api.fields.anthropic import COUNT_TOKENS, MESSAGES
-from pippin.api.fields.openai import (
-    CHAT,
-    COMPLETION,
-    EMBEDDINGS,
-    RESPONSES,
-    STORED_ITEMS,
-    STORED_RESPONSE,
-)
-from pippin.api.fields.tokens import DETOKENIZE, TOKENIZE
+from pippin.api.fields import anthropic, openai, tokens
 from pippin.api.model_info import Rules
 
 OpenApi = dict[str, Any]
@@ -44,16 +35,16 @@ MESSAGES_ERROR_SCHEMA = _required(  # Anthropic's
     type={"const": "error"}, error=_required(type=_STRING, message=_STRING)
 )
 BODIES = {  # by path
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETION,
-    "/v1/responses": RESPONSES,
-    "/v1/messages": MESSAGES,
-    "/v1/messages/count_tokens": COUNT_TOKENS,
-    "/v1/embeddings": EMBEDDINGS,
-    "/tokenize": TOKENIZE,
-    "/detokenize": DETOKENIZE,
+    "/v1/chat/completions": openai.CHAT,
+    "/v1/completions": openai.COMPLETION,
+    "/v1/responses": openai.RESPONSES,
+    "/v1/messages": anthropic.MESSAGES,
+    "/v1/messages/count_tokens": anthropic.COUNT_TOKENS,
+    "/v1/embeddings": openai.EMBEDDINGS,
+    "/tokenize": tokens.TOKENIZE,
+    "/detokenize": tokens.DETOKENIZE,
 }
-QUERIES = {RESPONSE_PATH: STORED_RESPONSE, ITEMS_PATH: STORED_ITEMS}
+QUERIES = {RESPONSE_PATH: openai.STORED_RESPONSE, ITEMS_PATH: openai.STORED_ITEMS}
 
 
 def openapi_document(routes: Iterable[BaseRoute], rules: Rules, *, needs_key: bool) -> OpenApi:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 
 from pippin.api.http.access_control import owner_salt_of
-from pippin.api.http.admins import Admins
+from pippin.api.http.keys import Admins
 from pippin.api.http.read_body import decode_body, read_body
 from pippin.api.http.request_log import record_of
 from pippin.api.http.workers import Workers
@@ -23,13 +23,9 @@ T = TypeVar("T")
 
 
 class Runnable(Protocol):
-    """A request that is ready for the engine."""
-
     def keep_apart(self, owner_salt: bytes) -> None: ...
 
-    def facts(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
-        """For the log; with a tokenizer, its prompts in full."""
-        ...
+    def facts(self, tokenizer: Tokenizer | None) -> dict[str, Any]: ...
 
 
 R = TypeVar("R", bound=Runnable)

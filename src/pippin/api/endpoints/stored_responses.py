@@ -11,8 +11,8 @@ from starlette.routing import Route
 from pippin.api.dialects.responses.response_store import ResponseStore, ResponseStores
 from pippin.api.fields.openai import STORED_ITEMS, STORED_RESPONSE
 from pippin.api.fields.table import FieldTable
-from pippin.api.http.access_control import owner_of
 from pippin.api.http.http_errors import JSONResponse
+from pippin.api.http.keys import owner_of
 from pippin.api.model_info import Rules
 from pippin.api.requests.body import Body
 
@@ -59,7 +59,6 @@ class StoredResponses:
         return self._stored.of(owner_of(request.scope))
 
     def _query(self, request: Request, table: FieldTable) -> Body:
-        """The fields of a query, with numbers and lists as such, checked."""
         given = request.query_params
         fields: dict[str, Any] = {name: given[name] for name in given if name not in _LISTS}
         if included := [value for name in _LISTS for value in given.getlist(name)]:

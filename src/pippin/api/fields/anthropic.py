@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from pippin.api.fields.kinds import (
-    LABEL,
-    LABEL_VALUE,
-    OBJECT,
-    Kind,
-    StopStrings,
-    integer,
-    number,
-    one_of,
-)
+from pippin.api.fields import kinds
+from pippin.api.fields.kinds import Kind
 from pippin.api.fields.openai import NO_SERVICE
 from pippin.api.fields.shared import MODEL, SAMPLING, SERVING, STREAM, TOOLS, conversation, pick
 from pippin.api.fields.table import FieldTable, members, refused
@@ -27,23 +19,23 @@ MESSAGES = FieldTable(
             "a string or a list of text blocks",
             {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
         ),
-        "max_tokens": integer(1),
-        "stop_sequences": StopStrings(),
+        "max_tokens": kinds.integer(1),
+        "stop_sequences": kinds.StopStrings(),
         **STREAM,
         **TOOLS,
-        "tool_choice": OBJECT,
+        "tool_choice": kinds.OBJECT,
         "thinking": members(
-            type=one_of("enabled", "disabled", "adaptive"),
-            budget_tokens=integer(1),
-            display=one_of("summarized", "omitted"),
+            type=kinds.one_of("enabled", "disabled", "adaptive"),
+            budget_tokens=kinds.integer(1),
+            display=kinds.one_of("summarized", "omitted"),
         ),
-        "output_config": members(effort=one_of(*EFFORTS), format=OBJECT),
-        "cache_control": OBJECT,
-        "metadata": members(user_id=LABEL_VALUE),
-        "user_profile_id": LABEL,
-        "context_management": OBJECT,
+        "output_config": members(effort=kinds.one_of(*EFFORTS), format=kinds.OBJECT),
+        "cache_control": kinds.OBJECT,
+        "metadata": members(user_id=kinds.LABEL_VALUE),
+        "user_profile_id": kinds.LABEL,
+        "context_management": kinds.OBJECT,
         **pick(SAMPLING, "top_p", "top_k"),
-        "temperature": number(0, 1),
+        "temperature": kinds.number(0, 1),
         **SERVING,
         "container": refused(NO_SERVICE),
         "diagnostics": refused("the log and /status have what was cached"),

@@ -12,6 +12,7 @@ from pippin.api.requests.body import Body, shown
 from pippin.api.requests.bounds import (
     MAX_LABEL_CHARS,
     MAX_LABEL_VALUE_CHARS,
+    MAX_LABELS,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
 )
@@ -32,10 +33,11 @@ def some(items: Schema, most: int | None = None) -> Schema:
 
 @dataclass(frozen=True)
 class Kind:
-    """Described here, and checked by the code that reads it."""
+    """By default: described here, and checked by `test`, or by the code that reads it."""
 
     text: str = ""
     json_schema: Schema = field(default_factory=dict)
+    test: Callable[[Any], bool] = lambda value: True
     answer: ClassVar[Answer] = "honoured"
 
     def words(self, rules: Rules) -> str:
@@ -45,100 +47,86 @@ class Kind:
         return self.json_schema
 
     def accepts(self, value: Any, rules: Rules) -> bool:
-        return True
+        return self.test(value)
 
     def check(self, body: Body, field: str, rules: Rules) -> None:
         if not self.accepts(body.get(field), rules):
             raise body.wrong(field, self.words(rules))
 
 
-@dataclass(frozen=True)
-class Simple(Kind):
-    """One that needs no more than a test of its value."""
-
-    test: Callable[[Any], bool] = bool
-
-    def accepts(self, value: Any, rules: Rules) -> bool:
-        return self.test(value)
-
-
-def one_of(*choices: str) -> Simple:
+def one_of(*choices: str) -> Kind:
     words = f"one of {', '.join(choices)}" if len(choices) > 1 else f'"{choices[0]}"'
     schema = {"type": "string", "enum": list(choices)}
-    return Simple(words, schema, lambda value: value in choices)
+    return Kind(words, schema, lambda value: value in choices)
 
 
-def list_of(*choices: str) -> Simple:
+def list_of(*choices: str) -> Kind:
     schema = {"type": "array", "items": {"enum": list(choices)}}
 
     def test(value: Any) -> bool:
         return isinstance(value, list) and all(item in choices for item in value)
 
-    return Simple(f"a list of {', '.join(choices)}", schema, test)
+    return Kind(f"a list of {', '.join(choices)}", schema, test)
 
 
-def number(low: float, high: float | None = None, *, above: bool = False) -> Simple:
+def number(low: int, high: int | None = None, *, above: bool = False) -> Kind:
     """From `low` to `high`; `above`: greater than `low`."""
-    most = sys.float_info.max if high is None else high
-    words = f"a number above {low:g}" if above else f"a number from {low:g}"
-    if high is not None:
-        words += f" {'and at most' if above else 'to'} {high:g}"
-    schema: Schema = {"type": "number", "exclusiveMinimum" if above else "minimum": low}
-    if high is not None:
+    return _number("a number", int | float, low, high, above)
+
+
+def integer(low: int, high: int | None = None) -> Kind:
+    return _number("an integer", int, low, high, above=False)
+
+
+def _number(kind: str, types: Any, low: int, high: int | None, above: bool) -> Kind:
+    schema = {"type": kind.split()[1], "exclusiveMinimum" if above else "minimum": low}
+    if high is None:
+        words = f"above {low:,}" if above else f"of at least {low:,}"
+    else:
+        words = f"above {low:,} and at most {high:,}" if above else f"from {low:,} to {high:,}"
         schema["maximum"] = high
+    most = sys.float_info.max if high is None and types is not int else high
 
     def test(value: Any) -> bool:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and low <= value <= most and not (above and value == low)
+        is_number = isinstance(value, types) and not isinstance(value, bool)
+        if not is_number or value < low or (above and value == low):
+            return False
+        return most is None or bool(value <= most)
 
-    return Simple(words, schema, test)
-
-
-def integer(low: int, high: int | None = None) -> Simple:
-    words = f"from {low:,} to {high:,}" if high is not None else f"of at least {low:,}"
-    schema: Schema = {"type": "integer", "minimum": low}
-    if high is not None:
-        schema["maximum"] = high
-
-    def test(value: Any) -> bool:
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        return is_integer and value >= low and (high is None or value <= high)
-
-    return Simple(f"an integer {words}", schema, test)
+    return Kind(f"{kind} {words}", schema, test)
 
 
-def text(most: int) -> Simple:
-    """An id, a name or a note."""
+def text(most: int) -> Kind:
     schema = {"type": "string", "maxLength": most}
     words = f"a string of at most {most:,} characters"
-    return Simple(words, schema, lambda value: isinstance(value, str) and len(value) <= most)
+    return Kind(words, schema, lambda value: isinstance(value, str) and len(value) <= most)
 
 
-BOOLEAN = Simple("true or false", {"type": "boolean"}, lambda value: isinstance(value, bool))
-STRING = Simple("a string", {"type": "string"}, lambda value: isinstance(value, str))
-OBJECT = Simple("an object", {"type": "object"}, lambda value: isinstance(value, dict))
+BOOLEAN = Kind("true or false", {"type": "boolean"}, lambda value: isinstance(value, bool))
+STRING = Kind("a string", {"type": "string"}, lambda value: isinstance(value, str))
+OBJECT = Kind("an object", {"type": "object"}, lambda value: isinstance(value, dict))
 LABEL, LABEL_VALUE = text(MAX_LABEL_CHARS), text(MAX_LABEL_VALUE_CHARS)
 
 
-@dataclass(frozen=True)
 class Labels(Kind):
-    """Strings by name."""
+    def words(self, rules: Rules) -> str:
+        names = f"with names of at most {MAX_LABEL_CHARS:,} characters"
+        return f"an object of at most {MAX_LABELS} strings {names}"
 
-    most: int = 0
+    def schema(self, rules: Rules) -> Schema:
+        values = nullable(LABEL_VALUE.json_schema)
+        return {
+            "type": "object",
+            "additionalProperties": values,
+            "maxProperties": MAX_LABELS,
+        }
 
     def check(self, body: Body, field: str, rules: Rules) -> None:
         labels = body.required_object(field)
-        if len(labels) > self.most or any(len(name) > MAX_LABEL_CHARS for name in labels.fields()):
-            raise body.wrong(field, self.text)
+        if len(labels) > MAX_LABELS or any(len(n) > MAX_LABEL_CHARS for n in labels.fields()):
+            raise body.wrong(field, self.words(rules))
         for name in filter(labels.has, labels.fields()):
             LABEL_VALUE.check(labels, name, rules)
-
-
-def labels(most: int) -> Labels:
-    values = nullable(LABEL_VALUE.json_schema)
-    schema = {"type": "object", "additionalProperties": values, "maxProperties": most}
-    names = f"with names of at most {MAX_LABEL_CHARS:,} characters"
-    return Labels(f"an object of at most {most} strings {names}", schema, most)
 
 
 class ModelName(Kind):

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from pippin.api.fields import shared
-from pippin.api.fields.kinds import (
-    BOOLEAN,
-    LABEL,
-    OBJECT,
-    STRING,
-    Kind,
-    Rows,
-    integer,
-    labels,
-    list_of,
-    one_of,
-    some,
-)
+from pippin.api.fields import kinds, shared
+from pippin.api.fields.kinds import Kind
 from pippin.api.fields.table import FieldTable, members, refused
-from pippin.api.requests.bounds import MAX_LABELS, MAX_MESSAGES
+from pippin.api.requests.bounds import MAX_MESSAGES
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_LISTED = 100
 _TEXT_ONLY = "only text is generated"
 NO_SERVICE = "this server runs nothing beside the model"
 _ANYTHING = Kind("any value")
-_SUMMARY = one_of("auto", "concise", "detailed")
-_INCLUDE: shared.Fields = {"include": list_of("reasoning.encrypted_content")}
+_SUMMARY = kinds.one_of("auto", "concise", "detailed")
+_INCLUDE: shared.Fields = {"include": kinds.list_of("reasoning.encrypted_content")}
 _CALLING: shared.Fields = {
     **shared.TOOLS,
     "tool_choice": Kind(
         "auto, none, required, or an object: the tool to call, or `allowed_tools`",
         {"type": ["string", "object"]},
     ),
-    "parallel_tool_calls": BOOLEAN,
+    "parallel_tool_calls": kinds.BOOLEAN,
 }
 _REFUSED: shared.Fields = {  # by chat completions and by responses
     "moderation": refused("there is no moderation"),
@@ -45,9 +33,9 @@ CHAT = FieldTable(
     {
         **shared.GENERATION,
         "messages": shared.conversation(ROLES, {}, "role"),
-        "max_completion_tokens": integer(1),
-        "logprobs": BOOLEAN,
-        "top_logprobs": integer(0, shared.MAX_LOGPROBS),
+        "max_completion_tokens": kinds.integer(1),
+        "logprobs": kinds.BOOLEAN,
+        "top_logprobs": kinds.integer(0, shared.MAX_LOGPROBS),
         **_CALLING,
         "reasoning_effort": shared.EFFORT,
         **shared.LABELS,
@@ -67,11 +55,11 @@ CHAT = FieldTable(
 COMPLETION = FieldTable(
     {
         **shared.GENERATION,
-        "prompt": Rows(),
-        "max_tokens": integer(0),
-        "logprobs": integer(0, shared.MAX_LOGPROBS),
-        "echo": BOOLEAN,
-        "best_of": integer(1, shared.MAX_CHOICES),
+        "prompt": kinds.Rows(),
+        "max_tokens": kinds.integer(0),
+        "logprobs": kinds.integer(0, shared.MAX_LOGPROBS),
+        "echo": kinds.BOOLEAN,
+        "best_of": kinds.integer(1, shared.MAX_CHOICES),
         "suffix": refused("text is not inserted", ""),
     },
     required=("model", "prompt"),
@@ -81,24 +69,26 @@ RESPONSES = FieldTable(
         **shared.MODEL,
         "input": Kind(
             f"a string, or a list of 1 to {MAX_MESSAGES:,} items",
-            {"anyOf": [{"type": "string"}, some({"type": "object"}, MAX_MESSAGES)]},
+            {"anyOf": [{"type": "string"}, kinds.some({"type": "object"}, MAX_MESSAGES)]},
         ),
-        "instructions": STRING,
-        "previous_response_id": LABEL,
-        "store": BOOLEAN,
-        "max_output_tokens": integer(1),
+        "instructions": kinds.STRING,
+        "previous_response_id": kinds.LABEL,
+        "store": kinds.BOOLEAN,
+        "max_output_tokens": kinds.integer(1),
         **_CALLING,
         "reasoning": members(
             effort=shared.EFFORT, summary=_SUMMARY, generate_summary=_SUMMARY, context=_ANYTHING
         ),
-        "text": members(format=OBJECT, verbosity=refused("ask for it in the prompt", "medium")),
+        "text": members(
+            format=kinds.OBJECT, verbosity=refused("ask for it in the prompt", "medium")
+        ),
         **_INCLUDE,
         **shared.STREAM,
         **shared.STREAM_OPTIONS,
         **shared.pick(shared.SAMPLING, "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
         **shared.USER,
         **shared.LABELS,
-        "client_metadata": labels(MAX_LABELS),
+        "client_metadata": kinds.Labels(),
         **shared.SERVING,
         "access_programs": refused(NO_SERVICE),
         "background": refused("a reply is computed while its client waits", False),
@@ -119,17 +109,17 @@ STORED_RESPONSE = FieldTable(  # of a query
 STORED_ITEMS = FieldTable(
     {
         **_INCLUDE,
-        "limit": integer(1, MAX_LISTED),
-        "order": one_of("asc", "desc"),
-        "after": STRING,
+        "limit": kinds.integer(1, MAX_LISTED),
+        "order": kinds.one_of("asc", "desc"),
+        "after": kinds.STRING,
     }
 )
 EMBEDDINGS = FieldTable(
     {
         **shared.MODEL,
-        "input": Rows(),
-        "encoding_format": one_of("float", "base64"),
-        "dimensions": integer(1),
+        "input": kinds.Rows(),
+        "encoding_format": kinds.one_of("float", "base64"),
+        "dimensions": kinds.integer(1),
         **shared.USER,
         **shared.SERVING,
     },

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from pippin.api.fields.kinds import (
-    BOOLEAN,
-    LABEL,
-    OBJECT,
-    STRING,
-    Kind,
-    LogitBias,
-    ModelName,
-    Schema,
-    StopStrings,
-    StopTokens,
-    integer,
-    labels,
-    number,
-    one_of,
-    some,
-)
+from pippin.api.fields import kinds
+from pippin.api.fields.kinds import Kind, Schema
 from pippin.api.fields.table import members, refused
 from pippin.api.model_info import Rules
 from pippin.api.requests.body import Body
-from pippin.api.requests.bounds import MAX_LABELS, MAX_MESSAGES, MAX_TOOLS
+from pippin.api.requests.bounds import MAX_MESSAGES, MAX_TOOLS
 from pippin.api.requests.reasoning_effort import EFFORTS
 from pippin.api.requests.salts import MAX_SALT_CHARS, read_salt
 
@@ -48,11 +33,11 @@ def conversation(roles: tuple[str, ...], content: Schema, *required: str) -> Kin
         "properties": {"role": {"enum": list(roles)}, "content": content},
         "required": list(required),
     }
-    return Kind(f"a list of 1 to {MAX_MESSAGES:,} messages", some(message, MAX_MESSAGES))
+    return Kind(f"a list of 1 to {MAX_MESSAGES:,} messages", kinds.some(message, MAX_MESSAGES))
 
 
-MODEL: Fields = {"model": ModelName("a name in `/v1/models`")}
-EFFORT = one_of(*EFFORTS)
+MODEL: Fields = {"model": kinds.ModelName("a name in `/v1/models`")}
+EFFORT = kinds.one_of(*EFFORTS)
 TOOLS: Fields = {
     "tools": Kind(
         f"a list of at most {MAX_TOOLS:,} tools",
@@ -60,48 +45,48 @@ TOOLS: Fields = {
     )
 }
 SAMPLING: Fields = {
-    "min_tokens": integer(0),
-    "temperature": number(0, 2),
-    "top_p": number(0, 1, above=True),
-    "top_k": integer(-1),
-    "min_p": number(0, 1),
-    "repetition_penalty": number(0, above=True),
-    "presence_penalty": number(-2, 2),
-    "frequency_penalty": number(-2, 2),
-    "logit_bias": LogitBias(),
-    "seed": integer(-MAX_SEED - 1, MAX_SEED - MAX_CHOICES),
-    "n": integer(1, MAX_CHOICES),
-    "stop": StopStrings(),
-    "stop_token_ids": StopTokens(),
-    "ignore_eos": BOOLEAN,
+    "min_tokens": kinds.integer(0),
+    "temperature": kinds.number(0, 2),
+    "top_p": kinds.number(0, 1, above=True),
+    "top_k": kinds.integer(-1),
+    "min_p": kinds.number(0, 1),
+    "repetition_penalty": kinds.number(0, above=True),
+    "presence_penalty": kinds.number(-2, 2),
+    "frequency_penalty": kinds.number(-2, 2),
+    "logit_bias": kinds.LogitBias(),
+    "seed": kinds.integer(-MAX_SEED - 1, MAX_SEED - MAX_CHOICES),
+    "n": kinds.integer(1, MAX_CHOICES),
+    "stop": kinds.StopStrings(),
+    "stop_token_ids": kinds.StopTokens(),
+    "ignore_eos": kinds.BOOLEAN,
     "json_schema": Kind("a JSON Schema, or its JSON", {"type": ["object", "string"]}),
-    "regex": STRING,
-    "ebnf": STRING,
+    "regex": kinds.STRING,
+    "ebnf": kinds.STRING,
 }
 SERVING: Fields = {  # of every request that is run
-    "timeout": number(0, above=True),
-    "priority": integer(-MAX_PRIORITY, MAX_PRIORITY),
+    "timeout": kinds.number(0, above=True),
+    "priority": kinds.integer(-MAX_PRIORITY, MAX_PRIORITY),
     "cache_salt": Salt(
         f"a string of 1 to {MAX_SALT_CHARS:,} characters",
         {"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS},
     ),
 }
-STREAM: Fields = {"stream": BOOLEAN}
+STREAM: Fields = {"stream": kinds.BOOLEAN}
 STREAM_OPTIONS: Fields = {
     "stream_options": members(
-        include_usage=BOOLEAN, include_obfuscation=refused("streams are not padded", False)
+        include_usage=kinds.BOOLEAN, include_obfuscation=refused("streams are not padded", False)
     )
 }
-USER: Fields = {"user": LABEL}
+USER: Fields = {"user": kinds.LABEL}
 LABELS: Fields = {
-    "metadata": labels(MAX_LABELS),
-    "safety_identifier": LABEL,
-    "prompt_cache_key": LABEL,
+    "metadata": kinds.Labels(),
+    "safety_identifier": kinds.LABEL,
+    "prompt_cache_key": kinds.LABEL,
 }
-TEMPLATE: Fields = {"chat_template_kwargs": OBJECT, "add_generation_prompt": BOOLEAN}
+TEMPLATE: Fields = {"chat_template_kwargs": kinds.OBJECT, "add_generation_prompt": kinds.BOOLEAN}
 GENERATION: Fields = {  # of chat and text completions
     **MODEL,
-    "max_tokens": integer(1),
+    "max_tokens": kinds.integer(1),
     **SAMPLING,
     **STREAM,
     **STREAM_OPTIONS,

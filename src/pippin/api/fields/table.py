@@ -17,9 +17,6 @@ class FieldTable:
     fields: Mapping[str, Kind]
     required: tuple[str, ...] = ()
 
-    def names(self, answer: Answer) -> frozenset[str]:
-        return frozenset(name for name, kind in self.fields.items() if kind.answer == answer)
-
     def check(self, body: Body, rules: Rules) -> None:
         """Raise for a field that is unknown, missing or refused, or has a wrong value."""
         body.check_known(self.fields)
@@ -48,8 +45,6 @@ class FieldTable:
 
 @dataclass(frozen=True)
 class Members(Kind):
-    """An object with a table of its own."""
-
     table: FieldTable = field(default_factory=lambda: FieldTable({}))
 
     def schema(self, rules: Rules) -> Schema:
@@ -81,4 +76,4 @@ class Refusal(Kind):
 
 
 def refused(why: str, *neutral: Any) -> Refusal:
-    return Refusal(why, {"enum": list(neutral), "description": why}, neutral)
+    return Refusal(why, {"enum": list(neutral), "description": why}, neutral=neutral)

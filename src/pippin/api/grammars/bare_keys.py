@@ -1,7 +1,7 @@
 """Gemma's arguments as rules of a grammar: JSON with bare keys, and strings between marks.
 
-Numbers, booleans and null are written as in JSON, with all that a schema says of them. What else it
-asks for and cannot be kept is refused by name.
+Numbers, booleans and null are written as in JSON, with every keyword of their schema. Other
+keywords that cannot be enforced are refused by name.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BareKeyRules:
         if schema is True or (isinstance(schema, dict) and schema.keys() <= _SAY_NOTHING):
             return self._any_value()
         if not isinstance(schema, dict):
-            raise self._refuse(f"{where} is no schema that can be kept")
+            raise self._refuse(f"{where} is not a schema that can be enforced")
         if "$ref" in schema:
             return self._reference(schema["$ref"], where)
         kind = schema.get("type")
@@ -111,7 +111,7 @@ class BareKeyRules:
         if extra is not False:
             raise self._refuse(f"additionalProperties of {where}")
         required = schema.get("required", ())
-        # Written from the end: what may follow once a property stands there, and before any does.
+        # From the last property: what may follow a property, and what may follow none.
         after, before = "", ""
         for key, inner in reversed((properties or {}).items()):
             pair = f"{self._lark.literal(f'{key}:')} {self._value(inner, key)}"
@@ -141,7 +141,6 @@ class BareKeyRules:
 
 
 def _values(schema: Schema) -> list[Any]:
-    """Those that an enum or a constant names."""
     return [schema["const"]] if "const" in schema else schema.get("enum") or []
 
 

@@ -1,6 +1,6 @@
 """A format's tool calls as rules of a grammar. Knows no prompt and no engine.
 
-What a format cannot be held to is refused by name: nothing is enforced less than it was asked for.
+What cannot be enforced in a format is refused by name: nothing is enforced in part.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ _SAY_NOTHING = {"type", "title", "description", "default", "examples"}
 
 
 class CallRules:
-    """Writes the rules of one request's calls."""
-
     def __init__(self, lark: Lark, format: str, tool_use: ToolUse) -> None:
         self._lark = lark
         self._format = format
@@ -45,7 +43,7 @@ class CallRules:
         return lark.rule(f"{opening} {call} {more} {closing}")
 
     def check_optional(self) -> None:
-        """Whether calls can be told from content before they are complete."""
+        """Raise unless the start of a call differs from content."""
         if not self._lark.begins_with_mark(self._syntax.trigger):
             raise self._refused(
                 "calls in the format {format} can be constrained only if one is required"
@@ -56,7 +54,7 @@ class CallRules:
         param = "tools" if self._tool_use.strict else asked
         what = {"tools": "strict", "tool_choice": "tool_choice"}.get(param, param)
         why = why.format(format=self._format)
-        return UnsupportedField(f"{what} cannot be kept: {why}", param=param)
+        return UnsupportedField(f"{what} cannot be enforced: {why}", param=param)
 
     def _call(self, function: Schema) -> str:
         syntax, name = self._syntax, function["name"]
@@ -81,7 +79,6 @@ class CallRules:
         return f"({self._literal(tags.before_key)} {key} {value})*"
 
     def _input(self, grammar: GrammarPart | None) -> str:
-        """The one argument of a custom tool."""
         tags = self._syntax.arguments
         if isinstance(tags, TaggedArguments):
             head = self._literal(tags.before_key + INPUT + tags.before_value)
@@ -92,8 +89,8 @@ class CallRules:
         schema = input_schema()
         if grammar is not None and grammar.syntax == "lark":
             raise UnsupportedField(
-                f"{grammar.field} cannot be kept: in the format {self._format} a call's input is "
-                "written as a JSON string, which a Lark grammar says nothing of; a regex can be",
+                f"{grammar.field} cannot be enforced: in the format {self._format} an input is "
+                "written as a JSON string, which a Lark grammar does not describe; use a regex",
                 param=grammar.field,
             )
         if grammar is not None:
@@ -101,7 +98,7 @@ class CallRules:
         return self._lark.json(schema)
 
     def _text(self, grammar: GrammarPart | None, end: str) -> str:
-        """A text that stands as it is, and what ends it."""
+        """A text without quotes, and its end."""
         if grammar is None:
             return self._lark.until(end)
         if grammar.syntax == "regex":
@@ -110,7 +107,7 @@ class CallRules:
 
     def _bare_keys(self, name: str, syntax: BareKeyArguments) -> BareKeyRules:
         def refuse(what: str) -> UnsupportedField:
-            message = f"strict cannot be kept for {name}: {what}, in the format {self._format}"
+            message = f"strict cannot be enforced for {name}: {what}, in the format {self._format}"
             return UnsupportedField(message, param="tools")
 
         return BareKeyRules(self._lark, syntax.quote, refuse)
@@ -129,7 +126,7 @@ class CallRules:
     def _tagged_value(
         self, where: str, declared: Any, definitions: Schema, tags: TaggedArguments
     ) -> str:
-        """Strings stand bare, and so a grammar must know which are strings."""
+        """Strings have no quotes here, so a grammar must know which values are strings."""
         kind = declared.get("type") if isinstance(declared, dict) else None
         end = self._literal(tags.after_value)
         choices = declared.get("enum") if isinstance(declared, dict) else None
@@ -140,7 +137,7 @@ class CallRules:
         if kind in ("integer", "number", "boolean", "array", "object", "null"):
             return f"{self._lark.json({**declared, **definitions})} {end}"
         raise UnsupportedField(
-            f"strict cannot be kept for {where}: in the format {self._format} an argument is "
+            f"strict cannot be enforced for {where}: in the format {self._format} an argument is "
             "a plain string, an enum of strings, or of one other type",
             param="tools",
         )
@@ -153,7 +150,7 @@ class CallRules:
 
 
 def _object_schema(function: Schema) -> Schema:
-    """What the arguments must be; checked here only if they are to be held to it."""
+    """What the arguments must be; checked here only if they are enforced."""
     schema: Schema = function.get("parameters") or {"type": "object", "properties": {}}
     if not function.get("strict"):
         return schema
@@ -161,11 +158,11 @@ def _object_schema(function: Schema) -> Schema:
         check_schema(json.dumps(schema))
     except RequestError as error:
         why = error.message.removeprefix("json_schema: ")
-        message = f"strict cannot be kept for {function['name']}: {why}"
+        message = f"strict cannot be enforced for {function['name']}: {why}"
         raise UnsupportedField(message, param="tools") from error
     if schema.get("type") != "object":
         raise UnsupportedField(
-            f"strict cannot be kept for {function['name']}: its parameters are no object",
+            f"strict cannot be enforced for {function['name']}: its parameters must be an object",
             param="tools",
         )
     return dict(closed(schema))

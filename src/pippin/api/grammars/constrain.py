@@ -1,7 +1,6 @@
 """What a whole reply must look like: reasoning, then calls or content. Knows no engine.
 
-A request that asks for a schema, for a call, or for none, is held to it behind the reasoning: that
-is free.
+A schema, a required call or no call is enforced behind the reasoning, which is free.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def can_forbid_calls(text: TextBundle) -> bool:
 
 
 def constrain(request: ChatRequest, prompt: Prompt, text: TextBundle) -> SamplingParams:
-    """The request's parameters, with a grammar of all that was asked for."""
+    """The request's parameters, with a grammar of all its constraints."""
     params, tool_use = request.options.params, request.tool_use
     lark = Lark(text.tokenizer)
     reasoning = _reasoning(lark, prompt, text)
@@ -51,7 +50,7 @@ def constrain(request: ChatRequest, prompt: Prompt, text: TextBundle) -> Samplin
     if tool_use.required:
         if params.grammar is not None:
             raise UnsupportedField(
-                "a reply that has to be a call has no other content to constrain",
+                "a reply that must be a call has no content to constrain; send one of the two",
                 param="tool_choice",
             )
         return _with_grammar(request.options, lark, f"{reasoning} {rules.calls()}", parts)
@@ -65,7 +64,7 @@ def constrain(request: ChatRequest, prompt: Prompt, text: TextBundle) -> Samplin
 
 
 def _reasoning(lark: Lark, prompt: Prompt, text: TextBundle) -> str:
-    """The reasoning that may come first; nothing, if the prompt has closed it already."""
+    """Reasoning before the rest; empty, if the prompt has closed it already."""
     if text.formats.reasoning not in REASONING_FORMATS:
         return ""
     marks = REASONING_FORMATS[text.formats.reasoning]
@@ -88,7 +87,7 @@ def _content(lark: Lark, params: SamplingParams) -> str:
 def _check_composes(params: SamplingParams, why: str) -> None:
     for field in ("regex", "ebnf"):
         if getattr(params, field) is not None:
-            raise UnsupportedField(f"{field} cannot be kept, because {why}", param=field)
+            raise UnsupportedField(f"{field} cannot be enforced, because {why}", param=field)
 
 
 def _with_grammar(
@@ -98,7 +97,7 @@ def _with_grammar(
     nbytes = len(grammar.encode())
     if nbytes > options.max_schema_bytes:
         raise RequestError(
-            f"the tools' grammar holds {nbytes:,} bytes, at most {options.max_schema_bytes:,} are "
+            f"the tools' grammar has {nbytes:,} bytes; at most {options.max_schema_bytes:,} are "
             "allowed (--max-schema-bytes)",
             param="tools",
         )

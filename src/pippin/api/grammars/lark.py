@@ -36,13 +36,11 @@ class Lark:
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
     def rule(self, body: str, attributes: str = "") -> str:
-        """A new rule; its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
         return name
 
     def recursive(self, body: Callable[[str], str]) -> str:
-        """A new rule that may name itself."""
         at = len(self._rules)
         name = self.rule("")
         self._rules[at] = f"{name}: {body(name)}"
@@ -59,7 +57,7 @@ class Lark:
         return " ".join(parts)
 
     def until(self, end: str, text: str = "/(?s:.*)/") -> str:
-        """Any text, or what this terminal says, up to and with the first `end`."""
+        """Any text, or that of a terminal, up to and with the first `end`."""
         first, *rest = self._split(end)
         if first in self._marks:
             return f"{text} {self.literal(end)}"
@@ -70,7 +68,6 @@ class Lark:
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _ONE_LINE})}")
 
     def nested(self, lark: str) -> str:
-        """A grammar that stands by itself, with rules and terminals of its own."""
         return self.rule(f"%lark {{\n{lark}\n}}")
 
     def _split(self, text: str) -> list[str]:

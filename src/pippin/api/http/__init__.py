@@ -1,4 +1,1 @@
-"""HTTP itself: who may come in, how much and how slowly, ids, logs, streams and error bodies.
-
-Written once for every dialect of requests and replies. Knows no field of any request.
-"""
+"""HTTP: access control, limits of size and time, ids, logs, streams, errors. Knows no field."""

@@ -1,10 +1,9 @@
-"""Who is let in: by the Host, the Origin and the key of a request. Knows no route.
+"""Access control: by the Host, the Origin and the key of a request. Knows no route.
 
 Host     a name that only a tricked resolver leads here is refused (DNS rebinding)
 Origin   a page of another site is refused, unless --cors-origin names it. Where a browser sends no
-         Origin, Sec-Fetch-Site says whose page it is
-key      one of ours as a bearer token, if there are any; not to ask whether the server is alive,
-         and not for paths that are told to be public
+         Origin, Sec-Fetch-Site has the site of the page
+key      a bearer token, if the server has keys; not for probes of its health, nor for public paths
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ log = logging.getLogger(__name__)
 
 Check = Callable[[Scope], None]  # raises a PippinError
 ANY = "*"
-OWN_SITE = ("same-origin", "none")  # none: a person typed the address
+OWN_SITE = ("same-origin", "none")  # none: the address was typed
 
 
 def access_checks(config: ServerConfig, public: frozenset[str] = frozenset()) -> list[Middleware]:
@@ -60,15 +59,13 @@ def access_checks(config: ServerConfig, public: frozenset[str] = frozenset()) ->
 def warn_if_open(config: ServerConfig) -> None:
     if not config.api_key and not is_loopback(config.host):
         log.warning(
-            "listening on %s without an API key: whoever reaches this machine can use the model "
-            "(--api-key-file)",
+            "listening on %s without an API key: any client that can reach this machine can use "
+            "the model (set --api-key-file)",
             config.host,
         )
 
 
 class Guard:
-    """Lets a request pass unless its check raises."""
-
     def __init__(self, app: ASGIApp, check: Check) -> None:
         self._app = app
         self._check = check
@@ -84,7 +81,7 @@ class Guard:
 
 
 class HostCheck:
-    """Addresses and localhost always pass: no resolver stands between them and this machine."""
+    """Addresses and localhost always pass: no resolver is involved."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._names = {"localhost", config.host.lower(), *map(str.lower, config.allowed_host)}
@@ -99,16 +96,16 @@ class HostCheck:
         host = host_of(given)
         if not is_address(host) and not any(_matches(host, name) for name in self._names):
             raise Forbidden(
-                f"this server does not answer to the host {given[:100]!r}; "
-                "--allowed-host lets a name in"
+                f"the Host {given[:100]!r} is not a name of this server; "
+                "allow it with --allowed-host"
             )
 
 
 class OriginCheck:
-    """Browsers say which page asks. Only this server's own pages and those named may.
+    """Browsers send the site of a page. Only this server's own pages and named sites are accepted.
 
     Images, scripts, links and forms of another site carry no Origin, or none on a GET: what they
-    ask for is refused by Sec-Fetch-Site, but for a link that leads a person to the page at /.
+    request is refused by Sec-Fetch-Site, except for a link to the page at /.
     """
 
     def __init__(self, allowed: Iterable[str]) -> None:
@@ -123,13 +120,13 @@ class OriginCheck:
         if site not in OWN_SITE and not _leads_to_the_page(scope, headers):
             raise Forbidden(
                 f"this request is from a page of another site (Sec-Fetch-Site: {site[:100]!r}); "
-                "--cors-origin lets a site in"
+                "allow the site with --cors-origin"
             )
         if origin is None:
             return
         if origin.partition("://")[2].lower() != headers.get("host", "").lower():
             raise Forbidden(
-                f"pages of {origin[:100]!r} may not use this server; --cors-origin lets them in"
+                f"pages of {origin[:100]!r} may not use this server; allow them with --cors-origin"
             )
 
 
@@ -150,12 +147,6 @@ class KeyCheck:
             )
         scope["state"]["owner"] = owner
         scope["state"]["salt"] = salt_of_owner(owner) if self._separates else b""
-
-
-def owner_of(scope: Scope) -> bytes:
-    """Whose request it is. Without keys all are one."""
-    owner: bytes = scope["state"].get("owner", b"")
-    return owner
 
 
 def owner_salt_of(scope: Scope) -> bytes:
@@ -181,12 +172,11 @@ def is_address(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether it stands for every address of this machine."""
     return host == "" or (is_address(host) and ipaddress.ip_address(host).is_unspecified)
 
 
 def shows_prompts(config: ServerConfig) -> bool:
-    """Whether whoever is let in may read what others wrote. `auto`: where there are no others."""
+    """Whether clients may read the prompts of others. `auto`: if there is one client."""
     if config.show_prompts != "auto":
         return config.show_prompts == "on"
     return len(known_keys(config)) == 1 or (not config.api_key and is_loopback(config.host))

@@ -3,10 +3,10 @@
 PippinError (see `pippin.errors`)
 ├── ModelNotFound         404
 ├── Unauthorized          401  no key, or the wrong one
-├── Forbidden             403  a Host or an Origin that is not let in
+├── Forbidden             403  a Host or an Origin that is not accepted
 │   └── AdminOnly              an API key, where an admin key is needed
-├── TooSlow               408  the head or the body of a request took too long to come
-├── DeadlinePassed        408  the reply was not there in time
+├── TooSlow               408  the head or the body of a request arrived too slowly
+├── DeadlinePassed        408  the reply was not complete in time
 ├── BodyTooLarge              413
 ├── WrongMediaType        415
 ├── TooManyConnections    429
@@ -20,14 +20,14 @@ from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.http.request_log import record_of
 from pippin.errors import NotFound, PippinError, cut
 
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; nginx's number, for the log
+CLIENT_CLOSED_REQUEST = 499  # nginx's number, for the log
 
 
 class ModelNotFound(NotFound):
@@ -90,7 +90,7 @@ ErrorShape = Callable[[PippinError], dict[str, Any]]
 
 
 class ErrorShapes:
-    """Says how errors look below some paths: whatever goes wrong there, in front of a route too."""
+    """Sets the shape of errors below some paths, also of those before a route is called."""
 
     def __init__(self, app: ASGIApp, shapes: Mapping[str, ErrorShape]) -> None:
         self._app = app
@@ -104,31 +104,25 @@ class ErrorShapes:
 
 
 class ErrorResponse(JSONResponse):
-    """Any error, in the shape of its path; the request's line in the log names its code.
-
-    Where there is no path yet (too many connections), its body has OpenAI's shape.
-    """
+    """Any error, in the shape of its path or else OpenAI's; the request's log line has its code."""
 
     def __init__(self, error: PippinError, headers: dict[str, str] | None = None) -> None:
         self._error = error
-        self._extra_headers = headers
         super().__init__(error_body(error), error.status, headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record_of(scope).error = self._error.code
-        shape: ErrorShape | None = scope["state"].get("error_shape")
-        if shape is None:
-            await super().__call__(scope, receive, send)
-            return
-        shaped = JSONResponse(shape(self._error), self.status_code, self._extra_headers)
-        await shaped(scope, receive, send)
+        if (shape := scope["state"].get("error_shape")) is not None:
+            self.body = self.render(shape(self._error))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 def error_body(error: PippinError) -> dict[str, Any]:
     """OpenAI's shape."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    told = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-    return {"error": told}
+    fields = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return {"error": fields}
 
 
 def error_response(error: PippinError) -> ErrorResponse:
@@ -136,29 +130,22 @@ def error_response(error: PippinError) -> ErrorResponse:
 
 
 def internal_error() -> PippinError:
-    return PippinError("the server made a mistake; its log says more")
+    return PippinError(
+        "internal error; the server's log has the details under this request's x-request-id"
+    )
 
 
-async def on_pippin_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, PippinError)
-    return error_response(error)
-
-
-async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own: no such route, wrong method."""
-    assert isinstance(error, HTTPException)
-    told = PippinError(f"{error.detail}: {request.method} {cut(request.url.path)}")
-    told.status, told.code = error.status_code, error.detail.lower().replace(" ", "_")
-    return ErrorResponse(told, dict(error.headers or {}))
-
-
-async def on_client_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-async def on_unexpected(request: Request, error: Exception) -> Response:
-    """The error goes on to `RequestLog`, which logs it."""
-    return error_response(internal_error())
+async def on_error(request: Request, error: Exception) -> Response:
+    match error:
+        case PippinError():
+            return error_response(error)
+        case HTTPException():  # starlette's own: no such route, wrong method
+            shown = PippinError(f"{error.detail}: {request.method} {cut(request.url.path)}")
+            shown.status, shown.code = error.status_code, error.detail.lower().replace(" ", "_")
+            return ErrorResponse(shown, dict(error.headers or {}))
+        case ClientDisconnect():
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return error_response(internal_error())  # `RequestLog` gets the error too, and logs it
 
 
 def _headers(error: PippinError) -> dict[str, str]:
@@ -167,6 +154,6 @@ def _headers(error: PippinError) -> dict[str, str]:
         headers["retry-after"] = str(error.retry_after_s)
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, DeadlinePassed):  # what took too long once does so again
+    if isinstance(error, DeadlinePassed):  # a second try would take as long
         headers["x-should-retry"] = "false"
     return headers

@@ -1,4 +1,4 @@
-"""API keys: where they come from and how they are compared. Never shows one."""
+"""API keys: read from files, compared in constant time, and which are admins. Shows none."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import hmac
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from starlette.types import Scope
+
+from pippin.api.http.http_errors import AdminOnly
 from pippin.config import ServerConfig
 from pippin.errors import LoadError
 
 
 class ApiKeys:
-    """Keys, known by their digests: comparing takes as long whichever is right, or none."""
+    """Keys, known by their digests: comparing takes equally long for every key."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = list(dict.fromkeys(_digest(key.encode()) for key in keys))
@@ -21,18 +24,23 @@ class ApiKeys:
         return len(self._digests)
 
     def __contains__(self, owner: bytes) -> bool:
-        """Whether one of them has this digest."""
         same = [hmac.compare_digest(owner, digest) for digest in self._digests]
         return any(same)
 
     def owner(self, key: str) -> bytes | None:
-        """Whose key this is, from a header as starlette decodes it: its digest, if it is known."""
+        """The digest of a known key, from a header as starlette decodes it."""
         given = _digest(key.strip().encode("latin-1"))
         return given if given in self else None
 
 
+def owner_of(scope: Scope) -> bytes:
+    """Whose request it is. Without keys all are one."""
+    owner: bytes = scope["state"].get("owner", b"")
+    return owner
+
+
 def known_keys(config: ServerConfig) -> ApiKeys:
-    """All that requests may carry: each stands for an owner."""
+    """API and admin keys: each is an owner."""
     return ApiKeys((*config.api_key, *config.admin_key))
 
 
@@ -43,7 +51,7 @@ def key_in(headers: Mapping[str, str]) -> str:
 
 
 def read_key_file(path: str) -> tuple[str, ...]:
-    """One key a line; empty lines and those that begin with # are not."""
+    """One key a line, except empty lines and those that begin with #."""
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -56,3 +64,28 @@ def read_key_file(path: str) -> tuple[str, ...]:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+class Admins:
+    """Without API keys every client is one; with keys, those that have an admin key.
+
+    The only API key of a server without an admin key is one.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        alone = () if len(known_keys(config)) > 1 else config.api_key
+        self._keys = ApiKeys(config.admin_key or alone)
+        self._open = not config.api_key
+
+    def admit(self, scope: Scope) -> bool:
+        return self._open or owner_of(scope) in self._keys
+
+    def check(self, scope: Scope) -> None:
+        if self.admit(scope):
+            return
+        if len(self._keys):
+            raise AdminOnly("this needs the admin key of this server (--admin-key), not an API key")
+        raise AdminOnly(
+            "this needs an admin key, and this server has several API keys and no admin key: set "
+            "one with --admin-key-file, --admin-key or PIPPIN_ADMIN_KEY, and send it as the key"
+        )

@@ -1,11 +1,11 @@
-"""uvicorn's HTTP/1.1 connection, with an end to everybody's patience. Knows no requests.
+"""uvicorn's HTTP/1.1 connection, with limits of number and time. Knows no requests.
 
     number    more than --max-connections: an idle one is closed, else the new one gets a 429
-    head      must be there --header-timeout after its first byte, or after connecting
+    head      must arrive within --header-timeout of its first byte, or after connecting
     idle      a connection between two requests is kept for --idle-timeout
-    reader    one that takes nothing for --send-timeout while there is something is cut off
+    reader    one that reads nothing for --send-timeout while there is data is disconnected
 
-h11 refuses heads of more than 16 KiB. What it cannot parse is answered as any other error.
+h11 refuses heads of more than 16 KiB. What it cannot parse gets an error of the usual shape.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from pippin.api.http.request_log import RequestLog
 from pippin.config import LimitsConfig
 from pippin.errors import PippinError, RequestError
 
-# So many more connections are told why they are refused; beyond that there is no time for it.
-NUM_TOLD = 64
+# So many connections above the limit get a 429; those beyond are closed at once.
+NUM_REFUSED = 64
 LINGER_SECONDS = 1.0
-SPARE_FILES = 128  # for whatever else a process opens
+SPARE_FILES = 128  # for other files of the process
 
 
 def uvicorn_config(app: ASGIApp, limits: LimitsConfig, **options: Any) -> uvicorn.Config:
-    """For a server that keeps to `limits`; `options` are uvicorn's own."""
+    """For a server with `limits`; `options` are uvicorn's own."""
     return uvicorn.Config(
         app,
         http=cast(type[asyncio.Protocol], partial(LimitedConnection, limits=limits)),
         ws="none",
         timeout_keep_alive=limits.idle_timeout,
         access_log=False,  # every request has its own line
-        log_config=None,  # uvicorn's words go where ours go
+        log_config=None,  # uvicorn logs where we do
         server_header=False,
         proxy_headers=False,
         **options,
@@ -56,9 +56,9 @@ def uvicorn_config(app: ASGIApp, limits: LimitsConfig, **options: Any) -> uvicor
 
 
 def allow_open_files(limits: LimitsConfig) -> None:
-    """Ask for as many as there may be connections: macOS allows a process 256 unless it asks."""
+    """Raise the limit to that of connections: on macOS a process has 256 by default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = limits.max_connections + NUM_TOLD + SPARE_FILES
+    wanted = limits.max_connections + NUM_REFUSED + SPARE_FILES
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -78,8 +78,8 @@ class LimitedConnection(H11Protocol):
         super().connection_made(transport)
         surplus = len(self.connections) - self._limits.max_connections
         if surplus > 0 and not self._close_an_idle_one():
-            self.app = _turn_away(self._limits)
-            if surplus > NUM_TOLD:
+            self.app = _refusing_app(self._limits)
+            if surplus > NUM_REFUSED:
                 transport.abort()
         self._expect_head()
 
@@ -108,7 +108,6 @@ class LimitedConnection(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """What h11 could not parse, while it is being handled."""
         error = sys.exception()
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
             self._refuse(HeadTooLarge("the head of the request is larger than 16 KiB"))
@@ -116,15 +115,15 @@ class LimitedConnection(H11Protocol):
             self._refuse(RequestError(f"this is not HTTP/1.1: {error or msg}"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Some clients offer HTTP/2 with every request; it need not be said each time."""
+        """Not logged: some clients offer HTTP/2 with every request."""
 
     @property
     def _answers(self) -> bool:
-        """Whether a request's head has come and its reply is not yet complete."""
+        """Whether a request's head has arrived and its reply is not yet complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _expect_head(self) -> None:
-        """Also while the rest of a body comes that nobody waits for any more."""
+        """Also while the rest of a body arrives after its reply."""
         if self._answers or self.transport.is_closing():
             self._head_timer.stop()
         elif self.timeout_keep_alive_task is None:
@@ -132,17 +131,13 @@ class LimitedConnection(H11Protocol):
 
     def _head_is_late(self) -> None:
         if self._num_received and self.conn.our_state is h11.IDLE:
-            seconds = self._limits.header_timeout
-            self._refuse(
-                TooSlow(
-                    f"the head of the request was not there after {seconds:g} s (--header-timeout)"
-                )
-            )
+            limit = f"{self._limits.header_timeout:g} s (--header-timeout)"
+            self._refuse(TooSlow(f"the head of the request did not arrive within {limit}"))
         else:
             self.transport.close()
 
     def _refuse(self, error: PippinError) -> None:
-        """Answer without the app and hang up; if its reply is under way, hang up."""
+        """Answer without the app and close; if a reply has started, close."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()
             return
@@ -159,7 +154,7 @@ class LimitedConnection(H11Protocol):
         head = h11.Response(status_code=error.status, headers=headers)
         for event in (head, h11.Data(body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        # Closing at once, with unread bytes of the client's, could take the answer from it.
+        # Closing at once, with unread bytes of the client's, could discard the answer.
         self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
@@ -171,10 +166,11 @@ class LimitedConnection(H11Protocol):
         return False
 
 
-def _turn_away(limits: LimitsConfig) -> ASGIApp:
+def _refusing_app(limits: LimitsConfig) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         error = TooManyConnections(
-            f"{limits.max_connections:,} connections are open already (--max-connections)"
+            f"{limits.max_connections:,} connections are open, and no more are allowed "
+            "(--max-connections); try again later"
         )
         response = error_response(error)
         response.headers["connection"] = "close"

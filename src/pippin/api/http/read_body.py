@@ -15,7 +15,7 @@ from pippin.errors import RequestError, cut
 
 
 async def read_body(request: Request, limits: LimitsConfig) -> bytes:
-    """The whole body of a request that says it is JSON."""
+    """The body of a request with the media type of JSON."""
     _check_media_type(request)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) < 20 and int(declared) > limits.max_body_bytes:
@@ -29,8 +29,8 @@ async def read_body(request: Request, limits: LimitsConfig) -> bytes:
                     raise _too_large("larger", limits)
     except TimeoutError as error:
         raise TooSlow(
-            f"the request body was not there after {limits.body_timeout:g} s (--body-timeout); "
-            f"{len(body):,} bytes came"
+            f"the request body did not arrive within {limits.body_timeout:g} s (--body-timeout); "
+            f"{len(body):,} bytes did"
         ) from error
     return bytes(body)
 
@@ -44,15 +44,15 @@ def decode_body(body: bytes) -> Any:
 
 
 def _check_media_type(request: Request) -> None:
-    """A page of any site may send other types without asking; no client of this API does."""
+    """Pages of other sites may send other types without a preflight request."""
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
-        said = f"is {cut(given)!r}" if given else "is missing"
-        raise WrongMediaType(f"the Content-Type {said}; it must be application/json")
+        given_type = f"is {cut(given)!r}" if given else "is missing"
+        raise WrongMediaType(f"the Content-Type {given_type}; it must be application/json")
 
 
-def _too_large(said: str, limits: LimitsConfig) -> BodyTooLarge:
+def _too_large(size: str, limits: LimitsConfig) -> BodyTooLarge:
     return BodyTooLarge(
-        f"the request body is {said}; this server takes at most "
-        f"{limits.max_body_bytes:,} bytes (--max-body-bytes)"
+        f"the request body is {size}; at most "
+        f"{limits.max_body_bytes:,} bytes are allowed (--max-body-bytes)"
     )

@@ -1,7 +1,7 @@
-"""An id for every request, and one line in the log when it is over. Knows no route.
+"""An id for every request, and one line in the log at its end. Knows no route.
 
-A client's own `x-request-id` is kept, if it can be; the reply carries it either way. What a
-request was about (tokens, times) is told by whoever answers it: see `RequestRecord.facts`.
+A client's own `x-request-id` is used, if it is printable. Endpoints add what a request was about
+(tokens, times): see `RequestRecord.facts`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,17 @@ ASKED_BY_MACHINES = PROBES | {"/metrics"}  # every few seconds
 
 @dataclass
 class RequestRecord:
-    """One request, for the log."""
-
     id: str
     method: str = ""
     path: str = ""
     began: float = field(default_factory=perf_counter)
     status: int | None = None  # None: nothing was sent
     error: str | None = None  # its code
-    facts: Callable[[], dict[str, Any]] = dict  # what it was about, asked for at its end
-    quiet: bool = False  # not worth a line, unless it goes wrong
+    facts: Callable[[], dict[str, Any]] = dict  # what it was about, read at its end
+    quiet: bool = False  # logged only if it fails
 
     def fields(self) -> dict[str, Any]:
-        told = {
+        fields = {
             "id": self.id,
             "method": self.method,
             "path": self.path,
@@ -48,7 +46,7 @@ class RequestRecord:
             "error": self.error,
             **self.facts(),
         }
-        return {name: value for name, value in told.items() if value is not None}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def record_of(scope: Scope) -> RequestRecord:
@@ -57,7 +55,7 @@ def record_of(scope: Scope) -> RequestRecord:
 
 
 class RequestLog:
-    """The outermost part of an app: whatever happens inside ends in one line."""
+    """The outermost part of an app: each request ends in one line."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -77,7 +75,7 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, send_with_id)
-        except Exception:  # answered with a 500 or by hanging up; this is where it is told
+        except Exception:  # answered with a 500 or by closing; logged here
             record.error = "internal_error"
             log.exception("request %s failed", record.id)
         finally:

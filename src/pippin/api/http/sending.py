@@ -1,8 +1,8 @@
-"""Sends a reply, as server-sent events or whole, while its client is there. Knows no dialect.
+"""Sends a reply, as server-sent events or whole, while its client is connected. Knows no dialect.
 
-A client that goes away cancels the work. A stream's headers go out within `GRACE_SECONDS`, so that
-an error known by then is a plain status and one that comes later is an event. While nothing comes,
-a comment does, and proxies see that somebody is there.
+A client that disconnects cancels the work. A stream's headers are sent within `GRACE_SECONDS`: an
+error before that is a status, a later one an event. While there is nothing to send, comments keep
+the connection open.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ EVENT_STREAM_HEADERS = (
 
 
 class WholeResponse(Response):
-    """Answers with what `work` returns, as JSON, if that is in time."""
-
     def __init__(self, work: Callable[[], Awaitable[Any]], timeout_s: float | None) -> None:
         super().__init__()
         self._work = work
@@ -58,7 +56,7 @@ class WholeResponse(Response):
 
 
 class StreamResponse(Response):
-    """Sends `events` as they come; after an error, the bytes of `encode_error`."""
+    """Sends `events` as they arrive; after an error, the bytes of `encode_error`."""
 
     def __init__(
         self,
@@ -78,17 +76,17 @@ class StreamResponse(Response):
         try:
             await _unless_disconnected(receive, self._run(scope, receive, send))
         finally:
-            await self._events.aclose()  # where the client left before it began
+            await self._events.aclose()  # if the client disconnected before the start
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        company = asyncio.create_task(self._keep_company(send))
+        heartbeats = asyncio.create_task(self._send_heartbeats(send))
         failure: Exception | None = None
         try:
             await _in_time(self._send_events(send), self._timeout_s)
         except Exception as error:
             failure = error
         finally:
-            company.cancel()
+            heartbeats.cancel()
         if failure is None:
             await self._send(send, b"", more=False)
             return
@@ -106,8 +104,8 @@ class StreamResponse(Response):
             async for event in events:
                 await self._send(send, event)
 
-    async def _keep_company(self, send: Send) -> None:
-        """Headers if there is nothing else to send yet, and later signs of life."""
+    async def _send_heartbeats(self, send: Send) -> None:
+        """Headers if there is nothing else to send yet, then comments."""
         await asyncio.sleep(GRACE_SECONDS)
         await self._start(send)
         while True:
@@ -133,13 +131,15 @@ async def _in_time(work: Awaitable[T], timeout_s: float | None) -> T:
         async with limit:
             return await work
     except TimeoutError as error:
-        if not limit.expired():  # somebody else's
+        if not limit.expired():  # not this timeout
             raise
-        raise DeadlinePassed(f"the reply was not complete after {timeout_s:g} s") from error
+        raise DeadlinePassed(
+            f"the reply was not complete after {timeout_s:g} s (timeout, --request-timeout)"
+        ) from error
 
 
 async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The work's result; None if the client left first, and then the work is cancelled."""
+    """The work's result; None if the client disconnected first; then the work is cancelled."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))
     try:

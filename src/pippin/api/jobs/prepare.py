@@ -28,7 +28,7 @@ from pippin.text.tokenizer import Tokenizer
 
 @dataclass
 class JobTimes:
-    """When a job's reply came, in `time.perf_counter()` seconds."""
+    """Times of a job's reply, in `time.perf_counter()` seconds."""
 
     submitted: float | None = None
     first: float | None = None  # piece of any sequence
@@ -41,8 +41,6 @@ class JobTimes:
 
 @dataclass(frozen=True)
 class Job:
-    """One HTTP request, ready to run."""
-
     id: str
     model: str
     created_s: int
@@ -50,12 +48,11 @@ class Job:
     sequences: list[GeneratedSequence]  # those of one prompt side by side, as many for each
     stream: bool
     include_usage: bool
-    timeout_s: float | None = None  # from being ready to the end of the reply
-    tool_use: ToolUse = field(default_factory=ToolUse)
+    timeout_s: float | None  # from being ready to the end of the reply
+    tool_use: ToolUse
     timing: JobTimes = field(default_factory=JobTimes)
 
     def keep_apart(self, owner_salt: bytes) -> None:
-        """Share no prefix with requests of other owners."""
         for sequence in self.sequences:
             sequence.submit = under_owner(sequence.submit, owner_salt)
 
@@ -97,12 +94,10 @@ class Job:
 
     @property
     def host_tokens(self) -> int:
-        """Of these, loaded from the host's memory."""
         return self._least_of_each([sequence.host_tokens for sequence in self.sequences])
 
     @property
     def disk_tokens(self) -> int:
-        """And from disk."""
         return self._least_of_each([sequence.disk_tokens for sequence in self.sequences])
 
     def _least_of_each(self, numbers: list[int]) -> int:
@@ -112,7 +107,6 @@ class Job:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Those of the replies that are reasoning, and its marks."""
         return sum(sequence.num_reasoning_tokens for sequence in self.sequences)
 
     @property
@@ -121,7 +115,7 @@ class Job:
 
     @property
     def queued_s(self) -> float | None:
-        """How long the last of its sequences to start waited for that."""
+        """The longest wait of its sequences."""
         waits = [s.queued_s for s in self.sequences if s.queued_s is not None]
         return max(waits, default=None)
 
@@ -130,18 +124,17 @@ def prepare_chat(
     request: ChatRequest, text: TextBundle, model: ModelInfo, *, prefix: str = "chatcmpl-"
 ) -> Job:
     prompt = render_prompt(request, text, model.max_prompt_bytes)
-    tools = request.tool_use.allowed
     options = replace(request.options, params=constrain(request, prompt, text))
-    job = _job(
+    return _job(
         prefix,
         [prompt],
         options,
         text,
         model,
         param=request.messages_field,
-        new_parser=lambda: text.formats.parser(prompt.ending, tools),
+        tool_use=request.tool_use,
+        new_parser=lambda: text.formats.parser(prompt.ending, request.tool_use.allowed),
     )
-    return replace(job, tool_use=request.tool_use)
 
 
 def render_prompt(request: ChatRequest, text: TextBundle, max_bytes: int) -> Prompt:
@@ -197,6 +190,7 @@ def _job(
     model: ModelInfo,
     *,
     param: str,
+    tool_use: ToolUse | None = None,
     new_parser: Callable[[], ReplyParser] = PlainText,
 ) -> Job:
     id = f"{prefix}{uuid.uuid4().hex}"
@@ -222,6 +216,7 @@ def _job(
         stream=options.stream,
         include_usage=options.include_usage,
         timeout_s=options.timeout_s,
+        tool_use=tool_use or ToolUse(),
     )
 
 

@@ -17,8 +17,6 @@ from pippin.text.pieces import CallEnd, FoldedText, TextPiece
 
 @dataclass
 class FoldedChoice:
-    """A whole choice, for replies that are not streamed."""
-
     index: int
     text: FoldedText = field(default_factory=FoldedText)
     shown: list[ShownToken] = field(default_factory=list)
@@ -43,13 +41,13 @@ def _unless_cut(part: TextPiece) -> TextPiece:
 
 
 async def run_sequences(engine: Engine, job: Job) -> AsyncGenerator[SequencePiece, None]:
-    """Pieces of all sequences as they come. Closing it aborts whatever still runs."""
+    """Pieces of all sequences as they arrive. Closing it aborts those that still run."""
     running = {sequence.submit.id: sequence for sequence in job.sequences}
     job.timing.submitted = perf_counter()
     async with aclosing(_deltas(engine, [s.submit for s in job.sequences])) as deltas:
         async for delta in deltas:
             sequence = running.get(delta.id)
-            if sequence is None:  # said before the engine heard of the stop string
+            if sequence is None:  # sent before the engine got `finish`
                 continue
             piece = sequence.take(delta)
             job.timing.note(perf_counter())

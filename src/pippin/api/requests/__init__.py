@@ -1,4 +1,4 @@
-"""What is asked for, from fields of a JSON object to a neutral request. Knows no engine, no tokens.
+"""From the JSON of a request to a neutral request. Knows no engine and no tokens.
 
-What every dialect reads alike is read here, and checked: nobody looks at user input after that.
+What dialects have in common is read and checked here: inner code does not check user input again.
 """

@@ -1,4 +1,4 @@
-"""How much one request may hold where no option of the server says it. Knows no field's meaning.
+"""Limits of one request that no option of the server sets. Knows no field's meaning.
 
 Each bound is far above what agents send, and low enough that a body at all of them at once takes
 less than a second to read. `docs/limits.md` lists them; the options are in `LimitsConfig`.

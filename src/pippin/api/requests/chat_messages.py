@@ -33,7 +33,6 @@ def parse_messages(body: Body) -> list[Message]:
 
 
 def function_call(id: str, name: str, arguments: str | dict[str, Any]) -> Message:
-    """A call in a conversation, as templates expect it."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 

@@ -1,7 +1,7 @@
 """OpenAI's custom tools: calls whose argument is one text, perhaps of a grammar. Knows no format.
 
 Models and templates know functions alone. So a custom tool is shown as a function of one string,
-and what comes back as its arguments is read as that string, while it comes.
+and the arguments of its calls are read as that string while they arrive.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ INPUT = "input"
 SYNTAXES = {"lark": "Lark grammar", "regex": "regular expression"}
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _CHARACTERS = re.compile(r'(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
-_HALF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")  # the other half is yet to come
+_HALF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")  # the other half has not arrived
 
 
 def input_schema() -> dict[str, Any]:
-    """The parameters of the function that stands for a custom tool."""
     return {
         "type": "object",
         "properties": {INPUT: {"type": "string"}},
@@ -33,17 +32,17 @@ def input_schema() -> dict[str, Any]:
 
 def as_function(name: str, description: str | None, grammar: GrammarPart | None) -> dict[str, Any]:
     """The tool as templates want it. A grammar forbids, it does not explain: the model sees it."""
-    told = [description] if description else []
+    described = [description] if description else []
     if grammar is not None:
-        told.append(f"The input matches this {SYNTAXES[grammar.syntax]}:\n{grammar.text}")
+        described.append(f"The input matches this {SYNTAXES[grammar.syntax]}:\n{grammar.text}")
     function: dict[str, Any] = {"name": name, "parameters": input_schema()}
-    if told:
-        function["description"] = "\n\n".join(told)
+    if described:
+        function["description"] = "\n\n".join(described)
     return {"type": "function", "function": function}
 
 
 def read_grammar(grammar: Body) -> GrammarPart:
-    """`syntax` and `definition`. What is no grammar is refused where it is compiled."""
+    """`syntax` and `definition`. Whether it is a grammar is known when it is compiled."""
     for field in ("syntax", "definition"):
         grammar.require(field)
     syntax = grammar.one_of("syntax", tuple(SYNTAXES))
@@ -59,13 +58,12 @@ def arguments_of(input: str) -> str:
 
 
 def input_of(arguments: str) -> str:
-    """A whole call's input."""
     reader = InputReader()
     return reader.feed(arguments) + reader.close()
 
 
 class InputReader:
-    """Arguments in, as they come; the text that they hold out.
+    """Arguments in, as they arrive; their text out.
 
     Where a model wrote other arguments than one string called "input", the input is their JSON.
     """
@@ -103,5 +101,5 @@ class InputReader:
 
 
 def _without_halves(text: str) -> str:
-    """Half of a pair that stands alone is no character."""
+    """Half of a surrogate pair is no character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

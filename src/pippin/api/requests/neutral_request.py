@@ -1,4 +1,4 @@
-"""What any dialect asks for, once it has been checked. Knows no JSON of any API and no tokens."""
+"""A request of any dialect, checked. Knows no JSON of any API and no tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ class ToolUse:
 
     @property
     def allowed(self) -> tuple[dict[str, Any], ...]:
-        """Those that the reply may call."""
         if self.forbidden:
             return ()
         if self.only is None:
@@ -55,13 +54,13 @@ class ToolUse:
 
     @property
     def strict(self) -> bool:
-        """Whether some call's arguments must be held to more than a format."""
+        """Whether some call's arguments have a schema or a grammar to obey."""
         functions = [tool["function"] for tool in self.allowed]
         return any(f.get("strict") or self.custom.get(f["name"]) for f in functions)
 
     @property
     def is_free(self) -> bool:
-        """Whether a reply may call whatever was shown, in any way, or not at all."""
+        """Whether a reply may call any tool, in any way, or none."""
         all_allowed = len(self.allowed) == len(self.tools)
         return all_allowed and self.parallel and not self.required and not self.strict
 

@@ -1,4 +1,4 @@
-"""How much a model is to reason, in the words of its own chat template. Knows no replies."""
+"""Reasoning effort as variables of the model's chat template. Knows no replies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from pippin.errors import UnsupportedField
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-DEFAULT = "medium"  # what clients send that want nothing in particular
-# Variables of templates that switch it on and off, and how they are used where they are variables.
+DEFAULT = "medium"  # what clients send by default
+# Variables that switch it on and off in templates, and how their use is recognised.
 _SWITCHES = {
     "enable_thinking": re.compile(r"\benable_thinking\b"),
     "thinking": re.compile(r"\b(?:if|not|and|or)\s+thinking\b(?!\.)"),
@@ -26,19 +26,17 @@ def reasoning_variables(
         name: effort != "none" for name, use in _SWITCHES.items() if use.search(template)
     }
     if re.search(r"\breasoning_effort\b", template):
-        # Templates that know the word know three levels of it, and no way to have none.
+        # Templates with this variable have three levels of it, and none without reasoning.
         levels = {"minimal": "low", "xhigh": "high"}
         if effort != "none":
             variables["reasoning_effort"] = levels.get(effort, effort)
         elif not variables:
             raise UnsupportedField(
-                f"{param} is none, and this model's reasoning cannot be switched off: "
-                "low is the least",
-                param=param,
+                f"{param} is none; this model always reasons, and the lowest is low", param=param
             )
     if variables or effort == DEFAULT or (effort == "none" and not reasons):
         return variables
     raise UnsupportedField(
-        f"{param} is {effort}, and this model's chat template has no switch for reasoning",
+        f"{param} is {effort}; this model's template has no switch for reasoning: leave it out",
         param=param,
     )

@@ -22,14 +22,12 @@ from pippin.errors import RequestError
 from pippin.text.bundle import SamplingDefaults
 from pippin.types import SamplingParams
 
-_NUMBER_OF_LOGPROBS = integer(0, MAX_LOGPROBS)
 PARAMS = FieldTable(
     {
         **SAMPLING,
         **SERVING,
-        "max_tokens": integer(0),
-        "logprobs": _NUMBER_OF_LOGPROBS,
-        "prompt_logprobs": _NUMBER_OF_LOGPROBS,
+        "logprobs": integer(0, MAX_LOGPROBS),
+        "prompt_logprobs": integer(0, MAX_LOGPROBS),
     }
 )
 
@@ -38,7 +36,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> SamplingParams:
     """A Python caller's parameters, read as a request with these fields would be."""
     body = _checked_body(params, "params", vocab_size)
     max_tokens = body.get("max_tokens", SamplingParams.max_tokens)
-    check_reply_len(body, "max_tokens", may_be_empty=body.has("prompt_logprobs"))
+    least = 0 if body.has("prompt_logprobs") else 1  # no reply is a way to score a prompt
+    FieldTable({"max_tokens": integer(least)}).check_values(body, _rules(vocab_size))
     return replace(
         read_sampling(body, _rules(vocab_size), max_tokens=max_tokens),
         max_tokens=max_tokens,
@@ -51,18 +50,13 @@ def check_priority(priority: int) -> int:
     return int(_checked_body({"priority": priority}, "priority").get("priority", 0))
 
 
-def check_reply_len(body: Body, field: str, *, may_be_empty: bool) -> None:
-    """A reply of no tokens is a way to score a prompt."""
-    if body.get(field) == 0 and not may_be_empty:
-        raise body.wrong(field, integer(1).text)
-
-
 def read_sampling(body: Body, rules: Rules, *, max_tokens: int | None) -> SamplingParams:
     """Of checked fields. Reply length and logprobs have other names in each dialect."""
     defaults = rules.defaults
     structure = read_structure(body, rules.limits.max_schema_bytes)
     if max_tokens is not None and body.get("min_tokens", 0) > max_tokens:
         raise body.wrong("min_tokens", integer(0, max_tokens).text)
+    constraint: dict[str, Any] = {} if structure is None else {structure.kind: structure.text}
     stop = body.get("stop", ())
     return SamplingParams(
         min_tokens=body.get("min_tokens", 0),
@@ -79,9 +73,7 @@ def read_sampling(body: Body, rules: Rules, *, max_tokens: int | None) -> Sampli
         stop_token_ids=tuple(dict.fromkeys(body.get("stop_token_ids", ()))),
         ignore_eos=body.get("ignore_eos", False),
         n=body.get("n", 1),
-        json_schema=structure.json_schema,
-        regex=structure.regex,
-        ebnf=structure.ebnf,
+        **constraint,
     )
 
 
@@ -100,7 +92,6 @@ def _rules(vocab_size: int) -> Rules:
 
 
 def _plain_number(value: Any) -> Any:
-    """Python's own, of numpy's and others'."""
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):

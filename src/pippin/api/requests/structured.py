@@ -6,7 +6,6 @@ Sizes are checked here; whether a schema can be enforced is known when it is com
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 from pippin.api.requests.body import Body
 from pippin.decode.size.check_size import check_nesting_of, check_size
@@ -16,47 +15,28 @@ FIELDS = ("response_format", "json_schema", "regex", "ebnf")
 ANY_OBJECT = json.dumps({"type": "object"})
 
 
-@dataclass(frozen=True)
-class Structure:
-    """At most one of these. A schema is JSON."""
-
-    json_schema: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-
-    @property
-    def spec(self) -> GrammarSpec:
-        if self.json_schema is not None:
-            return GrammarSpec("json_schema", self.json_schema)
-        if self.regex is not None:
-            return GrammarSpec("regex", self.regex)
-        return GrammarSpec("ebnf", self.ebnf or "")
-
-
-def read_structure(body: Body, max_bytes: int) -> Structure:
+def read_structure(body: Body, max_bytes: int) -> GrammarSpec | None:
     asked = [field for field in FIELDS if _asks(body, field)]
     if len(asked) > 1:
         raise body.error(asked[1], f"and {asked[0]} both constrain the reply; send one of them")
     if not asked:
-        return Structure()
-    structure = _read(body, asked[0])
-    nbytes = len(structure.spec.text.encode())
+        return None
+    field = asked[0]
+    spec = _read(body, field)
+    nbytes = len(spec.text.encode())
     if nbytes > max_bytes:
         limit = f"at most {max_bytes:,} are allowed (--max-schema-bytes)"
-        raise body.error(asked[0], f"has {nbytes:,} bytes; {limit}")
-    check_size(structure.spec, asked[0])
-    return structure
+        raise body.error(field, f"has {nbytes:,} bytes; {limit}")
+    check_size(spec, field)
+    return spec
 
 
-def _read(body: Body, field: str) -> Structure:
-    match field:
-        case "response_format":
-            return Structure(json_schema=_response_format(body.required_object(field)))
-        case "json_schema":
-            return Structure(json_schema=_schema(body, field))
-        case "regex":
-            return Structure(regex=body.string(field, None))
-    return Structure(ebnf=body.string("ebnf", None))
+def _read(body: Body, field: str) -> GrammarSpec:
+    if field == "response_format":
+        return GrammarSpec("json_schema", _response_format(body.required_object(field)))
+    if field == "json_schema":
+        return GrammarSpec("json_schema", _schema(body, field))
+    return GrammarSpec("regex" if field == "regex" else "ebnf", body.required_string(field))
 
 
 def _asks(body: Body, field: str) -> bool:
@@ -76,7 +56,7 @@ def _response_format(given: Body) -> str:
     described.check_known({"name", "description", "schema", "strict"})
     described.required_string("name")
     described.string("description", None)
-    described.boolean("strict", True)  # a reply always obeys: false asks for no more than that
+    described.boolean("strict", True)  # a schema is always enforced
     described.require("schema")
     return _schema(described, "schema")
 

@@ -12,16 +12,15 @@ from pippin.api.requests.bounds import MAX_TOOLS, check_count
 from pippin.api.requests.custom_tools import as_function, read_grammar
 from pippin.api.requests.neutral_request import ToolUse
 from pippin.decode.size.check_size import check_nesting_of
-from pippin.errors import RequestError, UnsupportedField
+from pippin.errors import RequestError
 from pippin.types import GrammarPart
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-MODES = ("auto", "none", "required")
 
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What `tool_choice` says: a mode, and the names of those to choose from."""
+    """`tool_choice`: a mode, and the names of the tools to choose from."""
 
     mode: str = "auto"
     names: tuple[str, ...] | None = None  # None: any
@@ -35,8 +34,6 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class DeclaredTool:
-    """A tool as templates want it."""
-
     tool: dict[str, Any]
     custom: bool = False
     grammar: GrammarPart | None = None  # of a custom tool's input
@@ -47,7 +44,7 @@ class DeclaredTool:
         return str(self.tool["function"]["name"])
 
     def within(self, namespace: str, description: str) -> DeclaredTool:
-        """The tool as one of a namespace, whose name and description stand before its own."""
+        """The tool in a namespace, whose name and description precede its own."""
         function = self.tool["function"]
         joined = "\n\n".join(filter(None, (description, function.get("description"))))
         name = full_name(namespace, self.name)
@@ -90,7 +87,6 @@ def tool_use(body: Body, tools: Sequence[DeclaredTool], choice: ToolChoice) -> T
 
 
 def function_tool(declared: Body, parameters_field: str) -> DeclaredTool:
-    """`strict` only where it is asked for."""
     name = tool_name(declared)
     function: dict[str, Any] = {"name": name}
     if (description := declared.string("description", None)) is not None:
@@ -125,15 +121,3 @@ def tool_name(declared: Body) -> str:
     if not NAME.fullmatch(name):
         raise declared.wrong("name", "1 to 128 letters, digits, underscores, dots or hyphens")
     return name
-
-
-def unknown_kind(tool: Body, known: str) -> UnsupportedField:
-    return tool.unsupported("type", f"only {known} are supported")
-
-
-def read_mode(body: Body, value: Any) -> ToolChoice:
-    if value is None:
-        return ToolChoice()
-    if value not in MODES:
-        raise body.wrong("tool_choice", f"one of {', '.join(MODES)}, or an object with a function")
-    return ToolChoice(value)

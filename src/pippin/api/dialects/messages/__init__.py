@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: what is asked (`request.py`, `conversation.py`) and `reply.py`."""
+"""Anthropic's Messages API: requests, their conversations, and replies."""

@@ -6,6 +6,7 @@ Results of tools are inside a user's message there; here each is a message of it
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from pippin.api.fields.anthropic import ROLES
 from pippin.api.requests.body import Body
@@ -17,6 +18,7 @@ from pippin.errors import UnsupportedField
 # with it would never be found in the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
 _UNREAD = ("cache_control", "citations")
+_texts, _text = partial(texts_of, unread=_UNREAD), partial(text_of, unread=_UNREAD)
 
 
 def parse_conversation(body: Body) -> list[Message]:
@@ -109,16 +111,7 @@ def _call(block: Body) -> Message:
     return function_call(id, name, block.get("input", {}))
 
 
-def _texts(body: Body, field: str) -> list[str]:
-    return texts_of(body, field, unread=_UNREAD)
-
-
-def _text(block: Body) -> str:
-    return text_of(block, unread=_UNREAD)
-
-
 def _blocks(body: Body, field: str) -> list[Body]:
-    """A list of blocks, or a string, which is one of text."""
     value = body.get(field)
     if isinstance(value, str):
         return [Body({"type": "text", "text": value}, body.name(field))]

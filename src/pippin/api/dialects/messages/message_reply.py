@@ -7,12 +7,11 @@ from typing import Any
 
 import msgspec
 
+from pippin.api.dialects.block_stream import BlockStream
 from pippin.api.dialects.dialect import named_event
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.errors import PippinError
-from pippin.sequences import SequencePiece
-from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -25,27 +24,30 @@ _ERROR_TYPES = {
 }
 
 
+_DELTAS = {  # by the type of a block: the type of a delta, and the member with its text
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+
 def messages_error(error: PippinError) -> dict[str, Any]:
     other = "invalid_request_error" if error.status < 500 else "api_error"
     kind = _ERROR_TYPES.get(error.status, other)
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-class MessagesDialect:
+class MessagesDialect(BlockStream):
+    TEXT, REASONING = "text", "thinking"
+
     def __init__(self, job: Job) -> None:
         self._job = job
         self._num_blocks = 0
-        self._open_block: str | None = None  # its type
         self._called = False
-        self._finish: str | None = None
 
     def open(self) -> bytes:
         message = self._message([], None) | {"usage": self._usage(output_tokens=0)}
         return named_event({"type": "message_start", "message": message})
-
-    def events(self, piece: SequencePiece) -> bytes:
-        self._finish = piece.finish
-        return b"".join(self._part(part, piece.finish) for part in piece.pieces)
 
     def close(self) -> bytes:
         delta = {
@@ -53,7 +55,7 @@ class MessagesDialect:
             "stop_sequence": self._stop_sequence,
         }
         usage = self._usage(self._job.completion_tokens)
-        ended = self._end_block()
+        ended = self._end()
         ended += named_event({"type": "message_delta", "delta": delta, "usage": usage})
         return ended + named_event({"type": "message_stop"})
 
@@ -77,47 +79,34 @@ class MessagesDialect:
     def error(self, error: PippinError) -> bytes:
         return named_event(messages_error(error))
 
-    def _part(self, part: TextPiece, finish: str | None) -> bytes:
-        match part:
-            case Content(text):
-                return self._text_delta(text)
-            case Reasoning(text):
-                begun = self._begin_block(_thinking(""), unless="thinking")
-                return begun + self._delta({"type": "thinking_delta", "thinking": text})
-            case CallBegin(_, id, name):
-                return self._begin_block({"type": "tool_use", "id": id, "name": name, "input": {}})
-            case CallArguments(_, text):
-                return self._delta({"type": "input_json_delta", "partial_json": text})
-            case CallEnd(_, unparsed):
-                self._called = self._called or unparsed is None
-                ended = self._end_block()
-                if unparsed is None or finish == "length":
-                    return ended
-                return ended + self._text_delta(unparsed)
+    def _begin(self, kind: str) -> bytes:
+        return self._start(_thinking("") if kind == self.REASONING else _text(""))
 
-    def _text_delta(self, text: str) -> bytes:
-        begun = self._begin_block(_text(""), unless="text")
-        return begun + self._delta({"type": "text_delta", "text": text})
+    def _begin_call(self, id: str, name: str) -> bytes:
+        return self._start({"type": "tool_use", "id": id, "name": name, "input": {}})
 
-    def _begin_block(self, block: dict[str, Any], *, unless: str | None = None) -> bytes:
-        if unless is not None and self._open_block == unless:
-            return b""
-        ended = self._end_block()
-        self._open_block = block["type"]
+    def _start(self, block: dict[str, Any]) -> bytes:
+        self._open_kind = block["type"]
         start = {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
-        return ended + named_event(start)
+        return named_event(start)
 
-    def _end_block(self) -> bytes:
-        if self._open_block is None:
-            return b""
-        self._open_block = None
-        self._num_blocks += 1
-        return named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
-
-    def _delta(self, delta: dict[str, Any]) -> bytes:
+    def _delta(self, text: str) -> bytes:
+        kind, member = _DELTAS[self._open_kind or ""]
+        delta = {"type": kind, member: text}
         return named_event(
             {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
         )
+
+    def _end_call(self) -> bytes:
+        self._called = True
+        return self._end()
+
+    def _end(self, *, complete: bool = True) -> bytes:
+        if self._open_kind is None:
+            return b""
+        self._open_kind = None
+        self._num_blocks += 1
+        return named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
 
     def _message(self, blocks: list[dict[str, Any]], stop_reason: str | None) -> dict[str, Any]:
         return {

@@ -1,6 +1,6 @@
 """Anthropic's request as a neutral one. Knows no replies.
 
-`cache_control` is accepted wherever it may stand, and changes nothing: every prefix is cached.
+`cache_control` is accepted where Anthropic allows it, and changes nothing: every prefix is cached.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pippin.api.requests.tools import (
     function_tool,
     tool_bodies,
     tool_use,
-    unknown_kind,
 )
 
 _TOOL_FIELDS = {"type", "name", "description", "input_schema", "cache_control", "strict"}
@@ -55,7 +54,6 @@ def _openai_body(body: Body) -> Body:
 
 
 def _schema(body: Body) -> dict[str, Any] | None:
-    """That of `output_config.format`."""
     config = body.object("output_config")
     format = None if config is None else config.object("format")
     if format is None:
@@ -101,7 +99,7 @@ def _tools(body: Body) -> ToolUse:
 
 def _tool(tool: Body) -> DeclaredTool:
     if tool.get("type") not in (None, "custom"):
-        raise unknown_kind(tool, "functions of your own")
+        raise tool.unsupported("type", "only functions of your own are supported")
     tool.check_known(_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
     tool.require("input_schema")
     return function_tool(tool, "input_schema")

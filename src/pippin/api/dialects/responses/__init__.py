@@ -1,4 +1,1 @@
-"""OpenAI's Responses API. `request.py` reads it, `items.py` its conversation, `reply.py` answers.
-
-`store.py` keeps responses, so that a later request can go on from one.
-"""
+"""OpenAI's Responses API: requests, their items, replies, and a store of responses."""

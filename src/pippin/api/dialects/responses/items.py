@@ -38,10 +38,7 @@ _PREFIXES = {
 
 
 def read_items(body: Body, find_items: FindItems, max_bytes: int) -> list[Item]:
-    """The input as items with ids: as they are stored, and listed again.
-
-    `max_bytes`: of those that are referred to, each as often as it is.
-    """
+    """The input as items with ids. `max_bytes`: of references, each as often as it occurs."""
     given = body.require("input")
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -58,7 +55,7 @@ def read_items(body: Body, find_items: FindItems, max_bytes: int) -> list[Item]:
 def messages_of(
     instructions: str | None, before: Sequence[Item], items: Sequence[Item]
 ) -> list[Message]:
-    """A conversation. What came `before` has been checked once."""
+    """A conversation. Items `before` it were checked when they were sent."""
     check_count([*before, *items], MAX_MESSAGES, "input", "items, with previous ones,")
     messages: list[Message] = []
     if instructions is not None:

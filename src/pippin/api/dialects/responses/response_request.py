@@ -25,7 +25,7 @@ class ResponsesRequest:
     chat: ChatRequest
     echo: dict[str, Any]  # what the response repeats of the request
     items: list[Item]  # of this turn
-    previous: StoredTurn | None  # that it goes on from
+    previous: StoredTurn | None  # that it continues
     store: bool
 
 
@@ -76,7 +76,6 @@ def _openai_body(body: Body) -> Body:
 
 
 def _response_format(format: Body) -> dict[str, Any]:
-    """The same, but for one level of nesting."""
     if format.get("type") != "json_schema":
         return {"type": format.get("type")}
     format.check_known({"type", "name", "description", "schema", "strict"})

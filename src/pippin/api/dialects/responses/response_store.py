@@ -1,10 +1,10 @@
 """Responses that are kept to be continued and read again, while there is room. Knows no HTTP.
 
-response  r3 ───> turn 3 ─┐             a turn: what went in, what came out
+response  r3 ───> turn 3 ─┐             a turn: its input and output
 response  r2 ───────────> turn 2 ─┐     kept, and counted once, while a response
 (r1 was dropped)                turn 1  leads to it
 
-The response that was not asked for longest is dropped first. Those that continue it stay whole.
+The least recently read response is evicted first. Responses that continue it stay whole.
 Every owner has a store of its own: no request finds, breaks or evicts what another owner stored.
 """
 
@@ -53,7 +53,6 @@ class StoredTurn:
         return len(self.input) + len(self.output)
 
     def chain(self) -> Iterator[StoredTurn]:
-        """This turn and those before it, the last one first."""
         turn: StoredTurn | None = self
         while turn is not None:
             yield turn
@@ -65,7 +64,7 @@ class StoredTurn:
         return [*before, *msgspec.json.decode(self.input)]
 
     def items(self) -> list[Item]:
-        """All that was said up to the end of this turn."""
+        """The conversation up to the end of this turn."""
         turns = reversed(list(self.chain()))
         parts = (part for turn in turns for part in (turn.input, turn.output))
         return [item for part in parts for item in msgspec.json.decode(part)]
@@ -78,12 +77,12 @@ class StoredTurn:
 
 @dataclass(frozen=True)
 class StoredResponse:
-    told: bytes  # the response but for its output, as JSON
+    rest: bytes  # the response but for its output, as JSON
     turn: StoredTurn
 
     def response(self) -> dict[str, Any]:
-        told: dict[str, Any] = msgspec.json.decode(self.told)
-        return told | {"output": msgspec.json.decode(self.turn.output)}
+        rest: dict[str, Any] = msgspec.json.decode(self.rest)
+        return rest | {"output": msgspec.json.decode(self.turn.output)}
 
 
 @dataclass
@@ -106,12 +105,12 @@ class ResponseStore:
 
     def put(self, response: dict[str, Any], turn: StoredTurn) -> bool:
         """Whether it is kept: one that is too large by itself is not."""
-        told = msgspec.json.encode(response | {"output": []})
-        if not self.enabled or self._bytes_alone(told, turn) > self.max_bytes:
+        rest = msgspec.json.encode(response | {"output": []})
+        if not self.enabled or self._bytes_alone(rest, turn) > self.max_bytes:
             return False
         with self._lock:
-            self._responses[response["id"]] = StoredResponse(told, turn)
-            self.nbytes += len(told)
+            self._responses[response["id"]] = StoredResponse(rest, turn)
+            self.nbytes += len(rest)
             self._hold(turn)
             while len(self._responses) > self.max_responses or self.nbytes > self.max_bytes:
                 self._drop(next(iter(self._responses)))
@@ -124,7 +123,6 @@ class ResponseStore:
             return stored
 
     def previous(self, id: str) -> StoredTurn:
-        """The turn that a request goes on from."""
         try:
             return self.get(id).turn
         except ResponseNotFound as error:
@@ -150,12 +148,12 @@ class ResponseStore:
             raise ResponseNotFound(f"Response with id '{cut(id)}' not found.")
         return stored
 
-    def _bytes_alone(self, told: bytes, turn: StoredTurn) -> int:
-        return len(told) + sum(each.nbytes for each in turn.chain())
+    def _bytes_alone(self, rest: bytes, turn: StoredTurn) -> int:
+        return len(rest) + sum(each.nbytes for each in turn.chain())
 
     def _drop(self, id: str) -> None:
         stored = self._responses.pop(id)
-        self.nbytes -= len(stored.told)
+        self.nbytes -= len(stored.rest)
         self._release(stored.turn)
 
     def _hold(self, last: StoredTurn) -> None:
