@@ -34,7 +34,7 @@ import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 
 import pippin  # noqa: E402
-from pippin.backends.mlx.cpu.operations.calls import without_operations  # noqa: E402
+from pippin.backends.mlx.cpu.operations.bindings import without_operations  # noqa: E402
 from pippin.backends.mlx.load import LoadedModel, load  # noqa: E402
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState  # noqa: E402
 

@@ -21,9 +21,9 @@ from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, Pa
 from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.gpu.attention_times import only_way
-from pippin.backends.mlx.rehearsal import packed_rows
 from pippin.backends.mlx.rows import arrays, cohorts, grouping
 from pippin.backends.mlx.shapes import Ladder
+from pippin.backends.mlx.trial_run import packed_rows
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import Limits

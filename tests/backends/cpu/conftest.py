@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pippin.backends.mlx.cpu.operations.calls import Operations, operations
+from pippin.backends.mlx.cpu.operations.bindings import Operations, operations
 from pippin.backends.mlx.cpu.operations.library import find_library
 from pippin.backends.mlx.device import on_cpu
 

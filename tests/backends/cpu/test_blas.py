@@ -34,7 +34,7 @@ report = blas.load_fast_blas()
 assert report.loaded, report.reason
 slot = elf.imported_slots(blas.libmlx_path(), ["{symbol}"])["{symbol}"]
 library = ctypes.CDLL(report.path)
-assert elf.read_slot(slot) == elf.load_address(library, "scipy_{symbol}")
+assert ctypes.c_uint64.from_address(slot).value == elf.load_address(library, "scipy_{symbol}")
 print(hasattr(ctypes.CDLL(None), "{symbol}"))
 """
     assert run_python(code, PIPPIN_BLAS="auto") == "False"
@@ -51,11 +51,12 @@ def test_products_are_right_whether_mlx_is_imported_before_or_after(first: str) 
 @linux_only
 def test_off_leaves_mlx_alone() -> None:
     code = """
+import ctypes
 from pippin.backends.mlx.cpu import blas, elf
 before = elf.imported_slots(blas.libmlx_path(), blas.REDIRECTED)
-addresses = [elf.read_slot(slot) for slot in before.values()]
+addresses = [ctypes.c_uint64.from_address(slot).value for slot in before.values()]
 print(blas.load_fast_blas().reason)
-assert addresses == [elf.read_slot(slot) for slot in before.values()]
+assert addresses == [ctypes.c_uint64.from_address(slot).value for slot in before.values()]
 """
     assert run_python(code + CHECK_PRODUCT, PIPPIN_BLAS="off") == "PIPPIN_BLAS=off"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pippin.backends.base import Admit
-from pippin.backends.mlx.cpu.operations.calls import Operations, without_operations
+from pippin.backends.mlx.cpu.operations.bindings import Operations, without_operations
 from pippin.backends.mlx.step.sampler import MLXSampler
 from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits, stream_of
 from pippin.backends.sampling.rules import FAR, MASS_UNITS

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pippin.backends.mlx.cpu.blas import libmlx_path
-from pippin.backends.mlx.cpu.operations.calls import Operations
+from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.cpu.operations.library import SOURCE
 from processes import run_python
 
@@ -157,7 +157,7 @@ def test_a_copy_outlives_the_table_that_asked_for_it(tmp_path: Path) -> None:
 
 FAILS = """
 import mlx.core as mx
-from pippin.backends.mlx.cpu.operations.calls import check_operations, operations
+from pippin.backends.mlx.cpu.operations.bindings import check_operations, operations
 ours = operations()
 one = mx.ones((1, 1, 1, 16))
 endless = mx.broadcast_to(one, (1, 1 << 16, 1 << 30, 16))  # more than any process can address

@@ -9,14 +9,14 @@ import mlx.core as mx
 import pytest
 
 from families import build
-from pippin.backends.mlx.cpu.operations import calls, check
-from pippin.backends.mlx.cpu.operations.calls import Operations, operations
+from pippin.backends.mlx.cpu.operations import bindings, check
+from pippin.backends.mlx.cpu.operations.bindings import Operations, operations
 from pippin.backends.mlx.load import prepare
 from reference import assert_right
 from serving import make_client, make_prompt
 
 NAMES = [trial.__name__ for trial in check.TRIALS]
-ADDED_TO_GRAPHS = {name.removeprefix("pippin_") for name in calls._ARGUMENTS} - {
+ADDED_TO_GRAPHS = {name.removeprefix("pippin_") for name in bindings._ARGUMENTS} - {
     *("start", "take_failure", "is_array", "panel")
 }
 

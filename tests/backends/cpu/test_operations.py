@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pippin.backends.mlx.cpu.operations import check, drop_ins
-from pippin.backends.mlx.cpu.operations.calls import (
+from pippin.backends.mlx.cpu.operations.bindings import (
     LinearLayers,
     LinearWeights,
     Operations,
@@ -172,7 +172,7 @@ def test_layers_of_one_input_are_one_operation(ours: Operations) -> None:
 THREADS = """
 from pathlib import Path
 import mlx.core as mx
-from pippin.backends.mlx.cpu.operations.calls import LinearLayers, LinearWeights, Operations
+from pippin.backends.mlx.cpu.operations.bindings import LinearLayers, LinearWeights, Operations
 from pippin.backends.mlx.cpu.operations.library import find_library
 ours = Operations(find_library().path, num_threads=3)
 weight, x = mx.random.normal((1000, 300)), mx.random.normal((40, 300))
@@ -251,7 +251,7 @@ def test_what_nobody_holds_any_more_is_given_back(ours: Operations) -> None:
     """Nodes with several outputs hold each other, which mlx has to take apart."""
     code = """
 import mlx.core as mx
-from pippin.backends.mlx.cpu.operations.calls import LinearLayers, LinearWeights, operations
+from pippin.backends.mlx.cpu.operations.bindings import LinearLayers, LinearWeights, operations
 
 ours = operations()
 x, weight = mx.random.normal((3, 16)), ours.pack(mx.random.normal((40, 16)))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pippin.backends.mlx.attention.table_kv import table_operations
-from pippin.backends.mlx.cpu.operations.calls import Operations
+from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.arrays import RowArrays

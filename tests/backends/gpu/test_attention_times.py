@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from families import build
-from pippin.backends.mlx import load, rehearsal
+from pippin.backends.mlx import load, trial_run
 from pippin.backends.mlx.attention import plain_attention
 from pippin.backends.mlx.attention.paths import (
     AttentionPaths,
@@ -21,7 +21,7 @@ from pippin.backends.mlx.attention.paths import (
     kind_of,
 )
 from pippin.backends.mlx.attention.plain_attention import attend_joined
-from pippin.backends.mlx.cpu.operations.calls import without_operations
+from pippin.backends.mlx.cpu.operations.bindings import without_operations
 from pippin.backends.mlx.describe import attention_paths
 from pippin.backends.mlx.gpu import attention_times
 from pippin.backends.mlx.gpu.attention_times import AttentionLayer, TimedStep, choose_attention
@@ -218,8 +218,8 @@ def test_what_is_timed_attends_that_way(
 def prepared(monkeypatch: pytest.MonkeyPatch, family: str, *, deterministic: bool) -> Any:
     """As on a GPU whose kernel is plain operations."""
     monkeypatch.setattr(load, "on_cpu", lambda: False)
-    monkeypatch.setattr(load, "_merge_siblings", lambda _: None)
-    monkeypatch.setattr(rehearsal.packed_attention, "for_layout", lambda _: kernel)
+    monkeypatch.setattr(load, "_merge_linear_layers", lambda _: None)
+    monkeypatch.setattr(trial_run.packed_attention, "for_layout", lambda _: kernel)
     return load.prepare(*build(family), dtype="float32", deterministic=deterministic)
 
 
@@ -255,9 +255,9 @@ def test_a_kernel_that_is_off_is_not_used(
         out, *tail = attend_joined(call)
         return out * 1.5, tail[0], tail[1]
 
-    monkeypatch.setattr(rehearsal.packed_attention, "for_layout", lambda _: off)
+    monkeypatch.setattr(trial_run.packed_attention, "for_layout", lambda _: off)
     loaded = load.prepare(*build("qwen3"))
-    found, calls = rehearsal.packed_rows(loaded.layout, loaded.forward)
+    found, calls = trial_run.packed_rows(loaded.layout, loaded.forward)
     assert found is None
     assert len(calls) == 1
     assert "the kernel is off" in caplog.text

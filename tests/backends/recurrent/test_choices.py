@@ -16,7 +16,7 @@ from bundled import BUNDLED_PATH
 from families import build
 from pippin.backends.mlx import load, timing
 from pippin.backends.mlx.backend import MLXBackend
-from pippin.backends.mlx.cpu.operations.calls import without_operations
+from pippin.backends.mlx.cpu.operations.bindings import without_operations
 from pippin.backends.mlx.recurrent import choices
 from pippin.backends.mlx.recurrent.calls import Call, Kind, Phase, is_among
 from pippin.backends.mlx.recurrent.choices import (

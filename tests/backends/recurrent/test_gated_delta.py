@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
 from pippin.backends.mlx.recurrent.gated_delta import (
-    _gates_like,
     gated_delta_chunked,
     gated_delta_step,
     gated_delta_update,
@@ -282,16 +281,3 @@ def test_the_inverse_reads_only_what_lies_below_the_diagonal(size: int) -> None:
     junk = strict + np.triu(rng.standard_normal((3, size, size)))
     got = unit_lower_inverse(mx.array(junk.astype(np.float32)))
     assert_close(got, np.linalg.inv(np.eye(size) - strict))
-
-
-@pytest.mark.parametrize("device", [mx.cpu, mx.gpu], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("gate_shape", [(2, 1, 3), (2, 1, 3, 5)], ids=["scalar", "vector"])
-def test_gates_meet_the_state_alike_on_every_device(
-    device: mx.DeviceType, gate_shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state, gates = mx.random.normal((2, 3, 4, 5)), mx.random.uniform(shape=gate_shape)
-    want = np.array(state) * np.array(gates).reshape(2, 3, 1, -1)
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
-    spread = _gates_like(state, gates)
-    monkeypatch.undo()
-    np.testing.assert_array_equal(np.array(state * spread), want)

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pippin.backends.mlx.cpu.operations.calls import operations
+from pippin.backends.mlx.cpu.operations.bindings import operations
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
 from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.cohort_mains import SCATTERED_STEPS

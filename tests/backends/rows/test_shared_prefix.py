@@ -20,11 +20,11 @@ from pippin.backends.mlx.attention.paths import AttentionPaths, Path
 from pippin.backends.mlx.gpu.attention_times import only_way
 from pippin.backends.mlx.layout import Layout, Reads
 from pippin.backends.mlx.prefill.batch import ChunkBatch, PromptState
-from pippin.backends.mlx.rehearsal import packed_rows
 from pippin.backends.mlx.rows import arrays, cohorts, grouping
 from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.backends.mlx.rows.grouping import common_len, group_rows
+from pippin.backends.mlx.trial_run import packed_rows
 from reference import assert_right, score
 from serving import diverge, make_client, make_prompt, served
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from builders import Client
-from pippin.backends.mlx.cpu.operations.calls import operations, without_operations
+from pippin.backends.mlx.cpu.operations.bindings import operations, without_operations
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.types import StepForwards
 from serving import make_client, make_prompt

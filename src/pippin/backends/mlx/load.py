@@ -17,20 +17,20 @@ from pippin.backends.mlx import refusals, substitutions
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
-from pippin.backends.mlx.cpu.operations.calls import operations
+from pippin.backends.mlx.cpu.operations.bindings import operations
 from pippin.backends.mlx.cpu.operations.linear import pack_linear_layers
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.gpu.attention_times import choose_attention
-from pippin.backends.mlx.gpu.siblings import merge
+from pippin.backends.mlx.gpu.stacked_linear import stack_linear_layers
 from pippin.backends.mlx.head import Head, measure_hidden
 from pippin.backends.mlx.layout import Layout, discover
+from pippin.backends.mlx.linear_groups import find_linear_groups
 from pippin.backends.mlx.mlx_lm_package import import_load_model
 from pippin.backends.mlx.recurrent.calls import Kind, record_calls
 from pippin.backends.mlx.recurrent.choices import Choice, choose_recurrences
 from pippin.backends.mlx.recurrent.state_taps import can_tap
-from pippin.backends.mlx.rehearsal import packed_rows, rehearsed
 from pippin.backends.mlx.rows.decode_forward import Forward
-from pippin.backends.mlx.siblings import find_siblings
+from pippin.backends.mlx.trial_run import packed_rows, runnable_layout
 from pippin.errors import LoadError, UnsupportedLayout
 
 load_model = import_load_model()
@@ -119,13 +119,13 @@ def prepare(
     progress("preparing layers")
     head = substitutions.install(model, cpu=on_cpu())
     if not on_cpu() or operations("linear") is not None:
-        _merge_siblings(model)
+        _merge_linear_layers(model)
     try:
         with record_calls() as calls:
             discovered = discover(model, partial(_forward, model, frozenset()))
         recurrences = choose_recurrences(calls.values(), deterministic=deterministic)
         forward = partial(_forward, model, _mlx_lm_kinds(recurrences))
-        layout = rehearsed(discovered, forward)
+        layout = runnable_layout(discovered, forward)
     except UnsupportedLayout as error:
         raise refusals.refusal(model_type, error.message) from error
     one_token = partial(forward, mx.zeros((1, 1), mx.int32))
@@ -159,13 +159,13 @@ def _choose_attention(layout: Layout, forward: Forward, *, deterministic: bool) 
     return AttentionPaths(kernel) if deterministic else choose_attention(layers, kernel)
 
 
-def _merge_siblings(model: Module) -> None:
+def _merge_linear_layers(model: Module) -> None:
     run = partial(_forward, model, frozenset(), mx.zeros((1, 1), mx.int32))
-    siblings = find_siblings(model, lambda: run(make_prompt_cache(model)))
+    groups = find_linear_groups(model, lambda: run(make_prompt_cache(model)))
     if on_cpu():
-        pack_linear_layers(model, siblings)
+        pack_linear_layers(model, groups)
     else:
-        merge(siblings)
+        stack_linear_layers(groups)
 
 
 def _forward(

@@ -1,6 +1,6 @@
 """Families that mlx-lm loads and that are not served, and why. Knows their names alone.
 
-What a layout or a rehearsal finds out at load needs no line here. These would pass, or fail in
+What a layout or a trial run finds out at load needs no line here. These would pass, or fail in
 words that say nothing to a user. A reason ends the sentence "… models are not served: ".
 """
 

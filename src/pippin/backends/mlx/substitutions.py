@@ -5,7 +5,7 @@
     gated_delta_update             the chunked recurrence, unless mlx-lm's is faster (choices.py)
     ssm_update                     likewise, for Mamba-2 layers
     Conv1d (depthwise)             shifted multiply-adds, on GPUs for one token; can be tapped
-    Linear                         GPU: those of one input as one product (siblings.py);
+    Linear                         GPU: those of one input as one product;
                                    CPU: one operation (cpu/operations)
     rms_norm, rope, swiglu (CPU)   one operation each (cpu/operations)
     GatedDeltaNet (CPU)            likewise, between its products
@@ -110,33 +110,20 @@ def _dispatcher(name: str) -> Callable[..., Any]:
     original, replacement = _ORIGINALS[name], _REPLACEMENTS[name]
 
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        outside = _forward_kinds.get() is None
-        return (original if outside else replacement)(*args, **kwargs)
-
-    dispatch.__name__ = name
-    return dispatch
-
-
-def _recurrence_dispatcher(name: str) -> Callable[..., Any]:
-    original, replacement = _ORIGINALS[name], _REPLACEMENTS[name]
-
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
         mlx_lm_kinds = _forward_kinds.get()
         if mlx_lm_kinds is None:
             return original(*args, **kwargs)
-        record_call(name, args, kwargs)
-        if mlx_lm_kinds and is_among(mlx_lm_kinds, name, args, kwargs):
-            return original(*args, **kwargs)
+        if name in RECURRENCES:
+            record_call(name, args, kwargs)
+            if mlx_lm_kinds and is_among(mlx_lm_kinds, name, args, kwargs):
+                return original(*args, **kwargs)
         return replacement(*args, **kwargs)
 
     dispatch.__name__ = name
     return dispatch
 
 
-_DISPATCHERS = {
-    name: (_recurrence_dispatcher if name in RECURRENCES else _dispatcher)(name)
-    for name in _ORIGINALS
-}
+_DISPATCHERS = {name: _dispatcher(name) for name in _ORIGINALS}
 
 
 def install(model: Module, *, cpu: bool) -> Head:

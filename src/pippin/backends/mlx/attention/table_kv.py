@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from pippin.backends.mlx.attention.decode_step import DecodeStep, MainsShape
 from pippin.backends.mlx.attention.row_kv import RowKV
-from pippin.backends.mlx.cpu.operations.calls import Operations, operations
+from pippin.backends.mlx.cpu.operations.bindings import Operations, operations
 from pippin.backends.mlx.layout import LayerCache, Layout
 
 # Rows have a KV table for all of these or for none.

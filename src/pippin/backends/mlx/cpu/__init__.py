@@ -1,1 +1,1 @@
-"""What mlx lacks on CPUs: a fast BLAS, vector math, kept buffers, kernels. Knows no requests."""
+"""What mlx lacks on CPUs: a fast BLAS, kept buffers, operations. Knows no requests."""

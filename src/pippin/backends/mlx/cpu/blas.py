@@ -90,11 +90,6 @@ def _redirect(path: Path) -> BlasReport:
     return BlasReport("OpenBLAS", path=str(path), threads=threads)
 
 
-def sgemm_slot() -> int:
-    """Where libmlx looks up whom to call for float32 products."""
-    return imported_slots(libmlx_path(), REDIRECTED[:1])[REDIRECTED[0]]
-
-
 def libmlx_path() -> Path:
     import mlx.core  # loads libmlx.so, whose table is about to be edited
 

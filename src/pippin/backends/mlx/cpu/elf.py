@@ -83,10 +83,6 @@ def load_address(library: ctypes.CDLL, name: str) -> int:
     return address
 
 
-def read_slot(slot: int) -> int:
-    return ctypes.c_uint64.from_address(slot).value
-
-
 def write_slot(slot: int, address: int) -> None:
     """Point a slot elsewhere. Its page may be read-only after relocation: unlock it first."""
     page = slot & ~(mmap.PAGESIZE - 1)

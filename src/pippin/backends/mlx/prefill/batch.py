@@ -42,7 +42,7 @@ class PrefixLens:
     """How many tokens each row has before its chunk, in the layers of one window class."""
 
     place: int  # of the class in the layout
-    lens: Any  # int32 [rows], of numpy; of mlx in a graph
+    lens: np.ndarray  # int32 [rows]
     columns: int  # that prefixes are padded to
     even: bool  # nothing is padded
 
@@ -111,23 +111,21 @@ class ChunkMasks:
     def _build_mask(
         self, prefix_lens: PrefixLens, window: int | None, return_array: bool
     ) -> mx.array | str | None:
-        """Of numbers on the host, or in a graph that is the same for all numbers."""
         lens, longest, width = prefix_lens.lens, prefix_lens.columns, self.width
         windowed = window is not None and longest + width > window
         if prefix_lens.even and not windowed and not return_array:
             return "causal" if width > 1 else None
-        xp: Any = mx if isinstance(lens, mx.array) else np
-        query = xp.arange(width)[None, :, None]
+        query = np.arange(width)[None, :, None]
         # Positions relative to each row's chunk start; a prefix of n tokens ends just before 0.
-        column = xp.arange(longest)[None, None, :]
+        column = np.arange(longest)[None, None, :]
         prefix = column - lens[:, None, None]
-        prefix_ok = xp.broadcast_to(prefix < 0, (lens.shape[0], width, longest))
-        new = xp.arange(width)[None, None, :]
-        new_ok = xp.broadcast_to(new <= query, (lens.shape[0], width, width))
+        prefix_ok = np.broadcast_to(prefix < 0, (lens.shape[0], width, longest))
+        new = np.arange(width)[None, None, :]
+        new_ok = np.broadcast_to(new <= query, (lens.shape[0], width, width))
         if window is not None:
             prefix_ok = prefix_ok & (prefix > query - window)
             new_ok = new_ok & (new > query - window)
-        return mx.array(xp.concatenate([prefix_ok, new_ok], axis=2)[:, None])
+        return mx.array(np.concatenate([prefix_ok, new_ok], axis=2)[:, None])
 
 
 class ChunkBatch:
@@ -165,11 +163,6 @@ class ChunkBatch:
     def shape(self) -> tuple[int, int, int]:
         """What arrays' shapes in the forward depend on: rows, new tokens, tokens before them."""
         return len(self.lens), self.width, self._prefix_shape(int(self._starts.max()))
-
-    @property
-    def offsets(self) -> mx.array:
-        """int32 [rows]: where each row's chunk begins."""
-        return mx.array(self._starts)
 
     @property
     def last_positions(self) -> np.ndarray:

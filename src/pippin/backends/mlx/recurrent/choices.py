@@ -22,7 +22,7 @@ import msgspec
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from mlx_lm.models import ssm as mlx_lm_ssm
 
-from pippin.backends.mlx.device import device_info
+from pippin.backends.mlx.device import device_info, on_metal
 from pippin.backends.mlx.recurrent import blocks, gated_delta, ssm, triangular
 from pippin.backends.mlx.recurrent.calls import PHASES, Call, Kind, Phase
 from pippin.backends.mlx.timing import (
@@ -82,10 +82,6 @@ class Choice:
         if self.times is None:
             return f"{name}: {self.obstacle}"
         return f"{name}: {self.times.ours_ms:.2f} ms ours, {self.times.mlx_lm_ms:.2f} ms mlx-lm's"
-
-
-def on_metal() -> bool:
-    return bool(mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu))
 
 
 def obstacle_to_mlx_lm(call: Call, phase: Phase) -> str | None:

@@ -19,7 +19,7 @@ import numpy as np
 from pippin.backends.mlx.attention.decode_step import CohortsShape, MainsShape, Tree
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.attention.table_kv import TableShape, table_operations
-from pippin.backends.mlx.cpu.operations.calls import Operations
+from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.cohorts import Cohort, kv_table_of

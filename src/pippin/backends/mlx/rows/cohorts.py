@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.mlx.attention.decode_step import CohortShape, Tree
-from pippin.backends.mlx.cpu.operations.calls import Operations
+from pippin.backends.mlx.cpu.operations.bindings import Operations
 from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from pippin.backends.masks import WORD_BITS
-from pippin.backends.mlx.cpu.operations.calls import operations
+from pippin.backends.mlx.cpu.operations.bindings import operations
 from pippin.backends.mlx.step.filters import dropped_tokens
 from pippin.backends.mlx.step.largest import candidates
 from pippin.backends.mlx.step.noise import add_gumbel_noise

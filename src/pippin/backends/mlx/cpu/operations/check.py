@@ -20,7 +20,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.mlx.cpu.operations.calls import LinearLayers, LinearWeights, Operations
+from pippin.backends.mlx.cpu.operations.bindings import LinearLayers, LinearWeights, Operations
 from pippin.backends.mlx.cpu.operations.drop_ins import _frequencies
 from pippin.backends.mlx.cpu.operations.library import DOES_NOT_FIT
 from pippin.backends.sampling.noise import gumbel, noise_keys, random_bits

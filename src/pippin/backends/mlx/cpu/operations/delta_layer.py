@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
-from pippin.backends.mlx.cpu.operations.calls import are_float32, operations
+from pippin.backends.mlx.cpu.operations.bindings import are_float32, operations
 from pippin.backends.mlx.recurrent.blocks import BLOCK_TOKENS
 from pippin.backends.mlx.recurrent.calls import calls_are_recorded
 from pippin.backends.mlx.recurrent.taps import (

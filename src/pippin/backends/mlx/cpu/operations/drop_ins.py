@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu as _mlx_lm_swiglu
 
-from pippin.backends.mlx.cpu.operations.calls import are_float32, operations
+from pippin.backends.mlx.cpu.operations.bindings import are_float32, operations
 
 # As they were: substitutions.py binds these names anew.
 _mlx_rms_norm, _mlx_rope = mx.fast.rms_norm, mx.fast.rope

@@ -37,7 +37,7 @@ from platformdirs import user_cache_path
 
 from pippin.backends.mlx.cpu.blas import libmlx_path
 
-SOURCE = Path(__file__).with_name("library.cpp")
+SOURCE = Path(__file__).parent / "cpp" / "library.cpp"
 FLAGS = (
     # Without the last what is static in a header would be one for all libraries of the process.
     *("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-fno-gnu-unique"),
@@ -103,7 +103,7 @@ def compile_command(compiler: str, library: Path) -> list[str]:
 
 def _path(compiler: Path) -> Path:
     """Named by all that decides whether a library fits."""
-    files = [*sorted(SOURCE.parent.glob("*.[ch]*")), SOURCE.with_name("check.py")]
+    files = [*sorted(SOURCE.parent.glob("*.[ch]*")), Path(__file__).with_name("check.py")]
     sources = [path.read_bytes() for path in files]
     command = compile_command(str(compiler), SOURCE)
     version = _run([str(compiler), "--version"], BUILD_SECONDS)

@@ -9,13 +9,14 @@ beside streams takes as long as the product itself (panels.h).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 
-from pippin.backends.mlx.cpu.operations.calls import (
+from pippin.backends.mlx.cpu.operations.bindings import (
     LinearLayers,
     LinearWeights,
     Operations,
@@ -23,6 +24,7 @@ from pippin.backends.mlx.cpu.operations.calls import (
     narrowed,
     operations,
 )
+from pippin.backends.mlx.linear_groups import SharedResults
 
 EMBEDDINGS = ("embed_tokens", "embeddings", "wte")
 
@@ -31,14 +33,15 @@ class PackedLinear(Linear):
     """mlx's layer, made over in place by `pack_linear_layers`."""
 
     _num_outputs: int
-    _siblings: PackedSiblings
+    _results: SharedResults
+    _number: int  # among the layers of its input
 
     def __call__(self, x: mx.array) -> mx.array:
         ours = operations("linear")
         if ours is None or not x.size or not are_float32(x) or "weight" in self:
             y: mx.array = x @ self.weight.T
             return y + self.bias if "bias" in self else y
-        return self._siblings.piece(self, ours, x)
+        return self._results.of(self._number, x)
 
     @property
     def weight(self) -> mx.array:
@@ -55,7 +58,6 @@ class PackedLinear(Linear):
     def weight(self) -> None:
         """mlx's modules do that before an attribute is set anew."""
         del self.panels
-        self._siblings.leave(self)
 
     @property
     def packed(self) -> LinearWeights:
@@ -71,30 +73,6 @@ class PackedLinear(Linear):
         part.panels = ours.pack(weight)
         mx.eval(part.panels)  # one layer at a time is there twice
         return part
-
-
-class PackedSiblings:
-    """The layers of one input: the first that is called computes what the others will be."""
-
-    def __init__(self, parts: Sequence[PackedLinear]) -> None:
-        self._parts = list(parts)
-        self._layers = LinearLayers([part.packed for part in parts])
-        self._input: mx.array | None = None
-        self._pieces: dict[int, mx.array] = {}
-
-    def leave(self, part: PackedLinear) -> None:
-        self._parts = [other for other in self._parts if other is not part]
-        self._layers = LinearLayers([other.packed for other in self._parts])
-
-    def piece(self, part: PackedLinear, ours: Operations, x: mx.array) -> mx.array:
-        if self._input is not x or id(part) not in self._pieces:
-            self._input = x
-            pieces = ours.linear(x, self._layers)
-            self._pieces = dict(zip(map(id, self._parts), pieces, strict=True))
-        piece = self._pieces.pop(id(part))
-        if not self._pieces:
-            self._input = None  # nobody else will ask: hold nothing
-        return piece
 
 
 class PackedEmbedding(Embedding):
@@ -143,19 +121,21 @@ def pack_head(model: Module) -> None:
             PackedEmbedding.of(part, ours)
 
 
-def pack_linear_layers(model: Module, siblings: Iterable[Sequence[Module]] = ()) -> None:
-    """`siblings`: groups of layers that read the same input, each in one group at most."""
+def pack_linear_layers(model: Module, groups: Iterable[Sequence[Module]] = ()) -> None:
+    """`groups`: of layers that read the same input, each in one group at most."""
     ours = operations("linear")
     if ours is None:
         return
-    groups = [*siblings]
-    with_others = {id(part) for group in groups for part in group}
-    groups += [[part] for _, part in model.named_modules() if id(part) not in with_others]
+    groups = [*groups]
+    grouped = {id(part) for group in groups for part in group}
+    groups += [[part] for _, part in model.named_modules() if id(part) not in grouped]
     for group in groups:
         parts = [PackedLinear.of(part, ours) for part in group if _can_be_packed(part)]
-        together = PackedSiblings(parts)
-        for part in parts:
-            part._siblings = together
+        results = SharedResults(
+            partial(ours.linear, layers=LinearLayers([p.packed for p in parts]))
+        )
+        for number, part in enumerate(parts):
+            part._results, part._number = results, number
 
 
 def _can_be_packed(part: Module) -> bool:

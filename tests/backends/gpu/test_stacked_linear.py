@@ -10,8 +10,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from pippin.backends.mlx.gpu.siblings import FEW_ROWS, merge
-from pippin.backends.mlx.siblings import find_siblings
+from pippin.backends.mlx.gpu.stacked_linear import FEW_ROWS, stack_linear_layers
+from pippin.backends.mlx.linear_groups import find_linear_groups
 
 ROUNDING = 5e-5  # of numbers of about one
 
@@ -44,14 +44,14 @@ def block_of(*, bias: bool = False, bits: int | None = None) -> Block:
 
 
 def merged(block: Block) -> list[list[nn.Module]]:
-    groups = find_siblings(block, lambda: block(mx.zeros((1, 1, 64))))
-    merge(groups)
+    groups = find_linear_groups(block, lambda: block(mx.zeros((1, 1, 64))))
+    stack_linear_layers(groups)
     return groups
 
 
-def test_siblings_are_the_layers_of_one_input_that_can_be_stacked() -> None:
+def test_groups_are_the_layers_of_one_input_that_can_be_stacked() -> None:
     block = block_of()
-    groups = find_siblings(block, lambda: block(mx.zeros((1, 1, 64))))
+    groups = find_linear_groups(block, lambda: block(mx.zeros((1, 1, 64))))
     assert [[id(part) for part in group] for group in groups] == [
         [id(block.q), id(block.k), id(block.v)]
     ]
@@ -79,7 +79,7 @@ def num_products(out: mx.array) -> int:
     return text.getvalue().count('"Matmul"') + text.getvalue().count('"AddMM"')
 
 
-def test_few_rows_take_one_product_for_all_siblings() -> None:
+def test_few_rows_take_one_product_for_a_group() -> None:
     block = block_of()
     x = mx.random.normal((1, 4, 64))
     apart = num_products(block(x))
@@ -95,7 +95,7 @@ def test_weights_are_not_stored_twice() -> None:
     gc.collect()  # what earlier tests left
     mx.synchronize()
     before = mx.get_active_memory()
-    merge([parts])
+    stack_linear_layers([parts])
     gc.collect()
     mx.synchronize()
     weights = 3 * parts[0].weight.nbytes  # 12 MB: far more than others have under way

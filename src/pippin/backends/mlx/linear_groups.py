@@ -1,12 +1,12 @@
 """Linear layers that read the same input: seen, not listed. Knows no models.
 
-They are called with the very same array. What is made of them differs: gpu/siblings.py,
+They are called with the very same array. What is made of them differs: gpu/stacked_linear.py,
 cpu/operations/linear.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +18,29 @@ STACKED = ("weight", "scales", "biases", "bias")  # parameters with a line for e
 _KINDS = (Linear, QuantizedLinear)
 
 
-def find_siblings(model: Module, forward: Callable[[], object]) -> list[list[Module]]:
+class SharedResults:
+    """What the layers of one input make of it: the first that is called computes all of them.
+
+    `compute(x)`: the results of all layers, in order.
+    """
+
+    def __init__(self, compute: Callable[[mx.array], Sequence[mx.array]]) -> None:
+        self._compute = compute
+        self._input: mx.array | None = None
+        self._results: dict[int, mx.array] = {}
+
+    def of(self, number: int, x: mx.array) -> mx.array:
+        """What layer `number` makes of `x`."""
+        if self._input is not x or number not in self._results:
+            self._input = x
+            self._results = dict(enumerate(self._compute(x)))
+        result = self._results.pop(number)
+        if not self._results:
+            self._input = None  # no other layer will ask: keep nothing alive
+        return result
+
+
+def find_linear_groups(model: Module, forward: Callable[[], object]) -> list[list[Module]]:
     """Run `forward` once; layers of one kind and type that are given the same array, in order."""
     readers: dict[
         int, tuple[mx.array, list[Module]]

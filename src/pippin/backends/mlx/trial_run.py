@@ -1,4 +1,4 @@
-"""Runs ragged rows through a model once at load: what cannot work fails here, or is gone around.
+"""Runs ragged rows through a model once at load: what does not work is refused or avoided.
 
 mlx-lm's models differ in how they attend: some lend one layer's KV to others, some need every row
 at the same position. A graph that cannot be built says so now, not in a user's first request.
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 Layers = Mapping[str, AttentionLayer]
 
 
-def rehearsed(layout: Layout, forward: Forward) -> Layout:
+def runnable_layout(layout: Layout, forward: Forward) -> Layout:
     """The layout as this model can run it: as discovered, else with all KV joined, else refused."""
     joined = layout.reading(Reads.JOINED, instead_of=set(Reads))
     failure: Exception | None = None
     for candidate in dict.fromkeys((layout, joined)):
         try:
-            _rehearse(candidate, forward)
+            _run_rows(candidate, forward)
         except Exception as error:  # whatever the model's own code raises, reported below
             failure = error
         else:
@@ -46,7 +46,7 @@ def rehearsed(layout: Layout, forward: Forward) -> Layout:
     ) from failure
 
 
-def _rehearse(layout: Layout, forward: Forward) -> None:
+def _run_rows(layout: Layout, forward: Forward) -> None:
     """Three rows: a mask that is broadcast along the wrong axis meets no axis of that length."""
     prompts = [PromptState(), PromptState(), PromptState()]
     for lens in ((2, 3, 1), (3, 1, 2)):  # ragged, and then with prefixes of several lengths

@@ -1,0 +1,56 @@
+"""Linear layers that read the same input, computed as one product while rows are few.
+
+A decode step is hundreds of small operations, and launching one costs more than its arithmetic: the
+queries, keys and values of a layer are one product of a taller matrix. Their weights become slices
+of one matrix, so nothing is stored twice, and a prompt's chunk still takes each product by itself.
+
+For GPUs; on CPUs see cpu/operations/linear.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from copy import copy
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+
+from pippin.backends.mlx.linear_groups import STACKED, SharedResults
+
+FEW_ROWS = 256  # of one forward; past it products are large, and slices of a wide result cost more
+
+
+def stack_linear_layers(groups: Iterable[Sequence[Module]]) -> None:
+    """Change the layers of each group in place."""
+    for parts in groups:
+        _stack(parts)
+
+
+def _stack(parts: Sequence[Module]) -> None:
+    sizes = [int(part["weight"].shape[0]) for part in parts]
+    ends = np.cumsum(sizes).tolist()
+    stacked = copy(parts[0])  # a layer like them, with the lines of all
+    for name in STACKED:
+        if parts[0].get(name) is not None:
+            stacked[name] = mx.concatenate([part[name] for part in parts])
+            mx.eval(stacked[name])
+            for part, end, size in zip(parts, ends, sizes, strict=True):
+                part[name] = stacked[name][end - size : end]
+    mx.eval([part.parameters() for part in parts])
+    results = SharedResults(lambda x: [*mx.split(stacked(x), ends[:-1], axis=-1)])
+    for number, part in enumerate(parts):
+        _share(part, results, number)
+
+
+def _share(part: Module, results: SharedResults, number: int) -> None:
+    cls = type(part)
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        if x.size // x.shape[-1] > FEW_ROWS:
+            y: mx.array = cls.__call__(self, x)
+            return y
+        return results.of(number, x)
+
+    part.__class__ = type(cls.__name__, (cls,), {"__call__": call})
