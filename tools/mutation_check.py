@@ -66,7 +66,10 @@ def read_mutants() -> tuple[Mutant, ...]:
 
 
 MUTANTS = read_mutants()
-HELPERS = ("builders", "counted_lines", "damage", "evicted_segments", "simulator", "timed")
+HELPERS = (
+    *("builders", "counted_lines", "damage", "evicted_segments"),
+    *("memory_store", "simulator", "timed"),
+)
 
 
 def copy_project(target: Path) -> None:
