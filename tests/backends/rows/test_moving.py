@@ -69,7 +69,7 @@ class Rows:
     def say(self, slots: list[int], rng: np.random.Generator) -> None:
         """One step: a new token of each of these, written by hand where a forward would."""
         rows, per_row = self.decode_rows, self.decode_rows._per_row
-        if rows.cursor == per_row.tail_len:
+        if rows.cursor == per_row.written.shape[1]:
             rows.flush()
         new = {slot: rng.integers(TOKENS) for slot in slots}
         for index, cache in enumerate(self.layout.caches):

@@ -363,7 +363,7 @@ class MLXBackend:
         slots = np.array([row.slot for row in rows], dtype=np.int32)
         self._future_map.stash(slots, sampled.tokens)
         step.read_sampled(slots.tolist(), sampled)
-        step.written += [*sampled.arrays, self._future_map.array]
+        step.written += [*sampled.arrays, self._future_map.tokens]
 
     def _num_top_logprobs(self, slot: int) -> int | None:
         admit = self._admitted.get(slot)

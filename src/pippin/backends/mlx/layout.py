@@ -120,7 +120,7 @@ class LatentProbeKV(ProbeKV):
 
 @dataclass(frozen=True)
 class Layout:
-    """Leaves in order, and how they nest back into what the model is called with."""
+    """Caches in order, and how they nest back into what the model is called with."""
 
     caches: tuple[LayerCache, ...]
     nesting: tuple[int, ...]  # of each layer; 0: a plain cache, n: a CacheList of n

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.decode_step import DecodeStep, MainsShape
-from pippin.backends.mlx.attention.paths import AttendPacked, AttentionPaths, PackedCall, Path
+from pippin.backends.mlx.attention.paths import AttentionPaths, PackedCall, Path
 from pippin.backends.mlx.attention.plain_attention import attend_in_pieces, attend_joined
 from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.layout import LayerCache
@@ -50,12 +50,8 @@ class PackedRowKV(RowKV):
             sinks,
             shape.longest[self._class],
         )
-        out, *self.tail = _attend(shape.paths.of_packed(call), shape.paths)(call)
+        plain = {Path.JOINED: attend_joined, Path.PIECES: attend_in_pieces}
+        attend = plain.get(shape.paths.of_packed(call), shape.paths.kernel)
+        assert attend is not None, "rows are packed only for a kernel"
+        out, *self.tail = attend(call)
         return out
-
-
-def _attend(path: Path, paths: AttentionPaths) -> AttendPacked:
-    if path is Path.KERNEL:
-        assert paths.kernel is not None, "rows are packed for a kernel"
-        return paths.kernel
-    return attend_joined if path is Path.JOINED else attend_in_pieces

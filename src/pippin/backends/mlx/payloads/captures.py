@@ -15,14 +15,11 @@ from pippin.backends.mlx.recurrent.state_taps import StateTaps
 from pippin.backends.mlx.rows.decode_rows import DecodeRows
 from pippin.types import Component, Payload
 
-KV_COMPONENTS = (Component.ATTENTION, Component.WINDOW)
-
 
 class Captures:
     def __init__(self, layout: Layout, packer: Packer) -> None:
         self._layout = layout
         self._packer = packer
-        self._kv_components = tuple(c for c in KV_COMPONENTS if layout.indices(c))
 
     def restore(self, prompt: PromptState, restore: Restore) -> None:
         """Let `prompt` begin with what the prefix cache holds."""
@@ -30,7 +27,7 @@ class Captures:
         for component, payloads in restore.payloads.items():
             if component is Component.STATE:
                 prompt.states = self._packer.state_arrays(payloads[-1])
-            elif payloads and component in KV_COMPONENTS:
+            elif payloads and component in self._packer.groups:
                 prompt.kv |= self._packer.kv_arrays(component, payloads)
 
     def hidden_of(self, row: PrefillRow) -> mx.array:
@@ -52,7 +49,7 @@ class Captures:
         """The chunk's KV, states where checkpoints are wanted, and what it samples from."""
         kv: dict[Component, Payload] = {
             component: self._packer.kv_payload(component, new_kv, row, 0, len(chunk.tokens))
-            for component in self._kv_components
+            for component in self._packer.groups
         }
         states: dict[int, Payload] = {}
         for at in chunk.checkpoints if prompt.states else ():
@@ -84,7 +81,7 @@ class Captures:
         cut = max(start, end - _fewest_held(held.kv)) if held.kv else start
         for first, last in ((start, cut), (cut, end)) if start < cut else ((start, end),):
             payloads: dict[Component, Payload] = {}
-            for component in self._kv_components:
+            for component in self._packer.groups:
                 if first == last or (component is Component.WINDOW and last != end):
                     continue
                 caches = self._layout.indices(component)

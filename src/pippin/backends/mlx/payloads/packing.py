@@ -32,22 +32,19 @@ class Packer:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self.buffers = LiveBuffers()
-        self._groups = {
+        # KV caches that are stacked, in the order of a block's arrays.
+        self.groups: dict[Component, Sequence[tuple[int, ...]]] = {
             component: _alike(layout, layout.indices(component))
             for component in (Component.ATTENTION, Component.WINDOW)
             if layout.indices(component)
         }
-
-    def groups(self, component: Component) -> Sequence[tuple[int, ...]]:
-        """Leaves that are stacked, in the order of a block's arrays."""
-        return self._groups[component]
 
     @property
     def least_buffer_bytes(self) -> int:
         """Of a payload's buffers, on average: a KV block has one token at least."""
         caches = self._layout.caches
         averages = []
-        for groups in self._groups.values():
+        for groups in self.groups.values():
             token_bytes = sum(caches[cache].nbytes for group in groups for cache in group)
             averages.append(token_bytes // (2 * len(groups)))
         states = [caches[cache] for cache in self._layout.state_indices]
@@ -65,7 +62,7 @@ class Packer:
             stop,
             lambda at, end: [
                 _copied([kv[cache][side][row, :, at:end] for cache in group])
-                for group in self._groups[component]
+                for group in self.groups[component]
                 for side in (0, 1)
             ],
         )
@@ -84,14 +81,14 @@ class Packer:
     def kv_arrays(self, component: Component, payloads: Sequence[Payload]) -> dict[int, KV]:
         """Per-cache [1, heads, tokens, dim] arrays of consecutive payloads: one copy of each.
 
-        Leaves that are stacked share a buffer, which lives until the last of them has been used:
+        Caches that are stacked share a buffer, which lives until the last of them has been used:
         those of a long prefix are restored a few at a time.
         """
         spans = [span for payload in payloads for span in spans_of(payload)]
         columns = list(zip(*(span.arrays() for span in spans), strict=True))
         is_long = sum(payload.nbytes for payload in payloads) > LONG_PREFIX_BYTES
         kv: dict[int, KV] = {}
-        for number, group in enumerate(self._groups[component]):
+        for number, group in enumerate(self.groups[component]):
             step = -(-len(group) // RESTORED_PARTS) if is_long else len(group)
             for first in range(0, len(group), step):
                 part = group[first : first + step]

@@ -68,7 +68,7 @@ class Transfers:
                 yield ArraySpec(f"{self._cache_name(index)}.state.{number}", _name(dtype), shape)
 
     def _kv_arrays(self, component: Component, num_tokens: int) -> Iterator[ArraySpec]:
-        for group in self._packer.groups(component):
+        for group in self._packer.groups[component]:
             cache = self._layout.caches[group[0]]
             layers = ",".join(map(self._cache_name, group))
             (keys, values), (keys_type, values_type) = cache.shapes, cache.dtypes
@@ -100,7 +100,7 @@ class Transfers:
     def _turned_out(self, spill: Spill) -> Iterator[mx.array]:
         spans = [span for payload in spill.payloads for span in spans_of(payload)]
         columns = list(zip(*(span.arrays() for span in spans), strict=True))
-        for number, group in enumerate(self._packer.groups(spill.component)):
+        for number, group in enumerate(self._packer.groups[spill.component]):
             cache = self._layout.caches[group[0]]
             sides = [
                 mx.concatenate([part.transpose(2, 0, 1, 3) for part in columns[2 * number + side]])
@@ -132,7 +132,7 @@ class Transfers:
     def _sides(self, component: Component, arrays: Sequence[mx.array]) -> Iterator[mx.array]:
         """Keys and values of each group, [tokens, layers, heads, dim]."""
         rest = iter(arrays)
-        for group in self._packer.groups(component):
+        for group in self._packer.groups[component]:
             cache = self._layout.caches[group[0]]
             if _is_even(cache):
                 both = next(rest)

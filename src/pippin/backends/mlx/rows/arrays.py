@@ -23,15 +23,10 @@ class RowArrays:
     width: int = 0
     tails: dict[int, list[mx.array]] = field(default_factory=dict)  # by cache, see `_blanks`
     states: dict[int, list[mx.array]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # bool [width, TAIL]: the tail columns that hold a token of their row
-        self.written = np.zeros((0, TAIL), dtype=bool)
-        self._blank = np.zeros(0, dtype=bool)  # [width]: lines whose tails are zeros
-
-    @property
-    def tail_len(self) -> int:
-        return int(self.written.shape[1])
+    # bool [width, TAIL]: the tail columns that hold a token of their row
+    written: np.ndarray = field(default_factory=lambda: np.zeros((0, TAIL), dtype=bool))
+    # bool [width]: lines whose tails are zeros
+    _blank: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
 
     def arrays(self) -> list[mx.array]:
         caches = (*self.tails.values(), *self.states.values())

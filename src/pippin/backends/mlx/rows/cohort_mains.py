@@ -47,14 +47,14 @@ class CohortMains:
     def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
         self._kv_table = None
         self.cohorts += [Cohort.of_one(row.index, row.length, kv) for row, kv in joining if kv]
-        self._count_down()
+        self._steps_left = self._steps_left or SCATTERED_STEPS
 
     def leave(self, row: Row) -> None:
         self._kv_table = None
         for cohort in self.cohorts:
             cohort.drop(row.index)
         self.cohorts = [cohort for cohort in self.cohorts if cohort.num_live]
-        self._count_down()
+        self._steps_left = self._steps_left or SCATTERED_STEPS
 
     def pieces_of(self, row: Row, cache: int) -> list[KV]:
         homes = [cohort for cohort in self.cohorts if row.index in cohort.indices]
@@ -112,10 +112,6 @@ class CohortMains:
         held = {row.index for row in rows}
         lines = [index if index in held else -1 for index in range(width)]
         return [replace(groups[0], indices=lines)]
-
-    def _count_down(self) -> None:
-        if self._steps_left is None:
-            self._steps_left = SCATTERED_STEPS
 
     def _scattered(self, rows: Sequence[Row], width: int) -> bool:
         """Fewer cohorts would do, or one whose lines are the rows: such steps are compiled.

@@ -118,7 +118,7 @@ class DecodeRows:
         """
         self._steps_unchanged += 1
         rows = list(self.rows.values())
-        full = self.cursor == self._per_row.tail_len
+        full = self.cursor == self._per_row.written.shape[1]
         if full or self.mains.want_moving(rows, self.width, self._steps_unchanged):
             self.flush()
         chosen = set(slots)

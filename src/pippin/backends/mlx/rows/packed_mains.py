@@ -75,6 +75,8 @@ class WindowClass:
 
 
 class PackedMains:
+    num_groups = 1
+
     def __init__(self, layout: Layout, spare: SpareLimit, paths: AttentionPaths) -> None:
         self._layout = layout
         self._spare = spare
@@ -84,10 +86,6 @@ class PackedMains:
             for w in layout.window_classes
         ]
         self._kv: dict[int, list[mx.array]] = {}  # by cache: [heads, capacity, dim], both sides
-
-    @property
-    def num_groups(self) -> int:
-        return 1
 
     def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
         for own in self._classes:

@@ -16,19 +16,15 @@ class FutureMap:
     """
 
     def __init__(self, num_slots: int, *, debug: bool = False) -> None:
-        self._tokens = mx.zeros((num_slots + 1,), dtype=mx.int32)
+        self.tokens = mx.zeros((num_slots + 1,), dtype=mx.int32)
         self._unread: set[int] | None = set() if debug else None
-
-    @property
-    def array(self) -> mx.array:
-        return self._tokens
 
     def stash(self, slots: np.ndarray, tokens: mx.array) -> None:
         """Write one token per slot; any shape and integer type of `tokens` will do."""
         if len(slots) == 0:
             return
-        flat = tokens.reshape(-1).astype(self._tokens.dtype)
-        self._tokens[mx.array(slots.astype(np.int32))] = flat
+        flat = tokens.reshape(-1).astype(self.tokens.dtype)
+        self.tokens[mx.array(slots.astype(np.int32))] = flat
         if self._unread is not None:
             self._unread.update(int(s) for s in slots)
 
@@ -39,4 +35,4 @@ class FutureMap:
                 if slot not in self._unread:
                     raise RuntimeError(f"slot {slot} has no token to read, or it was read twice")
                 self._unread.remove(slot)
-        return self._tokens[mx.array(slots.astype(np.int32))]
+        return self.tokens[mx.array(slots.astype(np.int32))]
