@@ -7,7 +7,7 @@ from dataclasses import replace
 from threading import Lock
 
 from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded
-from pippin.cache.entries.entry_store import Destination, StoreCounters, as_loaded, check_sizes
+from pippin.cache.entries.entry_store import Destination, StoreCounters, check_sizes
 
 
 class MemoryStore:
@@ -43,7 +43,7 @@ class MemoryStore:
                 self._drop(oldest)
                 self._lost.append(oldest)
                 self._count(evicted=1)
-            self._kept[entry.key] = as_loaded(entry, [part.copy() for part in data])
+            self._kept[entry.key] = Loaded(entry, tuple(part.copy() for part in data))
             self._count(entries=1, bytes=entry.nbytes, written=1)
             self._count(written_bytes=entry.nbytes, kept_bytes=entry.nbytes)
             return True
@@ -106,5 +106,5 @@ class MemoryStore:
 
 def _copied(kept: Loaded, to: Destination) -> Loaded:
     for array, part in zip(kept.arrays, to, strict=True):
-        part[:] = array.data
-    return as_loaded(kept.entry, to)
+        part[:] = array
+    return Loaded(kept.entry, tuple(to))

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from pippin.cache.entries import blocks
 from pippin.cache.entries.entry import ArraySpec, Bytes, Entry, Key
-from pippin.cache.host import areas, host_store
 from pippin.cache.host.host_store import HostStore, area_bytes
 from pippin.cache.tiers.tier_io import plain_memory
 from pippin.types import Component
@@ -38,7 +38,7 @@ def assert_reads(store: HostStore, entry: Entry) -> None:
         (loaded,) = store.read([entry.key], given)
         assert loaded is not None
         for array, expected in zip(loaded.arrays, content(entry), strict=True):
-            assert array.data.tobytes() == expected.tobytes()
+            assert array.tobytes() == expected.tobytes()
     assert [part.tobytes() for part in into] == [part.tobytes() for part in content(entry)]
 
 
@@ -111,8 +111,8 @@ def test_a_changed_bit_costs_its_entry_and_is_counted_once() -> None:
 
 
 def test_large_entries_are_copied_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(areas, "BLOCK_BYTES", 1_000)
-    monkeypatch.setattr(host_store, "ALONE_BYTES", 0)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1_000)
+    monkeypatch.setattr(blocks, "ALONE_BYTES", 0)
     store = HostStore(1 << 17, plain_memory, 1 << 13)
     entries = [make_entry(name, 7_500) for name in range(3)]
     for entry in entries:
@@ -135,7 +135,7 @@ def test_what_is_being_read_stays_where_it_is() -> None:
     store.forget([first.key])  # also if nobody wants it any more
     for name in range(100, 120):
         store.write(make_entry(name, 900), content(make_entry(name, 900)))
-    found = [array.data.tobytes() for array in pinned.loaded.arrays]
+    found = [array.tobytes() for array in pinned.loaded.arrays]
     assert found == [part.tobytes() for part in content(first)]
     store.write(first, content(first))
     pinned.unpin()
@@ -169,5 +169,5 @@ def test_areas_are_powers_of_two_and_leave_little_over(max_bytes: int) -> None:
 
 
 def test_a_store_that_would_hold_no_entry_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"1,000 bytes hold no entry: 2,048 do"):
+    with pytest.raises(ValueError, match=r"1,000 bytes hold no entry: use 2,048 or more"):
         HostStore(1_000, plain_memory, 2_000)

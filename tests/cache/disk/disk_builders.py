@@ -33,7 +33,7 @@ def kv_entry(
     """KV of `ids` after `above`: keys [2, n, width] of float16, values [n, width] of float32."""
     chain = above.extended(tokens(*ids))
     arrays = (
-        ArraySpec("0.keys", "float16", (2, len(ids), width), token_axis=1),
+        ArraySpec("0.keys", "float16", (len(ids), 2, width), token_axis=0),
         ArraySpec("0.values", "float32", (len(ids), width), token_axis=0),
     )
     key = Key(chain.key, component, len(ids))
@@ -61,6 +61,6 @@ def same_bytes(found: Sequence[Loaded | None], entries: Sequence[Entry]) -> bool
     return len(found) == len(entries) and all(
         each is not None
         and each.entry == entry
-        and all(map(np.array_equal, [array.data for array in each.arrays], payload(entry)))
+        and all(map(np.array_equal, each.arrays, payload(entry)))
         for each, entry in zip(found, entries, strict=True)
     )

@@ -10,9 +10,9 @@ import pytest
 from disk_builders import FINGERPRINT, ROOT, kv_entry, payload, same_bytes, state_entry
 
 from pippin.cache.disk.disk_store import open_store
-from pippin.cache.disk.segments import blocks, reading
 from pippin.cache.disk.segments.format import HEADER
 from pippin.cache.disk.segments.segment import Segment, Slot
+from pippin.cache.entries import blocks
 from pippin.cache.entries.entry import Entry
 
 MB = 1 << 20
@@ -23,8 +23,8 @@ BLOCK = 64
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """And many threads, however little there is to read."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(reading, "ALONE_BYTES", 0)
-    monkeypatch.setattr(reading.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(blocks, "ALONE_BYTES", 0)
+    monkeypatch.setattr(blocks.os, "cpu_count", lambda: 8)
 
 
 def large_entries() -> list[Entry]:

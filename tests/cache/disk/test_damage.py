@@ -12,8 +12,8 @@ import pytest
 from disk_builders import FINGERPRINT, ROOT, Unsynced, kv_entry, payload, same_bytes, state_entry
 
 from pippin.cache.disk.disk_store import DiskStore, open_store
-from pippin.cache.disk.segments.blocks import digests_of, divided
 from pippin.cache.disk.segments.format import HEADER, payload_digest
+from pippin.cache.entries.blocks import divided
 from pippin.cache.entries.chain import Chain
 from pippin.cache.entries.entry import Entry
 from pippin.types import Component
@@ -270,7 +270,7 @@ def test_a_digest_says_whose_bytes_and_how_they_are_laid_out() -> None:
         replace(entry, arrays=(replace(array, shape=(10, 30)),)),
         replace(entry, arrays=(replace(array, name="2.state"),)),
     ]
-    blocks = digests_of(divided(data))
+    blocks = [block.digest() for block in divided(data)]
     digests = [payload_digest(b"a", each, blocks) for each in (entry, *others)]
     digests.append(payload_digest(b"b", entry, blocks))
     digests.append(payload_digest(b"a", entry, [*blocks, blocks[-1]]))

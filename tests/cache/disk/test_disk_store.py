@@ -92,7 +92,7 @@ def test_bytes_are_read_to_where_the_caller_says(tmp_path: Path) -> None:
     twice = store.read([keys[0], keys[0]])
     assert twice[0] is not None
     assert twice[1] is not None
-    assert twice[0].arrays[0].data is twice[1].arrays[0].data
+    assert twice[0].arrays[0] is twice[1].arrays[0]
     store.close()
 
 

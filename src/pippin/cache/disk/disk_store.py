@@ -14,6 +14,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 
@@ -21,16 +22,18 @@ from pippin.cache.disk.directory import DirectoryLock
 from pippin.cache.disk.files import Files
 from pippin.cache.disk.segments.catalog import Catalog
 from pippin.cache.disk.segments.format import model_digest
-from pippin.cache.disk.segments.reading import Readers, new_destination
+from pippin.cache.disk.segments.segment import Slot
 from pippin.cache.disk.segments.segment_log import SegmentLog
+from pippin.cache.entries.blocks import Block, Workers, divided
 from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded
-from pippin.cache.entries.entry_store import Destination, StoreCounters, as_loaded, check_sizes
+from pippin.cache.entries.entry_store import Destination, StoreCounters, check_sizes
 from pippin.errors import DiskCacheError
 
 logger = logging.getLogger(__name__)
 
 PAUSE_S = 10.0  # after a write that failed
 RECENCY_S = 60.0
+NUM_THREADS = 8  # that read: a few copy from the page cache and hash as fast as memory allows
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -95,7 +98,7 @@ class DiskStore:
         self._log = SegmentLog(
             files, directory, model, max_bytes, self._catalog, read_only=self.read_only
         )
-        self._readers = Readers()
+        self._readers = Workers("pippin-disk-read", NUM_THREADS)
 
     def entries(self) -> Sequence[Entry]:
         return self._catalog.entries()
@@ -117,24 +120,27 @@ class DiskStore:
         slots = self._catalog.pin(keys)
         there = [(index, slot) for index, slot in enumerate(slots) if slot is not None]
         if into is None:
-            own = {slot: new_destination(slot) for _, slot in there}
+            own = {slot: slot.entry.new_buffers() for _, slot in there}
             into = [() if slot is None else own[slot] for slot in slots]
-        # One job for each place to read to; a key that came twice has the same place twice.
-        jobs = {id(into[index]): (slot, into[index]) for index, slot in there}
+        # One job for each buffer; a key that occurs twice may have the same buffer twice.
+        jobs = {id(into[index]): (slot, divided(into[index])) for index, slot in there}
         try:
-            outcomes = dict(zip(jobs, self._readers.read([*jobs.values()]), strict=True))
+            blocks = [(slot, block) for slot, each in jobs.values() for block in each]
+            nbytes = sum(slot.entry.nbytes for slot, _ in jobs.values())
+            digests = iter(self._readers.map(_read_block, blocks, nbytes))
+            read = {place: list(islice(digests, len(each))) for place, (_, each) in jobs.items()}
         finally:
             for _, slot in there:
                 slot.segment.unpin()
         found: list[Loaded | None] = [None] * len(keys)
         for index, slot in there:
-            match outcomes[id(into[index])]:
-                case "read":
-                    found[index] = as_loaded(slot.entry, into[index])
-                case "damaged":
-                    self._catalog.lose(slot, "damaged", note=True)
-                case "refused":
-                    self._catalog.lose(slot, "read_errors")
+            parts = [digest for digest in read[id(into[index])] if digest is not None]
+            if len(parts) < len(read[id(into[index])]):
+                self._catalog.lose(slot, "read_errors")
+            elif slot.segment.verifies(slot, parts):
+                found[index] = Loaded(slot.entry, tuple(into[index]))
+            else:
+                self._catalog.lose(slot, "damaged", note=True)
         hits = [each.entry.nbytes for each in found if each is not None]
         misses = len(found) - len(hits)
         self._catalog.count(hits=len(hits), read_bytes=sum(hits), misses=misses)
@@ -214,3 +220,12 @@ class DiskStore:
                 self._log.save_recency()
             except OSError as error:
                 logger.warning("%s: the order of use cannot be saved: %s", self._directory, error)
+
+
+def _read_block(job: tuple[Slot, Block]) -> bytes | None:
+    """Its digest; None where the system refused the read."""
+    slot, block = job
+    try:
+        return slot.segment.read_block(slot, block)
+    except OSError:
+        return None

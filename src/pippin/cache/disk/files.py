@@ -1,8 +1,8 @@
 """Every change to a file of the store, as few verbs. Knows no format.
 
-A write goes to a place that the caller names, whole or with an error; nothing is appended behind
-a caller's back. Tests put another `Files` in place of this one: one that notes each verb, so that a
-crash after any of them can be played, or one whose disk is full.
+A write is made at an offset that the caller names, whole or with an error. Tests replace `Files` by
+one that records each verb, so that a crash after any of them can be simulated, or by one whose disk
+is full.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
+from pippin.cache.entries.blocks import views
 from pippin.cache.entries.entry import Bytes
 
 MAX_PARTS = 512  # of one writev or preadv; systems allow 1,024
@@ -84,12 +83,6 @@ def read_into(file: int, path: Path, at: int, parts: Sequence[memoryview]) -> in
             total += done
             left = rest_of(left, done)
     return total
-
-
-def views(parts: Sequence[Bytes | bytes]) -> list[memoryview]:
-    """Their memory, of those that have any."""
-    found = [part.data if isinstance(part, np.ndarray) else memoryview(part) for part in parts]
-    return [view.cast("B") for view in found if view.nbytes]
 
 
 def rest_of(parts: list[memoryview], done: int) -> list[memoryview]:

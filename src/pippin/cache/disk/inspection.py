@@ -23,7 +23,6 @@ from pippin.cache.disk.directory import (
 from pippin.cache.disk.files import Files
 from pippin.cache.disk.segments.catalog import Catalog
 from pippin.cache.disk.segments.format import HEADER, decode_header
-from pippin.cache.disk.segments.reading import new_destination
 from pippin.cache.disk.segments.segment_log import SegmentLog
 from pippin.cache.entries.entry import Key
 from pippin.errors import DiskCacheError
@@ -108,7 +107,7 @@ def _verify(catalog: Catalog, report: ModelReport, key: Key) -> None:
     (slot,) = catalog.pin([key])
     assert slot is not None
     try:
-        report.damaged += not slot.segment.read(slot, new_destination(slot))
+        report.damaged += not slot.segment.read(slot, slot.entry.new_buffers())
     except OSError:
         report.unreadable += 1
     finally:

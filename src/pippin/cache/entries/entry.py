@@ -6,15 +6,14 @@
     state         from the end of any entry above           what holds after `end`       no
     hidden        the same                                  what the head read there     no
 
-**When a boundary moves.** A tree splits nodes after their entries were written. Nothing is
-written again: both nodes go on to name the one entry, and each takes its range of tokens out of
-what was read (`Array.tokens`). A digest covers a whole entry, so a part is read with the rest of
-it; several parts of one entry that are read together cost one read. What is hung below a moved
-boundary names it by its chain key, which is the same wherever boundaries are; `rebuild` finds it
-again inside of the longer entry.
+**When a node is split** after its entry was written, nothing is written again: both nodes name the
+one entry, and each uses its range of tokens of what was read (`ArraySpec.tokens`). A digest covers
+a whole entry, so a part is read with the rest of it; several parts of one entry that are read
+together cost one read. What is inserted below the split names it by its chain key, which does not
+depend on where nodes end; `rebuild` finds it inside of the longer entry.
 
-**Between backends.** A payload is a list of named arrays with dtype and shape. Whoever reads
-compares `Entry.arrays` with what it would have written itself: where that differs, it is a miss.
+**Between backends.** A payload is a list of named arrays with dtype and shape. A reader compares
+`Entry.arrays` with what it would have written itself: a difference is a miss.
 """
 
 from __future__ import annotations
@@ -55,11 +54,18 @@ class ArraySpec:
     name: str  # for instance "3.keys"; says which of a model's arrays this is
     dtype: str  # one of ITEM_BYTES
     shape: tuple[int, ...]
-    token_axis: int | None = None  # along which it divides; the axis is `num_tokens` long
+    token_axis: int | None = None  # 0: it divides into tokens along its first axis
 
     @cached_property
     def nbytes(self) -> int:
         return ITEM_BYTES[self.dtype] * prod(self.shape)
+
+    def tokens(self, data: Bytes, start: int, stop: int) -> Bytes:
+        """A view of the bytes of tokens [start, stop); of an array that does not divide, all."""
+        if self.token_axis is None:
+            return data
+        size = self.nbytes // max(self.shape[0], 1)
+        return data[start * size : stop * size]
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,7 @@ class Entry:
         if self.key.num_tokens not in (0, num_tokens):
             raise ValueError(f"a payload of {self.key.num_tokens} tokens over {num_tokens}")
         for array in self.arrays:
-            axis = array.token_axis
-            divides = axis is not None and array.shape[axis] == self.key.num_tokens
+            divides = array.token_axis == 0 and array.shape[0] == self.key.num_tokens
             if array.dtype not in ITEM_BYTES or divides != (self.key.num_tokens > 0):
                 raise ValueError(f"{array} does not divide into {self.key.num_tokens} tokens")
 
@@ -91,23 +96,9 @@ class Entry:
         """Of the payload."""
         return sum(array.nbytes for array in self.arrays)
 
-
-@dataclass(frozen=True)
-class Array:
-    """One array of a payload that is in memory."""
-
-    spec: ArraySpec
-    data: Bytes  # uint8 [spec.nbytes]
-
-    def tokens(self, start: int, end: int) -> Bytes:
-        """The part that belongs to tokens [start, end) of the entry's: uint8 [outer, n, inner].
-
-        A view. Contiguous where the token axis is the first one (`outer` is 1).
-        """
-        axis = self.spec.token_axis
-        assert axis is not None
-        outer = prod(self.spec.shape[:axis])
-        return self.data.reshape(outer, self.spec.shape[axis], -1)[:, start:end]
+    def new_buffers(self) -> list[Bytes]:
+        """Memory to read its arrays to."""
+        return [np.empty(array.nbytes, np.uint8) for array in self.arrays]
 
 
 @dataclass(frozen=True)
@@ -115,4 +106,4 @@ class Loaded:
     """An entry with its payload, as it was written: verified."""
 
     entry: Entry
-    arrays: tuple[Array, ...]  # in the order of `entry.arrays`
+    arrays: tuple[Bytes, ...]  # in the order of `entry.arrays`

@@ -4,19 +4,18 @@
                                                 end
 
 An entry lies in one piece. Gaps are where entries were; `moves` says how the others close them.
-Knows no threads: whoever calls has a lock.
+Knows no threads: the caller has a lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from pippin.cache.entries import blocks
 from pippin.cache.entries.entry import Bytes, Entry, Key
 
 ALIGNMENT = 256
-BLOCK_BYTES = 4 << 20  # that have a digest: several threads copy and verify one entry
 
 
 @dataclass(eq=False)
@@ -31,22 +30,13 @@ class Kept:
         return aligned(self.entry.nbytes)
 
 
-class Block(NamedTuple):
-    """Bytes [start, stop) of one of an entry's arrays."""
-
-    array: int
-    start: int
-    stop: int
-    at: int  # in the entry
-
-
 @dataclass(eq=False)
 class Area:
     memory: Bytes
     kept: dict[Key, Kept] = field(default_factory=dict)  # in the order of their places
     end: int = 0
     num_readers: int = 0
-    moving: bool = False  # entries close gaps: nobody may read here
+    moving: bool = False  # entries close gaps: no read may start here
 
     @property
     def size(self) -> int:
@@ -65,21 +55,18 @@ class Area:
         return self.end + nbytes <= self.size
 
     def has_gaps(self, nbytes: int) -> bool:
-        """Whether there is room for so much once gaps are closed."""
+        """Whether `nbytes` fit once gaps are closed."""
         return self.kept_bytes + aligned(nbytes) <= self.size
 
-    def view(self, kept: Kept, block: Block) -> Bytes:
-        first = kept.at + block.at
-        return self.memory[first : first + block.stop - block.start]
+    def blocks(self, kept: Kept) -> list[Bytes]:
+        """The bytes of an entry, in blocks as `entries.blocks.divided` makes them."""
+        end, size = kept.at + kept.entry.nbytes, blocks.BLOCK_BYTES
+        return [self.memory[at : min(at + size, end)] for at in range(kept.at, end, size)]
 
-    def arrays(self, kept: Kept) -> list[Bytes]:
+    def arrays(self, kept: Kept) -> tuple[Bytes, ...]:
         """Of the whole entry."""
-        found: list[Bytes] = []
-        at = kept.at
-        for spec in kept.entry.arrays:
-            found.append(self.memory[at : at + spec.nbytes])
-            at += spec.nbytes
-        return found
+        ends = itertools.accumulate((spec.nbytes for spec in kept.entry.arrays), initial=kept.at)
+        return tuple(self.memory[at:end] for at, end in itertools.pairwise(ends))
 
     def add(self, kept: Kept) -> None:
         assert kept.at == self.end
@@ -92,7 +79,7 @@ class Area:
         return [key for key, kept in self.kept.items() if kept.used <= average]
 
     def moves(self) -> list[tuple[Kept, int]]:
-        """To which places the entries go, in an order in which none is in another's way."""
+        """The new place of each entry, in an order in which none overwrites another."""
         found: list[tuple[Kept, int]] = []
         end = 0
         for kept in self.kept.values():
@@ -111,15 +98,6 @@ class Area:
         for kept, at in moves:
             kept.at = at
             self.end = at + kept.nbytes
-
-
-def blocks(entry: Entry) -> Iterator[Block]:
-    at = 0
-    for array, spec in enumerate(entry.arrays):
-        for start in range(0, spec.nbytes, BLOCK_BYTES):
-            stop = min(start + BLOCK_BYTES, spec.nbytes)
-            yield Block(array, start, stop, at + start)
-        at += spec.nbytes
 
 
 def aligned(nbytes: int) -> int:

@@ -1,47 +1,37 @@
 """The store of entries in the host's memory: all its verbs, over areas. Knows no tree, no device.
 
-memory    all of it is taken when the store is made, in areas of a sixteenth or less: to pin memory
-          takes long, and a machine that has too little says so at once
+memory    all of it is allocated when the store is made, in areas of a sixteenth or less: pinning
+          memory takes long, and too little of it is an error at once
 room      is made in the area whose entries were used longest ago, on average: those used no later
-          than that go, and the others move together
-threads   one writes at a time; any may read, touch, forget and count. A read waits for room that is
-          being made where it reads, nobody else waits for anything
+          than that are evicted, and the others close the gaps
+threads   one writes at a time; any may read, touch, forget and count. A read waits while entries
+          move where it reads; nothing else waits
 damage    XXH3 over every block, checked at every read: what does not verify is dropped and counted
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Condition
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
+from pippin.cache.entries.blocks import Workers, divided
 from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded
-from pippin.cache.entries.entry_store import Destination, StoreCounters, as_loaded, check_sizes
-from pippin.cache.host.areas import Area, Kept, aligned, blocks
+from pippin.cache.entries.entry_store import Destination, StoreCounters, check_sizes
+from pippin.cache.host.areas import Area, Kept, aligned
 
 NUM_AREAS = 16  # at least, where entries are small enough
 MOST_AREA_BYTES = 256 << 20
 NUM_THREADS = 4
-ALONE_BYTES = 1 << 20  # less than this is copied by the caller
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-class Copy(NamedTuple):
-    source: Bytes
-    to: Bytes
 
 
 class PinnedEntry(NamedTuple):
-    """An entry that stays where it is until it is given back, once."""
+    """An entry that stays where it is until `unpin`, which is called once."""
 
     loaded: Loaded
     unpin: Callable[[], None]
@@ -51,7 +41,7 @@ class HostStore:
     fingerprint = b"of this process"
 
     def __init__(self, max_bytes: int, allocate: Callable[[int], Bytes], entry_bytes: int) -> None:
-        """`entry_bytes`: of the largest entry that may come. Raises what `allocate` raises."""
+        """`entry_bytes`: of the largest entry. Raises what `allocate` raises."""
         size = area_bytes(max_bytes, entry_bytes)
         self._areas = [Area(allocate(size)) for _ in range(max_bytes // size)]
         self._places: dict[Key, Area] = {}
@@ -59,8 +49,7 @@ class HostStore:
         self._uses = itertools.count(1)
         self._counters = StoreCounters(max_bytes=max_bytes)
         self._lock = Condition()
-        workers = min(NUM_THREADS, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="pippin-host-read")
+        self._workers = Workers("pippin-host-read", NUM_THREADS)
 
     def entries(self) -> Sequence[Entry]:
         with self._lock:
@@ -82,10 +71,13 @@ class HostStore:
             self._count(write_errors=1)
             return False
         kept = Kept(entry, area.end, [], next(self._uses))
-        for block in blocks(entry):
-            to = area.view(kept, block)
-            to[:] = data[block.array].reshape(-1).view(np.uint8)[block.start : block.stop]
-            kept.digests.append(_digest(to))
+        at = kept.at
+        for block in divided(data):
+            begin = at
+            for part in block.parts:
+                area.memory[at : at + len(part)] = np.frombuffer(part, np.uint8)
+                at += len(part)
+            kept.digests.append(_digest(area.memory[begin:at]))
         with self._lock:
             area.add(kept)
             self._places[entry.key] = area
@@ -94,7 +86,7 @@ class HostStore:
         return True
 
     def _make_room(self, nbytes: int) -> Area | None:
-        """An area with so much room at its end; None while everything there is is being read."""
+        """An area with `nbytes` of room at its end; None while all areas are being read."""
         while True:
             with self._lock:
                 area = next((area for area in self._areas if area.has_room(nbytes)), None)
@@ -135,18 +127,17 @@ class HostStore:
     ) -> list[Loaded | None]:
         pinned_entries = [self.pin(key) for key in keys]
         try:
-            copies: list[Copy] = []
+            copies: list[tuple[Bytes, Bytes]] = []
             loaded: list[Loaded | None] = []
             for number, pinned in enumerate(pinned_entries):
                 if pinned is None:
                     loaded.append(None)
                     continue
-                entry = pinned.loaded.entry
-                to = _new_destination(entry) if into is None else into[number]
-                sources = [array.data for array in pinned.loaded.arrays]
-                copies += [Copy(*pair) for pair in zip(sources, to, strict=True)]
-                loaded.append(as_loaded(entry, to))
-            self._spread(_copy, copies, sum(copy.to.nbytes for copy in copies))
+                entry, sources = pinned.loaded.entry, pinned.loaded.arrays
+                to = entry.new_buffers() if into is None else into[number]
+                copies += zip(to, sources, strict=True)
+                loaded.append(Loaded(entry, tuple(to)))
+            self._workers.map(_copy, copies, sum(to.nbytes for to, _ in copies))
         finally:
             for pinned in pinned_entries:
                 if pinned is not None:
@@ -155,43 +146,29 @@ class HostStore:
 
     def pin(self, key: Key) -> PinnedEntry | None:
         """An entry, verified, where it lies."""
-        found = self._pin(key)
-        if found is None:
-            self._count(misses=1)
-            return None
-        area, kept = found
-        views = [area.view(kept, block) for block in blocks(kept.entry)]
-        if self._spread(_digest, views, kept.entry.nbytes) != kept.digests:
-            self._unpin([found])
-            self._give_up(key)
-            self._count(misses=1)
-            return None
-        self._count(hits=1, read_bytes=kept.entry.nbytes)
-        return PinnedEntry(as_loaded(kept.entry, area.arrays(kept)), lambda: self._unpin([found]))
-
-    def _spread(self, work: Callable[[T], R], parts: Sequence[T], nbytes: int) -> list[R]:
-        """Over a few threads, where it is much."""
-        if len(parts) < 2 or nbytes < ALONE_BYTES:
-            return [work(part) for part in parts]
-        return list(self._pool.map(work, parts))
-
-    def _pin(self, key: Key) -> tuple[Area, Kept] | None:
         with self._lock:
             while (area := self._places.get(key)) is not None and area.moving:
                 self._lock.wait()
             if area is None:
+                self._count(misses=1)
                 return None
             area.num_readers += 1
-            return area, area.kept[key]
+            kept = area.kept[key]
 
-    def _unpin(self, pinned: Sequence[tuple[Area, Kept] | None]) -> None:
-        with self._lock:
-            for found in pinned:
-                if found is not None:
-                    found[0].num_readers -= 1
+        def unpin() -> None:
+            with self._lock:
+                area.num_readers -= 1
+
+        if self._workers.map(_digest, area.blocks(kept), kept.entry.nbytes) != kept.digests:
+            unpin()
+            self._give_up(key)
+            self._count(misses=1)
+            return None
+        self._count(hits=1, read_bytes=kept.entry.nbytes)
+        return PinnedEntry(Loaded(kept.entry, area.arrays(kept)), unpin)
 
     def _give_up(self, key: Key) -> None:
-        """It is not what was written."""
+        """Drop an entry that did not verify."""
         with self._lock:
             if key in self._places:
                 self._drop(key)
@@ -222,13 +199,13 @@ class HostStore:
         self.forget([entry.key for entry in self.entries()])
 
     def flush(self) -> None:
-        """It does not last."""
+        """Nothing here outlives the process."""
 
     def counters(self) -> StoreCounters:
         return self._counters
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._workers.close()
         self._places.clear()
         self._areas.clear()
 
@@ -237,27 +214,24 @@ class HostStore:
         self._count(entries=-1, bytes=-kept.entry.nbytes)
 
     def _count(self, **more: int) -> None:
-        with self._lock:  # it may be held already: by the same thread
+        with self._lock:  # this thread may have it already
             now = {name: getattr(self._counters, name) + number for name, number in more.items()}
             self._counters = replace(self._counters, **now)
 
 
 def area_bytes(max_bytes: int, entry_bytes: int) -> int:
-    """A power of two: pinned memory is given out in these. Raises ValueError if it does not fit."""
+    """A power of two: pinned memory is allocated in these. Raises ValueError if none fits."""
     least = 1 << max(aligned(entry_bytes) - 1, 1).bit_length()
     if max_bytes < least:
-        raise ValueError(f"{max_bytes:,} bytes hold no entry: {least:,} do")
+        raise ValueError(f"{max_bytes:,} bytes hold no entry: use {least:,} or more")
     most = 1 << (max(max_bytes // NUM_AREAS, 1).bit_length() - 1)
     return max(least, min(most, MOST_AREA_BYTES))
 
 
-def _copy(copy: Copy) -> None:
-    copy.to[:] = copy.source
+def _copy(copy: tuple[Bytes, Bytes]) -> None:
+    to, source = copy
+    to[:] = source
 
 
 def _digest(data: Bytes) -> int:
     return xxhash.xxh3_64_intdigest(data.data)
-
-
-def _new_destination(entry: Entry) -> Destination:
-    return [np.empty(spec.nbytes, np.uint8) for spec in entry.arrays]

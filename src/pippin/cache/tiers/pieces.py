@@ -7,17 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
-
-import numpy as np
+from itertools import accumulate, pairwise
 
 from pippin.cache.entries.entry import ArraySpec, Bytes, Key, Loaded
 from pippin.cache.entries.entry_store import EntryStore
 from pippin.cache.results import Match
 from pippin.cache.tiers.parts import EntryPart, Span
 from pippin.types import Component
-
-KV = (Component.ATTENTION, Component.WINDOW)
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class Piece:
     @property
     def num_tokens(self) -> int:
         """Of the payload that it becomes."""
-        return self.end - self.start if self.component in KV else 1
+        return self.end - self.start if self.component.divides else 1
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +50,7 @@ def pieces(match: Match, held: int, max_bytes: int) -> list[Piece]:
         spans = _spans(match, component)
         if not spans or (component is Component.HIDDEN and match.length < match.prompt_len):
             continue
-        if component in KV:
+        if component.divides:
             first = held if component is Component.ATTENTION else 0
             found += _grouped(component, _from(first, match.length, spans), max_bytes)
         else:
@@ -111,40 +107,34 @@ def _piece(component: Component, start: int, spans: Sequence[Span]) -> Piece:
 def read(
     store: EntryStore, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes
 ) -> tuple[Bytes, ...] | list[Key]:
-    """The piece's arrays, in `buffer`; or the keys that could not be read. From any thread."""
+    """The piece's arrays, in `buffer`; or the keys that could not be read. From any thread.
+
+    An entry of which only a part is wanted is read to memory of its own first.
+    """
     arrays = _divided(buffer, specs)
-    into: list[list[Bytes]] = []
+    targets: list[list[Bytes]] = []
     at = 0
     for span in piece.spans:
-        into.append(_destinations(span, arrays, specs, at))
-        at += span.num_tokens
+        end = at + span.num_tokens
+        targets.append([s.tokens(a, at, end) for a, s in zip(arrays, specs, strict=True)])
+        at = end
+    spans = list(zip(piece.spans, targets, strict=True))
+    into = [to if span.is_whole else span.entry.new_buffers() for span, to in spans]
     loaded = store.read(piece.keys, into)
     lost = [key for key, found in zip(piece.keys, loaded, strict=True) if found is None]
     if lost:
         return lost
-    at = 0
-    for span, found in zip(piece.spans, loaded, strict=True):
-        assert found is not None
-        if not span.is_whole:
-            for whole, array, spec in zip(found.arrays, arrays, specs, strict=True):
-                size = _token_bytes(spec)
-                array[at * size : (at + span.num_tokens) * size] = whole.tokens(
-                    span.start, span.stop
-                ).reshape(-1)
-        at += span.num_tokens
+    for (span, to), found in zip(spans, loaded, strict=True):
+        if found is not None and not span.is_whole:
+            for target, part in zip(to, views_of(found, span), strict=True):
+                target[:] = part
     return arrays
 
 
-def borrowed(loaded: Loaded, piece: Piece) -> tuple[Bytes, ...]:
-    """The arrays of a piece of one entry, as views of it."""
-    (span,) = piece.spans
-    if span.is_whole:
-        return tuple(array.data for array in loaded.arrays)
-    sizes = [_token_bytes(array.spec) for array in loaded.arrays]
-    return tuple(
-        array.data[span.start * size : span.stop * size]
-        for array, size in zip(loaded.arrays, sizes, strict=True)
-    )
+def views_of(loaded: Loaded, span: Span) -> tuple[Bytes, ...]:
+    """The arrays of a part of an entry."""
+    arrays = zip(loaded.entry.arrays, loaded.arrays, strict=True)
+    return tuple(spec.tokens(data, span.start, span.stop) for spec, data in arrays)
 
 
 def num_bytes(specs: Sequence[ArraySpec]) -> int:
@@ -152,29 +142,5 @@ def num_bytes(specs: Sequence[ArraySpec]) -> int:
 
 
 def _divided(buffer: Bytes, specs: Sequence[ArraySpec]) -> tuple[Bytes, ...]:
-    arrays = []
-    at = 0
-    for spec in specs:
-        arrays.append(buffer[at : at + spec.nbytes])
-        at += spec.nbytes
-    return tuple(arrays)
-
-
-def _destinations(
-    span: Span, arrays: Sequence[Bytes], specs: Sequence[ArraySpec], at: int
-) -> list[Bytes]:
-    """Where the bytes of an entry belong; of a part, memory of its own."""
-    if not span.is_whole:
-        return [np.empty(spec.nbytes, dtype=np.uint8) for spec in span.entry.arrays]
-    if not span.entry.key.num_tokens:
-        return list(arrays)
-    sizes = [_token_bytes(spec) for spec in specs]
-    return [
-        array[at * size : (at + span.num_tokens) * size]
-        for array, size in zip(arrays, sizes, strict=True)
-    ]
-
-
-def _token_bytes(spec: ArraySpec) -> int:
-    assert spec.token_axis == 0, "KV has its tokens along the first axis"
-    return spec.nbytes // max(prod(spec.shape[:1]), 1)
+    ends = accumulate((spec.nbytes for spec in specs), initial=0)
+    return tuple(buffer[at:end] for at, end in pairwise(ends))

@@ -17,7 +17,7 @@ import numpy as np
 from pippin.cache.entries.entry import ArraySpec, Bytes, Entry, Key
 from pippin.cache.entries.entry_store import EntryStore
 from pippin.cache.host.host_store import PinnedEntry
-from pippin.cache.tiers.pieces import Piece, borrowed, num_bytes, read
+from pippin.cache.tiers.pieces import Piece, num_bytes, read, views_of
 
 PIECES_AHEAD = 4  # of a load: two in steps, one that was read, one being read
 MAX_IDLE_BUFFERS = 4
@@ -159,7 +159,7 @@ class TierIO:
         seconds = perf_counter() - began
         if pinned is None:
             return ReadPiece((), [key], seconds)
-        return ReadPiece(borrowed(pinned.loaded, piece), [], seconds, pinned)
+        return ReadPiece(views_of(pinned.loaded, piece.spans[0]), [], seconds, pinned)
 
     @staticmethod
     def _told(verb: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -16,7 +16,6 @@ from threading import Lock
 
 from pippin.cache.disk.directory import index_path
 from pippin.cache.disk.files import Files, read_into
-from pippin.cache.disk.segments.blocks import Block, digests_of, divided
 from pippin.cache.disk.segments.format import (
     DATA_MARK,
     HEADER,
@@ -29,6 +28,7 @@ from pippin.cache.disk.segments.format import (
     payload_digest,
     put_of,
 )
+from pippin.cache.entries.blocks import Block, divided
 from pippin.cache.entries.entry import Bytes, Entry, Key
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Segment:
 
     def append(self, entry: Entry, data: Sequence[Bytes], use: int) -> Slot:
         """Write an entry at the end; an error leaves the segment as it was."""
-        digest = payload_digest(self.model, entry, digests_of(divided(data)))
+        digest = payload_digest(self.model, entry, [block.digest() for block in divided(data)])
         slot = Slot(entry, self, self.data_size, digest, use)
         record = put_of(entry, slot.offset, digest, use)
         try:

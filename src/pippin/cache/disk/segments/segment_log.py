@@ -10,8 +10,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from pippin.cache.disk.directory import (
     RECENCY,
     OtherModels,
@@ -175,7 +173,7 @@ class SegmentLog:
 
     def _move(self, slots: list[Slot]) -> None:
         for slot in slots:
-            data = [np.empty(spec.nbytes, np.uint8) for spec in slot.entry.arrays]
+            data = slot.entry.new_buffers()
             try:
                 if not slot.segment.read(slot, data):
                     self._catalog.lose(slot, "damaged")
