@@ -80,9 +80,6 @@ class MemoryStore:
             del self._lost[:limit]
             return lost
 
-    def clear(self) -> None:
-        self.forget([entry.key for entry in self.entries()])
-
     def flush(self) -> None:
         pass
 

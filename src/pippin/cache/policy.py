@@ -92,18 +92,18 @@ class CheckpointPolicy:
         return position % self.stride(position) == 0
 
     @staticmethod
-    def thinned(positions: Iterable[int], num_kept: int, *, start: int = 0) -> tuple[int, ...]:
+    def thinned(positions: Iterable[int], num_kept: int) -> tuple[int, ...]:
         """The `num_kept` checkpoints of a growing reply to keep when bytes are short, ascending.
 
         The last one always: the next turn continues there. Of the others, the one is dropped whose
         loss leaves the smallest gap for its distance from the end, so gaps widen with the distance,
-        also when a growing reply is thinned repeatedly. `start`: the prompt's end.
+        also when a growing reply is thinned repeatedly.
         """
         kept = sorted(positions)
         if num_kept < 1:
             return ()
         while len(kept) > num_kept:
-            around = [start, *kept]
+            around = [0, *kept]
             gaps = [
                 (after - before) / (kept[-1] - position)
                 for before, position, after in zip(around, kept[:-1], kept[1:], strict=False)

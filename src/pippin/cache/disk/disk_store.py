@@ -173,11 +173,6 @@ class DiskStore:
     def take_lost(self, limit: int | None = None) -> list[Key]:
         return self._catalog.take_lost(limit)
 
-    def clear(self) -> None:
-        with self._writing:
-            if not self.read_only:
-                self._log.remove_all()
-
     def flush(self) -> None:
         self._flush(closes=False)
 

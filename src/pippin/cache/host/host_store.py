@@ -195,9 +195,6 @@ class HostStore:
             del self._lost[:limit]
             return lost
 
-    def clear(self) -> None:
-        self.forget([entry.key for entry in self.entries()])
-
     def flush(self) -> None:
         """Nothing here outlives the process."""
 

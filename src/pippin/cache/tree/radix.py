@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -29,60 +30,39 @@ TOKEN_BYTES = 4
 ChildKey = int | tuple[bytes, int]
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """Tokens at positions [start, end) of every sequence through here, and what is kept of them.
 
-    Splitting keeps the identity of the lower part, so whoever holds a node holds its end.
+    A split keeps the identity of the lower part, so a lock on a node stays a lock on its end.
     """
 
-    __slots__ = (
-        "chain",
-        "children",
-        "copied",
-        "damaged",
-        "end",
-        "hits",
-        "id",
-        "key",
-        "locks",
-        "parent",
-        "path_locks",
-        "payloads",
-        "placement",
-        "prints",
-        "stamp",
-        "start",
-        "state_uses",
-        "tokens",
-        "window_floor",
-        "window_locks",
-        "window_users",
-        "window_uses",
-    )
+    tokens: bytes
+    start: int
+    parent: Node | None  # None: the root, or a node that was removed
+    id: int = 0  # never used again in this tree
+    end: int = field(init=False)
+    key: ChildKey = 0  # its place among the parent's children
+    children: dict[ChildKey, Node] = field(default_factory=dict)
+    # attention, window, state, hidden
+    payloads: list[Payload | None] = field(default_factory=lambda: [None] * 4)
+    copied: int = 0  # bit i: the tier below has payload i too
+    damaged: int = 0  # bit i: the bytes of payload i changed; it is dropped when not locked
+    locks: int = 0  # that end here: the state stays
+    path_locks: int = 0  # locks that end here, and locked children: attention KV stays
+    window_locks: int = 0  # locks whose window reaches over this node
+    window_users: int = 0  # ends, here or below, whose window reaches over this node
+    window_floor: int = 0  # of an end: where the first node starts that counts it as a user
+    stamp: tuple[float, int] = (0.0, 0)  # eviction level and clock tick of the last use
+    state_uses: int = 0
+    window_uses: int = 0
+    hits: int = 0  # matches that ended here, and were locked
+    placement: Placement = Placement.GRID  # why the state was placed here
+    chain: npt.NDArray[np.uint64] | None = None  # the canary's hash beside each token
+    prints: list[int | None] = field(default_factory=lambda: [None] * 4)  # of each payload's bytes
 
-    def __init__(self, tokens: bytes, start: int, parent: Node | None, id: int = 0) -> None:
-        self.id = id  # never used again in this tree
-        self.tokens = tokens
-        self.start = start
-        self.end = start + len(tokens) // TOKEN_BYTES
-        self.parent = parent  # None: the root, or a node that was removed
-        self.key: ChildKey = 0  # its place among the parent's children
-        self.children: dict[ChildKey, Node] = {}
-        self.payloads: list[Payload | None] = [None] * 4  # attention, window, state, hidden
-        self.copied = 0  # bit i: payload i is in the tier below, too
-        self.damaged = 0  # bit i: payload i is not what it was; it goes when no lock holds it
-        self.locks = 0  # locks that end here: the state stays
-        self.path_locks = 0  # locks that end here, and locked children: attention KV stays
-        self.window_locks = 0  # locks whose window reaches over this node
-        self.window_users = 0  # ends, here or below, whose window reaches over this node
-        self.window_floor = 0  # of an end: where the first node starts that counts it as a user
-        self.stamp = (0.0, 0)  # eviction level and clock tick of the last use
-        self.state_uses = 0
-        self.window_uses = 0
-        self.hits = 0  # matches that ended here, and were locked
-        self.placement = Placement.GRID  # why the state was placed here
-        self.chain: npt.NDArray[np.uint64] | None = None  # the canary's hash beside each token
-        self.prints: list[int | None] = [None] * 4  # and of each payload's bytes
+    def __post_init__(self) -> None:
+        self.end = self.start + len(self.tokens) // TOKEN_BYTES
 
     @property
     def num_tokens(self) -> int:

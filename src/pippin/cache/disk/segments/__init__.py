@@ -1,6 +1,5 @@
-"""Segments: the files that entries lie in, as a log under a ceiling of bytes.
+"""Segments: the files that entries lie in, as a log under a limit of bytes.
 
-Lives here: the bytes of both files of a segment (format), one segment, the log of them, which
-entries there are (catalog), what a crash or damage left (recovery), and what makes room (reclaim).
-Knows files and where they lie. Knows no tree, and nothing of who asks for entries.
+Lives here: the bytes of every file (format), one segment, the log of them, which entries there are
+(catalog), and what a crash or damage left (recovery). Knows files; knows no tree.
 """

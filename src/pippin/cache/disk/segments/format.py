@@ -3,12 +3,12 @@
     data     header | payload | payload | ...     a payload is its arrays, one after the other
     index    header | record | record | ...       a record: mark, length, digest, msgpack
     header   mark (8), version, segment (16), model (32), digest (16)
+    recency  digest | msgpack: when each entry was used last. Written whole, at most once a minute
+             and when the store closes; losing it costs nothing but that order
 
-Digests are XXH3 of 128 bits. A payload's covers those of its blocks (`blocks.py`) and, before them,
-its name, its model, and the name, dtype and shape of each array: bytes under another name do not
-verify. A record's covers its place and its segment, so a record that was moved or copied does not
-verify either. They are against accidents; that nobody can find two prompts of one name is
-`chain.py`'s business.
+Digests are XXH3 of 128 bits. A payload's covers those of its blocks (`entries/blocks.py`), its
+name, its model, and the name, dtype and shape of each array: bytes under another name do not verify.
+A record's covers its place and its segment: one that was moved or copied does not verify either. Digests are against accidents; `chain.py` is against prompts made to collide.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ DATA_MARK, INDEX_MARK = b"PIPPIN-D", b"PIPPIN-I"
 HEADER = struct.Struct("<8sI16s32s16s")
 RECORD_MARK = b"\xf1Rec"
 FRAME = struct.Struct("<4sI16s")
+DIGEST_BYTES = 16
+
+Uses = dict[bytes, dict[int, int]]  # by segment and offset: the store's clock at the last use
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     offset: int
 
 
+_uses = msgspec.msgpack.Decoder(Uses)
 _records = msgspec.msgpack.Decoder(Put | Drop)
 _arrays = msgspec.msgpack.Decoder(tuple[tuple[str, str, tuple[int, ...], int | None], ...])
 
@@ -131,7 +135,7 @@ class BadRecords:
 
 
 def decode_records(raw: bytes, segment: bytes) -> Iterator[Put | Drop | BadRecords]:
-    """All records of an index file after its header. What is no record is told once, as a whole."""
+    """All records of an index file after its header. What is no record is one BadRecords."""
     at, broken = HEADER.size, -1
     while at < len(raw):
         end = _record_end(raw, segment, at)
@@ -165,3 +169,16 @@ def _record_digest(body: bytes | memoryview, segment: bytes, at: int) -> bytes:
     digest = xxhash.xxh3_128(segment + struct.pack("<QI", at, len(body)))
     digest.update(body)
     return digest.digest()
+
+
+def encode_recency(uses: Uses, model: bytes) -> bytes:
+    body = msgspec.msgpack.encode(uses)
+    return xxhash.xxh3_128_digest(model + body) + body
+
+
+def decode_recency(raw: bytes, model: bytes) -> Uses | None:
+    """None if these are not the bytes that were written."""
+    digest, body = raw[:DIGEST_BYTES], raw[DIGEST_BYTES:]
+    if digest != xxhash.xxh3_128_digest(model + body):
+        return None
+    return _uses.decode(body)

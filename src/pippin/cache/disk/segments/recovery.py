@@ -1,8 +1,8 @@
-"""Opens segments that are there: after a clean end, a crash, or damage. Knows no order of use.
+"""Opens the segments of an earlier process: after a clean end, a crash, or damage.
 
 unfinished   a data file without an index, or with one that has no header yet: nothing was lost
 damaged      bytes that do not verify: what depends on them is dropped, the rest is kept, and the
-             index is written anew, so that the same damage is not met again
+             index is written again, so that the same damage is counted once
 foreign      another model's or another version's: left alone
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,9 +51,11 @@ def open_segment(files: Files, path: Path, model: bytes, *, read_only: bool) -> 
     raw = _content(index_path(path))
     if raw is None:
         return OpenedSegment()
-    with _Handle(files, path, read_only=read_only) as data:
-        header = decode_header(os.pread(data.number, HEADER.size, 0))
-        data_size = os.fstat(data.number).st_size
+    with ExitStack() as opened:
+        data = files.open(path, read_only=read_only)
+        opened.callback(os.close, data)
+        header = decode_header(os.pread(data, HEADER.size, 0))
+        data_size = os.fstat(data).st_size
         index_header = decode_header(raw)
         if _is_foreign(header, DATA_MARK, model) or _is_foreign(index_header, INDEX_MARK, model):
             return OpenedSegment(foreign=1)
@@ -61,8 +64,9 @@ def open_segment(files: Files, path: Path, model: bytes, *, read_only: bool) -> 
         if not _belong_together(header, index_header):
             return OpenedSegment(damaged=1)
         assert header is not None
-        with _Handle(files, index_path(path), read_only=read_only) as index:
-            segment = Segment(files, path, header.segment, model, (data.taken(), index.taken()))
+        index = files.open(index_path(path), read_only=read_only)
+        segment = Segment(files, path, header.segment, model, (data, index))
+        opened.pop_all()  # the segment closes them
     return _recover(segment, raw, data_size, read_only=read_only)
 
 
@@ -97,7 +101,7 @@ def _recover(segment: Segment, raw: bytes, data_size: int, *, read_only: bool) -
             if data_size != segment.data_size:
                 segment.cut_tail()
         except OSError:
-            logger.warning("%s cannot be mended", segment.path, exc_info=True)
+            logger.warning("%s cannot be repaired", segment.path, exc_info=True)
             segment.broken = True
     return found
 
@@ -128,22 +132,3 @@ def _content(path: Path) -> bytes | None:
         return path.read_bytes()
     except FileNotFoundError:
         return None
-
-
-class _Handle:
-    """A descriptor that is closed unless somebody takes it."""
-
-    def __init__(self, files: Files, path: Path, *, read_only: bool) -> None:
-        self.number = files.open(path, read_only=read_only)
-        self._taken = False
-
-    def taken(self) -> int:
-        self._taken = True
-        return self.number
-
-    def __enter__(self) -> _Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._taken:
-            os.close(self.number)

@@ -1,7 +1,10 @@
 """The segments of one model, as a log under a ceiling of bytes. One thread at a time calls.
 
-append      at the end of the newest segment; a full one is synced and a new one begun
-make room   other models' segments first, then this one's, one at a time (`reclaim.py`)
+append      at the end of the newest segment; a full one is synced and a new one started
+make room   other models' segments are deleted first, then this one's, one at a time: the one whose
+            bytes were, on average, used longest ago. Entries in it that were used later than the
+            log's average are written again, the latest first, but no more than a twentieth of what
+            callers wrote: so a disk never writes much more than it is given
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ from pippin.cache.disk.directory import (
 )
 from pippin.cache.disk.files import Files
 from pippin.cache.disk.segments.catalog import Catalog
-from pippin.cache.disk.segments.format import HEADER, encode_arrays
-from pippin.cache.disk.segments.recency import decode_recency, encode_recency
-from pippin.cache.disk.segments.reclaim import MOVED_SHARE, pick_victim, worth_moving
+from pippin.cache.disk.segments.format import (
+    HEADER,
+    decode_recency,
+    encode_arrays,
+    encode_recency,
+)
 from pippin.cache.disk.segments.recovery import open_segment
 from pippin.cache.disk.segments.segment import Segment, Slot
 from pippin.cache.entries.entry import Bytes, Entry
@@ -31,7 +37,8 @@ from pippin.cache.entries.entry import Bytes, Entry
 logger = logging.getLogger(__name__)
 
 MAX_SEGMENT_BYTES = 256 << 20
-MIN_SEGMENTS = 16  # that a full log has: room is made in steps of a sixteenth
+MIN_SEGMENTS = 16  # of a full log: room is made in steps of a sixteenth
+MOVED_SHARE = 0.05  # of the bytes that callers wrote
 RECORD_BYTES = 512  # more than a record takes beside tokens and arrays
 
 
@@ -46,7 +53,7 @@ class SegmentLog:
         *,
         read_only: bool,
     ) -> None:
-        """Opens every segment and tells the catalog what is there."""
+        """Opens every segment and adds its entries to the catalog."""
         self.max_bytes = max_bytes
         self.segment_bytes = min(MAX_SEGMENT_BYTES, max_bytes // MIN_SEGMENTS)
         self._files = files
@@ -57,7 +64,7 @@ class SegmentLog:
         self._recency_bytes = 0
         self._recency_use = 0  # the catalog's clock when it was saved
         self._kept_bytes = self._moved_bytes = 0
-        self._segments: list[Segment] = []  # in the order in which they were begun
+        self._segments: list[Segment] = []  # in the order in which they were started
         self._active: Segment | None = None
         self._number = 0  # of the newest segment
         if self._folder.exists():
@@ -82,33 +89,28 @@ class SegmentLog:
         self._kept_bytes += entry.nbytes
 
     def make_room(self, entry: Entry) -> bool:
-        """Give up what was used longest ago until an entry fits; False if it never can."""
+        """Evict what was used longest ago until an entry fits; False if it never can."""
         needed = entry.nbytes + len(entry.tokens) + len(encode_arrays(entry.arrays)) + RECORD_BYTES
         return self._make_room(needed + 2 * HEADER.size)
 
     def give_up_segment(self, *, move: bool = True) -> bool:
-        """Remove a segment, and move what of it is worth that; False if there is none."""
-        victim = pick_victim(self._segments, self._active)
+        """Delete a segment, but move its entries of later use; False if there is none."""
+        sealed = [segment for segment in self._segments if segment is not self._active]
+        victim = min(sealed, key=lambda segment: segment.mean_use, default=self._active)
         if victim is None:
             return False
         if victim is self._active:
             self._active = None
         if move:
             budget = int(MOVED_SHARE * self._kept_bytes) - self._moved_bytes
-            self._move(worth_moving(victim, self._segments, min(budget, self._reserve)))
+            self._move(self._worth_moving(victim, min(budget, self._reserve)))
         for slot in list(victim.slots.values()):
             self._catalog.lose(slot, "evicted")
         self._remove(victim)
         return True
 
-    def remove_all(self) -> None:
-        self._active = None
-        for segment in list(self._segments):
-            self._catalog.forget(list(segment.slots))
-            self._remove(segment)
-
     def note_drops(self) -> None:
-        """Write down what is not wanted any more, and remove segments that hold nothing else."""
+        """Note dropped entries in their indexes, and delete segments that have no others."""
         for segment, offsets in self._catalog.take_unnoted().items():
             if segment in self._segments:
                 self._catalog.count(written_bytes=segment.note_drops(offsets))
@@ -170,6 +172,19 @@ class SegmentLog:
             if not self._others.remove_oldest() and not self.give_up_segment():
                 return False
         return True
+
+    def _worth_moving(self, victim: Segment, max_bytes: int) -> list[Slot]:
+        """The entries of a victim that are written again, within `max_bytes`."""
+        total = sum(segment.live_bytes for segment in self._segments)
+        average = sum(segment.use_bytes for segment in self._segments) / total if total else 0.0
+        moved: list[Slot] = []
+        for slot in sorted(victim.slots.values(), key=lambda slot: -slot.use):
+            if slot.use <= average:
+                break
+            if slot.entry.nbytes <= max_bytes:
+                moved.append(slot)
+                max_bytes -= slot.entry.nbytes
+        return moved
 
     def _move(self, slots: list[Slot]) -> None:
         for slot in slots:
