@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 
 import pippin.scheduler.loop as loop_module
-from pippin.backends import fake
 from pippin.backends.base import Backend
 from pippin.backends.fake import FakeBackend, mix, placed
+from pippin.backends.fake.toy import MASK
 from pippin.backends.masks import allowed_ids, num_words, pack
 from pippin.cache.entries.entry_store import EntryStore
 from pippin.cache.policy import CheckpointPolicy
@@ -307,8 +307,8 @@ def oracle(
     while len(reply) < sampling.max_tokens:
         seen = {
             Component.STATE: state,
-            Component.ATTENTION: total & fake.MASK,
-            Component.WINDOW: sum(hashed[-window:]) & fake.MASK,
+            Component.ATTENTION: total & MASK,
+            Component.WINDOW: sum(hashed[-window:]) & MASK,
         }
         order = (Component.STATE, Component.ATTENTION, Component.WINDOW)
         digests = [len(hashed), *(seen[c] for c in order if c in components)]

@@ -38,7 +38,9 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.masks": set(),
     "backends.fingerprint_reads": {"backends.base"},
     "backends.step_outputs": {"types", "backends.base", "backends.fingerprint_reads"},
-    "backends.fake": {"types", "backends.base", "backends.masks", "cache.entries"},
+    "backends.fake": {
+        *("types", "cache.entries", "backends.base", "backends.masks", "backends.step_outputs"),
+    },
     "backends.mlx": {
         *("types", "cache.entries", "config"),
         *("backends.base", "backends.host"),

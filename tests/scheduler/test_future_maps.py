@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from builders import make_client
-from pippin.backends import fake
+from pippin.backends.fake.device import FutureMap as FakeFutureMap
 from pippin.backends.mlx.step import future_map as mlx_future_map
 
 
@@ -22,7 +22,7 @@ class Kind:
     read: Callable[[Any, list[int]], list[int]]
 
 
-def read_fake(future_map: fake.FutureMap, slots: list[int]) -> list[int]:
+def read_fake(future_map: FakeFutureMap, slots: list[int]) -> list[int]:
     return [future_map.take(slot) for slot in slots]
 
 
@@ -34,7 +34,7 @@ def read_mlx(future_map: mlx_future_map.FutureMap, slots: list[int]) -> list[int
 
 
 KINDS = {
-    "fake": Kind(fake.FutureMap, np.asarray, read_fake),
+    "fake": Kind(FakeFutureMap, np.asarray, read_fake),
     "mlx": Kind(lambda n: mlx_future_map.FutureMap(n, debug=True), mx.array, read_mlx),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
@@ -43,7 +43,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 @pytest.mark.parametrize("overlap", [True, False])
 def test_future_map_absent_on_one_backend(overlap: bool) -> None:
     """It is made with the backend, whatever the loop's mode."""
-    assert isinstance(make_client(overlap=overlap).backend.future_map, fake.FutureMap)
+    assert isinstance(make_client(overlap=overlap).backend.future_map, FakeFutureMap)
 
 
 @every_kind

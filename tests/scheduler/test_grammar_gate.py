@@ -24,10 +24,7 @@ class RecordingBackend(FakeBackend):
 
     def launch(self, plan: StepPlan) -> FakePending:
         self.events.append(f"launch {plan.step}")
-        pending = super().launch(plan)
-        return RecordingPending(
-            self, plan, tokens=pending.tokens, captures=pending.captures, events=self.events
-        )
+        return RecordingPending(**vars(super().launch(plan)), events=self.events)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 
 import numpy as np
 
@@ -106,12 +107,11 @@ class FakeBackend:
         """It has no work of its own."""
 
     def memory_used(self) -> int:
-        """Rows and every payload that somebody has not given back."""
+        """Rows and every payload that was not released."""
         rows = (self.row_bytes(len(r.tokens), r.num_borrowed) for r in self._rows.values())
         return sum(rows) + self.ledger.nbytes
 
     def memory_parts(self) -> dict[str, int]:
-        """One allocator has them all."""
         return {}
 
     def buffers_used(self) -> int:
@@ -120,7 +120,14 @@ class FakeBackend:
     # ---- the contract ----------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> FakePending:
-        pending = FakePending(self, plan)
+        pending = FakePending(
+            plan,
+            self._num_top_logprobs,
+            dispatched=perf_counter(),
+            device_queue=self.device_queue,
+            sample_masked=self._sample_masked,
+            score=self._score,
+        )
         for retire in plan.retire:
             self._retire(pending, retire)
         for admit in plan.admit:
@@ -191,7 +198,7 @@ class FakeBackend:
                 row.num_sampled += len(chunk.tokens) - 1  # these were never drawn
             if chunk.samples:
                 self._score_prompt(pending, chunk.slot)
-                self._tell_hidden(pending, chunk.slot)
+                self._add_hidden(pending, chunk.slot)
             if chunk.samples and not chunk.masked:
                 self._sample(pending, chunk.slot)
 
@@ -251,7 +258,7 @@ class FakeBackend:
         if decode.samples and not decode.masked:
             self._sample(pending, decode.slot)
 
-    def sample_masked(self, pending: FakePending) -> None:
+    def _sample_masked(self, pending: FakePending) -> None:
         for slot in pending.plan.masked_slots:
             self._sample(pending, slot)
 
@@ -269,22 +276,17 @@ class FakeBackend:
         row = self._rows[slot]
         num_top = row.admit.params.prompt_logprobs
         if num_top is not None:
-            scores = tuple(self._score(token, num_top) for token in row.admit.prompt[1:].tolist())
-            pending.prompt_logprobs[slot] = scores
+            tokens = row.admit.prompt[1:].tolist()
+            pending.prompt_logprobs[slot] = [self._score(token, num_top) for token in tokens]
 
-    def _tell_hidden(self, pending: FakePending, slot: int) -> None:
+    def _add_hidden(self, pending: FakePending, slot: int) -> None:
         row = self._rows[slot]
         if row.admit.embeds:
             digests = row.hidden or row.digests(self.spec.components)
             pending.hidden[slot] = np.array(digests, dtype=np.float32)
 
-    def logprobs(self, tokens: Mapping[int, int]) -> dict[int, TokenLogprobs]:
-        logprobs = {}
-        for slot, token in tokens.items():
-            asked = self._rows[slot].admit.params.logprobs if slot in self._rows else None
-            if asked is not None:
-                logprobs[slot] = self._score(token, asked)
-        return logprobs
+    def _num_top_logprobs(self, slot: int) -> int | None:
+        return self._rows[slot].admit.params.logprobs if slot in self._rows else None
 
     def _score(self, token: int, num_top: int) -> TokenLogprobs:
         top = range(min(num_top, self.spec.vocab_size))
@@ -293,9 +295,9 @@ class FakeBackend:
 
 
 def _check(pending: FakePending, slot: int, restore: Restore) -> None:
-    """Tell what is not what the device wrote once."""
+    """Report payloads whose content is not what the device wrote."""
     for component, start, end, payload in restore.placed():
-        if not all(part.intact for part in as_fake((payload,))):
+        if not as_fake((payload,))[0].intact:
             pending.damaged.append(Damage(slot, component, start, end))
 
 

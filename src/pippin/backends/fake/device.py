@@ -1,6 +1,6 @@
 """The toy's device: a queue of work in launch order, and tokens by slot. Knows no model.
 
-`launch` only enqueues, and work runs when somebody waits for it or calls `advance`.
+`launch` only enqueues; work runs in `wait` or `advance`.
 """
 
 from __future__ import annotations

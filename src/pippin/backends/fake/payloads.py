@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 from pippin.backends.base import loaded_bytes
 from pippin.types import Component, ModelSpec, Payload
@@ -34,7 +35,7 @@ class FakePayload:
     content: list[int] | None = None
     prints: list[int] | None = None  # of what the device wrote, value by value
     released: bool = False
-    parts: tuple[FakePayload, ...] = ()  # who took over when it was split
+    parts: tuple[FakePayload, ...] = ()  # after a split
 
     def __post_init__(self) -> None:
         self.ledger.add(self.nbytes)
@@ -55,7 +56,7 @@ class FakePayload:
         return self.content
 
     def check_alive(self) -> None:
-        """Raise if its bytes, or those of a part of it, were given back."""
+        """Raise if it, or a part of it, was released."""
         if self.released:
             raise RuntimeError("payload read after its release")
         for part in self.parts:
@@ -85,7 +86,7 @@ class FakePayload:
 
 @dataclass(frozen=True)
 class PayloadMaker:
-    """Makes those that a model keeps, for the device to write; none of what it does not keep."""
+    """Makes the payloads of the components that a model keeps, for the device to write."""
 
     spec: ModelSpec
     ledger: Ledger
@@ -93,8 +94,7 @@ class PayloadMaker:
     def kv(self, start: int, end: int) -> dict[Component, FakePayload]:
         if start == end:
             return {}
-        kinds = (Component.ATTENTION, Component.WINDOW)
-        kept = [component for component in self.spec.components if component in kinds]
+        kept = [component for component in self.spec.components if component.divides]
         return {component: self.one(component, end - start) for component in kept}
 
     def state(self) -> FakePayload | None:
@@ -110,11 +110,8 @@ class PayloadMaker:
 
 
 def as_fake(payloads: tuple[Payload, ...]) -> tuple[FakePayload, ...]:
-    found = []
-    for payload in payloads:
-        assert isinstance(payload, FakePayload)
-        found.append(payload)
-    return tuple(found)
+    assert all(isinstance(payload, FakePayload) for payload in payloads)
+    return cast(tuple[FakePayload, ...], payloads)
 
 
 def contents(payloads: tuple[Payload, ...]) -> list[int]:

@@ -8,18 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from pippin.backends.base import Load, Spill
-from pippin.backends.fake.payloads import FakePayload
+from pippin.backends.fake.payloads import as_fake, contents
 from pippin.cache.entries.entry import ArraySpec, Bytes
 from pippin.types import Component
-
-KV = (Component.ATTENTION, Component.WINDOW)
 
 
 def payload_arrays(
     component: Component, num_tokens: int, num_digests: int
 ) -> tuple[ArraySpec, ...]:
     """Token ids of KV, the rolling hash of a state, or what a hidden vector is made of."""
-    if component in KV:
+    if component.divides:
         return (ArraySpec("tokens", "int64", (num_tokens,), token_axis=0),)
     length = num_digests if component is Component.HIDDEN else 1
     return (ArraySpec(component.value, "int64", (length,)),)
@@ -43,13 +41,8 @@ class FakeSpilled:
 
 
 def spilled(spill: Spill) -> FakeSpilled:
-    content: list[int] = []
-    intact = True
-    for payload in spill.payloads:
-        assert isinstance(payload, FakePayload)
-        content += payload.read()
-        intact = intact and payload.intact
-    return FakeSpilled(content, intact)
+    payloads = as_fake(spill.payloads)
+    return FakeSpilled(contents(payloads), all(payload.intact for payload in payloads))
 
 
 def content_of(load: Load) -> list[int]:

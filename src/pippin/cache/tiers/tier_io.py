@@ -1,7 +1,7 @@
-"""Carries bytes to and from the store, in threads of its own. Knows no tree and no steps.
+"""Reads from and writes to a tier's store, in threads of its own. Knows no tree and no steps.
 
-One thread writes, another one reads: a load does not wait for what is written behind. A piece is
-read into a buffer, or, where it is one entry of a store that lends, used where it lies.
+One thread writes, another one reads: a load does not wait for writes. A piece is read into a
+buffer, or, where it is one entry in host memory, pinned and used where it lies.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from pippin.cache.entries.entry import ArraySpec, Bytes, Entry, Key
 from pippin.cache.entries.entry_store import EntryStore
-from pippin.cache.host.host_store import PinnedEntry
+from pippin.cache.host.host_store import HostStore, PinnedEntry
 from pippin.cache.tiers.pieces import Piece, num_bytes, read, views_of
 
 PIECES_AHEAD = 4  # of a load: two in steps, one that was read, one being read
@@ -33,15 +33,6 @@ class Source(Protocol):
     def release(self) -> None: ...
 
 
-@runtime_checkable
-class PinningStore(Protocol):
-    """A store whose bytes can be used where they lie."""
-
-    def pin(self, key: Key) -> PinnedEntry | None:
-        """Verified; None: a miss, as of `read`."""
-        ...
-
-
 class ReadPiece(NamedTuple):
     """A piece whose bytes are there; or keys that could not be read."""
 
@@ -54,8 +45,7 @@ class ReadPiece(NamedTuple):
 class Buffers:
     """Memory that pieces are read to, used again and again: fresh pages cost more than a copy.
 
-    Where it is pinned, it takes longer to get than to fill. So what one load needs is there before
-    somebody waits for it.
+    Pinning memory takes longer than filling it, so what one load needs is allocated beforehand.
     """
 
     def __init__(self, allocate: Callable[[int], Bytes], piece_bytes: int) -> None:
@@ -99,7 +89,7 @@ class TierIO:
         self._reader = reader or ThreadPoolExecutor(1, "pippin-cache-reader")
 
     def write(self, entries: Sequence[Entry], sources: Sequence[Source]) -> Future[list[bool]]:
-        """Which of these were kept, in order; nothing is tried any more after one that was not."""
+        """Which of these were kept, in order; none is tried after one that was not."""
         return self._writer.submit(self._write, entries, sources)
 
     def read(
@@ -110,12 +100,12 @@ class TierIO:
 
     def claim_buffer(self, piece: Piece, specs: Sequence[ArraySpec]) -> Bytes | None:
         """Where a piece is to be read to; None: it is used where it lies."""
-        if len(piece.spans) == 1 and isinstance(self.store, PinningStore):
+        if len(piece.spans) == 1 and isinstance(self.store, HostStore):
             return None
         return self.buffers.claim(num_bytes(specs))
 
     def release(self, buffer: Bytes | None, reading: Future[ReadPiece]) -> None:
-        """Nobody uses a piece any more, and its reading is over."""
+        """The bytes of a piece are not used any more, and its read has ended."""
         if buffer is not None:
             self.buffers.release(buffer)
         elif not reading.cancelled() and reading.exception() is None:
@@ -124,11 +114,11 @@ class TierIO:
                 pinned.unpin()
 
     def tell(self, verb: Callable[..., None], *arguments: Any) -> None:
-        """Have the store do something that nobody waits for."""
-        self._writer.submit(self._told, verb, arguments)
+        """Call a verb of the store in the writer's thread; the caller does not wait."""
+        self._writer.submit(_call, verb, arguments)
 
     def close(self) -> None:
-        """Whatever is under way ends first."""
+        """Waits for what is running."""
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()
 
@@ -144,26 +134,21 @@ class TierIO:
 
     def _read(self, piece: Piece, specs: Sequence[ArraySpec], buffer: Bytes | None) -> ReadPiece:
         began = perf_counter()
-        if buffer is None:
-            return self._borrow(piece, began)
-        found = read(self.store, piece, specs, buffer)
-        seconds = perf_counter() - began
-        if isinstance(found, list):
-            return ReadPiece((), found, seconds)
-        return ReadPiece(found, [], seconds)
-
-    def _borrow(self, piece: Piece, began: float) -> ReadPiece:
-        assert isinstance(self.store, PinningStore)
-        (key,) = piece.keys
-        pinned = self.store.pin(key)
+        if buffer is not None:
+            found = read(self.store, piece, specs, buffer)
+            lost, arrays = (found, ()) if isinstance(found, list) else ([], found)
+            return ReadPiece(arrays, lost, perf_counter() - began)
+        assert isinstance(self.store, HostStore)
+        (span,) = piece.spans
+        pinned = self.store.pin(span.entry.key)
         seconds = perf_counter() - began
         if pinned is None:
-            return ReadPiece((), [key], seconds)
-        return ReadPiece(views_of(pinned.loaded, piece.spans[0]), [], seconds, pinned)
+            return ReadPiece((), piece.keys, seconds)
+        return ReadPiece(views_of(pinned.loaded, span), [], seconds, pinned)
 
-    @staticmethod
-    def _told(verb: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        try:
-            verb(*arguments)
-        except Exception:  # nobody waits for it who could be told
-            logger.exception("a cache's store: %s failed", verb)
+
+def _call(verb: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    try:
+        verb(*arguments)
+    except Exception:  # no caller waits for the result
+        logger.exception("%s of a cache tier's store failed", verb)

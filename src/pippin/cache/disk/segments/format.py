@@ -7,8 +7,9 @@
              and when the store closes; losing it costs nothing but that order
 
 Digests are XXH3 of 128 bits. A payload's covers those of its blocks (`entries/blocks.py`), its
-name, its model, and the name, dtype and shape of each array: bytes under another name do not verify.
-A record's covers its place and its segment: one that was moved or copied does not verify either. Digests are against accidents; `chain.py` is against prompts made to collide.
+name, its model, and the name, dtype and shape of each array. A record's covers its place and its
+segment. Bytes under another name and records that were moved or copied do not verify. Digests are
+against accidents; `chain.py` is against prompts made to collide.
 """
 
 from __future__ import annotations
