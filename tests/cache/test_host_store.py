@@ -98,8 +98,8 @@ def test_a_changed_bit_costs_its_entry_and_is_counted_once() -> None:
         for entry in entries:
             store.write(entry, content(entry))
         hurt = entries[1]
-        area = store._places[hurt.key]
-        area.memory[area.kept[hurt.key].at + (699 if array else 0)] ^= 4
+        kept = store._places[hurt.key]
+        kept.area.memory[kept.at + (699 if array else 0)] ^= 4
         assert store.read([entry.key for entry in entries])[1] is None
         assert store.read([hurt.key]) == [None]
         assert store.counters().damaged == 1
@@ -118,8 +118,8 @@ def test_large_entries_are_copied_in_blocks(monkeypatch: pytest.MonkeyPatch) -> 
     for entry in entries:
         store.write(entry, content(entry))
         assert_reads(store, entry)
-    area = store._places[entries[2].key]
-    area.memory[area.kept[entries[2].key].at + 7_499] ^= 1
+    kept = store._places[entries[2].key]
+    kept.area.memory[kept.at + 7_499] ^= 1
     assert [found is None for found in store.read([e.key for e in entries])] == [False, False, True]
 
 

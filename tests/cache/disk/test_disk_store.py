@@ -395,7 +395,7 @@ def test_a_disk_without_room_for_the_process_id_is_written_when_it_has_room_agai
         patch.setattr("pippin.cache.disk.directory.os.pwrite", full)
         store = open_store(tmp_path, FINGERPRINT, MB)
     assert not store.read_only
-    assert "process's id cannot be noted" in caplog.text
+    assert "the process id cannot be written" in caplog.text
     with pytest.raises(DiskCacheError, match=r"in use by process \?"):
         open_store(tmp_path, FINGERPRINT, MB)
     (entry,) = states(1)

@@ -86,4 +86,4 @@ def test_an_emptied_directory_holds_nothing_and_can_be_used(
 def test_what_is_no_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("show", "verify", "empty"):
         assert run(command, "--cache-dir", tmp_path / "nowhere") == 1
-        assert "nowhere is no directory" in capsys.readouterr().err
+        assert "nowhere is not a directory" in capsys.readouterr().err

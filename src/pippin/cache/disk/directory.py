@@ -4,8 +4,8 @@
     DIR/<model>/00000001.data   segments, with an .index each
     DIR/<model>/recency         in which order entries were used
 
-One server at a time: a second one is refused, if the first does not leave soon. Whoever only looks
-(`read_only`) needs no lock. The system lets go of a lock when its holder ends, however it ends.
+One server at a time: a second one is refused, if the first does not exit soon. A reader
+(`read_only`) needs no lock. The system releases a lock when its process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from pippin.cache.disk.files import Files
 from pippin.errors import DiskCacheError
 
 NAME_DIGITS = 8
-LOOK_S = 0.05  # between two looks at a lock that somebody has
+LOOK_S = 0.05  # between two tries to lock
 RECENCY = "recency"
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class DirectoryLock:
     """The right to write to a directory, until `release`."""
 
     def __init__(self, directory: Path, patience_s: float = 0.0) -> None:
-        """Raises DiskCacheError if somebody else has it all that time, OSError if nobody can."""
+        """Raises DiskCacheError if another process has it all that time, OSError on others."""
         self._file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._take(time.monotonic() + patience_s)
@@ -48,13 +49,12 @@ class DirectoryLock:
         self._note_holder(directory)
 
     def _note_holder(self, directory: Path) -> None:
-        """For the message to a second server. A full disk has no room for it: entries that are
-        evicted make some, and the lock is held without it."""
+        """For the message to a second server. On a full disk the lock works without it."""
         try:
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
-            logger.warning("%s: this process's id cannot be noted: %s", directory / "lock", error)
+            logger.warning("%s: the process id cannot be written: %s", directory / "lock", error)
 
     def release(self) -> None:
         os.close(self._file)
@@ -76,12 +76,12 @@ def model_folder(directory: Path, model: bytes) -> Path:
 def model_folders(directory: Path) -> Iterator[Path]:
     """Of every model that has one."""
     for path in sorted(directory.iterdir()):
-        if path.is_dir() and len(path.name) == 32 and _is_hex(path.name):
+        if path.is_dir() and re.fullmatch("[0-9a-f]{32}", path.name):
             yield path
 
 
 def segment_paths(folder: Path) -> Iterator[Path]:
-    """Data files in the order in which they were begun."""
+    """Data files in the order in which they were started."""
     for path in sorted(folder.glob("*.data")):
         if len(path.stem) == NAME_DIGITS and path.stem.isdecimal():
             yield path
@@ -96,8 +96,8 @@ def index_path(data: Path) -> Path:
 
 
 def sort_out(files: Files, folder: Path, *, read_only: bool) -> tuple[int, int]:
-    """Remove what a crash left half done; returns how many files are not ours, and how many
-    indexes have lost their data."""
+    """Remove what a crash left unfinished; returns how many files are not ours, and how many
+    indexes have no data file."""
     known = {path.stem for path in segment_paths(folder)}
     foreign = lost = 0
     for path in list(folder.iterdir()):
@@ -130,17 +130,22 @@ class OtherModels:
         self.nbytes = sum(map(segment_bytes, found)) + sum(map(_size, notes))
 
     def remove_oldest(self) -> bool:
-        """Give up one segment; False if there is none left."""
+        """Delete one segment; False if there is none left."""
         if not self._segments:
             return False
         path = self._segments.pop(0)
         self.nbytes -= segment_bytes(path)
-        self._files.remove(index_path(path))
-        self._files.remove(path)
+        remove_segment(self._files, path)
         if all(other.parent != path.parent for other in self._segments):
             self.nbytes -= _size(path.parent / RECENCY)
             self._files.remove(path.parent / RECENCY)
         return True
+
+
+def remove_segment(files: Files, path: Path) -> None:
+    """The index first: a data file without one was never finished."""
+    files.remove(index_path(path))
+    files.remove(path)
 
 
 def segment_bytes(path: Path) -> int:
@@ -150,7 +155,3 @@ def segment_bytes(path: Path) -> int:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _is_hex(name: str) -> bool:
-    return all(letter in "0123456789abcdef" for letter in name)

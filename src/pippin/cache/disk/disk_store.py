@@ -2,10 +2,10 @@
 
 threads   one writes at a time; any may read, touch, forget and count, and none of these waits
           for a write
-crash     `kill -9` costs what was being written: what `write` has answered for is found again
-power     segments are synced when they are full, at `flush` and at `close`; before that, a
-          system that stops may lose or tear what was written last. Digests notice: it costs hits
-errors    a write that fails is taken back and counted, and writing pauses for some seconds
+crash     `kill -9` costs what was being written: every entry that `write` returned is found again
+power     segments are synced when they are full, at `flush` and at `close`; before that, a power
+          failure may lose or tear what was written last. Digests notice: it costs hits
+errors    a write that fails is undone and counted, and writing pauses for some seconds
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -49,8 +49,8 @@ def open_store(
 ) -> DiskStore:
     """The store of a model in a directory, which is made if it is not there.
 
-    Raises DiskCacheError if another process has the directory all through `patience_s`, or if there
-    can be none. Where nothing can be written, what is there is served (`DiskStore.read_only`).
+    Raises DiskCacheError if another process has it locked for `patience_s`, or it cannot exist.
+    Where nothing can be written, what is there is served (`DiskStore.read_only`).
     """
     files = files or Files()
     lock: DirectoryLock | None = None
@@ -69,11 +69,11 @@ def _lock(directory: Path, patience_s: float) -> DirectoryLock | None:
     try:
         return DirectoryLock(directory, patience_s)
     except OSError as error:
-        logger.warning("%s cannot be written, so what is there is read only: %s", directory, error)
+        logger.warning("%s cannot be written: the cache there is only read: %s", directory, error)
         return None
 
 
-class DiskStore:
+class DiskStore(Catalog):
     def __init__(
         self,
         directory: Path,
@@ -85,39 +85,31 @@ class DiskStore:
         clock: Callable[[], float],
     ) -> None:
         """Reads all indexes. Without a lock nothing is ever written."""
+        super().__init__()
         self.fingerprint = fingerprint
         self.read_only = lock is None
         self._directory = directory
-        self._lock = lock
+        self._directory_lock = lock
         self._clock = clock
         self._writing = Lock()
         self._paused_until = -1.0
         self._recency_due = clock() + RECENCY_S
-        self._catalog = Catalog()
         model = model_digest(fingerprint)
-        self._log = SegmentLog(
-            files, directory, model, max_bytes, self._catalog, read_only=self.read_only
-        )
+        self._log = SegmentLog(files, directory, model, max_bytes, self, read_only=self.read_only)
         self._readers = Workers("pippin-disk-read", NUM_THREADS)
-
-    def entries(self) -> Sequence[Entry]:
-        return self._catalog.entries()
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._catalog
 
     def counters(self) -> StoreCounters:
         return StoreCounters(
-            entries=len(self._catalog),
+            entries=len(self),
             bytes=self._log.nbytes,
             max_bytes=self._log.max_bytes,
-            **self._catalog.counts(),
+            **self.counts(),
         )
 
     def read(
         self, keys: Sequence[Key], into: Sequence[Destination] | None = None
     ) -> list[Loaded | None]:
-        slots = self._catalog.pin(keys)
+        slots = self.pin(keys)
         there = [(index, slot) for index, slot in enumerate(slots) if slot is not None]
         if into is None:
             own = {slot: slot.entry.new_buffers() for _, slot in there}
@@ -136,23 +128,20 @@ class DiskStore:
         for index, slot in there:
             parts = [digest for digest in read[id(into[index])] if digest is not None]
             if len(parts) < len(read[id(into[index])]):
-                self._catalog.lose(slot, "read_errors")
+                self.lose(slot, "read_errors")
             elif slot.segment.verifies(slot, parts):
                 found[index] = Loaded(slot.entry, tuple(into[index]))
             else:
-                self._catalog.lose(slot, "damaged", note=True)
+                self.lose_damaged(slot)
         hits = [each.entry.nbytes for each in found if each is not None]
         misses = len(found) - len(hits)
-        self._catalog.count(hits=len(hits), read_bytes=sum(hits), misses=misses)
+        self.count(hits=len(hits), read_bytes=sum(hits), misses=misses)
         return found
-
-    def touch(self, keys: Iterable[Key]) -> None:
-        self._catalog.touch(keys)
 
     def write(self, entry: Entry, data: Sequence[Bytes]) -> bool:
         check_sizes(entry, data)
         with self._writing:
-            if entry.key in self._catalog:
+            if entry.key in self:
                 return True
             kept = False
             if not self.read_only and self._clock() >= self._paused_until:
@@ -162,16 +151,10 @@ class DiskStore:
                     logger.warning("%s cannot be written: %s", self._directory, error)
                     self._paused_until = self._clock() + PAUSE_S
             if kept:
-                self._catalog.count(written=1, kept_bytes=entry.nbytes)
+                self.count(written=1, kept_bytes=entry.nbytes)
             else:
-                self._catalog.count(write_errors=1)
+                self.count(write_errors=1)
             return kept
-
-    def forget(self, keys: Iterable[Key]) -> None:
-        self._catalog.forget(keys)
-
-    def take_lost(self, limit: int | None = None) -> list[Key]:
-        return self._catalog.take_lost(limit)
 
     def flush(self) -> None:
         self._flush(closes=False)
@@ -180,8 +163,8 @@ class DiskStore:
         self._flush(closes=True)
         self._readers.close()
         self._log.close()
-        if self._lock is not None:
-            self._lock.release()
+        if self._directory_lock is not None:
+            self._directory_lock.release()
 
     def _write(self, entry: Entry, data: Sequence[Bytes]) -> bool:
         """Within the ceiling, and once more where the disk itself has no room for it."""

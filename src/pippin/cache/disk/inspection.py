@@ -1,7 +1,7 @@
-"""Looks at a cache directory from outside: what is in it, whether all of it verifies; empties it.
+"""Inspects a cache directory from outside: what is in it, whether all of it verifies; empties it.
 
-Looking needs no lock and changes nothing, so a server may run meanwhile. Knows no model but by the
-name that its folder has.
+Inspecting needs no lock and changes nothing, so a server may run meanwhile. Knows a model only by
+the name of its folder.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from pippin.cache.disk.directory import (
     RECENCY,
     DirectoryLock,
-    index_path,
     model_folder,
     model_folders,
+    remove_segment,
     segment_bytes,
     segment_paths,
 )
@@ -46,7 +46,7 @@ class ModelReport:
 def look(directory: Path, *, verify: bool = False) -> Iterator[ModelReport]:
     """Of each model in a directory; with `verify`, after every payload has been read."""
     if not directory.is_dir():
-        raise DiskCacheError(f"{directory} is no directory")
+        raise DiskCacheError(f"{directory} is not a directory")
     for folder in model_folders(directory):
         paths = list(segment_paths(folder))
         if paths:
@@ -59,7 +59,7 @@ def look(directory: Path, *, verify: bool = False) -> Iterator[ModelReport]:
 def empty(directory: Path) -> int:
     """Remove every model's segments; returns the bytes. Raises DiskCacheError if it is in use."""
     if not directory.is_dir():
-        raise DiskCacheError(f"{directory} is no directory")
+        raise DiskCacheError(f"{directory} is not a directory")
     try:
         lock = DirectoryLock(directory)
     except OSError as error:
@@ -69,8 +69,7 @@ def empty(directory: Path) -> int:
         for folder in model_folders(directory):
             for path in segment_paths(folder):
                 freed += segment_bytes(path)
-                files.remove(index_path(path))
-                files.remove(path)
+                remove_segment(files, path)
             files.remove(folder / RECENCY)
             if not any(folder.iterdir()):
                 folder.rmdir()

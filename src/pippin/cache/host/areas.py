@@ -21,9 +21,10 @@ ALIGNMENT = 256
 @dataclass(eq=False)
 class Kept:
     entry: Entry
+    area: Area
     at: int
-    digests: list[int]  # of each block
-    used: int  # when, by a count of uses
+    use: int  # the store's clock at the last use
+    digests: list[int] = field(default_factory=list)  # of each block
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +50,7 @@ class Area:
     @property
     def last_use(self) -> float:
         """On average."""
-        return sum(kept.used for kept in self.kept.values()) / max(len(self.kept), 1)
+        return sum(kept.use for kept in self.kept.values()) / max(len(self.kept), 1)
 
     def has_room(self, nbytes: int) -> bool:
         return self.end + nbytes <= self.size
@@ -73,10 +74,10 @@ class Area:
         self.kept[kept.entry.key] = kept
         self.end += kept.nbytes
 
-    def unused_longest(self) -> list[Key]:
+    def unused_longest(self) -> list[Kept]:
         """Those used no later than the average: at least one, where there are any."""
         average = self.last_use
-        return [key for key, kept in self.kept.items() if kept.used <= average]
+        return [kept for kept in self.kept.values() if kept.use <= average]
 
     def moves(self) -> list[tuple[Kept, int]]:
         """The new place of each entry, in an order in which none overwrites another."""

@@ -11,10 +11,7 @@ damage    XXH3 over every block, checked at every read: what does not verify is 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from threading import Condition
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +19,7 @@ import xxhash
 
 from pippin.cache.entries.blocks import Workers, divided
 from pippin.cache.entries.entry import Bytes, Entry, Key, Loaded
+from pippin.cache.entries.entry_index import EntryIndex
 from pippin.cache.entries.entry_store import Destination, StoreCounters, check_sizes
 from pippin.cache.host.areas import Area, Kept, aligned
 
@@ -37,28 +35,16 @@ class PinnedEntry(NamedTuple):
     unpin: Callable[[], None]
 
 
-class HostStore:
+class HostStore(EntryIndex[Kept]):
     fingerprint = b"of this process"
 
     def __init__(self, max_bytes: int, allocate: Callable[[int], Bytes], entry_bytes: int) -> None:
         """`entry_bytes`: of the largest entry. Raises what `allocate` raises."""
+        super().__init__()
         size = area_bytes(max_bytes, entry_bytes)
+        self._max_bytes = max_bytes
         self._areas = [Area(allocate(size)) for _ in range(max_bytes // size)]
-        self._places: dict[Key, Area] = {}
-        self._lost: list[Key] = []
-        self._uses = itertools.count(1)
-        self._counters = StoreCounters(max_bytes=max_bytes)
-        self._lock = Condition()
         self._workers = Workers("pippin-host-read", NUM_THREADS)
-
-    def entries(self) -> Sequence[Entry]:
-        with self._lock:
-            kept = [kept for area in self._areas for kept in area.kept.values()]
-            return [one.entry for one in sorted(kept, key=lambda one: one.used)]
-
-    def __contains__(self, key: Key) -> bool:
-        with self._lock:
-            return key in self._places
 
     # ---- writing ---------------------------------------------------------------------------
 
@@ -68,9 +54,9 @@ class HostStore:
             return True
         area = self._make_room(entry.nbytes)
         if area is None:
-            self._count(write_errors=1)
+            self.count(write_errors=1)
             return False
-        kept = Kept(entry, area.end, [], next(self._uses))
+        kept = Kept(entry, area, area.end, self.next_use())
         at = kept.at
         for block in divided(data):
             begin = at
@@ -80,9 +66,9 @@ class HostStore:
             kept.digests.append(_digest(area.memory[begin:at]))
         with self._lock:
             area.add(kept)
-            self._places[entry.key] = area
+            self._places[entry.key] = kept
         nbytes = entry.nbytes
-        self._count(entries=1, bytes=nbytes, written=1, written_bytes=nbytes, kept_bytes=nbytes)
+        self.count(bytes=nbytes, written=1, written_bytes=nbytes, kept_bytes=nbytes)
         return True
 
     def _make_room(self, nbytes: int) -> Area | None:
@@ -96,7 +82,8 @@ class HostStore:
                 if area is None:
                     return None
                 while not area.has_gaps(nbytes):
-                    self._evict(area, area.unused_longest())
+                    for kept in area.unused_longest():
+                        self.lose(kept, "evicted")
                 area.moving = True
                 moves = area.moves()
             for kept, at in moves:
@@ -105,15 +92,6 @@ class HostStore:
                 area.note_moves(moves)
                 area.moving = False
                 self._lock.notify_all()
-
-    def _evict(self, area: Area, keys: Sequence[Key]) -> None:
-        """Counted at once: the engine's thread may wait for the lock."""
-        dropped = [area.kept.pop(key) for key in keys]
-        for key in keys:
-            del self._places[key]
-        self._lost += keys
-        nbytes = sum(kept.entry.nbytes for kept in dropped)
-        self._count(evicted=len(keys), entries=-len(keys), bytes=-nbytes)
 
     def _area_to_tidy(self, nbytes: int) -> Area | None:
         free = [area for area in self._areas if not area.num_readers and area.size >= nbytes]
@@ -147,13 +125,13 @@ class HostStore:
     def pin(self, key: Key) -> PinnedEntry | None:
         """An entry, verified, where it lies."""
         with self._lock:
-            while (area := self._places.get(key)) is not None and area.moving:
+            while (kept := self._places.get(key)) is not None and kept.area.moving:
                 self._lock.wait()
-            if area is None:
-                self._count(misses=1)
+            if kept is None:
+                self.count(misses=1)
                 return None
+            area = kept.area
             area.num_readers += 1
-            kept = area.kept[key]
 
         def unpin() -> None:
             with self._lock:
@@ -161,59 +139,29 @@ class HostStore:
 
         if self._workers.map(_digest, area.blocks(kept), kept.entry.nbytes) != kept.digests:
             unpin()
-            self._give_up(key)
-            self._count(misses=1)
+            self.lose(kept, "damaged")
+            self.count(misses=1)
             return None
-        self._count(hits=1, read_bytes=kept.entry.nbytes)
+        self.count(hits=1, read_bytes=kept.entry.nbytes)
         return PinnedEntry(Loaded(kept.entry, area.arrays(kept)), unpin)
 
-    def _give_up(self, key: Key) -> None:
-        """Drop an entry that did not verify."""
-        with self._lock:
-            if key in self._places:
-                self._drop(key)
-                self._lost.append(key)
-                self._count(damaged=1)
-
     # ---- the rest --------------------------------------------------------------------------
-
-    def touch(self, keys: Iterable[Key]) -> None:
-        with self._lock:
-            for key in keys:
-                if (area := self._places.get(key)) is not None:
-                    area.kept[key].used = next(self._uses)
-
-    def forget(self, keys: Iterable[Key]) -> None:
-        with self._lock:
-            for key in keys:
-                if key in self._places:
-                    self._drop(key)
-
-    def take_lost(self, limit: int | None = None) -> list[Key]:
-        with self._lock:
-            lost = self._lost[:limit]
-            del self._lost[:limit]
-            return lost
 
     def flush(self) -> None:
         """Nothing here outlives the process."""
 
     def counters(self) -> StoreCounters:
-        return self._counters
+        return StoreCounters(entries=len(self), max_bytes=self._max_bytes, **self.counts())
 
     def close(self) -> None:
         self._workers.close()
         self._places.clear()
         self._areas.clear()
 
-    def _drop(self, key: Key) -> None:
-        kept = self._places.pop(key).kept.pop(key)
-        self._count(entries=-1, bytes=-kept.entry.nbytes)
-
-    def _count(self, **more: int) -> None:
-        with self._lock:  # this thread may have it already
-            now = {name: getattr(self._counters, name) + number for name, number in more.items()}
-            self._counters = replace(self._counters, **now)
+    def _drop(self, place: Kept) -> None:
+        super()._drop(place)
+        del place.area.kept[place.entry.key]
+        self.count(bytes=-place.entry.nbytes)
 
 
 def area_bytes(max_bytes: int, entry_bytes: int) -> int:

@@ -49,56 +49,56 @@ class Incoming:
             return self.end if Component.ATTENTION in self.kv else held
         return self.end if self.kv else max([held, *self.states])
 
-    def fill(self, store: PayloadTree, tip: Node) -> Filled:
+    def fill(self, tree: PayloadTree, tip: Node) -> Filled:
         """Give all of it to the nodes on the path to `tip` that lack it; releases the rest."""
-        filled = self._add_states(store, tip)
+        filled = self._add_states(tree, tip)
         for component, payload in self.kv.items():
-            filled += _add_kv(store, tip, INDEX[component], self.start, payload)
+            filled += _add_kv(tree, tip, INDEX[component], self.start, payload)
         for node in dict.fromkeys(node for node, _ in filled):
-            store.queue.update(node)
-        store.prune(tip)
-        return filled + self._add_hidden(store, tip)
+            tree.queue.update(node)
+        tree.prune(tip)
+        return filled + self._add_hidden(tree, tip)
 
-    def _add_states(self, store: PayloadTree, tip: Node) -> Filled:
+    def _add_states(self, tree: PayloadTree, tip: Node) -> Filled:
         """Attach states to the ends of nodes along the path to `tip`."""
         filled: Filled = []
         node = tip
         for position in sorted(self.states, reverse=True):
             state = self.states[position]
             if position > tip.end:
-                store.refuse(state)
+                tree.refuse(state)
                 continue
-            node = store.end_node(node, position)
+            node = tree.end_node(node, position)
             if node.payloads[STATE] is not None:
-                store.refuse(state)
+                tree.refuse(state)
                 continue
             default = Placement.REPLY_END if position % GRID else Placement.GRID
             node.placement = self.placements.get(position, default)
             node.state_uses = 0
-            store.stats.placements[node.placement].placed += 1
-            store.attach(node, STATE, state)
+            tree.stats.placements[node.placement].placed += 1
+            tree.attach(node, STATE, state)
             filled.append((node, STATE))
         return filled
 
-    def _add_hidden(self, store: PayloadTree, tip: Node) -> Filled:
+    def _add_hidden(self, tree: PayloadTree, tip: Node) -> Filled:
         """Attach the hidden vector to `tip` if it ends there, and could be restored to sample."""
         if self.hidden is None:
             return []
-        restorable = not store.rules.has_state or tip.payloads[STATE] is not None
+        restorable = not tree.rules.has_state or tip.payloads[STATE] is not None
         if tip.end != self.end or not restorable or tip.payloads[HIDDEN] is not None:
-            store.refuse(self.hidden)
+            tree.refuse(self.hidden)
             return []
-        store.attach(tip, HIDDEN, self.hidden)
-        store.queue.update(tip)
+        tree.attach(tip, HIDDEN, self.hidden)
+        tree.queue.update(tip)
         return [(tip, HIDDEN)]
 
 
-def _add_kv(store: PayloadTree, tip: Node, index: int, start: int, payload: Payload) -> Filled:
+def _add_kv(tree: PayloadTree, tip: Node, index: int, start: int, payload: Payload) -> Filled:
     """Give a payload that covers [start, ...) to the nodes up to `tip` that lack it.
 
-    Goes from the tip upwards and cuts pieces off the end of what is left:
+    From the tip upwards, pieces are cut off the end of what is left:
 
-        payload:  [ rest ............ | piece | already held: refused ]
+        payload:  [ rest ............ | piece | already in the tree: refused ]
         nodes:    [ parent ]  ...     [ node ]
     """
     filled: Filled = []
@@ -107,25 +107,19 @@ def _add_kv(store: PayloadTree, tip: Node, index: int, start: int, payload: Payl
         if node.payloads[index] is not None:
             continue
         if node.start < start:
-            store.split(node, start)  # `node` is now the part from `start` on
-        rest = _keep_until(store, rest, node.end - start)
+            tree.split(node, start)  # `node` is now the part from `start` on
+        assert rest is not None
+        if node.end - start < rest.num_tokens:
+            rest, cached_already = rest.split(node.end - start)
+            tree.refuse(cached_already)
         head = None
         if node.start > start:
             head, rest = rest.split(node.start - start)
-        store.attach(node, index, rest)
+        tree.attach(node, index, rest)
         filled.append((node, index))
         rest = head
         if rest is None:
             break
     if rest is not None:
-        store.refuse(rest)
+        tree.refuse(rest)
     return filled
-
-
-def _keep_until(store: PayloadTree, payload: Payload | None, length: int) -> Payload:
-    assert payload is not None
-    if length == payload.num_tokens:
-        return payload
-    kept, held_already = payload.split(length)
-    store.refuse(held_already)
-    return kept

@@ -208,28 +208,20 @@ class PayloadTree:
             self._release(leaf, index)
         self.prune(self._cut_off(leaf))
 
-    def remove_below(self, node: Node, limit: int | None = None) -> int:
-        """Remove a node, which may not be locked, with all below it; returns how many.
-
-        At most `limit`, leaves first.
-        """
-        assert not node.path_locks, f"a node at {node.end} is locked"
-        leaves_first = list(islice(node.leaves_first(), limit))
-        for below in leaves_first:
-            if below.attached:  # or else pruned with its last child
-                self.remove(below)
-        return len(leaves_first)
-
     def discard(self, node: Node, component: Component, limit: int | None = None) -> int:
         """Drop a component of a node, and with attention KV all below it; returns how many nodes
         changed: 0 if it is locked, and no more than `limit`, leaves first."""
         index = INDEX[component]
         if self.locks.is_locked(node, index):
             return 0
-        if component is Component.ATTENTION:
-            return self.remove_below(node, limit)
-        self.drop(node, index)
-        return 1
+        if component is not Component.ATTENTION:
+            self.drop(node, index)
+            return 1
+        leaves_first = list(islice(node.leaves_first(), limit))
+        for below in leaves_first:
+            if below.attached:  # or else pruned with its last child
+                self.remove(below)
+        return len(leaves_first)
 
     def drop(self, node: Node, index: int) -> None:
         """Release one component; the node stays."""
@@ -266,17 +258,14 @@ class PayloadTree:
         node.payloads[index] = None
         node.prints[index] = None
         node.copied &= ~(1 << index)
-        self._unmark_damaged(node, index)
+        if node.damaged >> index & 1:
+            node.damaged &= ~(1 << index)
+            self.num_damaged -= 1
         self._count_bytes(node, index, -payload.nbytes)
         self.version += 1
         self.stats.evictions[COMPONENTS[index]] += 1
         payload.release()
         self.notify_changed(node)
-
-    def _unmark_damaged(self, node: Node, index: int) -> None:
-        if node.damaged >> index & 1:
-            node.damaged &= ~(1 << index)
-            self.num_damaged -= 1
 
     def _count_bytes(self, node: Node, index: int, change: int) -> None:
         self.component_bytes[COMPONENTS[index]] += change

@@ -1,8 +1,8 @@
 """One segment: a file of payloads and its index. Knows no ceiling and no order of use.
 
 Payload first, index after: an entry exists when its record does. What a crash leaves behind the
-last record is cut off when the segment is opened again. When a segment is removed, its index goes
-first; so a data file without an index was never finished, or somebody was removing it.
+last record is cut off when the segment is opened again. When a segment is removed, its index is
+first; so a data file without an index was never finished, or was being removed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from pippin.cache.disk.directory import index_path
+from pippin.cache.disk.directory import index_path, remove_segment
 from pippin.cache.disk.files import Files, read_into
 from pippin.cache.disk.segments.format import (
     DATA_MARK,
@@ -58,7 +58,7 @@ class Segment:
         self.slots: dict[Key, Slot] = {}  # those that are wanted
         self.live_bytes = 0
         self.use_bytes = 0  # sum of use x bytes over `slots`: the mean use is a division
-        self.broken = False  # a write failed and could not be taken back: nothing more goes here
+        self.broken = False  # a write failed and could not be undone: nothing more is appended
         self._data, self._index = handles
         self._readers = 0
         self._gone = False
@@ -116,7 +116,7 @@ class Segment:
             self.files.write(self._data, slot.offset, data)
             written = self._append_record(record)
         except OSError:
-            self._take_back()
+            self._undo_append()
             raise
         self.data_size += entry.nbytes
         self.index_size += written
@@ -129,7 +129,7 @@ class Segment:
             for offset in offsets:
                 self.index_size += self._append_record(Drop(offset))
         except OSError:
-            self._take_back()
+            self._undo_append()
             raise
         return self.index_size - before
 
@@ -165,7 +165,7 @@ class Segment:
         self.files.sync(self._index)
 
     def pin(self) -> None:
-        """Somebody reads: the files stay open until `unpin`, also if they are removed."""
+        """The files stay open until `unpin`, also if they are removed."""
         with self._lock:
             self._readers += 1
 
@@ -181,8 +181,7 @@ class Segment:
 
     def remove(self) -> None:
         try:
-            self.files.remove(index_path(self.path))
-            self.files.remove(self.path)
+            remove_segment(self.files, self.path)
         finally:
             self.close()
 
@@ -191,12 +190,12 @@ class Segment:
         self.files.write(self._index, self.index_size, [raw])
         return len(raw)
 
-    def _take_back(self) -> None:
+    def _undo_append(self) -> None:
         try:
             self.files.truncate(self._index, self.index_size)
             self.files.truncate(self._data, self.data_size)
         except OSError:
-            logger.exception("%s cannot be written any more", self.path)
+            logger.exception("%s: a failed write could not be undone", self.path)
             self.broken = True
 
     def _close_if_idle(self) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from pippin.cache.disk.directory import (
     RECENCY,
     OtherModels,
-    index_path,
     model_folder,
+    remove_segment,
     segment_path,
     segment_paths,
     sort_out,
@@ -119,9 +119,9 @@ class SegmentLog:
                 self._remove(segment)
 
     def save_recency(self) -> None:
-        if self._catalog.use == self._recency_use:
+        if self._catalog.clock == self._recency_use:
             return
-        self._recency_use = self._catalog.use
+        self._recency_use = self._catalog.clock
         uses = {segment.name: self._catalog.uses(segment) for segment in self._segments}
         content = encode_recency(uses, self._model)
         if self._make_room(len(content)):
@@ -224,13 +224,12 @@ class SegmentLog:
         found = open_segment(self._files, path, self._model, read_only=read_only)
         self._catalog.count(damaged=found.damaged, foreign=found.foreign)
         if found.segment is not None:
-            self._catalog.use = max(self._catalog.use, found.clock)
+            self._catalog.clock = max(self._catalog.clock, found.clock)
             self._segments.append(found.segment)
             for slot in found.slots:
                 self._catalog.add(slot)
         elif not found.foreign and not read_only:
-            self._files.remove(index_path(path))
-            self._files.remove(path)
+            remove_segment(self._files, path)
 
     def _load_recency(self, *, read_only: bool) -> None:
         try:
@@ -246,4 +245,4 @@ class SegmentLog:
         self._recency_bytes = len(raw)
         for segment in self._segments:
             self._catalog.recall(segment, uses.get(segment.name, {}))
-        self._recency_use = self._catalog.use
+        self._recency_use = self._catalog.clock
