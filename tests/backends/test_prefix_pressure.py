@@ -50,7 +50,7 @@ def tight_capacity(name: str, num_tokens: int, num_rows: int) -> int:
 
 
 def evictions(cache: PrefixCache) -> dict[Component, int]:
-    return {c: n for c, n in cache.stats.evictions.items() if c in cache.tree.component_bytes}
+    return {c: n for c, n in cache.tree.stats.evictions.items() if c in cache.tree.component_bytes}
 
 
 @pytest.mark.parametrize("name", [BUNDLED, *TRIED_MOST, *TORCH_MODELS[:1]])
@@ -125,7 +125,7 @@ def test_a_long_run_of_distinct_prompts_stays_inside_its_bytes(name: str) -> Non
         run_within_budget(client)
         peaks.append(active_bytes() - idle)
     assert max(peaks) <= capacity_bytes
-    assert cache_of(client).stats.bytes_evicted > 2 * capacity_bytes
+    assert cache_of(client).tree.stats.bytes_evicted > 2 * capacity_bytes
     backend = client.loop.backend
     assert isinstance(backend, MLXBackend)
     assert not backend._admitted

@@ -23,7 +23,7 @@ def test_what_nobody_holds_goes_at_once_with_all_below() -> None:
     cache.condemn(np.array(tokens[:14]), A, 8)
     assert cache.probe(np.array(tokens)) == 8
     assert cache.num_cached(np.array(tokens)) == 8
-    assert cache.stats.damaged == 1
+    assert cache.tree.stats.damaged == 1
     cache.check_integrity()
 
 
@@ -41,7 +41,7 @@ def test_what_is_held_goes_with_its_last_lock(component: Component, left: int) -
         cache.unlock(lock)
     assert cache.probe(ids) == left
     assert cache.probe(ids[:14]) == 8
-    assert cache.stats.damaged == 1
+    assert cache.tree.stats.damaged == 1
     cache.check_integrity()
 
 

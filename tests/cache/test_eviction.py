@@ -47,8 +47,8 @@ def test_interior_grid_states_go_before_the_leaf() -> None:
     checked.insert(prompt, 0, states=[64, 128, 192, 256])
     checked.evict(NBYTES[S])
     assert checked.match(prompt).length == 256
-    assert checked.cache.stats.evictions[A] == 0
-    assert checked.cache.stats.evictions[S] == 1
+    assert checked.cache.tree.stats.evictions[A] == 0
+    assert checked.cache.tree.stats.evictions[S] == 1
 
 
 def test_a_state_that_many_branch_from_outlives_grid_states_and_old_leaves() -> None:
@@ -59,7 +59,7 @@ def test_a_state_that_many_branch_from_outlives_grid_states_and_old_leaves() -> 
         checked.lock([*system, user])
         checked.insert([*system, *[user] * 8], 128, states=[136])
         checked.unlock(0)
-    used = checked.cache.stats.placements[Placement.GRID]
+    used = checked.cache.tree.stats.placements[Placement.GRID]
     assert (used.used, used.tokens_saved) == (4, 4 * 64)
     checked.evict(NBYTES[S] + 1)  # the other grid state, then the oldest leaf
     assert checked.match([*system, 9]).length == 128
@@ -134,7 +134,7 @@ def test_interior_windows_go_before_leaves_but_not_those_a_leaf_looks_back_on() 
     assert checked.match(prompt).length == 16  # [8, 12) and [12, 16) are left
     checked.evict(1)
     assert checked.match(prompt).length < 16  # the leaf went, whole
-    assert checked.cache.stats.evictions[A] == 1
+    assert checked.cache.tree.stats.evictions[A] == 1
 
 
 def test_a_window_goes_right_after_the_last_state_that_looks_back_on_it() -> None:

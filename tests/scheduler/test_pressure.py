@@ -129,12 +129,12 @@ def test_a_refused_claim_evicts_nothing(overlap: bool) -> None:
     client.step(2)
     cache = client.loop.scheduler.cache
     assert cache is not None
-    before = cache.stats.bytes_evicted
+    before = cache.tree.stats.bytes_evicted
     large = client.submit(make_prompt(5000, 2), max_tokens=200)
     client.step(2)
     assert not client.loop.scheduler.requests[large.id].running
     assert [cache.probe(prompt) for prompt in known] == [100] * 10
-    assert cache.stats.bytes_evicted == before
+    assert cache.tree.stats.bytes_evicted == before
 
 
 @both_modes
@@ -547,7 +547,7 @@ def test_a_chunk_that_finds_no_room_in_the_tree_ends_its_captures() -> None:
     assert not captured[-1]
     cache = client.loop.scheduler.cache
     assert cache is not None
-    assert cache.stats.gaps == 0
+    assert cache.tree.stats.gaps == 0
     check_idle(client)
 
 

@@ -58,7 +58,7 @@ def test_the_same_prompt_again_computes_nothing(
     check_idle(client)
     cache = client.loop.scheduler.cache
     assert cache is not None
-    assert cache.stats.whole_hits == len(SAMPLING)
+    assert cache.tree.stats.whole_hits == len(SAMPLING)
 
 
 @both_modes

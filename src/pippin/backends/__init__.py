@@ -1,1 +1,1 @@
-"""Whatever runs a model. Backends meet one contract; none inherits from another."""
+"""What runs a model. Backends meet one contract; none inherits from another."""

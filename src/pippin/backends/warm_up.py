@@ -1,4 +1,4 @@
-"""Runs what is new to a device before somebody waits for it. Knows plans, no model and no arrays.
+"""Runs shapes that are new to a device before a request needs them. Knows no model and no arrays.
 
 On GPUs a shape that was never seen costs far more than a known one: kernels are built, chosen and
 loaded. A backend says which shapes it has, most likely first; made-up requests then go through the
@@ -63,7 +63,7 @@ class WarmUp:
         try:
             for plan in steps:
                 self._run(plan)
-        except Exception as error:  # nobody asked for it, so nobody is told but the log
+        except Exception as error:  # no request asked for it: it is only logged
             logger.warning("no more warming up: %s", error, exc_info=error)
             self._shapes.clear()
         self._run(end)

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from pippin.cache.policy import CheckpointPolicy, Placement
 from pippin.cache.report import counters, recent_paths
 from pippin.cache.results import InsertResult, Lock, Match
-from pippin.cache.stats import CacheStats
 from pippin.cache.tree.canary import Canary
 from pippin.cache.tree.components import INDEX, Rules
 from pippin.cache.tree.condemned import condemn, drop_damaged, sound_reach
@@ -61,15 +60,6 @@ class PrefixCache:
     def evictable_bytes(self) -> int:
         """What `evict` could free at most: all that is not locked."""
         return self.tree.evictable_bytes
-
-    @property
-    def version(self) -> int:
-        """Changes whenever `probe` may return another length than before for some prompt."""
-        return self.tree.version
-
-    @property
-    def stats(self) -> CacheStats:
-        return self.tree.stats
 
     @property
     def locked_ends(self) -> set[Node]:
@@ -163,7 +153,7 @@ class PrefixCache:
         incoming.check(self._rules)
         path, reach = self.radix.walk(ids, salt)
         if self._rules.has_attention and reach < start:
-            self.stats.gaps += 1
+            self.tree.stats.gaps += 1
             self.tree.refuse(*incoming.payloads)
             return InsertResult(0, start - reach, self.radix.root)
 
@@ -269,13 +259,13 @@ class PrefixCache:
         return Match(end.end, branch, len(ids), end, self._rules.gather(end))
 
     def _count_lookup(self, match: Match) -> None:
-        self.stats.count_lookup(match.length, match.prompt_len)
+        self.tree.stats.count_lookup(match.length, match.prompt_len)
         if not match.length:
             return
         match.node.hits += 1
         self.tree.notify_changed(match.node)
         self._rules.count_use(match.node)
         if self._rules.has_state:
-            placement = self.stats.placements[match.node.placement]
+            placement = self.tree.stats.placements[match.node.placement]
             placement.used += 1
             placement.tokens_saved += self._rules.num_saved(match.node)

@@ -1,4 +1,4 @@
-"""What the cache answers with: matches, locks, how an insert went. Knows nodes, and no tree."""
+"""What the cache returns: matches, locks, inserts. Knows nodes, and no tree."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Match:
 
 @dataclass(frozen=True, eq=False)
 class Lock:
-    """Holds a path, its window segment and its state. Given back with `PrefixCache.unlock`."""
+    """Keeps a path, its window segment and its state until `PrefixCache.unlock`."""
 
     length: int
     node: Node = field(repr=False)
-    floor: int = field(repr=False)  # where the pinned window segment starts
+    floor: int = field(repr=False)  # where the locked window segment starts
 
 
 @dataclass(frozen=True)

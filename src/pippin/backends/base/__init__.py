@@ -1,4 +1,4 @@
-"""The contract between the scheduler and whatever runs the model. Knows no arrays.
+"""The contract between the scheduler and a backend. Knows no arrays.
 
 A plan carries every device-side effect of a step, and a backend executes it in this order:
 
@@ -9,15 +9,15 @@ A plan carries every device-side effect of a step, and a backend executes it in 
              are known; sample where one ends, or at once where all of a prompt was restored with
              its hidden vector
     spill    read payloads of the tree as bytes, on their way to another tier
-    load     make payloads of bytes that came from there
+    load     make payloads of bytes from there
 
-Decode and prefill concern different slots: either may come first, but streams wait for theirs.
+Decode and prefill concern different slots: either may run first, but streams wait for decode.
 Rows that obey a grammar are sampled when the host has made their masks: `PendingStep.sample`.
 Only `Backend.launch` touches the device, so no schedule-versus-forward race can be written.
 
-    plan.py      what a step is to do
-    result.py    what it gave
-    backend.py   who does it, and what things cost before they happen
+    plan.py      what a step computes
+    result.py    what it returns
+    backend.py   a backend, its step in flight, and what things cost before they happen
     sizes.py     those costs, where each payload is a copy of its own
 """
 

@@ -1,4 +1,4 @@
-"""Who executes plans: what it computes on, what it says of bytes, and a step under way."""
+"""A backend: the device it computes on, the bytes it needs, and a step in flight."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ class DeviceInfo:
     share: float  # of `memory_bytes` to use
     prefill_tokens: int  # of a step: enough that products, not launches, take the time
     max_buffers: int | None = None  # that one process can have, where that is limited
-    unified: bool = (
-        True  # it computes in the host's own memory: there is no other to move things to
-    )
+    unified: bool = True  # it computes in the host's memory: there is no other to move things to
 
 
 class PendingStep(Protocol):
     def dispatch(self) -> None:
-        """Hand the device what `launch` may have held back, if it has not been done.
+        """Submit to the device what `launch` may have deferred.
 
-        A backend whose device holds the host up may build what prompts need and hand over only what
-        running streams need: the tokens of the step before then reach their clients first. Called
-        before the next plan is made; `wait` does it too.
+        Where submitting blocks the host, `launch` may submit only what running streams need: the
+        tokens of the step before reach their clients first. Called before the next plan is made;
+        `wait` does it too.
         """
         ...
 
@@ -53,7 +51,7 @@ class PendingStep(Protocol):
         ...
 
     def discard(self) -> None:
-        """Release what the step captured, spilled and loaded: nobody will take it.
+        """Release what the step captured, spilled and loaded.
 
         Called instead of `wait`, or after it raised; at most once. The rows stay as they are.
         """
@@ -61,7 +59,7 @@ class PendingStep(Protocol):
 
 
 class Costs(Protocol):
-    """What a backend says of bytes; whoever plans adds them up. Asking has no effect."""
+    """Bytes that things need; the scheduler adds them up. Asking has no effect."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -137,7 +135,7 @@ class Backend(Costs, Protocol):
         ...
 
     def make_way(self, *, busy: bool) -> None:
-        """Told when requests begin to run, and when none do: work of its own waits meanwhile."""
+        """Requests run from now on, or none does: work of the backend's own waits meanwhile."""
         ...
 
     def memory_used(self) -> int:
@@ -149,7 +147,7 @@ class Backend(Costs, Protocol):
         ...
 
     def buffers_used(self) -> int:
-        """In how many buffers, but for those of steps under way."""
+        """In how many buffers, except those of steps in flight."""
         ...
 
     def close(self) -> None: ...

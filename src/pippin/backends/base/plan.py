@@ -31,7 +31,7 @@ class Restore:
         """Each payload with the tokens [start, end) that it covers; none where it is kept after
         `end`."""
         for component, payloads in self.payloads.items():
-            if component in (Component.STATE, Component.HIDDEN):
+            if not component.divides:
                 for payload in payloads:
                     yield component, self.length, self.length, payload
                 continue
@@ -54,7 +54,7 @@ class Admit:
     # int32 [n]: tokens that were sampled before the request was preempted. Its chunks run them
     # after the prompt; the next sample is the reply's token number n, and penalties count these.
     reply: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    embeds: bool = False  # tell the hidden vector after the prompt, with the token that is sampled
+    embeds: bool = False  # return the hidden vector after the prompt, with the first token
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PrefillRow:
     Without tokens, all of the prompt is restored with its hidden vector, and the row samples.
 
     A slot that decodes may have a chunk too, of tokens of its reply that a grammar forces. It
-    begins with the token that the slot sampled last, samples, and the slot goes on decoding.
+    begins with the token that the slot sampled last, samples, and the slot continues decoding.
     """
 
     slot: int
@@ -167,7 +167,7 @@ class StepPlan:
 
     @property
     def samples_at_once(self) -> bool:
-        """Its tokens take no forward: every prompt in it is restored whole, and nobody decodes."""
+        """Its tokens take no forward: every prompt in it is restored whole, and no row decodes."""
         return bool(self.prefill) and not self.decode and not self.num_prefill_tokens
 
     @property

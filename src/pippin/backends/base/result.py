@@ -1,4 +1,4 @@
-"""What a step gave: tokens, what it captured, what it moved between tiers. Knows no device."""
+"""What a step returns: tokens, what it captured and moved between tiers. Knows no device."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Damage:
     """What a slot was restored from is not what was captured or loaded: tokens [start, end) of KV,
     or what is kept after `end`.
 
-    Told with the first step that computes something from it, at the latest.
+    Reported with the first step that computes something from it, at the latest.
     """
 
     slot: int
@@ -81,8 +81,8 @@ class StepResult:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by slot, if asked for
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     captures: tuple[Capture, ...] = ()
-    # Slots whose numbers are none any more (NaN). Whatever a step computed for one of these,
-    # before that position too, is not to be used: a masked weight of 0 times NaN is NaN.
+    # Slots whose numbers are NaN. Nothing that a step computed for these is to be used, at earlier
+    # positions neither: a masked weight of 0 times NaN is NaN.
     overflowed: frozenset[int] = frozenset()
     dispatched: float = 0.0  # time.perf_counter() when the device was handed the step
     device: DeviceReading | None = None  # where a device keeps account of its work

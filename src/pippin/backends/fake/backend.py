@@ -21,9 +21,17 @@ from pippin.backends.base import (
     WarmUpShape,
     captured_bytes,
 )
-from pippin.backends.fake import transfers
 from pippin.backends.fake.device import FakeDevice, FutureMap
-from pippin.backends.fake.payloads import FakePayload, Ledger, PayloadMaker, as_fake, contents
+from pippin.backends.fake.payloads import (
+    FakePayload,
+    Ledger,
+    PayloadMaker,
+    as_fake,
+    content_of,
+    contents,
+    payload_arrays,
+    spilled,
+)
 from pippin.backends.fake.pending import FakePending
 from pippin.backends.fake.toy import ARITHMETIC_VERSION, ToyRow
 from pippin.backends.masks import allowed_ids
@@ -98,7 +106,7 @@ class FakeBackend:
 
     def payload_arrays(self, component: Component, num_tokens: int) -> tuple[ArraySpec, ...]:
         num_digests = 1 + len([c for c in self.spec.components if c is not Component.HIDDEN])
-        return transfers.payload_arrays(component, num_tokens, num_digests)
+        return payload_arrays(component, num_tokens, num_digests)
 
     def host_memory(self, nbytes: int) -> Bytes:
         return np.empty(nbytes, dtype=np.uint8)
@@ -135,7 +143,7 @@ class FakeBackend:
         for prefill in plan.prefill:
             self._prefill(pending, prefill)
         self._decode(pending)
-        pending.spilled += [transfers.spilled(spill) for spill in plan.spill]
+        pending.spilled += [spilled(spill) for spill in plan.spill]
         for load in plan.load:
             self._load(pending, load)
         return pending
@@ -225,7 +233,7 @@ class FakeBackend:
         pending.loaded.append(payload)
 
         def work() -> None:
-            payload.write(transfers.content_of(load))
+            payload.write(content_of(load))
 
         self.device_queue.enqueue(pending.plan.step, work)
 

@@ -45,8 +45,8 @@ class ToyRow:
     attention: int = 0
     num_sampled: int = 0
     hidden: list[int] = field(default_factory=list)  # restored, until a token is run
-    borrowed: tuple[FakePayload, ...] = ()  # restored by reference: must not be given back
-    destroyed: bool = False  # a failed step left nothing sensible
+    borrowed: tuple[FakePayload, ...] = ()  # restored by reference: must not be released
+    destroyed: bool = False  # a failed step left it undefined
 
     def __post_init__(self) -> None:
         self.num_sampled = len(self.admit.reply)

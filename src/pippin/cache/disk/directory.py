@@ -1,4 +1,4 @@
-"""What lies where in a cache directory, and who may write there. Knows no entries.
+"""The files of a cache directory, and the lock of the process that writes. Knows no entries.
 
     DIR/lock                    held (flock) by the one process that writes
     DIR/<model>/00000001.data   segments, with an .index each
@@ -149,7 +149,7 @@ def remove_segment(files: Files, path: Path) -> None:
 
 
 def segment_bytes(path: Path) -> int:
-    """Of both files, whatever is there of them."""
+    """Of both files, as far as they exist."""
     return _size(path) + _size(index_path(path))
 
 

@@ -4,8 +4,8 @@
     root   = BLAKE2b(model fingerprint, key = salt)            this, of sequences with a salt
 
 So a key says all that a payload at position `p` was computed from. It does not depend on where
-nodes of a tree begin and end: a path that was split later has the same keys. Nobody can find two
-sequences of one key, which a prompt written on purpose might otherwise try.
+nodes of a tree begin and end: a path that was split later has the same keys. BLAKE2b is collision
+resistant: no prompt can be written to have the key of another.
 """
 
 from __future__ import annotations

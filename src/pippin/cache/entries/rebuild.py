@@ -40,8 +40,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    placed: list[Placed]  # whatever lies above comes before what hangs below it
-    orphans: list[Key]  # nothing leads there: not to be used, and best forgotten
+    placed: list[Placed]  # parents before children
+    orphans: list[Key]  # without a path from the root: not to be used
 
 
 def rebuild(entries: Iterable[Entry], fingerprint: bytes) -> Rebuilt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from pippin.cache.policy import Placement
@@ -12,7 +12,7 @@ from pippin.cache.tree.components import HIDDEN, INDEX, STATE, WINDOW, Rules
 from pippin.cache.tree.radix import Node, TokenArray
 from pippin.types import GRID, Component, Payload
 
-STATE_STRIDE = 1024  # tokens between states on disk where nobody is expected to come back to one
+STATE_STRIDE = 1024  # tokens between states on disk where no request is expected to continue
 
 Sizes = Callable[[Component, int], int]  # bytes of a payload of so many tokens, as bytes
 
@@ -33,33 +33,26 @@ def is_worth_writing(node: Node) -> bool:
     return likely or node.end % STATE_STRIDE == 0
 
 
+@dataclass
 class Diff:
-    """The runs to write next, of one sequence, within `max_bytes`; none where all is there."""
+    """Finds the runs to write next, of one sequence, within `left` bytes; none if all is there."""
 
-    def __init__(
-        self,
-        rules: Rules,
-        memory: PrefixCache,
-        disk: PrefixCache,
-        sizes: Sizes,
-        max_bytes: int,
-    ) -> None:
-        self._rules = rules
-        self._memory = memory
-        self._disk = disk
-        self._sizes = sizes
-        self._left = max_bytes
-        self.runs: list[Run] = []
+    rules: Rules
+    memory: PrefixCache
+    disk: PrefixCache
+    sizes: Sizes
+    left: int
+    runs: list[Run] = field(default_factory=list)
 
     def find(self, ids: TokenArray, salt: bytes = b"", root: bytes = b"") -> list[Run]:
         """`root`: by what the disk's tree knows the salt."""
-        path, reach = self._memory.radix.walk(ids, salt)
+        path, reach = self.memory.radix.walk(ids, salt)
         held = path[:-1] if path and path[-1].end > reach else path
         if not held:
             return []
-        on_disk, disk_reach = self._disk.radix.walk(ids[: held[-1].end], root)
+        on_disk, disk_reach = self.disk.radix.walk(ids[: held[-1].end], root)
         top = disk_reach
-        if self._rules.has_attention:
+        if self.rules.has_attention:
             top = self._add_attention(held[-1], disk_reach)
         kept = list(held[-1].ancestors())[::-1]  # once more: nodes may have been cut
         ends = self._add_ends(kept, on_disk, top)
@@ -68,10 +61,10 @@ class Diff:
         return self.runs
 
     def _add_attention(self, last: Node, disk_reach: int) -> int:
-        """Whatever lies below what the disk has; returns how far it will have it."""
+        """All below what the disk has; returns how far the disk will have it."""
         if disk_reach >= last.end:
             return disk_reach
-        most = self._left // self._sizes(Component.ATTENTION, 1)
+        most = self.left // self.sizes(Component.ATTENTION, 1)
         end = min(last.end, disk_reach + most)
         if end < last.end:
             end -= end % GRID
@@ -79,7 +72,7 @@ class Diff:
             return disk_reach
         for position in (end, disk_reach):
             if position:
-                self._memory.tree.end_node(last, position)
+                self.memory.tree.end_node(last, position)
         nodes = [node for node in last.ancestors() if disk_reach < node.end <= end][::-1]
         self._add(Component.ATTENTION, disk_reach, nodes)
         return end
@@ -87,8 +80,8 @@ class Diff:
     def _add_ends(self, held: Sequence[Node], on_disk: Sequence[Node], top: int) -> list[Node]:
         """Where matches are to end on disk: at states, as far as there is room for them."""
         known = _by_end(on_disk)
-        connected = held if not self._rules.has_attention else [n for n in held if n.end <= top]
-        if not self._rules.has_state:  # ends of prompts, and how far it goes
+        connected = held if not self.rules.has_attention else [n for n in held if n.end <= top]
+        if not self.rules.has_state:  # ends of prompts, and the path's end
             return [n for n in connected if n.payloads[HIDDEN] is not None or n is connected[-1]]
         stops = [node for node in connected if node.payloads[STATE] is not None]
         ends: list[Node] = []
@@ -107,17 +100,17 @@ class Diff:
         """Without a hidden vector the same prompt again needs the state before its end."""
         if is_worth_writing(node):
             return True
-        return not self._rules.has_hidden and below is not None and is_worth_writing(below)
+        return not self.rules.has_hidden and below is not None and is_worth_writing(below)
 
     def _add_windows(self, ends: Iterable[Node], on_disk: Sequence[Node]) -> None:
         """The windows that a restore at these ends needs, each run of tokens once."""
-        if not self._rules.has_window:
+        if not self.rules.has_window:
             return
         wanted: dict[int, Node] = {}  # by start
         for end in ends:
-            floor = end.end - self._rules.window
+            floor = end.end - self.rules.window
             if floor > 0:
-                self._memory.tree.end_node(end, floor)
+                self.memory.tree.end_node(end, floor)
             for node in end.back_to(floor):
                 if node.payloads[WINDOW] is not None and _lacks_window(on_disk, node):
                     wanted[node.start] = node
@@ -132,7 +125,7 @@ class Diff:
             self._add(Component.WINDOW, run[0].start, run)
 
     def _add_hidden(self, ends: Sequence[Node], on_disk: Sequence[Node]) -> None:
-        if not self._rules.has_hidden:
+        if not self.rules.has_hidden:
             return
         known = _by_end(on_disk)
         for node in ends:
@@ -143,10 +136,10 @@ class Diff:
 
     def _fits(self, component: Component, num_tokens: int) -> bool:
         """Whether there is room for so much; if so it is taken."""
-        nbytes = self._sizes(component, num_tokens)
-        if nbytes > self._left:
+        nbytes = self.sizes(component, num_tokens)
+        if nbytes > self.left:
             return False
-        self._left -= nbytes
+        self.left -= nbytes
         return True
 
     def _add(self, component: Component, start: int, nodes: Sequence[Node]) -> None:
@@ -154,7 +147,7 @@ class Diff:
         held = tuple(payload for payload in payloads if payload is not None)
         assert len(held) == len(nodes)
         if component is Component.ATTENTION:
-            self._left -= self._sizes(component, nodes[-1].end - start)
+            self.left -= self.sizes(component, nodes[-1].end - start)
         self.runs.append(Run(component, start, nodes[-1].end, held))
 
 

@@ -1,6 +1,6 @@
-"""What the disk's tree keeps: parts of entries. Knows their sizes, not where they are.
+"""The payloads of a tier's tree: parts of entries. Knows their sizes, not where they are.
 
-Splitting a part is arithmetic. An entry is read whole, and is wanted until its last part goes.
+Splitting a part is arithmetic. An entry is read whole, and is kept until its last part is released.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Rules:
             if node.start >= reach:
                 continue
             if self.has_window and node.payloads[WINDOW] is None:
-                best = None  # whatever lies between this hole and `best` looks back on it, too
+                best = None  # all between this hole and `best` looks back on it too
                 continue
             if best is None and (not self.has_state or self._has_state_within(node, reach)):
                 best, length = node, min(node.end, reach)
@@ -110,7 +110,7 @@ class Rules:
         return growth
 
     def is_dead(self, leaf: Node) -> bool:
-        """No match can end in this leaf: its bytes serve nobody until something is filled in."""
+        """No match can end in this leaf: its bytes are useless until something is filled in."""
         return (self.has_state and leaf.payloads[STATE] is None) or (
             self.has_window and leaf.payloads[WINDOW] is None
         )
@@ -131,7 +131,7 @@ class Rules:
         return node.back_to(node.window_floor if self.is_end(node) else node.end - self.window)
 
     def num_saved(self, node: Node) -> int:
-        """Tokens computed again if nobody could stop at this node's end, only further up."""
+        """Tokens computed again if no match could end at this node, only further up."""
         if not self.has_state:
             return node.num_tokens
         above = node.parent

@@ -1,7 +1,7 @@
 """A binary heap of nodes by rank that can also find, move and remove any of them.
 
-`heapq` cannot. What is gone would stay in it until it comes to the front, and then thousands of
-such entries come at once, in the middle of one eviction. Knows nodes only by identity.
+`heapq` cannot: removed nodes would stay in it until they are first, and then thousands at once, in
+the middle of one eviction. Knows nodes only by identity.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An end is where a match can end: a node with a state, or, in a model without states, a leaf. A
 window that no end looks back on may be evicted. Counts change with the ends, along one window, so
-that nobody has to search the tree below a node:
+that no search of the tree below a node is needed:
 
     window of 5 tokens          end                    the end's floor is where the first node
     [ 0 .. 3 ] [ 4 .. 7 ] [ 8 .. 9 ]                   starts that counts it: 4

@@ -34,7 +34,7 @@ class PayloadTree:
         self.queue = EvictionQueue(rules, evicts=evicts)
         self.stats = CacheStats()
         self.component_bytes = dict.fromkeys(rules.components, 0)
-        self.version = 0  # changes with every payload that is attached or released
+        self.version = 0  # changes whenever a match of some prompt may change
         self.num_damaged = 0  # damaged payloads that are locked
         self.tick = 0
         self.recent: list[Node] = []  # ends of the paths used last; some may be evicted

@@ -204,7 +204,7 @@ class Admission:
         probed = 0
         offers: list[Offer] = []
         waits: list[tuple[Request, Promise]] = []
-        current = 0 if self._cache is None else self._cache.version
+        current = 0 if self._cache is None else self._cache.tree.version
         for request in itertools.islice(self.eligible, MAX_EXAMINED):
             version, matched = self._hints.get(request, (-1, 0))
             if version != current and probed < PROBED_TOKENS:

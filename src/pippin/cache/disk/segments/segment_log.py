@@ -139,7 +139,7 @@ class SegmentLog:
 
     @property
     def _reserve(self) -> int:
-        """Room that is kept for moving entries before their segment is gone."""
+        """Room to move entries before their segment is deleted."""
         return self.segment_bytes // 4
 
     def _append(self, entry: Entry, data: Sequence[Bytes], use: int) -> None:
