@@ -14,12 +14,15 @@ TABLES = sorted(table.stem for table in (SCRIPT.parent / "mutants").glob("*.toml
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_rule_names_tests_that_exist(table: str) -> None:
+def test_every_rule_names_code_and_tests_that_exist(table: str) -> None:
+    root = SCRIPT.parents[1]
     text = (SCRIPT.parent / "mutants" / f"{table}.toml").read_text(encoding="utf-8")
     for mutant in tomllib.loads(text)["mutant"]:
+        code = root.joinpath(mutant["file"]).read_text(encoding="utf-8")
+        assert code.count(mutant["old"]) == 1, mutant["name"]
         for test in mutant["tests"]:
             path, _, name = test.partition("::")
-            source = SCRIPT.parents[1].joinpath(path).read_text(encoding="utf-8")
+            source = root.joinpath(path).read_text(encoding="utf-8")
             name = name.partition("[")[0]
             assert not name or f"def {name}(" in source, test
 
