@@ -20,7 +20,6 @@ from pippin.cache.tiers.parts import EntryPart
 from pippin.cache.tiers.pieces import Piece, num_bytes, pieces
 from pippin.cache.tiers.tier_tree import Format, TierTree
 from pippin.cache.tree.canary import Canary
-from pippin.cache.tree.components import Rules
 from pippin.cache.tree.radix import TokenArray, as_tokens
 from pippin.types import GRID, Component, ModelSpec
 
@@ -88,7 +87,6 @@ class CacheTier:
         self.batch_bytes = batch_bytes
         self.stats = TierStats()
         self.rates = kind.rates()
-        self._rules = Rules(spec.components, spec.window)
         self._on_grid = on_grid
         self.below.fill(store)
 
@@ -96,8 +94,8 @@ class CacheTier:
 
     def missing(self, tokens: npt.ArrayLike, salt: bytes = b"") -> list[Run]:
         """What is to be written next of a sequence; its payloads are borrowed until a change."""
-        sizes = self._num_bytes
-        diff = Diff(self._rules, self.memory, self.below.cache, sizes, self.batch_bytes)
+        trees = (self.memory, self.below.cache)
+        diff = Diff(self.memory.tree.rules, *trees, self._num_bytes, self.batch_bytes)
         return diff.find(as_tokens(tokens), salt, self.below.root(salt))
 
     def entries(self, tokens: npt.ArrayLike, runs: Sequence[Run], salt: bytes = b"") -> list[Entry]:
@@ -168,9 +166,9 @@ class CacheTier:
         return None
 
     def _sound_limit(self, found: TierMatch) -> int | None:
-        """How long a match may be so that it needs nothing that the store has not; None: as it is.
+        """How long a match may be that needs only what the store has; None: as it is.
 
-        The tree may name that for some steps: `TierTree.remove_lost` removes a few at a time.
+        The tree may name lost entries for some steps: `TierTree.remove_lost` removes a few a step.
         """
         needed = [span.entry for piece in found.pieces for span in piece.spans]
         lost = [e for e in needed if e.key not in self._store or self.below.is_lost(e.key)]

@@ -1,4 +1,4 @@
-"""What the disk lacks of a sequence that memory holds. Knows both trees, no files and no steps."""
+"""What a tier lacks of a sequence that memory has. Knows both trees, no files and no steps."""
 
 from __future__ import annotations
 
