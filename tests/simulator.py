@@ -244,8 +244,8 @@ class SimulatedHost(HostStore):
 
     def pin(self, key: Key) -> PinnedEntry | None:
         if self._rng.random() < self._fault_rate and key in self._places:
-            area = self._places[key]
-            area.memory[area.kept[key].at] ^= 1 << self._rng.randrange(8)
+            kept = self._places[key]
+            kept.area.memory[kept.at] ^= 1 << self._rng.randrange(8)
         return super().pin(key)
 
 

@@ -173,8 +173,8 @@ def test_damage_costs_a_hit_is_counted_once_and_mended(component: Component) -> 
     first = client.ask(prompt)
     hurt = [entry.key for entry in host.entries() if entry.key.component is component]
     for key in hurt:
-        area = host._places[key]
-        area.memory[area.kept[key].at] ^= 1
+        kept = host._places[key]
+        kept.area.memory[kept.at] ^= 1
     for expected in (0, 500):
         empty_memory(client)
         reply = client.ask(prompt)

@@ -166,7 +166,7 @@ def test_notes_of_use_are_saved_once_a_minute(tmp_path: Path, verb: str) -> None
     assert not list(tmp_path.rglob("recency"))
     now[0] = RECENCY_S
     getattr(store, verb)(*_another()[: 2 * (verb == "write")])
-    os.close(store._lock._file)  # as if the process had ended here
+    os.close(store._directory_lock._file)  # as if the process had ended here
     again = open_store(tmp_path, FINGERPRINT, MB)
     assert list(again.entries())[:2] == [second, first]
     again.close()
@@ -423,5 +423,5 @@ def test_where_no_lock_can_be_had_what_is_there_is_served(
     assert not store.write(*_another())
     store.forget([entry.key])
     store.close()
-    assert "read only" in caplog.text
+    assert "is only read" in caplog.text
     assert {path: path.read_bytes() for path in files_in(tmp_path)} == before
