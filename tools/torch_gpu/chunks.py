@@ -37,7 +37,7 @@ def chunks() -> None:
     print("\n| tokens | rows | launched, ms | captured, ms | captured first, s |\n|---|---|---|---|---|")
     for room in ROOMS:
         (before, _), (after, first) = (timed(backend, room) for backend in (launched, captured))
-        assert captured.runner.prompts.graphs.replays.works, HELP
+        assert captured.runner.prompts.graphs.works, HELP
         print(f"| {room.num_tokens} | {room.least_rows} | {before:.2f} | {after:.2f} | {first:.1f} |", flush=True)
 
 
@@ -46,7 +46,7 @@ def compare(launched: TorchBackend, captured: TorchBackend, room: Room, dtype: s
     for params in (GREEDY, DRAWN, SamplingParams(temperature=0.0, logprobs=5)):
         found, expected = (RoomPrompts(backend, room, params).run() for backend in (captured, launched))
         graphs = captured.runner.prompts.graphs
-        assert graphs is not None and graphs.replays.works, HELP
+        assert graphs is not None and graphs.works, HELP
         if dtype == "float32":
             assert found.tokens == expected.tokens, f"{room}: captured {found.tokens}, launched {expected.tokens}"
         for slot, lines in found.logprobs.items():

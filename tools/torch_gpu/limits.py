@@ -220,13 +220,13 @@ def serve_within(budget_bytes: int, look: Callable[[], tuple[int, int]]) -> None
             most = tuple(map(max, most, look()))
     most = tuple(map(max, most, look()))
     traffic.end()
-    graphs = sum(len(replays.graphs) for replays in backend.runner.replays())
+    graphs = sum(len(steps.graphs) for steps in backend.runner.captured())
     print(f"{traffic.num_operations:,} operations in {traffic.steps:,} steps and {time.perf_counter() - began:.1f} s, {traffic.most_running} rows at most, {graphs} graphs")
     print(f"reserved at most {most[0]:,}, on the device at most {most[1]:,} bytes of {budget_bytes:,}: {max(most) / budget_bytes:.1%}", flush=True)
     assert max(most) <= budget_bytes * MOST_OVER, "more than the budget"
     assert traffic.most_running == NUM_ROWS, "the rows never all ran"
     assert traffic.num_operations >= NUM_OPERATIONS, "too slow: fewer operations than asked for"
-    assert all(replays.works for replays in backend.runner.replays()), "captures failed: see the log"
+    assert all(steps.works for steps in backend.runner.captured()), "captures failed: see the log"
     backend.close()
     again = TorchBackend(random_model(SERVED_SHAPE, HALF, 32_768), num_slots=NUM_ROWS, pool_bytes=None, kernels=KERNELS)
     found = again.limit_memory(budget_bytes)
@@ -280,7 +280,7 @@ def captures() -> None:
         found = reply(backend, 24)
         assert found == expected, f"after an invalid capture it says {found}, not {expected}"
         assert recorder.num_broken == 2, "a decode step and a chunk: each is tried once"
-        assert not any(replays.works for replays in backend.runner.replays())
+        assert not any(steps.works for steps in backend.runner.captured())
         assert not torch.cuda.is_current_stream_capturing()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

@@ -96,7 +96,7 @@ def moe() -> None:
 
 def same_layer(dtype: torch.dtype, num_tokens: int) -> None:
     """One layer of experts: of the same routes, and replayed to the bit."""
-    from pippin.backends.torch.kernels.experts.feed_forward import feed_forward, run_experts
+    from pippin.backends.torch.kernels.layers import feed_forward, run_experts
     from pippin.backends.torch.kernels.experts.routing import route
 
     for name, config in MODELS.items():
@@ -212,7 +212,7 @@ def agreement() -> None:
 
 def expert_speed() -> None:
     """Eight layers of Qwen3-30B-A3B's shape in bfloat16, against the time to read the weights."""
-    from pippin.backends.torch.kernels.experts.feed_forward import feed_forward
+    from pippin.backends.torch.kernels.layers import feed_forward
 
     loaded = model(QWEN3_30B_A3B, torch.bfloat16)
     shape = loaded.decoder.shape

@@ -90,7 +90,7 @@ def run_plans(backend: TorchBackend, plans: list[StepPlan], *, ahead: int) -> li
             step = backend.launch(plan)
         if plan.num_prefill_tokens:
             graphs = backend.runner.prompts.graphs
-            way = "eager" if graphs is None or not graphs.replays.works else "captured where there is room"
+            way = "eager" if graphs is None or not graphs.works else "captured where there is room"
             how.append(f"{way}, {plan.num_prefill_tokens} tokens of slots {[row.slot for row in plan.prefill]}")
         pending.append((step, how))
         if not ahead:
@@ -116,7 +116,7 @@ def replays(backend: TorchBackend) -> Iterator[list[str]]:
 
     def noted(width: int, words: np.ndarray, choice: Any) -> Any:
         in_place = [bool(same) for same in words[3] == words[4]]
-        way = "replay" if steps.replays.works else "eager"
+        way = "replay" if steps.works else "eager"
         how.append(f"{way} of width {width}, {choice.name}, slots {words[0].tolist()}, states in place {in_place}")
         return run(width, words, choice)
 

@@ -24,7 +24,7 @@ def replay_ms(backend: TorchBackend, play: Play, params: SamplingParams) -> floa
     """One replay after the other, nothing of the host in between."""
     steps = backend.runner.decodes.steps
     assert steps is not None
-    graphs = {key: g for key, g in steps.replays.graphs.items() if key[0] >= len(play.slots)}
+    graphs = {key: g for key, g in steps.graphs.items() if key[0] >= len(play.slots)}
     width, choice = min(key for key in graphs if key[1] == (0 if params is GREEDY else 1))
     graph = graphs[width, choice]
     with torch.cuda.stream(backend._streams._forward):

@@ -37,6 +37,7 @@ def products() -> None:
     import torch.nn.functional as F  # noqa: N812
 
     from pippin.backends.torch.kernels.products import Tile, product
+    from pippin.backends.torch.models.parts import Linear
 
     device = torch.device("cuda")
     shapes = {"in_proj": (8224, 1024, False), "out_proj": (1024, 2048, False), "gate_up": (7168, 1024, True), "down": (1024, 3584, False), "head": (248_320, 1024, False)}
@@ -59,7 +60,7 @@ def products() -> None:
                         continue
                     tile = Tile(n, k, warps, stages)
                     try:
-                        found[f"n{n} k{k} w{warps} s{stages}"] = timed(lambda w, t=tile: product(x, w, swiglu=gated, tile=t))
+                        found[f"n{n} k{k} w{warps} s{stages}"] = timed(lambda w, t=tile: product(x, Linear(w), swiglu=gated, tile=t))
                     except Exception as error:  # noqa: BLE001
                         found[f"n{n} k{k} w{warps} s{stages}: {type(error).__name__}"] = 1e9
         best = sorted(found.items(), key=lambda item: item[1])[:4]

@@ -208,7 +208,7 @@ def test_where_nothing_can_be_captured_it_says_so_once_and_goes_on(
     said = [record.getMessage() for record in caplog.records]
     assert said == [f"chunks of prompts are not captured: no capture: {stage}"]
     assert caplog.records[0].exc_info is not None
-    assert not graphs.replays.works
+    assert not graphs.works
     other.runner.pools.arena.check_integrity()
 
 
@@ -221,7 +221,7 @@ def test_while_requests_run_chunks_are_launched_first_and_captured_next() -> Non
     for num_replays in (0, 4, 8):
         assert [dict(result.tokens) for result in play(other, PARAMS["drawn"])] == expected
         assert recorder.num_replays == num_replays
-    assert len(graphs.replays.graphs) == 4
+    assert len(graphs.graphs) == 4
 
 
 def client_of(name: str) -> tuple[Client, RunAgain]:

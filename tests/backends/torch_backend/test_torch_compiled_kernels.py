@@ -23,9 +23,9 @@ from triton.compiler import ASTSource
 
 {kernel}
 dtype, names = sys.argv[1], kernel.arg_names
-types = dict.fromkeys(values, f"*{{dtype}}") | dict.fromkeys(indices, "*i32") | others
+types = dict.fromkeys(values, f"*{{dtype}}") | others
 types |= dict.fromkeys(constants, "constexpr")
-aligned = [(i,) for i, name in enumerate(names) if name in aligned]
+aligned = [(i, 0) if name in others else (i,) for i, name in enumerate(names) if name in aligned]
 source = ASTSource(
     kernel,
     signature={{name: types.get(name, "i32") for name in names}},
@@ -36,19 +36,21 @@ target = GPUTarget("cuda", 90, 32)
 print(triton.compile(source, target=target, options={{"num_warps": 4}}).asm["ptx"])
 """
 CONVOLUTION_OF_ONE_ROW = """
-from pippin.backends.torch.kernels.products import CONV, _product as kernel
+from pippin.backends.torch.kernels.products import CONV, ConvStep, _product as kernel
 
 constants = dict(bias=None, residual=None, K=128, NORM=True, BIAS=False, EPILOGUE=CONV, TAPS=4)
 constants |= dict(LINES=4, BLOCK_N=4, BLOCK_K=128, STAGES=5)
-values, indices = ("x", "w", "conv", "taps", "out"), ("state_in", "state_out")
-others, aligned = dict(norm="*fp32", eps="fp32"), ("w", "conv", "conv_stride", "num_out")
+values, others = ("x", "w", "out"), dict(norm="*fp32", eps="fp32")
+others |= dict(conv=ConvStep(f"*{sys.argv[1]}", f"*{sys.argv[1]}", "*i32", "*i32"))
+aligned = ("w", "conv", "conv_stride", "num_out")
 """
 INPUTS_AFTER_CHUNKS = """
-from pippin.backends.torch.kernels.kept_inputs import BLOCK, _keep_inputs as kernel
+from pippin.backends.torch.kernels.rows import KEPT_BLOCK, _keep_inputs as kernel
+from pippin.backends.torch.step.chunk_inputs import BlockInputs
 
-constants = dict(KEPT=3, LINES=4, BLOCK=BLOCK)
-values, indices = ("x", "conv"), ("starts", "lengths", "row_starts", "states_in", "slabs")
-others, aligned = {}, ("x", "conv", "x_stride", "conv_stride", "num_channels")
+constants = dict(KEPT=3, LINES=4, BLOCK=KEPT_BLOCK)
+values, others = ("x", "conv"), dict(blocks=BlockInputs(*["*i32"] * 7))
+aligned = ("x", "conv", "x_stride", "conv_stride", "num_channels")
 """
 
 

@@ -15,7 +15,7 @@ from pippin.backends.torch.device import find_device
 from pippin.backends.torch.kernels import attention_step
 from pippin.backends.torch.kernels.decode import DecodeKernels
 from pippin.backends.torch.kernels.delta_step import StateTile, delta_step
-from pippin.backends.torch.kernels.draw import draw
+from pippin.backends.torch.kernels.draw import Noise, draw
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.layout import PoolLayout
@@ -186,10 +186,12 @@ def test_draws_are_those_of_the_specification() -> None:
         inputs.slot,
         future,
         out,
-        inverse_temperature=inputs.inverse_temperature,
-        thresholds=torch.full((3,), -torch.inf, device=DEVICE),
-        noisy=inputs.noisy,
-        keys=inputs.keys,
+        Noise(
+            inputs.inverse_temperature,
+            thresholds=torch.full((3,), -torch.inf, device=DEVICE),
+            noisy=inputs.noisy,
+            keys=inputs.keys,
+        ),
     )
     streams = np.array([state.stream for state in states], dtype=np.uint64)
     noise = gumbel(random_bits(noise_keys(streams, [0, 3, 9]), vocab))
@@ -210,10 +212,12 @@ def test_thresholds_leave_out_and_what_is_no_number_is_told() -> None:
         slots,
         torch.zeros(3, dtype=torch.int32, device=DEVICE),
         out,
-        inverse_temperature=inputs,
-        thresholds=torch.tensor([3.0, -torch.inf], device=DEVICE),
-        noisy=slots,
-        keys=torch.zeros(2, 2, dtype=torch.int32, device=DEVICE),
+        Noise(
+            inverse_temperature=inputs,
+            thresholds=torch.tensor([3.0, -torch.inf], device=DEVICE),
+            noisy=slots,
+            keys=torch.zeros(2, 2, dtype=torch.int32, device=DEVICE),
+        ),
     )
     assert out[0, 0] == 1
     assert out[1].tolist() == [0, 1]

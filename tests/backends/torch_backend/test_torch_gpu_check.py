@@ -140,7 +140,7 @@ def test_captured_chunks_are_compared_with_launched_ones() -> None:
         for room in (Room(128, 4), Room(64, 16)):
             chunks.compare(launched, captured, room, "float32")
     assert recorder.num_replays == 2 * 3 * 2
-    captured.runner.prompts.graphs.replays.works = False
+    captured.runner.prompts.graphs.works = False
     with torch.inference_mode(), pytest.raises(AssertionError, match="CHUNK_GRAPHS = False"):
         chunks.compare(launched, captured, Room(64, 4), "float32")
 

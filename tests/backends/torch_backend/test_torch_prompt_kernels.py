@@ -21,8 +21,8 @@ from pippin.backends.torch.kernels.attention_blocks import (
     attend_blocks,
     attention_tile_for,
 )
-from pippin.backends.torch.kernels.kept_inputs import keep_inputs
 from pippin.backends.torch.kernels.prompt import PromptKernels
+from pippin.backends.torch.kernels.rows import keep_inputs
 from pippin.backends.torch.plain.attention import attend_rows
 from pippin.backends.torch.plain.forward import PlainForward
 from pippin.backends.torch.pools.layout import WASTE_SLAB
@@ -119,7 +119,7 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The kernels themselves are left out: which are launched, and in how many programs, is not."""
-    from pippin.backends.torch.kernels import attention_blocks, delta_blocks, kept_inputs, rows
+    from pippin.backends.torch.kernels import attention_blocks, delta_blocks, rows
     from pippin.backends.torch.kernels.experts import products, routing
 
     found = []
@@ -134,7 +134,7 @@ def test_launches_depend_on_the_room_alone(monkeypatch: pytest.MonkeyPatch, name
                 self._launches.seen.append((self._name, grid))
                 return lambda *args, **options: None
 
-        for module in (attention_blocks, delta_blocks, kept_inputs, rows, products, routing):
+        for module in (attention_blocks, delta_blocks, rows, products, routing):
             names = ("_attend_blocks", "_solve", "_scan", "_keep_inputs", "_add_norm")
             names += ("_swiglu", "_conv_rows", "_gated_norm", "_route", "_order", "_cut")
             for kernel in (*names, "_expert_product", "_weighted_sum"):

@@ -18,7 +18,7 @@ from pippin.backends.base import Admit, DecodeRow, PrefillRow, Retire, StepPlan,
 from pippin.backends.sampling.rules import SlotSampling
 from pippin.backends.torch.backend import TorchBackend
 from pippin.backends.torch.graphs.steps import decode_steps
-from pippin.backends.torch.kernels.choose import choose
+from pippin.backends.torch.kernels.draw import choose
 from pippin.backends.torch.step.decode_inputs import (
     Choice,
     Inputs,
@@ -111,6 +111,4 @@ def test_steps_that_are_replayed_say_what_steps_say() -> None:
         assert torch.equal(found.drawn[said, real], expected.drawn[said, real])
         assert torch.equal(futures[1][1:], futures[0][1:])
     assert recorder.num_replays == len(plays)
-    assert set(replayed.replays.graphs) == {
-        (width, choice) for width in (1, 2, 4) for choice in Choice
-    }
+    assert set(replayed.graphs) == {(width, choice) for width in (1, 2, 4) for choice in Choice}

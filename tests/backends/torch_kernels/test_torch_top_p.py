@@ -13,7 +13,7 @@ from pippin.backends.sampling.rules import SlotSampling
 from pippin.backends.sampling.sampler import SampleRow
 from pippin.backends.torch.device import find_device
 from pippin.backends.torch.kernels import top_p
-from pippin.backends.torch.kernels.choose import choose
+from pippin.backends.torch.kernels.draw import choose
 from pippin.backends.torch.step import filters
 from pippin.backends.torch.step.decode_inputs import (
     NO_ROWS,

@@ -1,4 +1,4 @@
-"""The torch backend: says what things cost, keeps a budget, and launches what `runner.py` executes.
+"""The torch backend: counts bytes, keeps a budget, and launches what `runner.py` executes.
 
 Nothing here waits for the device except `TorchPending.wait`; on a CPU `launch` itself computes.
 """
@@ -21,15 +21,13 @@ from pippin.backends.torch.budget import (
     SLACK,
     CudaMeter,
     MemoryUse,
-    Meter,
     share_out,
 )
 from pippin.backends.torch.config import suit_kernels
-from pippin.backends.torch.device import device_info
-from pippin.backends.torch.graphs.capture import Recorder
+from pippin.backends.torch.device import device_info, to_device
+from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.kernels.checks.agreement import our_kernels_agree
 from pippin.backends.torch.largest_steps import (
-    capture_largest,
     largest_chunk,
     run_largest_chunk,
     run_largest_sampling,
@@ -53,9 +51,9 @@ logger = logging.getLogger(__name__)
 
 ACTIVATION_SHARE = 0.1  # of what the weights leave, where nothing is measured
 # Chunks of prompts, as far as there is room (`step/sizes.py`), are captured where decode steps are.
-# Where that fails this says so and goes on without; False: they are launched kernel by kernel.
+# If that fails a warning is logged and they are launched; False: they always are.
 CHUNK_GRAPHS = True
-DEFAULT_POOL_BYTES = 2 << 30  # where nobody set a budget; a CPU commits only what is used
+DEFAULT_POOL_BYTES = 2 << 30  # where no budget is set; a CPU commits only what is used
 
 # Raise it with every change to what is computed for KV, states or hidden vectors, if only in the
 # last bit: a kernel, a fix, another order. What is on disk from before is not read then.
@@ -75,10 +73,10 @@ class TorchBackend:
         deterministic: bool = False,
         pool_bytes: int | None = DEFAULT_POOL_BYTES,
         kernels: bool | None = None,
-        recorder: Recorder | None = None,
+        recorder: CudaGraphs | None = None,
         chunk_graphs: bool = CHUNK_GRAPHS,
         prefill_tokens: int | None = None,
-        meter: Meter | None = None,
+        meter: CudaMeter | None = None,
         fingerprints: bool = False,
         debug: bool = False,
     ) -> None:
@@ -256,7 +254,7 @@ class TorchBackend:
         meter.cap(int(available * SLACK) - meter.outside())
         return share_out(available, needs, self._layout, self.spec.max_len)
 
-    def _measure(self, meter: Meter) -> MemoryUse:
+    def _measure(self, meter: CudaMeter) -> MemoryUse:
         """With pools that hold the largest chunk and nothing else."""
         meter.give_back()
         num_slots, nbytes = self._ways.num_slots, self._decoder.nbytes
@@ -287,7 +285,7 @@ class TorchBackend:
 
     def _capture_largest(self) -> None:
         with torch.inference_mode(), self._streams.forward():
-            capture_largest(self.runner.decodes, self.runner.prompts, self._ways.num_slots)
+            self.runner.capture_largest()
 
     def memory_used(self) -> int:
         used = 0 if self._runner is None else self._runner.pools.arena.used_bytes
@@ -301,12 +299,12 @@ class TorchBackend:
         return 0
 
     def make_way(self, *, busy: bool) -> None:
-        """While requests run, graphs are captured one at a time (`graphs/replays.py`)."""
-        for replays in self._runner.replays() if self._runner is not None else ():
-            replays.busy = busy
+        """While requests run, graphs are captured one at a time (`graphs/steps.py`)."""
+        for steps in self._runner.captured() if self._runner is not None else ():
+            steps.busy = busy
 
     def close(self) -> None:
-        """All that it holds of the device goes back; it runs no more."""
+        """Frees all that it holds of the device; it cannot run afterwards."""
         self._slots.clear()
         self._drop_runner()
         self.__dict__.pop("_decoder", None)
@@ -338,11 +336,7 @@ class TorchBackend:
                 self._meter.give_back()
 
     def _send(self, values: np.ndarray) -> torch.Tensor:
-        """To the device, in its own type; the host does not wait."""
-        host = torch.from_numpy(np.ascontiguousarray(values))
-        if self._decoder.device.type == "cpu":
-            return host
-        return host.pin_memory().to(self._decoder.device, non_blocking=True)
+        return to_device(np.ascontiguousarray(values), self._decoder.device)
 
 
 def _in_top_p(kernels: bool) -> LeastInTopP:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -27,49 +26,27 @@ SLACK = 1.02  # before torch's allocator refuses
 INDEX_BYTES = 16  # of a token that a launched chunk sees: where its cell is, twice
 
 
-class Meter(Protocol):
-    """What a process holds of a device."""
-
-    def reserved(self) -> int:
-        """By torch, for tensors and for later."""
-        ...
-
-    def outside(self) -> int:
-        """By CUDA itself, for this process."""
-        ...
-
-    def free(self) -> int:
-        """That no process holds."""
-        ...
-
-    def peak(self, run: Callable[[], None]) -> int:
-        """What `run` reserved at most beside what was reserved before."""
-        ...
-
-    def cap(self, nbytes: int | None) -> None:
-        """Torch reserves no more than that. None: what the device has."""
-        ...
-
-    def give_back(self) -> None:
-        """To the device what torch keeps for later. Waits for the device."""
-        ...
-
-
 class CudaMeter:
+    """What this process holds of a device."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def reserved(self) -> int:
+        """By torch, for tensors and for later."""
         return int(torch.cuda.memory_reserved(self._device))
 
     def outside(self) -> int:
+        """By CUDA itself, for this process."""
         free, total = torch.cuda.mem_get_info(self._device)
         return min(max(int(total) - int(free) - self.reserved(), 0), MOST_CONTEXT_BYTES)
 
     def free(self) -> int:
+        """That no process holds."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def peak(self, run: Callable[[], None]) -> int:
+        """What `run` reserved at most beside what was reserved before."""
         before = self.reserved()
         torch.cuda.reset_peak_memory_stats(self._device)
         run()
@@ -77,11 +54,13 @@ class CudaMeter:
         return int(torch.cuda.max_memory_reserved(self._device)) - before
 
     def cap(self, nbytes: int | None) -> None:
+        """Torch reserves no more than that. None: what the device has."""
         total = torch.cuda.mem_get_info(self._device)[1]
         share = 1.0 if nbytes is None else min(max(nbytes, 0) / total, 1.0)
         torch.cuda.set_per_process_memory_fraction(share, self._device)
 
     def give_back(self) -> None:
+        """To the device what torch keeps for later. Waits for the device."""
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()

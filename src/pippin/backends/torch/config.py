@@ -177,7 +177,7 @@ def _rope(text: Json, head_dim: int, max_len: int, share: float) -> RopeShape:
 
 def _window(text: Json, family: str) -> int | None:
     """Tokens that layers of type `sliding_attention` see."""
-    if family == "mistral":  # whose configs may leave it away
+    if family == "mistral":  # whose configs may omit it
         return int(text.get("sliding_window", 4096) or 0) or None
     if family in ("qwen2", "qwen3") and not text.get("use_sliding_window"):
         return None

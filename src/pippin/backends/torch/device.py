@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 
+import numpy as np
 import torch
 
 from pippin.backends.base import DeviceInfo
@@ -47,3 +48,9 @@ def dtype_of(name: str, device: torch.device, stored: torch.dtype) -> torch.dtyp
     if stored not in DTYPES.values():
         raise LoadError(f"weights of type {stored} are not served: {', '.join(DTYPES)} are")
     return torch.float32 if device.type == "cpu" else stored
+
+
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """In their own type; the host does not wait."""
+    host = torch.from_numpy(values)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

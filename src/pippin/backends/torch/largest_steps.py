@@ -1,7 +1,7 @@
 """The largest steps there can be, tried before requests run, so that their memory is known.
 
-A chunk of as many tokens as a step takes, scored and sampled; the sampler with every stage for all
-slots; and the widest of what is captured. Knows no budget.
+A chunk of as many tokens as a step takes, scored and sampled; and the sampler with every stage for
+all slots. Knows no budget.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from pippin.backends.base import Admit, PrefillRow, Retire, StepPlan
 from pippin.backends.masks import WORD_BITS
 from pippin.backends.sampling.rules import SHORT
 from pippin.backends.sampling.sampler import MAX_TOP_LOGPROBS, SampleRow
-from pippin.backends.torch.decodes import Decodes
-from pippin.backends.torch.prompts import Prompts
 from pippin.backends.torch.step.pending import TorchPending
-from pippin.backends.torch.step.sizes import ROOMS, width_for
 from pippin.backends.torch.step.slots import Slots
 from pippin.types import SamplingParams
 
@@ -65,11 +62,3 @@ def run_largest_sampling(slots: Slots, num_slots: int, logits: torch.Tensor) -> 
     slots.sampler.sample(torch.stack(waiting), rows, masks)
     for slot in owners:
         slots.retire(slot)
-
-
-def capture_largest(decodes: Decodes, prompts: Prompts, num_slots: int) -> None:
-    """So that smaller ones, captured later, fit into the memory that these have."""
-    if decodes.steps is not None:
-        decodes.steps.prepare(width_for(num_slots))
-    if prompts.graphs is not None:
-        prompts.graphs.prepare(ROOMS[-1])

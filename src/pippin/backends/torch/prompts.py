@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from pippin.backends.torch.step.chunk_inputs import pack_chunks
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.sizes import Room, group_by_room, room_for
-from pippin.types import Component, Payload
+from pippin.types import Component
 
 _NO_CELLS = np.zeros(0, dtype=np.int32)
 
@@ -69,15 +70,13 @@ class Prompts:
         for chunks in self._groups([row for row in rows if len(row.tokens)]):
             self._run_chunks(step, chunks)
 
-    # ---- what is restored ------------------------------------------------------------------
-
     def _restore(self, slot: int, restore: Restore) -> None:
         cells, windows = (
-            np.concatenate([_NO_CELLS, *(_kv(p).cells for p in restore.payloads.get(kind, ()))])
+            np.concatenate([_NO_CELLS, *(p.cells for p in _of(KVPayload, restore, kind))])
             for kind in (Component.ATTENTION, Component.WINDOW)
         )
-        states = restore.payloads.get(Component.STATE, ())
-        slab = _state(states[-1]).slab if states else ZERO_SLAB
+        states = _of(StatePayload, restore, Component.STATE)
+        slab = states[-1].slab if states else ZERO_SLAB
         self._parts.rows.borrow(slot, restore.length, cells, windows, slab)
 
     def _sample_restored(self, step: TorchPending, rows: Sequence[PrefillRow]) -> None:
@@ -87,12 +86,10 @@ class Prompts:
             self._read_hidden(step, group, hidden)
             self._sample(step, group, self._head(hidden))
 
-    # ---- chunks ----------------------------------------------------------------------------
-
     def _groups(self, chunks: Sequence[PrefillRow]) -> list[Sequence[PrefillRow]]:
         if self._deterministic:  # every block of the absolute grid by itself, always
             return [[block] for chunk in chunks for block in grid_blocks(chunk)]
-        if self.graphs is not None and self.graphs.replays.works:
+        if self.graphs is not None and self.graphs.works:
             return [*group_by_room(chunks, self._scores.wants)]
         most = self._max_tokens
         if self._parts.rows.windows is None or all(len(chunk.tokens) <= most for chunk in chunks):
@@ -152,8 +149,6 @@ class Prompts:
         self._parts.draws.check(step, [row.slot for row in rows], logits)
         self._parts.draws.sample(step, rows, logits)
 
-    # ---- what the head read ----------------------------------------------------------------
-
     def _keep_hidden(
         self, step: TorchPending, chunks: Sequence[PrefillRow], hidden: torch.Tensor
     ) -> None:
@@ -185,19 +180,16 @@ class Prompts:
             step.read_later(parts.streams.bring([found]), partial(step.read_hidden, list(ends)))
 
 
-def _kv(payload: Payload) -> KVPayload:
-    assert isinstance(payload, KVPayload)
-    return payload
+Kind = TypeVar("Kind", KVPayload, StatePayload, HiddenPayload)
 
 
-def _state(payload: Payload) -> StatePayload:
-    assert isinstance(payload, StatePayload)
-    return payload
+def _of(kind: type[Kind], restore: Restore, component: Component) -> list[Kind]:
+    found = restore.payloads.get(component, ())
+    return [payload for payload in found if isinstance(payload, kind)]
 
 
 def _hidden_of(row: PrefillRow) -> torch.Tensor:
     assert row.restore is not None
-    payload = row.restore.payloads[Component.HIDDEN][-1]
-    assert isinstance(payload, HiddenPayload)
-    assert payload.hidden is not None
-    return payload.hidden
+    hidden = _of(HiddenPayload, row.restore, Component.HIDDEN)[-1].hidden
+    assert hidden is not None
+    return hidden

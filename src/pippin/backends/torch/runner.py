@@ -14,8 +14,7 @@ import torch
 
 from pippin.backends.base import Retire, StepPlan, WarmUpShape
 from pippin.backends.torch.decodes import Decodes
-from pippin.backends.torch.graphs.capture import CudaGraphs, Recorder
-from pippin.backends.torch.graphs.replays import Replays
+from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.graphs.steps import CapturedSteps, chunk_steps, decode_steps
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.plain.forward import ChunkForward, PlainForward
@@ -45,7 +44,7 @@ class Ways:
     prefill_tokens: int  # of the largest step
     deterministic: bool
     kernels: bool  # Triton's
-    recorder: Recorder | None  # captures what is made of them; None: on GPUs CUDA graphs do
+    recorder: CudaGraphs | None  # captures what is made of them; None: on GPUs CUDA graphs do
     chunk_graphs: bool
     fingerprints: bool
 
@@ -133,26 +132,30 @@ class Runner:
         with torch.inference_mode(), self._streams.forward():
             self.draws.sample_masked(step, masks)
 
-    def replays(self) -> Iterator[Replays[Any, Any]]:
-        """What is captured, if anything is."""
+    def captured(self) -> Iterator[CapturedSteps[Any]]:
         for steps in (self.decodes.steps, self.prompts.graphs):
             if steps is not None:
-                yield steps.replays
+                yield steps
+
+    def capture_largest(self) -> None:
+        """So that smaller ones, captured later, fit into the memory that these have."""
+        if self.decodes.steps is not None:
+            self.decodes.steps.prepare(width_for(self._ways.num_slots))
+        if self.prompts.graphs is not None:
+            self.prompts.graphs.prepare(ROOMS[-1])
 
     def free(self) -> None:
         """The memory, and the graphs over it, whatever payloads are still held."""
-        for replays in self.replays():
-            replays.graphs.clear()
+        for steps in self.captured():
+            steps.graphs.clear()
         self.pools.free()
-
-    # ---- kernels ---------------------------------------------------------------------------
 
     def _make_kernels(
         self,
     ) -> tuple[ChunkForward, CapturedSteps[int], CapturedSteps[Room] | None]:
         # Triton is not everywhere.
-        from pippin.backends.torch.kernels.choose import choose
         from pippin.backends.torch.kernels.decode import DecodeKernels
+        from pippin.backends.torch.kernels.draw import choose
         from pippin.backends.torch.kernels.prompt import ChunkKernels, PromptKernels
 
         decoder, pools, table = self._decoder, self.pools, self.rows.table

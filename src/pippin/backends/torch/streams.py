@@ -1,4 +1,4 @@
-"""Where work runs: the forward's stream, and one for copies each way. Null off CUDA.
+"""Where work runs: the forward's stream, and one for copies each way. On a CPU there are none.
 
     forward   everything that reads or writes pools, states, tokens: in the order of launches
     copy      results and spilled bytes to pinned host memory, behind the step that made them
@@ -11,9 +11,8 @@ go out on the forward stream itself, ahead of the work that reads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -30,23 +29,8 @@ class Arrival:
         return self.copies
 
 
-class Streams(Protocol):
-    def forward(self) -> AbstractContextManager[None]: ...
-
-    def bring(self, results: Sequence[torch.Tensor]) -> Arrival:
-        """To the host. `wait` returns when the step that makes them has run, whatever follows."""
-        ...
-
-    def send(self, data: Sequence[torch.Tensor]) -> Arrival:
-        """To the device; `data` stays as it is until the step that waits for it has run.
-
-        `wait` makes what is launched on the forward stream from then on wait, not the host.
-        """
-        ...
-
-
-class NullStreams:
-    """A CPU has finished its work when the call returns.
+class Streams:
+    """Of a CPU, which has finished its work when the call returns.
 
     `onednn`: False where that library does not multiply in the model's type. Torch would try it for
     each product of matrices, fail, warn and use its own kernel.
@@ -57,6 +41,7 @@ class NullStreams:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
+        """Where all runs that reads or writes pools."""
         if self._onednn:
             yield
             return
@@ -67,14 +52,20 @@ class NullStreams:
             torch.backends.mkldnn.set_flags(_enabled=before)
 
     def bring(self, results: Sequence[torch.Tensor]) -> Arrival:
+        """To the host. `wait` returns when the step that makes them has run, whatever follows."""
         return Arrival(list(results))
 
     def send(self, data: Sequence[torch.Tensor]) -> Arrival:
+        """To the device; `data` stays as it is until the step that waits for it has run.
+
+        `wait` makes what is launched on the forward stream from then on wait, not the host.
+        """
         return Arrival([part.clone() for part in data])
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._forward = torch.cuda.Stream(device)
         self._copy = torch.cuda.Stream(device)
@@ -115,10 +106,10 @@ class CudaStreams:
         return Arrival(sent, arrive)
 
 
-def make_streams(device: torch.device, dtype: torch.dtype) -> NullStreams | CudaStreams:
+def make_streams(device: torch.device, dtype: torch.dtype) -> Streams:
     if device.type == "cuda":
         return CudaStreams(device)
-    return NullStreams(onednn=dtype != torch.bfloat16 or has_bfloat16_products())
+    return Streams(onednn=dtype != torch.bfloat16 or has_bfloat16_products())
 
 
 def has_bfloat16_products() -> bool:

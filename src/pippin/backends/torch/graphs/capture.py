@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -32,16 +32,6 @@ class Recorded(Generic[Result]):
     replay: Callable[[], None]
 
 
-class Recorder(Protocol):
-    def record(self, run: Callable[[], Result]) -> Recorded[Result]:
-        """`run` reads and writes tensors that stay where they are; it has run before.
-
-        Raises CaptureFailed where that cannot be recorded, and DeviceFailed if nothing can be run
-        any more. Does not wait for the device unless it fails.
-        """
-        ...
-
-
 class CudaGraphs:
     """Graphs of one memory: what one replay left is gone when another has run."""
 
@@ -50,6 +40,11 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Result]) -> Recorded[Result]:
+        """`run` reads and writes tensors that stay where they are; it has run before.
+
+        Raises CaptureFailed where that cannot be recorded, and DeviceFailed if nothing can be run
+        any more. Does not wait for the device unless it fails.
+        """
         graph = torch.cuda.CUDAGraph()
         try:
             with _no_collections():

@@ -4,10 +4,16 @@ Tokens come from the future map and the next ones go back there inside the graph
 host adds is which rows a step has. There is a graph for each size out of a few (the width of a
 decode step, the room of prompts' chunks) and for each way to choose tokens; rows that a step does
 not fill are padding, which reads zeros and writes waste.
+
+While no request runs, work is captured before it is first needed. While requests run, a key is
+launched the first time, which compiles its kernels, and captured the second: that is a few
+milliseconds of the host's and waits for nothing. If a capture fails a warning is logged once, and
+what is not captured is launched from then on.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -15,12 +21,14 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from pippin.backends.torch.graphs.capture import Recorder
-from pippin.backends.torch.graphs.replays import Replays
+from pippin.backends.torch.graphs.capture import CudaGraphs, Recorded
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs, ChunkWords
 from pippin.backends.torch.step.decode_inputs import FIELDS, NO_ROWS, Choice, Inputs, pack_inputs
 from pippin.backends.torch.step.sizes import ROOMS, Room
+from pippin.errors import DeviceFailed
+
+logger = logging.getLogger(__name__)
 
 Size = TypeVar("Size", bound=Hashable)
 
@@ -44,10 +52,12 @@ class Ran:
 
 
 class CapturedSteps(Generic[Size]):
+    """All graphs read one array of words: they run one after the other."""
+
     def __init__(
         self,
         name: str,
-        recorder: Recorder | None,  # None: every step is launched
+        recorder: CudaGraphs | None,  # None: every step is launched
         largest: Size,
         padding: Callable[[Size], np.ndarray],  # int32 words of no rows
         forward: Callable[[Size, torch.Tensor], Forwarded],  # its launches depend on the size alone
@@ -55,29 +65,64 @@ class CapturedSteps(Generic[Size]):
         future: torch.Tensor,  # int32 [slots]: the future map
         logits: torch.Tensor,  # [most rows, vocab]: where all graphs leave theirs
     ) -> None:
+        self._name = name
+        self._recorder = recorder
+        self._padding = padding
         self._forward = forward
         self._choose = choose
         self._future = future
         self._logits = logits
-        words = torch.zeros(padding(largest).size, dtype=torch.int32, device=future.device)
-        self.replays: Replays[tuple[Size, Choice], Ran] = Replays(
-            name, recorder, words, lambda key: padding(key[0]), self._run
-        )
+        self._words = torch.zeros(padding(largest).size, dtype=torch.int32, device=future.device)
+        self._has_run: set[tuple[Size, Choice]] = set()
+        self.graphs: dict[tuple[Size, Choice], Recorded[Ran]] = {}
+        self.works = recorder is not None
+        self.busy = False  # requests run
 
     def prepare(self, size: Size) -> bool:
-        """Captures what there is time for. Whether captures work."""
-        return self.replays.prepare((size, each) for each in Choice)
+        """Captures a size if there is time. Whether captures work."""
+        for choice in Choice if not self.busy else ():
+            self._capture(size, choice)
+        return self.works
 
     def run(self, size: Size, words: np.ndarray, choice: Choice) -> Ran:
-        """words, int32: in one copy, without waiting."""
-        return self.replays.run((size, choice), words)
+        """words, int32: in one copy, without waiting. What it returns lasts until the next run."""
+        if not self.busy or (size, choice) in self._has_run:
+            self._capture(size, choice)
+        sent = self._send(words)
+        if (graph := self.graphs.get((size, choice))) is None:
+            ran = self._run(size, choice, sent)
+            self._has_run.add((size, choice))
+            return ran
+        graph.replay()
+        return graph.result
 
-    def _run(self, key: tuple[Size, Choice], words: torch.Tensor) -> Ran:
-        size, choice = key
+    def _capture(self, size: Size, choice: Choice) -> None:
+        key = (size, choice)
+        if key in self.graphs or self._recorder is None or not self.works:
+            return
+        try:
+            words = self._send(self._padding(size))
+            if key not in self._has_run:  # it may compile kernels, which a capture must not
+                self._run(size, choice, words)
+                self._has_run.add(key)
+            self.graphs[key] = self._recorder.record(lambda: self._run(size, choice, words))
+        except DeviceFailed:
+            raise
+        except Exception as error:  # of any kind from a driver: it can be launched
+            self.works = False
+            logger.warning("%s are not captured: %s", self._name, error, exc_info=error)
+
+    def _run(self, size: Size, choice: Choice, words: torch.Tensor) -> Ran:
         logits, inputs, hidden = self._forward(size, words)
         drawn = self._choose(logits, inputs, self._future, choice)
         is_left = choice is Choice.LOGITS
         return Ran(drawn, self._logits[: len(logits)].copy_(logits) if is_left else None, hidden)
+
+    def _send(self, words: np.ndarray) -> torch.Tensor:
+        host, on_cuda = torch.from_numpy(words).view(-1), self._words.is_cuda
+        there = self._words[: len(host)]
+        there.copy_(host.pin_memory() if on_cuda else host, non_blocking=on_cuda)
+        return there
 
 
 class DecodeForward(Protocol):
@@ -97,7 +142,7 @@ def decode_steps(
     choose: Choose,
     future: torch.Tensor,
     waste_cell: int,
-    recorder: Recorder | None,
+    recorder: CudaGraphs | None,
     logits: torch.Tensor,
 ) -> CapturedSteps[int]:
     def forward(width: int, words: torch.Tensor) -> Forwarded:
@@ -119,7 +164,7 @@ def chunk_steps(
     choose: Choose,
     future: torch.Tensor,
     layout: PoolLayout,
-    recorder: Recorder,
+    recorder: CudaGraphs,
     logits: torch.Tensor,
 ) -> CapturedSteps[Room]:
     def forward(room: Room, words: torch.Tensor) -> Forwarded:

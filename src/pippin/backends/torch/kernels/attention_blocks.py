@@ -37,14 +37,24 @@ def attention_tile_for(dim: int, itemsize: int) -> AttentionTile:
 
 
 @triton.jit
+def add_values(scores, v, top, mass, found, PRECISION: tl.constexpr):
+    """Continues a softmax over more keys: its largest score, its mass, the sum of values."""
+    highest = tl.maximum(top, tl.max(scores, axis=1))
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp(scores - safe[:, None])
+    shrink = tl.exp(top - safe)
+    mass = mass * shrink + tl.sum(weights, axis=1)
+    found *= shrink[:, None]
+    found = tl.dot(weights.to(v.dtype), v, found, input_precision=PRECISION)
+    return highest, mass, found
+
+
+@triton.jit
 def _attend_blocks(
     q,
     kv,
     table,
-    slots,
-    positions,
-    starts,
-    lengths,
+    blocks,
     out,
     token_stride,
     head_stride,
@@ -60,18 +70,18 @@ def _attend_blocks(
 ):
     block, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (HEADS // KV_HEADS)
-    length = tl.load(lengths + block)
-    position = tl.load(positions + block)
+    length = tl.load(blocks.length + block)
+    position = tl.load(blocks.position + block)
     first = part * QUERIES
     n, i = first + tl.arange(0, QUERIES), tl.arange(0, D)
     inside = n < length
-    token = tl.load(starts + block).to(tl.int64) + n
+    token = tl.load(blocks.start + block).to(tl.int64) + n
     q_at = token[:, None] * token_stride + head * head_stride + i[None, :]
     queries = tl.load(q + q_at, mask=inside[:, None], other=0.0)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     mass = tl.zeros([QUERIES], tl.float32)
     found = tl.zeros([QUERIES, D], tl.float32)
-    cells_of = table + tl.load(slots + block).to(tl.int64) * table_stride
+    cells_of = table + tl.load(blocks.slot + block).to(tl.int64) * table_stride
     here = kv + kv_head * D
     end = tl.where(first < length, position + tl.minimum(first + QUERIES, length), 0)
     for start in range(0, end, KEYS):
@@ -84,14 +94,7 @@ def _attend_blocks(
         scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
         sees = is_held[None, :] & (t[None, :] <= position + n[:, None])
         scores = tl.where(sees, scores, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, axis=1))
-        safe = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp(scores - safe[:, None])
-        shrink = tl.exp(top - safe)
-        mass = mass * shrink + tl.sum(weights, axis=1)
-        found *= shrink[:, None]
-        found = tl.dot(weights.to(v.dtype), v, found, input_precision=PRECISION)
-        top = highest
+        top, mass, found = add_values(scores, v, top, mass, found, PRECISION)
     y = found / tl.where(mass > 0.0, mass, 1.0)[:, None]
     y_at = (token[:, None] * HEADS + head) * D + i[None, :]
     tl.store(out + y_at, y.to(out.dtype.element_ty), mask=inside[:, None])
@@ -114,10 +117,7 @@ def attend_blocks(
         q,
         kv,
         table,
-        blocks.slot,
-        blocks.position,
-        blocks.start,
-        blocks.length,
+        blocks,
         out,
         q.stride(0),
         q.stride(1),

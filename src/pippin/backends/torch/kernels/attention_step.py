@@ -13,8 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from pippin.backends.torch.kernels.attention_blocks import add_values
 from pippin.backends.torch.kernels.products import precision_of
 from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.step.decode_inputs import Inputs
 
 BLOCK_T = 64
 PROGRAMS = 264  # of the first kernel that work, about: two for each processor of a large GPU
@@ -24,49 +26,12 @@ LEAST_TOKENS = 256  # of a stretch, where there are enough rows to keep a GPU bu
 
 
 @triton.jit
-def _normed(
-    x,
-    norm,
-    i,
-    partner,
-    rotates,
-    cos,
-    sin,
-    eps,
-    HALF: tl.constexpr,
-    NORM: tl.constexpr,
-    D: tl.constexpr,
-):
-    """Rows of heads behind x, pointers [n, 1]: normed and rotated, float32 [n, D]."""
-    own = tl.load(x + i[None, :]).to(tl.float32)
-    other = tl.load(x + partner[None, :]).to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(own * own, axis=1) / D + eps)[:, None]
-        own = own * scale * tl.load(norm + i)[None, :]
-        other = other * scale * tl.load(norm + partner)[None, :]
-    turned = own * cos[None, :] + tl.where(i < HALF, -other, other) * sin[None, :]
-    return tl.where(rotates[None, :], turned, own)
-
-
-@triton.jit
-def _normed_one(
-    x,
-    norm,
-    i,
-    partner,
-    rotates,
-    cos,
-    sin,
-    eps,
-    HALF: tl.constexpr,
-    NORM: tl.constexpr,
-    D: tl.constexpr,
-):
-    """The same of one head, [D]."""
+def _normed(x, norm, i, partner, rotates, cos, sin, eps, HALF, NORM: tl.constexpr, D):
+    """Heads behind x, a pointer or pointers [n, 1]: normed and rotated, float32 [D] or [n, D]."""
     own = tl.load(x + i).to(tl.float32)
     other = tl.load(x + partner).to(tl.float32)
     if NORM:
-        scale = tl.rsqrt(tl.sum(own * own, axis=0) / D + eps)
+        scale = tl.rsqrt(tl.sum(own * own, axis=-1, keep_dims=True) / D + eps)
         own = own * scale * tl.load(norm + i)
         other = other * scale * tl.load(norm + partner)
     turned = own * cos + tl.where(i < HALF, -other, other) * sin
@@ -146,18 +111,10 @@ def _attend(
         v = tl.load(block + KV_HEADS * D, mask=is_old[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = tl.where(is_old[None, :], scores, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, axis=1))
-        safe = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp(scores - safe[:, None])
-        shrink = tl.exp(top - safe)
-        mass = mass * shrink + tl.sum(weights, axis=1)
-        found *= shrink[:, None]
-        found = tl.dot(weights.to(v.dtype), v, found, input_precision=PRECISION)
-        top = highest
+        top, mass, found = add_values(scores, v, top, mass, found, PRECISION)
     if end == position + 1:  # the new token is in this stretch
-        k_new = _normed_one(keys, k_norm, i, partner, rotates, cos, sin, eps, half, NORM, D).to(
-            kv.dtype.element_ty
-        )
+        k_new = _normed(keys, k_norm, i, partner, rotates, cos, sin, eps, half, NORM, D)
+        k_new = k_new.to(kv.dtype.element_ty)
         v_new = tl.load(keys + KV_HEADS * D + i)
         new = here + tl.load(cells + row).to(tl.int64) * kv_stride + i
         tl.store(new, k_new)
@@ -222,9 +179,7 @@ def attention_step(
     layer: AttentionLayer,
     kv: torch.Tensor,  # [cells, 2, kv heads, channels], a view of the pool
     table: torch.Tensor,  # int32 [slots, positions]: the cells of tokens before this one
-    slots: torch.Tensor,  # int32 [rows]
-    positions: torch.Tensor,  # int32 [rows]
-    cells: torch.Tensor,  # int32 [rows]: where the new KV goes
+    inputs: Inputs,
 ) -> torch.Tensor:
     """[rows, heads * channels], what the last product reads."""
     num_rows, heads, dim = qkv.shape[0], layer.num_heads, layer.head_dim
@@ -232,9 +187,11 @@ def attention_step(
     block = BLOCK_T if dim <= 128 else BLOCK_T // 2
     norms = layer.q_norm, layer.k_norm
     options = {"dtype": torch.float32, "device": qkv.device}
-    tops, masses = (torch.empty(num_rows, heads, splits, **options) for _ in range(2))
-    partial = torch.empty(num_rows, heads, splits, dim, **options)
+    sizes_of_parts = ((dim,), (), ())  # sums of values, largest scores, masses
+    parts = [torch.empty(num_rows, heads, splits, *size, **options) for size in sizes_of_parts]
     out = torch.empty(num_rows, heads * dim, dtype=qkv.dtype, device=qkv.device)
+    sizes = {"HEADS": heads, "GATED": layer.gated, "D": dim, "SPLITS": splits, "BLOCK": block}
+    sizes["LEAST"] = least
     _attend[(num_rows, layer.num_kv_heads, splits)](
         qkv,
         norms[0].weight if norms[0] else None,
@@ -243,45 +200,25 @@ def attention_step(
         layer.rope.sin,
         kv,
         table,
-        slots,
-        positions,
-        cells,
-        partial,
-        tops,
-        masses,
+        inputs.slot,
+        inputs.position,
+        inputs.cell,
+        *parts,
         qkv.stride(0),
         kv.stride(0),
         table.stride(0),
         norms[0].eps if norms[0] else 0.0,
         dim**-0.5,
-        HEADS=heads,
+        **sizes,
         KV_HEADS=layer.num_kv_heads,
-        GATED=layer.gated,
         NORM=norms[0] is not None,
-        D=dim,
         ROTATED=layer.rope.dim,
-        SPLITS=splits,
         GROUP=max(16, triton.next_power_of_2(heads // layer.num_kv_heads)),
-        BLOCK=block,
-        LEAST=least,
         PRECISION=precision_of(qkv.dtype),
         num_warps=4,
         num_stages=2,
     )
     _combine[(num_rows, heads)](
-        qkv,
-        partial,
-        tops,
-        masses,
-        positions,
-        out,
-        qkv.stride(0),
-        HEADS=heads,
-        GATED=layer.gated,
-        D=dim,
-        SPLITS=splits,
-        BLOCK=block,
-        LEAST=least,
-        num_warps=4,
+        qkv, *parts, inputs.position, out, qkv.stride(0), **sizes, num_warps=4
     )
     return out

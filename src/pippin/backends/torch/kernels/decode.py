@@ -12,8 +12,7 @@ import torch
 
 from pippin.backends.torch.kernels.attention_step import attention_step
 from pippin.backends.torch.kernels.delta_step import conv_step, delta_step
-from pippin.backends.torch.kernels.experts.feed_forward import feed_forward
-from pippin.backends.torch.kernels.layers import run_layers
+from pippin.backends.torch.kernels.layers import feed_forward, run_layers
 from pippin.backends.torch.kernels.products import ConvStep, product
 from pippin.backends.torch.kernels.rows import look_up, norm_rows
 from pippin.backends.torch.models.attention_layer import AttentionLayer
@@ -36,51 +35,34 @@ class DecodeKernels:
         self._table = table
 
     def logits(self, inputs: Inputs, future: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab] of the tokens that `future`, int32 [slots], holds."""
-        rows = inputs.slot, inputs.position, inputs.cell
-        x = look_up(self._decoder.embed, future, self._table, *rows)
-        return self._one_row(x, inputs) if x.shape[0] == 1 else self._many_rows(x, inputs)
-
-    # ---- one row ---------------------------------------------------------------------------
+        """[rows, vocab] of the tokens that `future`, int32 [slots], has of the rows."""
+        x = look_up(self._decoder.embed, future, self._table, inputs)
+        if x.shape[0] == 1:
+            return self._one_row(x, inputs)
+        return self._decoder.head(run_layers(self._decoder, x, partial(self._mix, inputs=inputs)))
 
     def _one_row(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         for layer in self._decoder.layers:
             mixer, norm = layer.mixer, layer.input_norm
             if isinstance(mixer, AttentionLayer):
-                linear = mixer.qkv
-                projected = product(
-                    x, linear.weight, bias=linear.bias, norm=norm.weight, eps=norm.eps
-                )
-                y = self._attend(mixer, layer.number, projected, inputs)
+                y = self._attend(mixer, layer.number, product(x, mixer.qkv, norm=norm), inputs)
             else:
-                conv = ConvStep(
-                    self._pools.conv[layer.number], mixer.taps, inputs.state_in, inputs.state_out
-                )
-                weight = mixer.project.weight
-                projected = product(x, weight, norm=norm.weight, eps=norm.eps, conv=conv)
+                before = self._pools.conv[layer.number]
+                conv = ConvStep(before, mixer.taps, inputs.state_in, inputs.state_out)
+                projected = product(x, mixer.project, norm=norm, conv=conv)
                 y = self._recur(mixer, layer.number, projected, inputs)
-            x = product(y, mixer.out.weight, bias=mixer.out.bias, residual=x)
+            x = product(y, mixer.out, residual=x)
             x = self._one_row_mlp(layer, x)
-        norm = self._decoder.norm
-        return product(x, self._decoder.head.weight, norm=norm.weight, eps=norm.eps)
+        return product(x, self._decoder.head, norm=self._decoder.norm)
 
     def _one_row_mlp(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
         mlp, norm = layer.mlp, layer.mlp_norm
         if not isinstance(mlp, DenseMlp):
             return x + feed_forward(mlp, norm_rows(x, norm))
-        gate_up, down = mlp.gate_up, mlp.down
-        y = product(
-            x, gate_up.weight, bias=gate_up.bias, norm=norm.weight, eps=norm.eps, swiglu=True
-        )
-        return product(y, down.weight, bias=down.bias, residual=x)
-
-    # ---- many rows -------------------------------------------------------------------------
-
-    def _many_rows(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        run = partial(self._mix, inputs=inputs)
-        return self._decoder.head(run_layers(self._decoder, x, run))
+        return product(product(x, mlp.gate_up, norm=norm, swiglu=True), mlp.down, residual=x)
 
     def _mix(self, layer: DecoderLayer, normed: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        """Of many rows."""
         mixer = layer.mixer
         if isinstance(mixer, AttentionLayer):
             return mixer.out(self._attend(mixer, layer.number, mixer.qkv(normed), inputs))
@@ -89,20 +71,10 @@ class DecodeKernels:
         conv_step(projected, mixer, conv, inputs.state_in, inputs.state_out)
         return mixer.out(self._recur(mixer, layer.number, projected, inputs))
 
-    # ---- either ----------------------------------------------------------------------------
-
     def _attend(
         self, mixer: AttentionLayer, number: int, projected: torch.Tensor, inputs: Inputs
     ) -> torch.Tensor:
-        return attention_step(
-            projected,
-            mixer,
-            self._pools.kv[number],
-            self._table,
-            inputs.slot,
-            inputs.position,
-            inputs.cell,
-        )
+        return attention_step(projected, mixer, self._pools.kv[number], self._table, inputs)
 
     def _recur(
         self, mixer: DeltaLayer, number: int, projected: torch.Tensor, inputs: Inputs

@@ -9,6 +9,8 @@ kept in the model's type; states and sums are float32.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,17 @@ BLOCK_V = 32  # of a head's value channels, to one program of the second kernel
 _GRID = tl.constexpr(GRID)
 
 
+class Solved(NamedTuple):
+    """What lies between the kernels, of every block and value head."""
+
+    writes: torch.Tensor  # [blocks, heads, 64, v_dim]
+    reads: torch.Tensor  # [blocks, heads, 64, k_dim]
+    queries: torch.Tensor
+    keys: torch.Tensor
+    scores: torch.Tensor  # [blocks, heads, 64, 64]
+    ends: torch.Tensor  # float32 [blocks, heads]: how the state decays
+
+
 @triton.jit
 def _unit(x):
     return x * tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
@@ -33,14 +46,8 @@ def _solve(
     gates,
     decay,
     dt_bias,
-    starts,
-    lengths,
-    writes,
-    reads,
-    queries,
-    keys,
-    scores,
-    ends,
+    blocks,
+    solved,
     gates_stride,
     K_HEADS: tl.constexpr,
     V_HEADS: tl.constexpr,
@@ -51,10 +58,10 @@ def _solve(
     block, head = tl.program_id(0), tl.program_id(1)
     key_head = head // (V_HEADS // K_HEADS)
     channels: tl.constexpr = 2 * K_HEADS * DK + V_HEADS * DV
-    kept = writes.dtype.element_ty
+    kept = solved.writes.dtype.element_ty
     t, i, j = tl.arange(0, _GRID), tl.arange(0, DK), tl.arange(0, DV)
-    inside = t < tl.load(lengths + block)
-    token = tl.load(starts + block).to(tl.int64) + t
+    inside = t < tl.load(blocks.length + block)
+    token = tl.load(blocks.start + block).to(tl.int64) + t
     b = tl.load(gates + token * gates_stride + head, mask=inside, other=0.0).to(tl.float32)
     a = tl.load(gates + token * gates_stride + V_HEADS + head, mask=inside, other=0.0)
     a = a.to(tl.float32) + tl.load(dt_bias + head)
@@ -83,32 +90,22 @@ def _solve(
     of_values = (first + t)[:, None] * DV + j[None, :]
     of_scores = (first + t)[:, None] * _GRID + t[None, :]
     k_in = k * (beta * tl.exp(decayed))[:, None]
-    tl.store(reads + of_keys, tl.dot(inverse, k_in, input_precision=PRECISION).to(kept))
-    tl.store(keys + of_keys, (k * tl.exp(whole - decayed)[:, None]).to(kept))
-    tl.store(ends + block.to(tl.int64) * V_HEADS + head, tl.exp(whole))
+    tl.store(solved.reads + of_keys, tl.dot(inverse, k_in, input_precision=PRECISION).to(kept))
+    tl.store(solved.keys + of_keys, (k * tl.exp(whole - decayed)[:, None]).to(kept))
+    tl.store(solved.ends + block.to(tl.int64) * V_HEADS + head, tl.exp(whole))
     q = _unit(tl.load(mixed + q_at, mask=inside[:, None], other=0.0).to(tl.float32)) * DK**-0.5
     seen = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
-    tl.store(scores + of_scores, tl.where(sees, seen, 0.0).to(kept))
-    tl.store(queries + of_keys, (q * tl.exp(decayed)[:, None]).to(kept))
+    tl.store(solved.scores + of_scores, tl.where(sees, seen, 0.0).to(kept))
+    tl.store(solved.queries + of_keys, (q * tl.exp(decayed)[:, None]).to(kept))
     v = tl.load(mixed + v_at, mask=inside[:, None], other=0.0).to(tl.float32) * beta[:, None]
-    tl.store(writes + of_values, tl.dot(inverse, v, input_precision=PRECISION).to(kept))
+    tl.store(solved.writes + of_values, tl.dot(inverse, v, input_precision=PRECISION).to(kept))
 
 
 @triton.jit
 def _scan(
-    writes,
-    reads,
-    queries,
-    keys,
-    scores,
-    ends,
+    solved,
     state,
-    states_in,
-    starts,
-    lengths,
-    slabs,
-    firsts,
-    counts,
+    inputs,
     out,
     state_stride,
     V_HEADS: tl.constexpr,
@@ -118,30 +115,31 @@ def _scan(
     PRECISION: tl.constexpr,
 ):
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kept = writes.dtype.element_ty
+    blocks = inputs.blocks
+    kept = solved.writes.dtype.element_ty
     t, i, j = tl.arange(0, _GRID), tl.arange(0, DK), part * BLOCK_V + tl.arange(0, BLOCK_V)
     within = head * DK * DV + i[:, None] * DV + j[None, :]
-    held = tl.load(state + tl.load(states_in + row).to(tl.int64) * state_stride + within)
-    first = tl.load(firsts + row).to(tl.int64)
-    for block in range(first, first + tl.load(counts + row)):
+    held = tl.load(state + tl.load(inputs.states_in + row).to(tl.int64) * state_stride + within)
+    first = tl.load(inputs.first_block + row).to(tl.int64)
+    for block in range(first, first + tl.load(inputs.num_blocks + row)):
         place = (block * V_HEADS + head) * _GRID + t
         of_keys = place[:, None] * DK + i[None, :]
         before = held.to(kept)
-        read = tl.dot(tl.load(reads + of_keys), before, input_precision=PRECISION)
-        added = tl.load(writes + place[:, None] * DV + j[None, :]).to(tl.float32) - read
+        read = tl.dot(tl.load(solved.reads + of_keys), before, input_precision=PRECISION)
+        added = tl.load(solved.writes + place[:, None] * DV + j[None, :]).to(tl.float32) - read
         added = added.to(kept)
-        y = tl.dot(tl.load(queries + of_keys), before, input_precision=PRECISION)
-        seen = tl.load(scores + place[:, None] * _GRID + t[None, :])
+        y = tl.dot(tl.load(solved.queries + of_keys), before, input_precision=PRECISION)
+        seen = tl.load(solved.scores + place[:, None] * _GRID + t[None, :])
         y = tl.dot(seen, added, y, input_precision=PRECISION)
-        inside = t < tl.load(lengths + block)
-        token = tl.load(starts + block).to(tl.int64) + t
+        inside = t < tl.load(blocks.length + block)
+        token = tl.load(blocks.start + block).to(tl.int64) + t
         y_at = (token[:, None] * V_HEADS + head) * DV + j[None, :]
         tl.store(out + y_at, y.to(out.dtype.element_ty), mask=inside[:, None])
         # Keys are read transposed: [channels, tokens].
-        k_out = tl.load(keys + place[None, :] * DK + i[:, None])
-        held *= tl.load(ends + block * V_HEADS + head)
+        k_out = tl.load(solved.keys + place[None, :] * DK + i[:, None])
+        held *= tl.load(solved.ends + block * V_HEADS + head)
         held = tl.dot(k_out, added, held, input_precision=PRECISION)
-        slab = tl.load(slabs + block).to(tl.int64)
+        slab = tl.load(blocks.slab + block).to(tl.int64)
         if slab > 0:
             tl.store(state + slab * state_stride + within, held)
 
@@ -156,59 +154,38 @@ def delta_blocks(
     """[tokens, value heads, v_dim], 0 for tokens of no block; states go where the blocks say."""
     shape, blocks = layer.shape, inputs.blocks
     num_blocks, heads = blocks.start.shape[0], shape.num_v_heads
-    device, dtype = mixed.device, mixed.dtype
 
-    def between(*size: int) -> torch.Tensor:
-        return torch.empty(num_blocks, heads, *size, dtype=dtype, device=device)
+    def between(*size: int, dtype: torch.dtype = mixed.dtype) -> torch.Tensor:
+        return torch.empty(num_blocks, heads, *size, dtype=dtype, device=mixed.device)
 
-    writes = between(GRID, shape.v_dim)
     reads, queries, keys = (between(GRID, shape.k_dim) for _ in range(3))
-    scores = between(GRID, GRID)
-    ends = torch.empty(num_blocks, heads, dtype=torch.float32, device=device)
-    out = torch.zeros(mixed.shape[0], heads, shape.v_dim, dtype=dtype, device=device)
+    scores, ends = between(GRID, GRID), between(dtype=torch.float32)
+    solved = Solved(between(GRID, shape.v_dim), reads, queries, keys, scores, ends)
+    out = torch.zeros(mixed.shape[0], heads, shape.v_dim, dtype=mixed.dtype, device=mixed.device)
+    sizes = {"V_HEADS": heads, "DK": shape.k_dim, "DV": shape.v_dim}
     _solve[(num_blocks, heads)](
         mixed,
         gates,
         layer.decay,
         layer.dt_bias,
-        blocks.start,
-        blocks.length,
-        writes,
-        reads,
-        queries,
-        keys,
-        scores,
-        ends,
+        blocks,
+        solved,
         gates.stride(0),
         K_HEADS=shape.num_k_heads,
-        V_HEADS=heads,
-        DK=shape.k_dim,
-        DV=shape.v_dim,
-        PRECISION=precision_of(dtype),
+        **sizes,
+        PRECISION=precision_of(mixed.dtype),
         num_warps=4,
     )
     block_v = min(BLOCK_V, shape.v_dim)
     _scan[(inputs.first_block.shape[0], heads, shape.v_dim // block_v)](
-        writes,
-        reads,
-        queries,
-        keys,
-        scores,
-        ends,
+        solved,
         state,
-        inputs.states_in,
-        blocks.start,
-        blocks.length,
-        blocks.slab,
-        inputs.first_block,
-        inputs.num_blocks,
+        inputs,
         out,
         state.stride(0),
-        V_HEADS=heads,
-        DK=shape.k_dim,
-        DV=shape.v_dim,
         BLOCK_V=block_v,
-        PRECISION=precision_of(dtype),
+        **sizes,
+        PRECISION=precision_of(mixed.dtype),
         num_warps=4,
         num_stages=2,
     )

@@ -12,10 +12,13 @@ takes 1.25 ms for a step of eight where tiles of ours took 1.71 (docs/performanc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from pippin.backends.torch.models.parts import Linear, Norm
 
 PLAIN, RESIDUAL, SWIGLU, CONV = range(4)  # epilogues
 _RESIDUAL, _SWIGLU, _CONV = (tl.constexpr(i) for i in (RESIDUAL, SWIGLU, CONV))
@@ -44,9 +47,6 @@ def _product(
     norm,
     residual,
     conv,
-    taps,
-    state_in,
-    state_out,
     out,
     num_out,
     K: tl.constexpr,
@@ -97,9 +97,9 @@ def _product(
     if EPILOGUE == _SWIGLU:
         sums = sums * tl.sigmoid(sums) * sums2
     if EPILOGUE == _CONV:
-        before = conv + tl.load(state_in).to(tl.int64) * conv_stride
-        after = conv + tl.load(state_out).to(tl.int64) * conv_stride
-        sums = _convolve(sums, before, after, taps, n, num_channels, TAPS, LINES)
+        before = conv.inputs + tl.load(conv.state_in).to(tl.int64) * conv_stride
+        after = conv.inputs + tl.load(conv.state_out).to(tl.int64) * conv_stride
+        sums = _convolve(sums, before, after, conv.taps, n, num_channels, TAPS, LINES)
     tl.store(out + n, sums.to(out.dtype.element_ty), mask=in_n)
 
 
@@ -132,11 +132,10 @@ def precision_of(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-@dataclass(frozen=True)
-class ConvStep:
+class ConvStep(NamedTuple):
     """Where the last inputs of a recurrent layer's channels lie."""
 
-    conv: torch.Tensor  # [slabs, taps - 1, channels], a view of the pool
+    inputs: torch.Tensor  # [slabs, taps - 1, channels], a view of the pool
     taps: torch.Tensor  # [taps, channels]
     state_in: torch.Tensor  # int32 [1]
     state_out: torch.Tensor
@@ -144,11 +143,9 @@ class ConvStep:
 
 def product(
     x: torch.Tensor,  # [1, K]
-    weight: torch.Tensor,  # [N, K]; [2 N, K] with `swiglu`
+    linear: Linear,  # weight [N, K]; [2 N, K] with `swiglu`
     *,
-    bias: torch.Tensor | None = None,  # as many as the weight has rows
-    norm: torch.Tensor | None = None,  # float32 [K]
-    eps: float = 0.0,
+    norm: Norm | None = None,
     residual: torch.Tensor | None = None,  # [1, N]
     swiglu: bool = False,
     conv: ConvStep | None = None,
@@ -157,28 +154,25 @@ def product(
     """[1, N]"""
     num_rows, size = x.shape
     assert num_rows == 1
-    num_out = weight.shape[0] // (2 if swiglu else 1)
+    num_out = linear.weight.shape[0] // (2 if swiglu else 1)
     tile = tile or tile_for(num_out)
     out = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
     epilogue = RESIDUAL if residual is not None else SWIGLU if swiglu else CONV if conv else PLAIN
     _product[(triton.cdiv(num_out, tile.block_n),)](
         x,
-        weight,
-        bias,
-        norm,
+        linear.weight,
+        linear.bias,
+        norm.weight if norm else None,
         residual,
-        conv.conv if conv else None,
-        conv.taps if conv else None,
-        conv.state_in if conv else None,
-        conv.state_out if conv else None,
+        conv,
         out,
         num_out,
         size,
-        eps,
-        conv.conv.stride(0) if conv else 0,
-        conv.conv.shape[2] if conv else 0,
+        norm.eps if norm else 0.0,
+        conv.inputs.stride(0) if conv else 0,
+        conv.inputs.shape[2] if conv else 0,
         NORM=norm is not None,
-        BIAS=bias is not None,
+        BIAS=linear.bias is not None,
         EPILOGUE=epilogue,
         TAPS=conv.taps.shape[0] if conv else 0,
         LINES=triton.next_power_of_2(conv.taps.shape[0] - 1) if conv else 0,

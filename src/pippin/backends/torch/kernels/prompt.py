@@ -12,9 +12,8 @@ import torch
 
 from pippin.backends.torch.kernels.attention_blocks import attend_blocks
 from pippin.backends.torch.kernels.delta_blocks import delta_blocks
-from pippin.backends.torch.kernels.kept_inputs import keep_inputs
 from pippin.backends.torch.kernels.layers import run_layers
-from pippin.backends.torch.kernels.rows import conv_rows, gated_norm
+from pippin.backends.torch.kernels.rows import conv_rows, gated_norm, keep_inputs
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.delta_layer import DeltaLayer

@@ -10,6 +10,10 @@ import triton
 import triton.language as tl
 
 from pippin.backends.torch.models.parts import Norm
+from pippin.backends.torch.step.chunk_inputs import BlockInputs
+from pippin.backends.torch.step.decode_inputs import Inputs
+
+KEPT_BLOCK = 256  # channels of a program that keeps inputs
 
 
 @triton.jit
@@ -30,17 +34,13 @@ def _add_norm(
 
 
 def norm_rows(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    return _run_norm(x, None, norm)[1]
+    return add_norm(x, None, norm)[1]
 
 
-def add_norm(x: torch.Tensor, y: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + y [rows, n], and its norm."""
-    return _run_norm(x, y, norm)
-
-
-def _run_norm(
+def add_norm(
     x: torch.Tensor, y: torch.Tensor | None, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + y [rows, n], and its norm."""
     total = x if y is None else torch.empty_like(x)
     out = torch.empty_like(x)
     _add_norm[(x.shape[0],)](
@@ -73,15 +73,13 @@ def look_up(
     embed: torch.Tensor,  # [vocab, n]
     future: torch.Tensor,  # int32 [slots]: the future map
     table: torch.Tensor,  # int32 [slots, positions]
-    slots: torch.Tensor,  # int32 [rows]
-    positions: torch.Tensor,
-    cells: torch.Tensor,
+    inputs: Inputs,
 ) -> torch.Tensor:
     """[rows, n]: the embeddings of the slots' tokens. Their new cells go into the table."""
-    size = embed.shape[1]
-    out = torch.empty(slots.shape[0], size, dtype=embed.dtype, device=embed.device)
-    _look_up[(slots.shape[0], triton.cdiv(size, 1024))](
-        embed, future, table, slots, positions, cells, out, table.stride(0), size, BLOCK=1024
+    rows, size = (inputs.slot, inputs.position, inputs.cell), embed.shape[1]
+    out = torch.empty(len(rows[0]), size, dtype=embed.dtype, device=embed.device)
+    _look_up[(len(rows[0]), triton.cdiv(size, 1024))](
+        embed, future, table, *rows, out, table.stride(0), size, BLOCK=1024
     )
     return out
 
@@ -189,3 +187,60 @@ def gated_norm(y: torch.Tensor, z: torch.Tensor, norm: Norm) -> torch.Tensor:
         y, z, norm.weight, out, z.stride(0), norm.eps, HEADS=heads, D=dim, num_warps=1
     )
     return out
+
+
+@triton.jit
+def _keep_inputs(
+    x,
+    conv,
+    blocks,
+    x_stride,
+    conv_stride,
+    num_channels,
+    KEPT: tl.constexpr,
+    LINES: tl.constexpr,  # KEPT, up to a power of two
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    line = tl.arange(0, LINES)[:, None]
+    slab = tl.load(blocks.slab + block).to(tl.int64)
+    num_lines = tl.where(slab > 0, KEPT, 0)
+    wanted = (line < num_lines) & (c < num_channels)
+    end = tl.load(blocks.start + block).to(tl.int64) + tl.load(blocks.length + block)
+    token = end - KEPT + line
+    behind = token - tl.load(blocks.row_start + block)  # below 0: before the chunk
+    before = conv + tl.load(blocks.state_in + block).to(tl.int64) * conv_stride
+    is_new = behind >= 0
+    new = tl.load(x + token * x_stride + c, mask=wanted & is_new, other=0.0)
+    old_at = before + (KEPT + behind) * num_channels + c
+    old = tl.load(old_at, mask=wanted & (behind < 0), other=0.0)
+    found = tl.where(is_new, new, old)
+    tl.debug_barrier()
+    tl.store(conv + slab * conv_stride + line * num_channels + c, found, mask=wanted)
+
+
+def keep_inputs(
+    x: torch.Tensor,  # [tokens, ..]: the first channels are convolved
+    conv: torch.Tensor,  # [slabs, kept, channels], a view of the pool
+    blocks: BlockInputs,
+) -> None:
+    """A convolution's last inputs after blocks of tokens, into the slabs of those that have one.
+
+    One program takes some channels of one block. A block that is shorter than what is kept is its
+    row's only one, and takes the rest from what the row had before; that may lie where the new
+    inputs go, so all of it is read before any is written.
+    """
+    kept, channels = conv.shape[1:]
+    _keep_inputs[(blocks.slot.shape[0], triton.cdiv(channels, KEPT_BLOCK))](
+        x,
+        conv,
+        blocks,
+        x.stride(0),
+        conv.stride(0),
+        channels,
+        KEPT=kept,
+        LINES=triton.next_power_of_2(kept),
+        BLOCK=KEPT_BLOCK,
+        num_warps=4,
+    )

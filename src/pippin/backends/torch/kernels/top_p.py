@@ -21,25 +21,23 @@ _DIGITS = ((26, 4), (22, 4), (18, 4), (14, 4), (10, 4), (6, 4), (2, 4), (0, 2)) 
 
 
 @triton.jit
-def _masses(
-    logits,
-    inverse_temperature,
-    tops,
-    row,
-    block,
-    vocab_size,
-    num_blocks,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """Scaled logits of a block, their masses, and which of them there are."""
-    token = block * BLOCK + tl.arange(0, BLOCK)
+def _scaled(logits, inverse_temperature, vocab_size, BLOCK: tl.constexpr, SCALED: tl.constexpr):
+    """Scaled logits of the program's block, and which of them there are."""
+    row = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
     at = row.to(tl.int64) * vocab_size + token
     x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
     if SCALED:
         x = x * tl.load(inverse_temperature + row)
+    return x, inside
+
+
+@triton.jit
+def _masses(logits, inverse_temperature, tops, vocab_size, num_blocks, BLOCK, BLOCKS, SCALED):
+    """The same, and their masses in between."""
+    row = tl.program_id(0)
+    x, inside = _scaled(logits, inverse_temperature, vocab_size, BLOCK, SCALED)
     b = tl.arange(0, BLOCKS)
     top = tl.load(tops + row * num_blocks + b, mask=b < num_blocks, other=float("-inf"))
     return x, tl.exp(x - tl.max(top, axis=0)), inside
@@ -55,13 +53,8 @@ def _largest(
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    row, block = tl.program_id(0), tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    at = row.to(tl.int64) * vocab_size + token
-    x = tl.load(logits + at, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-    if SCALED:
-        x = x * tl.load(inverse_temperature + row)
-    tl.store(tops + row * num_blocks + block, tl.max(x, axis=0))
+    x, _ = _scaled(logits, inverse_temperature, vocab_size, BLOCK, SCALED)
+    tl.store(tops + tl.program_id(0) * num_blocks + tl.program_id(1), tl.max(x, axis=0))
 
 
 @triton.jit
@@ -85,16 +78,7 @@ def _sum_above(
     row, block = tl.program_id(0), tl.program_id(1)
     if tl.load(top_p + row) < 1.0:
         _, mass, inside = _masses(
-            logits,
-            inverse_temperature,
-            tops,
-            row,
-            block,
-            vocab_size,
-            num_blocks,
-            BLOCK,
-            BLOCKS,
-            SCALED,
+            logits, inverse_temperature, tops, vocab_size, num_blocks, BLOCK, BLOCKS, SCALED
         )
         mass = tl.where(inside, mass, 0.0)
         key = mass.to(tl.int32, bitcast=True)
@@ -163,16 +147,7 @@ def _least_kept(
     row, block = tl.program_id(0), tl.program_id(1)
     if tl.load(top_p + row) < 1.0:
         x, mass, inside = _masses(
-            logits,
-            inverse_temperature,
-            tops,
-            row,
-            block,
-            vocab_size,
-            num_blocks,
-            BLOCK,
-            BLOCKS,
-            SCALED,
+            logits, inverse_temperature, tops, vocab_size, num_blocks, BLOCK, BLOCKS, SCALED
         )
         above = mass.to(tl.int32, bitcast=True) > tl.load(found + row)
         kept = (above | (tl.load(keeps_all + row) != 0)) & (mass >= tl.load(min_p + row))

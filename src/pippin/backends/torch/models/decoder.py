@@ -1,4 +1,4 @@
-"""The decoder that all families share. Knows no pools: whoever runs it mixes the tokens."""
+"""The decoder that all families share. Knows no pools: a caller mixes the tokens."""
 
 from __future__ import annotations
 

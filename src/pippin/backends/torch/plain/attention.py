@@ -1,6 +1,6 @@
 """Attention over cells by torch's own attention: chunks of prompts, and one token a row.
 
-Rows are attended one by one: what a row computes does not depend on who else is there.
+Rows are attended one by one: what a row computes does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _lower_right(num_new: int, num_seen: int, device: torch.device) -> torch.Ten
 
 
 def _banded(num_new: int, num_seen: int, window: int, device: torch.device) -> torch.Tensor:
-    """The same, where nobody sees further back than the window."""
+    """The same, where no token sees further back than the window."""
     ones = torch.ones(num_new, num_seen, dtype=torch.bool, device=device)
     offset = num_seen - num_new
     return ones.tril(offset).triu(offset - window + 1)

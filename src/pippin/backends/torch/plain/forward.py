@@ -32,7 +32,6 @@ class PlainForward:
         self.pools = pools
 
     def chunks(self, batch: ChunkBatch) -> torch.Tensor:
-        """Run chunks of prompts: [tokens, hidden], what the head reads."""
         run = _ChunkRun(batch, self.pools)
         return self.decoder.norm(self.decoder.run(batch.tokens, run.mix))
 

@@ -1,1 +1,1 @@
-"""Where KV and states lie: cells and slots of one memory, counted by who holds them."""
+"""Where KV and states lie: cells and slots of one memory, counted by holders."""

@@ -1,8 +1,8 @@
-"""Who holds which cells and state slots, of one memory.
+"""Which cells and state slots of one memory are in use, and by how many holders.
 
 Cells and states come out of one memory, so that one byte budget is enough for all: slabs are given
 out as a state or as cells of a kind, whichever is asked for. Everything is counted by its holders
-(a request, an entry of the tree) and is free when the last one lets go. All that the device does
+(a request, an entry of the tree) and is free when the last one releases it. What the device does
 with it runs in the order of launches, on one stream, so what is free here may be handed out again
 at once.
 
@@ -48,8 +48,6 @@ class Arena:
             lambda old, new: move_cells(kind, old, new),
         )
 
-    # ---- states ----------------------------------------------------------------------------
-
     def take_state(self) -> int:
         slab = self._take_slab()
         self._state_refs[slab] = 1
@@ -61,20 +59,18 @@ class Arena:
         self._state_refs[slab] += 1
 
     def release_state(self, slab: int) -> None:
-        """Slab 0, the state before the first token, belongs to nobody."""
+        """Slab 0, the state before the first token, is not counted."""
         if slab < FIRST_SLAB:
             return
-        assert self._state_refs[slab] > 0, "a state was released that nobody holds"
+        assert self._state_refs[slab] > 0, "a state was released that has no holder"
         self._state_refs[slab] -= 1
         if not self._state_refs[slab]:
             self._free.append(slab)
 
     def is_shared(self, slabs: np.ndarray) -> np.ndarray:
-        """Of each state, bool: whoever holds it may not write it."""
+        """Of each state, bool: its holders may not write it."""
         shared: np.ndarray = self._state_refs[slabs] != 1
         return shared
-
-    # ---- room ------------------------------------------------------------------------------
 
     @property
     def used_bytes(self) -> int:
@@ -85,7 +81,7 @@ class Arena:
         return in_cells + num_states * self.layout.state_bytes
 
     def make_room(self, num_tokens: int, num_states: int) -> None:
-        """So that this much can be taken without moving anybody meanwhile: cells of every kind."""
+        """So that this much can be taken without moving cells meanwhile: cells of every kind."""
         self.make_room_for(dict.fromkeys(self.cells, num_tokens), num_states)
 
     def make_room_for(self, num_cells: Mapping[Component, int], num_states: int) -> None:
@@ -124,7 +120,6 @@ class Arena:
         return moved
 
     def check_integrity(self) -> None:
-        """Count everything again."""
         owners = [set(np.flatnonzero(self._state_refs).tolist()), set(self._free)]
         assert len(owners[1]) == len(self._free), "a slab is free twice"
         for pool in self.cells.values():

@@ -1,4 +1,4 @@
-"""Cells of one size: who holds which. Host arithmetic: it touches no device but to move cells.
+"""Cells of one size, counted by holders. Host arithmetic: it touches no device but to move cells.
 
 A cell is one token's keys and values, in all layers of a kind. Cells lie in slabs of the memory
 that all kinds and the states share: a slab is taken from the free ones when it is needed, and goes
@@ -72,7 +72,7 @@ class CellPool:
 
     def release(self, cells: np.ndarray) -> None:
         """No cell twice."""
-        assert (self._refs[cells] > 0).all(), "a cell was released that nobody holds"
+        assert (self._refs[cells] > 0).all(), "a cell was released that has no holder"
         self._refs[cells] -= 1
         freed = cells[self._refs[cells] == 0]
         if not len(freed):
@@ -90,17 +90,15 @@ class CellPool:
         """How many more slabs it takes to have so many cells."""
         return -(-max(0, num_cells - self._num_gaps) // self._per_slab)
 
-    # ---- who hears of moves ----------------------------------------------------------------
-
     def add_rows(self, rows: Holder) -> None:
-        """Hears of every move."""
+        """Notified of every move."""
         self._rows.append(rows)
 
     def drop_rows(self) -> None:
         self._rows.clear()
 
     def add_holder(self, holder: Holder, cells: np.ndarray) -> None:
-        """Hears of moves of these cells, until it is dropped with the same ones."""
+        """Notified of moves of these cells, until it is dropped with the same ones."""
         for slab in self._slabs_of(cells):
             self._holders.setdefault(slab, {})[holder] = None
 
@@ -115,8 +113,6 @@ class CellPool:
         few = slabs[:1] if (slabs == slabs[:1]).all() else np.unique(slabs)
         found: list[int] = few.tolist()
         return found
-
-    # ---- emptying slabs --------------------------------------------------------------------
 
     @property
     def is_emptying(self) -> bool:
@@ -149,7 +145,7 @@ class CellPool:
                 self._open[slab] = None
 
     def empty_further(self, most_cells: int) -> int:
-        """Move so many cells at most into gaps of other slabs, and tell their holders.
+        """Move so many cells at most into gaps of other slabs, and notify their holders.
 
         Returns how many were moved; none, and the slab is kept, where the others have no room.
         """
@@ -174,10 +170,7 @@ class CellPool:
             self._give_back(slab)
         return len(old)
 
-    # ---- slabs -----------------------------------------------------------------------------
-
     def check_integrity(self) -> None:
-        """Count everything again."""
         by_slab = np.count_nonzero(self._refs.reshape(self._num_slabs, -1), axis=1)
         used = {slab: int(by_slab[slab]) for slab in np.flatnonzero(by_slab).tolist()}
         assert used == self._used

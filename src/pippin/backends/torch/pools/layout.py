@@ -6,7 +6,7 @@
     state    for all recurrent layers:                  [recurrent | last inputs of the convolution]
 
 Slab 0 is never written: a request that begins reads its zeros as its state, and padding reads its
-cells. Slab 1 is never read by anybody who counts: padding writes there. So no state has to be
+cells. Slab 1 is waste: padding writes there, and no row reads it. So no state has to be
 cleared, and no clearing can come too early or too late.
 """
 
@@ -66,13 +66,11 @@ class PoolLayout:
 
     @property
     def _recurrent_bytes(self) -> int:
-        heads, k_dim, v_dim = self.recurrent_shape
-        return heads * k_dim * v_dim * 4
+        return math.prod(self.recurrent_shape) * 4
 
     @property
     def _conv_bytes(self) -> int:
-        taps, channels = self.conv_shape
-        return taps * channels * self._item_bytes
+        return math.prod(self.conv_shape) * self._item_bytes
 
     def cells_per_slab(self, kind: Component) -> int:
         nbytes = self.cell_bytes(kind)
@@ -113,8 +111,6 @@ class PoolLayout:
             left -= own
         return tuple(specs)
 
-    # ---- views -----------------------------------------------------------------------------
-
     def kv(self, memory: torch.Tensor, kind: Component) -> list[torch.Tensor]:
         """Of each layer of a kind [cells, 2, heads, channels]."""
         layers = self._num_layers(kind)
@@ -126,23 +122,17 @@ class PoolLayout:
 
     def recurrent(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Of each recurrent layer, float32 [slabs, heads, keys, values]."""
-        heads, k_dim, v_dim = self.recurrent_shape
-        size = heads * k_dim * v_dim
-        slabs = memory.view(torch.float32).view(-1, self.slab_bytes // 4)
-        return [
-            slabs[:, layer * size : (layer + 1) * size].unflatten(1, (heads, k_dim, v_dim))
-            for layer in range(self.num_delta_layers)
-        ]
+        return self._state_views(memory.view(torch.float32), 0, self.recurrent_shape)
 
     def conv(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Of each recurrent layer [slabs, taps - 1, channels]."""
-        taps, channels = self.conv_shape
-        slabs = memory.view(self.dtype).view(-1, self.slab_bytes // self._item_bytes)
         start = self.num_delta_layers * self._recurrent_bytes // self._item_bytes
-        size = taps * channels
-        return [
-            slabs[:, start + layer * size : start + (layer + 1) * size].unflatten(
-                1, (taps, channels)
-            )
-            for layer in range(self.num_delta_layers)
-        ]
+        return self._state_views(memory.view(self.dtype), start, self.conv_shape)
+
+    def _state_views(
+        self, memory: torch.Tensor, start: int, shape: tuple[int, ...]
+    ) -> list[torch.Tensor]:
+        """Of each recurrent layer a part of this shape, from `start` on in every slab."""
+        slabs, size = memory.view(-1, self.slab_bytes // memory.itemsize), math.prod(shape)
+        starts = (start + layer * size for layer in range(self.num_delta_layers))
+        return [slabs[:, first : first + size].unflatten(1, shape) for first in starts]

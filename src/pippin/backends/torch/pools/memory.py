@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
+from pippin.backends.torch.device import to_device
 from pippin.backends.torch.pools.arena import Arena
 from pippin.backends.torch.pools.layout import FIRST_SLAB, KV_KINDS, ZERO_SLAB, PoolLayout
 from pippin.types import Component
@@ -35,7 +36,7 @@ class Pools:
         self.layout = layout
         self.device = device
         self.forward = forward
-        # Not touched before it is used: on CPUs what nobody uses takes no memory.
+        # Not touched before it is used: on CPUs unused memory takes none.
         self.memory = torch.empty(num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
         self._slab(ZERO_SLAB).zero_()
         self.arena = Arena(layout, num_slabs, self._move_cells)
@@ -45,7 +46,7 @@ class Pools:
         self.conv = layout.conv(self.memory) if layout.num_delta_layers else []
 
     def free(self) -> None:
-        """The memory goes back; who holds what of it is still counted, until the last lets go."""
+        """Frees the memory; its holders are still counted, until the last releases."""
         self.memory = self.memory.new_empty(0)
         for views in (self.kv, self.window_kv, self.recurrent, self.conv):
             views.clear()
@@ -58,10 +59,7 @@ class Pools:
 
     def index(self, values: np.ndarray) -> torch.Tensor:
         """int64, on the device, for indexing; the host does not wait."""
-        host = torch.from_numpy(values.astype(np.int64))
-        if self.device.type == "cpu":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
+        return to_device(values.astype(np.int64), self.device)
 
     def cell_bytes(self, kind: Component, cells: np.ndarray) -> torch.Tensor:
         """A copy, uint8 [cells, bytes]."""

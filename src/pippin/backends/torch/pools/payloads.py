@@ -1,6 +1,6 @@
 """What the tree keeps for torch: cells of the KV pool, a state slot, a hidden vector.
 
-A payload holds what it names: nobody is given it before the payload is released. Splitting is
+A payload holds what it names: it is not reused before the payload is released. Splitting is
 arithmetic on the host. Nothing is copied to make a payload, nor to restore from one.
 """
 
@@ -23,7 +23,7 @@ class KVPayload:
         self._pool = pools.arena.cells[kind]
         self.kind = kind
         self._cells = cells  # int32, held
-        self._parts: tuple[KVPayload, ...] = ()  # who took over when it was split
+        self._parts: tuple[KVPayload, ...] = ()  # its halves, once it was split
         self._prints: np.ndarray | None = None  # int64, of each cell's bytes; None: not known
         self.num_tokens = len(cells)
         self.nbytes = len(cells) * pools.layout.cell_bytes(kind)
@@ -31,13 +31,13 @@ class KVPayload:
 
     @classmethod
     def of(cls, pools: Pools, kind: Component, cells: np.ndarray) -> KVPayload:
-        """A new holder of cells that somebody else holds too."""
+        """One more holder of cells."""
         pools.arena.cells[kind].retain(cells)
         return cls(pools, kind, cells.copy())
 
     @property
     def cells(self) -> np.ndarray:
-        if self._parts:  # lent to a plan before it was split
+        if self._parts:  # a plan read it before it was split
             return np.concatenate([part.cells for part in self._parts])
         return self._cells
 
@@ -50,7 +50,7 @@ class KVPayload:
         return np.concatenate(known) if len(known) == len(parts) else None
 
     def keep_prints(self, prints: np.ndarray) -> None:
-        """They may come when others have taken over."""
+        """They may arrive after a split."""
         self._prints = prints
         first = 0
         for part in self._parts:
@@ -82,29 +82,36 @@ class KVPayload:
             return _crc(self._pools.cell_bytes(self.kind, self.cells))
 
 
-class StatePayload:
-    """The state slot after one position."""
+class _PointPayload:
+    """What belongs to one position."""
 
     num_tokens = 1
 
-    def __init__(self, pools: Pools, slab: int) -> None:
-        """Takes over one hold of the slot."""
+    def __init__(self, pools: Pools, nbytes: int) -> None:
         self._pools = pools
-        self.slab = slab
+        self.nbytes = nbytes
         self.prints: np.ndarray | None = None  # int64 [1], of its bytes
-        self.nbytes = pools.layout.state_bytes
-
-    @classmethod
-    def of(cls, pools: Pools, slab: int) -> StatePayload:
-        """A new holder: who held it before may read it, but not write it any more."""
-        pools.arena.hold_state(slab)
-        return cls(pools, slab)
 
     def split(self, at: int) -> tuple[Payload, Payload]:
         raise TypeError("what belongs to one position cannot be divided")
 
     def keep_prints(self, prints: np.ndarray) -> None:
         self.prints = prints
+
+
+class StatePayload(_PointPayload):
+    """The state slot after one position."""
+
+    def __init__(self, pools: Pools, slab: int) -> None:
+        """Takes over one hold of the slot."""
+        super().__init__(pools, pools.layout.state_bytes)
+        self.slab = slab
+
+    @classmethod
+    def of(cls, pools: Pools, slab: int) -> StatePayload:
+        """One more holder: from now on none may write it."""
+        pools.arena.hold_state(slab)
+        return cls(pools, slab)
 
     def release(self) -> None:
         self._pools.arena.release_state(self.slab)
@@ -114,22 +121,12 @@ class StatePayload:
             return _crc(self._pools.state_bytes(self.slab))
 
 
-class HiddenPayload:
+class HiddenPayload(_PointPayload):
     """What the head reads after one position: a tensor of its own, a few kilobytes."""
 
-    num_tokens = 1
-
     def __init__(self, pools: Pools, hidden: torch.Tensor) -> None:
-        self._pools = pools
+        super().__init__(pools, hidden.nbytes)
         self.hidden: torch.Tensor | None = hidden  # [hidden]
-        self.prints: np.ndarray | None = None  # int64 [1], of its bytes
-        self.nbytes = hidden.nbytes
-
-    def split(self, at: int) -> tuple[Payload, Payload]:
-        raise TypeError("what belongs to one position cannot be divided")
-
-    def keep_prints(self, prints: np.ndarray) -> None:
-        self.prints = prints
 
     def release(self) -> None:
         self.hidden = None

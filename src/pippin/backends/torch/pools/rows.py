@@ -1,6 +1,6 @@
 """What each slot holds: its cells of each kind, and its state slot. Knows no model and no plans.
 
-state of a slot   read where it is; written there too, unless somebody else holds it as well:
+state of a slot   read where it is; written there too, unless it has another holder:
                   then the next forward reads it there and writes another one
 """
 
@@ -24,6 +24,7 @@ class Rows:
         if pools.layout.cell_bytes(Component.WINDOW):
             window = pools.layout.shape.window
             self.windows = RowCells(pools, Component.WINDOW, num_slots, max_len, window)
+        self._kinds = [self.cells] if self.windows is None else [self.cells, self.windows]
         self.lengths = np.zeros(num_slots + 1, dtype=np.int64)
         self.states = np.full(num_slots + 1, ZERO_SLAB, dtype=np.int64)
 
@@ -55,9 +56,8 @@ class Rows:
 
     def grow(self, slot: int, num_tokens: int) -> None:
         """Cells for so many more tokens of one slot."""
-        self.cells.grow(slot, num_tokens)
-        if self.windows is not None:
-            self.windows.grow(slot, num_tokens)
+        for cells in self._kinds:
+            cells.grow(slot, num_tokens)
         self.lengths[slot] += num_tokens
 
     def grow_each(self, slots: np.ndarray) -> np.ndarray:
@@ -96,9 +96,8 @@ class Rows:
         return before, after
 
     def retire(self, slot: int) -> None:
-        self.cells.retire(slot)
-        if self.windows is not None:
-            self.windows.retire(slot)
+        for cells in self._kinds:
+            cells.retire(slot)
         self._pools.arena.release_state(int(self.states[slot]))
         self.lengths[slot] = 0
         self.states[slot] = ZERO_SLAB

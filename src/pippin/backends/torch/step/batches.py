@@ -1,6 +1,6 @@
 """A step's rows as index arrays: what a forward looks up and where it writes. Knows no model.
 
-Everything is decided on the host and sent without waiting; the device tells nothing back.
+Everything is decided on the host and sent without waiting; nothing is read back from the device.
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ class Captures:
             yield Capture(chunk.slot, chunk.start, chunk.end, kv=kv, states=states)
 
     def of_decodes(self, decodes: Sequence[DecodeRow]) -> Iterator[Capture]:
-        """States after tokens of replies."""
         for decode in decodes:
             if decode.checkpoint and self._rows.keeps_states:
                 states = self.state(decode.slot, decode.end)

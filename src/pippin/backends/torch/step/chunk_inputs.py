@@ -12,8 +12,8 @@ KV goes to waste; blocks without tokens; rows without blocks, whose next token g
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -94,8 +94,7 @@ def block_lines(taken: TakenChunks) -> np.ndarray:
     )
 
 
-@dataclass(frozen=True)
-class BlockInputs:
+class BlockInputs(NamedTuple):
     """Lines of one tensor on the device, integers [blocks] each."""
 
     slot: torch.Tensor
@@ -107,8 +106,7 @@ class BlockInputs:
     slab: torch.Tensor
 
 
-@dataclass(frozen=True)
-class RecurrentInputs:
+class RecurrentInputs(NamedTuple):
     """What recurrent layers read: integers on the device."""
 
     places: torch.Tensor  # [taps, tokens]: see `ConvIndex.inputs`
@@ -157,6 +155,6 @@ def _tables(room: Room, num_taps: int) -> tuple[tuple[int, int], ...]:
     """Fields and widths."""
     return (
         (len(TOKEN_FIELDS) + num_taps, room.num_tokens),
-        (len(fields(BlockInputs)), room.num_blocks),
+        (len(BlockInputs._fields), room.num_blocks),
         (len(ROW_FIELDS) + len(SAMPLE_FIELDS), room.num_rows),
     )

@@ -8,11 +8,10 @@ the same tokens: a sort, and on GPUs one without (`kernels/top_p.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from pippin.backends.sampling.batches import DrawGroup
 from pippin.backends.sampling.rules import MASS_UNITS, SHORT, Draw
 from pippin.backends.torch.step.decode_inputs import Inputs
 
@@ -23,41 +22,15 @@ _OFF = 2.0  # a top_p that no sum of masses reaches
 LeastInTopP = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Filters(Protocol):
-    """Of rows that choose in the same way; columns [n, 1]."""
-
-    @property
-    def draw(self) -> Draw: ...
-    @property
-    def top_k(self) -> torch.Tensor: ...
-    @property
-    def top_p(self) -> torch.Tensor: ...
-    @property
-    def min_p(self) -> torch.Tensor: ...
-    @property
-    def has_min_p(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class _InputFilters:
-    """As a graph's inputs have them: every row's may be on."""
-
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    draw: Draw = Draw.SHORT_TOP_K
-    has_min_p: bool = True
-
-
 def least_kept(logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """float32 [rows]: the least scaled logit that each row keeps, be its top_k short or off."""
     scaled = logits.float() * inputs.inverse_temperature[:, None]
     largest = scaled.topk(min(SHORT, logits.shape[1]), dim=-1).values
     columns = (inputs.top_k, inputs.top_p, inputs.min_p)
-    filters = _InputFilters(*(column[:, None] for column in columns))
-    is_short = filters.top_k <= SHORT
-    by_min_p = _min_p_threshold(largest[:, :1], filters)
-    return torch.where(is_short, top_k_threshold(largest, filters), by_min_p)[:, 0]
+    top_k, top_p, min_p = (column[:, None] for column in columns)
+    by_top_k = _top_k_threshold(largest, top_k, top_p, min_p)
+    by_min_p = _min_p_threshold(largest, min_p)
+    return torch.where(top_k <= SHORT, by_top_k, by_min_p)[:, 0]
 
 
 def is_top_p_alone(inputs: Inputs) -> torch.Tensor:
@@ -77,28 +50,31 @@ def least_in_top_p(x: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) ->
 
 
 def dropped_tokens(
-    x: torch.Tensor, filters: Filters, in_top_p: LeastInTopP = least_in_top_p
+    x: torch.Tensor, group: DrawGroup[torch.Tensor], in_top_p: LeastInTopP = least_in_top_p
 ) -> torch.Tensor | None:
-    """Which tokens, bool [n, V], the filters take out of scaled logits, float32 [n, V]."""
-    match filters.draw:
+    """Which tokens, bool [n, V], the group's filters take out of scaled logits, float32 [n, V]."""
+    columns = (group.top_k, group.top_p, group.min_p)
+    match group.draw:
         case Draw.SHORT_TOP_K:
-            return x < top_k_threshold(x.topk(min(SHORT, x.shape[-1]), dim=-1).values, filters)
+            largest = x.topk(min(SHORT, x.shape[-1]), dim=-1).values
+            return x < _top_k_threshold(largest, *columns)
         case Draw.LONG_TOP_K:
-            return x < top_k_threshold(x.sort(dim=-1, descending=True).values, filters)
+            return x < _top_k_threshold(x.sort(dim=-1, descending=True).values, *columns)
         case Draw.TOP_P:
-            return x < in_top_p(x, filters.top_p[:, 0], filters.min_p[:, 0])[:, None]
-    return (
-        x < _min_p_threshold(x.amax(dim=-1, keepdim=True), filters) if filters.has_min_p else None
-    )
+            return x < in_top_p(x, group.top_p[:, 0], group.min_p[:, 0])[:, None]
+    if not group.has_min_p:
+        return None
+    return x < _min_p_threshold(x.amax(dim=-1, keepdim=True), group.min_p)
 
 
-def top_k_threshold(descending: torch.Tensor, filters: Filters) -> torch.Tensor:
+def _top_k_threshold(
+    descending: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
     """The least logit [n, 1] that is kept, of rows that hold at least the top_k largest."""
-    places = torch.arange(descending.shape[-1], device=descending.device)
-    in_top_k = places < filters.top_k
+    in_top_k = torch.arange(descending.shape[-1], device=descending.device) < top_k
     units = _units(torch.exp(descending - descending[:, :1])) * in_top_k
-    kept = (_above(units) < _needed(units.sum(dim=-1, keepdim=True), filters.top_p)) & in_top_k
-    return torch.maximum(_least(descending, kept), _min_p_threshold(descending[:, :1], filters))
+    kept = (_above(units) < _needed(units.sum(dim=-1, keepdim=True), top_p)) & in_top_k
+    return torch.maximum(_least(descending, kept), _min_p_threshold(descending, min_p))
 
 
 def _units(mass: torch.Tensor) -> torch.Tensor:
@@ -111,7 +87,7 @@ def _above(units: torch.Tensor) -> torch.Tensor:
 
 
 def _least(descending: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """[n, 1]: of those that are kept, the last of each row; one at least, be it no number."""
+    """[n, 1]: of those that are kept, the last of each row; one at least, even if it is NaN."""
     num_kept = kept.sum(dim=-1, keepdim=True).clamp_min(1)
     return descending.gather(-1, num_kept - 1)
 
@@ -122,5 +98,6 @@ def _needed(total: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return share.ceil().long().clamp_min(1)
 
 
-def _min_p_threshold(largest: torch.Tensor, filters: Filters) -> torch.Tensor:
-    return largest + torch.log(filters.min_p)
+def _min_p_threshold(descending: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Of rows [n, ..] that begin with their largest logit."""
+    return descending[:, :1] + torch.log(min_p)

@@ -1,6 +1,6 @@
 """Sampled tokens by slot, on the device. Step N + 1 reads there what step N will have written.
 
-Both run on the forward stream, in the order of launches: nobody waits, and nobody reads early.
+Both run on the forward stream, in the order of launches: nothing waits, and nothing is read early.
 """
 
 from __future__ import annotations

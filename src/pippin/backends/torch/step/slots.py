@@ -1,4 +1,4 @@
-"""Who runs: what each slot was admitted with, and how it samples. Knows no pools and no plans."""
+"""Requests by slot: what each was admitted with and how it samples. Knows no pools, no plans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Slots:
         self._prompt_lens = np.zeros(num_slots + 1, dtype=np.int64)
 
     def __bool__(self) -> bool:
-        """Whether anybody runs."""
+        """Whether a request runs."""
         return bool(self._admitted)
 
     def __getitem__(self, slot: int) -> Admit:

@@ -53,7 +53,7 @@ class KernelSet:
 def our_kernels() -> KernelSet:
     # Triton is not everywhere.
     from pippin.backends.torch.kernels.decode import DecodeKernels
-    from pippin.backends.torch.kernels.experts.feed_forward import feed_forward
+    from pippin.backends.torch.kernels.layers import feed_forward
     from pippin.backends.torch.kernels.prompt import ChunkKernels, PromptKernels
     from pippin.backends.torch.kernels.top_p import least_in_top_p
 
@@ -73,7 +73,7 @@ def kernels_agree(decoder: Decoder, make: Callable[[], KernelSet]) -> bool:
     try:
         kernels = make()
         checks = list(_checks(decoder, kernels))
-    except Exception as error:  # whatever a compiler or a driver says: plain operations serve
+    except Exception as error:  # of any kind from a compiler or driver: plain operations serve
         logger.warning(
             "plain operations are used: kernels cannot be run: %s", error, exc_info=error
         )
@@ -86,7 +86,7 @@ def kernels_agree(decoder: Decoder, make: Callable[[], KernelSet]) -> bool:
             logger.warning("plain operations are used: %s: %s", name, error, exc_info=error)
             works = False
             continue
-        if not off <= ROUNDING[decoder.dtype]:  # which is so too if it is no number
+        if not off <= ROUNDING[decoder.dtype]:  # also where it is NaN
             logger.warning(
                 "plain operations are used: the kernels of %s differ from them by %.1g here, and by"
                 " %.1g at most they may",
@@ -195,7 +195,7 @@ def _top_p_off(decoder: Decoder, kernels: KernelSet) -> float:
 
 
 def _off(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The worst of several results; NaN if one is no number."""
+    """The worst of several results; NaN if one is NaN."""
     each = [
         float((mine.float() - theirs.float()).norm() / theirs.float().norm().clamp_min(1e-20))
         for mine, theirs in zip(found, expected, strict=True)

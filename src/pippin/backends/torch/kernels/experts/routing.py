@@ -31,7 +31,7 @@ def _route(
     BLOCK_E: tl.constexpr,  # E, up to a power of two
     BLOCK_C: tl.constexpr,  # CHOSEN, likewise
 ):
-    """Of equal shares the first expert is chosen; of what is no number one that there is."""
+    """Of equal shares the first expert is chosen; of NaN any that exists."""
     token = tl.program_id(0).to(tl.int64)
     e, c = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
     inside = e < E

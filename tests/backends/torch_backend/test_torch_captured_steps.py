@@ -1,9 +1,8 @@
-"""Work by key, captured and launched: what runs when, and what happens where a capture fails."""
+"""Steps by size, captured and launched: what runs when, and what happens if a capture fails."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,34 +12,43 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin
 
 import torch
 
-from pippin.backends.torch.graphs.replays import Replays
+from pippin.backends.torch.graphs.steps import CapturedSteps, Forwarded
+from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.errors import DeviceFailed
 from run_again import RunAgain
 
 
-@dataclass(frozen=True)
-class Doubled:
-    values: torch.Tensor
-
-
 class Doubling:
-    """Keys are lengths: each run doubles as many words."""
+    """Sizes are lengths: each run doubles as many words, and "draws" what it doubled."""
 
     def __init__(self, recorder: Any) -> None:
-        words = torch.zeros(8, dtype=torch.int32)
         self.ran: list[list[int]] = []
-        self.replays: Replays[int, Doubled] = Replays(
-            "doublings", recorder, words, lambda key: np.zeros(key, np.int32), self.double
+        future = torch.zeros(1, dtype=torch.int32)
+        self.steps: CapturedSteps[int] = CapturedSteps(
+            "doublings",
+            recorder,
+            8,
+            lambda size: np.zeros(size, np.int32),
+            self.double,
+            lambda logits, inputs, future, choice: logits,
+            future,
+            torch.zeros(8, dtype=torch.int32),
         )
 
-    def double(self, key: int, words: torch.Tensor) -> Doubled:
-        assert len(words) == key
+    def double(self, size: int, words: torch.Tensor) -> Forwarded:
+        assert len(words) == size
         self.ran.append(words.tolist())
-        return Doubled(words * 2)
+        return Forwarded(words * 2, inputs=None)  # type: ignore[arg-type]
 
     def run(self, *values: int) -> list[int]:
-        found = self.replays.run(len(values), np.array(values, dtype=np.int32))
-        return found.values.tolist()
+        found = self.steps.run(len(values), np.array(values, dtype=np.int32), Choice.GREEDY)
+        return found.drawn.tolist()
+
+    def prepare(self, *sizes: int) -> bool:
+        return all(self.steps.prepare(size) for size in sizes)
+
+    def sizes(self) -> set[int]:
+        return {size for size, _ in self.steps.graphs}
 
 
 def test_what_is_captured_reads_the_words_of_each_run() -> None:
@@ -49,25 +57,25 @@ def test_what_is_captured_reads_the_words_of_each_run() -> None:
     for values in ((1, 2), (3,), (4, 5), (6,)):
         assert doubling.run(*values) == [2 * value for value in values]
     assert recorder.num_replays == 4
-    assert set(doubling.replays.graphs) == {1, 2}
+    assert doubling.sizes() == {1, 2}
 
 
 def test_while_requests_run_a_key_is_launched_once_and_captured_then_alone() -> None:
     """Its first run compiles what it needs: it is not run on padding as well."""
     recorder = RunAgain()
     doubling = Doubling(recorder)
-    doubling.replays.busy = True
-    assert doubling.replays.prepare([1, 2, 3])
+    doubling.steps.busy = True
+    assert doubling.prepare(1, 2, 3)
     assert not doubling.ran
     assert doubling.run(1, 2) == [2, 4]
     assert doubling.ran == [[1, 2]]
-    assert not doubling.replays.graphs
+    assert not doubling.sizes()
     assert doubling.run(3, 4) == [6, 8]
-    assert set(doubling.replays.graphs) == {2}
+    assert doubling.sizes() == {2}
     assert recorder.num_replays == 1
-    doubling.replays.busy = False
-    assert doubling.replays.prepare([1, 2, 3])
-    assert set(doubling.replays.graphs) == {1, 2, 3}
+    doubling.steps.busy = False
+    assert doubling.prepare(1, 2, 3)
+    assert doubling.sizes() == {1, 2, 3}
 
 
 @pytest.mark.parametrize("stage", ["begin", "run", "end"])
@@ -79,7 +87,7 @@ def test_a_capture_that_fails_is_reported_once_and_what_was_captured_is_still_re
     doubling = Doubling(recorder)
     doubling.run(1)
     recorder.fails_at = stage
-    doubling.replays.busy = busy
+    doubling.steps.busy = busy
     with caplog.at_level(logging.WARNING, logger="pippin"):
         for _ in range(3):
             assert doubling.run(1, 2) == [2, 4]
@@ -88,8 +96,8 @@ def test_a_capture_that_fails_is_reported_once_and_what_was_captured_is_still_re
     assert [r.getMessage() for r in caplog.records] == [
         f"doublings are not captured: no capture: {stage}"
     ]
-    assert not doubling.replays.works
-    assert set(doubling.replays.graphs) == {1}
+    assert not doubling.steps.works
+    assert doubling.sizes() == {1}
     assert recorder.num_replays == 4
 
 
