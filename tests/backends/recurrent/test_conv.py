@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pippin.backends.mlx.recurrent.conv import (
-    OneTokenShiftConv1d,
     ShiftConv1d,
     is_depthwise,
     use_shift_conv1d,
@@ -30,7 +29,7 @@ def test_the_drop_in_agrees_with_mlx(
     want = np.array(conv(x))
     assert is_depthwise(conv)
     use_shift_conv1d(conv, cpu=cpu)
-    assert type(conv) is (ShiftConv1d if cpu else OneTokenShiftConv1d)
+    assert type(conv) is ShiftConv1d
     np.testing.assert_allclose(np.array(conv(x)), want, atol=1e-6, rtol=1e-5)
 
 

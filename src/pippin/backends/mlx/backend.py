@@ -61,7 +61,7 @@ ARITHMETIC_VERSION = 2
 # Of what the weights leave:
 ACTIVATION_SHARE = 0.1  # activations, and copies on their way
 MOST_WARMED_TOKENS = 2048  # of a chunk; larger ones are rare, and take their time anyway
-SPARE_SHARE = 1 / 16  # what decode rows hold for nobody: padding, and lines of those who left
+SPARE_SHARE = 1 / 16  # decode rows that serve no request: padding, and rows that were left
 
 
 class MLXBackend:
@@ -187,7 +187,7 @@ class MLXBackend:
         return step
 
     def _transfer(self, step: MLXPending, plan: StepPlan) -> None:
-        """After all that somebody waits for."""
+        """After all that a client waits for."""
         for spill in plan.spill:
             step.spill(spill, self._transfers.spill(spill))
         for content in plan.load:
@@ -206,7 +206,7 @@ class MLXBackend:
         prompts = self._prompts
         for whole in prompts.restored_groups([row for row in chunks if not len(row.tokens)]):
             prompts.sample_restored(step, whole)
-            self._launch(step)  # nobody who waits for these tokens needs the rows
+            self._launch(step)  # these tokens do not need the rows
             prompts.restore(step, whole)
         for group in prompts.groups([row for row in chunks if len(row.tokens)]):
             prompts.run(step, group)
@@ -327,15 +327,15 @@ class MLXBackend:
         step.written += rows.arrays()
         step.check(slots, logits)
         by_slot = {d.slot: d for d in decodes}
-        rows_of: dict[bool, dict[int, SampleRow]] = {False: {}, True: {}}  # masked or not, by line
-        for line, slot in enumerate(slots.tolist()):
+        rows_of: dict[bool, dict[int, SampleRow]] = {False: {}, True: {}}  # masked or not, by place
+        for place, slot in enumerate(slots.tolist()):
             decode = by_slot.get(slot)
             if decode is not None and decode.samples:
                 row = SampleRow(slot, decode.end - len(self._admitted[slot].prompt))
-                rows_of[decode.masked][line] = row
+                rows_of[decode.masked][place] = row
         for masked, found in rows_of.items():
             if found:
-                step.add_to_sample(*_lines(found, logits), masked=masked)
+                step.add_to_sample(*_picked(found, logits), masked=masked)
         for decode in decodes:
             if decode.checkpoint and rows.states:
                 step.keep(self._captures.of_decode(decode, rows))
@@ -370,11 +370,11 @@ class MLXBackend:
         return None if admit is None else admit.params.logprobs
 
 
-def _lines(
+def _picked(
     found: Mapping[int, SampleRow], logits: mx.array
 ) -> tuple[Sequence[SampleRow], mx.array]:
-    """Rows and their lines of logits; nothing is copied where every line, or most, are wanted."""
+    """Rows and their logits; nothing is copied where all, or most, are wanted."""
     if len(found) > len(logits) // 2:
         padding = SampleRow(0, 0)
-        return [found.get(line, padding) for line in range(len(logits))], logits
+        return [found.get(place, padding) for place in range(len(logits))], logits
     return list(found.values()), logits[mx.array(list(found))]

@@ -71,6 +71,6 @@ def wire(num_bytes: int) -> None:
 
 
 def max_buffers() -> int | None:
-    """How many buffers prompts and the tree may hold; None where nobody counts them."""
+    """How many buffers prompts and the tree may hold; None where there is no limit."""
     limit = device_info().max_buffers
     return None if limit is None else limit // LIVE_BUFFERS_DIVISOR

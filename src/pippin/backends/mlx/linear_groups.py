@@ -42,9 +42,8 @@ class SharedResults:
 
 def find_linear_groups(model: Module, forward: Callable[[], object]) -> list[list[Module]]:
     """Run `forward` once; layers of one kind and type that are given the same array, in order."""
-    readers: dict[
-        int, tuple[mx.array, list[Module]]
-    ] = {}  # the array is kept: its id stays its own
+    # By the array's id; the array is kept, so that no other gets its id.
+    readers: dict[int, tuple[mx.array, list[Module]]] = {}
     parts = [part for _, part in model.named_modules() if type(part) in _KINDS]
     original = {id(part): type(part) for part in parts}
     for part in parts:

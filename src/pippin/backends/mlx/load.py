@@ -48,7 +48,7 @@ class LoadedModel:
     max_len: int
     name: str
     state_taps: bool = False
-    hidden_bytes: int = 0  # of what the head reads of one token; 0: it can not be told apart
+    hidden_bytes: int = 0  # of what the head reads of one token; 0: not known
     recurrences: tuple[Choice, ...] = ()
     attention: AttentionPaths = field(default_factory=AttentionPaths)  # of decode steps
 

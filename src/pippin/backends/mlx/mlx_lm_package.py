@@ -2,7 +2,7 @@
 
 `import mlx_lm` brings its tokenizers, and with them transformers, and with that torch where it is
 installed: seconds and 200 MB in each process that computes, and nothing of it is used here. So the
-package is put in place without its own code. That runs when somebody in this process wants more of
+package is put in place without its own code. That runs when other code in this process uses more of
 mlx-lm than its models; the models are then the same ones.
 """
 
@@ -68,7 +68,7 @@ def import_load_model() -> Callable[..., Any]:
     sys.modules |= stand_ins
     try:
         reader = importlib.import_module(READER)
-    finally:  # whoever asks for these gets them whole
+    finally:  # other code that imports these gets them whole
         for name in (*stand_ins, READER):
             sys.modules.pop(name, None)
         vars(package).pop("utils", None)

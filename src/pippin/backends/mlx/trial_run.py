@@ -96,7 +96,7 @@ def _advance(rows: DecodeRows, prompts: Sequence[PromptState], forward: DecodeFo
 def _passes_over_padding(layout: Layout, forward: Forward) -> bool:
     """Whether a padded row's states are those of the same row alone. Evaluates two tiny forwards.
 
-    Some recurrent layers take padding for tokens, which no shape tells.
+    Some recurrent layers take padding for tokens, which shapes do not show.
     """
     alone, padded = PromptState(), PromptState()
     _prefill(layout, forward, (1,), [alone])

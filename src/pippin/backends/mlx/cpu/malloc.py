@@ -1,7 +1,7 @@
 """What the C library keeps of freed memory: enough to be fast, no more than the budget.
 
 mlx's CPU allocator is plain malloc, and glibc maps every large buffer anew: each use then begins
-with a page fault per 4 KiB. Prefill on a CPU spends a quarter of its time there, so glibc is told
+with a page fault per 4 KiB. Prefill on a CPU spends a quarter of its time there, so glibc is set
 to keep what is freed. But activations come and go between blocks that the prefix cache keeps for
 long, and the holes they leave do not fit what comes next: the process would grow past the budget,
 in steps, for as long as it runs. So the system is asked now and then how large it is, and when that

@@ -1,4 +1,4 @@
-"""How long mlx's CPU device has had work: its thread's own clock. Knows no arrays of anybody's.
+"""How long mlx's CPU device has had work: its thread's own clock. Knows no model.
 
 On a CPU the device is one thread of mlx's that takes operations from a queue and sleeps when the
 queue is empty. Linux keeps account of each thread: time on a core, and time ready but kept waiting

@@ -5,7 +5,7 @@
 
 Plain operations take a dozen launches for it, and with many layers a decode step on a GPU is all
 launches. Here a block of threads takes a stretch of one row's columns for the queries of one key
-head, and whoever has the last stretch also writes the row's new tail. Where a row has several
+head, and the one with the last stretch also writes the row's new tail. Where a row has several
 stretches, a second kernel adds them up. Lengths and places are data: kernels know no shapes.
 """
 

@@ -109,7 +109,7 @@ class Prompts:
             logits, hidden = self._run(batch, at)
         if whole:
             logits, hidden = self._score(step, chunks[0], logits, hidden)
-        elif logits.shape[1] != 1:  # a head that could not be told to choose
+        elif logits.shape[1] != 1:  # a head that computes every position
             logits = mx.take_along_axis(logits, mx.array(batch.last_positions)[:, None, None], 1)
         step.check(np.array([chunk.slot for chunk in chunks]), logits[: len(chunks), -1])
         batch.advance()

@@ -123,7 +123,7 @@ def calls_are_recorded() -> bool:
 
 
 def record_call(function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Called by the substituted recurrences; when nobody records it does nothing."""
+    """Called by the substituted recurrences; outside `record_calls` it does nothing."""
     calls = _recorded.get()
     if calls is not None:
         call = Call.of(function, args, kwargs)

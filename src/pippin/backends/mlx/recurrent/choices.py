@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +174,4 @@ def work(
 
     # Decode steps are compiled, prefill is not.
     run: Callable[..., Any] = mx.compile(chain) if phase == "decode" else chain
-    return partial(_evaluate, run, state, tokens)
-
-
-def _evaluate(run: Callable[..., Any], *arguments: Any) -> None:
-    mx.eval(run(*arguments))
+    return lambda: mx.eval(run(state, tokens))

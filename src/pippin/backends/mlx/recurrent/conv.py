@@ -30,23 +30,12 @@ def _weighted_sum(arrays: list[mx.array], weights: list[mx.array]) -> mx.array:
 
 
 class ShiftConv1d(Conv1d):
-    """For CPUs. mlx's own takes the general road."""
+    """Any tokens on CPUs, where mlx's own is slow; one token on GPUs, to be fused with the rest."""
 
     def __call__(self, x: mx.array) -> mx.array:
         record_conv_input(x)
-        bias = self.get("bias")
-        if x.shape[1] == self._taps.shape[0]:  # one token: two operations, uncompiled too
-            y: mx.array = (x * self._taps).sum(axis=1, keepdims=True)
-            return y if bias is None else y + bias
-        return depthwise_conv1d(x, self._each_tap, bias)
-
-
-class OneTokenShiftConv1d(Conv1d):
-    """For GPUs. One token's multiply-adds are compiled into one kernel with what follows them."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        record_conv_input(x)
-        if x.shape[1] == self._taps.shape[0]:
+        one_token = x.shape[1] == len(self._each_tap)
+        if one_token or self._on_cpu:
             return depthwise_conv1d(x, self._each_tap, self.get("bias"))
         y: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
         return y
@@ -64,4 +53,5 @@ def use_shift_conv1d(conv: Conv1d, *, cpu: bool) -> None:
     taps = conv.weight[:, :, 0].T
     conv._taps = mx.contiguous(taps)  # not a parameter: its name begins with _
     conv._each_tap = [mx.contiguous(tap) for tap in taps]
-    conv.__class__ = ShiftConv1d if cpu else OneTokenShiftConv1d
+    conv._on_cpu = cpu
+    conv.__class__ = ShiftConv1d

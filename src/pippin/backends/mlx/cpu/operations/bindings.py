@@ -6,6 +6,7 @@ Each takes float32 alone, which the caller sees to.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from pippin.backends.host import num_threads
-from pippin.backends.mlx.cpu.operations.library import find_library, open_library
+from pippin.backends.mlx.cpu.operations.library import find_library
 from pippin.backends.mlx.device import on_cpu
 
 Address, Number, Count = ctypes.c_void_p, ctypes.c_float, ctypes.c_int
@@ -45,7 +46,7 @@ class LinearWeights(NamedTuple):
 
 
 class LinearLayers:
-    """Those of one input, as the library is told of them."""
+    """Those of one input, as the library takes them."""
 
     def __init__(self, layers: Sequence[LinearWeights]) -> None:
         self.count = len(layers)
@@ -62,7 +63,8 @@ class Operations:
     ) -> None:
         """`left_out`: names of those that failed when they were tried here."""
         self.left_out = frozenset(left_out)
-        self._library = open_library(path)
+        # Its functions make nodes and return, so they keep Python's lock.
+        self._library = ctypes.PyDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
         for name, types in _ARGUMENTS.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = types, Count
@@ -133,8 +135,8 @@ class Operations:
 
     def kv_table(self, arrays: Sequence[mx.array], numbers: Sequence[int]) -> mx.array:
         """Where rows' keys and values lie, as library.cpp has it; the arrays live as long."""
-        ins, told = _addresses(arrays), (Count * len(numbers))(*numbers)
-        return _made(self._library.pippin_kv_table, ins, len(arrays), told)
+        ins, counts = _addresses(arrays), (Count * len(numbers))(*numbers)
+        return _made(self._library.pippin_kv_table, ins, len(arrays), counts)
 
     def row_attention(
         self,

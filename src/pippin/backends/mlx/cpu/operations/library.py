@@ -2,7 +2,7 @@
 
 mlx's own way in is an extension module, built with Python's headers and the nanobind that mlx was
 built with: few machines have both. These are built with g++ and the headers in mlx's wheel alone,
-and arrays are handed over by address:
+and arrays are passed by address:
 
     Python's mx.array  ->  the C++ array inside of the object  ->  a node of ours in a blank array
 
@@ -16,7 +16,6 @@ uses mlx's own always.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -197,8 +196,3 @@ def _run(command: list[str], seconds: float) -> str:
     if ran.returncode:
         raise Failed(command, ran.returncode, ran.stdout, ran.stderr)
     return ran.stdout
-
-
-def open_library(path: Path) -> ctypes.PyDLL:
-    """Its functions make nodes and return, so they keep Python's lock."""
-    return ctypes.PyDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)

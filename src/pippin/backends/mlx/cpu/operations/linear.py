@@ -45,7 +45,7 @@ class PackedLinear(Linear):
 
     @property
     def weight(self) -> mx.array:
-        """For whoever reads it all the same: unpacked, or what was set since."""
+        """For code that reads it: unpacked, or what was set since."""
         if "weight" in self:
             set_since: mx.array = self["weight"]
             return set_since
@@ -91,7 +91,7 @@ class PackedEmbedding(Embedding):
 
     @property
     def weight(self) -> mx.array:  # type: ignore[override]
-        """For whoever reads it all the same."""
+        """For code that reads it."""
         lines: mx.array = self.lines
         return lines.astype(mx.float32)
 

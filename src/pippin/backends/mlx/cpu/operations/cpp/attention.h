@@ -200,7 +200,7 @@ inline void attend_together(const Keys& keys, const float* queries, long rows, R
   }
 }
 
-// What was read of all keys. A `sink` weighs something and says nothing; whoever sees nothing gets zeros.
+// What was read of all keys. A `sink` has a weight and no value; a query that sees no key gets zeros.
 inline void put_together(const Read* reads, int count, float sink, int value_dim, float* out) {
   float top = sink, total = 0;
   for (int i = 0; i < count; i++) top = std::max(top, reads[i].top);

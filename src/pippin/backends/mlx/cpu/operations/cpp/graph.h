@@ -1,6 +1,6 @@
 // Nodes of ours in mlx's graphs. Knows no arithmetic.
 //
-// A node is a function of views to buffers. mlx's Python arrays are handed over by the address of the
+// A node is a function of views to buffers. mlx's Python arrays are passed by the address of the
 // Python object, in which the C++ array lies (see library.py).
 #pragma once
 
@@ -135,7 +135,7 @@ class Failures {
 
 class Operation : public mx::Primitive {
  public:
-  // `in_place`: so many outputs are written where the first inputs lie, whoever else holds these.
+  // `in_place`: so many outputs are written where the first inputs lie, even if others hold these.
   Operation(const char* name, Kernel kernel, size_t in_place = 0)
       : Primitive(mx::default_stream(mx::default_device())), name_(name), kernel_(std::move(kernel)),
         in_place_(in_place) {}

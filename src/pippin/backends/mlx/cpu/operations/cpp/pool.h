@@ -12,7 +12,7 @@
 #include <thread>
 #include <utility>
 
-// A task is cut into blocks that whoever is awake takes. A thread that the system does not let run is not
+// A task is cut into blocks, and each thread that is awake takes the next one. A thread that the system does not let run is not
 // waited for.
 class Pool {
  public:
@@ -51,7 +51,7 @@ class Pool {
       wake_.notify_all();
     }
     take_blocks();
-    open_ = 0;                                  // from now on nobody comes in ...
+    open_ = 0;                                  // from now on no thread joins ...
     while (inside_) std::this_thread::yield();  // ... and those who are finish their block
     if (failed_) std::rethrow_exception(std::exchange(failure_, nullptr));
   }

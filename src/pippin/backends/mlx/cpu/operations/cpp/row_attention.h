@@ -34,8 +34,8 @@ inline long pieces_of_tail(const KeyPiece& tail, const char* written, long windo
   return seen;
 }
 
-// One column of the tails of rows, where they lie. mlx writes in place only what nobody else holds, and with
-// two steps in flight it would copy all of a tail. Whoever holds an older version reads other columns: each
+// One column of the tails of rows, where they lie. mlx writes in place only what has one holder, and with
+// two steps in flight it would copy all of a tail. A holder of an older version reads other columns: each
 // is written once, and tails that are begun anew have memory of their own (rows/arrays.py).
 //
 // in: keys and values [width, heads, tokens, dim]; those of the column [width, heads, 1, dim]; its number (int32).

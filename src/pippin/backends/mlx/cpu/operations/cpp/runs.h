@@ -7,7 +7,6 @@
 #include "choose.h"
 #include "delta_layer.h"
 #include "graph.h"
-#include "norms.h"
 #include "panels.h"
 #include "pool.h"
 #include "row_attention.h"
@@ -59,6 +58,16 @@ inline void for_lines(const View& x, const F& body) {
     Floats rooms[2];
     for (long line = from; line < to; line++) body(line, rooms);
   });
+}
+
+// `weight` may be null.
+inline void rms_norm(const float* x, const float* weight, float eps, long count, float* y) {
+  const float factor = 1.0f / std::sqrt(sum_of_squares(x, count) / count + eps);
+  if (weight) {
+    for (long i = 0; i < count; i++) y[i] = x[i] * factor * weight[i];
+  } else {
+    for (long i = 0; i < count; i++) y[i] = x[i] * factor;
+  }
 }
 
 inline void run_rms_norm(const Inputs& in, const Outputs& out, float eps) {
@@ -124,6 +133,16 @@ inline void run_linear(const Inputs& in, const Outputs& out, const std::vector<L
   });
 }
 
+// Turns the first 2 * half numbers of x by half angles: pairs are (i, half + i).
+inline void rotate(const float* x, const float* cos, const float* sin, long half, long count, float* y) {
+  for (long i = 0; i < half; i++) {
+    const float a = x[i], b = x[half + i];
+    y[i] = a * cos[i] - b * sin[i];
+    y[half + i] = a * sin[i] + b * cos[i];
+  }
+  std::copy(x + 2 * half, x + count, y + 2 * half);
+}
+
 // in: x [batch, heads, tokens, dim], frequencies [half], maybe offsets [batch] or [1] (int32).
 inline void run_rope(const Inputs& in, const Outputs& out, float scale, int offset) {
   Floats room, angles;
@@ -187,8 +206,8 @@ inline void run_choose(const Inputs& in, const Outputs& out) {
   Pool::shared().run(in[0].lines(), 1, [&](long from, long to) {
     Floats line;
     for (long row = from; row < to; row++) {
-      const float* told = choices + 4 * row;
-      const Choice choice{told[0], long(told[1]), told[2], told[3], {keys[2 * row], keys[2 * row + 1]}};
+      const float* given = choices + 4 * row;
+      const Choice choice{given[0], long(given[1]), given[2], given[3], {keys[2 * row], keys[2 * row + 1]}};
       tokens[row] = choose(choice, in[0].line(row, line), count);
     }
   });
