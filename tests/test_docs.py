@@ -94,6 +94,16 @@ def test_every_document_can_be_reached_from_the_readme() -> None:
 
 
 @over_documents
+def test_source_files_that_are_named_exist(document: Path) -> None:
+    """Also those that a document names without their folder."""
+    folders = ("src", "tests", "tools", ".ci", "demo")
+    files = {path.name for folder in folders for path in (ROOT / folder).rglob("*.*")}
+    prose = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=FENCED)
+    named = re.findall(r"`[\w./-]*?([\w.-]+\.(?:py|js|cpp|h))`", prose)
+    assert document.name == "CHANGELOG.md" or [name for name in named if name not in files] == []
+
+
+@over_documents
 def test_words_are_those_of_the_field(document: Path) -> None:
     """A request is preempted, a client disconnects, an entry is evicted, a value is returned."""
     vague = r"\b(whoever|(no|some|any|every)body|told|tells|mended|begun|anew|museum)\b"
