@@ -14,15 +14,15 @@ from pathlib import Path
 import msgspec
 
 from pippin.api.fields import anthropic, openai, shared, tokens
-from pippin.api.fields.kinds import Kind
+from pippin.api.fields.value_kinds import ValueKind
 from pippin.api.fields.table import FieldTable, Refusal
-from pippin.api.model_info import ModelInfo, Rules
+from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.config import LimitsConfig
 from pippin.text.bundle import SamplingDefaults
 
 DOCS = Path(__file__).parents[1] / "docs"
 VOCABULARY = 1_234_567_890
-RULES = Rules(ModelInfo("", 0, VOCABULARY, 0), SamplingDefaults(), LimitsConfig())
+RULES = RequestRules(ModelInfo("", 0, VOCABULARY, 0), SamplingDefaults(), LimitsConfig())
 TABLES = {
     "shared": FieldTable(shared.GENERATION, ("model",)),
     "chat": openai.CHAT,
@@ -66,7 +66,7 @@ def _honoured(name: str, old: str) -> list[str]:
     return rows
 
 
-def _is_shared(name: str, kind: Kind) -> bool:
+def _is_shared(name: str, kind: ValueKind) -> bool:
     return shared.GENERATION.get(name) is kind
 
 

@@ -13,7 +13,7 @@ from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.grammars.call_rules import CallRules
 from pippin.api.grammars.constrain import constrain
 from pippin.api.grammars.lark import Lark
-from pippin.api.model_info import ModelInfo, Rules
+from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.neutral_request import ToolUse
 from pippin.config import LimitsConfig
 from pippin.decode.compile import CompiledGrammar, compile_grammar
@@ -119,7 +119,7 @@ def test_what_bare_keys_cannot_keep_is_named() -> None:
 
 def constrained(fields: dict[str, Any], formats: ReplyFormats, **limits: Any) -> str | None:
     body = {"model": "qwen", "messages": [{"role": "user", "content": "Hi."}], **fields}
-    request = parse_chat(body, Rules(MODEL, SamplingDefaults(), LimitsConfig(**limits)))
+    request = parse_chat(body, RequestRules(MODEL, SamplingDefaults(), LimitsConfig(**limits)))
     text = replace(TEXT, formats=formats)
     return constrain(request, Prompt([1], ending="<think>\n"), text).ebnf
 

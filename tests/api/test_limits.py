@@ -12,7 +12,7 @@ import httpx
 import pytest
 from scripted_engine import ScriptedEngine, hang, say, serving
 
-from pippin.api.endpoints import serving as serving_module
+from pippin.api.endpoints import app_state
 from pippin.api.http import sending, workers
 from pippin.config import LimitsConfig
 from processes import wait_until
@@ -147,7 +147,7 @@ def test_large_bodies_are_prepared_in_a_thread_of_their_own(
         names.append(threading.current_thread().name)
         return json.loads(body)
 
-    monkeypatch.setattr(serving_module, "decode_body", decode_body)
+    monkeypatch.setattr(app_state, "decode_body", decode_body)
     assert post(COMPLETION).status_code == 200
     assert post(COMPLETION | {"prompt": "x" * 300}).status_code == 200
     small, large = names

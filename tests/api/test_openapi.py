@@ -10,11 +10,11 @@ import pytest
 from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, serving
 
 from pippin.api.endpoints import openapi
-from pippin.api.model_info import Rules
+from pippin.api.model_info import RequestRules
 from pippin.config import LimitsConfig, ServerConfig
 
 USER = {"role": "user", "content": "a"}
-RULES = Rules(MODEL, TEXT.defaults, LimitsConfig())
+RULES = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
 BODIES = {path: table.schema(RULES) for path, table in openapi.BODIES.items()}
 
 

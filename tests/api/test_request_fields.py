@@ -16,7 +16,7 @@ from pippin.api.fields.openai import CHAT, COMPLETION
 from pippin.api.fields.table import FieldTable, Refusal
 from pippin.api.http.http_errors import ModelNotFound
 from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion
-from pippin.api.model_info import Rules
+from pippin.api.model_info import RequestRules
 from pippin.config import LimitsConfig
 from pippin.errors import ContextOverflow, PippinError, RequestError, UnsupportedField
 from pippin.text.bundle import TextBundle
@@ -27,13 +27,13 @@ USER = {"role": "user", "content": "Hi."}
 
 def chat(**fields: Any) -> Job:
     body = {"model": "stories", "messages": [USER]} | fields
-    return prepare_chat(parse_chat(body, Rules(MODEL, TEXT.defaults, LIMITS)), TEXT, MODEL)
+    return prepare_chat(parse_chat(body, RequestRules(MODEL, TEXT.defaults, LIMITS)), TEXT, MODEL)
 
 
 def complete(**fields: Any) -> Job:
     body = {"model": "stories", "prompt": "Hi."} | fields
     return prepare_completion(
-        parse_completion(body, Rules(MODEL, TEXT.defaults, LIMITS)), TEXT, MODEL
+        parse_completion(body, RequestRules(MODEL, TEXT.defaults, LIMITS)), TEXT, MODEL
     )
 
 
@@ -275,7 +275,7 @@ def test_template_variables_reach_the_template_but_cannot_replace_its_inputs() -
 def test_a_model_without_a_template_does_not_chat() -> None:
     text = TextBundle(TEXT.tokenizer, None, TEXT.defaults)
     request = parse_chat(
-        {"model": "stories", "messages": [USER]}, Rules(MODEL, TEXT.defaults, LIMITS)
+        {"model": "stories", "messages": [USER]}, RequestRules(MODEL, TEXT.defaults, LIMITS)
     )
     with pytest.raises(RequestError, match="/v1/completions"):
         prepare_chat(request, text, MODEL)

@@ -10,7 +10,7 @@ from scripted_engine import MODEL, TEXT
 
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.completions import parse_completion
-from pippin.api.model_info import Rules
+from pippin.api.model_info import RequestRules
 from pippin.api.requests.sampling_fields import check_sampling
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError
@@ -25,10 +25,12 @@ def asked(endpoint: str, **fields: Any) -> GrammarSpec | None:
     if endpoint == "chat":
         messages = [{"role": "user", "content": "Hi."}]
         body = {"model": "stories", "messages": messages} | fields
-        return parse_chat(body, Rules(MODEL, TEXT.defaults, LimitsConfig())).options.params.grammar
+        return parse_chat(
+            body, RequestRules(MODEL, TEXT.defaults, LimitsConfig())
+        ).options.params.grammar
     body = {"model": "stories", "prompt": "Hi."} | fields
     return parse_completion(
-        body, Rules(MODEL, TEXT.defaults, LimitsConfig())
+        body, RequestRules(MODEL, TEXT.defaults, LimitsConfig())
     ).options.params.grammar
 
 

@@ -11,17 +11,17 @@ from starlette.types import ASGIApp
 
 from pippin.api.dialects.messages.message_reply import messages_error
 from pippin.api.dialects.responses.response_store import ResponseStores
+from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.events import EventsEndpoint
 from pippin.api.endpoints.generation import Generation
 from pippin.api.endpoints.metrics_endpoint import MetricsEndpoint
 from pippin.api.endpoints.server_info import ServerInfo
-from pippin.api.endpoints.serving import Serving
 from pippin.api.http.access_control import access_checks
 from pippin.api.http.http_errors import ErrorShapes, error_response, on_error
 from pippin.api.http.keys import known_keys
 from pippin.api.http.request_log import RequestLog
 from pippin.api.metered_engine import MeteredEngine, ReplyTimes
-from pippin.api.model_info import ModelInfo, Rules
+from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.page.routes import page_paths, page_routes
 from pippin.config import LimitsConfig, ServerConfig
 from pippin.engine.engine_client import Engine
@@ -38,15 +38,15 @@ def create_app(
 ) -> ASGIApp:
     registry = CollectorRegistry()
     engine = MeteredEngine(engine, ReplyTimes(registry))
-    serving = Serving(engine, text, config, Rules(model, text.defaults, limits))
+    state = AppState(engine, text, config, RequestRules(model, text.defaults, limits))
     num_owners = max(1, len(known_keys(config)))
     stored = ResponseStores(config.stored_responses, config.stored_bytes, num_owners)
     app = Starlette(
         routes=[
-            *Generation(serving, stored).routes(),
-            *ServerInfo(serving).routes(),
+            *Generation(state, stored).routes(),
+            *ServerInfo(state).routes(),
             Route("/metrics", MetricsEndpoint(engine, registry).show),
-            *EventsEndpoint(serving).routes(),
+            *EventsEndpoint(state).routes(),
             *(page_routes() if config.page else ()),
         ],
         middleware=access_checks(config, page_paths() if config.page else frozenset()),

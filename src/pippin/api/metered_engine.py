@@ -30,8 +30,6 @@ ABORT: FinishReason = "abort"  # the client disconnected, or its request timed o
 
 
 class ReplyTimes:
-    """The histograms, in a registry of their own app."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         histogram = partial(Histogram, registry=registry)
         self.queue = histogram(

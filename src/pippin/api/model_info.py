@@ -42,7 +42,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class Rules:
+class RequestRules:
     """What requests are read by."""
 
     model: ModelInfo

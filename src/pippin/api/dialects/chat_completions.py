@@ -11,7 +11,7 @@ from pippin.api.dialects.shared_options import check_choices, read_options, temp
 from pippin.api.fields.openai import CHAT
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
-from pippin.api.model_info import Rules
+from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.chat_messages import parse_messages
 from pippin.api.requests.custom_tools import InputReader, input_of
@@ -21,7 +21,7 @@ from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reaso
 from pippin.text.tokenizer import Tokenizer
 
 
-def parse_chat(fields: Any, rules: Rules) -> ChatRequest:
+def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
     body = Body(fields)
     CHAT.check(body, rules)
     if body.has("max_tokens") and body.has("max_completion_tokens"):

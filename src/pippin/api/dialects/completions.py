@@ -7,11 +7,11 @@ from typing import Any
 
 from pippin.api.dialects.dialect import LEAST_LOGPROB, CompletionStream
 from pippin.api.dialects.shared_options import check_choices, read_options
-from pippin.api.fields.kinds import rows_of
 from pippin.api.fields.openai import COMPLETION
+from pippin.api.fields.value_kinds import rows_of
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
-from pippin.api.model_info import Rules
+from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import CompletionRequest
 from pippin.sequences import SequencePiece, ShownToken
@@ -19,7 +19,7 @@ from pippin.text.tokenizer import Tokenizer
 from pippin.types import TokenLogprobs
 
 
-def parse_completion(fields: Any, rules: Rules) -> CompletionRequest:
+def parse_completion(fields: Any, rules: RequestRules) -> CompletionRequest:
     body = Body(fields)
     COMPLETION.check(body, rules)
     prompts, echo = rows_of(body.get("prompt")), body.get("echo", False)

@@ -76,7 +76,6 @@ def data_event(data: dict[str, Any]) -> bytes:
 
 
 def named_event(data: dict[str, Any]) -> bytes:
-    """An event with the name that its data has."""
     return f"event: {data['type']}\n".encode() + data_event(data)
 
 

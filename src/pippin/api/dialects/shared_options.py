@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pippin.api.model_info import Rules
+from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import Options
 from pippin.api.requests.salts import read_salt
@@ -17,7 +17,7 @@ from pippin.text.chat_template import RESERVED_VARIABLES
 
 def read_options(
     body: Body,
-    rules: Rules,
+    rules: RequestRules,
     num_logprobs: int | None = None,
     *,
     prompt_logprobs: int | None = None,

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from pippin.api.dialects.shared_options import read_timeout
-from pippin.api.fields.kinds import rows_of
 from pippin.api.fields.openai import EMBEDDINGS
-from pippin.api.model_info import ModelInfo, Rules
+from pippin.api.fields.value_kinds import rows_of
+from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.salts import read_salt, under_owner
 from pippin.embedding import embedding_of, embedding_submit
@@ -44,7 +44,7 @@ class EmbeddingJob:
         return sum(len(submit.tokens) for submit in self.submits)
 
 
-def parse_embeddings(fields: Any, text: TextBundle, rules: Rules) -> EmbeddingJob:
+def parse_embeddings(fields: Any, text: TextBundle, rules: RequestRules) -> EmbeddingJob:
     body = Body(fields)
     EMBEDDINGS.check(body, rules)
     items, most = rows_of(body.get("input")), rules.limits.max_choices

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pippin.api.dialects.dialect import data_event
-from pippin.api.endpoints.serving import Serving
+from pippin.api.endpoints.app_state import AppState
 from pippin.api.http.access_control import shows_prompts
 from pippin.api.http.http_errors import Forbidden, JSONResponse, error_body
 from pippin.api.http.sending import StreamResponse
@@ -21,9 +21,9 @@ from pippin.errors import NotFound
 
 
 class EventsEndpoint:
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self._engine = serving.engine
+    def __init__(self, state: AppState) -> None:
+        self._state = state
+        self._engine = state.engine
 
     def routes(self) -> list[Route]:
         return [
@@ -32,7 +32,7 @@ class EventsEndpoint:
         ]
 
     async def events(self, request: Request) -> Response:
-        self._serving.admins.check(request.scope)
+        self._state.admins.check(request.scope)
         return StreamResponse(
             self._stream(),
             encode_error=lambda error: b"event: error\n" + data_event(error_body(error)),
@@ -40,8 +40,8 @@ class EventsEndpoint:
         )
 
     async def node(self, request: Request) -> Response:
-        self._serving.admins.check(request.scope)
-        if not shows_prompts(self._serving.config):
+        self._state.admins.check(request.scope)
+        if not shows_prompts(self._state.config):
             raise Forbidden("this server does not show prompts to clients (--show-prompts)")
         id = request.path_params["id"]
         found = await self._engine.node(id)
@@ -53,7 +53,7 @@ class EventsEndpoint:
                 "start": found["start"],
                 "tokens": found["num_tokens"],
                 "shown": len(found["tokens"]),
-                "text": self._serving.text.tokenizer.decode_with_special(found["tokens"]),
+                "text": self._state.text.tokenizer.decode_with_special(found["tokens"]),
             }
         )
 

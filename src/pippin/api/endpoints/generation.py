@@ -17,24 +17,24 @@ from pippin.api.dialects.messages.message_request import parse_message_request
 from pippin.api.dialects.responses import response_request
 from pippin.api.dialects.responses.response_reply import ResponsesDialect
 from pippin.api.dialects.responses.response_store import ResponseStores, StoredTurn
+from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.embeddings import parse_embeddings, whole_embeddings
-from pippin.api.endpoints.serving import Serving
 from pippin.api.endpoints.stored_responses import StoredResponses
 from pippin.api.endpoints.tokenize import detokenize, tokenize
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.keys import owner_of
 from pippin.api.http.sending import StreamResponse, WholeResponse
 from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, render_prompt
-from pippin.api.model_info import Rules
+from pippin.api.model_info import RequestRules
 from pippin.api.requests.neutral_request import ChatRequest
 from pippin.text.bundle import TextBundle
 
 
 class Generation:
-    def __init__(self, serving: Serving, stored: ResponseStores) -> None:
-        self._serving = serving
+    def __init__(self, state: AppState, stored: ResponseStores) -> None:
+        self._state = state
         self._stored = stored
-        self._text, self._rules = serving.text, serving.rules
+        self._text, self._rules = state.text, state.rules
 
     def routes(self) -> list[Route]:
         posts = {
@@ -63,14 +63,14 @@ class Generation:
             completion = parse_completion(fields, self._rules)
             return prepare_completion(completion, self._text, self._rules.model)
 
-        job = await self._serving.prepare(request, prepare)
+        job = await self._state.prepare(request, prepare)
         return self._answer(job, CompletionsDialect(job, self._text.tokenizer))
 
     async def _responses(self, request: Request) -> Response:
         stored = self._stored.of(owner_of(request.scope))
         read: list[response_request.ResponsesRequest] = []
 
-        def parse(fields: Any, rules: Rules) -> ChatRequest:
+        def parse(fields: Any, rules: RequestRules) -> ChatRequest:
             read.append(response_request.parse_responses_request(fields, rules, stored))
             return read[0].chat
 
@@ -90,21 +90,19 @@ class Generation:
             max_bytes = self._rules.model.max_counted_bytes
             return len(render_prompt(chat, self._text, max_bytes).tokens)
 
-        return JSONResponse({"input_tokens": await self._serving.read(request, count)})
+        return JSONResponse({"input_tokens": await self._state.read(request, count)})
 
     async def _embeddings(self, request: Request) -> Response:
-        job = await self._serving.prepare(
+        job = await self._state.prepare(
             request, lambda fields: parse_embeddings(fields, self._text, self._rules)
         )
-        engine, model = self._serving.engine, self._rules.model
+        engine, model = self._state.engine, self._rules.model
         return WholeResponse(lambda: whole_embeddings(job, engine, model), job.timeout_s)
 
-    def _answering(self, work: Callable[[Any, TextBundle, Rules], dict[str, Any]]) -> Any:
-        """An endpoint that needs no engine."""
-
+    def _answering(self, work: Callable[[Any, TextBundle, RequestRules], dict[str, Any]]) -> Any:
         async def endpoint(request: Request) -> Response:
             return JSONResponse(
-                await self._serving.read(
+                await self._state.read(
                     request, lambda fields: work(fields, self._text, self._rules)
                 )
             )
@@ -112,16 +110,16 @@ class Generation:
         return endpoint
 
     async def _prepare_chat(
-        self, request: Request, parse: Callable[[Any, Rules], ChatRequest], prefix: str
+        self, request: Request, parse: Callable[[Any, RequestRules], ChatRequest], prefix: str
     ) -> Job:
         def prepare(fields: Any) -> Job:
             chat = parse(fields, self._rules)
             return prepare_chat(chat, self._text, self._rules.model, prefix=prefix)
 
-        return await self._serving.prepare(request, prepare)
+        return await self._state.prepare(request, prepare)
 
     def _answer(self, job: Job, dialect: Dialect) -> Response:
-        engine = self._serving.engine
+        engine = self._state.engine
         if not job.stream:
             return WholeResponse(lambda: whole_reply(job, dialect, engine), job.timeout_s)
         events = reply_events(job, dialect, engine)

@@ -27,8 +27,6 @@ PATIENCE_SECONDS = 1.0  # for the engine's answer; scrapes often time out after 
 
 
 class EngineCounters(Collector):
-    """The latest numbers of the engine, and the question for newer ones."""
-
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._known: dict[str, Any] | None = None

@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Route
 
 from pippin.api.endpoints.stored_responses import ITEMS_PATH, RESPONSE_PATH
 from pippin.api.fields import anthropic, openai, tokens
-from pippin.api.model_info import Rules
+from pippin.api.model_info import RequestRules
 
 OpenApi = dict[str, Any]
 STREAMS = "text/event-stream"
@@ -47,7 +47,9 @@ BODIES = {  # by path
 QUERIES = {RESPONSE_PATH: openai.STORED_RESPONSE, ITEMS_PATH: openai.STORED_ITEMS}
 
 
-def openapi_document(routes: Iterable[BaseRoute], rules: Rules, *, needs_key: bool) -> OpenApi:
+def openapi_document(
+    routes: Iterable[BaseRoute], rules: RequestRules, *, needs_key: bool
+) -> OpenApi:
     paths: dict[str, Any] = {}
     for route in routes:
         if isinstance(route, Route) and route.include_in_schema:
@@ -68,7 +70,7 @@ def openapi_document(routes: Iterable[BaseRoute], rules: Rules, *, needs_key: bo
     return document
 
 
-def _operation(route: Route, method: str, rules: Rules) -> dict[str, Any]:
+def _operation(route: Route, method: str, rules: RequestRules) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{route.path_format.replace('/', '_')}",
         "responses": {"200": {"description": "the answer"}, "default": _error(route.path)},

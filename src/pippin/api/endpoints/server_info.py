@@ -11,17 +11,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.openapi import openapi_document
-from pippin.api.endpoints.serving import Serving
 from pippin.api.http.access_control import shows_prompts
 from pippin.api.http.http_errors import JSONResponse
 from pippin.errors import NotReady
 
 
 class ServerInfo:
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self._engine, self._model = serving.engine, serving.model
+    def __init__(self, state: AppState) -> None:
+        self._state = state
+        self._engine, self._model = state.engine, state.model
 
     def routes(self) -> list[Route]:
         return [
@@ -74,20 +74,20 @@ class ServerInfo:
         status = await self._engine.status()
         if (cache := status.get("cache")) is None:
             return JSONResponse(status)
-        if not self._serving.admins.admit(request.scope):
+        if not self._state.admins.admit(request.scope):
             del cache["recent_paths"]
-        elif not shows_prompts(self._serving.config):
+        elif not shows_prompts(self._state.config):
             for path in cache["recent_paths"]:
                 del path["first_tokens"], path["last_tokens"]
         return JSONResponse(status)
 
     async def _flush_cache(self, request: Request) -> Response:
-        self._serving.admins.check(request.scope)
+        self._state.admins.check(request.scope)
         return JSONResponse(await self._engine.flush_cache())
 
     async def _openapi(self, request: Request) -> Response:
-        needs_key = bool(self._serving.config.api_key)
-        routes, rules = request.app.routes, self._serving.rules
+        needs_key = bool(self._state.config.api_key)
+        routes, rules = request.app.routes, self._state.rules
         return JSONResponse(openapi_document(routes, rules, needs_key=needs_key))
 
     def _describe_model(self, name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pippin.api.fields.openai import STORED_ITEMS, STORED_RESPONSE
 from pippin.api.fields.table import FieldTable
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.keys import owner_of
-from pippin.api.model_info import Rules
+from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 
 RESPONSE_PATH = "/v1/responses/{id}"
@@ -22,7 +22,7 @@ _LISTS = ("include", "include[]")  # as official clients spell a list
 
 
 class StoredResponses:
-    def __init__(self, stored: ResponseStores, rules: Rules) -> None:
+    def __init__(self, stored: ResponseStores, rules: RequestRules) -> None:
         self._stored = stored
         self._rules = rules
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pippin.api.dialects.shared_options import template_variables
-from pippin.api.fields.kinds import rows_of
 from pippin.api.fields.shared import TEMPLATE
 from pippin.api.fields.tokens import DETOKENIZE, TOKENIZE
-from pippin.api.model_info import Rules
+from pippin.api.fields.value_kinds import rows_of
+from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.bounds import MAX_MESSAGES, check_count
 from pippin.api.requests.chat_messages import parse_messages
@@ -17,7 +17,7 @@ from pippin.text.bundle import TextBundle
 from pippin.text.prompt import chat_prompt, check_nbytes, nbytes_of
 
 
-def tokenize(fields: Any, text: TextBundle, rules: Rules) -> dict[str, Any]:
+def tokenize(fields: Any, text: TextBundle, rules: RequestRules) -> dict[str, Any]:
     """Of a list of prompts all values are lists, as SGLang's are."""
     body = Body(fields)
     TOKENIZE.check(body, rules)
@@ -37,7 +37,7 @@ def tokenize(fields: Any, text: TextBundle, rules: Rules) -> dict[str, Any]:
     return {**reply, "max_model_len": rules.model.max_len}
 
 
-def detokenize(fields: Any, text: TextBundle, rules: Rules) -> dict[str, Any]:
+def detokenize(fields: Any, text: TextBundle, rules: RequestRules) -> dict[str, Any]:
     """The text, under both servers' names for it."""
     body = Body(fields)
     DETOKENIZE.check(body, rules)

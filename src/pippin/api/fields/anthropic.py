@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pippin.api.fields import kinds
-from pippin.api.fields.kinds import Kind
+from pippin.api.fields import value_kinds as kinds
 from pippin.api.fields.openai import NO_SERVICE
 from pippin.api.fields.shared import MODEL, SAMPLING, SERVING, STREAM, TOOLS, conversation, pick
-from pippin.api.fields.table import FieldTable, members, refused
+from pippin.api.fields.table import FieldTable, members, refused_field
+from pippin.api.fields.value_kinds import ValueKind
 
 ROLES = ("user", "assistant", "system")
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
@@ -15,18 +15,18 @@ MESSAGES = FieldTable(
     {
         **MODEL,
         "messages": conversation(ROLES, {"type": ["string", "array"]}, "role", "content"),
-        "system": Kind(
+        "system": ValueKind(
             "a string or a list of text blocks",
             {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
         ),
-        "max_tokens": kinds.integer(1),
+        "max_tokens": kinds.integer_from(1),
         "stop_sequences": kinds.StopStrings(),
         **STREAM,
         **TOOLS,
         "tool_choice": kinds.OBJECT,
         "thinking": members(
             type=kinds.one_of("enabled", "disabled", "adaptive"),
-            budget_tokens=kinds.integer(1),
+            budget_tokens=kinds.integer_from(1),
             display=kinds.one_of("summarized", "omitted"),
         ),
         "output_config": members(effort=kinds.one_of(*EFFORTS), format=kinds.OBJECT),
@@ -35,13 +35,13 @@ MESSAGES = FieldTable(
         "user_profile_id": kinds.LABEL,
         "context_management": kinds.OBJECT,
         **pick(SAMPLING, "top_p", "top_k"),
-        "temperature": kinds.number(0, 1),
+        "temperature": kinds.number_from(0, 1),
         **SERVING,
-        "container": refused(NO_SERVICE),
-        "diagnostics": refused("the log and /status have what was cached"),
-        "inference_geo": refused("the server runs in one place"),
-        "service_tier": refused("there is one tier", "auto", "standard_only"),
-        "speed": refused("there is one speed", "standard"),
+        "container": refused_field(NO_SERVICE),
+        "diagnostics": refused_field("the log and /status have what was cached"),
+        "inference_geo": refused_field("the server runs in one place"),
+        "service_tier": refused_field("there is one tier", "auto", "standard_only"),
+        "speed": refused_field("there is one speed", "standard"),
     },
     required=("model", "messages", "max_tokens"),
 )

@@ -2,52 +2,53 @@
 
 from __future__ import annotations
 
-from pippin.api.fields import kinds, shared
-from pippin.api.fields.kinds import Kind
-from pippin.api.fields.table import FieldTable, members, refused
+from pippin.api.fields import shared
+from pippin.api.fields import value_kinds as kinds
+from pippin.api.fields.table import FieldTable, members, refused_field
+from pippin.api.fields.value_kinds import ValueKind
 from pippin.api.requests.bounds import MAX_MESSAGES
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_LISTED = 100
 _TEXT_ONLY = "only text is generated"
 NO_SERVICE = "this server runs nothing beside the model"
-_ANYTHING = Kind("any value")
+_ANYTHING = ValueKind("any value")
 _SUMMARY = kinds.one_of("auto", "concise", "detailed")
 _INCLUDE: shared.Fields = {"include": kinds.list_of("reasoning.encrypted_content")}
 _CALLING: shared.Fields = {
     **shared.TOOLS,
-    "tool_choice": Kind(
+    "tool_choice": ValueKind(
         "auto, none, required, or an object: the tool to call, or `allowed_tools`",
         {"type": ["string", "object"]},
     ),
     "parallel_tool_calls": kinds.BOOLEAN,
 }
 _REFUSED: shared.Fields = {  # by chat completions and by responses
-    "moderation": refused("there is no moderation"),
-    "prompt_cache_options": refused("caching is automatic", {"mode": "implicit"}),
-    "prompt_cache_retention": refused("the cache is in memory", "in_memory"),
-    "service_tier": refused("there is one tier", "auto", "default"),
+    "moderation": refused_field("there is no moderation"),
+    "prompt_cache_options": refused_field("caching is automatic", {"mode": "implicit"}),
+    "prompt_cache_retention": refused_field("the cache is in memory", "in_memory"),
+    "service_tier": refused_field("there is one tier", "auto", "default"),
 }
 
 CHAT = FieldTable(
     {
         **shared.GENERATION,
         "messages": shared.conversation(ROLES, {}, "role"),
-        "max_completion_tokens": kinds.integer(1),
+        "max_completion_tokens": kinds.integer_from(1),
         "logprobs": kinds.BOOLEAN,
-        "top_logprobs": kinds.integer(0, shared.MAX_LOGPROBS),
+        "top_logprobs": kinds.integer_from(0, shared.MAX_LOGPROBS),
         **_CALLING,
         "reasoning_effort": shared.EFFORT,
         **shared.LABELS,
         **shared.TEMPLATE,
-        "audio": refused(_TEXT_ONLY),
-        "modalities": refused(_TEXT_ONLY, ["text"]),
-        "function_call": refused("it is the old name of tool_choice", "none"),
-        "functions": refused("it is the old name of tools", []),
-        "prediction": refused("predicted outputs are not used"),
-        "store": refused("replies are not stored; use /v1/responses", False),
-        "verbosity": refused("ask for it in the prompt", "medium"),
-        "web_search_options": refused("there is no web search"),
+        "audio": refused_field(_TEXT_ONLY),
+        "modalities": refused_field(_TEXT_ONLY, ["text"]),
+        "function_call": refused_field("it is the old name of tool_choice", "none"),
+        "functions": refused_field("it is the old name of tools", []),
+        "prediction": refused_field("predicted outputs are not used"),
+        "store": refused_field("replies are not stored; use /v1/responses", False),
+        "verbosity": refused_field("ask for it in the prompt", "medium"),
+        "web_search_options": refused_field("there is no web search"),
         **_REFUSED,
     },
     required=("model", "messages"),
@@ -55,32 +56,32 @@ CHAT = FieldTable(
 COMPLETION = FieldTable(
     {
         **shared.GENERATION,
-        "prompt": kinds.Rows(),
-        "max_tokens": kinds.integer(0),
-        "logprobs": kinds.integer(0, shared.MAX_LOGPROBS),
+        "prompt": kinds.TextsOrIds(),
+        "max_tokens": kinds.integer_from(0),
+        "logprobs": kinds.integer_from(0, shared.MAX_LOGPROBS),
         "echo": kinds.BOOLEAN,
-        "best_of": kinds.integer(1, shared.MAX_CHOICES),
-        "suffix": refused("text is not inserted", ""),
+        "best_of": kinds.integer_from(1, shared.MAX_CHOICES),
+        "suffix": refused_field("text is not inserted", ""),
     },
     required=("model", "prompt"),
 )
 RESPONSES = FieldTable(
     {
         **shared.MODEL,
-        "input": Kind(
+        "input": ValueKind(
             f"a string, or a list of 1 to {MAX_MESSAGES:,} items",
             {"anyOf": [{"type": "string"}, kinds.some({"type": "object"}, MAX_MESSAGES)]},
         ),
         "instructions": kinds.STRING,
         "previous_response_id": kinds.LABEL,
         "store": kinds.BOOLEAN,
-        "max_output_tokens": kinds.integer(1),
+        "max_output_tokens": kinds.integer_from(1),
         **_CALLING,
         "reasoning": members(
             effort=shared.EFFORT, summary=_SUMMARY, generate_summary=_SUMMARY, context=_ANYTHING
         ),
         "text": members(
-            format=kinds.OBJECT, verbosity=refused("ask for it in the prompt", "medium")
+            format=kinds.OBJECT, verbosity=refused_field("ask for it in the prompt", "medium")
         ),
         **_INCLUDE,
         **shared.STREAM,
@@ -90,26 +91,26 @@ RESPONSES = FieldTable(
         **shared.LABELS,
         "client_metadata": kinds.Labels(),
         **shared.SERVING,
-        "access_programs": refused(NO_SERVICE),
-        "background": refused("a reply is computed while its client waits", False),
-        "context_management": refused("contexts are not edited", []),
-        "conversation": refused("use previous_response_id"),
-        "image": refused(_TEXT_ONLY),
-        "max_tool_calls": refused(NO_SERVICE),
-        "prompt": refused("prompts are not stored"),
-        "top_logprobs": refused("use chat completions for log probabilities", 0),
-        "truncation": refused("a shared.conversation is never shortened", "disabled"),
+        "access_programs": refused_field(NO_SERVICE),
+        "background": refused_field("a reply is computed while its client waits", False),
+        "context_management": refused_field("contexts are not edited", []),
+        "conversation": refused_field("use previous_response_id"),
+        "image": refused_field(_TEXT_ONLY),
+        "max_tool_calls": refused_field(NO_SERVICE),
+        "prompt": refused_field("prompts are not stored"),
+        "top_logprobs": refused_field("use chat completions for log probabilities", 0),
+        "truncation": refused_field("a shared.conversation is never shortened", "disabled"),
         **_REFUSED,
     },
     required=("model", "input"),
 )
 STORED_RESPONSE = FieldTable(  # of a query
-    {**_INCLUDE, "stream": refused("a stored response is sent as one object", "false")}
+    {**_INCLUDE, "stream": refused_field("a stored response is sent as one object", "false")}
 )
 STORED_ITEMS = FieldTable(
     {
         **_INCLUDE,
-        "limit": kinds.integer(1, MAX_LISTED),
+        "limit": kinds.integer_from(1, MAX_LISTED),
         "order": kinds.one_of("asc", "desc"),
         "after": kinds.STRING,
     }
@@ -117,9 +118,9 @@ STORED_ITEMS = FieldTable(
 EMBEDDINGS = FieldTable(
     {
         **shared.MODEL,
-        "input": kinds.Rows(),
+        "input": kinds.TextsOrIds(),
         "encoding_format": kinds.one_of("float", "base64"),
-        "dimensions": kinds.integer(1),
+        "dimensions": kinds.integer_from(1),
         **shared.USER,
         **shared.SERVING,
     },

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from pippin.api.fields import kinds
-from pippin.api.fields.kinds import Kind, Schema
-from pippin.api.fields.table import members, refused
-from pippin.api.model_info import Rules
+from pippin.api.fields import value_kinds as kinds
+from pippin.api.fields.table import members, refused_field
+from pippin.api.fields.value_kinds import Schema, ValueKind
+from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.bounds import MAX_MESSAGES, MAX_TOOLS
 from pippin.api.requests.reasoning_effort import EFFORTS
 from pippin.api.requests.salts import MAX_SALT_CHARS, read_salt
 
-Fields = dict[str, Kind]
+Fields = dict[str, ValueKind]
 MAX_CHOICES = 128  # of one prompt
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 1_000
 
 
-class Salt(Kind):
-    def check(self, body: Body, field: str, rules: Rules) -> None:
+class Salt(ValueKind):
+    def check(self, body: Body, field: str, rules: RequestRules) -> None:
         read_salt(body)
 
 
@@ -27,45 +27,45 @@ def pick(fields: Fields, *names: str) -> Fields:
     return {name: fields[name] for name in names}
 
 
-def conversation(roles: tuple[str, ...], content: Schema, *required: str) -> Kind:
+def conversation(roles: tuple[str, ...], content: Schema, *required: str) -> ValueKind:
     message = {
         "type": "object",
         "properties": {"role": {"enum": list(roles)}, "content": content},
         "required": list(required),
     }
-    return Kind(f"a list of 1 to {MAX_MESSAGES:,} messages", kinds.some(message, MAX_MESSAGES))
+    return ValueKind(f"a list of 1 to {MAX_MESSAGES:,} messages", kinds.some(message, MAX_MESSAGES))
 
 
 MODEL: Fields = {"model": kinds.ModelName("a name in `/v1/models`")}
 EFFORT = kinds.one_of(*EFFORTS)
 TOOLS: Fields = {
-    "tools": Kind(
+    "tools": ValueKind(
         f"a list of at most {MAX_TOOLS:,} tools",
         {"type": "array", "items": {"type": "object"}, "maxItems": MAX_TOOLS},
     )
 }
 SAMPLING: Fields = {
-    "min_tokens": kinds.integer(0),
-    "temperature": kinds.number(0, 2),
-    "top_p": kinds.number(0, 1, above=True),
-    "top_k": kinds.integer(-1),
-    "min_p": kinds.number(0, 1),
-    "repetition_penalty": kinds.number(0, above=True),
-    "presence_penalty": kinds.number(-2, 2),
-    "frequency_penalty": kinds.number(-2, 2),
+    "min_tokens": kinds.integer_from(0),
+    "temperature": kinds.number_from(0, 2),
+    "top_p": kinds.number_from(0, 1, above=True),
+    "top_k": kinds.integer_from(-1),
+    "min_p": kinds.number_from(0, 1),
+    "repetition_penalty": kinds.number_from(0, above=True),
+    "presence_penalty": kinds.number_from(-2, 2),
+    "frequency_penalty": kinds.number_from(-2, 2),
     "logit_bias": kinds.LogitBias(),
-    "seed": kinds.integer(-MAX_SEED - 1, MAX_SEED - MAX_CHOICES),
-    "n": kinds.integer(1, MAX_CHOICES),
+    "seed": kinds.integer_from(-MAX_SEED - 1, MAX_SEED - MAX_CHOICES),
+    "n": kinds.integer_from(1, MAX_CHOICES),
     "stop": kinds.StopStrings(),
     "stop_token_ids": kinds.StopTokens(),
     "ignore_eos": kinds.BOOLEAN,
-    "json_schema": Kind("a JSON Schema, or its JSON", {"type": ["object", "string"]}),
+    "json_schema": ValueKind("a JSON Schema, or its JSON", {"type": ["object", "string"]}),
     "regex": kinds.STRING,
     "ebnf": kinds.STRING,
 }
 SERVING: Fields = {  # of every request that is run
-    "timeout": kinds.number(0, above=True),
-    "priority": kinds.integer(-MAX_PRIORITY, MAX_PRIORITY),
+    "timeout": kinds.number_from(0, above=True),
+    "priority": kinds.integer_from(-MAX_PRIORITY, MAX_PRIORITY),
     "cache_salt": Salt(
         f"a string of 1 to {MAX_SALT_CHARS:,} characters",
         {"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS},
@@ -74,7 +74,8 @@ SERVING: Fields = {  # of every request that is run
 STREAM: Fields = {"stream": kinds.BOOLEAN}
 STREAM_OPTIONS: Fields = {
     "stream_options": members(
-        include_usage=kinds.BOOLEAN, include_obfuscation=refused("streams are not padded", False)
+        include_usage=kinds.BOOLEAN,
+        include_obfuscation=refused_field("streams are not padded", False),
     )
 }
 USER: Fields = {"user": kinds.LABEL}
@@ -86,11 +87,11 @@ LABELS: Fields = {
 TEMPLATE: Fields = {"chat_template_kwargs": kinds.OBJECT, "add_generation_prompt": kinds.BOOLEAN}
 GENERATION: Fields = {  # of chat and text completions
     **MODEL,
-    "max_tokens": kinds.integer(1),
+    "max_tokens": kinds.integer_from(1),
     **SAMPLING,
     **STREAM,
     **STREAM_OPTIONS,
-    "response_format": Kind(
+    "response_format": ValueKind(
         "an object with a `type` of text, json_object or json_schema",
         {
             "type": "object",

@@ -6,30 +6,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from pippin.api.fields.kinds import Answer, Kind, Schema, nullable
-from pippin.api.model_info import Rules
+from pippin.api.fields.value_kinds import Answer, Schema, ValueKind, nullable
+from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body, shown
 from pippin.errors import UnsupportedField
 
 
 @dataclass(frozen=True)
 class FieldTable:
-    fields: Mapping[str, Kind]
+    fields: Mapping[str, ValueKind]
     required: tuple[str, ...] = ()
 
-    def check(self, body: Body, rules: Rules) -> None:
+    def check(self, body: Body, rules: RequestRules) -> None:
         """Raise for a field that is unknown, missing or refused, or has a wrong value."""
         body.check_known(self.fields)
         for name in self.required:
             body.require(name)
         self.check_values(body, rules)
 
-    def check_values(self, body: Body, rules: Rules) -> None:
+    def check_values(self, body: Body, rules: RequestRules) -> None:
         for name, kind in self.fields.items():
             if body.has(name):
                 kind.check(body, name, rules)
 
-    def schema(self, rules: Rules) -> Schema:
+    def schema(self, rules: RequestRules) -> Schema:
         """Null is "not sent"."""
         schemas = {name: kind.schema(rules) for name, kind in sorted(self.fields.items())}
         return {
@@ -44,28 +44,28 @@ class FieldTable:
 
 
 @dataclass(frozen=True)
-class Members(Kind):
+class Members(ValueKind):
     table: FieldTable = field(default_factory=lambda: FieldTable({}))
 
-    def schema(self, rules: Rules) -> Schema:
+    def schema(self, rules: RequestRules) -> Schema:
         return self.table.schema(rules)
 
-    def check(self, body: Body, field: str, rules: Rules) -> None:
+    def check(self, body: Body, field: str, rules: RequestRules) -> None:
         self.table.check(body.required_object(field), rules)
 
 
-def members(**fields: Kind) -> Members:
+def members(**fields: ValueKind) -> Members:
     return Members(f"an object with {', '.join(fields)}", table=FieldTable(fields))
 
 
 @dataclass(frozen=True)
-class Refusal(Kind):
+class Refusal(ValueKind):
     """Of a documented field that is refused; `neutral` values ask for nothing, and are accepted."""
 
     neutral: tuple[Any, ...] = ()
     answer: ClassVar[Answer] = "refused"
 
-    def check(self, body: Body, field: str, rules: Rules) -> None:
+    def check(self, body: Body, field: str, rules: RequestRules) -> None:
         value = body.get(field)
         if any(type(value) is type(each) and value == each for each in self.neutral):
             return  # 0 is not false
@@ -75,5 +75,5 @@ class Refusal(Kind):
         raise UnsupportedField(f"{name} is not supported: {self.text}{hint}", param=name)
 
 
-def refused(why: str, *neutral: Any) -> Refusal:
+def refused_field(why: str, *neutral: Any) -> Refusal:
     return Refusal(why, {"enum": list(neutral), "description": why}, neutral=neutral)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pippin.api.grammars.lark import Lark, one_of
+from pippin.api.grammars.lark import Lark, alternatives
 from pippin.errors import UnsupportedField
 
 Schema = dict[str, Any]
@@ -59,7 +59,7 @@ class BareKeyRules:
         kind = schema.get("type")
         choices = schema.get("anyOf") or [{**schema, "type": each} for each in _several(kind)]
         if choices:
-            return one_of([self._value(each, where) for each in choices])
+            return alternatives([self._value(each, where) for each in choices])
         if kind is None and (values := _values(schema)):
             kind = "string" if all(isinstance(each, str) for each in values) else None
             if not any(isinstance(each, str | list | dict) for each in values):
@@ -94,7 +94,9 @@ class BareKeyRules:
         values = _values(schema)
         if not values:
             return self.text(self._lark.until(self._quote))
-        return one_of([self._lark.literal(f"{self._quote}{each}{self._quote}") for each in values])
+        return alternatives(
+            [self._lark.literal(f"{self._quote}{each}{self._quote}") for each in values]
+        )
 
     def _items(self, items: Any, where: str) -> str:
         item = self._value(items, f"the items of {where}")
@@ -132,7 +134,7 @@ class BareKeyRules:
         def body(value: str) -> str:
             items = f"{_literal('[')} ({value} ({_literal(',')} {value})*)? {_literal(']')}"
             pair = f"{_KEY} {_literal(':')} {value}"
-            return one_of([string, scalar, items, self._members(pair)])
+            return alternatives([string, scalar, items, self._members(pair)])
 
         return self._lark.recursive(body)
 

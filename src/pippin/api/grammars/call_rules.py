@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from pippin.api.grammars.bare_keys import BareKeyRules
-from pippin.api.grammars.lark import Lark, one_of
+from pippin.api.grammars.lark import Lark, alternatives
 from pippin.api.requests.custom_tools import INPUT, input_schema
 from pippin.api.requests.neutral_request import ToolUse
 from pippin.decode.closed_objects import closed
@@ -37,7 +37,9 @@ class CallRules:
     def calls(self) -> str:
         """The calls of a reply, one at least."""
         lark, syntax = self._lark, self._syntax
-        call = lark.rule(one_of([self._call(tool["function"]) for tool in self._tool_use.allowed]))
+        call = lark.rule(
+            alternatives([self._call(tool["function"]) for tool in self._tool_use.allowed])
+        )
         more = f"({self._literal(syntax.separator)} {call})*" if self._tool_use.parallel else ""
         opening, closing = self._literal(syntax.opening), self._literal(syntax.closing)
         return lark.rule(f"{opening} {call} {more} {closing}")
@@ -131,7 +133,7 @@ class CallRules:
         end = self._literal(tags.after_value)
         choices = declared.get("enum") if isinstance(declared, dict) else None
         if choices and all(isinstance(choice, str) for choice in choices):
-            return f"{one_of([self._literal(choice) for choice in choices])} {end}"
+            return f"{alternatives([self._literal(choice) for choice in choices])} {end}"
         if kind == "string" and declared.keys() <= _SAY_NOTHING:
             return self._lark.until(tags.after_value)
         if kind in ("integer", "number", "boolean", "array", "object", "null"):

@@ -76,5 +76,5 @@ class Lark:
         return [part for part in self._parts.split(text) if part] or [""]
 
 
-def one_of(choices: list[str]) -> str:
+def alternatives(choices: list[str]) -> str:
     return "(" + " | ".join(choices) + ")"

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from pippin.api.fields.kinds import integer
 from pippin.api.fields.shared import MAX_LOGPROBS, SAMPLING, SERVING
 from pippin.api.fields.table import FieldTable
-from pippin.api.model_info import ModelInfo, Rules
+from pippin.api.fields.value_kinds import integer_from
+from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.structured import read_structure
 from pippin.config import LimitsConfig
@@ -26,8 +26,8 @@ PARAMS = FieldTable(
     {
         **SAMPLING,
         **SERVING,
-        "logprobs": integer(0, MAX_LOGPROBS),
-        "prompt_logprobs": integer(0, MAX_LOGPROBS),
+        "logprobs": integer_from(0, MAX_LOGPROBS),
+        "prompt_logprobs": integer_from(0, MAX_LOGPROBS),
     }
 )
 
@@ -37,7 +37,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> SamplingParams:
     body = _checked_body(params, "params", vocab_size)
     max_tokens = body.get("max_tokens", SamplingParams.max_tokens)
     least = 0 if body.has("prompt_logprobs") else 1  # no reply is a way to score a prompt
-    FieldTable({"max_tokens": integer(least)}).check_values(body, _rules(vocab_size))
+    FieldTable({"max_tokens": integer_from(least)}).check_values(body, _rules(vocab_size))
     return replace(
         read_sampling(body, _rules(vocab_size), max_tokens=max_tokens),
         max_tokens=max_tokens,
@@ -50,12 +50,12 @@ def check_priority(priority: int) -> int:
     return int(_checked_body({"priority": priority}, "priority").get("priority", 0))
 
 
-def read_sampling(body: Body, rules: Rules, *, max_tokens: int | None) -> SamplingParams:
+def read_sampling(body: Body, rules: RequestRules, *, max_tokens: int | None) -> SamplingParams:
     """Of checked fields. Reply length and logprobs have other names in each dialect."""
     defaults = rules.defaults
     structure = read_structure(body, rules.limits.max_schema_bytes)
     if max_tokens is not None and body.get("min_tokens", 0) > max_tokens:
-        raise body.wrong("min_tokens", integer(0, max_tokens).text)
+        raise body.wrong("min_tokens", integer_from(0, max_tokens).text)
     constraint: dict[str, Any] = {} if structure is None else {structure.kind: structure.text}
     stop = body.get("stop", ())
     return SamplingParams(
@@ -86,9 +86,9 @@ def _checked_body(given: Any, name: str, vocab_size: int = 1) -> Body:
     return body
 
 
-def _rules(vocab_size: int) -> Rules:
+def _rules(vocab_size: int) -> RequestRules:
     model = ModelInfo("", max_len=0, vocab_size=vocab_size, created_s=0)
-    return Rules(model, SamplingDefaults(), LimitsConfig())
+    return RequestRules(model, SamplingDefaults(), LimitsConfig())
 
 
 def _plain_number(value: Any) -> Any:

@@ -53,7 +53,6 @@ class DeclaredTool:
 
 
 def full_name(namespace: str, name: str) -> str:
-    """What the model is shown, and calls."""
     return f"{namespace}.{name}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from pippin.api.dialects.messages.conversation import parse_conversation
 from pippin.api.dialects.shared_options import read_options
 from pippin.api.fields.anthropic import COUNT_TOKENS, EFFORTS, MESSAGES
-from pippin.api.model_info import Rules
+from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body, shown
 from pippin.api.requests.neutral_request import ChatRequest, ToolUse
 from pippin.api.requests.tools import (
@@ -28,7 +28,9 @@ _SAME_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "stream", "priori
 _KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
-def parse_message_request(fields: Any, rules: Rules, *, counts_only: bool = False) -> ChatRequest:
+def parse_message_request(
+    fields: Any, rules: RequestRules, *, counts_only: bool = False
+) -> ChatRequest:
     """A request for a reply; or, if it is only to be counted, for the length of its prompt."""
     body = Body(fields)
     (COUNT_TOKENS if counts_only else MESSAGES).check(body, rules)

@@ -10,7 +10,7 @@ from pippin.api.dialects.responses.items import Item, messages_of, read_items
 from pippin.api.dialects.responses.response_store import ResponseStore, StoredTurn
 from pippin.api.dialects.shared_options import read_options
 from pippin.api.fields.openai import RESPONSES
-from pippin.api.model_info import Rules
+from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import ChatRequest
 
@@ -29,7 +29,9 @@ class ResponsesRequest:
     store: bool
 
 
-def parse_responses_request(fields: Any, rules: Rules, stored: ResponseStore) -> ResponsesRequest:
+def parse_responses_request(
+    fields: Any, rules: RequestRules, stored: ResponseStore
+) -> ResponsesRequest:
     body = Body(fields)
     RESPONSES.check(body, rules)
     store = body.get("store", stored.enabled)

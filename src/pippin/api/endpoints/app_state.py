@@ -13,7 +13,7 @@ from pippin.api.http.keys import Admins
 from pippin.api.http.read_body import decode_body, read_body
 from pippin.api.http.request_log import record_of
 from pippin.api.http.workers import Workers
-from pippin.api.model_info import ModelInfo, Rules
+from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.config import ServerConfig
 from pippin.engine.engine_client import Engine
 from pippin.text.bundle import TextBundle
@@ -32,11 +32,11 @@ R = TypeVar("R", bound=Runnable)
 
 
 @dataclass(frozen=True)
-class Serving:
+class AppState:
     engine: Engine
     text: TextBundle
     config: ServerConfig
-    rules: Rules
+    rules: RequestRules
     workers: Workers = field(default_factory=Workers)
 
     @property

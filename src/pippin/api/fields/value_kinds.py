@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from pippin.api.model_info import Rules
+from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body, shown
 from pippin.api.requests.bounds import (
     MAX_LABEL_CHARS,
@@ -32,7 +32,7 @@ def some(items: Schema, most: int | None = None) -> Schema:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ValueKind:
     """By default: described here, and checked by `test`, or by the code that reads it."""
 
     text: str = ""
@@ -40,45 +40,45 @@ class Kind:
     test: Callable[[Any], bool] = lambda value: True
     answer: ClassVar[Answer] = "honoured"
 
-    def words(self, rules: Rules) -> str:
+    def words(self, rules: RequestRules) -> str:
         return self.text
 
-    def schema(self, rules: Rules) -> Schema:
+    def schema(self, rules: RequestRules) -> Schema:
         return self.json_schema
 
-    def accepts(self, value: Any, rules: Rules) -> bool:
+    def accepts(self, value: Any, rules: RequestRules) -> bool:
         return self.test(value)
 
-    def check(self, body: Body, field: str, rules: Rules) -> None:
+    def check(self, body: Body, field: str, rules: RequestRules) -> None:
         if not self.accepts(body.get(field), rules):
             raise body.wrong(field, self.words(rules))
 
 
-def one_of(*choices: str) -> Kind:
+def one_of(*choices: str) -> ValueKind:
     words = f"one of {', '.join(choices)}" if len(choices) > 1 else f'"{choices[0]}"'
     schema = {"type": "string", "enum": list(choices)}
-    return Kind(words, schema, lambda value: value in choices)
+    return ValueKind(words, schema, lambda value: value in choices)
 
 
-def list_of(*choices: str) -> Kind:
+def list_of(*choices: str) -> ValueKind:
     schema = {"type": "array", "items": {"enum": list(choices)}}
 
     def test(value: Any) -> bool:
         return isinstance(value, list) and all(item in choices for item in value)
 
-    return Kind(f"a list of {', '.join(choices)}", schema, test)
+    return ValueKind(f"a list of {', '.join(choices)}", schema, test)
 
 
-def number(low: int, high: int | None = None, *, above: bool = False) -> Kind:
+def number_from(low: int, high: int | None = None, *, above: bool = False) -> ValueKind:
     """From `low` to `high`; `above`: greater than `low`."""
     return _number("a number", int | float, low, high, above)
 
 
-def integer(low: int, high: int | None = None) -> Kind:
+def integer_from(low: int, high: int | None = None) -> ValueKind:
     return _number("an integer", int, low, high, above=False)
 
 
-def _number(kind: str, types: Any, low: int, high: int | None, above: bool) -> Kind:
+def _number(kind: str, types: Any, low: int, high: int | None, above: bool) -> ValueKind:
     schema = {"type": kind.split()[1], "exclusiveMinimum" if above else "minimum": low}
     if high is None:
         words = f"above {low:,}" if above else f"of at least {low:,}"
@@ -93,27 +93,27 @@ def _number(kind: str, types: Any, low: int, high: int | None, above: bool) -> K
             return False
         return most is None or bool(value <= most)
 
-    return Kind(f"{kind} {words}", schema, test)
+    return ValueKind(f"{kind} {words}", schema, test)
 
 
-def text(most: int) -> Kind:
+def text(most: int) -> ValueKind:
     schema = {"type": "string", "maxLength": most}
     words = f"a string of at most {most:,} characters"
-    return Kind(words, schema, lambda value: isinstance(value, str) and len(value) <= most)
+    return ValueKind(words, schema, lambda value: isinstance(value, str) and len(value) <= most)
 
 
-BOOLEAN = Kind("true or false", {"type": "boolean"}, lambda value: isinstance(value, bool))
-STRING = Kind("a string", {"type": "string"}, lambda value: isinstance(value, str))
-OBJECT = Kind("an object", {"type": "object"}, lambda value: isinstance(value, dict))
+BOOLEAN = ValueKind("true or false", {"type": "boolean"}, lambda value: isinstance(value, bool))
+STRING = ValueKind("a string", {"type": "string"}, lambda value: isinstance(value, str))
+OBJECT = ValueKind("an object", {"type": "object"}, lambda value: isinstance(value, dict))
 LABEL, LABEL_VALUE = text(MAX_LABEL_CHARS), text(MAX_LABEL_VALUE_CHARS)
 
 
-class Labels(Kind):
-    def words(self, rules: Rules) -> str:
+class Labels(ValueKind):
+    def words(self, rules: RequestRules) -> str:
         names = f"with names of at most {MAX_LABEL_CHARS:,} characters"
         return f"an object of at most {MAX_LABELS} strings {names}"
 
-    def schema(self, rules: Rules) -> Schema:
+    def schema(self, rules: RequestRules) -> Schema:
         values = nullable(LABEL_VALUE.json_schema)
         return {
             "type": "object",
@@ -121,7 +121,7 @@ class Labels(Kind):
             "maxProperties": MAX_LABELS,
         }
 
-    def check(self, body: Body, field: str, rules: Rules) -> None:
+    def check(self, body: Body, field: str, rules: RequestRules) -> None:
         labels = body.required_object(field)
         if len(labels) > MAX_LABELS or any(len(n) > MAX_LABEL_CHARS for n in labels.fields()):
             raise body.wrong(field, self.words(rules))
@@ -129,24 +129,24 @@ class Labels(Kind):
             LABEL_VALUE.check(labels, name, rules)
 
 
-class ModelName(Kind):
-    def schema(self, rules: Rules) -> Schema:
+class ModelName(ValueKind):
+    def schema(self, rules: RequestRules) -> Schema:
         return {"type": "string", "enum": list(rules.model.names)}
 
-    def check(self, body: Body, field: str, rules: Rules) -> None:
+    def check(self, body: Body, field: str, rules: RequestRules) -> None:
         rules.model.check_name(body.required_string(field))
 
 
-class StopStrings(Kind):
-    def words(self, rules: Rules) -> str:
+class StopStrings(ValueKind):
+    def words(self, rules: RequestRules) -> str:
         most = f"at most {rules.limits.max_stops} strings (--max-stops)"
         return f"a string or a list of {most}, each of 1 to {MAX_STOP_CHARS:,} characters"
 
-    def schema(self, rules: Rules) -> Schema:
+    def schema(self, rules: RequestRules) -> Schema:
         one = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
         return {"anyOf": [one, {"type": "array", "items": one, "maxItems": rules.limits.max_stops}]}
 
-    def accepts(self, value: Any, rules: Rules) -> bool:
+    def accepts(self, value: Any, rules: RequestRules) -> bool:
         given = [value] if isinstance(value, str) else value
         return (
             isinstance(given, list | tuple)
@@ -155,38 +155,38 @@ class StopStrings(Kind):
         )
 
 
-def _ids_schema(rules: Rules) -> Schema:
-    return {"type": "array", "items": integer(0, rules.model.vocab_size - 1).json_schema}
+def _ids_schema(rules: RequestRules) -> Schema:
+    return {"type": "array", "items": integer_from(0, rules.model.vocab_size - 1).json_schema}
 
 
-class StopTokens(Kind):
-    def words(self, rules: Rules) -> str:
+class StopTokens(ValueKind):
+    def words(self, rules: RequestRules) -> str:
         return f"a list of at most {MAX_STOP_TOKEN_IDS:,} {token_ids_in_words(rules.vocab_size)}"
 
-    def schema(self, rules: Rules) -> Schema:
+    def schema(self, rules: RequestRules) -> Schema:
         return _ids_schema(rules) | {"maxItems": MAX_STOP_TOKEN_IDS}
 
-    def accepts(self, value: Any, rules: Rules) -> bool:
+    def accepts(self, value: Any, rules: RequestRules) -> bool:
         return are_token_ids(value, rules.vocab_size) and len(value) <= MAX_STOP_TOKEN_IDS
 
 
 @dataclass(frozen=True)
-class Rows(Kind):
+class TextsOrIds(ValueKind):
     """One text, or one list of token ids, or several of either."""
 
     texts: bool = True
     ids: bool = True
 
-    def words(self, rules: Rules) -> str:
+    def words(self, rules: RequestRules) -> str:
         ids = f"a list of {token_ids_in_words(rules.vocab_size)} or a list of such lists"
         return ", ".join(["a string or a list of strings"] * self.texts + [ids] * self.ids)
 
-    def schema(self, rules: Rules) -> Schema:
+    def schema(self, rules: RequestRules) -> Schema:
         one = _ids_schema(rules)
         texts = [STRING.json_schema, some(STRING.json_schema)]
         return {"anyOf": texts * self.texts + [one, {"type": "array", "items": one}] * self.ids}
 
-    def accepts(self, value: Any, rules: Rules) -> bool:
+    def accepts(self, value: Any, rules: RequestRules) -> bool:
         rows = rows_of(value)
         if self.texts and all(isinstance(row, str) for row in rows):
             return True
@@ -194,20 +194,20 @@ class Rows(Kind):
 
 
 def rows_of(value: Any) -> list[Any]:
-    """The texts or lists of token ids in a value of `Rows`."""
+    """The texts or lists of token ids in a value of `TextsOrIds`."""
     is_many = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     return value if is_many else [value]
 
 
-class LogitBias(Kind):
-    bias = number(-100, 100)
+class LogitBias(ValueKind):
+    bias = number_from(-100, 100)
 
-    def words(self, rules: Rules) -> str:
+    def words(self, rules: RequestRules) -> str:
         most = f"{rules.limits.max_logit_bias:,} (--max-logit-bias)"
         ids = token_ids_in_words(rules.vocab_size)
         return f"an object of at most {most} {ids}, each with {self.bias.text}"
 
-    def schema(self, rules: Rules) -> Schema:
+    def schema(self, rules: RequestRules) -> Schema:
         return {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]+$"},
@@ -215,7 +215,7 @@ class LogitBias(Kind):
             "maxProperties": rules.limits.max_logit_bias,
         }
 
-    def check(self, body: Body, field: str, rules: Rules) -> None:
+    def check(self, body: Body, field: str, rules: RequestRules) -> None:
         biases = body.required_object(field)
         if len(biases) > rules.limits.max_logit_bias:
             raise body.error(field, f"has {len(biases):,} tokens; it must be {self.words(rules)}")
