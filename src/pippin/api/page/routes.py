@@ -11,7 +11,6 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,14 +19,12 @@ from starlette.routing import Route
 from pippin.api.http.request_log import record_of
 
 FILES = Path(__file__).parent / "files"
-MEDIA_TYPES = MappingProxyType(
-    {
-        ".html": "text/html; charset=utf-8",
-        ".css": "text/css; charset=utf-8",
-        ".js": "text/javascript; charset=utf-8",
-        ".svg": "image/svg+xml",
-    }
-)
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
 # Nothing but this server's own files and its API, no inline script or style, no strings that
 # become HTML (trusted types), and nobody else's frame around it.
 POLICY = "; ".join(
@@ -44,16 +41,14 @@ POLICY = "; ".join(
         "trusted-types 'none'",
     ]
 )
-HEADERS = MappingProxyType(
-    {
-        "cache-control": "no-cache",  # asked for again, and mostly answered with a 304
-        "content-security-policy": POLICY,
-        "cross-origin-opener-policy": "same-origin",
-        "cross-origin-resource-policy": "same-origin",
-        "referrer-policy": "no-referrer",
-        "x-content-type-options": "nosniff",
-    }
-)
+HEADERS = {
+    "cache-control": "no-cache",  # revalidated at each visit, mostly with a 304
+    "content-security-policy": POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def churn_at(
 ) -> Report:
     """The load against a running server; words count as tokens."""
     notes = busy_note()
-    target, _ = find_target(url, model, api_key)
+    target = find_target(url, model, api_key)
     outcome = _run(target, load, Prompts(f"churn {seed}"))
     return summarize(target.model, load, outcome, None, notes)
 

@@ -134,28 +134,24 @@ class LoadClient:
     async def _exchange(
         self, method: str, path: str, body: bytes, disconnect_after: int | None = None
     ) -> Exchange:
-        request = self._request(method, self._path + path, body)
+        key = self.target.api_key
+        head = [
+            f"{method} {self._path}{path} HTTP/1.1",
+            f"Host: {self._host}:{self._port}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            "Connection: close",  # the end of the connection is the end of the reply
+            *([f"Authorization: Bearer {key}"] if key else []),
+        ]
+        request = "\r\n".join([*head, "", ""]).encode() + body
         loop = asyncio.get_running_loop()
-        tls = self._tls or None
         try:
             _, exchange = await loop.create_connection(
-                lambda: Exchange(request, disconnect_after), self._host, self._port, ssl=tls
+                lambda: Exchange(request, disconnect_after),
+                self._host,
+                self._port,
+                ssl=self._tls or None,
             )
         except OSError as error:
             raise BenchError(f"{self.target.url}: {error}") from error
         return exchange
-
-    def _request(self, method: str, path: str, body: bytes) -> bytes:
-        headers = {
-            "Host": f"{self._host}:{self._port}",
-            "Content-Type": "application/json",
-            "Content-Length": str(len(body)),
-            "Connection": "close",  # the end of the connection is the end of the reply
-        }
-        if self.target.api_key:
-            headers["Authorization"] = f"Bearer {self.target.api_key}"
-        lines = [
-            f"{method} {path} HTTP/1.1",
-            *(f"{name}: {value}" for name, value in headers.items()),
-        ]
-        return "\r\n".join([*lines, "", ""]).encode() + body

@@ -43,18 +43,6 @@ class Timing:
     decode_ceiling: float | None = None
     decode_memory_ceiling: float | None = None  # ... that reading the weights once a step allows
 
-    @property
-    def prefill_share(self) -> float | None:
-        return _share(self.prefill_tokens_per_second, self.prefill_ceiling)
-
-    @property
-    def decode_share(self) -> float | None:
-        return _share(self.decode_tokens_per_second, self.decode_ceiling)
-
-    @property
-    def memory_share(self) -> float | None:
-        return _share(self.decode_tokens_per_second, self.decode_memory_ceiling)
-
 
 def one_batch(
     config: Config,
@@ -155,11 +143,11 @@ def summarize(timings: list[Timing], settings: dict[str, float], notes: list[str
             f"{t.input:,}",
             number(t.prefill_seconds * 1e3),
             number(t.prefill_tokens_per_second),
-            _percent(t.prefill_share),
+            _share(t.prefill_tokens_per_second, t.prefill_ceiling),
             number(t.decode_seconds * 1e3),
             number(t.decode_tokens_per_second),
-            _percent(t.decode_share),
-            _percent(t.memory_share),
+            _share(t.decode_tokens_per_second, t.decode_ceiling),
+            _share(t.decode_tokens_per_second, t.decode_memory_ceiling),
         )
         for t in timings
     ]
@@ -169,9 +157,5 @@ def summarize(timings: list[Timing], settings: dict[str, float], notes: list[str
     return Report("one-batch", [table], data, notes)
 
 
-def _share(rate: float, ceiling: float | None) -> float | None:
-    return rate / ceiling if ceiling else None
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.0%}"
+def _share(rate: float, ceiling: float | None) -> str:
+    return f"{rate / ceiling:.0%}" if ceiling else "–"

@@ -28,9 +28,7 @@ class Spread:
     """What is worth saying about many measurements of one thing."""
 
     count: int
-    mean: float
     p50: float
-    p90: float
     p99: float
     max: float
 
@@ -38,9 +36,7 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         return cls(
             count=len(values),
-            mean=sum(values) / len(values) if values else math.nan,
             p50=percentile(values, 0.5),
-            p90=percentile(values, 0.9),
             p99=percentile(values, 0.99),
             max=max(values, default=math.nan),
         )

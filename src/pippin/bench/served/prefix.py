@@ -18,8 +18,7 @@ from pippin.bench.client.wire import LoadClient
 from pippin.bench.prompts import Prompts, count_with
 from pippin.bench.results.report import Part, Report, report_parts, say
 from pippin.bench.served.cold_warm import ColdWarm, cold_warm_table
-from pippin.bench.served.scenarios import PROMPT_TOKENS, REPLY_TOKENS, TURNS, fan_out, warm_up
-from pippin.bench.servers.processes import as_options, pippin_server
+from pippin.bench.served.scenarios import PROMPT_TOKENS, REPLY_TOKENS, TURNS, fan_out, warm_server
 from pippin.config import Config
 
 WARM_SHARE = 0.12  # of the cold time: what a known prompt may take
@@ -41,10 +40,8 @@ class PrefixBench:
         clients = []
         for wanted in (True, False):
             engine = replace(self._config.engine, prefix_cache=wanted)
-            name, *options = as_options(replace(self._config, engine=engine))
-            client = LoadClient(self._stack.enter_context(pippin_server(name, options)))
-            asyncio.run(warm_up(client, Prompts("warm-up", self._count)))
-            clients.append(client)
+            server = warm_server(replace(self._config, engine=engine), self._count)
+            clients.append(self._stack.enter_context(server))
         cached, uncached = clients
         return cached, uncached
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,7 @@ from pippin.bench.results.pairs import Compared, Pairs, pairs_table
 from pippin.bench.results.report import Part, Report, Table, report_parts
 from pippin.bench.results.samples import percentile, ratio
 from pippin.bench.served.cold_warm import ColdWarm, cold_warm_table
-from pippin.bench.served.scenarios import PROMPT_TOKENS, REPLY_TOKENS, interfere, warm_up
-from pippin.bench.servers.processes import as_options, pippin_server
+from pippin.bench.served.scenarios import PROMPT_TOKENS, REPLY_TOKENS, interfere, warm_server
 from pippin.config import Config
 
 HOW = {"sigterm": "SIGTERM", "kill": "kill -9 while writing"}
@@ -143,16 +142,11 @@ class RestartBench:
             turn += 1
         return errors
 
-    @contextmanager
     def _server(
         self, directory: str | None, disk: str | None, *, killed: bool = False
-    ) -> Iterator[LoadClient]:
+    ) -> AbstractContextManager[LoadClient]:
         engine = replace(self._config.engine, cache_dir=directory, disk=disk)
-        name, *options = as_options(replace(self._config, engine=engine))
-        with pippin_server(name, options, killed=killed) as target:
-            client = LoadClient(target)
-            asyncio.run(warm_up(client, Prompts("warm-up", self._count)))
-            yield client
+        return warm_server(replace(self._config, engine=engine), self._count, killed=killed)
 
 
 def restart(
@@ -187,12 +181,12 @@ def _ask(client: LoadClient, messages: list[dict[str, str]]) -> TimedReply:
 
 async def _begin_writing(client: LoadClient, prompts: Prompts) -> None:
     """Have prompts computed whose replies are not read; returns while they are being written."""
-    before = _store(client.target)["written"]
+    before = _written(client.target)
     begun = [
         await client.start_completion(prompts.text(PROMPT_TOKENS), REPLY_TOKENS) for _ in range(3)
     ]
     ends = time.monotonic() + WRITE_SECONDS
-    while _store(client.target)["written"] == before:
+    while _written(client.target) == before:
         if time.monotonic() > ends:
             raise BenchError(f"nothing was written within {WRITE_SECONDS:g} s")
         await asyncio.sleep(POLL_SECONDS / 10)
@@ -208,22 +202,19 @@ def _wait_until_written(target: Target) -> None:
         if time.monotonic() > ends:
             raise BenchError(f"the server was still writing after {WRITE_SECONDS:g} s")
         time.sleep(POLL_SECONDS)
-        if (now := _store(target)["written"]) != written:
+        if (now := _written(target)) != written:
             written, since = now, time.monotonic()
 
 
-def _store(target: Target) -> dict[str, int]:
-    """The store's own counters."""
-    store: dict[str, int] = _disk(target)["store"]
-    return store
-
-
 def _disk(target: Target) -> dict[str, Any]:
-    """What `/status` says of it."""
     disk: dict[str, Any] | None = httpx.get(f"{target.url}/status", timeout=30).json()["disk"]
     if disk is None:
         raise BenchError("the server has no cache on disk")
     return disk
+
+
+def _written(target: Target) -> int:
+    return int(_disk(target)["store"]["written"])
 
 
 def _bytes_in(directory: Path) -> int:

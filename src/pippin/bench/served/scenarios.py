@@ -1,21 +1,23 @@
 """The workloads of `bench compare`, each against one server: what is sent when, and the results.
 
-Knows a client and prompts; knows no processes. Every scenario draws fresh prompts, so it is cold
+Every scenario draws fresh prompts, so it is cold
 unless it shares a prefix on purpose.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
-from pippin.bench.churn.requests import churn_requests
-from pippin.bench.client.load import Load, send_load, summarize_load
 from pippin.bench.client.sse import TimedReply, parse
 from pippin.bench.client.wire import Exchange, LoadClient
-from pippin.bench.prompts import Prompts
+from pippin.bench.prompts import CountTokens, Prompts
 from pippin.bench.results.samples import median, percentile, ratio
+from pippin.bench.servers.processes import as_options, pippin_server
+from pippin.config import Config
 
 PROMPT_TOKENS = 2000
 SHORT_TOKENS = 24
@@ -182,19 +184,20 @@ async def short_beside_long(client: LoadClient, prompts: Prompts) -> Numbers:
     }
 
 
-async def churn(client: LoadClient, prompts: Prompts, *, seconds: float) -> Numbers:
-    load = Load(seconds=seconds)
-    outcome = summarize_load(await send_load(client, load, churn_requests(prompts)))
-    return {
-        "generated": outcome.generated_per_second,
-        "prompts": outcome.prompt_per_second,
-        **outcome.times_ms,
-        "errors": outcome.num_errors,
-    }
-
-
 async def warm_up(client: LoadClient, prompts: Prompts) -> None:
     """Run every path once, so that no measurement includes a first time."""
     texts = [prompts.text(600), *(prompts.text(SHORT_TOKENS) for _ in range(3))]
     for recording in await asyncio.gather(*(client.complete(t, max_tokens=8) for t in texts)):
         parse(recording)
+
+
+@contextmanager
+def warm_server(
+    config: Config, count: CountTokens, *, killed: bool = False
+) -> Iterator[LoadClient]:
+    """A client of a `pippin serve` that is started for it; `killed`: it ends with kill -9."""
+    name, *options = as_options(config)
+    with pippin_server(name, options, killed=killed) as target:
+        client = LoadClient(target)
+        asyncio.run(warm_up(client, Prompts("warm-up", count)))
+        yield client

@@ -1,13 +1,10 @@
-"""`pippin bench serve`: latency and throughput of any OpenAI endpoint under load. Knows only HTTP.
-
-For a Pippin server, its own metrics of the overlap stand beside what clients saw.
-"""
+"""`pippin bench serve`: how fast an OpenAI endpoint answers under load. Knows only HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import httpx
 
@@ -19,34 +16,22 @@ from pippin.bench.served.scenarios import warm_up
 from pippin.bench.served.watching import cost_of_watching
 from pippin.bench.servers.processes import first_model
 
-SHARES = ("device_idle_share", "host_hidden_share")
 
-
-@dataclass(frozen=True)
-class ServedLoad:
-    load: Load
-    outcome: LoadOutcome
-    shares: dict[str, float]  # of Pippin's own metrics; empty for other servers
-
-
-def find_target(url: str, model: str | None, api_key: str | None) -> tuple[Target, bool]:
-    """The server at `url`, and whether it is Pippin."""
+def find_target(url: str, model: str | None, api_key: str | None) -> Target:
+    """The server at `url`; only Pippin is asked to ignore the end of a reply."""
     url = url.rstrip("/").removesuffix("/v1")
-    is_pippin = bool(read_shares(url, api_key))
     name = model or first_model(url, api_key)
-    extra = {"ignore_eos": True} if is_pippin else {}
-    return Target(url, name, api_key, extra), is_pippin
+    extra = {"ignore_eos": True} if _is_pippin(url, api_key) else {}
+    return Target(url, name, api_key, extra)
 
 
-def read_shares(url: str, api_key: str | None) -> dict[str, float]:
-    """Device idle share and host time hidden over the last steps; empty if it is not Pippin."""
+def _is_pippin(url: str, api_key: str | None) -> bool:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        answer = httpx.get(f"{url}/status", headers=headers, timeout=10)
-        metrics = answer.json()["metrics"]
-        return {name: float(metrics[name]) for name in SHARES}
-    except (httpx.TransportError, ValueError, LookupError, TypeError):
-        return {}
+        status = httpx.get(f"{url}/status", headers=headers, timeout=10).json()
+    except (httpx.TransportError, ValueError):
+        return False
+    return isinstance(status, dict) and "device_idle_share" in status.get("metrics", {})
 
 
 def measure_server(
@@ -61,18 +46,17 @@ def measure_server(
 ) -> Report:
     """Each load alone; with `num_watchers`, also what they cost it."""
     notes = busy_note()
-    target, is_pippin = find_target(url, model, api_key)
+    target = find_target(url, model, api_key)
     client = LoadClient(target)
     asyncio.run(warm_up(client, Prompts("warm-up")))
-    served = []
+    outcomes = []
     for load in loads:
         say(f"{sizes.number} requests, {load}")
         requests = sizes.requests(Prompts(f"serve {load}"))
         outcome = summarize_load(asyncio.run(send_load(client, load, requests)))
-        shares = read_shares(target.url, api_key) if is_pippin else {}
-        served.append(ServedLoad(load, outcome, shares))
+        outcomes.append((load, outcome))
         notes += [f"{load}: {n} x {message}" for message, n in outcome.errors.items()]
-    report = summarize(target, served, sizes, notes)
+    report = summarize(target, outcomes, sizes, notes)
     if num_watchers:
         table, report.data["watching"] = cost_of_watching(
             client, loads, sizes, num_watchers=num_watchers, num_pairs=num_pairs
@@ -82,25 +66,29 @@ def measure_server(
 
 
 def summarize(
-    target: Target, served: Sequence[ServedLoad], sizes: RequestSizes, notes: list[str]
+    target: Target,
+    outcomes: Sequence[tuple[Load, LoadOutcome]],
+    sizes: RequestSizes,
+    notes: list[str],
 ) -> Report:
     header = ("load", "requests", "tok/s", "TTFT p50, ms", "p99", "gap p50, ms", "p99")
-    shared = ("device idle", "host hidden") if any(each.shares for each in served) else ()
     rows: list[tuple[str, ...]] = []
-    for each in served:
-        found = each.outcome
+    for load, found in outcomes:
         answered = f"{found.num_requests - found.num_errors} of " if found.errors else ""
         requests = f"{answered}{found.num_requests}"
         times = (number(value) for value in found.times_ms.values())
-        shares = (f"{each.shares[name]:.1%}" for name in SHARES if each.shares)
-        rows.append((str(each.load), requests, number(found.generated_per_second), *times, *shares))
+        rows.append((str(load), requests, number(found.generated_per_second), *times))
     title = f"{sizes.prompt_tokens:,} tokens in, {sizes.output_tokens:,} out"
     data = {
         "url": target.url,
         "model": target.model,
         "loads": [
-            {**asdict(each), "tokens_per_second": each.outcome.generated_per_second}
-            for each in served
+            {
+                "load": asdict(load),
+                "outcome": asdict(found),
+                "tokens_per_second": found.generated_per_second,
+            }
+            for load, found in outcomes
         ],
     }
-    return Report("serve", [Table(title, (*header, *shared), rows)], data, notes)
+    return Report("serve", [Table(title, header, rows)], data, notes)

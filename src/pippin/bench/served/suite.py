@@ -29,7 +29,6 @@ from pippin.bench.served.scenarios import (
     TURNS,
     Numbers,
     branches,
-    churn,
     cold_prompt,
     conversations,
     interference,
@@ -39,7 +38,6 @@ from pippin.bench.served.scenarios import (
 )
 
 LONGER_REPLY_TOKENS = 50
-CHURN_SECONDS = 30.0
 DECODE_TARGETS = {True: (1.6, 1.8, 1.8, 1.8), False: (1.3, 1.5, 1.5, 1.5)}  # by: bundled
 
 Run = Callable[[LoadClient, Prompts], Coroutine[Any, Any, Numbers]]
@@ -74,15 +72,6 @@ class Scenario:
     title: str
     measures: tuple[Measure, ...]
     run: Run
-
-
-INTERFERENCE = (
-    Measure("busy gap p99", "ms"),
-    Measure("idle gap p50", "ms"),
-    Measure("busy / idle", "x", at_most=4.0),
-    Measure("longest stop", "ms"),
-    Measure("prompt TTFT", "s", times_better=2.0),
-)
 
 
 def choose(names: Sequence[str], *, bundled: bool = True) -> list[Scenario]:
@@ -142,7 +131,13 @@ def all_scenarios(*, bundled: bool = True) -> tuple[Scenario, ...]:
         Scenario(
             "interference",
             f"{RUNNING_STREAMS} streams while {PROMPT_TOKENS:,}-token prompts arrive",
-            INTERFERENCE,
+            (
+                Measure("busy gap p99", "ms"),
+                Measure("idle gap p50", "ms"),
+                Measure("busy / idle", "x", at_most=4.0),
+                Measure("longest stop", "ms"),
+                Measure("prompt TTFT", "s", times_better=2.0),
+            ),
             interference,
         ),
         Scenario(
@@ -153,15 +148,6 @@ def all_scenarios(*, bundled: bool = True) -> tuple[Scenario, ...]:
         ),
         _chats(CONVERSATIONS, REPLY_TOKENS, total=if_bundled(2.5), ttft=if_bundled(5.0)),
         _chats(4, LONGER_REPLY_TOKENS, total=2.0),
-        Scenario(
-            "churn",
-            f"12 clients, requests of all lengths, {CHURN_SECONDS:.0f} s",
-            (
-                Measure("generated", "tok/s", higher_is_better=True),
-                *(Measure(f"{of} {p}", "ms") for of in ("TTFT", "gap") for p in ("p50", "p99")),
-            ),
-            partial(churn, seconds=CHURN_SECONDS),
-        ),
     )
 
 

@@ -157,7 +157,7 @@ def compare(
         Backend of Pippin.
     only
         Scenarios to run: prefill, decode-1, decode-4, decode-8, decode-16, repeat, beside,
-        interference, branches, chats-8, chats-4, churn; `decode` for all four of that name.
+        interference, branches, chats-8, chats-4; `decode` for all four of that name.
         Default: all.
     rounds
         Number of runs per scenario and server; the table shows medians.

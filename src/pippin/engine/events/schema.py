@@ -168,31 +168,27 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     idle_share: float | None  # of the device, over the steps of this message; None: of too few
 
 
-class Snapshot(msgspec.Struct, frozen=True, gc=False):
-    began: float  # Unix time at 0 s of the engine's clock
+class _Message(msgspec.Struct, frozen=True, gc=False):
     at: float
-    number: int  # of the last frame that is part of it
+    number: int  # counts frames; of a snapshot, the last frame that is part of it
+    steps: list[StepEvent]  # new ones; in a snapshot the last ones
+    requests: list[RequestEvent]  # in another phase; in a snapshot the open and the last ended ones
+    tree: TreeEvent | None  # None: no change; in a snapshot, no prefix cache
+    memory: MemoryUse
+    load: EngineLoad
+
+
+class Snapshot(_Message, frozen=True, gc=False):
+    began: float  # Unix time at 0 s of the engine's clock
     device: str
     slots: int
     overlap: bool
     components: list[str]
-    steps: list[StepEvent]  # the last ones
-    requests: list[RequestEvent]  # those that have not ended, and the last that have
-    tree: TreeEvent | None  # None: there is no prefix cache
-    memory: MemoryUse
-    load: EngineLoad
 
 
-class Frame(msgspec.Struct, frozen=True, gc=False):
-    at: float
-    number: int  # counts frames: the last one's and 1
-    steps: list[StepEvent]
+class Frame(_Message, frozen=True, gc=False):
     left_out: int  # steps that were too many for one message: the oldest
-    requests: list[RequestEvent]  # those whose phase has changed
     progress: list[SlotProgress]  # of all that run
-    tree: TreeEvent | None  # None: nothing changed there
-    memory: MemoryUse
-    load: EngineLoad
 
 
 class EngineLost(msgspec.Struct, frozen=True, gc=False):

@@ -1,14 +1,14 @@
-// Replies on their way, at most one for each conversation. Knows no elements.
+// Replies in flight, at most one for each conversation. Knows no elements.
 
 import { streamReply } from "./reply.js";
 
 export class Replies {
   #running = new Map(); // conversation -> { node, controller }
-  #told;
+  #handlers;
 
   // `grew` at most once a frame, `ended` once; each with the conversation and its node.
-  constructor(told) {
-    this.#told = told;
+  constructor(handlers) {
+    this.#handlers = handlers;
   }
 
   async start(conversation, node, body) {
@@ -20,19 +20,19 @@ export class Replies {
     const changed = () => {
       frame ||= requestAnimationFrame(() => {
         frame = 0;
-        this.#told.grew(conversation, node);
+        this.#handlers.grew(conversation, node);
       });
     };
     try {
       await streamReply(body, node, { signal: controller.signal, changed });
     } catch (error) {
       if (error.name === "AbortError") node.finish = "stopped";
-      else node.error = { title: error.title ?? "This page made a mistake", message: error.message };
+      else node.error = { title: error.title ?? "This page has a bug", message: error.message };
       if (!error.title && error.name !== "AbortError") console.error(error);
     }
     cancelAnimationFrame(frame);
     if (this.#running.get(conversation) === own) this.#running.delete(conversation);
-    this.#told.ended(conversation, node);
+    this.#handlers.ended(conversation, node);
   }
 
   stop(conversation) {

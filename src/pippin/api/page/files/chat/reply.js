@@ -38,9 +38,9 @@ export async function streamReply(body, node, { signal, changed }) {
     }
   } catch (error) {
     if (error instanceof ApiError || error.name === "AbortError") throw error;
-    throw new ApiError(0, "interrupted", "the server went away in the middle of the reply");
+    throw new ApiError(0, "interrupted", "the server disconnected before the end of the reply");
   }
-  if (!done) throw new ApiError(0, "interrupted", "the reply ended without saying so");
+  if (!done) throw new ApiError(0, "interrupted", "the stream ended before the reply was complete");
 }
 
 // Whether something was said.

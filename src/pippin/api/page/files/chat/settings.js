@@ -11,7 +11,7 @@ const NUMBERS = [
 ];
 const EFFORTS = ["none", "minimal", "low", "medium", "high", "xhigh"];
 
-// A panel whose fields change `get()`'s settings in place; `changed` is told.
+// A panel whose fields change `get()`'s settings in place and then call `changed`.
 export function settingsPanel({ get, changed, close }) {
   const fields = [];
   const field = (name, label, control, note) => {

@@ -82,7 +82,7 @@ export class Chat {
     if (!this.#isNarrow()) this.#parts.write.focus(); // a phone's keyboard would cover the page
   }
 
-  // ---- what a person does -------------------------------------------------------------------
+  // ---- actions ------------------------------------------------------------------------------
 
   #send(text) {
     const last = path(this.#current).at(-1) ?? null;
@@ -156,7 +156,7 @@ export class Chat {
     this.#open(newConversation(store.lastSettings()));
   }
 
-  // ---- replies that come --------------------------------------------------------------------
+  // ---- replies that arrive ------------------------------------------------------------------
 
   #grew(conversation, node) {
     if (conversation !== this.#current) return;
@@ -199,7 +199,7 @@ export class Chat {
     focus?.();
   }
 
-  // Messages are drawn anew: whoever was at a button of one finds it again, or the composer.
+  // Messages are drawn anew: the focus returns to the same button, or to the composer.
   #focusInThread() {
     const { thread, write } = this.#parts;
     const message = document.activeElement?.closest("#thread > *");
@@ -222,7 +222,7 @@ export class Chat {
     return this.#parts.thread.querySelector(`[data-id="${node.id}"]`);
   }
 
-  // Whoever looks at the end goes on looking at it; whoever has scrolled up stays there.
+  // A reader at the end stays at the end; one who has scrolled up stays there.
   #keepEnd(change) {
     const { scroll } = this.#parts;
     const atEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 40;
@@ -241,9 +241,9 @@ export class Chat {
       if (!dropped.length) return;
       const gone = new Set(dropped.map(({ id }) => id));
       this.#conversations = this.#conversations.filter(({ id }) => !gone.has(id));
-      this.#notify(`There was no more room in this browser: ${dropped.map((old) => `“${titleOf(old)}”`).join(", ")} went.`);
+      this.#notify(`The storage of this browser was full: ${dropped.map((old) => `“${titleOf(old)}”`).join(", ")} deleted.`);
     } catch {
-      this.#notify("This browser keeps nothing of this conversation: there is no room, or it was told not to.");
+      this.#notify("This browser does not store this conversation: its storage is full or switched off.");
     }
   }
 

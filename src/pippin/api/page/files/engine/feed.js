@@ -1,4 +1,4 @@
-// The stream of /events: open while somebody looks, and opened again when it breaks off.
+// The stream of /events: open while the view is visible, and opened again when it ends.
 
 import { request } from "../lib/api.js";
 import { events } from "../lib/sse.js";
@@ -6,12 +6,12 @@ import { events } from "../lib/sse.js";
 const RETRY_MS = [500, 1000, 2000, 4000];
 
 export class Feed {
-  #told;
+  #handlers;
   #controller = null;
 
   // `event(name, data)` for each message; `trouble(text)`, or null when all is well again.
-  constructor(told) {
-    this.#told = told;
+  constructor(handlers) {
+    this.#handlers = handlers;
   }
 
   async open() {
@@ -22,16 +22,16 @@ export class Feed {
         const response = await request("events", { signal: controller.signal });
         for await (const { event, data } of events(response.body)) {
           failures = 0;
-          this.#told.trouble(null);
-          this.#tell(event, JSON.parse(data));
+          this.#handlers.trouble(null);
+          this.#handle(event, JSON.parse(data));
         }
-        this.#told.trouble("The feed ended; asking for it again.");
+        this.#handlers.trouble("The feed ended; connecting again.");
       } catch (error) {
         if (controller.signal.aborted) return;
-        if (!error.title) console.error(error); // this page's own mistake
-        this.#told.trouble(`${error.title ?? "The feed broke off"}: ${error.message}`);
+        if (!error.title) console.error(error); // a bug of this page
+        this.#handlers.trouble(`${error.title ?? "The feed was interrupted"}: ${error.message}`);
         if (error.status === 404) return; // a server without a feed
-        if (error.code === "admin_key_required") return this.close(); // asked again when it is opened again
+        if (error.code === "admin_key_required") return this.close(); // until it is opened again
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, 3)]));
     }
@@ -42,9 +42,9 @@ export class Feed {
     this.#controller = null;
   }
 
-  #tell(event, data) {
-    if (event === "error") this.#told.trouble(data.error.message);
-    else if (event === "engine") this.#told.trouble(`The engine was lost: ${data.reason}`);
-    if (event !== "error") this.#told.event(event, data);
+  #handle(event, data) {
+    if (event === "error") return this.#handlers.trouble(data.error.message);
+    if (event === "engine") this.#handlers.trouble(`The engine was lost: ${data.reason}`);
+    this.#handlers.event(event, data);
   }
 }

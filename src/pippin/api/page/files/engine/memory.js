@@ -1,12 +1,12 @@
-// The byte budget: who holds how much of it.
+// The byte budget, and what uses it.
 
 import { h } from "../lib/dom.js";
 import { bytes, percent } from "../lib/format.js";
 
-const TITLES = { rows: "running requests", checkpoints: "checkpoints of replies", captures: "captures in flight", loads: "on their way from disk", free: "free" };
+const TITLES = { rows: "running requests", checkpoints: "checkpoints of replies", captures: "captures in flight", loads: "loading from a lower tier", free: "free" };
 
 export class Memory {
-  #bar = h("div", { class: "stack", role: "img", "aria-label": "Not told yet" });
+  #bar = h("div", { class: "stack", role: "img", "aria-label": "No data yet" });
   #legend = h("ul", { class: "legend" });
   #note = h("p", { class: "note" });
 
@@ -30,6 +30,6 @@ export class Memory {
     this.#legend.replaceChildren(...parts.map(([name, title, size]) =>
       h("li", {}, h("i", { class: `swatch fill-${name}` }), h("span", {}, title), h("b", {}, bytes(size)))));
     this.#note.textContent = `${bytes(used)} of ${bytes(memory.capacity)} (${percent(used / memory.capacity)}); ` +
-      `${bytes(memory.evictable)} of the tree could be evicted. The device holds ${bytes(memory.device)}, weights included.`;
+      `${bytes(memory.evictable)} of the tree could be evicted. ${bytes(memory.device)} are allocated on the device, weights included.`;
   }
 }

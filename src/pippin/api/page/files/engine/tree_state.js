@@ -1,15 +1,15 @@
-// The radix tree as the feed tells it: nodes, which are held, and which have just gone.
+// The radix tree as the feed sends it: nodes, which are locked, and which were just evicted.
 
 const LINGER_SECONDS = 1.5; // an evicted node stays in sight that long
 const HOT_USES = 8; // uses of the tree since a node's own: fewer is hot
 
 export class TreeState {
-  nodes = new Map(); // id -> node; `evicted` on one is when it went
+  nodes = new Map(); // id -> node; `evicted`: when it was evicted
   tick = 0;
   numNodes = 0;
   numTokens = 0;
   isThere = false;
-  locked = new Set(); // ids of nodes that running requests hold
+  locked = new Set(); // ids of nodes that running requests lock
   #lockedEnds = [];
 
   reset(tree) {
@@ -37,7 +37,7 @@ export class TreeState {
     this.locked = new Set(this.#lockedEnds.flatMap((end) => this.pathTo(end).map(({ id }) => id)));
   }
 
-  // From a node up to the root, which is not told.
+  // From a node up to the root, which is not sent.
   pathTo(id) {
     const path = [];
     for (let node = this.nodes.get(id); node; node = this.nodes.get(node.parent)) path.push(node);

@@ -68,7 +68,7 @@ export class Engine {
     this.#watch();
   }
 
-  // Whether somebody looks: at this view, and at this tab.
+  // Whether this view and this tab are visible.
   #watch() {
     const watching = this.#shown && !document.hidden;
     if (watching === this.#watching) return;
@@ -82,8 +82,8 @@ export class Engine {
     }
   }
 
-  // Paused, what comes is not taken in; afterwards a new snapshot is asked for. The stream stays
-  // open meanwhile, since the server tells the text of nodes to those who watch.
+  // Paused, messages are ignored; afterwards a new snapshot is requested. The stream stays open
+  // meanwhile, since the server sends the text of nodes to watchers only.
   #setPaused(paused) {
     if (paused === this.#paused) return;
     this.#paused = paused;

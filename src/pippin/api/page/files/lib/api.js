@@ -10,7 +10,7 @@ export class ApiError extends Error {
     this.retryAfter = retryAfter;
   }
 
-  // What a person should know first; `message` says the rest.
+  // The short form of the error; `message` has the details.
   get title() {
     return TITLES[this.code] ?? (this.status >= 500 ? "The server could not do this" : "The server refused this");
   }
@@ -24,16 +24,16 @@ const TITLES = {
   overloaded: "The queue is full",
   out_of_memory: "Out of memory",
   context_length_exceeded: "Too long for this model",
-  deadline_passed: "It took too long",
+  deadline_passed: "The deadline passed",
   too_many_connections: "Too many connections",
-  forbidden: "This address is not let in",
+  forbidden: "Access denied for this address",
   admin_key_required: "Only an admin may see this",
-  interrupted: "The connection broke off",
+  interrupted: "The connection was interrupted",
 };
 
 export const address = (path) => new URL(path, document.baseURI).href;
 
-// A response that is fine. One without the right key asks for it and tries again.
+// A response without an error. After a 401 the key is asked for and the request is sent again.
 export async function request(path, { method = "GET", body, signal } = {}) {
   for (;;) {
     const response = await send(path, method, body, signal);
@@ -47,7 +47,7 @@ export async function request(path, { method = "GET", body, signal } = {}) {
 
 export const getJson = async (path, options) => (await request(path, options)).json();
 
-// `error` as a stream tells it, inside of an event.
+// `error` inside of an event.
 export const errorIn = ({ message, code }) => new ApiError(0, code, message);
 
 async function send(path, method, body, signal) {
