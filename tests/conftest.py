@@ -24,6 +24,7 @@ gc.disable()
 
 WHOLLY_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 LONGEST_FILES = (
+    *("test_worked_examples", "test_documented_commands"),
     *("test_mutants", "test_soak", "test_worlds", "test_mlx_families", "test_prefix_reuse"),
     *("test_preemption", "test_structured_output", "test_compiled_steps", "test_any_split"),
     *("test_prefix_pressure", "test_contract", "test_serve", "test_openapi_fuzz", "test_page_chat"),

@@ -99,7 +99,7 @@ RESPONSES = FieldTable(
         "max_tool_calls": refused_field(NO_SERVICE),
         "prompt": refused_field("prompts are not stored"),
         "top_logprobs": refused_field("use chat completions for log probabilities", 0),
-        "truncation": refused_field("a shared.conversation is never shortened", "disabled"),
+        "truncation": refused_field("a conversation is never shortened", "disabled"),
         **_REFUSED,
     },
     required=("model", "input"),
