@@ -22,6 +22,7 @@ from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.gpu.attention_times import only_way
 from pippin.backends.mlx.rows import arrays, cohorts, grouping
+from pippin.backends.mlx.rows.decode_forward import DecodeForward
 from pippin.backends.mlx.shapes import Ladder
 from pippin.backends.mlx.trial_run import packed_rows
 from pippin.scheduler.loop import Loop
@@ -94,6 +95,8 @@ def make_loop(
         loaded = replace(loaded, attention=attention)
     backend = MLXBackend(loaded, num_slots=num_slots, debug=True)
     backend.holds_prompts_back = like_a_gpu
+    if like_a_gpu:  # not compiled: the stand-in looks at arrays
+        backend._decode_forward = DecodeForward(loaded.layout, loaded.forward)
     if like_a_gpu and loaded.layout.pads:
         backend._prompts.shapes = Ladder()
     limits = Limits(max_running=num_slots, prefill_tokens=CHUNK)

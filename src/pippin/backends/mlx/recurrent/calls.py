@@ -95,10 +95,8 @@ class Call:
 def is_among(
     kinds: frozenset[Kind], function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether a call is for mlx-lm's function, given the kinds that it was chosen for.
-
-    Its Mamba-2 decode kernel does not look at padding and its prefill does not always pass over
-    it, so ragged rows of these are ours whatever was chosen.
+    """Whether a call is for mlx-lm's function, given the kinds that it was chosen for. Its Mamba-2
+    kernels do not always pass over padding: ragged rows of these are ours whatever was chosen.
     """
     call = Call.of(function, args, kwargs)
     return call.kind() in kinds and not (function == "ssm_update" and call.ragged)

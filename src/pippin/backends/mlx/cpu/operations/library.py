@@ -38,7 +38,7 @@ from pippin.backends.mlx.cpu.blas import libmlx_path
 
 SOURCE = Path(__file__).parent / "cpp" / "library.cpp"
 FLAGS = (
-    # Without the last what is static in a header would be one for all libraries of the process.
+    # The last: what is static in a header belongs to one library, not to the process.
     *("-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-fno-gnu-unique"),
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"),
 )
