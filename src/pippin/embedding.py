@@ -1,4 +1,4 @@
-"""What an embedding is asked for and told with: shared by the server and `LLM`. Knows no engine.
+"""Embedding requests and their vectors: shared by the server and `LLM`. Knows no engine.
 
 The vector of a text is what the model's head reads after its last token, at length 1: the last
 token is the only one that has seen all of the text, and models that are made for embeddings out of
@@ -16,7 +16,7 @@ from pippin.messages import Submit, TokenDelta
 from pippin.sequences import error_of_delta
 from pippin.types import SamplingParams
 
-# A row that ends its prompt always draws a token: the cheapest, and nobody gets to see it.
+# A row that ends its prompt always draws a token: here the cheapest one, which is dropped.
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -27,7 +27,7 @@ def embedding_submit(
 
 
 def embedding_of(delta: TokenDelta) -> np.ndarray:
-    """float32 [hidden], at length 1; raises if the engine gave up on it."""
+    """float32 [hidden], at length 1; raises if the request failed or was aborted."""
     if delta.finish == "error" or delta.finish == "abort":
         raise error_of_delta(delta)
     assert delta.embedding is not None, "an embedding ends with its vector"

@@ -91,7 +91,7 @@ class NotReady(PippinError):
 
 
 class ConfigError(PippinError, ValueError):
-    """A value that a server cannot be started with; names the field and the value."""
+    """A wrong option; the message names the field and the value."""
 
     code = "invalid_config"
 

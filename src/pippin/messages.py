@@ -18,8 +18,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     stop_ids: list[int] = []  # eos ids (unless ignored) and the user's stop_token_ids
     boundaries: list[int] = []
     priority: int = 0  # higher starts first, and is preempted last
-    salt: bytes = b""  # a digest of what separates its prefixes from those of others; b"": none
-    # No reply is wanted, but the hidden vector after the prompt; `params.max_tokens` is 1.
+    salt: bytes = b""  # requests share cached prefixes only with those of the same salt
+    # The result is the hidden vector after the prompt, not a reply; `params.max_tokens` is 1.
     embeds: bool = False
 
 
@@ -48,15 +48,15 @@ class GetCounters(msgspec.Struct, tag="get_counters", frozen=True):
 
 
 class Watch(msgspec.Struct, tag="watch", frozen=True):
-    """Somebody wants to see what the engine does: tell all of it, then what is new."""
+    """A client opened the feed: send a snapshot of the engine, then every change."""
 
 
 class Unwatch(msgspec.Struct, tag="unwatch", frozen=True):
-    """Nobody does any more."""
+    """No client reads the feed any more."""
 
 
 class GetNode(msgspec.Struct, tag="get_node", frozen=True):
-    """The tokens of a node of the tree that watchers know."""
+    """The tokens of a tree node that the feed has named."""
 
     id: str
     node: int
@@ -135,9 +135,9 @@ class Answer(msgspec.Struct, tag="answer", frozen=True):
 
 
 class FeedMessage(msgspec.Struct, tag="feed", frozen=True):
-    """What watchers are told, as it is sent to them (`feed/schema.py`).
+    """A message of the feed, as clients receive it (`engine/events/schema.py`).
 
-    "lost": nothing more comes from this engine, because what makes it failed.
+    "lost": the last one of this engine, because its recorder failed.
     """
 
     kind: Literal["snapshot", "frame", "lost"]

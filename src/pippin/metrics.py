@@ -29,7 +29,7 @@ class StepRecord:
 
     step: int
     planned: float  # planning began
-    dispatched: float  # the graph was built and its first operation handed to the device
+    dispatched: float  # the graph was built and its first operation sent to the device
     launched: float  # launch returned
     device_done: float  # the device finished: seen, or at the earliest
     resumed: float  # waiting for it returned; under overlap the next step was launched before
@@ -38,7 +38,7 @@ class StepRecord:
     prefill_tokens: int
     decode_rows: int
     ghosts: int
-    device: DeviceReading | None = None  # when `wait` returned; where a device keeps account
+    device: DeviceReading | None = None  # when `wait` returned; None: the device has no counters
     after_pause: bool = False  # the engine had nothing to do before this step
     forwards: StepForwards = field(default_factory=StepForwards)
 
@@ -59,10 +59,10 @@ class StepRecord:
     def idle_since(self, before: StepRecord) -> tuple[float, float]:
         """Seconds without work on the device from `before`'s end to this one's, of how many.
 
-        Read off the device's own account where it keeps one: right in sum, though a single pair may
-        be off by a clock tick either way. Else at most what is told here: a step is on the device
-        from its dispatch, or from when the one before it is done, whichever is later, until it is
-        done itself.
+        From the device's own counters where it has some: right in sum, though a single pair may be
+        off by a clock tick either way. Otherwise an upper bound: a step is taken to be on the
+        device from its dispatch, or from the end of the one before it, whichever is later, until
+        its own end.
         """
         if before.device is not None and self.device is not None:
             whole = self.device.at - before.device.at
@@ -73,7 +73,7 @@ class StepRecord:
 
 
 class StepLog:
-    """Writes every record to a file as a line of JSON, at once: a reader needs no engine."""
+    """Writes every record to a file at once, as a line of JSON."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -84,7 +84,7 @@ class StepLog:
             raise LoadError(f"cannot write a step log: {error}") from error
 
     def write(self, record: StepRecord) -> None:
-        """A disk that is full, or gone, ends the log and nothing else."""
+        """If the disk is full or missing, the log ends and the engine continues."""
         if self._over:
             return
         try:
@@ -118,7 +118,7 @@ class EngineMetrics:
     requests_aborted: int = 0
     requests_failed: int = 0
     preemptions: int = 0  # running requests that were preempted, to be resumed
-    watch_failures: int = 0  # of what only looks on, which then hears nothing more
+    watch_failures: int = 0  # of the feed's recorder, which stops at the first
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     log: StepLog | None = None  # gets all of them
 

@@ -3,7 +3,7 @@
 prompt, parameters  ──▶  Submit, one for each sequence  ──▶  an engine
 pieces of replies   ◀──  TokenDelta                     ◀──
 
-Parameters have been checked by whoever calls. Knows no HTTP, no JSON and no engine.
+The caller has checked the parameters. Knows no HTTP, no JSON and no engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ShownToken:
 
 @dataclass(frozen=True, slots=True)
 class SequencePiece:
-    """The next part of one sequence. The last one says how it finished."""
+    """The next part of one sequence. The last one has `finish`."""
 
     index: int
     pieces: list[TextPiece]  # that may now be shown
@@ -60,7 +60,7 @@ def room_for_reply(prompt: Prompt, max_len: int, *, param: str) -> int:
 def context_overflow(
     max_len: int, *, prompt_len: int, reply_len: int, param: str
 ) -> ContextOverflow:
-    """In the words of OpenAI: agents and proxies know by them that a chat must be shortened."""
+    """In OpenAI's own words: agents and proxies recognise them and shorten the chat."""
     return ContextOverflow(
         f"This model's maximum context length is {max_len} tokens. However, you requested "
         f"{prompt_len + reply_len} tokens ({prompt_len} in the prompt, {reply_len} in the "
@@ -135,7 +135,7 @@ class GeneratedSequence:
         self.host_tokens = 0  # of these, loaded from the host's memory
         self.disk_tokens = 0  # and from disk
         self.queued_s: float | None = None
-        self.finish: Literal["stop", "length"] | None = None  # None: it goes on, or was cut off
+        self.finish: Literal["stop", "length"] | None = None  # None: not finished, or aborted
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self._hides_reply = hides_reply
         self._wants_logprobs = params.logprobs is not None
@@ -164,7 +164,7 @@ class GeneratedSequence:
         return self._detokenizer.stop_string
 
     def take(self, delta: TokenDelta) -> SequencePiece:
-        """The delta's part of the reply; raises if the engine gave up on it."""
+        """The delta's part of the reply; raises if the request failed or was aborted."""
         if delta.finish == "error" or delta.finish == "abort":
             raise error_of_delta(delta)
         is_first, self._began = not self._began, True
@@ -181,7 +181,7 @@ class GeneratedSequence:
             return SequencePiece(self.index, pieces, shown, [], [], finish, is_first)
         num_before = self.num_tokens
         reply, spans = self._decode(delta)
-        num_new = self.num_tokens - num_before  # less than came, if a stop string cut them off
+        num_new = self.num_tokens - num_before  # less than arrived, if a stop string cut them off
         self.finish = "stop" if self._detokenizer.stopped else delta.finish
         if self._wants_logprobs:
             shown += [self._shown(span) for span in spans]
@@ -225,7 +225,7 @@ class GeneratedSequence:
 
 
 def error_of_delta(delta: TokenDelta) -> PippinError:
-    """Why the engine gave up on a request."""
+    """Why a request failed or was aborted."""
     if delta.finish == "abort":
         return error_of(delta.error or "the engine aborted the request", "aborted", 503)
     error = error_of(delta.error or "the request failed", delta.error_code, delta.error_status)

@@ -1,4 +1,4 @@
-"""Works of an event loop that succeed together. Knows none of them."""
+"""Coroutines that succeed or are cancelled together. Knows none of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def all_or_none(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All side by side; if one fails, or nobody waits any more, the others are stopped."""
+    """Run all concurrently; if one fails, or this call is cancelled, the others are cancelled."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

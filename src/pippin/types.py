@@ -1,4 +1,4 @@
-"""The words every layer shares. Knows no arrays, no HTTP and no model."""
+"""Types that every layer shares. Knows no arrays, no HTTP and no model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Component(enum.Enum):
     STATE = "state"  # recurrent state after the last token
     HIDDEN = "hidden"  # what the head reads after the last token of a prompt: enough to sample
 
-    __hash__ = object.__hash__  # each is there once: keys of many dictionaries, looked up each step
+    __hash__ = object.__hash__  # members are singletons, and keys that every step looks up often
 
     @property
     def divides(self) -> bool:
@@ -31,10 +31,10 @@ class Component(enum.Enum):
 
 
 class Payload(Protocol):
-    """A piece of one component's cache, opaque to whoever holds it.
+    """A piece of one component's cache, opaque to its owner.
 
-    `tokens` it covers: KV payloads divide anywhere inside; a state or a hidden vector belongs to
-    the end of its node and is never split.
+    KV payloads can be split after any of their tokens; a state or a hidden vector belongs to the
+    end of its node and is never split.
     """
 
     @property
@@ -44,14 +44,14 @@ class Payload(Protocol):
     def num_tokens(self) -> int: ...
 
     def split(self, at: int) -> tuple[Payload, Payload]:
-        """The first `at` tokens and the rest, which together take over the ownership.
+        """The first `at` tokens and the rest, which together own the memory from then on.
 
         A plan that already borrowed the whole may still read it until it has been launched.
         """
         ...
 
     def release(self) -> None:
-        """Give the memory back; called exactly once by the last owner."""
+        """Free the memory; called exactly once, by the last owner."""
         ...
 
     def fingerprint(self) -> int:
@@ -61,10 +61,8 @@ class Payload(Protocol):
 
 @dataclass(frozen=True)
 class GrammarPart:
-    """A client's own grammar inside a larger one. By itself it must be a grammar too.
-
-    Else it could end the one around it early, or add rules to it.
-    """
+    """A client's own grammar inside a larger one. By itself it must be a grammar too: otherwise
+    it could end the one around it early, or add rules to it."""
 
     syntax: Literal["lark", "regex"]
     text: str
@@ -82,7 +80,7 @@ class GrammarSpec:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Validated by whoever builds it from user input."""
+    """How to choose tokens and when to stop. Code that builds it from user input validates it."""
 
     max_tokens: int = 256
     min_tokens: int = 0
@@ -141,7 +139,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class DeviceReading:
-    """A device's own account of its work; two readings tell how busy it was between them."""
+    """A device's own counters; from two readings follows how busy it was between them."""
 
     at: float  # time.perf_counter() seconds
     busy: float  # seconds since it started in which it had work
@@ -149,7 +147,7 @@ class DeviceReading:
 
 @dataclass(frozen=True)
 class StepForwards:
-    """How a backend ran a plan, for whoever asks where a step's time went."""
+    """How a backend ran a plan: explains a step's time."""
 
     prefill: int = 0  # forwards over chunks of prompts
     new_prefill: int = 0  # of these, of a shape that had not been run lately

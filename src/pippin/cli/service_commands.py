@@ -70,7 +70,7 @@ def status(*, name: Name = "pippin") -> None:
     """Print the state of the service and where its logs are. Exit status 3 if it is not running."""
     manager = manager_of(name)
     found = manager.status()
-    print(f"{name} is {found.says}")
+    print(f"{name} is {found.description}")
     print(f"File: {manager.file}")
     _print_logs(manager)
     if not found.is_running:

@@ -34,7 +34,7 @@ KEYS = {
 
 
 class Settings:
-    """Fills in what the command line left open, and remembers where each value came from."""
+    """Sets options that are not on the command line, and records the origin of each value."""
 
     def __init__(self) -> None:
         self.file: Path | None = None

@@ -1,8 +1,8 @@
 """Schemas whose objects hold what they declare and no more. Knows no tokens.
 
-JSON Schema lets an object have properties that nobody named, unless it says otherwise. A model that
-may add some does not stop adding. So a reply has none where a schema leaves it open: such a reply
-is valid all the same. Whoever wants more says `"additionalProperties": true`.
+JSON Schema allows properties that a schema does not name, and a model that may add some does not
+stop adding. So a reply has none unless the schema has `"additionalProperties": true`: the reply is
+valid either way.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ Schema = dict[str, Any]
 _ONE = ("items", "additionalItems", "additionalProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")
-# Where one of them stands, what an object may hold besides its properties is said there.
-_SAID = ("additionalProperties", "patternProperties", "minProperties")
+# With one of these the schema itself decides what an object may hold besides its properties.
+_DECIDES = ("additionalProperties", "patternProperties", "minProperties")
 _COMBINED = ("allOf", "anyOf", "oneOf", "$ref")
 
 
 def closed(schema: Any) -> Any:
-    """The schema itself where parts of it are combined: closed, they would exclude each other.
+    """The schema, closed; unchanged where it combines schemas, which would exclude each other.
 
-    It recurses: of a schema whose nesting was checked (`check_schema`).
+    Recurses: the nesting must have been checked (`check_schema`).
     """
     return schema if _combines(schema) else _closed(schema)
 
@@ -49,7 +49,7 @@ def _is_complete(schema: Schema) -> bool:
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not properties or not isinstance(required, list):
         return False
-    return all(name in properties for name in required) and not any(k in schema for k in _SAID)
+    return all(name in properties for name in required) and not any(k in schema for k in _DECIDES)
 
 
 def _combines(schema: Any) -> bool:

@@ -1,7 +1,7 @@
 """Turns what a request asks for into a grammar over a model's tokens. Knows no threads, no cache.
 
-Nothing is enforced less than it was asked for: what llguidance cannot keep, or would only warn of,
-is an error that names it.
+Everything that was asked for is enforced: what llguidance cannot enforce, or would only warn of, is
+an error that names it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np  # processes that are forked do without its threads
 
 SILENT = 0
-DISOBEYED = "doesn't satisfy the grammar"  # llguidance's words for a token that may not come
+DISOBEYED = "doesn't satisfy the grammar"  # llguidance's words for a token that is not allowed
 
 
 class CompiledGrammar:
@@ -51,7 +51,7 @@ class CompiledGrammar:
     def forced(self) -> list[int]:
         tokens = self._matcher.compute_ff_tokens()
         self._check()
-        # A tokenizer may spell the forced text with a token that says more than is forced.
+        # A tokenizer may spell the forced text with a token that is longer than what is forced.
         return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -69,11 +69,11 @@ class CompiledGrammar:
 
 
 def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
-    """The grammar before a reply's first token. Raises what a client is to be told."""
+    """The grammar before a reply's first token. Raises an error for the client."""
     limits = LLParserLimits(verbose_errors=False)
     matcher = LLMatcher(vocabulary.tokenizer, _source(spec), log_level=SILENT, limits=limits)
     if not matcher.is_error():
-        matcher.compute_bitmask()  # a grammar without any reply shows here; and it is kept
+        matcher.compute_bitmask()  # fails if no reply is possible; otherwise llguidance keeps it
     complaints = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if complaints:
         raise RequestError(f"{spec.kind}: {in_one_line(complaints[0])}", param=spec.kind)
@@ -81,9 +81,9 @@ def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGramma
 
 
 def prove_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> None:
-    """Raises what is wrong with a grammar that a client wrote, or what it is too large for.
+    """Raises if a client's grammar is wrong, or exceeds a limit.
 
-    It may also exhaust the stack, the memory or anyone's patience: run it in a process for that.
+    It may also exhaust the stack or the memory, or never return: run it in a process of its own.
     """
     check_size(spec)
     for part in spec.parts:
@@ -106,7 +106,7 @@ def _source(spec: GrammarSpec) -> str:
 def _json_grammar(schema: str) -> str:
     """One way to write each value, on one line as `json.dumps` writes it.
 
-    So what comes between values is forced, and a model cannot lose itself in blanks.
+    So the text between values is forced, and a model cannot write white space without end.
     """
     return LLMatcher.grammar_from_json_schema(
         schema,

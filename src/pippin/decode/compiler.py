@@ -1,8 +1,8 @@
 """Compiles grammars beside the engine's thread, and remembers them. Knows no requests.
 
-Whoever asks gets a future. The same grammar asked for again, also while it is being compiled, is
-compiled once; each reply follows a copy of its own. Nothing is compiled here that a child process
-has not compiled before, on a smaller stack.
+`compile` returns a future. A grammar is compiled once, also if it is asked for again meanwhile;
+each reply follows a copy of its own. A child process has compiled every grammar before, on a
+smaller stack.
 """
 
 from __future__ import annotations
@@ -39,14 +39,11 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
 
     def load(self) -> None:
-        """Have the vocabulary now: later no other thread would run while it is built.
-
-        Whoever asks for a grammar is told if there can be none.
-        """
+        """Build the vocabulary now: no other thread runs meanwhile. `compile` reports a failure."""
         wait([self._loading()])
 
     def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
-        """The grammar before a reply's first token, to be copied; or the error that it is."""
+        """The grammar before a reply's first token, to be copied; or the error."""
         self._remember()
         if (known := self._compiled.get(spec)) is not None:
             self._compiled.move_to_end(spec)
@@ -57,7 +54,7 @@ class GrammarCompiler:
         return known
 
     def _remember(self) -> None:
-        """What has been compiled since. Errors push no grammar out."""
+        """Move what has been compiled since to `_compiled`. Errors evict no grammar."""
         for spec, future in list(self._compiling.items()):
             if future.done():
                 del self._compiling[spec]

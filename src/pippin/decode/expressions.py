@@ -25,7 +25,7 @@ def _bare_terminal(regex: str) -> str:
 
 
 def check_part(part: GrammarPart) -> None:
-    """Raises if it is no grammar by itself. Compiles it: only in a process that may die of it."""
+    """Raises if it is no grammar by itself. Compiles it: call it in a child process only."""
     lark = part.text if part.syntax == "lark" else f"start: {_bare_terminal(part.text)}"
     _, complaints = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(lark))
     if complaints:
@@ -33,6 +33,6 @@ def check_part(part: GrammarPart) -> None:
 
 
 def in_one_line(message: str) -> str:
-    """What llguidance says, fit for an error."""
+    """A message of llguidance's, for an error."""
     lines = (line.strip() for line in message.replace("<non-verbose/>", "").splitlines())
     return " ".join(line for line in lines if line)[:MAX_MESSAGE_CHARS]

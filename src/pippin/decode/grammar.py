@@ -20,16 +20,16 @@ class Grammar(Protocol):
         ...
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """Write which tokens may come next into `mask`, packed int32 [words]: 1 where one may.
+        """Write which tokens are allowed next into `mask`, packed int32 [words]: 1 if allowed.
 
-        An end token may come where the reply may end.
+        An end token is allowed where the reply may end.
         """
         ...
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, as far as they are known already; often none."""
+        """The tokens that must follow, as far as they are known already; often none."""
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """These came next."""
+        """Append these tokens to the reply."""
         ...

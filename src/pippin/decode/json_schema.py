@@ -1,8 +1,8 @@
-"""Which JSON Schemas can be kept to the letter. Knows no tokens and compiles nothing.
+"""Which JSON Schemas can be enforced exactly. Knows no tokens and compiles nothing.
 
-llguidance refuses most keywords that it cannot enforce, but passes over those that it has not heard
-of, as JSON Schema says one may. A reply would then be less than was asked for: here a schema has
-keywords that are enforced or that say nothing about values, and every other one is refused by name.
+llguidance refuses most keywords that it cannot enforce, but ignores unknown ones, as JSON Schema
+allows. A reply could then violate the schema. So a keyword must be enforced or be an annotation,
+which constrains no value; every other one is refused by name.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _ENFORCED = {
     *("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"),
     *("maxItems", "maxProperties", "minItems", "minProperties", "required"),
 }
-_SAY_NOTHING = {
+_ANNOTATIONS = {
     *("$comment", "$schema", "default", "deprecated", "description", "example", "examples"),
     *("readOnly", "title", "writeOnly"),
-    # Beside a `oneOf` or `anyOf` that says the same (OpenAPI), or to be checked by others:
+    # Of OpenAPI, beside a `oneOf` or `anyOf` of the same meaning, or for other validators:
     *("contentEncoding", "contentMediaType", "discriminator", "externalDocs", "xml"),
 }
 _HOLD_NUMBERS = {
@@ -46,18 +46,18 @@ _NOT_ENFORCED = {
     *("maxContains", "minContains", "not", "nullable", "propertyNames", "then"),
     *("unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
 }
-_KNOWN = _ENFORCED | _SAY_NOTHING | _ONE | _LISTS | _MAPS
-_EXTENSION = "x-"  # by custom these are for other tools,
-_OPTIONS = "x-guidance"  # but for the one that loosens how llguidance reads a schema
+_KNOWN = _ENFORCED | _ANNOTATIONS | _ONE | _LISTS | _MAPS
+_EXTENSION = "x-"  # by custom, for other tools
+_OPTIONS = "x-guidance"  # refused: it changes how llguidance reads a schema
 
 
 Place = tuple["Place", str] | None  # of a schema in the one around it; None: the whole
 
 
 def check_schema(text: str) -> dict[str, Any]:
-    """The schema that `text` holds; raises if it is none, or asks for what is not enforced.
+    """The schema in `text`; raises if it is none, or has a keyword that is not enforced.
 
-    What is returned is nested no deeper than recursive code can follow.
+    Its nesting is within what recursive code can follow.
     """
     try:
         schema = json.loads(text)
@@ -110,7 +110,7 @@ def _inner(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _why_not(keyword: str, value: Any, part: dict[str, Any]) -> str | None:
-    """Why a keyword of a schema cannot be kept; None if it can, as far as this module knows."""
+    """Why a keyword cannot be enforced; None if it can, as far as this module knows."""
     if keyword not in _KNOWN:
         extends = keyword.startswith(_EXTENSION) and keyword != _OPTIONS
         return None if extends else _refusal(keyword)
@@ -121,7 +121,7 @@ def _why_not(keyword: str, value: Any, part: dict[str, Any]) -> str | None:
     required = part.get("required")
     most = 1 + (len(required) if isinstance(required, list) else 0)
     if keyword == "minProperties" and isinstance(value, int) and value > most:
-        # A reply may repeat a key that is not named: written twice, it is one of the value's.
+        # A reply may repeat a key that is not required: written twice, it counts once.
         return f"minProperties is {value}; it is supported up to one more than what is required"
     return None
 

@@ -1,8 +1,8 @@
 """What each token spells, as grammars see it: built once for a model. Knows no grammars.
 
-Tokens are bytes, the same that the detokenizer shows, so a reply that obeys a grammar is one that
-reads so. Marks (end tokens, `<think>`, `<tool_call>`) are no text: a grammar allows one only where
-it names it, and `"<think>"` in a string is spelled with ordinary tokens.
+Tokens are the bytes that the detokenizer shows, so the text of a reply obeys the grammar too. Marks
+(end tokens, `<think>`, `<tool_call>`) are no text: a grammar allows one only where it names it, and
+`"<think>"` in a string is spelled with ordinary tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Vocabulary:
         encode: Callable[[str], list[int]],
     ) -> None:
         """Takes two seconds for 248k tokens, and in half of that no other thread runs."""
-        assert eos_ids, "a grammar has to say where a reply ends"
-        # What llguidance asks of a tokenizer that is not its own:
+        assert eos_ids, "without an end token no reply could end"
+        # The attributes that llguidance reads from a tokenizer of another library:
         self.tokens = list(tokens)
         self.special_token_ids = sorted({*marks, *eos_ids})
         self.eos_token_id = eos_ids[0]
@@ -36,11 +36,11 @@ class Vocabulary:
         self.tokenizer = llguidance.LLTokenizer(self, eos_token=list(eos_ids))  # type: ignore[arg-type]
 
     def __call__(self, text: str) -> list[int]:
-        """How the model would spell a text that a grammar forces, without marks."""
+        """The tokens of a text that a grammar forces, as the model would choose them, no marks."""
         spelled = self._encode(text)
         if self._spells(spelled, text):
             return spelled
-        # SentencePiece writes a space before the first word of a text; this is none.
+        # SentencePiece adds a space before the first word of a text; this text continues another.
         spelled = self._encode(SEPARATOR + text)
         for number, token in enumerate(spelled):
             if token < len(self.tokens) and self.tokens[token].endswith(SEPARATOR.encode()):

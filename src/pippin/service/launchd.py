@@ -58,10 +58,10 @@ class Launchd:
         # "state = running", "pid = 123", "last exit code = 1": one tab deep, each on its line
         facts = dict(re.findall(r"^\t([\w ]+) = (.*)$", shown.stdout, re.MULTILINE))
         state = facts.get("state", "unknown")
-        says = state + (f", process {facts['pid']}" if "pid" in facts else "")
+        description = state + (f", process {facts['pid']}" if "pid" in facts else "")
         if state != "running" and "last exit code" in facts:
-            says += f", last exit status {facts['last exit code']}"
-        return Status(state == "running", says)
+            description += f", last exit status {facts['last exit code']}"
+        return Status(state == "running", description)
 
     def uninstall(self) -> None:
         if not self.file.exists():

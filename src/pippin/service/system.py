@@ -13,7 +13,7 @@ from pippin.service.definition import ServiceError
 @dataclass(frozen=True)
 class Status:
     is_running: bool
-    says: str  # in the words of the manager
+    description: str  # in the words of the manager
 
 
 def write_privately(file: Path, text: str) -> None:

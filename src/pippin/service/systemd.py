@@ -66,12 +66,12 @@ class Systemd:
             "--property=ActiveState,SubState,MainPID,NRestarts",
         )
         facts = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
-        says = f"{facts.get('ActiveState', 'unknown')} ({facts.get('SubState', 'unknown')})"
+        description = f"{facts.get('ActiveState', 'unknown')} ({facts.get('SubState', 'unknown')})"
         if facts.get("MainPID", "0") != "0":
-            says += f", process {facts['MainPID']}"
+            description += f", process {facts['MainPID']}"
         if facts.get("NRestarts", "0") != "0":
-            says += f", restarted {facts['NRestarts']} times"
-        return Status(facts.get("ActiveState") == "active", says)
+            description += f", restarted {facts['NRestarts']} times"
+        return Status(facts.get("ActiveState") == "active", description)
 
     def uninstall(self) -> None:
         if not self.file.exists():

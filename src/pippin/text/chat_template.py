@@ -172,7 +172,7 @@ def _token_position(ends: list[int], char: int) -> int:
 
 
 def _find_sources(model_dir: Path) -> dict[str, str]:
-    """Templates by name; most checkpoints have one, and call it nothing."""
+    """Templates by name; most checkpoints have one without a name."""
     path = model_dir / "chat_template.jinja"
     if path.is_file():
         return {"default": path.read_text(encoding="utf-8")}

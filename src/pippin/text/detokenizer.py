@@ -128,7 +128,7 @@ class Detokenizer:
         )
         self._matcher = StopMatcher(stop) if stop else None
         self._min_tokens = min_tokens
-        self.num_tokens = 0  # taken in; less than fed if a stop string cut them off
+        self.num_tokens = 0  # decoded; fewer than were fed if a stop string cut them off
         self.num_reasoning_tokens = 0  # of these
         self._num_decoded = 0  # characters
         self._num_shown = 0
@@ -142,7 +142,7 @@ class Detokenizer:
         return None if self._matcher is None else self._matcher.matched
 
     def feed(self, ids: Sequence[int]) -> Decoded:
-        """Take new tokens; what comes after a stop string is dropped."""
+        """Decode new tokens; those after a stop string are dropped."""
         shown: list[TextPiece] = []
         for token in ids:
             if self.stopped:
@@ -154,7 +154,7 @@ class Detokenizer:
         return Decoded(joined(shown), self._take_spans())
 
     def close(self) -> Decoded:
-        """The reply is over: what was held back in case more would come."""
+        """The reply is finished: return what was held back."""
         if self.stopped:
             return Decoded([], [])
         text = self._decoder.flush()

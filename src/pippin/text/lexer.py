@@ -22,7 +22,7 @@ _NOT_SPACE = re.compile(r"\S")
 
 
 class Malformed(Exception):
-    """What follows is not written as the format wants it."""
+    """The text does not follow the format."""
 
 
 class Marks:
@@ -79,7 +79,7 @@ class Lexer:
         """Characters that no reader has taken."""
         return len(self._text) - self._at
 
-    # ---- what was taken, in case it must be given back -------------------------------------
+    # ---- text that was taken, kept in case it is no call ------------------------------------
 
     def record(self) -> None:
         self._record_from = self._at

@@ -12,7 +12,7 @@ _PROBE: Message = {"role": "user", "content": "\ue000"}  # a letter that no mess
 
 
 class MessageEnds:
-    """Asked for one number of messages after the other, from few to many."""
+    """`find` is called with ascending numbers of messages."""
 
     def __init__(
         self, render: Render, text: str, messages: Sequence[Message], tools: Tools | None
@@ -24,15 +24,15 @@ class MessageEnds:
         self._last_end = 0
 
     def find(self, num_messages: int) -> int | None:
-        """Where the first `num_messages` end, in characters; None where that cannot be told."""
+        """Where the first `num_messages` end, in characters; None where that is not known."""
         end = self._find(self._messages[:num_messages])
         self._last_end = max(self._last_end, end or 0)
         return end
 
     def _find(self, head: Sequence[Message]) -> int | None:
         """Some templates refuse a chat without a user message, and some write the last message in
-        another way. So the second attempt adds a user message and takes it off again. Where that
-        fails too, the longest beginning that they share with the whole chat must do.
+        another way. So the second attempt adds a user message and removes it again. If that fails
+        too, the result is the longest beginning that they share with the whole chat.
         """
         alone = self._try_render(head, self._tools) if head else None
         if alone is not None and self._text.startswith(alone):
@@ -48,7 +48,7 @@ class MessageEnds:
 
     @cached_property
     def _probe(self) -> str | None:
-        """Without tools: they belong to what comes before."""
+        """Without tools: they belong to the messages before it."""
         return self._try_render([_PROBE], None)
 
     def _try_render(self, messages: Sequence[Message], tools: Tools | None) -> str | None:

@@ -1,7 +1,7 @@
-"""Messages as one template wants them. Knows no tokens and no HTTP.
+"""Messages in the shape that one template expects. Knows no tokens and no HTTP.
 
-Templates disagree on names and on types. What cannot be had in every way at once (a call's
-arguments are a mapping here and a text there) is found out by rendering it in each.
+Templates differ in names and in types. Where a message cannot have every shape at once (a call's
+arguments are a mapping for one template and text for another), each is tried by rendering it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _PROBE_ID = "probe0000"  # nine letters and digits: some templates refuse any ot
 
 @dataclass(frozen=True)
 class MessageShape:
-    # Text is better where a template writes it as it is: the prompt repeats what the model said,
-    # space for space, and the prefix cache holds it.
+    # Text is better where a template writes it unchanged: the prompt then repeats the model's own
+    # tokens, which the prefix cache has.
     text_arguments: bool
     one_text_beside_calls: bool  # a turn with calls may have reasoning or content, not both
     one_system: bool = False  # a system message stands at the beginning, or not at all
@@ -55,8 +55,8 @@ class MessageShape:
         )
 
     def apply(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Agents remind a model of its rules in mid-conversation. A template that knows no such
-        thing is shown the user's words: nothing that was said is left out."""
+        """Agents send system messages in mid-conversation. For a template that refuses them they
+        become user messages: no content is left out."""
         shaped: list[dict[str, Any]] = []
         joined: list[list[str]] = []  # the contents of those that become one message, for each
         for message in map(self._message, messages):
@@ -97,7 +97,7 @@ class MessageShape:
 def _try_call(
     render: Render, arguments: Any, content: str = "", reasoning: str | None = None
 ) -> str | None:
-    """What becomes of a turn with a call; None if the template refuses it."""
+    """A rendered turn with a call; None if the template refuses it."""
     function = {"name": "probe", "arguments": arguments}
     reply = {
         "role": "assistant",
@@ -113,7 +113,7 @@ def _try_call(
 
 
 def _try(render: Render, *roles: str) -> str | None:
-    """What becomes of messages of these roles, the last of them marked; None if refused."""
+    """Rendered messages of these roles, the last of them marked; None if refused."""
     *before, last = [{"role": role, "content": "probe"} for role in roles]
     try:
         return render([*before, {**last, "content": _MARK}], None)

@@ -1,7 +1,7 @@
 """What a reply consists of, as it arrives: content, reasoning, tool calls. Knows no format.
 
 A call is a `CallBegin`, any number of `CallArguments` and one `CallEnd`. Neighbours of one kind may
-be cut anywhere; joined, they are the same however the reply's text came.
+be cut anywhere; joined, they do not depend on how the reply's text was cut.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """A call is over. `unparsed` is all of its text, where it is malformed or was cut short."""
+    """The end of a call. `unparsed`: all of its text, if it is malformed or was cut short."""
 
     index: int
     unparsed: str | None = None

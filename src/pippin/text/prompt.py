@@ -40,7 +40,7 @@ def chat_prompt(
     max_bytes: int | None = None,
     param: str = "messages",
 ) -> Prompt:
-    """A conversation in the words of the model's own template, of at most `max_bytes`."""
+    """A conversation, rendered by the model's own template to at most `max_bytes`."""
     if text.chat is None:
         raise RequestError(
             "this model has no chat template; complete a text instead "

@@ -1,8 +1,8 @@
-"""Runs jinja templates of unknown origin: no Python, not for long, not much text. Knows no chat.
+"""Runs untrusted jinja templates: no Python, limited time, limited text. Knows no chat.
 
-jinja2's immutable sandbox keeps a template from Python and from changing what it is given. It
-bounds neither time nor text. So the clock is read at turns of loops and at calls, operators that
-make much of little (`"a" * n`) are bounded, and the text is counted as it is made.
+jinja2's immutable sandbox denies a template Python and changes to its variables. It limits neither
+time nor text. So loops and calls check the time, operators that make large values (`"a" * n`) are
+limited, and the characters are counted as they are rendered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _deadline: contextvars.ContextVar[float] = contextvars.ContextVar("_deadline")
 
 
 class TemplateLimit(jinja2.TemplateError):
-    """A template went on for too long, or made too much of something."""
+    """A template exceeded a limit of time or of size."""
 
 
 @contextmanager

@@ -153,7 +153,7 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _special_ids(
     backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, str]
 ) -> frozenset[int]:
-    """tokenizer_config.json has the last word: `<think>` may be special in tokenizer.json only."""
+    """tokenizer_config.json overrides tokenizer.json, where `<think>` may be special."""
     special = {id: token.special for id, token in backend.get_added_tokens_decoder().items()}
     for id, token in config.get("added_tokens_decoder", {}).items():
         special[int(id)] = bool(token.get("special"))
@@ -166,7 +166,7 @@ def _special_ids(
 def _eos_ids(
     model_dir: Path, backend: tokenizers.Tokenizer, named: dict[str, str]
 ) -> tuple[int, ...]:
-    """What the model's configs say, the first that says anything, and the tokenizer's own."""
+    """Those of the first config file that declares some, and the tokenizer's own."""
     config = read_json(model_dir / "config.json")
     sources = (
         read_json(model_dir / "generation_config.json"),

@@ -3,7 +3,7 @@
 Pure arithmetic: knows no server and no clock. A step's span is from the end of the one before it to
 its own. Which of two steps that follow each other a second belongs to is blurred: nothing waits for
 a chunk in the middle of a prompt, and a launch that is held up by a busy device delays the end of
-the step before it. So every cause has a price, and only sums are told.
+the step before it. So every cause has a price, and only sums are reported.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Span:
 
     record: StepRecord
     seconds: float
-    idle: float | None  # of these the device had nothing to do; None where nobody knows
+    idle: float | None  # of these the device had nothing to do; None where it is not known
     launching: float  # the host was planning a step or handing it over
     decodes_only: bool  # and so do the steps before and after it
 

@@ -22,7 +22,7 @@ class Ticks(NamedTuple):
 
 
 def read_ticks(stat: Path = STAT) -> Ticks | None:
-    """None where nobody counts: elsewhere than on Linux."""
+    """None where the system has no such counters: elsewhere than on Linux."""
     if not stat.exists():
         return None
     fields = [int(field) for field in stat.read_text().splitlines()[0].split()[1:]]

@@ -1,6 +1,6 @@
 """A copy of a checkpoint that never ends a reply by itself, in float32 if need be. Knows no model.
 
-mlx-lm's server cannot be told to ignore the end of a reply. In the copy what would have been the
+mlx-lm's server has no option to ignore the end of a reply. In the copy what would have been the
 end is a token like any other, so it is given text: a token without text comes as no event, and
 would look like a pause of two steps. mlx-lm computes in the type it finds on disk, and on CPUs
 float32 is much the fastest. Only safetensors and JSON are touched.

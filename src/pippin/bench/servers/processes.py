@@ -79,7 +79,7 @@ def as_options(config: Config, without: Sequence[str] = ()) -> list[str]:
 
 @contextlib.contextmanager
 def mlx_lm_server(model_dir: Path, options: Sequence[str] = ()) -> Iterator[Target]:
-    """mlx-lm's server on a free port. It cannot be told to ignore the end of a reply."""
+    """mlx-lm's server on a free port. It has no option to ignore the end of a reply."""
     port = free_port()
     command = [sys.executable, "-c", MLX_LM_SERVER, "--model", str(model_dir)]
     command += ["--port", str(port), "--log-level", "WARNING", *options]

@@ -1,6 +1,6 @@
 """A child of the zygote: compiles one grammar within limits, answers, and exits.
 
-Knows no other grammar. It is always about to die: nothing is cleaned up.
+Knows no other grammar. Nothing is cleaned up: the process exits after one grammar.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def work(zygote: socket.socket, prove: Prove) -> NoReturn:
             line = jobs.readline()
         if line:
             _, spec = decode_job(line)
-            # Of a size that the engine's own threads exceed. A main thread's is whatever it is.
+            # Smaller than the stacks of the engine's threads; a main thread's size is not known.
             threading.stack_size(STACK_BYTES)
             thread = threading.Thread(target=_answer, args=(zygote, prove, spec))
             thread.start()
@@ -59,7 +59,7 @@ def _answer(zygote: socket.socket, prove: Prove, spec: GrammarSpec) -> None:
 
 
 def _drop_inherited(own: int) -> None:
-    """The channel to the engine and those to other children: they end when the zygote does."""
+    """Close the channels to the engine and to other children, which only the zygote may keep."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nothing, descriptor)

@@ -1,6 +1,6 @@
-"""The engine's side: asks a zygote, which it starts, whether grammars can be compiled.
+"""The engine's side: starts a zygote and asks it whether grammars can be compiled.
 
-Knows no grammar's language, and not what a zygote is made of: its command, and its first line.
+Knows no grammar's language. Of a zygote it knows the command and its first line.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pippin.types import GrammarSpec
 START_SECONDS = 300.0  # for a vocabulary to be built, on a machine that has much else to do
 GRACE_SECONDS = 30.0  # beyond a child's deadline: then the zygote itself hangs
 EXIT_SECONDS = 0.5
-ATTEMPTS = 2  # a zygote that was killed is no grammar's fault
+ATTEMPTS = 2  # a zygote may be killed for another reason than the grammar
 
 
 class Proves(Protocol):
-    """Finds out whether a grammar can be compiled, without any danger to this process."""
+    """Finds out whether a grammar can be compiled, without risk to this process."""
 
     def load(self) -> None:
-        """Be ready for the first one."""
+        """Start what the first grammar needs."""
         ...
 
     def prove(self, spec: GrammarSpec) -> Verdict:
@@ -59,7 +59,7 @@ class Prover:
                 self._zygote = _ZygoteProcess(self._command)
 
     def set_up(self, **setup: Any) -> None:
-        """What is sent to a zygote first."""
+        """Sent to every zygote as its first line."""
         self._setup = setup
 
     def load(self) -> None:
@@ -84,7 +84,7 @@ class Prover:
             zygote.close()
 
     def _running(self) -> _ZygoteProcess | None:
-        """One that lives, and has been set up."""
+        """A zygote that is running and set up; None after `close`."""
         with self._changing:
             if self._closed:
                 return None
@@ -147,7 +147,7 @@ class _ZygoteProcess:
                 self._process.stdin.write(line)
                 self._process.stdin.flush()
             except BrokenPipeError:
-                return  # the reader hears of its end
+                return  # `_read` handles its end
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -1,6 +1,6 @@
 """What the engine asks and what children answer, one line of JSON each. Knows no processes.
 
-A child that died instead of answering is a verdict too: it names the limit that it met.
+For a child that died without an answer the verdict names the limit that it exceeded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEATHS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """No error: it was compiled."""
+    """Without an error: the grammar was compiled."""
 
     error: str | None = None
     code: str | None = None
@@ -45,7 +45,7 @@ class Verdict:
 
     @property
     def is_final(self) -> bool:
-        """Whether the same grammar would be answered so again."""
+        """Whether the same grammar would get the same verdict again."""
         return self.code != NotReady.code
 
     def encode(self) -> bytes:
@@ -57,7 +57,7 @@ class Verdict:
 
 
 def verdict_on(spec: GrammarSpec, error: BaseException) -> Verdict:
-    """What a child raised."""
+    """The verdict for an error that a child raised."""
     if isinstance(error, PippinError):
         return Verdict(error.message, error.code, error.status, error.param)
     if isinstance(error, MemoryError):
@@ -79,7 +79,7 @@ def refused(kind: str, why: str) -> Verdict:
 
 
 def lost(why: str) -> Verdict:
-    """Not the grammar's fault, as far as is known."""
+    """The process failed, not the grammar as far as is known: the client may try again."""
     return Verdict(
         f"the grammar was not compiled: {why}; try again", NotReady.code, NotReady.status
     )

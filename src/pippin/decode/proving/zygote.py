@@ -1,4 +1,4 @@
-"""Forks children that compile grammars, and ends those that are late. Knows no grammar's language.
+"""Forks children that compile grammars, and kills those that are late. Knows no grammar's language.
 
 It runs in a process of its own with one thread, and exits when the engine's end of its inbox is
 closed, however the engine ended.
@@ -23,7 +23,7 @@ from pippin.decode.proving.verdicts import (
     verdict_of_death,
 )
 
-NUM_IDLE = 2  # children that wait for a grammar, forked before it comes
+NUM_IDLE = 2  # children that are forked before a grammar arrives
 CHUNK_BYTES = 1 << 16
 
 
@@ -59,7 +59,7 @@ class Zygote:
                     self._idle.append(self._fork())
                 for key, _ in self._selector.select(self._patience):
                     if key.data is not None:
-                        self._hear(key.data)
+                        self._receive(key.data)
                     elif not self._take_jobs():
                         return
                 self._kill_late()
@@ -91,10 +91,10 @@ class Zygote:
         self._busy.append(child)
         try:
             child.channel.sendall(line + b"\n")
-        except OSError:  # it was killed while it waited: its end is heard next
+        except OSError:  # it was killed while it waited: `_receive` handles its end
             return
 
-    def _hear(self, child: _Child) -> None:
+    def _receive(self, child: _Child) -> None:
         """Part of its answer, or that it ended."""
         try:
             received = child.channel.recv(CHUNK_BYTES)

@@ -1,4 +1,4 @@
-"""Whether a grammar is small enough to be compiled, in any language. Knows no dialect of HTTP."""
+"""Whether a grammar of any language is small enough to be compiled. Knows no HTTP API."""
 
 from __future__ import annotations
 

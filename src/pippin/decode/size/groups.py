@@ -1,4 +1,4 @@
-"""What a text names once its repetitions are written out. Knows no language.
+"""Counts what a text names once its repetitions are written out. Knows no language.
 
 a (b c{3}){10}      a once, b 10 times, c 30 times
 """
@@ -27,9 +27,7 @@ class Groups:
         check_nesting(len(self._open) - 1)
 
     def close(self) -> None:
-        if (
-            len(self._open) > 1
-        ):  # else it closes what was never opened: an error that is found later
+        if len(self._open) > 1:  # else llguidance reports it: nothing is open
             self._last = self._open.pop()
 
     def add(self, name: str | None = None, size: int = 1) -> None:
@@ -38,12 +36,12 @@ class Groups:
         self._atoms.append((self._last, name, size))
 
     def repeat(self, times: str) -> None:
-        """The last group or atom. `times` are digits."""
+        """Repeat the last group or atom. `times` are digits."""
         count = MOST if len(times) > len(str(MOST)) else int(times or 1)
         self._counts[self._last] = min(MOST, self._counts[self._last] * max(1, count))
 
     def written_out(self) -> Iterator[tuple[str | None, int]]:
-        """Each atom, and its size times how often it is there."""
+        """Each atom, and its size times its repetitions."""
         total = list(self._counts)
         for node in range(1, len(total)):
             total[node] = min(MOST, total[node] * total[self._parents[node]])

@@ -1,4 +1,4 @@
-"""What refers to what, walked as by a compiler that follows each reference once. Knows no text."""
+"""Walks references as a compiler does that follows each of them once. Knows no text."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ MAX_PATTERN_PROPERTIES = 100  # of one object: each is compared with all others
 
 
 class TooLarge(ValueError):
-    """Says what there is too much of, and the limit."""
+    """The message names what exceeds a limit, and the limit."""
 
 
 def check_limit(what: str, amount: int, limit: int) -> None:

@@ -1,7 +1,7 @@
 """What every parser of replies offers, and what those of tool calls share. Knows no format.
 
 A call that turns out to be malformed becomes content, exactly as it was written, from where it
-began to where it went wrong. Reading goes on there, so that the next call is found.
+began to the error. Reading continues there, so that the next call is found.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class ReplyParser(ABC):
     """One reply's text in, its pieces out."""
 
     marks: frozenset[str] = frozenset()  # special tokens in them must reach it as text
-    in_reasoning: bool = False  # whether what comes next is reasoning, as far as is known
+    in_reasoning: bool = False  # whether the next text is reasoning, as far as is known
 
     @abstractmethod
     def feed(self, text: str) -> list[TextPiece]: ...
 
     @abstractmethod
     def close(self) -> list[TextPiece]:
-        """The reply is over: whatever was held back."""
+        """The reply is finished: return what was held back."""
 
     @property
     @abstractmethod
@@ -90,7 +90,7 @@ class LexedParser(ReplyParser):
             self.lexer.recorded()
 
     def end_call(self) -> None:
-        """The call is complete. What may go wrong from here on is none of its text."""
+        """The call is complete. An error after this does not reject it."""
         self.sink.end_call()
         self.lexer.record()
 

@@ -1,8 +1,8 @@
-"""Calls whose arguments are JSON, passed on as they come. Knows the marks of no format.
+"""Calls whose arguments are JSON, passed on as they arrive. Knows the marks of no format.
 
-Inside of a string a format's marks are only text. But a string that the model forgot to close must
-not swallow the next call: an end mark there ends the call all the same if another call, or nothing,
-follows it.
+Inside a string a format's marks are only text. But a string that the model did not close must not
+include the next call: an end mark inside a string ends the call if another call, or the end of the
+reply, follows it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CONTROLS = {code: json.dumps(chr(code))[1:-1] for code in range(0x20)}
 
 
 class JsonReader:
-    """Reads JSON out of a parser's text, and hands a call's arguments to its sink."""
+    """Reads JSON from a parser's text, and writes a call's arguments to its sink."""
 
     def __init__(
         self, parser: LexedParser, ends: Sequence[str] = (), next_marks: Sequence[str] = ()
@@ -62,7 +62,7 @@ class JsonReader:
         return value
 
     def value(self) -> Steps[str]:
-        """Any value's text. Nothing is said of it before it is complete."""
+        """Any value's text, when it is complete."""
         chunks: list[str] = []
         first = yield from self._lexer.peek()
         if first in ("{", "["):
@@ -132,7 +132,7 @@ class JsonCallParser(CallParser):
         """
         yield from self.lexer.expect("{")
         name: str | None = None
-        held: str | None = None  # arguments that came before the name
+        held: str | None = None  # arguments that stood before the name
         is_called = False
         while not is_called or (yield from self._has_more_members()):
             yield from self.lexer.space()

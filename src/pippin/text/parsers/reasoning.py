@@ -1,4 +1,4 @@
-"""Parts reasoning, which stands between two marks, from the reply after it. Knows no tool calls.
+"""Separates reasoning, which stands between two marks, from the reply. Knows no tool calls.
 
 A chat template may open the reasoning, or open and close it, at the end of the prompt: then the
 reply begins inside of it, or behind it.
@@ -24,7 +24,7 @@ class ReasoningMarks:
 
 
 class ReasoningParser(ReplyParser):
-    """Reasoning first, if there is any; all that follows goes through another parser.
+    """Reasoning first, if there is any; another parser reads all that follows.
 
     White space around the reasoning belongs to its marks. A reply that never closes it has
     nothing else.

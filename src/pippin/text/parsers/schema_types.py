@@ -1,6 +1,6 @@
-"""Arguments that were written as bare text, as JSON of the type that a tool's schema wants.
+"""Converts arguments written as bare text to JSON of the types in a tool's schema. Knows no format.
 
-Numbers keep the digits that were written: none is turned into a float on the way.
+Numbers keep the digits that were written: none becomes a float.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
 
 
 def _items(value: Any) -> list[Any]:
-    """A schema comes from a client: what should be a list may be anything."""
+    """A schema is a client's: what should be a list may be anything."""
     return value if isinstance(value, list) else []
 
 
@@ -75,7 +75,7 @@ def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
 def as_json(text: str, types: frozenset[str]) -> str:
     """The text of a JSON value of one of these types, or a string if it can be none of them.
 
-    Of an argument that was not declared nobody knows its type: what is JSON is taken as such.
+    The type of an argument that was not declared is unknown: if its text is JSON, it stays JSON.
     """
     bare = text.strip()
     if (not types or "number" in types) and _NUMBER.fullmatch(bare):

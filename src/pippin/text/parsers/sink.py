@@ -16,7 +16,7 @@ from pippin.text.pieces import (
 
 
 class PieceSink:
-    """Pieces of one reply. White space at the end of content waits for what comes next.
+    """Pieces of one reply. White space at the end of content is held until the next piece.
 
     Before a call, and between a call and the end, it belongs to the markup. A reply without calls
     keeps all of it.

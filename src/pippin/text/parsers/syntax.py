@@ -45,5 +45,5 @@ class CallSyntax:
 
     @property
     def trigger(self) -> str:
-        """What a reply says before anything else when it begins to call."""
+        """The text with which a reply's first call begins."""
         return self.opening or self.before_name

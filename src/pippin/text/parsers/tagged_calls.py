@@ -1,8 +1,8 @@
-"""Calls whose arguments stand bare between tags. They leave as a JSON object that is being built.
+"""Calls whose arguments stand bare between tags, converted to a JSON object. Knows no format.
 
-A string is passed on as it comes, any other value when it is complete and its type can be seen.
-Bare text may hold the very tags that end it. So a tag ends a value only where the format goes on
-as it must; elsewhere it is text.
+A string is passed on as it arrives, any other value when it is complete and its type is known. Bare
+text may contain the tags that end it. So a tag ends a value only if what follows it continues the
+format; elsewhere it is text.
 """
 
 from __future__ import annotations

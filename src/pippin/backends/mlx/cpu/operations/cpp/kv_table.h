@@ -1,5 +1,5 @@
-// Where decode rows' keys and values lie, as one small array: a graph that reads it is the same whoever
-// the rows are. Knows no arithmetic.
+// Where decode rows' keys and values lie, as one small array: a graph that reads it is the same for
+// any rows. Knows no arithmetic.
 #pragma once
 
 #include "graph.h"
