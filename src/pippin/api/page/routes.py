@@ -26,7 +26,7 @@ MEDIA_TYPES = {
     ".svg": "image/svg+xml",
 }
 # Nothing but this server's own files and its API, no inline script or style, no strings that
-# become HTML (trusted types), and nobody else's frame around it.
+# become HTML (trusted types), and no other site's frame around it.
 POLICY = "; ".join(
     [
         "default-src 'none'",

@@ -88,7 +88,7 @@ export class Timeline {
     paint(this.#canvas, { spans: this.#spans, from: to - this.#span, to, selected: this.#selected, slots: this.#state.facts?.slots ?? 1 });
   }
 
-  // A moment behind: what is in sight has been told.
+  // A moment behind the server, so that all that is in sight has arrived.
   #now() {
     const { at, when } = this.#heard;
     return at + Math.min(1, (performance.now() - when) / 1000) - 0.15;

@@ -16,7 +16,7 @@ export async function* events(body) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // it may have failed already, which was told
+    reader.cancel().catch(() => {}); // it may have failed already: that error was thrown above
   }
 }
 
