@@ -10,6 +10,7 @@ from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
+from uuid import uuid4
 
 import jinja2
 
@@ -93,13 +94,17 @@ class ChatTemplate:
         *,
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         check: Callable[[str], None] = lambda text: None,
     ) -> RenderedChat:
         """The prompt's tokens, and those positions in it where messages end.
 
-        `check` may refuse the rendered text before more is made of it.
+        `check` may refuse the rendered text before more is made of it. To continue the final
+        message, the text is cut behind its content.
         """
+        cut_mark = uuid4().hex if continue_final_message else None
+        shown = messages if cut_mark is None else _with_cut_mark(messages, cut_mark)
 
         def render_part(part: Sequence[Message], part_tools: Tools | None) -> str:
             return self.render(
@@ -108,11 +113,12 @@ class ChatTemplate:
 
         with time_limit():
             text = self.render(
-                messages,
+                shown,
                 tools=tools,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=add_generation_prompt and cut_mark is None,
                 variables=variables,
             )
+            text = text if cut_mark is None else _before_mark(text, cut_mark)
             check(text)
             message_ends = MessageEnds(render_part, text, messages, tools)
             prefixes = _prefixes(len(messages), has_tools=bool(tools))
@@ -164,6 +170,23 @@ def _prefixes(num_messages: int, *, has_tools: bool) -> list[int]:
     num_last = max(1, min(NUM_LAST_BOUNDARIES, MAX_RENDERED_MESSAGES // max(1, num_messages)))
     last = range(max(1, num_messages - num_last + 1), num_messages + 1)
     return sorted({*first, *last})
+
+
+def _with_cut_mark(messages: Sequence[Message], cut_mark: str) -> list[Message]:
+    """Marked, because templates trim a content and write it in the middle of their own text."""
+    *before, final = messages
+    return [*before, {**final, "content": final["content"] + cut_mark}]
+
+
+def _before_mark(text: str, cut_mark: str) -> str:
+    before, found, _ = text.partition(cut_mark)
+    if not found:
+        raise RequestError(
+            "the model's chat template does not show the content of the final message, which can "
+            "therefore not be continued; end the conversation with a user message",
+            param="messages",
+        )
+    return before
 
 
 def _token_position(ends: list[int], char: int) -> int:

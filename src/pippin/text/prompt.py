@@ -36,6 +36,7 @@ def chat_prompt(
     *,
     tools: Tools | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     variables: Mapping[str, Any] | None = None,
     max_bytes: int | None = None,
     param: str = "messages",
@@ -47,6 +48,8 @@ def chat_prompt(
             "(/v1/completions, or LLM.generate)",
             param="messages",
         )
+    if continue_final_message:
+        _check_continues(messages, param)
     if max_bytes is not None:
         check_nbytes(sum(map(_num_shown, messages)), max_bytes, param=param)
     if "developer" not in text.chat.source:  # the newer name for the same thing
@@ -56,11 +59,27 @@ def chat_prompt(
         messages,
         tools=tools,
         add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
         variables=variables,
         check=lambda rendered: check_nbytes(nbytes_of(rendered), max_bytes, param=param),
     )
     ending = rendered.text[-NUM_ENDING_CHARS:]
+    if continue_final_message:
+        ending = text.formats.ending_after(messages[-1]["content"]) or ending
     return Prompt(rendered.tokens, rendered.boundaries, ending=ending)
+
+
+def _check_continues(messages: Sequence[Message], param: str) -> None:
+    final = messages[-1]
+    wrong = None
+    if final["role"] != "assistant":
+        wrong = f"is of the role {final['role']}"
+    elif final.get("tool_calls"):
+        wrong = "has tool calls"
+    if wrong is not None:
+        raise RequestError(
+            f"the final message {wrong}; only a text of the assistant can be continued", param=param
+        )
 
 
 def completion_prompt(

@@ -7,7 +7,12 @@ from typing import Any
 
 from pippin.api.dialects.dialect import LEAST_LOGPROB, CompletionStream
 from pippin.api.dialects.openai_tools import read_chat_tools
-from pippin.api.dialects.shared_options import check_choices, read_options, template_variables
+from pippin.api.dialects.shared_options import (
+    check_choices,
+    continues_final_message,
+    read_options,
+    template_variables,
+)
 from pippin.api.fields.openai import CHAT
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
@@ -39,6 +44,7 @@ def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
         messages=parse_messages(body),
         tool_use=read_chat_tools(body),
         add_generation_prompt=body.get("add_generation_prompt", True),
+        continue_final_message=continues_final_message(body),
         reasoning_effort=body.get("reasoning_effort"),
         template_variables=template_variables(body),
     )

@@ -63,6 +63,16 @@ def check_choices(num_prompts: int, options: Options, limits: LimitsConfig) -> N
         )
 
 
+def continues_final_message(body: Body) -> bool:
+    """A reply that is continued has no generation prompt: as in vLLM, both are an error."""
+    continues: bool = body.get("continue_final_message", False)
+    if continues and body.get("add_generation_prompt"):
+        raise body.error(
+            "continue_final_message", "and add_generation_prompt are both true; send one of them"
+        )
+    return continues
+
+
 def template_variables(body: Body) -> dict[str, Any]:
     variables = body.object("chat_template_kwargs") or Body({})
     for key in variables.fields():

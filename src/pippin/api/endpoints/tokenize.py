@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pippin.api.dialects.shared_options import template_variables
+from pippin.api.dialects.shared_options import continues_final_message, template_variables
 from pippin.api.fields.shared import TEMPLATE
 from pippin.api.fields.tokens import DETOKENIZE, TOKENIZE
 from pippin.api.fields.value_kinds import rows_of
@@ -76,6 +76,7 @@ def _chat_tokens(body: Body, text: TextBundle, max_bytes: int) -> list[int]:
         parse_messages(body),
         text,
         add_generation_prompt=body.get("add_generation_prompt", True),
+        continue_final_message=continues_final_message(body),
         variables=template_variables(body),
         max_bytes=max_bytes,
     ).tokens

@@ -84,7 +84,11 @@ LABELS: Fields = {
     "safety_identifier": kinds.LABEL,
     "prompt_cache_key": kinds.LABEL,
 }
-TEMPLATE: Fields = {"chat_template_kwargs": kinds.OBJECT, "add_generation_prompt": kinds.BOOLEAN}
+TEMPLATE: Fields = {
+    "chat_template_kwargs": kinds.OBJECT,
+    "add_generation_prompt": kinds.BOOLEAN,
+    "continue_final_message": kinds.BOOLEAN,
+}
 GENERATION: Fields = {  # of chat and text completions
     **MODEL,
     "max_tokens": kinds.integer_from(1),

@@ -16,7 +16,6 @@ TOKENIZE = FieldTable(
         **TEMPLATE,
         "return_token_strs": BOOLEAN,
         "chat_template": refused_field("the model's own template is used"),
-        "continue_final_message": refused_field("send add_generation_prompt: false", False),
         "tools": refused_field("tools are not rendered here", []),
     }
 )

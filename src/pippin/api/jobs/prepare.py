@@ -160,6 +160,7 @@ def render_prompt(request: ChatRequest, text: TextBundle, max_bytes: int) -> Pro
         text,
         tools=tools,
         add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
         variables={**effort, **request.template_variables},
         max_bytes=max_bytes,
         param=request.messages_field,

@@ -71,6 +71,7 @@ class ChatRequest:
     messages: list[dict[str, Any]]
     tool_use: ToolUse = field(default_factory=ToolUse)
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     reasoning_effort: str | None = None  # None: as the template has it
     template_variables: dict[str, Any] = field(default_factory=dict)
     # What the dialect calls them, for errors:

@@ -95,6 +95,15 @@ class ReplyFormats:
             ),
         )
 
+    def ending_after(self, begun: str) -> str:
+        """What stands for the end of a prompt whose last message is a reply to be continued.
+
+        Empty, if that reply is: it may reason first.
+        """
+        if not begun or self.reasoning not in REASONING_FORMATS:
+            return ""
+        return REASONING_FORMATS[self.reasoning].last_in(begun)
+
     def parser(self, prompt: str, tools: Sequence[Tool] = ()) -> ReplyParser:
         """A parser of one reply to this prompt, which is a rendered chat, or the end of one."""
         if HARMONY in (self.reasoning, self.tools if tools else None):

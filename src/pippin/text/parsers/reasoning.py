@@ -22,6 +22,10 @@ class ReasoningMarks:
     def is_open_after(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(self.begin)
 
+    def last_in(self, begun: str) -> str:
+        """The mark that counts at the end of a partial reply; without any, it does not reason."""
+        return self.begin if begun.rfind(self.begin) > begun.rfind(self.end) else self.end
+
 
 class ReasoningParser(ReplyParser):
     """Reasoning first, if there is any; another parser reads all that follows.

@@ -12,7 +12,6 @@ from pippin.api.fields.anthropic import ROLES
 from pippin.api.requests.body import Body
 from pippin.api.requests.chat_messages import Message, function_call, message_bodies
 from pippin.api.requests.text_parts import text_of, texts_of
-from pippin.errors import UnsupportedField
 
 # Claude Code writes a line with a checksum first, another one in each turn. A prompt that began
 # with it would never be found in the prefix cache.
@@ -22,16 +21,9 @@ _texts, _text = partial(texts_of, unread=_UNREAD), partial(text_of, unread=_UNRE
 
 
 def parse_conversation(body: Body) -> list[Message]:
-    given = message_bodies(body)
     messages = [*_system(body)]
-    for message in given:
+    for message in message_bodies(body):
         messages += _message(message)
-    if messages[-1]["role"] == "assistant":
-        raise UnsupportedField(
-            "the last message is the assistant's, and continuing a partial reply is not "
-            "supported; end the conversation with a user message",
-            param=given[-1].path,
-        )
     return messages
 
 

@@ -39,9 +39,11 @@ def parse_message_request(
     if options.max_tokens is not None:
         # Clients ask for Claude's longest reply: a shorter one that fits is as good.
         options = replace(options, max_tokens=None, most_tokens=options.max_tokens)
+    messages = parse_conversation(body)
     return ChatRequest(
         options=options,
-        messages=parse_conversation(body),
+        messages=messages,
+        continue_final_message=messages[-1]["role"] == "assistant",
         tool_use=_tools(body),
         reasoning_effort=_effort(body),
         effort_field="output_config.effort" if body.has("output_config") else "thinking",
