@@ -77,6 +77,7 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "/flush_cache": [{}],
 }
 BASES["/v1/messages/count_tokens"] = BASES["/v1/messages"]
+BASES["/v1/responses/input_tokens"] = BASES["/v1/responses"]
 # Where a grammar is compiled of what is sent.
 GRAMMARS = frozenset(
     {"response_format", "json_schema", "regex", "ebnf", "text", "output_config", "strict", "format"}

@@ -31,7 +31,11 @@ def embedding_of(delta: TokenDelta) -> np.ndarray:
     if delta.finish == "error" or delta.finish == "abort":
         raise error_of_delta(delta)
     assert delta.embedding is not None, "an embedding ends with its vector"
-    vector = np.frombuffer(delta.embedding, dtype=np.float32)
+    return unit(np.frombuffer(delta.embedding, dtype=np.float32))
+
+
+def unit(vector: np.ndarray) -> np.ndarray:
+    """The same direction, at length 1."""
     length = np.linalg.norm(vector)
     if not np.isfinite(length) or length == 0.0:
         raise PippinError("the model's hidden vector has no direction")

@@ -69,12 +69,18 @@ def test_input_is_text_or_tokens(given: Any, rows: list[list[int]]) -> None:
     np.testing.assert_allclose(found, [unit(row) for row in rows], rtol=1e-6)
 
 
-def test_dimensions_must_be_those_of_the_model() -> None:
-    assert post(input="a", dimensions=4).status_code == 200
-    response = post(input="a", dimensions=2)
+@pytest.mark.parametrize("dimensions", [1, 2, 4])
+def test_vectors_are_cut_to_the_dimensions_and_have_length_1_again(dimensions: int) -> None:
+    (item,) = post(input=[5, 6], dimensions=dimensions).json()["data"]
+    kept = vector_of([5, 6])[:dimensions]
+    np.testing.assert_allclose(item["embedding"], kept / np.linalg.norm(kept), rtol=1e-6)
+
+
+def test_more_dimensions_than_the_model_has_are_refused() -> None:
+    response = post(input="a", dimensions=5)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "dimensions"
-    assert "must be 4" in response.json()["error"]["message"]
+    assert "at most 4" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,19 @@ def test_tokens_are_counted_as_they_are_sent() -> None:
     assert counted.input_tokens == len(engine.submits[0].tokens)
 
 
+def test_models_are_listed_in_anthropics_shape() -> None:
+    with client_of(says("")) as (client, _):
+        page = client.models.list()
+        one = client.models.retrieve("qwen")
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            client.models.retrieve("claude")
+    assert [model.id for model in page] == ["qwen"]
+    assert (page.has_more, page.first_id, page.last_id) == (False, "qwen", "qwen")
+    assert (one.type, one.display_name, one.created_at.timestamp()) == ("model", "qwen", 1)
+    assert (one.lifecycle, one.max_input_tokens, one.max_tokens) == ("active", 65_536, 65_536)
+    assert caught.value.body["error"]["type"] == "not_found_error"
+
+
 @pytest.mark.parametrize(
     ("choice", "may", "may_not"),
     [

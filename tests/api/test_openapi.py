@@ -54,6 +54,7 @@ def test_a_server_with_keys_says_so() -> None:
 
 REAL: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "stories", "input": "a", "store": True, "max_output_tokens": 3},
+    "/v1/responses/input_tokens": {"input": "a", "instructions": "b"},
     "/v1/messages": {"model": "stories", "messages": [USER], "max_tokens": 3, "system": "b"},
     "/v1/messages/count_tokens": {"model": "stories", "messages": [USER]},
     "/v1/chat/completions": {"model": "stories", "messages": [USER], "logprobs": True},

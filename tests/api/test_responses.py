@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.responses.input_token_count_params import InputTokenCountParams
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 from pydantic import BaseModel
 from qwen35_server import (
@@ -24,7 +25,7 @@ from qwen35_server import (
 )
 from scripted_engine import Script, ScriptedEngine, fail
 
-from pippin.api.fields.openai import RESPONSES
+from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
 
 QUESTION = "What is the weather?"
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
@@ -63,6 +64,22 @@ def test_every_documented_field_is_honoured_or_refused() -> None:
     for base in ResponseCreateParamsStreaming.__orig_bases__:
         documented |= set(getattr(base, "__annotations__", ()))
     assert documented == RESPONSES.fields.keys() - OUR_OWN - CODEX
+
+
+def test_every_documented_field_of_a_count_is_known() -> None:
+    assert InputTokenCountParams.__annotations__.keys() <= INPUT_TOKENS.fields.keys()
+
+
+def test_tokens_are_counted_as_they_are_sent() -> None:
+    with client_of(says(f"{THOUGHT}It rains.")) as (client, engine):
+        first = whole(client, instructions="Be brief.")
+        counted = client.responses.input_tokens.count(**asked(instructions="Be brief."))
+        later = asked(input="And now?", previous_response_id=first.id)
+        whole(client, **later)
+        continued = client.responses.input_tokens.count(**later)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == len(engine.submits[0].tokens)
+    assert continued.input_tokens == len(engine.submits[1].tokens)
 
 
 @either_way

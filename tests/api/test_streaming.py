@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
-from scripted_engine import ScriptedEngine, fail, hang, say, serving
+from scripted_engine import Script, ScriptedEngine, fail, hang, say, serving
 
+from pippin.api.dialects.messages.message_reply import MessagesDialect
 from pippin.api.http import sending
+from pippin.messages import Submit, TokenDelta
 
 STREAM = {
     "model": "stories",
@@ -35,6 +40,53 @@ def test_headers_do_not_wait_for_the_first_token_and_comments_follow() -> None:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = reply.iter_lines()
         assert [next(lines) for _ in range(4)] == [": still here", "", ": still here", ""]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_messages_start_and_are_pinged_while_the_prompt_is_computed() -> None:
+    asked = {**STREAM, "max_tokens": 9, "timeout": 0.2}
+    with (
+        serving(ScriptedEngine(hang())) as url,
+        httpx.stream("POST", f"{url}/v1/messages", json=asked) as reply,
+    ):
+        events = [line for line in reply.iter_lines() if not line.startswith("data: ")]
+    named = [event for event in events if event]
+    assert named[:3] == ["event: message_start", "event: ping", "event: ping"]
+    assert set(named[1:-1]) == {"event: ping"}
+    assert named[-1] == "event: error"
+
+
+class WaitsForPing(ScriptedEngine):
+    """Computes a prompt until a ping has been sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *scripts: Script) -> None:
+        super().__init__(*scripts)
+        self._pinged = asyncio.Event()
+        ping = MessagesDialect.ping
+
+        def noted(dialect: MessagesDialect) -> bytes:
+            self._pinged.set()
+            return ping(dialect)
+
+        monkeypatch.setattr(MessagesDialect, "ping", noted)
+
+    async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
+        await self._pinged.wait()
+        async for delta in super().generate(submit):
+            yield delta
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_message_that_was_pinged_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        serving(WaitsForPing(monkeypatch, say("Once upon"))) as url,
+        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client,
+        client.messages.stream(model="stories", messages=STREAM["messages"], max_tokens=9) as got,
+    ):
+        kinds = [event.type for event in got]
+        assert got.get_final_text() == "Once upon"
+    assert kinds[:2] == ["message_start", "content_block_start"]  # the client skips pings
+    assert kinds.count("message_start") == 1
 
 
 @pytest.mark.usefixtures("impatient")

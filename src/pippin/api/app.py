@@ -54,7 +54,9 @@ def create_app(
             (PippinError, HTTPException, ClientDisconnect, Exception), on_error
         ),
     )
-    return RequestLog(ErrorShapes(app, {"/v1/messages": messages_error}))
+    return RequestLog(
+        ErrorShapes(app, {"/v1/messages": messages_error}, shared={"/v1/models": messages_error})
+    )
 
 
 def create_waiting_app(config: ServerConfig, reason: str) -> ASGIApp:

@@ -15,7 +15,7 @@ from pippin.api.fields.value_kinds import rows_of
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.salts import read_salt, under_owner
-from pippin.embedding import embedding_of, embedding_submit
+from pippin.embedding import embedding_of, embedding_submit, unit
 from pippin.engine.engine_client import Engine
 from pippin.errors import EngineDead, RequestError
 from pippin.messages import Submit
@@ -30,7 +30,7 @@ from pippin.text.tokenizer import Tokenizer
 class EmbeddingJob:
     submits: list[Submit]
     encoding_format: str
-    dimensions: int | None  # that the client counts on
+    dimensions: int | None  # that are kept of each vector; None: all
     timeout_s: float | None
 
     def keep_apart(self, owner_salt: bytes) -> None:
@@ -77,12 +77,8 @@ def _row(item: str | list[int], number: int, text: TextBundle, model: ModelInfo)
 
 async def whole_embeddings(job: EmbeddingJob, engine: Engine, model: ModelInfo) -> dict[str, Any]:
     vectors = await all_or_none(_vector(submit, engine) for submit in job.submits)
-    if job.dimensions is not None and job.dimensions != len(vectors[0]):
-        raise RequestError(
-            f"dimensions is {job.dimensions:,}; it must be {len(vectors[0]):,}, the length of this "
-            "model's vectors, or left out",
-            param="dimensions",
-        )
+    if job.dimensions is not None:
+        vectors = [_shortened(vector, job.dimensions) for vector in vectors]
     return {
         "object": "list",
         "data": [
@@ -99,6 +95,17 @@ async def _vector(submit: Submit, engine: Engine) -> np.ndarray:
         if delta.finish is not None:
             return embedding_of(delta)
     raise EngineDead("the engine sent no result for this request; send it again")
+
+
+def _shortened(vector: np.ndarray, dimensions: int) -> np.ndarray:
+    """As OpenAI does it: models that are trained for it have the most in the first numbers."""
+    if dimensions > len(vector):
+        raise RequestError(
+            f"dimensions is {dimensions:,}; it must be at most {len(vector):,}, the length of this "
+            "model's vectors",
+            param="dimensions",
+        )
+    return unit(vector[:dimensions])
 
 
 def _encoded(vector: np.ndarray, job: EmbeddingJob) -> list[float] | str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -23,7 +24,7 @@ from pippin.api.endpoints.stored_responses import StoredResponses
 from pippin.api.endpoints.tokenize import detokenize, tokenize
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.keys import owner_of
-from pippin.api.http.sending import StreamResponse, WholeResponse
+from pippin.api.http.sending import HEARTBEAT, StreamResponse, WholeResponse
 from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, render_prompt
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.neutral_request import ChatRequest
@@ -41,6 +42,7 @@ class Generation:
             "/v1/chat/completions": self._chat_completions,
             "/v1/completions": self._completions,
             "/v1/responses": self._responses,
+            "/v1/responses/input_tokens": self._input_tokens,
             "/v1/messages": self._messages,
             "/v1/messages/count_tokens": self._count_tokens,
             "/v1/embeddings": self._embeddings,
@@ -56,7 +58,8 @@ class Generation:
 
     async def _messages(self, request: Request) -> Response:
         job = await self._prepare_chat(request, parse_message_request, "msg_")
-        return self._answer(job, MessagesDialect(job))
+        dialect = MessagesDialect(job)
+        return self._answer(job, dialect, heartbeat=dialect.ping)
 
     async def _completions(self, request: Request) -> Response:
         def prepare(fields: Any) -> Job:
@@ -85,12 +88,26 @@ class Generation:
         return self._answer(job, ResponsesDialect(job, asked.echo, keep))
 
     async def _count_tokens(self, request: Request) -> Response:
-        def count(fields: Any) -> int:
-            chat = parse_message_request(fields, self._rules, counts_only=True)
-            max_bytes = self._rules.model.max_counted_bytes
-            return len(render_prompt(chat, self._text, max_bytes).tokens)
+        parse = partial(parse_message_request, counts_only=True)
+        return JSONResponse({"input_tokens": await self._count(request, parse)})
 
-        return JSONResponse({"input_tokens": await self._state.read(request, count)})
+    async def _input_tokens(self, request: Request) -> Response:
+        stored = self._stored.of(owner_of(request.scope))
+
+        def parse(fields: Any, rules: RequestRules) -> ChatRequest:
+            return response_request.parse_counted_request(fields, rules, stored)
+
+        counted = await self._count(request, parse)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": counted})
+
+    async def _count(
+        self, request: Request, parse: Callable[[Any, RequestRules], ChatRequest]
+    ) -> int:
+        def count(fields: Any) -> int:
+            max_bytes = self._rules.model.max_counted_bytes
+            return len(render_prompt(parse(fields, self._rules), self._text, max_bytes).tokens)
+
+        return await self._state.read(request, count)
 
     async def _embeddings(self, request: Request) -> Response:
         job = await self._state.prepare(
@@ -118,9 +135,13 @@ class Generation:
 
         return await self._state.prepare(request, prepare)
 
-    def _answer(self, job: Job, dialect: Dialect) -> Response:
+    def _answer(
+        self, job: Job, dialect: Dialect, *, heartbeat: Callable[[], bytes] = lambda: HEARTBEAT
+    ) -> Response:
         engine = self._state.engine
         if not job.stream:
             return WholeResponse(lambda: whole_reply(job, dialect, engine), job.timeout_s)
         events = reply_events(job, dialect, engine)
-        return StreamResponse(events, encode_error=dialect.error, timeout_s=job.timeout_s)
+        return StreamResponse(
+            events, encode_error=dialect.error, timeout_s=job.timeout_s, heartbeat=heartbeat
+        )

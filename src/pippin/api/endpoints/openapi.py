@@ -38,6 +38,7 @@ BODIES = {  # by path
     "/v1/chat/completions": openai.CHAT,
     "/v1/completions": openai.COMPLETION,
     "/v1/responses": openai.RESPONSES,
+    "/v1/responses/input_tokens": openai.INPUT_TOKENS,
     "/v1/messages": anthropic.MESSAGES,
     "/v1/messages/count_tokens": anthropic.COUNT_TOKENS,
     "/v1/embeddings": openai.EMBEDDINGS,

@@ -5,6 +5,7 @@ Knows no field of any request.
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -14,7 +15,7 @@ from starlette.routing import Route
 from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.openapi import openapi_document
 from pippin.api.http.access_control import shows_prompts
-from pippin.api.http.http_errors import JSONResponse
+from pippin.api.http.http_errors import JSONResponse, speaks_anthropic
 from pippin.errors import NotReady
 
 
@@ -37,13 +38,18 @@ class ServerInfo:
         ]
 
     async def _models(self, request: Request) -> Response:
-        models = [self._describe_model(name) for name in self._model.names]
-        return JSONResponse({"object": "list", "data": models})
+        names = self._model.names
+        if speaks_anthropic(request.scope):
+            models = [self._anthropic_model(name) for name in names]
+            page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+            return JSONResponse({"data": models, **page})
+        return JSONResponse({"object": "list", "data": [*map(self._describe_model, names)]})
 
     async def _one_model(self, request: Request) -> Response:
         id = request.path_params["id"]
         self._model.check_name(id)
-        return JSONResponse(self._describe_model(id))
+        anthropic = speaks_anthropic(request.scope)
+        return JSONResponse((self._anthropic_model if anthropic else self._describe_model)(id))
 
     async def _model_info(self, request: Request) -> Response:
         """Names, not paths: clients have no use for the server's paths."""
@@ -97,4 +103,16 @@ class ServerInfo:
             "created": self._model.created_s,
             "owned_by": "pippin",
             "max_model_len": self._model.max_len,
+        }
+
+    def _anthropic_model(self, name: str) -> dict[str, Any]:
+        created = datetime.fromtimestamp(self._model.created_s, UTC)
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": created.isoformat().replace("+00:00", "Z"),
+            "lifecycle": "active",
+            "max_input_tokens": self._model.max_len,
+            "max_tokens": self._model.max_len,
         }

@@ -104,6 +104,13 @@ RESPONSES = FieldTable(
     },
     required=("model", "input"),
 )
+INPUT_TOKENS = FieldTable(
+    {
+        **RESPONSES.fields,
+        "personality": refused_field("ask for it in the prompt"),
+    },
+    required=("input",),
+)
 STORED_RESPONSE = FieldTable(  # of a query
     {**_INCLUDE, "stream": refused_field("a stored response is sent as one object", "false")}
 )

@@ -89,17 +89,30 @@ class JSONResponse(Response):
 ErrorShape = Callable[[PippinError], dict[str, Any]]
 
 
-class ErrorShapes:
-    """Sets the shape of errors below some paths, also of those before a route is called."""
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether a request has the header that all of Anthropic's clients send."""
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
-    def __init__(self, app: ASGIApp, shapes: Mapping[str, ErrorShape]) -> None:
+
+class ErrorShapes:
+    """Sets the shape of errors below some paths, also of those before a route is called.
+
+    Below those of `shared` it is only for Anthropic's clients.
+    """
+
+    def __init__(
+        self, app: ASGIApp, shapes: Mapping[str, ErrorShape], shared: Mapping[str, ErrorShape]
+    ) -> None:
         self._app = app
         self._shapes = shapes
+        self._shared = shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        for path, shape in self._shapes.items():
-            if scope["type"] == "http" and f"{scope['path']}/".startswith(f"{path}/"):
-                scope["state"]["error_shape"] = shape
+        if scope["type"] == "http":
+            shapes = {**self._shapes, **(self._shared if speaks_anthropic(scope) else {})}
+            for path, shape in shapes.items():
+                if f"{scope['path']}/".startswith(f"{path}/"):
+                    scope["state"]["error_shape"] = shape
         await self._app(scope, receive, send)
 
 

@@ -1,8 +1,8 @@
 """Sends a reply, as server-sent events or whole, while its client is connected. Knows no dialect.
 
 A client that disconnects cancels the work. A stream's headers are sent within `GRACE_SECONDS`: an
-error before that is a status, a later one an event. While there is nothing to send, comments keep
-the connection open.
+error before that is a status, a later one an event. While there is nothing to send, comments, or
+what a dialect has for it, keep the connection open.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ class StreamResponse(Response):
         *,
         encode_error: Callable[[PippinError], bytes],
         timeout_s: float | None,
+        heartbeat: Callable[[], bytes] = lambda: HEARTBEAT,
     ) -> None:
         super().__init__()
+        self._heartbeat = heartbeat
         self._events = events
         self._encode_error = encode_error
         self._timeout_s = timeout_s
@@ -105,13 +107,13 @@ class StreamResponse(Response):
                 await self._send(send, event)
 
     async def _send_heartbeats(self, send: Send) -> None:
-        """Headers if there is nothing else to send yet, then comments."""
+        """Headers if there is nothing else to send yet, then comments or a dialect's own."""
         await asyncio.sleep(GRACE_SECONDS)
         await self._start(send)
         while True:
             await asyncio.sleep(self._sent_at + HEARTBEAT_SECONDS - monotonic())
             if monotonic() - self._sent_at >= HEARTBEAT_SECONDS:
-                await self._send(send, HEARTBEAT)
+                await self._send(send, self._heartbeat())
 
     async def _start(self, send: Send) -> None:
         if not self._started:

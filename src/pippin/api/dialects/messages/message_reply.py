@@ -44,10 +44,19 @@ class MessagesDialect(BlockStream):
         self._job = job
         self._num_blocks = 0
         self._called = False
+        self._opened = False
 
     def open(self) -> bytes:
+        """Nothing, if a ping had to be sent first."""
+        if self._opened:
+            return b""
+        self._opened = True
         message = self._message([], None) | {"usage": self._usage(output_tokens=0)}
         return named_event({"type": "message_start", "message": message})
+
+    def ping(self) -> bytes:
+        """While a prompt is computed. As from Anthropic, a message is started before."""
+        return self.open() + named_event({"type": "ping"})
 
     def close(self) -> bytes:
         delta = {

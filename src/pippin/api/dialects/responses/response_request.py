@@ -9,7 +9,7 @@ from pippin.api.dialects.openai_tools import read_responses_tools
 from pippin.api.dialects.responses.items import Item, messages_of, read_items
 from pippin.api.dialects.responses.response_store import ResponseStore, StoredTurn
 from pippin.api.dialects.shared_options import read_options
-from pippin.api.fields.openai import RESPONSES
+from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import ChatRequest
@@ -34,6 +34,17 @@ def parse_responses_request(
 ) -> ResponsesRequest:
     body = Body(fields)
     RESPONSES.check(body, rules)
+    return _read_request(body, rules, stored)
+
+
+def parse_counted_request(fields: Any, rules: RequestRules, stored: ResponseStore) -> ChatRequest:
+    """A request whose prompt is only to be counted."""
+    body = Body(fields)
+    INPUT_TOKENS.check(body, rules)
+    return _read_request(body, rules, stored).chat
+
+
+def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> ResponsesRequest:
     store = body.get("store", stored.enabled)
     if store and not stored.enabled:
         raise body.unsupported("store", "this server stores no responses (--stored-responses)")
