@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -111,59 +112,34 @@ def measure(setup: Callable[[], Callable[[], object]], rounds: int) -> tuple[flo
 
 def operations(load: Workload) -> dict[str, Callable[[], Callable[[], object]]]:
     """By name: prepares one operation and returns it, ready to be timed."""
-    cache = load.cache
+    cache, some, limit = load.cache, load.some_conversation, CONVERSATION_LEN - 1
+    evict_step = partial(cache.evict, load.step_bytes)
 
-    def probe() -> Callable[[], object]:
-        prompt = load.some_conversation()
-        return lambda: cache.probe(prompt, limit=len(prompt) - 1)
-
-    def probe_long() -> Callable[[], object]:
-        return lambda: cache.probe(load.long)
-
-    def match() -> Callable[[], object]:
-        prompt = load.some_conversation()
-        return lambda: cache.match(prompt, limit=len(prompt) - 1)
-
-    def match_long() -> Callable[[], object]:
-        return lambda: cache.match(load.long)
-
-    def lock_and_unlock() -> Callable[[], object]:
-        found = cache.match(load.some_conversation())
-        return lambda: cache.unlock(cache.lock(found))
-
-    def lock_and_unlock_long() -> Callable[[], object]:
-        found = cache.match(load.long)
+    def lock_and_unlock(tokens: np.ndarray) -> Callable[[], object]:
+        found = cache.match(tokens)
         return lambda: cache.unlock(cache.lock(found))
 
     def insert() -> Callable[[], object]:
-        prompt = np.concatenate([load.some_conversation(), load.tokens(STEP_LEN)])
+        prompt = np.concatenate([some(), load.tokens(STEP_LEN)])
         return lambda: load.insert_step(prompt, len(prompt) - STEP_LEN)
 
-    def report() -> Callable[[], object]:
-        return cache.report
-
-    def evict_one() -> Callable[[], object]:
-        return lambda: cache.evict(1)
-
-    def evict_step() -> Callable[[], object]:
-        return lambda: cache.evict(load.step_bytes)
 
     def evict_after_use() -> Callable[[], object]:
         for tokens in load.conversations:
             cache.match(tokens)
-        return evict_step()
+        return evict_step
 
     return {
-        "probe, 4,096 tokens": probe,
-        "probe, 30,000 tokens": probe_long,
-        "match, 4,096 tokens": match,
-        "match, 30,000 tokens": match_long,
-        "lock and unlock, 4,096 tokens": lock_and_unlock,
-        "lock and unlock, 30,000 tokens": lock_and_unlock_long,
+        "probe, 4,096 tokens": lambda: partial(cache.probe, some(), limit=limit),
+        "probe, 30,000 tokens": lambda: partial(cache.probe, load.long),
+        "match, 4,096 tokens": lambda: partial(cache.match, some(), limit=limit),
+        "match, 30,000 tokens": lambda: partial(cache.match, load.long),
+        "lock and unlock, 4,096 tokens": lambda: lock_and_unlock(some()),
+        "lock and unlock, 30,000 tokens": lambda: lock_and_unlock(load.long),
         "insert 512 tokens after 4,096": insert,
-        "report": report,
-        "evict one thing": evict_one,
-        "evict what 512 tokens need": evict_step,
+        "report": lambda: cache.report,
+        "evict one thing": lambda: partial(cache.evict, 1),
+        "evict what 512 tokens need": lambda: evict_step,
         "the same, all were used since": evict_after_use,
     }
 

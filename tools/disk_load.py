@@ -9,9 +9,9 @@ Without --model, weights of Qwen3.5-0.8B's shape are made up (`--shape tiny`: to
     dropped   a third one: the system was asked to drop the files from it before each prompt. Loads are
               made here whatever they take; elsewhere the engine makes them if they beat computing
 
-Each process first computes a prompt that nobody knows. What was read, and how much of the files lay
-in the page cache, is counted, not believed: a prompt that did not come from where it should is told,
-and the exit status is 1. So it is if any token differs from the computed ones.
+Each process first computes a prompt that is in no cache. The bytes read, and the share of the files
+that was in the page cache, are measured. The exit status is 1 if a prompt was not loaded from where
+it should be, or if any token differs from the computed ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -51,6 +51,7 @@ REPLY_TOKENS = 8
 LEAST_TOKEN, MOST_TOKEN = 10, 5_000  # ids that every vocabulary here has
 BLOCK_BYTES = 2 << 20  # as the store reads
 GENERATIONS_APART = 1_000  # seeds of prompts that are computed in each process
+COUNTED = ("loaded", "late_loads", "failed_loads", "declined_loads", "unreadable_entries")
 
 
 class Engine:
@@ -73,7 +74,7 @@ class Engine:
         self._note_launches()
 
     def ask(self, name: str, prompt: list[int]) -> dict[str, Any]:
-        """The reply, greedily, and when its first token came."""
+        """The reply, greedily, and the time to its first token."""
         params = SamplingParams(max_tokens=REPLY_TOKENS, temperature=0.0, ignore_eos=True)
         self.reads.clear()
         self.launches.clear()
@@ -145,9 +146,7 @@ class Engine:
 
 
 def make_prompt(seed: int, options: argparse.Namespace) -> list[int]:
-    found = np.random.default_rng(seed).integers(LEAST_TOKEN, MOST_TOKEN, options.prompt)
-    prompt: list[int] = found.tolist()
-    return prompt
+    return np.random.default_rng(seed).integers(LEAST_TOKEN, MOST_TOKEN, options.prompt).tolist()
 
 
 def run_phase(options: argparse.Namespace) -> dict[str, Any]:
@@ -169,16 +168,7 @@ def run_phase(options: argparse.Namespace) -> dict[str, Any]:
         after = engine.counters()
         reply["resident"] = resident
         reply["read_bytes"] = after["store"]["read_bytes"] - before["store"]["read_bytes"]
-        reply["counted"] = {
-            name: after[name] - before[name]
-            for name in (
-                "loaded",
-                "late_loads",
-                "failed_loads",
-                "declined_loads",
-                "unreadable_entries",
-            )
-        }
+        reply["counted"] = {name: after[name] - before[name] for name in COUNTED}
         again = engine.ask(f"again {number}", make_prompt(number, options))
         engine.write_behind()
         reply["memory_ttft"] = again["ttft"]
@@ -262,9 +252,8 @@ def stages_alone(
     held[:] = 0
     path = max(data_files(options.dir / "cache"), key=lambda path: path.stat().st_size)
     for count in (1, threads):
-        yield f"read, {count} threads", read_alone(path, held, count), nbytes
-        yield f"digest, {count} threads", digest_alone(held, count), nbytes
-        yield f"read and digest by blocks, {count} threads", both_alone(path, held, count), nbytes
+        for what in ("read", "digest", "read and digest by blocks"):
+            yield f"{what}, {count} threads", in_threads(path, held, count, what), nbytes
     specs = [tiers.format(piece.component, piece.num_tokens) for piece in wanted]
     buffers, at = [], 0
     for piece in wanted:
@@ -289,46 +278,21 @@ def stages_alone(
     yield "host to device and placed, a step each", perf_counter() - began, nbytes
 
 
-def blocks_of(held: np.ndarray) -> list[np.ndarray]:
-    return [held[at : at + BLOCK_BYTES] for at in range(0, held.nbytes, BLOCK_BYTES)]
+def in_threads(path: Path, held: np.ndarray, count: int, what: str) -> float:
+    """Seconds to read the file into all of `held`, again and again, or to digest it, or both."""
+    blocks = [held[at : at + BLOCK_BYTES] for at in range(0, held.nbytes, BLOCK_BYTES)]
+    num_in_file = max(path.stat().st_size // BLOCK_BYTES, 1)
 
+    def work(number: int, block: np.ndarray) -> None:
+        if "read" in what:
+            os.preadv(file.fileno(), [block.data], number % num_in_file * BLOCK_BYTES)
+        if "digest" in what:
+            xxhash.xxh3_128().update(block.data)
 
-def in_threads(work: Callable[[int, np.ndarray], Any], held: np.ndarray, count: int) -> float:
-    blocks = blocks_of(held)
-    with ThreadPoolExecutor(count) as pool:
+    with path.open("rb") as file, ThreadPoolExecutor(count) as pool:
         began = perf_counter()
         list(pool.map(work, range(len(blocks)), blocks))
         return perf_counter() - began
-
-
-def read_alone(path: Path, held: np.ndarray, count: int) -> float:
-    """A file again and again, until all is full."""
-    file, num_blocks = os.open(path, os.O_RDONLY), max(path.stat().st_size // BLOCK_BYTES, 1)
-    try:
-        return in_threads(
-            lambda n, block: os.preadv(file, [block.data], n % num_blocks * BLOCK_BYTES),
-            held,
-            count,
-        )
-    finally:
-        os.close(file)
-
-
-def digest_alone(held: np.ndarray, count: int) -> float:
-    return in_threads(lambda _, block: xxhash.xxh3_128().update(block.data), held, count)
-
-
-def both_alone(path: Path, held: np.ndarray, count: int) -> float:
-    file, num_blocks = os.open(path, os.O_RDONLY), max(path.stat().st_size // BLOCK_BYTES, 1)
-
-    def work(number: int, block: np.ndarray) -> None:
-        os.preadv(file, [block.data], number % num_blocks * BLOCK_BYTES)
-        xxhash.xxh3_128().update(block.data)
-
-    try:
-        return in_threads(work, held, count)
-    finally:
-        os.close(file)
 
 
 def copy_alone(backend: str, held: np.ndarray) -> float:
@@ -347,7 +311,7 @@ def copy_alone(backend: str, held: np.ndarray) -> float:
         return seconds
     import mlx.core as mx
 
-    for _ in range(2):
+    for _ in range(2):  # the first is a warm-up
         began = perf_counter()
         for at in range(0, held.nbytes, 32 << 20):
             mx.eval(mx.array(held[at : at + (32 << 20)]) + mx.array(0, dtype=mx.uint8))
@@ -355,15 +319,15 @@ def copy_alone(backend: str, held: np.ndarray) -> float:
     return seconds
 
 
-# ---- what is told ---------------------------------------------------------------------------
+# ---- output ---------------------------------------------------------------------------------
 
 
-def tell(name: str, found: dict[str, Any], prompt_len: int) -> None:
+def show(name: str, found: dict[str, Any], prompt_len: int) -> None:
     replies = found["replies"]
     ttfts = ", ".join(f"{reply['ttft'] * 1e3:.1f}" for reply in replies)
     print(f"\n{name}: first token after {ttfts} ms; the median {ttft_of(found) * 1e3:.1f} ms")
     print(
-        f"  engine made in {found['load_seconds']:.1f} s; a prompt nobody knew: "
+        f"  engine made in {found['load_seconds']:.1f} s; a prompt in no cache: "
         f"{found['computed']['ttft'] * 1e3:.1f} ms; again, from memory: "
         f"{median(reply['memory_ttft'] for reply in replies) * 1e3:.1f} ms"
     )
@@ -385,7 +349,7 @@ def ttft_of(found: dict[str, Any]) -> float:
 
 
 def judge(phases: dict[str, dict[str, Any]], options: argparse.Namespace) -> list[str]:
-    """What is not as it should be."""
+    """The faults found: one line each."""
     wrong = []
     cold = phases["cold"]["replies"]
     for phase, found in phases.items():
@@ -401,7 +365,7 @@ def judge(phases: dict[str, dict[str, Any]], options: argparse.Namespace) -> lis
                 wrong.append(f"{what} {reply['tokens']} are not {cold[number]['tokens']}")
             if reply["disk"] < options.prompt - 128 or not reply["read_bytes"]:
                 wrong.append(
-                    f"{what} only {reply['disk']:,} tokens came from disk: {reply['counted']}"
+                    f"{what} only {reply['disk']:,} tokens were loaded from disk: {reply['counted']}"
                 )
             if phase == "dropped" and (reply["resident"] or 0.0) > 0.1:
                 wrong.append(
@@ -426,7 +390,7 @@ def compare(options: argparse.Namespace) -> int:
     phases: dict[str, dict[str, Any]] = {}
     for phase in PHASES:
         phases[phase] = run_child(phase, options)
-        tell(phase, phases[phase], options.prompt)
+        show(phase, phases[phase], options.prompt)
     print(f"\nof {phases['cached']['device']}, {options.backend}, {options.prompt:,} tokens:")
     for name, seconds, nbytes in phases["cached"]["alone"]:
         print(f"  {seconds * 1e3:8.1f} ms  {nbytes / seconds / 1e9:6.2f} GB/s  {name}")

@@ -64,7 +64,7 @@ def chunk(loaded: LoadedModel, prompt: PromptState, tokens: np.ndarray) -> list[
     return [logits, *prompt.arrays()]
 
 
-def begun(loaded: LoadedModel, num_tokens: int) -> PromptState:
+def prompt_of(loaded: LoadedModel, num_tokens: int) -> PromptState:
     prompt = PromptState()
     if num_tokens:
         mx.eval(chunk(loaded, prompt, np.arange(num_tokens, dtype=np.int32) % 500))
@@ -122,7 +122,7 @@ def main() -> None:
     for way, used in WAYS.items():
         with used():
             loaded = load(options.model)
-            models[way] = loaded, begun(loaded, options.before)
+            models[way] = loaded, prompt_of(loaded, options.before)
     print("tokens  way    operations   build    host     CPU    wall")
     for num_tokens in options.tokens:
         tokens = np.arange(num_tokens, dtype=np.int32) % 500

@@ -1,4 +1,4 @@
-"""Sends hostile bodies to a real server, one after the other, and stops at what they cost it.
+"""Sends hostile bodies to a real server, one after the other, and reports what they cost it.
 
     python tools/fuzz_bodies.py [--number 2000] [--seed 1] [--no-grammars] [--only PATH]
 
@@ -31,7 +31,7 @@ from hostile_bodies import LARGEST, Hostile, hostile_bodies  # noqa: E402
 from processes import children_of, environment  # noqa: E402
 
 MOST_CPU_SECONDS = 1.0
-HTTP_TOKEN_SECONDS = 20e-6  # for a token of a prompt or a reply: encoded, echoed, told
+HTTP_TOKEN_SECONDS = 20e-6  # for a token of a prompt or a reply: encoded, echoed, sent
 WARM_AFTER = 200  # bodies, from where on memory must not grow
 MOST_GROWTH_MB = 128  # of one process: the store of responses alone may take 64
 SERVE = ("--port", "0", "--memory", "300MB")
@@ -185,8 +185,8 @@ def fuzz(server: Server, bodies: Iterator[Hostile], verbose: bool) -> Report:
     report.rss.append(server.rss())
     if not server.is_whole():
         report.faults.append("the server or its engine was lost")
-    if (said := normal_reply(server)) != expected:
-        report.faults.append(f"a normal request said {expected!r}, and now {said!r}")
+    if (reply := normal_reply(server)) != expected:
+        report.faults.append(f"the reply to a normal request was {expected!r}, and is {reply!r}")
     first, last = report.rss[0], report.rss[-1]
     report.faults += [
         f"the {name} process grew from {first[name]:.0f} to {last[name]:.0f} MB"

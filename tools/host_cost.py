@@ -2,15 +2,14 @@
 
     python tools/host_cost.py
 
-Prints medians and the worst, in milliseconds of CPU time, of a plan, of a commit and of evicting a
-byte. The device takes no time here, and the numbers are the scheduler's and the cache's alone.
+Prints medians and the worst, in milliseconds of CPU time, of a plan and of a commit. The device
+takes no time here: the numbers are the scheduler's alone (`cache_cost.py` has the cache's).
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -28,7 +27,6 @@ A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
 NUM_RUNNING, NUM_WAITING, NUM_NODES = 256, 1_000, 100_000
 NODES_PER_PATH = 50
 STEPS = 40
-NUM_EVICTIONS = 100
 NUM_LONG, LONG_PROMPT = 100, 30_000
 
 
@@ -83,7 +81,7 @@ class Clock:
         self.commits.append(time.thread_time() - began)
         return len(plan.admit)
 
-    def tell(self, what: str) -> None:
+    def show(self, what: str) -> None:
         plans, commits = ([1e3 * s for s in spent] for spent in (self.plans, self.commits))
         print(
             f"{what:66s} plan {median(plans):6.2f} (worst {max(plans):6.2f})"
@@ -99,17 +97,13 @@ def steady(components: tuple[Component, ...]) -> None:
         submit(scheduler, f"run{number}", [number, number + 1, number + 2])
     clock = Clock(scheduler, backend)
     started = clock.step()
-    clock.tell(f"{names}: {started} short prompts start in one step")
+    clock.show(f"{names}: {started} short prompts start in one step")
     for number in range(NUM_WAITING):
         submit(scheduler, f"wait{number}", [*tokens[: 20 * GRID].tolist(), number])
     clock = Clock(scheduler, backend)
     for _ in range(STEPS):
         clock.step()
-    clock.tell(f"{names}: {NUM_NODES:,} nodes, {NUM_RUNNING} run, {NUM_WAITING:,} wait for a slot")
-    cache = scheduler.cache
-    assert cache is not None
-    cost("status", cache.report)
-    cost(f"{NUM_EVICTIONS} evictions, each", lambda: cache.evict(1), NUM_EVICTIONS)
+    clock.show(f"{names}: {NUM_NODES:,} nodes, {NUM_RUNNING} run, {NUM_WAITING:,} wait for a slot")
 
 
 def short_of_bytes(components: tuple[Component, ...]) -> None:
@@ -133,16 +127,8 @@ def short_of_bytes(components: tuple[Component, ...]) -> None:
     for _ in range(STEPS):
         clock.step()
     running = scheduler.num_running
-    clock.tell(f"{names}: {running} run, {NUM_LONG} prompts of {len(long):,} tokens do not fit")
+    clock.show(f"{names}: {running} run, {NUM_LONG} prompts of {len(long):,} tokens do not fit")
 
-
-def cost(what: str, work: Callable[[], object], repeats: int = 1) -> None:
-    spent = []
-    for _ in range(repeats):
-        began = time.thread_time()
-        work()
-        spent.append(1e3 * (time.thread_time() - began))
-    print(f"{what:71s} {median(spent):6.2f} (worst {max(spent):6.2f})")
 
 
 def main() -> int:

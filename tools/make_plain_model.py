@@ -4,7 +4,7 @@
     pippin bench compare --model DIR
 
 Most people serve models with nothing but attention layers, and the bundled one is a hybrid. What a
-model says is nonsense without training, but its speed is the same. The tokenizer is the bundled
+model writes is nonsense without training, but its speed is the same. The tokenizer is the bundled
 one, its vocabulary filled up with words that no text becomes, so that every token has text.
 """
 

@@ -3,7 +3,7 @@
     python tools/make_random_hybrid.py DIR [--shape tiny] [--max-len 65536]
     pippin serve --backend torch --model DIR
 
-What a model says is nonsense without training, but its speed is the same. The tokenizer is the
+What a model writes is nonsense without training, but its speed is the same. The tokenizer is the
 bundled one, its vocabulary filled up, so that every token has text. Needs torch and safetensors.
 """
 

@@ -76,11 +76,11 @@ def measure(name: str, spec: GrammarSpec, vocabulary) -> None:
         made = time.perf_counter()
         allowed = [t for t in allowed_ids(mask, len(vocabulary.tokens)).tolist() if t not in ends]
         chosen = forced or [rng.choice(allowed)] if allowed else []
-        told = time.perf_counter()
+        chose = time.perf_counter()
         if chosen:
             grammar.advance(chosen)
         masks.append(made - asked)
-        others.append(asked - began + time.perf_counter() - told)
+        others.append(asked - began + time.perf_counter() - chose)
         if not chosen or grammar.finished:
             grammar = compiled.copy()
     us = np.sort(np.array(masks)) * 1e6

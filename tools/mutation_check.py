@@ -41,7 +41,7 @@ OPTIONS = (
 )
 BROKEN = 3  # pytest's own status for an internal error
 
-# That a test fails is enough: nobody reads why, and no example is made smaller.
+# That a test fails is enough: the reason is not read, so no example is made smaller.
 settings.register_profile(
     "notice", deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate)
 )
@@ -134,7 +134,7 @@ def is_killed(mutant: Mutant, project: Path) -> bool:
 
 
 def write_newer(path: Path, source: str) -> None:
-    """What was compiled of the file is told by its size and the second in which it was written."""
+    """Python compiles a file again if its size or the second of its change differs."""
     written = path.stat().st_mtime + 1
     path.write_text(source, encoding="utf-8")
     os.utime(path, (written, written))

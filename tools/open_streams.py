@@ -2,8 +2,9 @@
 
     python tools/open_streams.py [--streams 500] [--seconds 60] [--max-tokens 100]
 
-Both serve the bundled model as they come, 64 requests at a time for Pippin. Every client keeps one stream open and opens the next as soon as it has ended. What was asked for is
-greedy, of a few words each. Figures are of streams that ended; gaps are between events of a stream.
+Both serve the bundled model with their default options: Pippin runs 64 requests at a time. Every
+client keeps one stream open and opens the next as soon as it has ended. Requests are greedy, with
+prompts of a few words. Figures are of streams that ended; gaps are between events of a stream.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ async def client(
 async def stream(
     number: int, http: httpx.AsyncClient, body: dict[str, object], figures: Figures
 ) -> str:
-    began = last = time.monotonic()
-    said = 0
+    last = time.monotonic()
+    num_events = 0
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         if answer.status_code != 200:
             await answer.aread()
@@ -76,11 +77,11 @@ async def stream(
             if not any(choice.get("text") for choice in event.get("choices", ())):
                 continue
             now = time.monotonic()
-            (figures.gaps if said else figures.first).append(now - (last if said else began))
-            last, said = now, said + 1
+            (figures.gaps if num_events else figures.first).append(now - last)
+            last, num_events = now, num_events + 1
             figures.tokens += 1
     figures.served.add(number)
-    return "finished" if said else "empty"
+    return "finished" if num_events else "empty"
 
 
 async def run(url: str, model: str, streams: int, seconds: float, max_tokens: int) -> None:

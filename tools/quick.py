@@ -1,10 +1,10 @@
-"""Runs the quick tests of what differs from main, committed or not, and says what it left out.
+"""Runs the quick tests of what differs from main, committed or not, and prints what it left out.
 
     python tools/quick.py [--list] [ARGS of pytest ...]
 
 A file of tests is chosen if it imports what has changed, or if it lies where the tests of the
 changed package do and reaches it through other imports; what starts `pippin` as a process imports
-its `__main__`. With no change, or with one that nobody can trace (to pyproject.toml, a conftest.py,
+its `__main__`. With no change, or with one that cannot be traced (to pyproject.toml, a conftest.py,
 data of the tests), `CORE` is. Tests marked slow are left out.
 
 pytest-picked sees changed tests alone, and pytest-testmon needs a run of everything first and does
@@ -33,7 +33,7 @@ CORE = {
 }
 MAIN = ("main", "origin/main")
 STARTS_PIPPIN = re.compile(r'"-m", "pippin"|-m pippin|(?<!def )\brun_python\(')
-# What pippin/__init__.py imports when somebody asks for it.
+# What pippin/__init__.py imports on first use.
 LAZY = {"pippin.LLM": "pippin.offline.llm", "pippin.AsyncLLM": "pippin.offline.async_llm"}
 SLOW_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.slow\b", re.MULTILINE)
 READ_ALL_FILES = {TESTS / "test_layers.py", TESTS / "test_docs.py"}

@@ -41,7 +41,7 @@ class Mallinfo2(ctypes.Structure):
 
 
 def malloc_free_bytes() -> int:
-    """What malloc holds and nobody uses; 0 where there is no glibc to ask."""
+    """Free bytes that malloc keeps; 0 without glibc."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except AttributeError:

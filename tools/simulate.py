@@ -1,4 +1,4 @@
-"""Runs the engine in simulated worlds, one per seed, and stops at the first that goes wrong.
+"""Runs the engine in simulated worlds, one per seed, and stops at the first failure.
 
     python tools/simulate.py                       200,000 steps
     python tools/simulate.py --steps 5000000       more; from another --first seed

@@ -5,13 +5,13 @@
     correct     a tiny hybrid of random weights: kernels and captured graphs against plain operations
                 on the GPU and on the CPU
     chunks      captured chunks of prompts against launched ones: the same tokens, and both times; where
-                it fails, CHUNK_GRAPHS = False in backends/torch/backend.py goes on without them
+                it fails, CHUNK_GRAPHS = False in backends/torch/backend.py serves without them
     moe         experts, in a hybrid and in a model of attention: kernels and captured graphs against
                 plain operations on the GPU; --deterministic to the bit, alone and in company
     biases      models with every bias that a config can ask for: decode says what prefill says
     agreement   what is tried at load: that each kernel agrees with plain operations, in under a second
     top_p       of a whole vocabulary, without a sort: the same tokens, and both times
-    captures    captures that CUDA invalidates: the engine goes on, and nothing leaks
+    captures    captures that CUDA invalidates: the engine keeps serving, and nothing leaks
     long        a row of 100,000 tokens beside seven short ones: kernels against plain operations, and
                 the time of a step
     budget      Qwen3.5-0.8B's shape within 6 GB: 32 rows, 20,000 random operations, never more than
@@ -24,11 +24,11 @@
     churn       the same shape served to 64 clients
     host        prompts that come back from pinned memory of the host: the same tokens, both times,
                 and the gaps of streams meanwhile
-    recurrence, profile, products    where time goes, and what other sizes of kernels would take;
+    recurrence, profile, products    the time of each part, and what other sizes of kernels would take;
                 only where they are asked for
 
-Every section stands alone: one that fails prints why, and the next one runs. What failed is told at
-the end, and by the exit status. Needs torch, triton, safetensors and numpy, and `host` and `churn`
+Sections are independent: one that fails prints why, and the next one runs. The end and the exit
+status report which ones failed. Needs torch, triton, safetensors and numpy, and `host` and `churn`
 all of pippin[torch]; nothing is downloaded.
 """
 
@@ -52,7 +52,7 @@ from torch_gpu.races import races, waits
 from torch_gpu.speed import churn, decode, prefill
 from torch_gpu.tuning import products, profile, recurrence
 
-LIMIT_SECONDS = 420.0  # nothing is begun after that
+LIMIT_SECONDS = 420.0  # no section is started after that
 STARTED = time.perf_counter()
 
 
@@ -68,7 +68,7 @@ def environment() -> None:
 
 
 def section(name: str, run: Callable[[], None]) -> bool:
-    """Whether it went to its end."""
+    """Whether it passed."""
     began = time.perf_counter()
     print(f"\n== {name}", flush=True)
     passed = False
@@ -114,16 +114,16 @@ def main() -> int:
         parser.error(f"no section {unknown[0]!r}: there are {', '.join(SECTIONS)}")
     if not torch.cuda.is_available():
         parser.error("this needs an NVIDIA GPU")
-    said = {}
+    results = {}
     for name in names:
         if time.perf_counter() - STARTED > LIMIT_SECONDS:
-            said[name] = "no time left"
+            results[name] = "no time left"
         else:
-            said[name] = "passed" if section(name, SECTIONS[name]) else "FAILED"
+            results[name] = "passed" if section(name, SECTIONS[name]) else "FAILED"
     print(f"\n{time.perf_counter() - STARTED:.0f} s in all")
-    for name, what in said.items():
+    for name, what in results.items():
         print(f"{name:12} {what}")
-    return 0 if set(said.values()) == {"passed"} else 1
+    return 0 if set(results.values()) == {"passed"} else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Asks a running server with every client that is installed, and prints what came of it.
+"""Asks a running server with every client that is installed, and prints the results.
 
     pippin serve &
     pip install openai anthropic litellm langchain-openai instructor "pydantic-ai-slim[openai]"
@@ -243,15 +243,15 @@ def pydantic_ai(server: Server) -> None:
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--url", default="http://127.0.0.1:8000")
-    options.add_argument("--model", help="the first that /v1/models says, unless it is given")
+    options.add_argument("--model", help="default: the first of /v1/models")
     options.add_argument("--key", default="none")
     given = options.parse_args()
     url = given.url.rstrip("/").removesuffix("/v1")
     server = Server(url, given.model or first_model(url, given.key), given.key)
     failed = False
-    for distribution, version, what, came in rows(server):
-        print(f"{distribution:17} {version:8} {what:68} {came}", flush=True)
-        failed |= came not in ("ok", "-")
+    for distribution, version, what, result in rows(server):
+        print(f"{distribution:17} {version:8} {what:68} {result}", flush=True)
+        failed |= result not in ("ok", "-")
     return int(failed)
 
 

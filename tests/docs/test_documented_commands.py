@@ -42,7 +42,6 @@ NOT_RUN = {
     "source <(": "needs a shell; `pippin completion bash` is run",
     "tail -F": "needs a Mac",
     "pip uninstall": "changes the environment",
-    "python tools/overlap_memory.py": "minutes; has no options",
     "python tools/resident_memory.py": "minutes; has no options",
     "python tools/shared_prefix.py": "minutes; has no options",
     ".venv/bin/python -m pytest": "a worked example, or one of our own tests",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,16 @@ class SamplingDefaults:
     @classmethod
     def load(cls, model_dir: Path) -> SamplingDefaults:
         config = read_json(model_dir / "generation_config.json")
-        temperature = cls._number(config, "temperature", cls.temperature)
-        return cls(
-            temperature=0.0 if config.get("do_sample") is False else temperature,
-            top_p=cls._number(config, "top_p", cls.top_p),
-            top_k=int(cls._number(config, "top_k", cls.top_k)),
-            min_p=cls._number(config, "min_p", cls.min_p),
-            repetition_penalty=cls._number(config, "repetition_penalty", cls.repetition_penalty),
-        )
-
-    @staticmethod
-    def _number(config: dict[str, Any], name: str, default: float) -> float:
-        value = config.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise LoadError(f"generation_config.json: {name} is {value!r}, not a number")
-        return float(value)
+        found: dict[str, Any] = {}
+        for each in fields(cls):
+            value = config.get(each.name)
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
+                raise LoadError(f"generation_config.json: {each.name} is {value!r}, not a number")
+            if value is not None:
+                found[each.name] = type(getattr(cls, each.name))(value)
+        if config.get("do_sample") is False:
+            found["temperature"] = 0.0
+        return cls(**found)
 
 
 @dataclass(frozen=True)

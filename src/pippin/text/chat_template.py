@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -75,8 +75,8 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        *,
         tools: Tools | None = None,
+        *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
@@ -105,21 +105,13 @@ class ChatTemplate:
         """
         cut_mark = uuid4().hex if continue_final_message else None
         shown = messages if cut_mark is None else _with_cut_mark(messages, cut_mark)
-
-        def render_part(part: Sequence[Message], part_tools: Tools | None) -> str:
-            return self.render(
-                part, tools=part_tools, add_generation_prompt=False, variables=variables
-            )
-
+        add_generation_prompt = add_generation_prompt and cut_mark is None
+        render = partial(self.render, variables=variables)
         with time_limit():
-            text = self.render(
-                shown,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt and cut_mark is None,
-                variables=variables,
-            )
+            text = render(shown, tools, add_generation_prompt=add_generation_prompt)
             text = text if cut_mark is None else _before_mark(text, cut_mark)
             check(text)
+            render_part = partial(render, add_generation_prompt=False)
             message_ends = MessageEnds(render_part, text, messages, tools)
             prefixes = _prefixes(len(messages), has_tools=bool(tools))
             ends = [message_ends.find(num_messages) for num_messages in prefixes]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from pippin.errors import RequestError
-from pippin.text.message_shape import Message, Render, Tools
+from pippin.text.message_shape import Message, Render, Tools, try_render
 
 _PROBE: Message = {"role": "user", "content": "\ue000"}  # a letter that no message begins with
 
@@ -34,10 +33,10 @@ class MessageEnds:
         another way. So the second attempt adds a user message and removes it again. If that fails
         too, the result is the longest beginning that they share with the whole chat.
         """
-        alone = self._try_render(head, self._tools) if head else None
+        alone = try_render(self._render, head, self._tools) if head else None
         if alone is not None and self._text.startswith(alone):
             return len(alone)
-        with_probe = self._try_render([*head, _PROBE], self._tools)
+        with_probe = try_render(self._render, [*head, _PROBE], self._tools)
         if with_probe is not None and self._probe and with_probe.endswith(self._probe):
             before_probe = with_probe.removesuffix(self._probe)
             if self._text.startswith(before_probe):
@@ -49,13 +48,7 @@ class MessageEnds:
     @cached_property
     def _probe(self) -> str | None:
         """Without tools: they belong to the messages before it."""
-        return self._try_render([_PROBE], None)
-
-    def _try_render(self, messages: Sequence[Message], tools: Tools | None) -> str | None:
-        try:
-            return self._render(messages, tools)
-        except RequestError:
-            return None
+        return try_render(self._render, [_PROBE], None)
 
 
 def _shared_len(one: str, other: str) -> int:

@@ -50,8 +50,9 @@ class MessageShape:
         return replace(
             shape,
             one_text_beside_calls=with_both is None,
-            one_system=_MARK not in (_try(render, "user", "assistant", "user", "system") or ""),
-            one_user=_try(render, "user", "user") is None,
+            one_system=_MARK
+            not in (_try_roles(render, "user", "assistant", "user", "system") or ""),
+            one_user=_try_roles(render, "user", "user") is None,
         )
 
     def apply(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -106,17 +107,19 @@ def _try_call(
     }
     if reasoning is not None:
         reply |= dict.fromkeys(_REASONING_NAMES, reasoning)
-    try:
-        return render([{"role": "user", "content": "probe"}, reply], [_PROBE_TOOL])
-    except RequestError:
-        return None
+    return try_render(render, [{"role": "user", "content": "probe"}, reply], [_PROBE_TOOL])
 
 
-def _try(render: Render, *roles: str) -> str | None:
+def _try_roles(render: Render, *roles: str) -> str | None:
     """Rendered messages of these roles, the last of them marked; None if refused."""
     *before, last = [{"role": role, "content": "probe"} for role in roles]
+    return try_render(render, [*before, {**last, "content": _MARK}], None)
+
+
+def try_render(render: Render, messages: Sequence[Message], tools: Tools | None) -> str | None:
+    """None if the template refuses the messages."""
     try:
-        return render([*before, {**last, "content": _MARK}], None)
+        return render(messages, tools)
     except RequestError:
         return None
 

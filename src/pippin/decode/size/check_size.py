@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pippin.decode.size.lark_size import check_lark_size
@@ -15,8 +17,7 @@ from pippin.types import GrammarPart, GrammarSpec
 
 def check_size(spec: GrammarSpec, param: str | None = None) -> None:
     """Raises a RequestError that names the limit. A text that is no grammar passes."""
-    param = param or spec.kind
-    try:
+    with _refusing(param or spec.kind):
         match spec.kind:
             case "json_schema":
                 check_schema_size(_read(spec.text))
@@ -24,25 +25,19 @@ def check_size(spec: GrammarSpec, param: str | None = None) -> None:
                 check_regex_size(spec.text)
             case "ebnf":
                 check_lark_size(spec.text)
-    except TooLarge as error:
-        raise _refused(error, param) from error
 
 
 def check_part_size(part: GrammarPart) -> None:
     """Of a custom tool's grammar, before it becomes a part of another."""
-    try:
+    with _refusing(part.field):
         check_limit("bytes", len(part.text.encode()), MAX_PART_BYTES)
-    except TooLarge as error:
-        raise _refused(error, part.field) from error
     check_size(GrammarSpec("ebnf" if part.syntax == "lark" else "regex", part.text), part.field)
 
 
 def check_nesting_of(value: Any, param: str) -> None:
     """Of a schema that was read from JSON, before any code that recurses sees it."""
-    try:
+    with _refusing(param):
         check_json_nesting(value)
-    except TooLarge as error:
-        raise _refused(error, param) from error
 
 
 def _read(text: str) -> Any:
@@ -54,5 +49,9 @@ def _read(text: str) -> Any:
         return None  # found out, and named, where schemas are read
 
 
-def _refused(error: TooLarge, param: str) -> RequestError:
-    return RequestError(f"{param} is too large: {error}", param=param)
+@contextmanager
+def _refusing(param: str) -> Iterator[None]:
+    try:
+        yield
+    except TooLarge as error:
+        raise RequestError(f"{param} is too large: {error}", param=param) from error

@@ -105,10 +105,6 @@ def _read_lark(text: str) -> _Grammar:
                 grammar.leave()
             case "from" | "to":
                 grammar.body.repeat(token["to"] or token["from"])
-            case "open_maybe":
-                grammar.body.open()
-            case "close_maybe":
-                grammar.body.close()
             case _:
                 _common(grammar, token)
     return grammar
@@ -117,13 +113,12 @@ def _read_lark(text: str) -> _Grammar:
 def _read_gbnf(text: str) -> _Grammar:
     grammar = _Grammar()
     for token in _GBNF.finditer(text):
-        match token.lastgroup:
-            case "rule":
-                grammar.begin(token[0][:-3].strip())
-            case "regex":
-                grammar.body.add()
-            case _:
-                _common(grammar, token)
+        if token.lastgroup == "rule":
+            grammar.begin(token[0][:-3].strip())
+        elif token.lastgroup == "regex":
+            grammar.body.add()
+        else:
+            _common(grammar, token)
     return grammar
 
 
@@ -133,9 +128,9 @@ def _common(grammar: _Grammar, token: re.Match[str]) -> None:
             grammar.body.add(grammar.scoped(token[0]))
         case "text":
             grammar.body.add(size=max(1, len(token[0]) - 2))
-        case "open":
+        case "open" | "open_maybe":
             grammar.body.open()
-        case "close":
+        case "close" | "close_maybe":
             grammar.body.close()
         case "bar":
             grammar.num_alternatives += 1

@@ -15,6 +15,7 @@ from pippin.text.parsers.syntax import BareKeyArguments, CallSyntax
 
 MAX_DEPTH = 64
 _BARE_TYPES = frozenset({"number", "boolean", "null"})  # strings are always quoted
+_CLOSING = {"{": "}", "[": "]"}
 _AFTER_BARE = Marks.of(",", "}", "]", "\n")
 _AFTER_KEY = Marks.of(":", "{", "}", "\n")
 
@@ -26,6 +27,16 @@ class GemmaParser(CallParser):
     end: ClassVar[str]
     quote: ClassVar[str]
 
+    def __init_subclass__(cls) -> None:
+        cls.begins = (cls.begin,)
+        cls.other_marks = (cls.end, cls.quote)
+        cls.syntax = CallSyntax(
+            before_name=f"{cls.begin}call:",
+            before_arguments="",
+            after_arguments=cls.end,
+            arguments=BareKeyArguments(cls.quote),
+        )
+
     def read_call(self) -> Steps[None]:
         yield from self.lexer.expect(self.begin)
         yield from self.lexer.space()
@@ -34,44 +45,30 @@ class GemmaParser(CallParser):
         if not (yield from self.lexer.is_next("{")):
             raise Malformed
         self.sink.begin_call(name)
-        yield from self._object(MAX_DEPTH)
+        yield from self._container("{", "}", MAX_DEPTH)
         self.end_call()
         yield from self.lexer.space()
         yield from self.lexer.accept(self.end)
 
-    def _object(self, depth: int) -> Steps[None]:
-        yield from self._bracket("{")
+    def _container(self, opening: str, closing: str, depth: int) -> Steps[None]:
+        """An object, or an array."""
+        yield from self._bracket(opening)
         yield from self.lexer.space()
-        if (yield from self.lexer.accept("}")):
-            self.sink.arguments("}")
+        if (yield from self.lexer.accept(closing)):
+            self.sink.arguments(closing)
             return
         while True:
+            if opening == "{":
+                yield from self.lexer.space()
+                yield from self._key()
+                yield from self.lexer.expect(":")
+                self.sink.arguments(": ")
+            yield from self._value(depth - 1)
             yield from self.lexer.space()
-            yield from self._key()
-            yield from self.lexer.expect(":")
-            self.sink.arguments(": ")
-            yield from self._value(depth - 1)
-            if not (yield from self._goes_on("}")):
+            if not (yield from self.lexer.accept(",")):
+                yield from self._bracket(closing)
                 return
-
-    def _array(self, depth: int) -> Steps[None]:
-        yield from self._bracket("[")
-        yield from self.lexer.space()
-        if (yield from self.lexer.accept("]")):
-            self.sink.arguments("]")
-            return
-        while True:
-            yield from self._value(depth - 1)
-            if not (yield from self._goes_on("]")):
-                return
-
-    def _goes_on(self, close: str) -> Steps[bool]:
-        yield from self.lexer.space()
-        if (yield from self.lexer.accept(",")):
             self.sink.arguments(", ")
-            return True
-        yield from self._bracket(close)
-        return False
 
     def _bracket(self, bracket: str) -> Steps[None]:
         yield from self.lexer.expect(bracket)
@@ -92,10 +89,8 @@ class GemmaParser(CallParser):
             yield from self._string()
             return
         first = yield from self.lexer.peek()
-        if first == "{":
-            yield from self._object(depth)
-        elif first == "[":
-            yield from self._array(depth)
+        if first in _CLOSING:
+            yield from self._container(first, _CLOSING[first], depth)
         else:
             text = yield from self.lexer.name_before(_AFTER_BARE)
             self.sink.arguments(as_json(text, _BARE_TYPES))
@@ -116,23 +111,7 @@ class GemmaParser(CallParser):
 
 class FunctionGemmaParser(GemmaParser):
     begin, end, quote = "<start_function_call>", "<end_function_call>", "<escape>"
-    begins = (begin,)
-    other_marks = (end, quote)
-    syntax = CallSyntax(
-        before_name="<start_function_call>call:",
-        before_arguments="",
-        after_arguments="<end_function_call>",
-        arguments=BareKeyArguments(quote="<escape>"),
-    )
 
 
 class Gemma4Parser(GemmaParser):
     begin, end, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
-    begins = (begin,)
-    other_marks = (end, quote)
-    syntax = CallSyntax(
-        before_name="<|tool_call>call:",
-        before_arguments="",
-        after_arguments="<tool_call|>",
-        arguments=BareKeyArguments(quote='<|"|>'),
-    )
