@@ -1,16 +1,19 @@
 """Writes a hybrid of random weights as Hugging Face stores one: Qwen3.5-0.8B's shape, or a tiny one.
 
-    python tools/make_random_hybrid.py DIR [--shape tiny] [--max-len 65536]
+    python tools/make_random_hybrid.py DIR [--shape tiny | agents] [--max-len 65536]
     pippin serve --backend torch --model DIR
 
 What a model writes is nonsense without training, but its speed is the same. The tokenizer is the
-bundled one, its vocabulary filled up, so that every token has text. Needs torch and safetensors.
+bundled one, its vocabulary filled up, so that every token has text. The shape `agents` has
+Qwen3.5's own tokenizer and template, 131,072 positions and four narrow layers in float32, so that
+an agent's prompt of 20,000 tokens is computed in seconds on two cores. Needs torch and safetensors.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import shutil
 import sys
 import zlib
@@ -26,6 +29,7 @@ from safetensors.torch import save_file
 from pippin.backends.torch.config import ModelShape, read_shape
 from pippin.backends.torch.models.build import build_decoder
 
+QWEN3_5 = ROOT / "tests" / "fixtures" / "qwen3.5"  # its tokenizer, compressed, and its template
 BUNDLED = ROOT / "src" / "pippin" / "models" / "stories-hybrid-20m"
 COPIED = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -53,7 +57,11 @@ QWEN3_5_0_8B: dict[str, Any] = {
         "full_attention_interval": 4,
         "max_position_embeddings": 32_768,
         "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+        },
     },
 }
 
@@ -64,7 +72,17 @@ TINY = QWEN3_5_0_8B | {
     | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
     | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
 }
-SHAPES = {"0.8b": QWEN3_5_0_8B, "tiny": TINY}
+AGENTS = QWEN3_5_0_8B | {
+    "dtype": "float32",
+    "eos_token_id": [248_046, 248_044],  # <|im_end|>, <|endoftext|>
+    "text_config": QWEN3_5_0_8B["text_config"]
+    | {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128}
+    | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    | {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    | {"max_position_embeddings": 131_072},
+}
+SHAPES = {"0.8b": QWEN3_5_0_8B, "tiny": TINY, "agents": AGENTS}
 
 
 class RandomWeights:
@@ -132,7 +150,11 @@ class RandomWeights:
         experts, hidden = self._shape.experts, self._shape.hidden
         if experts is None:
             return {}
-        number, size, shared = experts.num_experts, experts.intermediate, experts.shared_intermediate
+        number, size, shared = (
+            experts.num_experts,
+            experts.intermediate,
+            experts.shared_intermediate,
+        )
         return {
             "mlp.gate.": (number, hidden),
             "experts.gate_up_proj": (number, 2 * size, hidden),
@@ -179,20 +201,34 @@ def write_tokenizer(target: Path, vocab_size: int) -> None:
     (target / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
+def write_qwen_tokenizer(target: Path) -> None:
+    """Qwen3.5's own, whose last ids have no text, as in the original."""
+    shutil.copy(QWEN3_5 / "chat_template.jinja", target / "chat_template.jinja")
+    tokenizer = lzma.decompress((QWEN3_5 / "tokenizer.json.xz").read_bytes())
+    (target / "tokenizer.json").write_bytes(tokenizer)
+
+
 def write_model(target: Path, shape: str, max_len: int | None = None) -> None:
     """Weights, config and tokenizer; `max_len`: tokens that it holds, if not as many as usual."""
     config = SHAPES[shape]
     if max_len is not None:
-        config = config | {"text_config": config["text_config"] | {"max_position_embeddings": max_len}}
-    write_weights(target, config, torch.bfloat16)
-    write_tokenizer(target, config["text_config"]["vocab_size"])
+        config = config | {
+            "text_config": config["text_config"] | {"max_position_embeddings": max_len}
+        }
+    write_weights(target, config, getattr(torch, config["dtype"]))
+    if shape == "agents":
+        write_qwen_tokenizer(target)
+    else:
+        write_tokenizer(target, config["text_config"]["vocab_size"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("dir", type=Path, help="where to write it; made if need be")
     parser.add_argument("--shape", choices=SHAPES, default="0.8b")
-    parser.add_argument("--max-len", type=int, help="tokens of its longest prompt and reply together")
+    parser.add_argument(
+        "--max-len", type=int, help="tokens of its longest prompt and reply together"
+    )
     options = parser.parse_args()
     write_model(options.dir, options.shape, options.max_len)
     print(f"wrote {options.dir}; try: pippin serve --backend torch --model {options.dir}")
