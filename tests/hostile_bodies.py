@@ -78,6 +78,10 @@ BASES: dict[str, list[dict[str, Any]]] = {
 }
 BASES["/v1/messages/count_tokens"] = BASES["/v1/messages"]
 BASES["/v1/responses/input_tokens"] = BASES["/v1/responses"]
+BASES["/v1/rerank"] = [{"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}]
+BASES["/v1/score"] = [{"text_1": "a", "text_2": ["b", "c"]}, {"text_1": ["a"], "text_2": "b"}]
+BASES |= dict.fromkeys(("/v2/rerank", "/rerank"), BASES["/v1/rerank"])
+BASES["/score"] = BASES["/v1/score"]
 # Where a grammar is compiled of what is sent.
 GRAMMARS = frozenset(
     {"response_format", "json_schema", "regex", "ebnf", "text", "output_config", "strict", "format"}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pippin.api.fields import anthropic, openai, shared, tokens
+from pippin.api.fields import anthropic, openai, scoring, shared, tokens
 from pippin.api.fields.value_kinds import ValueKind
 from pippin.api.fields.table import FieldTable, Refusal
 from pippin.api.model_info import ModelInfo, RequestRules
@@ -30,6 +30,8 @@ TABLES = {
     "responses": openai.RESPONSES,
     "messages": anthropic.MESSAGES,
     "embeddings": openai.EMBEDDINGS,
+    "rerank": scoring.RERANK,
+    "score": scoring.SCORE,
     "tokenize": tokens.TOKENIZE,
     "detokenize": tokens.DETOKENIZE,
 }

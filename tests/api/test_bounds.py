@@ -38,6 +38,8 @@ BODIES = {
     "/v1/messages": CHAT,
     "/v1/messages/count_tokens": CHAT,
     "/v1/embeddings": {"model": "stories", "input": "Hi."},
+    "/v1/rerank": {"query": "Hi.", "documents": ["Hi."]},
+    "/v1/score": {"text_1": "Hi.", "text_2": "Hi."},
     "/tokenize": {"prompt": "Hi."},
     "/detokenize": {"tokens": [1]},
 }
@@ -267,6 +269,8 @@ def test_what_is_shown_of_a_value_is_cut() -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
         ("/v1/responses", {"input": LONG}, "input"),
         ("/v1/embeddings", {"input": ["a", LONG]}, "input"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", LONG]}, "documents"),
+        ("/v1/score", {"text_1": LONG, "text_2": "a"}, "text_1"),
         ("/tokenize", {"prompt": LONG}, "prompt"),
         ("/tokenize", {"prompt": "\U0001f600" * 125_001}, "prompt"),  # bytes count
     ],

@@ -52,6 +52,8 @@ def test_a_server_with_keys_says_so() -> None:
         assert httpx.get(f"{url}/openapi.json", headers=headers).json()["security"]
 
 
+RANKED = {"query": "a", "documents": ["b"], "top_n": 1}
+SCORED = {"text_1": "a", "text_2": ["b", "c"]}
 REAL: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "stories", "input": "a", "store": True, "max_output_tokens": 3},
     "/v1/responses/input_tokens": {"input": "a", "instructions": "b"},
@@ -60,6 +62,8 @@ REAL: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "stories", "messages": [USER], "logprobs": True},
     "/v1/completions": {"model": "gpt-4o", "prompt": [5, 6], "max_tokens": 3, "echo": True},
     "/v1/embeddings": {"model": "stories", "input": ["a", "b"], "encoding_format": "base64"},
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANKED),
+    **dict.fromkeys(("/v1/score", "/score"), SCORED),
     "/tokenize": {"prompt": "a", "tools": []},
     "/detokenize": {"tokens": [[5], [6]]},
 }

@@ -9,6 +9,7 @@ from typing import Any
 from pippin.errors import LoadError
 from pippin.text.chat_template import ChatTemplate
 from pippin.text.parsers.formats import AUTO, ReplyFormats
+from pippin.text.reranker import Reranker
 from pippin.text.tokenizer import Tokenizer, read_json
 
 
@@ -39,12 +40,14 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class TextBundle:
-    """Tokenizer, chat template (None: the model is no chat model), sampling defaults, formats."""
+    """Tokenizer, chat template (None: the model is no chat model), sampling defaults, formats, and
+    how it reranks (None: the model is no reranker)."""
 
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     defaults: SamplingDefaults
     formats: ReplyFormats = field(default_factory=ReplyFormats)
+    reranker: Reranker | None = None
 
     @classmethod
     def load(
@@ -61,4 +64,5 @@ class TextBundle:
                 tools=tool_parser,
                 reasoning=reasoning_parser,
             ),
+            reranker=Reranker.detect(model_dir, tokenizer),
         )

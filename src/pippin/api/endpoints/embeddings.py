@@ -27,10 +27,10 @@ from pippin.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class EmbeddingJob:
+class SubmitsJob:
+    """Submits that run side by side and generate no text."""
+
     submits: list[Submit]
-    encoding_format: str
-    dimensions: int | None  # that are kept of each vector; None: all
     timeout_s: float | None
 
     def keep_apart(self, owner_salt: bytes) -> None:
@@ -44,6 +44,12 @@ class EmbeddingJob:
         return sum(len(submit.tokens) for submit in self.submits)
 
 
+@dataclass(frozen=True)
+class EmbeddingJob(SubmitsJob):
+    encoding_format: str
+    dimensions: int | None  # that are kept of each vector; None: all
+
+
 def parse_embeddings(fields: Any, text: TextBundle, rules: RequestRules) -> EmbeddingJob:
     body = Body(fields)
     EMBEDDINGS.check(body, rules)
@@ -51,7 +57,10 @@ def parse_embeddings(fields: Any, text: TextBundle, rules: RequestRules) -> Embe
     if len(items) > most:
         limit = f"at most {most:,} are allowed (--max-choices)"
         raise body.error("input", f"has {len(items):,} texts; {limit}")
-    rows = [_row(item, number, text, rules.model) for number, item in enumerate(items)]
+    rows = [
+        text_tokens(item, "input", text, rules.model, f"input[{number}]")
+        for number, item in enumerate(items)
+    ]
     priority, salt = body.get("priority", 0), read_salt(body)
     id = f"embd-{uuid.uuid4().hex}"
     return EmbeddingJob(
@@ -59,24 +68,27 @@ def parse_embeddings(fields: Any, text: TextBundle, rules: RequestRules) -> Embe
             embedding_submit(f"{id}-{index}", tokens, priority=priority, salt=salt)
             for index, tokens in enumerate(rows)
         ],
+        read_timeout(body, rules.limits),
         body.get("encoding_format", "float"),
         body.get("dimensions"),
-        read_timeout(body, rules.limits),
     )
 
 
-def _row(item: str | list[int], number: int, text: TextBundle, model: ModelInfo) -> list[int]:
+def text_tokens(
+    item: str | list[int], param: str, text: TextBundle, model: ModelInfo, name: str | None = None
+) -> list[int]:
+    """What the model reads of a text; `name`: where it stands in the field `param`."""
     if isinstance(item, str):
-        check_nbytes(nbytes_of(item), model.max_prompt_bytes, param="input")
+        check_nbytes(nbytes_of(item), model.max_prompt_bytes, param=param)
     tokens = text.tokenizer.encode(item) if isinstance(item, str) else item
     if not tokens:
-        raise RequestError(f"input[{number}] is empty; it must have a token", param="input")
-    room_for_reply(Prompt(tokens), model.max_len, param="input")
+        raise RequestError(f"{name or param} is empty; it must have a token", param=param)
+    room_for_reply(Prompt(tokens), model.max_len, param=param)
     return tokens
 
 
 async def whole_embeddings(job: EmbeddingJob, engine: Engine, model: ModelInfo) -> dict[str, Any]:
-    vectors = await all_or_none(_vector(submit, engine) for submit in job.submits)
+    vectors = await all_or_none(vector_of(submit, engine) for submit in job.submits)
     if job.dimensions is not None:
         vectors = [_shortened(vector, job.dimensions) for vector in vectors]
     return {
@@ -90,7 +102,7 @@ async def whole_embeddings(job: EmbeddingJob, engine: Engine, model: ModelInfo) 
     }
 
 
-async def _vector(submit: Submit, engine: Engine) -> np.ndarray:
+async def vector_of(submit: Submit, engine: Engine) -> np.ndarray:
     async for delta in engine.generate(submit):
         if delta.finish is not None:
             return embedding_of(delta)

@@ -20,6 +20,7 @@ from pippin.api.dialects.responses.response_reply import ResponsesDialect
 from pippin.api.dialects.responses.response_store import ResponseStores, StoredTurn
 from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.embeddings import parse_embeddings, whole_embeddings
+from pippin.api.endpoints.scoring import parse_rerank, parse_score, whole_rerank, whole_score
 from pippin.api.endpoints.stored_responses import StoredResponses
 from pippin.api.endpoints.tokenize import detokenize, tokenize
 from pippin.api.http.http_errors import JSONResponse
@@ -29,6 +30,9 @@ from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, rende
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.neutral_request import ChatRequest
 from pippin.text.bundle import TextBundle
+
+RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")  # Jina's, Cohere's, vLLM's
+SCORE_PATHS = ("/v1/score", "/score")
 
 
 class Generation:
@@ -46,6 +50,8 @@ class Generation:
             "/v1/messages": self._messages,
             "/v1/messages/count_tokens": self._count_tokens,
             "/v1/embeddings": self._embeddings,
+            **dict.fromkeys(RERANK_PATHS, self._rerank),
+            **dict.fromkeys(SCORE_PATHS, self._score),
             "/tokenize": self._answering(tokenize),
             "/detokenize": self._answering(detokenize),
         }
@@ -115,6 +121,20 @@ class Generation:
         )
         engine, model = self._state.engine, self._rules.model
         return WholeResponse(lambda: whole_embeddings(job, engine, model), job.timeout_s)
+
+    async def _rerank(self, request: Request) -> Response:
+        job = await self._state.prepare(
+            request, lambda fields: parse_rerank(fields, self._text, self._rules)
+        )
+        engine, model = self._state.engine, self._rules.model
+        return WholeResponse(lambda: whole_rerank(job, engine, model), job.timeout_s)
+
+    async def _score(self, request: Request) -> Response:
+        job = await self._state.prepare(
+            request, lambda fields: parse_score(fields, self._text, self._rules)
+        )
+        engine, model = self._state.engine, self._rules.model
+        return WholeResponse(lambda: whole_score(job, engine, model), job.timeout_s)
 
     def _answering(self, work: Callable[[Any, TextBundle, RequestRules], dict[str, Any]]) -> Any:
         async def endpoint(request: Request) -> Response:

@@ -10,7 +10,7 @@ from starlette.convertors import Convertor, IntegerConvertor
 from starlette.routing import BaseRoute, Route
 
 from pippin.api.endpoints.stored_responses import ITEMS_PATH, RESPONSE_PATH
-from pippin.api.fields import anthropic, openai, tokens
+from pippin.api.fields import anthropic, openai, scoring, tokens
 from pippin.api.model_info import RequestRules
 
 OpenApi = dict[str, Any]
@@ -42,6 +42,8 @@ BODIES = {  # by path
     "/v1/messages": anthropic.MESSAGES,
     "/v1/messages/count_tokens": anthropic.COUNT_TOKENS,
     "/v1/embeddings": openai.EMBEDDINGS,
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), scoring.RERANK),
+    **dict.fromkeys(("/v1/score", "/score"), scoring.SCORE),
     "/tokenize": tokens.TOKENIZE,
     "/detokenize": tokens.DETOKENIZE,
 }

@@ -1,0 +1,225 @@
+"""How well pairs of texts match: `/v1/rerank` and `/v1/score`. Knows no HTTP.
+
+A reranker's score is how likely it says yes rather than no; that of any other model is the cosine
+of the two texts' embeddings.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pippin.api.dialects.shared_options import read_timeout
+from pippin.api.endpoints.embeddings import SubmitsJob, text_tokens, vector_of
+from pippin.api.fields.scoring import RERANK, SCORE
+from pippin.api.fields.shared import MAX_LOGPROBS
+from pippin.api.fields.value_kinds import rows_of
+from pippin.api.model_info import ModelInfo, RequestRules
+from pippin.api.requests.body import Body
+from pippin.api.requests.salts import read_salt
+from pippin.embedding import embedding_submit
+from pippin.engine.engine_client import Engine
+from pippin.errors import EngineDead
+from pippin.messages import Submit
+from pippin.sequences import error_of_delta, room_for_reply
+from pippin.tasks import all_or_none
+from pippin.text.bundle import TextBundle
+from pippin.text.prompt import Prompt, check_nbytes, nbytes_of
+from pippin.text.reranker import DEFAULT_INSTRUCTION, Reranker
+from pippin.types import SamplingParams, TokenLogprobs
+
+Pair = tuple[str, str]
+_FORCED = 10_000.0  # added to a token's logit: no other is drawn. Its logprob is the model's own.
+
+
+@dataclass(frozen=True)
+class ScoreJob(SubmitsJob):
+    """For each pair the two submits whose results make its score."""
+
+    pairs: list[tuple[int, int]]
+    by_reranker: bool
+    num_prompt_tokens: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class RerankJob(ScoreJob):
+    documents: list[str]
+    top_n: int  # 0: all
+    return_documents: bool
+
+
+def parse_rerank(fields: Any, text: TextBundle, rules: RequestRules) -> RerankJob:
+    body = Body(fields)
+    RERANK.check(body, rules)
+    given = body.get("documents")
+    documents: list[str] = [each if isinstance(each, str) else each["text"] for each in given]
+    pairs = [(body.get("query"), document) for document in documents]
+    job = _Builder(body, text, rules, ("query", "documents")).build(pairs)
+    return RerankJob(
+        **vars(job),
+        documents=documents,
+        top_n=body.get("top_n", 0),
+        return_documents=body.get("return_documents", True),
+    )
+
+
+def parse_score(fields: Any, text: TextBundle, rules: RequestRules) -> ScoreJob:
+    body = Body(fields)
+    SCORE.check(body, rules)
+    first, second = rows_of(body.get("text_1")), rows_of(body.get("text_2"))
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        counts = f"{len(first):,} texts and text_2 has {len(second):,}"
+        raise body.error("text_1", f"has {counts}; send one, or as many as in text_2")
+    pairs = list(zip(first, second, strict=True))
+    return _Builder(body, text, rules, ("text_1", "text_2")).build(pairs)
+
+
+class _Builder:
+    """Makes submits of pairs. No pair is encoded behind one that is too long."""
+
+    def __init__(
+        self, body: Body, text: TextBundle, rules: RequestRules, names: tuple[str, str]
+    ) -> None:
+        self._body, self._text, self._rules, self._names = body, text, rules, names
+        self._submits: list[Submit] = []
+        self._numbers: dict[tuple[str, str], int] = {}  # of submits, by field and text
+        self._heads: dict[str, list[int]] = {}  # by query
+
+    def build(self, pairs: list[Pair]) -> ScoreJob:
+        body, most, reranker = self._body, self._rules.limits.max_choices, self._text.reranker
+        if len(pairs) > most:
+            limit = f"at most {most:,} are allowed (--max-choices)"
+            raise body.error(self._names[1], f"has {len(pairs):,} texts; {limit}")
+        if reranker is None and body.has("instruction"):
+            raise body.unsupported("instruction", "only rerankers have one: write it into the text")
+        if reranker is not None:
+            numbers = [self._judged(query, document, reranker) for query, document in pairs]
+            num_tokens = sum(len(self._submits[yes].tokens) for yes, _ in numbers)
+        else:
+            numbers = [(self._embedded(0, one), self._embedded(1, other)) for one, other in pairs]
+            num_tokens = sum(len(submit.tokens) for submit in self._submits)
+        return ScoreJob(
+            self._submits,
+            read_timeout(body, self._rules.limits),
+            numbers,
+            by_reranker=reranker is not None,
+            num_prompt_tokens=num_tokens,
+        )
+
+    def _embedded(self, side: int, text: str) -> int:
+        key = (self._names[side], text)
+        if key not in self._numbers:
+            tokens = text_tokens(text, key[0], self._text, self._rules.model)
+            id, priority, salt = self._options()
+            submit = embedding_submit(id, tokens, priority=priority, salt=salt)
+            self._numbers[key] = self._add(submit)
+        return self._numbers[key]
+
+    def _judged(self, query: str, document: str, reranker: Reranker) -> tuple[int, int]:
+        model, tokenizer = self._rules.model, self._text.tokenizer
+        instruction = self._body.get("instruction", DEFAULT_INSTRUCTION)
+        texts = zip((*self._names, "instruction"), (query, document, instruction), strict=True)
+        for name, text in texts:
+            check_nbytes(nbytes_of(text), model.max_prompt_bytes, param=name)
+        if query not in self._heads:
+            self._heads[query] = reranker.head(query, instruction, tokenizer)
+        head = self._heads[query]
+        room_for_reply(Prompt(head), model.max_len, param=self._names[0])
+        tokens = head + reranker.tail(document, tokenizer)
+        room_for_reply(Prompt(tokens), model.max_len, param=self._names[1])
+        yes, no = (
+            self._add(self._forced(tokens, len(head), answer))
+            for answer in (reranker.yes_id, reranker.no_id)
+        )
+        return yes, no
+
+    def _forced(self, tokens: list[int], head_len: int, answer: int) -> Submit:
+        id, priority, salt = self._options()
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS, logit_bias={answer: _FORCED}
+        )
+        boundaries = [head_len]  # where prompts of other documents begin to differ
+        return Submit(id, tokens, params, boundaries=boundaries, priority=priority, salt=salt)
+
+    def _options(self) -> tuple[str, int, bytes]:
+        id = f"score-{uuid.uuid4().hex}"
+        return id, self._body.get("priority", 0), read_salt(self._body)
+
+    def _add(self, submit: Submit) -> int:
+        self._submits.append(submit)
+        return len(self._submits) - 1
+
+
+async def whole_rerank(job: RerankJob, engine: Engine, model: ModelInfo) -> dict[str, Any]:
+    scores = await _scores(job, engine)
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])
+    results: list[dict[str, Any]] = []
+    for index in best[: job.top_n or None]:
+        shown = {"document": {"text": job.documents[index]}} if job.return_documents else {}
+        results.append({"index": index, **shown, "relevance_score": scores[index]})
+    id = f"rerank-{uuid.uuid4().hex}"
+    return {"id": id, "model": model.name, "usage": _usage(job), "results": results}
+
+
+async def whole_score(job: ScoreJob, engine: Engine, model: ModelInfo) -> dict[str, Any]:
+    scores = await _scores(job, engine)
+    return {
+        "id": f"score-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model.name,
+        "data": [
+            {"index": index, "object": "score", "score": score}
+            for index, score in enumerate(scores)
+        ],
+        "usage": _usage(job),
+    }
+
+
+def _usage(job: ScoreJob) -> dict[str, int]:
+    return {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens}
+
+
+async def _scores(job: ScoreJob, engine: Engine) -> Sequence[float]:
+    if job.by_reranker:
+        submits = [(job.submits[yes], job.submits[no]) for yes, no in job.pairs]
+        return await all_or_none(_judge(yes, no, engine) for yes, no in submits)
+    vectors = await all_or_none(vector_of(submit, engine) for submit in job.submits)
+    return [float(vectors[one] @ vectors[other]) for one, other in job.pairs]
+
+
+def _share(yes: float, no: float) -> float:
+    """Of the first of two log probabilities. The difference may be infinite."""
+    difference = min(max(no - yes, -700.0), 700.0)
+    return 1 / (1 + math.exp(difference))
+
+
+async def _judge(yes: Submit, no: Submit, engine: Engine) -> float:
+    """The second is only run if its token is not among the likeliest of the first."""
+    first = await _logprobs(yes, engine)
+    (no_id,) = no.params.logit_bias
+    likeliest = dict(zip(first.top_ids, first.top_logprobs, strict=True))
+    if no_id not in likeliest:
+        return _share(first.logprob, (await _logprobs(no, engine)).logprob)
+    return _share(first.logprob, likeliest[no_id])
+
+
+async def _logprobs(submit: Submit, engine: Engine) -> TokenLogprobs:
+    found: TokenLogprobs | None = None
+    async for delta in engine.generate(submit):
+        if delta.finish == "error" or delta.finish == "abort":
+            raise error_of_delta(delta)
+        found = delta.logprobs[0] if delta.logprobs else found
+        if delta.finish is not None and found is not None:
+            return found
+    raise EngineDead("the engine sent no result for this request; send it again")
