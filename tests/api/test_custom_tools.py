@@ -291,7 +291,6 @@ def custom(**fields: Any) -> dict[str, Any]:
         (custom(format={}), "tools[0].format.type"),
         (custom(format=lark('start: "a"{9999999}')), "tools[0].format.definition"),
         (custom(format=lark() | {"syntax": "peg"}), "tools[0].format.syntax"),
-        (custom(defer_loading=True), "tools[0].defer_loading"),
         ({"tool_choice": {"type": "custom", "name": "g"}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),

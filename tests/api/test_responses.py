@@ -25,6 +25,7 @@ from qwen35_server import (
 )
 from scripted_engine import Script, ScriptedEngine, fail
 
+from pippin.api.fields.extensions import HINTS
 from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
 
 QUESTION = "What is the weather?"
@@ -63,7 +64,7 @@ def test_every_documented_field_is_honoured_or_refused() -> None:
     documented = set(ResponseCreateParamsStreaming.__annotations__)
     for base in ResponseCreateParamsStreaming.__orig_bases__:
         documented |= set(getattr(base, "__annotations__", ()))
-    assert documented == RESPONSES.fields.keys() - OUR_OWN - CODEX
+    assert documented == RESPONSES.fields.keys() - OUR_OWN - CODEX - HINTS.keys()
 
 
 def test_every_documented_field_of_a_count_is_known() -> None:
@@ -165,11 +166,11 @@ def test_effort_switches_the_templates_reasoning() -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"previous_response_id": 1}, "previous_response_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "functions"}]}, "tools[0].type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
-        ({"input": [{"type": "image_generation_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_cal", "id": "x"}]}, "input[0].type"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
+        ({"input": [{"role": "user", "content": [{"type": "texts"}]}]}, None),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"background": True}, "background"),

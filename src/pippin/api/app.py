@@ -38,7 +38,14 @@ def create_app(
 ) -> ASGIApp:
     registry = CollectorRegistry()
     engine = MeteredEngine(engine, ReplyTimes(registry))
-    state = AppState(engine, text, config, RequestRules(model, text.defaults, limits))
+    rules = RequestRules(
+        model,
+        text.defaults,
+        limits,
+        strict_fields=config.strict_fields,
+        refuses_images=config.images == "refuse",
+    )
+    state = AppState(engine, text, config, rules)
     num_owners = max(1, len(known_keys(config)))
     stored = ResponseStores(config.stored_responses, config.stored_bytes, num_owners)
     app = Starlette(

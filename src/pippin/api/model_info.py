@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pippin.api.http.http_errors import ModelNotFound
-from pippin.api.requests.body import shown
+from pippin.api.requests.body import Body, shown
 from pippin.api.requests.bounds import MAX_BYTES_PER_TOKEN, MAX_COUNTED_BYTES
+from pippin.api.requests.leniency import Leniency
 from pippin.config import LimitsConfig
 from pippin.text.bundle import SamplingDefaults
 
@@ -48,6 +50,13 @@ class RequestRules:
     model: ModelInfo
     defaults: SamplingDefaults
     limits: LimitsConfig
+    strict_fields: bool = False
+    refuses_images: bool = False
+
+    def body(self, fields: Any) -> Body:
+        """A request's JSON, to be read as leniently as this server reads."""
+        leniency = Leniency(strict_fields=self.strict_fields, refuses_images=self.refuses_images)
+        return Body(fields, leniency=leniency)
 
     @property
     def vocab_size(self) -> int:

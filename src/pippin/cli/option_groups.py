@@ -26,7 +26,7 @@ _FIELDS: dict[str, tuple[str, str]] = {
     ),
     "API": (
         "served_name alias tool_parser reasoning_parser page",
-        "stored_responses stored_bytes",
+        "strict_fields images stored_responses stored_bytes",
     ),
     "Network and access control": (
         "host port api_key api_key_file admin_key admin_key_file cors_origin allowed_host",

@@ -33,6 +33,14 @@ class ServerConfig:
     """Format of the model's reasoning: a name from docs/tools.md, or the name of vLLM's parser.
     `auto`: detected from the chat template. `off`: reasoning is returned as text."""
 
+    strict_fields: bool = False
+    """Refuse fields that cannot change a reply here, and tools that only a vendor's servers run.
+    Off: they are ignored, and listed in the response's `x-pippin-ignored` header."""
+
+    images: Literal["omit", "refuse"] = "omit"
+    """What is done with images and files in a conversation, since models read text only. `omit`: a
+    text such as `[image: 640x480 PNG omitted]` takes their place. `refuse`: HTTP 400."""
+
     api_key: tuple[str, ...] = field(default=(), repr=False)
     """API key that requests must send as a bearer token; may be given several times. Other users of
     this machine can read command lines: prefer --api-key-file, or PIPPIN_API_KEY with keys

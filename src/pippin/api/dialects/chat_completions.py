@@ -20,6 +20,7 @@ from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.chat_messages import parse_messages
 from pippin.api.requests.custom_tools import InputReader, input_of
+from pippin.api.requests.extensions import effort_of, with_our_names
 from pippin.api.requests.neutral_request import ChatRequest
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
@@ -27,8 +28,10 @@ from pippin.text.tokenizer import Tokenizer
 
 
 def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
-    body = Body(fields)
+    body = rules.body(fields)
     CHAT.check(body, rules)
+    effort, effort_field = effort_of(body)
+    body = with_our_names(body)
     if body.has("max_tokens") and body.has("max_completion_tokens"):
         raise body.error("max_tokens", "and max_completion_tokens are the same; send one of them")
     newer = body.has("max_completion_tokens")
@@ -45,8 +48,10 @@ def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
         tool_use=read_chat_tools(body),
         add_generation_prompt=body.get("add_generation_prompt", True),
         continue_final_message=continues_final_message(body),
-        reasoning_effort=body.get("reasoning_effort"),
+        reasoning_effort=effort,
         template_variables=template_variables(body),
+        effort_field=effort_field,
+        leniency=body.leniency,
     )
 
 

@@ -12,7 +12,7 @@ from pippin.api.fields.value_kinds import rows_of
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.model_info import RequestRules
-from pippin.api.requests.body import Body
+from pippin.api.requests.extensions import with_our_names
 from pippin.api.requests.neutral_request import CompletionRequest
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.tokenizer import Tokenizer
@@ -20,8 +20,9 @@ from pippin.types import TokenLogprobs
 
 
 def parse_completion(fields: Any, rules: RequestRules) -> CompletionRequest:
-    body = Body(fields)
+    body = rules.body(fields)
     COMPLETION.check(body, rules)
+    body = with_our_names(body)
     prompts, echo = rows_of(body.get("prompt")), body.get("echo", False)
     if body.get("max_tokens") == 0 and not echo:
         raise body.wrong("max_tokens", "an integer of at least 1, or 0 with echo")
@@ -32,7 +33,7 @@ def parse_completion(fields: Any, rules: RequestRules) -> CompletionRequest:
     n = options.params.n
     if body.get("best_of", n) != n:
         raise body.unsupported("best_of", f"n is {n}, and only as many replies are computed")
-    return CompletionRequest(options, prompts, echo)
+    return CompletionRequest(options, prompts, echo, body.leniency)
 
 
 class CompletionsDialect(CompletionStream):

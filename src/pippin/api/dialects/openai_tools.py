@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from pippin.api.requests.body import Body, shown
+from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import ToolUse
 from pippin.api.requests.tools import (
+    OWN_KINDS,
     DeclaredTool,
     ToolChoice,
     custom_tool,
     function_tool,
+    is_left_out,
     tool_bodies,
     tool_name,
     tool_use,
 )
 
 FUNCTION, CUSTOM, NAMESPACE, ALLOWED = "function", "custom", "namespace", "allowed_tools"
+_CALLED = (FUNCTION, CUSTOM)
 _KNOWN = "function and custom are supported"
 MODES = ("auto", "none", "required")
 _FUNCTION_FIELDS = {"name", "description", "parameters", "strict"}
@@ -33,44 +36,42 @@ _ONLY_NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def read_chat_tools(body: Body) -> ToolUse:
-    tools = [_chat_tool(tool) for tool in tool_bodies(body)]
+    tools = [_chat_tool(tool) for tool in tool_bodies(body) if not is_left_out(tool, _CALLED)]
     return tool_use(body, tools, _choice(body, nested=True))
 
 
 def read_responses_tools(body: Body) -> ToolUse:
-    tools = [each for tool in tool_bodies(body) for each in _responses_tools(tool)]
+    kept = [tool for tool in tool_bodies(body) if not is_left_out(tool, OWN_KINDS)]
+    tools = [each for tool in kept for each in _responses_tools(tool)]
     return tool_use(body, tools, _choice(body, nested=False))
 
 
 def _chat_tool(tool: Body) -> DeclaredTool:
-    kind = tool.require("type")
-    if kind not in (FUNCTION, CUSTOM):
-        raise tool.unsupported("type", _KNOWN)
-    tool.check_known({"type", kind, "cache_control"})
+    kind = tool.get("type")
+    tool.ignore_unknown({"type", kind, "cache_control"})
     inner = tool.required_object(kind)
-    inner.check_known(_FUNCTION_FIELDS if kind == FUNCTION else _CUSTOM_FIELDS)
+    inner.ignore_unknown(_FUNCTION_FIELDS if kind == FUNCTION else _CUSTOM_FIELDS)
     if kind == FUNCTION:
         return function_tool(inner, "parameters")
     return custom_tool(inner, grammar_field="grammar")
 
 
 def _responses_tools(tool: Body) -> list[DeclaredTool]:
-    if tool.require("type") != NAMESPACE:
+    if tool.get("type") != NAMESPACE:
         return [_responses_tool(tool)]
-    tool.check_known({"type", "name", "description", "tools"})
+    tool.ignore_unknown({"type", "name", "description", "tools"})
     name, description = tool_name(tool), tool.string("description", "")
-    return [_responses_tool(each).within(name, description) for each in tool_bodies(tool)]
+    kept = [each for each in tool_bodies(tool) if not is_left_out(each, _CALLED)]
+    return [_responses_tool(each).within(name, description) for each in kept]
 
 
 def _responses_tool(tool: Body) -> DeclaredTool:
-    kind = tool.require("type")
-    if kind not in (FUNCTION, CUSTOM):
-        raise tool.unsupported("type", f"{_KNOWN}, and namespaces of them")
+    kind = tool.get("type")
     for field, neutral in _ONLY_NEUTRAL.items():
         if tool.has(field) and tool.get(field) not in neutral:
-            raise tool.wrong(field, f"{shown(neutral[0])}, or be left out")
+            tool.ignore(field, "tools are shown at once, and the client runs them")
     fields = _FUNCTION_FIELDS | {"output_schema"} if kind == FUNCTION else _CUSTOM_FIELDS
-    tool.check_known({"type", *fields, *_ONLY_NEUTRAL})
+    tool.ignore_unknown({"type", *fields, *_ONLY_NEUTRAL})
     return function_tool(tool, "parameters") if kind == FUNCTION else custom_tool(tool)
 
 
@@ -78,7 +79,7 @@ def _choice(body: Body, *, nested: bool) -> ToolChoice:
     value = body.get("tool_choice")
     if not isinstance(value, dict):
         return ToolChoice(body.one_of("tool_choice", MODES) or "auto")
-    choice = Body(value, "tool_choice")
+    choice = body.required_object("tool_choice")
     kind = choice.get("type")
     if kind in (FUNCTION, CUSTOM):
         return ToolChoice.of(_name_in(choice, nested=nested))
@@ -92,7 +93,8 @@ def _choice(body: Body, *, nested: bool) -> ToolChoice:
     tools = tool_bodies(allowed)
     if not tools:
         raise allowed.wrong("tools", "a list of at least one tool")
-    return ToolChoice(mode, tuple(_name_in(tool, nested=nested) for tool in tools))
+    kept = [tool for tool in tools if not is_left_out(tool, _CALLED)]
+    return ToolChoice(mode, tuple(_name_in(tool, nested=nested) for tool in kept))
 
 
 def _name_in(tool: Body, *, nested: bool) -> str:

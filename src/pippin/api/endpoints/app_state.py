@@ -14,6 +14,7 @@ from pippin.api.http.read_body import decode_body, read_body
 from pippin.api.http.request_log import record_of
 from pippin.api.http.workers import Workers
 from pippin.api.model_info import ModelInfo, RequestRules
+from pippin.api.requests.leniency import Leniency
 from pippin.config import ServerConfig
 from pippin.engine.engine_client import Engine
 from pippin.text.bundle import TextBundle
@@ -23,6 +24,9 @@ T = TypeVar("T")
 
 
 class Runnable(Protocol):
+    @property
+    def leniency(self) -> Leniency: ...
+
     def keep_apart(self, owner_salt: bytes) -> None: ...
 
     def facts(self, tokenizer: Tokenizer | None) -> dict[str, Any]: ...
@@ -58,5 +62,6 @@ class AppState:
         job = await self.read(request, work)
         job.keep_apart(owner_salt_of(request.scope))
         shown_with = self.text.tokenizer if self.config.log_prompts else None
+        record_of(request.scope).ignored = job.leniency.header()
         record_of(request.scope).facts = lambda: job.facts(shown_with)
         return job

@@ -13,7 +13,7 @@ from pippin.api.dialects.shared_options import read_timeout
 from pippin.api.fields.openai import EMBEDDINGS
 from pippin.api.fields.value_kinds import rows_of
 from pippin.api.model_info import ModelInfo, RequestRules
-from pippin.api.requests.body import Body
+from pippin.api.requests.leniency import Leniency
 from pippin.api.requests.salts import read_salt, under_owner
 from pippin.embedding import embedding_of, embedding_submit, unit
 from pippin.engine.engine_client import Engine
@@ -32,6 +32,7 @@ class SubmitsJob:
 
     submits: list[Submit]
     timeout_s: float | None
+    leniency: Leniency
 
     def keep_apart(self, owner_salt: bytes) -> None:
         self.submits[:] = [under_owner(submit, owner_salt) for submit in self.submits]
@@ -51,7 +52,7 @@ class EmbeddingJob(SubmitsJob):
 
 
 def parse_embeddings(fields: Any, text: TextBundle, rules: RequestRules) -> EmbeddingJob:
-    body = Body(fields)
+    body = rules.body(fields)
     EMBEDDINGS.check(body, rules)
     items, most = rows_of(body.get("input")), rules.limits.max_choices
     if len(items) > most:
@@ -69,6 +70,7 @@ def parse_embeddings(fields: Any, text: TextBundle, rules: RequestRules) -> Embe
             for index, tokens in enumerate(rows)
         ],
         read_timeout(body, rules.limits),
+        body.leniency,
         body.get("encoding_format", "float"),
         body.get("dimensions"),
     )

@@ -25,6 +25,7 @@ from pippin.api.endpoints.stored_responses import StoredResponses
 from pippin.api.endpoints.tokenize import detokenize, tokenize
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.keys import owner_of
+from pippin.api.http.request_log import record_of
 from pippin.api.http.sending import HEARTBEAT, StreamResponse, WholeResponse
 from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, render_prompt
 from pippin.api.model_info import RequestRules
@@ -110,8 +111,10 @@ class Generation:
         self, request: Request, parse: Callable[[Any, RequestRules], ChatRequest]
     ) -> int:
         def count(fields: Any) -> int:
-            max_bytes = self._rules.model.max_counted_bytes
-            return len(render_prompt(parse(fields, self._rules), self._text, max_bytes).tokens)
+            chat, max_bytes = parse(fields, self._rules), self._rules.model.max_counted_bytes
+            num_tokens = len(render_prompt(chat, self._text, max_bytes).tokens)
+            record_of(request.scope).ignored = chat.leniency.header()
+            return num_tokens
 
         return await self._state.read(request, count)
 

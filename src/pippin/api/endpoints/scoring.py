@@ -57,7 +57,7 @@ class RerankJob(ScoreJob):
 
 
 def parse_rerank(fields: Any, text: TextBundle, rules: RequestRules) -> RerankJob:
-    body = Body(fields)
+    body = rules.body(fields)
     RERANK.check(body, rules)
     given = body.get("documents")
     documents: list[str] = [each if isinstance(each, str) else each["text"] for each in given]
@@ -72,7 +72,7 @@ def parse_rerank(fields: Any, text: TextBundle, rules: RequestRules) -> RerankJo
 
 
 def parse_score(fields: Any, text: TextBundle, rules: RequestRules) -> ScoreJob:
-    body = Body(fields)
+    body = rules.body(fields)
     SCORE.check(body, rules)
     first, second = rows_of(body.get("text_1")), rows_of(body.get("text_2"))
     if len(first) == 1:
@@ -111,6 +111,7 @@ class _Builder:
         return ScoreJob(
             self._submits,
             read_timeout(body, self._rules.limits),
+            body.leniency,
             numbers,
             by_reranker=reranker is not None,
             num_prompt_tokens=num_tokens,

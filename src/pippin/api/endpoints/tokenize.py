@@ -19,7 +19,7 @@ from pippin.text.prompt import chat_prompt, check_nbytes, nbytes_of
 
 def tokenize(fields: Any, text: TextBundle, rules: RequestRules) -> dict[str, Any]:
     """Of a list of prompts all values are lists, as SGLang's are."""
-    body = Body(fields)
+    body = rules.body(fields)
     TOKENIZE.check(body, rules)
     wants_strings = body.get("return_token_strs", False)
     replies: list[dict[str, Any]] = [
@@ -39,7 +39,7 @@ def tokenize(fields: Any, text: TextBundle, rules: RequestRules) -> dict[str, An
 
 def detokenize(fields: Any, text: TextBundle, rules: RequestRules) -> dict[str, Any]:
     """The text, under both servers' names for it."""
-    body = Body(fields)
+    body = rules.body(fields)
     DETOKENIZE.check(body, rules)
     tokens = body.get("tokens")
     rows = rows_of(tokens)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pippin.api.fields import value_kinds as kinds
+from pippin.api.fields.extensions import HINTS
 from pippin.api.fields.openai import NO_SERVICE
 from pippin.api.fields.shared import MODEL, SAMPLING, SERVING, STREAM, TOOLS, conversation, pick
-from pippin.api.fields.table import FieldTable, members, refused_field
+from pippin.api.fields.table import FieldTable, ignored_field, members
 from pippin.api.fields.value_kinds import ValueKind
 
 ROLES = ("user", "assistant", "system")
@@ -37,11 +38,13 @@ MESSAGES = FieldTable(
         **pick(SAMPLING, "top_p", "top_k"),
         "temperature": kinds.number_from(0, 1),
         **SERVING,
-        "container": refused_field(NO_SERVICE),
-        "diagnostics": refused_field("the log and /status have what was cached"),
-        "inference_geo": refused_field("the server runs in one place"),
-        "service_tier": refused_field("there is one tier", "auto", "standard_only"),
-        "speed": refused_field("there is one speed", "standard"),
+        **HINTS,
+        "mcp_servers": ignored_field(NO_SERVICE, []),
+        "container": ignored_field(NO_SERVICE),
+        "diagnostics": ignored_field("the log and /status have what was cached"),
+        "inference_geo": ignored_field("the server runs in one place"),
+        "service_tier": ignored_field("there is one tier", "auto", "standard_only"),
+        "speed": ignored_field("there is one speed", "standard"),
     },
     required=("model", "messages", "max_tokens"),
 )

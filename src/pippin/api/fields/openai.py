@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pippin.api.fields import shared
+from pippin.api.fields import extensions, shared
 from pippin.api.fields import value_kinds as kinds
-from pippin.api.fields.table import FieldTable, members, refused_field
+from pippin.api.fields.table import FieldTable, ignored_field, members, refused_field
 from pippin.api.fields.value_kinds import ValueKind
 from pippin.api.requests.bounds import MAX_MESSAGES
 
@@ -14,7 +14,18 @@ _TEXT_ONLY = "only text is generated"
 NO_SERVICE = "this server runs nothing beside the model"
 _ANYTHING = ValueKind("any value")
 _SUMMARY = kinds.one_of("auto", "concise", "detailed")
-_INCLUDE: shared.Fields = {"include": kinds.list_of("reasoning.encrypted_content")}
+_INCLUDE: shared.Fields = {
+    "include": kinds.list_of(
+        "reasoning.encrypted_content",
+        # Of tools that are left out:
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    )
+}
 _CALLING: shared.Fields = {
     **shared.TOOLS,
     "tool_choice": ValueKind(
@@ -23,12 +34,13 @@ _CALLING: shared.Fields = {
     ),
     "parallel_tool_calls": kinds.BOOLEAN,
 }
-_REFUSED: shared.Fields = {  # by chat completions and by responses
-    "moderation": refused_field("there is no moderation"),
-    "prompt_cache_options": refused_field("caching is automatic", {"mode": "implicit"}),
-    "prompt_cache_retention": refused_field("the cache is in memory", "in_memory"),
-    "service_tier": refused_field("there is one tier", "auto", "default"),
+_IGNORED: shared.Fields = {  # by chat completions and by responses
+    "moderation": ignored_field("there is no moderation"),
+    "prompt_cache_options": ignored_field("caching is automatic", {"mode": "implicit"}),
+    "prompt_cache_retention": ignored_field("the cache is in memory", "in_memory"),
+    "service_tier": ignored_field("there is one tier", "auto", "default"),
 }
+_VERBOSITY = ignored_field("ask for it in the prompt", "medium")
 
 CHAT = FieldTable(
     {
@@ -41,15 +53,17 @@ CHAT = FieldTable(
         "reasoning_effort": shared.EFFORT,
         **shared.LABELS,
         **shared.TEMPLATE,
+        **extensions.GENERATION,
+        **extensions.REASONING,
         "audio": refused_field(_TEXT_ONLY),
         "modalities": refused_field(_TEXT_ONLY, ["text"]),
         "function_call": refused_field("it is the old name of tool_choice", "none"),
         "functions": refused_field("it is the old name of tools", []),
-        "prediction": refused_field("predicted outputs are not used"),
-        "store": refused_field("replies are not stored; use /v1/responses", False),
-        "verbosity": refused_field("ask for it in the prompt", "medium"),
-        "web_search_options": refused_field("there is no web search"),
-        **_REFUSED,
+        "prediction": ignored_field("predicted outputs are not used"),
+        "store": ignored_field("replies are not stored; use /v1/responses", False),
+        "verbosity": _VERBOSITY,
+        "web_search_options": ignored_field("there is no web search"),
+        **_IGNORED,
     },
     required=("model", "messages"),
 )
@@ -61,6 +75,7 @@ COMPLETION = FieldTable(
         "logprobs": kinds.integer_from(0, shared.MAX_LOGPROBS),
         "echo": kinds.BOOLEAN,
         "best_of": kinds.integer_from(1, shared.MAX_CHOICES),
+        **extensions.GENERATION,
         "suffix": refused_field("text is not inserted", ""),
     },
     required=("model", "prompt"),
@@ -80,9 +95,7 @@ RESPONSES = FieldTable(
         "reasoning": members(
             effort=shared.EFFORT, summary=_SUMMARY, generate_summary=_SUMMARY, context=_ANYTHING
         ),
-        "text": members(
-            format=kinds.OBJECT, verbosity=refused_field("ask for it in the prompt", "medium")
-        ),
+        "text": members(format=kinds.OBJECT, verbosity=_VERBOSITY),
         **_INCLUDE,
         **shared.STREAM,
         **shared.STREAM_OPTIONS,
@@ -91,16 +104,17 @@ RESPONSES = FieldTable(
         **shared.LABELS,
         "client_metadata": kinds.Labels(),
         **shared.SERVING,
-        "access_programs": refused_field(NO_SERVICE),
+        **extensions.HINTS,
+        "access_programs": ignored_field(NO_SERVICE),
         "background": refused_field("a reply is computed while its client waits", False),
-        "context_management": refused_field("contexts are not edited", []),
+        "context_management": ignored_field("contexts are not edited", []),
         "conversation": refused_field("use previous_response_id"),
         "image": refused_field(_TEXT_ONLY),
-        "max_tool_calls": refused_field(NO_SERVICE),
+        "max_tool_calls": ignored_field(NO_SERVICE),
         "prompt": refused_field("prompts are not stored"),
         "top_logprobs": refused_field("use chat completions for log probabilities", 0),
-        "truncation": refused_field("a conversation is never shortened", "disabled"),
-        **_REFUSED,
+        "truncation": ignored_field("a conversation is never shortened", "disabled"),
+        **_IGNORED,
     },
     required=("model", "input"),
 )

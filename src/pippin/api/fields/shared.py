@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pippin.api.fields import value_kinds as kinds
-from pippin.api.fields.table import members, refused_field
+from pippin.api.fields.table import ignored_field, members
 from pippin.api.fields.value_kinds import Schema, ValueKind
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
@@ -75,7 +75,8 @@ STREAM: Fields = {"stream": kinds.BOOLEAN}
 STREAM_OPTIONS: Fields = {
     "stream_options": members(
         include_usage=kinds.BOOLEAN,
-        include_obfuscation=refused_field("streams are not padded", False),
+        include_obfuscation=ignored_field("streams are not padded", False),
+        continuous_usage_stats=ignored_field("usage is in the last event", False),
     )
 }
 USER: Fields = {"user": kinds.LABEL}

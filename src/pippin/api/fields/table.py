@@ -59,16 +59,35 @@ def members(**fields: ValueKind) -> Members:
 
 
 @dataclass(frozen=True)
-class Refusal(ValueKind):
-    """Of a documented field that is refused; `neutral` values ask for nothing, and are accepted."""
+class Unused(ValueKind):
+    """Of a field that has no effect; `neutral` values ask for nothing, and are accepted."""
 
     neutral: tuple[Any, ...] = ()
-    answer: ClassVar[Answer] = "refused"
 
     def check(self, body: Body, field: str, rules: RequestRules) -> None:
         value = body.get(field)
-        if any(type(value) is type(each) and value == each for each in self.neutral):
-            return  # 0 is not false
+        if not any(type(value) is type(each) and value == each for each in self.neutral):
+            self.answer_to(body, field)  # 0 is not false
+
+    def answer_to(self, body: Body, field: str) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Ignoring(Unused):
+    """It cannot change the reply here: it is listed in a header of the response."""
+
+    answer: ClassVar[Answer] = "ignored"
+
+    def answer_to(self, body: Body, field: str) -> None:
+        body.ignore(field, self.text)
+
+
+@dataclass(frozen=True)
+class Refusal(Unused):
+    answer: ClassVar[Answer] = "refused"
+
+    def answer_to(self, body: Body, field: str) -> None:
         name = body.name(field)
         accepted = " or ".join(map(shown, self.neutral))
         hint = f" (only {accepted} is accepted)" if accepted else ""
@@ -77,3 +96,7 @@ class Refusal(ValueKind):
 
 def refused_field(why: str, *neutral: Any) -> Refusal:
     return Refusal(why, {"enum": list(neutral), "description": why}, neutral=neutral)
+
+
+def ignored_field(why: str, *neutral: Any) -> Ignoring:
+    return Ignoring(why, {"description": f"ignored: {why}"}, neutral=neutral)

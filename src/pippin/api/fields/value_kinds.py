@@ -19,7 +19,7 @@ from pippin.api.requests.bounds import (
 from pippin.api.requests.token_ids import MAX_ID_DIGITS, are_token_ids, token_ids_in_words
 
 Schema = dict[str, Any]
-Answer = Literal["honoured", "refused"]  # what is done with a field
+Answer = Literal["honoured", "ignored", "refused"]  # what is done with a field
 
 
 def nullable(schema: Schema) -> Schema:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.http.http_errors import Forbidden, Unauthorized, error_response
 from pippin.api.http.keys import ApiKeys, key_in, known_keys
-from pippin.api.http.request_log import PROBES
+from pippin.api.http.request_log import HEADER, IGNORED_HEADER, PROBES
 from pippin.api.requests.salts import salt_of_owner
 from pippin.config import ServerConfig
 from pippin.errors import PippinError
@@ -44,7 +44,7 @@ def access_checks(config: ServerConfig, public: frozenset[str] = frozenset()) ->
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 allow_private_network=True,
-                expose_headers=["x-request-id", "retry-after"],
+                expose_headers=[HEADER, IGNORED_HEADER, "retry-after"],
             )
         )
     door.append(Middleware(Guard, check=OriginCheck(config.cors_origin)))

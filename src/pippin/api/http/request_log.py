@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 log = logging.getLogger("pippin.requests")
 
 HEADER = "x-request-id"
+IGNORED_HEADER = "x-pippin-ignored"
 USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 PROBES = frozenset({"/health", "/ready"})
 ASKED_BY_MACHINES = PROBES | {"/metrics"}  # every few seconds
@@ -33,6 +34,7 @@ class RequestRecord:
     began: float = field(default_factory=perf_counter)
     status: int | None = None  # None: nothing was sent
     error: str | None = None  # its code
+    ignored: str = ""  # fields that were, for a header
     facts: Callable[[], dict[str, Any]] = dict  # what it was about, read at its end
     quiet: bool = False  # logged only if it fails
 
@@ -70,7 +72,10 @@ class RequestLog:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = record.id
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = record.id
+                if record.ignored:
+                    headers[IGNORED_HEADER] = record.ignored
             await send(message)
 
         try:
@@ -79,6 +84,8 @@ class RequestLog:
             record.error = "internal_error"
             log.exception("request %s failed", record.id)
         finally:
+            if record.ignored:
+                log.debug("request %s: ignored %s", record.id, record.ignored)
             quiet = record.quiet or record.path in ASKED_BY_MACHINES
             log.log(
                 logging.DEBUG if quiet and record.error is None else logging.INFO,

@@ -10,6 +10,7 @@ from typing import Any
 
 from pippin.api.grammars.constrain import can_forbid_calls, constrain
 from pippin.api.model_info import ModelInfo
+from pippin.api.requests.leniency import Leniency
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Options, ToolUse
 from pippin.api.requests.reasoning_effort import reasoning_variables
 from pippin.api.requests.salts import under_owner
@@ -50,6 +51,7 @@ class Job:
     include_usage: bool
     timeout_s: float | None  # from being ready to the end of the reply
     tool_use: ToolUse
+    leniency: Leniency
     timing: JobTimes = field(default_factory=JobTimes)
 
     def keep_apart(self, owner_salt: bytes) -> None:
@@ -132,6 +134,7 @@ def prepare_chat(
         text,
         model,
         param=request.messages_field,
+        leniency=request.leniency,
         tool_use=request.tool_use,
         new_parser=lambda: text.formats.parser(prompt.ending, request.tool_use.allowed),
     )
@@ -154,6 +157,7 @@ def render_prompt(request: ChatRequest, text: TextBundle, max_bytes: int) -> Pro
         "" if text.chat is None else text.chat.source,
         reasons=text.formats.reasoning is not None,
         param=request.effort_field,
+        leniency=request.leniency,
     )
     return chat_prompt(
         request.messages,
@@ -169,7 +173,8 @@ def render_prompt(request: ChatRequest, text: TextBundle, max_bytes: int) -> Pro
 
 def prepare_completion(request: CompletionRequest, text: TextBundle, model: ModelInfo) -> Job:
     prompts = [_fitting_prompt(given, text, model, echo=request.echo) for given in request.prompts]
-    return _job("cmpl-", prompts, request.options, text, model, param="prompt")
+    options, leniency = request.options, request.leniency
+    return _job("cmpl-", prompts, options, text, model, param="prompt", leniency=leniency)
 
 
 def _fitting_prompt(
@@ -191,6 +196,7 @@ def _job(
     model: ModelInfo,
     *,
     param: str,
+    leniency: Leniency,
     tool_use: ToolUse | None = None,
     new_parser: Callable[[], ReplyParser] = PlainText,
 ) -> Job:
@@ -218,6 +224,7 @@ def _job(
         include_usage=options.include_usage,
         timeout_s=options.timeout_s,
         tool_use=tool_use or ToolUse(),
+        leniency=leniency,
     )
 
 

@@ -6,21 +6,26 @@ As in OpenAI's API, a field that is null counts as left out.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from pippin.api.requests.leniency import Leniency
 from pippin.errors import MAX_SHOWN_CHARS, RequestError, UnsupportedField, cut
 
 T = TypeVar("T")
+_INDEX = re.compile(r"\[\d+\]")
+_IS_NEAR = 0.75  # of two names, by difflib's ratio
 
 
 class Body:
-    """One JSON object and where it is in the request."""
+    """One JSON object, where it is in the request, and how lenient it is read."""
 
-    def __init__(self, fields: Any, path: str = "") -> None:
+    def __init__(self, fields: Any, path: str = "", leniency: Leniency | None = None) -> None:
         self.path = path
+        self.leniency = leniency or Leniency()
         if not isinstance(fields, dict):
             raise RequestError(
                 f"{path or 'the request body'} is {shown(fields)}; it must be a JSON object",
@@ -69,6 +74,26 @@ class Body:
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise self.error(field, f"is not a field of this request{hint}")
 
+    def ignore(self, field: str, why: str, value: str = "") -> None:
+        self.leniency.ignore(self.name(field), why, value)
+
+    def ignore_unknown(self, known: Iterable[str]) -> None:
+        """For parts of a conversation, of which other servers and clients have further fields."""
+        unknown = [field for field in self._fields if field not in known and self.has(field)]
+        if unknown:
+            place = _INDEX.sub("[]", self.path)
+            for field in unknown:
+                self.leniency.ignore(f"{place}.{cut(field)}", "it is not a field of this object")
+
+    def is_foreign(self, field: str, known: Sequence[str]) -> bool:
+        """Whether it names a type of another server's. A misspelt one is refused."""
+        value = self.required_string(field)
+        if value in known:
+            return False
+        if near := difflib.get_close_matches(value[:MAX_SHOWN_CHARS], known, 1, _IS_NEAR):
+            raise self.unsupported(field, f"did you mean {near[0]}?")
+        return True
+
     def boolean(self, field: str, default: bool) -> bool:
         value = self.get(field, default)
         if not isinstance(value, bool):
@@ -92,16 +117,23 @@ class Body:
         return None if value is None else str(value)
 
     def object(self, field: str) -> Body | None:
-        return Body(self.get(field), self.name(field)) if self.has(field) else None
+        return self._inner(self.get(field), self.name(field)) if self.has(field) else None
 
     def required_object(self, field: str) -> Body:
-        return Body(self.require(field), self.name(field))
+        return self._inner(self.require(field), self.name(field))
 
     def objects(self, field: str, expected: str = "a list") -> list[Body]:
         value = self.get(field)
         if not isinstance(value, list):
             raise self.wrong(field, expected)
-        return [Body(item, f"{self.name(field)}[{i}]") for i, item in enumerate(value)]
+        return [self._inner(item, f"{self.name(field)}[{i}]") for i, item in enumerate(value)]
+
+    def renamed(self, fields: dict[str, Any]) -> Body:
+        """The same request, by other names of its fields."""
+        return self._inner(fields, self.path)
+
+    def _inner(self, fields: Any, path: str) -> Body:
+        return Body(fields, path, self.leniency)
 
 
 def shown(value: Any) -> str:

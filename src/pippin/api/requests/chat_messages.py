@@ -14,9 +14,10 @@ from pippin.api.requests.text_parts import texts_of
 
 Message = dict[str, Any]
 _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+_OLD_CALL = "function_call"
 # Clients send a reply back as it was, with these empty.
-_ONLY_EMPTY = ("audio", "function_call", "annotations", "refusal")
-_FIELDS = frozenset({"role", "content", "tool_calls", "cache_control", *_TEXTS, *_ONLY_EMPTY})
+_OFTEN_EMPTY = ("audio", "annotations", "refusal")
+_FIELDS = frozenset({"role", "content", "tool_calls", "cache_control", _OLD_CALL, *_TEXTS})
 
 
 def message_bodies(body: Body) -> list[Body]:
@@ -45,10 +46,9 @@ def read_arguments(call: Body) -> str:
 
 
 def _parse_message(body: Body) -> Message:
-    body.check_known(_FIELDS)
-    for field in _ONLY_EMPTY:
-        if body.get(field):
-            raise body.unsupported(field, "in a message only an empty value is supported")
+    body.ignore_unknown(_FIELDS | {field for field in _OFTEN_EMPTY if not body.get(field)})
+    if body.get(_OLD_CALL):
+        raise body.unsupported(_OLD_CALL, "it is the old name of tool_calls")
     body.object("cache_control")
     body.require("role")
     role = body.one_of("role", ROLES)
@@ -65,9 +65,9 @@ def _parse_message(body: Body) -> Message:
 
 def _parse_tool_call(call: Body) -> Message:
     kind = call.one_of("type", ("function", "custom")) or "function"
-    call.check_known({"id", "type", kind, "index"})
+    call.ignore_unknown({"id", "type", kind, "index"})
     called = call.required_object(kind)
-    called.check_known({"name", "input" if kind == "custom" else "arguments"})
+    called.ignore_unknown({"name", "input" if kind == "custom" else "arguments"})
     name = called.required_string("name")
     if kind == "custom":
         arguments = arguments_of(called.string("input", ""))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pippin.api.requests.leniency import Leniency
 from pippin.types import GrammarPart, SamplingParams
 
 
@@ -77,6 +78,7 @@ class ChatRequest:
     # What the dialect calls them, for errors:
     messages_field: str = "messages"
     effort_field: str = "reasoning_effort"
+    leniency: Leniency = field(default_factory=Leniency)
 
 
 @dataclass(frozen=True)
@@ -84,3 +86,4 @@ class CompletionRequest:
     options: Options
     prompts: list[str] | list[list[int]]
     echo: bool
+    leniency: Leniency = field(default_factory=Leniency)

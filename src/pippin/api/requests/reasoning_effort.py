@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pippin.errors import UnsupportedField
+from pippin.api.requests.leniency import Leniency
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 DEFAULT = "medium"  # what clients send by default
@@ -17,7 +17,7 @@ _SWITCHES = {
 
 
 def reasoning_variables(
-    effort: str | None, template: str, *, reasons: bool, param: str
+    effort: str | None, template: str, *, reasons: bool, param: str, leniency: Leniency
 ) -> dict[str, Any]:
     """Variables for the template; `reasons`: replies of this model may hold reasoning."""
     if effort is None:
@@ -31,12 +31,8 @@ def reasoning_variables(
         if effort != "none":
             variables["reasoning_effort"] = levels.get(effort, effort)
         elif not variables:
-            raise UnsupportedField(
-                f"{param} is none; this model always reasons, and the lowest is low", param=param
-            )
-    if variables or effort == DEFAULT or (effort == "none" and not reasons):
-        return variables
-    raise UnsupportedField(
-        f"{param} is {effort}; this model's template has no switch for reasoning: leave it out",
-        param=param,
-    )
+            leniency.ignore(param, "this model always reasons, and the lowest is low", effort)
+            variables["reasoning_effort"] = "low"
+    if not variables and effort != DEFAULT and (effort != "none" or reasons):
+        leniency.ignore(param, "this model's template has no switch for reasoning", effort)
+    return variables

@@ -1,4 +1,4 @@
-"""DeclaredTool tools and how a reply may call them, for every dialect. Knows no format of calls."""
+"""Declared tools and how a reply may call them, for every dialect. Knows no format of calls."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pippin.decode.size.check_size import check_nesting_of
 from pippin.errors import RequestError
 from pippin.types import GrammarPart
 
+OWN_KINDS = ("function", "custom", "namespace")
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 
 
@@ -60,6 +61,17 @@ def tool_bodies(body: Body) -> list[Body]:
     tools = body.objects("tools") if body.has("tools") else []
     check_count(tools, MAX_TOOLS, body.name("tools"), "tools")
     return tools
+
+
+def is_left_out(tool: Body, kinds: tuple[str, ...]) -> bool:
+    """Whether only its vendor's servers know or run it: then the model does not see it."""
+    kind = tool.require("type")
+    if kind in kinds:
+        return False
+    if kind in OWN_KINDS or not tool.is_foreign("type", OWN_KINDS):
+        raise tool.unsupported("type", f"{' and '.join(kinds)} are supported")
+    tool.leniency.ignore(tool.path, "this server runs no tools", kind)
+    return True
 
 
 def tool_use(body: Body, tools: Sequence[DeclaredTool], choice: ToolChoice) -> ToolUse:

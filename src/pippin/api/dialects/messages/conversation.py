@@ -6,7 +6,6 @@ Results of tools are inside a user's message there; here each is a message of it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from pippin.api.fields.anthropic import ROLES
 from pippin.api.requests.body import Body
@@ -16,8 +15,7 @@ from pippin.api.requests.text_parts import text_of, texts_of
 # Claude Code writes a line with a checksum first, another one in each turn. A prompt that began
 # with it would never be found in the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
-_UNREAD = ("cache_control", "citations")
-_texts, _text = partial(texts_of, unread=_UNREAD), partial(text_of, unread=_UNREAD)
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")  # of the assistant
 
 
 def parse_conversation(body: Body) -> list[Message]:
@@ -28,14 +26,14 @@ def parse_conversation(body: Body) -> list[Message]:
 
 
 def _system(body: Body) -> Iterator[Message]:
-    texts = _texts(body, "system") if body.has("system") else []
+    texts = texts_of(body, "system") if body.has("system") else []
     texts = [text for text in texts if not text.startswith(_BILLING)]
     if texts:
         yield {"role": "system", "content": "\n".join(texts)}
 
 
 def _message(message: Body) -> Iterator[Message]:
-    message.check_known({"role", "content", "cache_control"})
+    message.ignore_unknown({"role", "content", "cache_control"})
     message.require("role")
     role = message.one_of("role", ROLES)
     if message.require("content") == [] and role != "assistant":
@@ -43,7 +41,7 @@ def _message(message: Body) -> Iterator[Message]:
     if role == "assistant":
         yield _assistant(message)
     elif role == "system":
-        yield {"role": "system", "content": "\n".join(_texts(message, "content"))}
+        yield {"role": "system", "content": "\n".join(texts_of(message, "content"))}
     else:
         yield from _user(message)
 
@@ -57,15 +55,15 @@ def _user(message: Body) -> Iterator[Message]:
                 texts = []
             yield _tool_result(block)
         else:
-            texts.append(_text(block))
+            texts.append(text_of(block))
     if texts:
         yield {"role": "user", "content": "\n".join(texts)}
 
 
 def _tool_result(block: Body) -> Message:
-    block.check_known({"type", "tool_use_id", "content", "is_error", "cache_control"})
+    block.ignore_unknown({"type", "tool_use_id", "content", "is_error", "cache_control"})
     id = block.required_string("tool_use_id")
-    text = "\n".join(_texts(block, "content")) if block.has("content") else ""
+    text = "\n".join(texts_of(block, "content")) if block.has("content") else ""
     failed = block.boolean("is_error", False)
     return {
         "role": "tool",
@@ -86,8 +84,10 @@ def _assistant(message: Body) -> Message:
                 pass
             case "tool_use":
                 calls.append(_call(block))
-            case _:
-                content.append(_text(block))
+            case "text":
+                content.append(text_of(block))
+            case _ if block.is_foreign("type", _BLOCKS):  # a tool that Anthropic's servers ran
+                block.ignore("type", "this server runs no tools", block.get("type"))
     found: Message = {"role": "assistant", "content": "".join(content)}
     if any(reasoning):
         found["reasoning_content"] = "".join(reasoning)
@@ -97,7 +97,7 @@ def _assistant(message: Body) -> Message:
 
 
 def _call(block: Body) -> Message:
-    block.check_known({"type", "id", "name", "input", "cache_control", "caller"})
+    block.ignore_unknown({"type", "id", "name", "input", "cache_control", "caller"})
     id, name = block.required_string("id"), block.required_string("name")
     block.object("input")
     return function_call(id, name, block.get("input", {}))

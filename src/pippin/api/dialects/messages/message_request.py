@@ -12,12 +12,13 @@ from pippin.api.dialects.messages.conversation import parse_conversation
 from pippin.api.dialects.shared_options import read_options
 from pippin.api.fields.anthropic import COUNT_TOKENS, EFFORTS, MESSAGES
 from pippin.api.model_info import RequestRules
-from pippin.api.requests.body import Body, shown
+from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import ChatRequest, ToolUse
 from pippin.api.requests.tools import (
     DeclaredTool,
     ToolChoice,
     function_tool,
+    is_left_out,
     tool_bodies,
     tool_use,
 )
@@ -32,7 +33,7 @@ def parse_message_request(
     fields: Any, rules: RequestRules, *, counts_only: bool = False
 ) -> ChatRequest:
     """A request for a reply; or, if it is only to be counted, for the length of its prompt."""
-    body = Body(fields)
+    body = rules.body(fields)
     (COUNT_TOKENS if counts_only else MESSAGES).check(body, rules)
     _check_edits(body)
     options = read_options(_openai_body(body), rules)
@@ -47,6 +48,7 @@ def parse_message_request(
         tool_use=_tools(body),
         reasoning_effort=_effort(body),
         effort_field="output_config.effort" if body.has("output_config") else "thinking",
+        leniency=body.leniency,
     )
 
 
@@ -54,7 +56,8 @@ def _openai_body(body: Body) -> Body:
     """The fields that are OpenAI's too, by their names there."""
     fields = {field: body.get(field) for field in (*_SAME_FIELDS, "cache_salt")}
     schema = _schema(body)
-    return Body({**fields, "stop": body.get("stop_sequences"), "json_schema": schema})
+    stop = body.get("stop_sequences")
+    return body.renamed({**fields, "stop": stop, "json_schema": schema})
 
 
 def _schema(body: Body) -> dict[str, Any] | None:
@@ -70,11 +73,10 @@ def _schema(body: Body) -> dict[str, Any] | None:
 
 
 def _check_edits(body: Body) -> None:
-    """A conversation is not edited: an edit that would change nothing is accepted."""
+    """A conversation is not edited; it is kept whole."""
     management = body.object("context_management") or Body({})
     if management.get("edits") not in (None, [], [_KEEP_ALL_THINKING]):
-        accepted = f"only {shown([_KEEP_ALL_THINKING])} is accepted"
-        raise management.unsupported("edits", f"contexts are not edited ({accepted})")
+        management.ignore("edits", "contexts are not edited")
 
 
 def _effort(body: Body) -> str | None:
@@ -88,7 +90,8 @@ def _effort(body: Body) -> str | None:
 
 
 def _tools(body: Body) -> ToolUse:
-    tools = [_tool(tool) for tool in tool_bodies(body)]
+    given_tools = [tool for tool in tool_bodies(body) if not _is_left_out(tool)]
+    tools = [_tool(tool) for tool in given_tools]
     choice, parallel = ToolChoice(), True
     if (given := body.object("tool_choice")) is not None:
         kind = given.one_of("type", ("auto", "any", "tool", "none"))
@@ -101,9 +104,11 @@ def _tools(body: Body) -> ToolUse:
     return replace(use, parallel=use.parallel and parallel)
 
 
+def _is_left_out(tool: Body) -> bool:
+    return tool.has("type") and is_left_out(tool, ("custom",))
+
+
 def _tool(tool: Body) -> DeclaredTool:
-    if tool.get("type") not in (None, "custom"):
-        raise tool.unsupported("type", "only functions of your own are supported")
-    tool.check_known(_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
+    tool.ignore_unknown(_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
     tool.require("input_schema")
     return function_tool(tool, "input_schema")

@@ -25,7 +25,6 @@ FindItems = Callable[[list[str]], Mapping[str, Item]]  # by their ids, among tho
 _ROLES = ("system", "developer", "user", "assistant")
 _REFERENCE = "item_reference"
 _TEXTS = ("content", "reasoning_content")  # of a message
-_TEXT_PARTS = ("input_text", "output_text", "text")
 _IGNORED = {"id", "status", "annotations", "logprobs", "phase"}  # as replies carry them
 _PREFIXES = {
     "message": "msg",
@@ -52,22 +51,22 @@ def read_items(body: Body, find_items: FindItems, max_bytes: int) -> list[Item]:
     return [_whole_item(item, stored) for item in bodies]
 
 
-def messages_of(
-    instructions: str | None, before: Sequence[Item], items: Sequence[Item]
-) -> list[Message]:
+def messages_of(body: Body, before: Sequence[Item], items: Sequence[Item]) -> list[Message]:
     """A conversation. Items `before` it were checked when they were sent."""
     check_count([*before, *items], MAX_MESSAGES, "input", "items, with previous ones,")
     messages: list[Message] = []
-    if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
+    if body.has("instructions"):
+        messages.append({"role": "system", "content": body.get("instructions")})
     for name, part in (("previous", before), ("input", items)):
         for number, item in enumerate(part):
-            _add(Body(item, f"{name}[{number}]"), messages)
+            _add(Body(item, f"{name}[{number}]", body.leniency), messages)
+    if not messages:
+        raise body.error("input", "has no item that a model can be shown")
     return [_joined(message) for message in messages]
 
 
 def _reference(item: Body) -> str:
-    item.check_known({"type", "id"})
+    item.ignore_unknown({"type", "id"})
     return item.required_string("id")
 
 
@@ -117,17 +116,19 @@ def _add(item: Body, messages: list[Message]) -> None:
         case "function_call" | "custom_tool_call":
             _turn(messages).setdefault("tool_calls", []).append(_call(item))
         case "function_call_output" | "custom_tool_call_output":
-            item.check_known({"type", "call_id", "output", *_IGNORED})
+            item.ignore_unknown({"type", "call_id", "output", *_IGNORED})
             call_id = item.required_string("call_id")
             content = _text(item, "output")
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         case _:
-            kinds = f"the types {', '.join(_PREFIXES)} and {_REFERENCE}"
-            raise item.unsupported("type", f"{kinds} are supported")
+            if item.is_foreign("type", (*_PREFIXES, _REFERENCE)):  # of a tool that OpenAI runs
+                name = f"{item.path.partition('[')[0]}[].type"
+                why = "this server runs no tools"
+                item.leniency.ignore(name, why, item.required_string("type"))
 
 
 def _add_message(item: Body, messages: list[Message]) -> None:
-    item.check_known({"type", "role", "content", *_IGNORED})
+    item.ignore_unknown({"type", "role", "content", *_IGNORED})
     item.require("role")
     role = item.one_of("role", _ROLES)
     text = _text(item, "content")
@@ -151,12 +152,12 @@ def _joined(message: Message) -> Message:
 
 def _text(item: Body, field: str) -> str:
     item.require(field)
-    return "".join(texts_of(item, field, _TEXT_PARTS, _IGNORED))
+    return "".join(texts_of(item, field))
 
 
 def _call(item: Body) -> Message:
     text_field = "input" if item.get("type") == "custom_tool_call" else "arguments"
-    item.check_known({"type", "call_id", "name", text_field, "namespace", *_IGNORED})
+    item.ignore_unknown({"type", "call_id", "name", text_field, "namespace", *_IGNORED})
     id, name = item.required_string("call_id"), item.required_string("name")
     if text_field == "input":
         arguments = arguments_of(item.string(text_field, ""))
@@ -169,6 +170,6 @@ def _call(item: Body) -> Message:
 
 def _reasoning(item: Body) -> str:
     """As this server sent it. What another server encrypted cannot be read."""
-    item.check_known({"type", "summary", "content", "encrypted_content", *_IGNORED})
+    item.ignore_unknown({"type", "summary", "content", "encrypted_content", *_IGNORED})
     parts = item.objects("content") if item.get("content") else []
     return "".join(part.string("text", "") for part in parts)

@@ -32,14 +32,14 @@ class ResponsesRequest:
 def parse_responses_request(
     fields: Any, rules: RequestRules, stored: ResponseStore
 ) -> ResponsesRequest:
-    body = Body(fields)
+    body = rules.body(fields)
     RESPONSES.check(body, rules)
     return _read_request(body, rules, stored)
 
 
 def parse_counted_request(fields: Any, rules: RequestRules, stored: ResponseStore) -> ChatRequest:
     """A request whose prompt is only to be counted."""
-    body = Body(fields)
+    body = rules.body(fields)
     INPUT_TOKENS.check(body, rules)
     return _read_request(body, rules, stored).chat
 
@@ -47,7 +47,8 @@ def parse_counted_request(fields: Any, rules: RequestRules, stored: ResponseStor
 def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> ResponsesRequest:
     store = body.get("store", stored.enabled)
     if store and not stored.enabled:
-        raise body.unsupported("store", "this server stores no responses (--stored-responses)")
+        body.ignore("store", "this server stores no responses (--stored-responses)")
+        store = False
     options = read_options(_openai_body(body), rules, max_tokens_field="max_output_tokens")
     previous_id = body.get("previous_response_id")
     previous = None if previous_id is None else stored.previous(previous_id)
@@ -55,11 +56,12 @@ def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> Res
     before = [] if previous is None else previous.items()
     chat = ChatRequest(
         options=options,
-        messages=messages_of(body.get("instructions"), before, items),
+        messages=messages_of(body, before, items),
         tool_use=read_responses_tools(body),
         reasoning_effort=body.get("reasoning", {}).get("effort"),
         messages_field="input",
         effort_field="reasoning.effort",
+        leniency=body.leniency,
     )
     echo = {
         "instructions": body.get("instructions"),
@@ -85,7 +87,7 @@ def _openai_body(body: Body) -> Body:
     text = body.object("text") or Body({})
     if (format := text.object("format")) is not None:
         fields["response_format"] = _response_format(format)
-    return Body(fields)
+    return body.renamed(fields)
 
 
 def _response_format(format: Body) -> dict[str, Any]:

@@ -1,0 +1,327 @@
+"""What cannot change a reply is ignored and reported; pictures and files have a text in their place.
+
+In every dialect, and with --strict-fields and --images refuse not so.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import struct
+from typing import Any
+
+import httpx
+import pytest
+from qwen35_server import prompt_text, says, serving_qwen
+from scripted_engine import MODEL, TEXT, ScriptedEngine, say, serving
+
+from pippin.api.dialects.chat_completions import parse_chat
+from pippin.api.dialects.messages.message_request import parse_message_request
+from pippin.api.dialects.responses.response_request import parse_responses_request
+from pippin.api.dialects.responses.response_store import ResponseStore
+from pippin.api.http.request_log import IGNORED_HEADER
+from pippin.api.jobs.prepare import prepare_chat
+from pippin.api.model_info import RequestRules
+from pippin.api.requests.image_size import describe_image
+from pippin.api.requests.leniency import MAX_HEADER_CHARS, Leniency
+from pippin.api.requests.neutral_request import ChatRequest
+from pippin.config import LimitsConfig, ServerConfig
+from pippin.errors import RequestError, UnsupportedField
+
+USER = {"role": "user", "content": "Hi."}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+PNG = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", 640, 480) + b"\x08" * 20
+PNG_DATA = base64.b64encode(PNG).decode()
+PNG_URL = f"data:image/png;base64,{PNG_DATA}"
+
+
+def rules(**options: bool) -> RequestRules:
+    return RequestRules(MODEL, TEXT.defaults, LimitsConfig(), **options)
+
+
+def chat(fields: dict[str, Any], **options: bool) -> ChatRequest:
+    return parse_chat({"model": "stories", "messages": [USER]} | fields, rules(**options))
+
+
+def responses(fields: dict[str, Any], **options: bool) -> ChatRequest:
+    body = {"model": "stories", "input": "Hi."} | fields
+    return parse_responses_request(body, rules(**options), ResponseStore(10, 10_000)).chat
+
+
+def messages(fields: dict[str, Any], **options: bool) -> ChatRequest:
+    body = {"model": "stories", "messages": [USER], "max_tokens": 9} | fields
+    return parse_message_request(body, rules(**options))
+
+
+REPORTED = [
+    (chat, {"store": True, "service_tier": "flex", "verbosity": "low"}),
+    (chat, {"keep_alive": "5m", "num_ctx": 4096, "skip_special_tokens": False}),
+    (chat, {"provider": {"order": ["a"]}, "prediction": {"type": "content", "content": "x"}}),
+    (responses, {"truncation": "auto", "service_tier": "priority", "max_tool_calls": 3}),
+    (messages, {"container": "c", "service_tier": "x", "mcp_servers": [{"url": "http://x"}]}),
+]
+
+
+@pytest.mark.parametrize(("read", "fields"), REPORTED)
+def test_what_cannot_change_a_reply_is_ignored_and_reported(read: Any, fields: Any) -> None:
+    assert set(read(fields).leniency.header().split(", ")) == set(fields)
+    with pytest.raises(UnsupportedField, match="--strict-fields") as info:
+        read(fields, strict_fields=True)
+    assert info.value.param in fields
+
+
+def test_neutral_values_are_not_reported() -> None:
+    fields = {"store": False, "service_tier": "auto", "verbosity": "medium", "keep_alive": None}
+    assert chat(fields, strict_fields=True).leniency.header() == ""
+
+
+VENDORS_TOOLS = [
+    (chat, {"tools": [FUNCTION, {"type": "web_search"}]}, "tools[1] (web_search)"),
+    (
+        responses,
+        {"tools": [{"type": "mcp", "server_label": "x"}, {"type": "function", "name": "f"}]},
+        "tools[0] (mcp)",
+    ),
+    (
+        messages,
+        {
+            "tools": [
+                {"type": "web_search_20250305", "name": "w"},
+                {"name": "f", "input_schema": {}},
+            ]
+        },
+        "tools[0] (web_search_20250305)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("read", "fields", "reported"), VENDORS_TOOLS)
+def test_tools_that_only_a_vendor_runs_are_left_out(read: Any, fields: Any, reported: str) -> None:
+    request = read(fields)
+    assert [tool["function"]["name"] for tool in request.tool_use.tools] == ["f"]
+    assert request.leniency.header() == reported
+    with pytest.raises(UnsupportedField, match="runs no tools"):
+        read(fields, strict_fields=True)
+
+
+def test_a_call_of_a_tool_that_was_left_out_cannot_be_required() -> None:
+    search = {"tools": [{"type": "web_search"}]}
+    with pytest.raises(RequestError, match="tools is empty"):
+        chat(search | {"tool_choice": "required"})
+    with pytest.raises(RequestError, match="web_search"):
+        responses(search | {"tool_choice": {"type": "web_search"}})
+
+
+def test_unknown_fields_of_a_replayed_message_are_ignored() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": "{}", "x": 1}, "extra_content": {}}
+    replayed = {"role": "assistant", "content": "Yes.", "provider_specific_fields": {"a": 1}}
+    replayed |= {"reasoning_details": [1], "audio": {"id": "a"}, "tool_calls": [call]}
+    request = chat({"messages": [USER, replayed, replayed | {"role": "assistant"}]})
+    assert request.messages[1]["content"] == "Yes."
+    assert request.leniency.header() == (
+        "messages[].provider_specific_fields, messages[].reasoning_details, messages[].audio, "
+        "messages[].tool_calls[].extra_content, messages[].tool_calls[].function.x"
+    )
+
+
+def test_items_and_blocks_of_other_servers_tools_are_ignored() -> None:
+    search = {"type": "web_search_call", "id": "w", "status": "completed", "action": {}}
+    request = responses({"input": [USER | {"extra": 1}, search]})
+    assert [message["content"] for message in request.messages] == ["Hi."]
+    assert request.leniency.header() == "input[].extra, input[].type (web_search_call)"
+    with pytest.raises(RequestError, match="no item"):
+        responses({"input": [search]})
+    used = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
+    reply = {"role": "assistant", "content": [used, {"type": "text", "text": "It is."}]}
+    request = messages({"messages": [USER, reply, USER]})
+    assert request.messages[1] == {"role": "assistant", "content": "It is."}
+    assert "server_tool_use" in request.leniency.header()
+
+
+def test_other_servers_names_of_our_fields_are_honoured() -> None:
+    params = chat({"repeat_penalty": 1.5, "guided_json": {"type": "null"}}).options.params
+    assert (params.repetition_penalty, params.json_schema) == (1.5, '{"type": "null"}')
+    structured = {"structured_outputs": {"choice": ["a+b", "c d"]}}
+    assert chat(structured).options.params.regex == r"a\x2bb|c\x20d"
+    assert chat({"structured_outputs": {"regex": "[ab]"}}).options.params.regex == "[ab]"
+    with pytest.raises(RequestError, match="repeat_penalty are the same"):
+        chat({"repeat_penalty": 1.5, "repetition_penalty": 1.2})
+
+
+@pytest.mark.parametrize(
+    ("fields", "effort"),
+    [
+        ({"enable_thinking": False}, "none"),
+        ({"enable_thinking": True}, "medium"),
+        ({"thinking": {"type": "disabled"}}, "none"),
+        ({"thinking": False}, "none"),
+        ({"thinking": {"type": "auto"}}, None),
+        ({"reasoning": {"effort": "high"}}, "high"),
+        ({"reasoning": {"enabled": False}}, "none"),
+        ({"reasoning_effort": "low", "enable_thinking": False}, "low"),
+    ],
+)
+def test_other_servers_switches_of_reasoning_are_ours(fields: Any, effort: str | None) -> None:
+    assert chat(fields).reasoning_effort == effort
+
+
+@pytest.mark.parametrize(
+    ("read", "fields", "reported"),
+    [
+        (chat, {"reasoning_effort": "high"}, "reasoning_effort (high)"),
+        (responses, {"reasoning": {"effort": "low"}}, "reasoning.effort (low)"),
+        (messages, {"output_config": {"effort": "high"}}, "output_config.effort (high)"),
+    ],
+)
+def test_an_effort_without_a_switch_is_ignored(read: Any, fields: Any, reported: str) -> None:
+    assert prepare_chat(read(fields), TEXT, MODEL).leniency.header() == reported
+    with pytest.raises(UnsupportedField, match="no switch"):
+        prepare_chat(read(fields, strict_fields=True), TEXT, MODEL)
+
+
+IMAGES = [
+    (chat, "messages", {"type": "image_url", "image_url": {"url": PNG_URL}}),
+    (responses, "input", {"type": "input_image", "image_url": PNG_URL}),
+    (
+        messages,
+        "messages",
+        {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": PNG_DATA},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("read", "field", "part"), IMAGES)
+def test_a_picture_has_a_text_in_its_place(read: Any, field: str, part: Any) -> None:
+    fields = {field: [{"role": "user", "content": [part]}]}
+    request = read(fields)
+    assert request.messages[-1]["content"] == "[image: 640x480 PNG omitted]"
+    assert request.leniency.header() == f"{field}[].content[] ({part['type']})"
+    with pytest.raises(UnsupportedField, match="--images refuse"):
+        read(fields, refuses_images=True)
+
+
+def test_a_picture_in_a_tools_result_has_a_text_in_its_place() -> None:
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [IMAGES[2][2]]}
+    request = messages({"messages": [USER, {"role": "user", "content": [result]}]})
+    assert request.messages[-1]["content"] == "[image: 640x480 PNG omitted]"
+    output = {"type": "function_call_output", "call_id": "1", "output": [IMAGES[1][2]]}
+    assert responses({"input": [USER, output]}).messages[-1]["content"].startswith("[image: 640")
+    result = {"role": "tool", "tool_call_id": "1", "content": [IMAGES[0][2]]}
+    assert chat({"messages": [USER, result]}).messages[-1]["content"].startswith("[image: 640")
+
+
+def document(source: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"type": "document", "source": source, **fields}
+
+
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+NOTE = base64.b64encode(b"A note.").decode()
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://a/b.png"}}, "[image omitted: http://a/b.png]"),
+        ({"type": "image_url", "image_url": "http://a/" + "b" * 500}, f"[image omitted: http://a/{'b' * 190}…]"),
+        ({"type": "image_url", "image_url": {"url": "data:image/heic;base64,AAAA"}}, "[image: HEIC omitted]"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,é"}}, "[image: PNG omitted]"),
+        ({"type": "image"}, "[image omitted]"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "[audio omitted]"),
+        ({"type": "file", "file": {"filename": "a.pdf", "file_data": "JVBERi0="}}, "[file omitted: a.pdf]"),
+        ({"type": "input_file", "filename": "a.pdf", "file_id": "f-1"}, "[file omitted: a.pdf]"),
+        ({"type": "input_file", "file_id": "f-1"}, "[file omitted: f-1]"),
+        (document(PDF, title="Report"), "[document omitted: Report]"),
+        (document({"type": "text", "media_type": "text/plain", "data": "Plain."}, title="T"), "T\nPlain."),
+        (document({"type": "content", "content": [{"type": "text", "text": "In."}]}), "In."),
+        ({"type": "file", "file": {"filename": "n.txt", "file_data": f"data:text/plain;base64,{NOTE}"}}, "n.txt\nA note."),
+        ({"type": "search_result", "source": "http://s", "title": "S", "content": [{"type": "text", "text": "Found."}]}, "S\nhttp://s\nFound."),
+        ({"type": "refusal", "refusal": "No."}, "No."),
+    ],
+)  # fmt: skip
+def test_files_become_their_text_or_their_name(part: dict[str, Any], text: str) -> None:
+    request = chat({"messages": [{"role": "user", "content": [part]}]})
+    assert request.messages[0]["content"] == text
+
+
+def jpeg(*segments: bytes) -> bytes:
+    return b"\xff\xd8" + b"".join(segments) + b"\xff\xd9" + b"\x00" * 9
+
+
+SOF = b"\xff\xc0" + struct.pack(">HBHH", 17, 8, 480, 640) + b"\x00" * 10
+PREVIEW = b"\xff\xc0" + struct.pack(">HBHH", 17, 8, 1, 1)
+EXIF = b"\xff\xe1" + struct.pack(">H", 2 + len(PREVIEW)) + PREVIEW
+
+
+@pytest.mark.parametrize(
+    ("data", "described"),
+    [
+        (PNG, "640x480 PNG"),
+        (b"GIF89a" + struct.pack("<HH", 640, 480), "640x480 GIF"),
+        (jpeg(EXIF, SOF), "640x480 JPEG"),
+        (jpeg(b"\xff\xe1\x00\x02" * 50_000, SOF), "JPEG"),
+        (jpeg(), "JPEG"),
+        (b"RIFF\0\0\0\0WEBPVP8 " + b"\0" * 10 + struct.pack("<HH", 640, 480), "640x480 WebP"),
+        (b"RIFF\0\0\0\0WEBPVP8L\0\0\0\0\x2f" + struct.pack("<I", 639 | 479 << 14), "640x480 WebP"),
+        (b"RIFF\0\0\0\0WEBPVP8X" + b"\0" * 8 + b"\x7f\x02\0\xdf\x01\0", "640x480 WebP"),
+        (PNG[:18], ""),
+        (b"BM", ""),
+    ],
+)
+def test_the_size_of_a_picture_is_in_its_first_bytes(data: bytes, described: str) -> None:
+    assert describe_image(base64.b64encode(data).decode()) == described
+
+
+@pytest.mark.parametrize("kind", ["texts", "Image", "a b", "x" * 65, 7, None])
+def test_a_part_of_no_type_is_refused(kind: Any) -> None:
+    with pytest.raises(RequestError) as info:
+        chat({"messages": [{"role": "user", "content": [{"type": kind, "text": "a"}]}]})
+    assert info.value.param == "messages[0].content[0].type"
+
+
+def test_the_header_is_bounded_and_plain() -> None:
+    leniency = Leniency()
+    for number in range(100_000):
+        leniency.ignore(f"messages[].{number}é\r\nx: y, z" + "x" * 1000, "why")
+    header = leniency.header()
+    assert len(header) <= MAX_HEADER_CHARS
+    assert header.isascii() and header.isprintable() and header.endswith(", ...")
+    assert header.startswith("messages[].0???x??y??z")
+
+
+def test_the_response_and_the_log_say_what_was_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    asked = {"model": "stories", "messages": [USER | {"a\nb": 1}], "store": True}
+    with serving(ScriptedEngine(say("Hi."), say("Hi."), say("Hi."))) as url:
+        caplog.set_level(logging.DEBUG, "pippin.requests")
+        for more in ({}, {"stream": True}):
+            reply = httpx.post(f"{url}/v1/chat/completions", json=asked | more)
+            assert reply.headers[IGNORED_HEADER] == "store, messages[].a?b"
+        plain = httpx.post(
+            f"{url}/v1/chat/completions", json=asked | {"store": None, "messages": [USER]}
+        )
+        assert IGNORED_HEADER not in plain.headers
+        counted = {"model": "stories", "messages": [USER], "container": "c"}
+        counts = httpx.post(f"{url}/v1/messages/count_tokens", json=counted)
+        assert counts.headers[IGNORED_HEADER] == "container"
+    assert "ignored store, messages[].a?b" in caplog.text
+
+
+def test_options_of_the_server_refuse_instead() -> None:
+    config = ServerConfig(strict_fields=True, images="refuse")
+    with serving(ScriptedEngine(), config) as url:
+        for more in ({"store": True}, {"messages": [{"role": "user", "content": [IMAGES[0][2]]}]}):
+            asked = {"model": "stories", "messages": [USER]} | more
+            assert httpx.post(f"{url}/v1/chat/completions", json=asked).status_code == 400
+
+
+def test_a_session_goes_on_after_a_screenshot() -> None:
+    with serving_qwen(says("I see.")) as (url, engine):
+        shot = {"role": "user", "content": [{"type": "text", "text": "Look: "}, IMAGES[0][2]]}
+        asked = {
+            "model": "qwen3.5",
+            "messages": [shot, {"role": "assistant", "content": "So."}, USER],
+        }
+        httpx.post(f"{url}/v1/chat/completions", json=asked).raise_for_status()
+    assert "Look: [image: 640x480 PNG omitted]" in prompt_text(engine)
