@@ -1,7 +1,7 @@
 """Writes the tables of request fields in docs/ from the tables that requests are checked with.
 
-A table is the one behind a line `<!-- fields: NAME -->` (honoured) or `<!-- refused: NAME -->`. Of
-honoured fields the last column is written by hand: it is kept, and is empty for a new field.
+A table is the one behind a line `<!-- fields: NAME -->` (honoured), `<!-- ignored: NAME -->` or
+`<!-- refused: NAME -->`. Of honoured fields the last column is written by hand: it is kept, and is empty for a new field.
 
     python tools/field_tables.py
 """
@@ -15,7 +15,7 @@ import msgspec
 
 from pippin.api.fields import anthropic, openai, scoring, shared, tokens
 from pippin.api.fields.value_kinds import ValueKind
-from pippin.api.fields.table import FieldTable, Refusal
+from pippin.api.fields.table import FieldTable, Unused
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.config import LimitsConfig
 from pippin.text.bundle import SamplingDefaults
@@ -35,7 +35,7 @@ TABLES = {
     "tokenize": tokens.TOKENIZE,
     "detokenize": tokens.DETOKENIZE,
 }
-MARKED = re.compile(r"<!-- (fields|refused): (\w+) -->\n((?:\|.*\n)*)")
+MARKED = re.compile(r"<!-- (fields|ignored|refused): (\w+) -->\n((?:\|.*\n)*)")
 SHARED_LINK = "api.md#fields-of-both-endpoints"
 
 
@@ -45,7 +45,7 @@ def rewritten(text: str) -> str:
 
 
 def _table(answer: str, name: str, old: str) -> str:
-    rows = _refused(name) if answer == "refused" else _honoured(name, old)
+    rows = _honoured(name, old) if answer == "fields" else _unused(name, answer)
     return "\n".join([f"<!-- {answer}: {name} -->", *rows]) + "\n"
 
 
@@ -72,10 +72,11 @@ def _is_shared(name: str, kind: ValueKind) -> bool:
     return shared.GENERATION.get(name) is kind
 
 
-def _refused(name: str) -> list[str]:
-    rows = ["| field | why | accepted |", "|---|---|---|"]
+def _unused(name: str, answer: str) -> list[str]:
+    column = "accepted" if answer == "refused" else "not reported"
+    rows = [f"| field | why | {column} |", "|---|---|---|"]
     for field, kind in TABLES[name].fields.items():
-        if isinstance(kind, Refusal):
+        if isinstance(kind, Unused) and kind.answer == answer:
             accepted = ", ".join(f"`{msgspec.json.encode(v).decode()}`" for v in kind.neutral)
             rows.append(f"| `{field}` | {kind.text} | {accepted} |".replace("|  |", "| |"))
     return rows
