@@ -13,10 +13,22 @@ from pippin.text.parsers.syntax import (
     BareKeyArguments,
     CallSyntax,
     JsonArguments,
+    KeywordArguments,
     TaggedArguments,
 )
 
 Call = tuple[str, dict[str, Any]]
+JSON_TYPES = {
+    str: "string",
+    int: "number",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+# Calls that can be told from content only at the beginning of a reply.
+WITHOUT_A_MARK = ("llama3", "pythonic")
 
 TOOLS = [
     {
@@ -74,11 +86,14 @@ def write_arguments(kind: Any, arguments: dict[str, Any]) -> str:
     match kind:
         case JsonArguments():
             return json.dumps(arguments, ensure_ascii=False)
-        case TaggedArguments(before_key, before_value, after_value):
+        case TaggedArguments(before_key, _, after_value):
             return "".join(
-                before_key + key + before_value + _bare(value) + after_value
+                before_key + key + kind.before(JSON_TYPES[type(value)]) + _bare(value) + after_value
                 for key, value in arguments.items()
             )
+        case KeywordArguments():
+            items = arguments.items()
+            return ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in items)
         case BareKeyArguments(quote):
             return _with_bare_keys(arguments, quote)
     raise AssertionError(kind)
@@ -132,7 +147,7 @@ class Maker:
         """Calls, perhaps with text before and after them."""
         calls = [self.call() for _ in range(self.random.randint(1, 3))]
         text = write_calls(self.syntax, calls)
-        if self.format == "llama3":  # a bare object is a call at the beginning only
+        if self.format in WITHOUT_A_MARK:
             return Example(text, calls)
         before = self.random.choice(["", *WORDS])
         after = "" if self.format == "harmony" else self.random.choice(["", *WORDS])

@@ -63,6 +63,7 @@ class TextBundle:
                 "" if chat is None else chat.tool_source,
                 tools=tool_parser,
                 reasoning=reasoning_parser,
+                tokens={tokenizer.token_text(id) for id in tokenizer.added_ids},
             ),
             reranker=Reranker.detect(model_dir, tokenizer),
         )

@@ -59,16 +59,20 @@ class Lexer:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._record_from: int | None = None
+        self._looking_from: int | None = None  # where a look ahead began that takes nothing
+        self._record: list[str] | None = None  # what was taken and is no longer in `_text`
+        self._record_from = 0
         self._closed = False
 
     def feed(self, text: str) -> None:
-        keep = self._at if self._record_from is None else self._record_from
-        if keep:
-            self._text = self._text[keep:]
-            self._at -= keep
-            self._record_from = None if self._record_from is None else 0
-        self._text += text
+        """Costs no more for a long record: only what was not taken is copied."""
+        keep = self._at if self._looking_from is None else self._looking_from
+        if self._record is not None:
+            self._record.append(self._text[self._record_from : keep])
+            self._record_from = 0
+        self._text = self._text[keep:] + text
+        self._at -= keep
+        self._looking_from = None if self._looking_from is None else 0
 
     def close(self) -> None:
         """No more text will come."""
@@ -82,13 +86,13 @@ class Lexer:
     # ---- text that was taken, kept in case it is no call ------------------------------------
 
     def record(self) -> None:
-        self._record_from = self._at
+        self._record, self._record_from = [], self._at
 
     def recorded(self) -> str:
         """All that was taken since `record()`, which ends here."""
-        assert self._record_from is not None
-        text = self._text[self._record_from : self._at]
-        self._record_from = None
+        assert self._record is not None
+        text = "".join(self._record) + self._text[self._record_from : self._at]
+        self._record = None
         return text
 
     # ---- readers ---------------------------------------------------------------------------
@@ -174,19 +178,13 @@ class Lexer:
         """
         if not (yield from self.is_next(mark)):
             return False
-        was_recording = self._record_from is not None
-        if not was_recording:
-            self.record()  # so that `feed` keeps what must be read again
-        assert self._record_from is not None
-        num_taken = self._at - self._record_from
+        self._looking_from = self._at  # `feed` keeps what must be read again
         self._at += len(mark)
         yield from self.space()
         found = yield from self.ended()
         for next_mark in nexts:
             found = found or (yield from self.is_next(next_mark))
-        self._at = self._record_from + num_taken
-        if not was_recording:
-            self._record_from = None
+        self._at, self._looking_from = self._looking_from, None
         return found
 
     def _has(self, num: int) -> Steps[bool]:

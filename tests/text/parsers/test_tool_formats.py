@@ -340,7 +340,12 @@ def test_calls_are_those_that_mlx_lm_finds(format: str) -> None:
 @pytest.mark.parametrize("format", TOOL_FORMATS)
 def test_a_template_that_writes_calls_in_a_format_is_known_by_them(format: str) -> None:
     calls = write_calls(TOOL_FORMATS[format].parser.syntax, [WEATHER])
-    header = {"llama3": "<|start_header_id|>", "harmony": "<|start|>"}.get(format, "")
+    headers = {
+        "llama3": "<|start_header_id|>",
+        "harmony": "<|start|>",
+        "pythonic": "Use [func_name1(params_name1=params_value1)].",
+    }
+    header = headers.get(format, "")
     assert ReplyFormats.choose(header + calls).tools == format
 
 

@@ -103,13 +103,16 @@ class CallParser(LexedParser):
 
     syntax: ClassVar[CallSyntax]
     begins: ClassVar[tuple[str, ...]]  # a call begins with one of them
+    ends: ClassVar[tuple[str, ...]] = ()  # a call ends with one of them
     section: ClassVar[tuple[str, str] | None] = None
     other_marks: ClassVar[tuple[str, ...]] = ()
     ends_reasoning = False  # whether its first mark, a special token, also ends open reasoning
 
     def __init__(self, tools: Sequence[Tool] = (), new_id: Callable[[], str] | None = None) -> None:
         self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self.marks = frozenset({*self.begins, *(self.section or ()), *self.other_marks})
+        self.marks = frozenset(
+            {*self.begins, *self.ends, *(self.section or ()), *self.other_marks}
+        )
         super().__init__(new_id or self.random_id)
 
     @property

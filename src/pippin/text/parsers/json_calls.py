@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NoReturn
 from pippin.text.lexer import Malformed, Marks, Steps
 from pippin.text.parsers.base import CallParser, LexedParser, Tool
 
-ARGUMENTS_KEYS = ("arguments", "parameters")
 # Models write line breaks into strings as they are; JSON wants them escaped.
 _CONTROLS = {code: json.dumps(chr(code))[1:-1] for code in range(0x20)}
 
@@ -118,7 +117,8 @@ class JsonReader:
 class JsonCallParser(CallParser):
     """Formats whose calls, or at least their arguments, are JSON objects."""
 
-    ends: ClassVar[tuple[str, ...]] = ()  # a call ends with one of them
+    name_keys: ClassVar[tuple[str, ...]] = ("name",)
+    arguments_keys: ClassVar[tuple[str, ...]] = ("arguments", "parameters")
     next_marks: ClassVar[tuple[str, ...]] = ()  # what may follow then, but for white space
 
     def __init__(self, tools: Sequence[Tool] = (), new_id: Callable[[], str] | None = None) -> None:
@@ -140,15 +140,15 @@ class JsonCallParser(CallParser):
             yield from self.lexer.space()
             yield from self.lexer.expect(":")
             yield from self.lexer.space()
-            if key == "name":
+            if key in self.name_keys:
                 name = yield from self.json.string()
                 self.check_name(name)
-            elif key in ARGUMENTS_KEYS and name is not None and held is None and not is_called:
+            elif key in self.arguments_keys and name is not None and held is None and not is_called:
                 yield from self.json.call_arguments(name)
                 is_called = True
-            elif key in ARGUMENTS_KEYS and held is None and not is_called:
+            elif key in self.arguments_keys and held is None and not is_called:
                 held = yield from self.json.value()
-            elif key in ARGUMENTS_KEYS or not (other_keys is None or key in other_keys):
+            elif key in self.arguments_keys or not (other_keys is None or key in other_keys):
                 raise Malformed
             else:
                 yield from self.json.value()

@@ -1,7 +1,8 @@
 """Separates reasoning, which stands between two marks, from the reply. Knows no tool calls.
 
 A chat template may open the reasoning, or open and close it, at the end of the prompt: then the
-reply begins inside of it, or behind it.
+reply begins inside of it, or behind it. Some families also put marks around the answer: these are
+dropped.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pippin.text.lexer import Lexer, Marks, Steps
+from pippin.text.lexer import Lexer, Malformed, Marks, Steps
 from pippin.text.parsers.base import ReplyParser
 from pippin.text.pieces import Reasoning, TextPiece, joined
 
@@ -18,6 +19,10 @@ from pippin.text.pieces import Reasoning, TextPiece, joined
 class ReasoningMarks:
     begin: str
     end: str
+    # What an answer begins with: a mark, and where the rest of it differs, the mark that ends it.
+    headers: tuple[tuple[str, str], ...] = ()
+    trailers: tuple[str, ...] = ()  # what it ends with
+    is_assembled: bool = False  # the template has no mark whole: it builds them from special tokens
 
     def is_open_after(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(self.begin)
@@ -25,6 +30,13 @@ class ReasoningMarks:
     def last_in(self, begun: str) -> str:
         """The mark that counts at the end of a partial reply; without any, it does not reason."""
         return self.begin if begun.rfind(self.begin) > begun.rfind(self.end) else self.end
+
+    def are_in(self, template: str) -> bool:
+        """Whether a chat template writes them."""
+        if self.is_assembled:
+            tokens = self.begin.split("think")
+            return all(token in template for token in tokens)
+        return self.end in template and all(header.strip() in template for header, _ in self.headers)
 
 
 class ReasoningParser(ReplyParser):
@@ -41,8 +53,15 @@ class ReasoningParser(ReplyParser):
         *,
         is_open: bool = False,
         other_ends: Sequence[str] = (),
+        call_marks: Sequence[str] = (),
     ) -> None:
-        self.marks = frozenset({marks.begin, marks.end, *other_ends, *rest.marks})
+        headers = [mark for header in marks.headers for mark in header if mark]
+        self.marks = frozenset(
+            {marks.begin, marks.end, *headers, *marks.trailers, *other_ends, *rest.marks}
+        )
+        self._headers, self._trailers = marks.headers, marks.trailers
+        # A trailer is one only before these, or the end: arguments may hold it as text.
+        self._after_trailer = (*(header for header, _ in marks.headers), *marks.trailers, *call_marks)
         self._begin, self._end = marks.begin, marks.end
         self._ends = Marks.of(marks.end, *other_ends)
         self._rest = rest
@@ -77,9 +96,16 @@ class ReasoningParser(ReplyParser):
             yield from self._lexer.space()
             yield from self._read_reasoning()
         else:
-            self._pieces += self._rest.feed(space)
-        while text := (yield from self._lexer.text_before(_NO_MARKS)):
-            self._pieces += self._rest.feed(text)
+            self._feed_rest(space)
+        yield from self._read_header()
+        trailers = Marks.of(*self._trailers)
+        while not (yield from self._lexer.ended()):
+            if text := (yield from self._lexer.text_before(trailers)):
+                self._feed_rest(text)
+            elif not (yield from self._read_trailer()):
+                self._feed_rest((yield from self._lexer.char()))
+        self._pieces += self._rest.feed(self._space)
+        self._space = ""
 
     def _read_reasoning(self) -> Steps[None]:
         self.in_reasoning = True
@@ -94,5 +120,39 @@ class ReasoningParser(ReplyParser):
         if (yield from self._lexer.accept(self._end)):
             yield from self._lexer.space()
 
+    def _read_header(self) -> Steps[None]:
+        """Drop what opens an answer. A header that never ends is text."""
+        for begin, end in self._headers:
+            if not (yield from self._lexer.is_next(begin)):
+                continue
+            self._lexer.record()
+            try:
+                yield from self._lexer.expect(begin)
+                if end:
+                    yield from self._lexer.name_before(Marks.of(end, "\n"))
+                    yield from self._lexer.expect(end)
+            except Malformed:
+                self._feed_rest(self._lexer.recorded())
+            else:
+                self._lexer.recorded()
+                self._space = ""
+                yield from self._lexer.space()
+            return
 
-_NO_MARKS = Marks.of()
+    def _read_trailer(self) -> Steps[bool]:
+        for trailer in self._trailers:
+            if (yield from self._lexer.is_followed(trailer, self._after_trailer)):
+                yield from self._lexer.expect(trailer)
+                self._space = ""
+                yield from self._lexer.space()
+                yield from self._read_header()
+                return True
+        return False
+
+    def _feed_rest(self, text: str) -> None:
+        """White space before a trailer belongs to it."""
+        if self._trailers:
+            text = self._space + text
+            visible = text.rstrip()
+            text, self._space = visible, text[len(visible) :]
+        self._pieces += self._rest.feed(text)

@@ -6,7 +6,8 @@ call   =  before_name  NAME  before_arguments  ARGUMENTS  after_arguments
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -17,11 +18,21 @@ class JsonArguments:
 @dataclass(frozen=True)
 class TaggedArguments:
     """`before_key KEY before_value VALUE after_value` for each. Strings stand as they are, bare;
-    other values are JSON."""
+    other values are JSON. A format may write another `before_value` for values of some types."""
 
     before_key: str
     before_value: str
     after_value: str
+    before_type: Mapping[str, str] = field(default_factory=dict)
+
+    def before(self, type: str) -> str:
+        """What stands before a value of this JSON type."""
+        return self.before_type.get("number" if type == "integer" else type, self.before_value)
+
+
+@dataclass(frozen=True)
+class KeywordArguments:
+    """`a="x", b=2`, as in a call in Python, with values that are JSON."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class CallSyntax:
     before_name: str
     before_arguments: str
     after_arguments: str
-    arguments: JsonArguments | TaggedArguments | BareKeyArguments
+    arguments: JsonArguments | TaggedArguments | BareKeyArguments | KeywordArguments
     opening: str = ""
     separator: str = ""
     closing: str = ""

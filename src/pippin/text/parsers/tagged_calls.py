@@ -8,7 +8,6 @@ format; elsewhere it is text.
 from __future__ import annotations
 
 import json
-from functools import cached_property
 from typing import ClassVar
 
 from pippin.text.lexer import Malformed, Marks, Steps
@@ -26,10 +25,8 @@ class TaggedCallParser(CallParser):
     call_end: ClassVar[str]
     after_call: ClassVar[tuple[str, ...]]
     pads_values = False  # a line break before and one after each value are not part of it
-
-    @cached_property
-    def _ends(self) -> Marks:
-        return Marks.of(self.value_end, self.call_end, *(mark for mark, _ in self.implied_ends))
+    # What may stand right before a value that is a string, and the end that it then has.
+    quotes: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def begin_call(self, name: str) -> None:
         """A function's name was read. It is passed on with its first argument, or its end."""
@@ -42,14 +39,20 @@ class TaggedCallParser(CallParser):
         self.sink.arguments("}" if self._num_arguments else "{}")
         self.end_call()
 
-    def argument(self, key: str) -> Steps[None]:
-        """A value, up to and with its end tag."""
+    def argument(self, key: str, written_types: frozenset[str] | None = None) -> Steps[None]:
+        """A value, up to and with its end tag; of the type that its tag says, or the schema."""
         if not self._num_arguments:
             self.sink.begin_call(self._name)
         before = ", " if self._num_arguments else "{"
         self._num_arguments += 1
         self.sink.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-        types = argument_types(self.tools.get(self._name), key)
+        types = written_types
+        if types is None:
+            types = argument_types(self.tools.get(self._name), key)
+        self._end = self.value_end
+        for quote, end in self.quotes:
+            if (yield from self.lexer.accept(quote)):
+                self._end = end
         if types == STRING:
             yield from self._stream_string()
         else:
@@ -72,10 +75,12 @@ class TaggedCallParser(CallParser):
 
     def _value_text(self) -> Steps[str | None]:
         """The next part of a value; None once its end has been taken."""
-        if text := (yield from self.lexer.text_before(self._ends)):
+        implied = (mark for mark, _ in self.implied_ends)
+        ends = Marks.of(self._end, self.call_end, *implied)
+        if text := (yield from self.lexer.text_before(ends)):
             return text
-        if (yield from self.lexer.is_followed(self.value_end, self.after_value)):
-            yield from self.lexer.expect(self.value_end)
+        if (yield from self.lexer.is_followed(self._end, self.after_value)):
+            yield from self.lexer.expect(self._end)
             return None
         for mark, nexts in self.implied_ends:
             if (yield from self.lexer.is_followed(mark, nexts)):
