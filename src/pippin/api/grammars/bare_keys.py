@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pippin.api.grammars.lark import Lark, alternatives
+from pippin.api.grammars.lark import Lark, alternatives, in_order
 from pippin.errors import UnsupportedField
 
 Schema = dict[str, Any]
@@ -113,19 +113,11 @@ class BareKeyRules:
         if extra is not False:
             raise self._refuse(f"additionalProperties of {where}")
         required = schema.get("required", ())
-        # From the last property: what may follow a property, and what may follow none.
-        after, before = "", ""
-        for key, inner in reversed((properties or {}).items()):
-            pair = f"{self._lark.literal(f'{key}:')} {self._value(inner, key)}"
-            rest = self._lark.rule(after) if after else ""
-            first = f"{pair} {rest}"
-            later = f"{_literal(',')} {pair}"
-            if key in required:
-                after, before = f"{later} {rest}", first
-            else:
-                after = f"({later})? {rest}"
-                before = f"({first} | {self._lark.rule(before)})" if before else f"({first})?"
-        return f"{_literal('{')} {before} {_literal('}')}"
+        pairs = [
+            (f"{self._lark.literal(f'{key}:')} {self._value(inner, key)}", key in required)
+            for key, inner in (properties or {}).items()
+        ]
+        return f"{_literal('{')} {in_order(self._lark, pairs, ',')} {_literal('}')}"
 
     def _any_value(self) -> str:
         string = self.text(self._lark.until(self._quote))

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from pippin.api.grammars.bare_keys import BareKeyRules
-from pippin.api.grammars.lark import Lark, alternatives
+from pippin.api.grammars.lark import Lark, alternatives, in_order
 from pippin.api.requests.custom_tools import INPUT, input_schema
 from pippin.api.requests.neutral_request import ToolUse
 from pippin.decode.closed_objects import closed
@@ -17,11 +17,18 @@ from pippin.decode.expressions import regex_terminal
 from pippin.decode.json_schema import check_schema
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.parsers.formats import HARMONY, TOOL_FORMATS
-from pippin.text.parsers.syntax import BareKeyArguments, CallSyntax, TaggedArguments
+from pippin.text.parsers.syntax import (
+    BareKeyArguments,
+    CallSyntax,
+    KeywordArguments,
+    TaggedArguments,
+)
 from pippin.types import GrammarPart
 
 Schema = dict[str, Any]
 _NUMBER = "{number}"
+_KEY = r"/[^\W\d]\w*/"
+_TYPES = ("string", "number", "boolean", "null", "array", "object")
 _SAY_NOTHING = {"type", "title", "description", "default", "examples"}
 
 
@@ -31,8 +38,6 @@ class CallRules:
         self._format = format
         self._syntax: CallSyntax = TOOL_FORMATS[format].parser.syntax
         self._tool_use = tool_use
-        if format == HARMONY:
-            raise self._refused("calls in the format {format} cannot be constrained")
 
     def calls(self) -> str:
         """The calls of a reply, one at least."""
@@ -40,7 +45,9 @@ class CallRules:
         call = lark.rule(
             alternatives([self._call(tool["function"]) for tool in self._tool_use.allowed])
         )
-        more = f"({self._literal(syntax.separator)} {call})*" if self._tool_use.parallel else ""
+        # Harmony's calls end a reply, each with an end token of the model's own.
+        several = self._tool_use.parallel and self._format != HARMONY
+        more = f"({self._literal(syntax.separator)} {call})*" if several else ""
         opening, closing = self._literal(syntax.opening), self._literal(syntax.closing)
         return lark.rule(f"{opening} {call} {more} {closing}")
 
@@ -62,7 +69,8 @@ class CallRules:
         syntax, name = self._syntax, function["name"]
         head = self._literal(syntax.before_name + name + syntax.before_arguments)
         arguments = self._arguments(function)
-        return f"{head} {arguments} {self._literal(syntax.after_arguments)}"
+        end = "" if self._format == HARMONY else self._literal(syntax.after_arguments)
+        return f"{head} {arguments} {end}"
 
     def _arguments(self, function: Schema) -> str:
         if function["name"] in self._tool_use.custom:
@@ -72,23 +80,59 @@ class CallRules:
         if isinstance(tags, BareKeyArguments):
             rules = self._bare_keys(function["name"], tags)
             return rules.object(schema) if function.get("strict") else rules.any_object()
+        if isinstance(tags, KeywordArguments):
+            return self._keywords(schema if function.get("strict") else None)
         if not isinstance(tags, TaggedArguments):
             return self._lark.json(schema if function.get("strict") else {"type": "object"})
         if function.get("strict"):
             return self._strict_tagged(function["name"], schema, tags)
+        if tags.before_type:
+            return f"({self._literal(tags.before_key)} {self._any_typed(tags)})*"
         value = self._lark.until(tags.after_value)
         key = self._lark.until(tags.before_value)
         return f"({self._literal(tags.before_key)} {key} {value})*"
 
+    def _any_typed(self, tags: TaggedArguments) -> str:
+        """Any key and value, where what stands before a value says of which type it is."""
+        heads: dict[str, list[str]] = {}
+        for type in _TYPES:
+            heads.setdefault(tags.before(type), []).append(type)
+        end = self._literal(tags.after_value)
+        choices = [
+            f"{self._literal(head)} {self._lark.until(tags.after_value)}"
+            if "string" in types
+            else f"{self._literal(head)} {self._lark.json({'type': types})} {end}"
+            for head, types in heads.items()
+        ]
+        return f'/[^"\\n]+/ {alternatives(choices)}'
+
+    def _keywords(self, schema: Schema | None) -> str:
+        """`a="x", b=2`; with a schema, its properties in order."""
+        if schema is None:
+            pair = f'{_KEY} "=" {self._lark.json({})}'
+            return f'({pair} (", " {pair})*)?'
+        required = schema.get("required", ())
+        pairs = [
+            (f"{self._literal(f'{key}=')} {self._property(declared, schema)}", key in required)
+            for key, declared in schema.get("properties", {}).items()
+        ]
+        return in_order(self._lark, pairs, ", ")
+
+    def _property(self, declared: Any, schema: Schema) -> str:
+        """A value as JSON. A property may refer to definitions of the whole."""
+        definitions = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+        return self._lark.json({**declared, **definitions} if isinstance(declared, dict) else {})
+
     def _input(self, grammar: GrammarPart | None) -> str:
         tags = self._syntax.arguments
         if isinstance(tags, TaggedArguments):
-            head = self._literal(tags.before_key + INPUT + tags.before_value)
+            head = self._literal(tags.before_key + INPUT + tags.before("string"))
             return f"{head} {self._text(grammar, tags.after_value)}"
         if isinstance(tags, BareKeyArguments):
             head = self._literal("{" + INPUT + ":" + tags.quote)
             return f"{head} {self._text(grammar, tags.quote)} {self._literal('}')}"
         schema = input_schema()
+        is_keyword = isinstance(tags, KeywordArguments)
         if grammar is not None and grammar.syntax == "lark":
             raise UnsupportedField(
                 f"{grammar.field} cannot be enforced: in the format {self._format} an input is "
@@ -97,7 +141,7 @@ class CallRules:
             )
         if grammar is not None:
             schema["properties"][INPUT]["pattern"] = f"^(?:{grammar.text})$"
-        return self._lark.json(schema)
+        return self._keywords(schema) if is_keyword else self._lark.json(schema)
 
     def _text(self, grammar: GrammarPart | None, end: str) -> str:
         """A text without quotes, and its end."""
@@ -117,27 +161,27 @@ class CallRules:
     def _strict_tagged(self, name: str, schema: Schema, tags: TaggedArguments) -> str:
         """Every property in the order of the schema; what is not required may be left out."""
         required = schema.get("required", ())
-        definitions: Schema = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
         parts = []
         for key, declared in schema.get("properties", {}).items():
-            value = self._tagged_value(f"{name}: {key}", declared, definitions, tags)
-            head = self._literal(tags.before_key + key + tags.before_value)
+            kind, value = self._tagged_value(f"{name}: {key}", declared, schema, tags)
+            head = self._literal(tags.before_key + key + tags.before(kind))
             parts.append(f"({head} {value})" + ("" if key in required else "?"))
         return " ".join(parts)
 
     def _tagged_value(
-        self, where: str, declared: Any, definitions: Schema, tags: TaggedArguments
-    ) -> str:
-        """Strings have no quotes here, so a grammar must know which values are strings."""
+        self, where: str, declared: Any, schema: Schema, tags: TaggedArguments
+    ) -> tuple[str, str]:
+        """A value's type, and the value. Strings have no quotes here, so a grammar must know which
+        values are strings."""
         kind = declared.get("type") if isinstance(declared, dict) else None
         end = self._literal(tags.after_value)
         choices = declared.get("enum") if isinstance(declared, dict) else None
         if choices and all(isinstance(choice, str) for choice in choices):
-            return f"{alternatives([self._literal(choice) for choice in choices])} {end}"
+            return "string", f"{alternatives([self._literal(each) for each in choices])} {end}"
         if kind == "string" and declared.keys() <= _SAY_NOTHING:
-            return self._lark.until(tags.after_value)
+            return kind, self._lark.until(tags.after_value)
         if kind in ("integer", "number", "boolean", "array", "object", "null"):
-            return f"{self._lark.json({**declared, **definitions})} {end}"
+            return kind, f"{self._property(declared, schema)} {end}"
         raise UnsupportedField(
             f"strict cannot be enforced for {where}: in the format {self._format} an argument is "
             "a plain string, an enum of strings, or of one other type",

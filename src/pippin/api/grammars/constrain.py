@@ -8,13 +8,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pippin.api.grammars.call_rules import CallRules
-from pippin.api.grammars.lark import ANY_TEXT, Lark
+from pippin.api.grammars.lark import ANY_TEXT, Lark, alternatives
 from pippin.api.requests.neutral_request import ChatRequest, Options
 from pippin.decode.closed_objects import closed
 from pippin.decode.json_schema import check_schema
 from pippin.decode.size.check_size import check_size
 from pippin.errors import RequestError, UnsupportedField
 from pippin.text.bundle import TextBundle
+from pippin.text.parsers.calls.harmony import (
+    ANALYSIS,
+    COMMENTARY,
+    FINAL,
+    NEXT_MESSAGE,
+    REPLY_BEGINS,
+)
 from pippin.text.parsers.formats import HARMONY, REASONING_FORMATS, TOOL_FORMATS
 from pippin.text.prompt import Prompt
 from pippin.types import GrammarPart, GrammarSpec, SamplingParams
@@ -22,9 +29,8 @@ from pippin.types import GrammarPart, GrammarSpec, SamplingParams
 
 def can_forbid_calls(text: TextBundle) -> bool:
     """Whether a model that knows of tools can be kept from calling them."""
-    if text.formats.tools in (None, HARMONY) or not text.tokenizer.spells_bytes:
-        return False  # harmony's content too begins with a mark
-    assert text.formats.tools is not None
+    if text.formats.tools is None or not text.tokenizer.spells_bytes:
+        return False
     trigger = TOOL_FORMATS[text.formats.tools].parser.syntax.trigger
     return bool(text.tokenizer.eos_ids) and Lark(text.tokenizer).begins_with_mark(trigger)
 
@@ -34,11 +40,14 @@ def constrain(request: ChatRequest, prompt: Prompt, text: TextBundle) -> Samplin
     params, tool_use = request.options.params, request.tool_use
     lark = Lark(text.tokenizer)
     reasoning = _reasoning(lark, prompt, text)
-    content = _content(lark, params)
+    content, free = _content(lark, params), ANY_TEXT
+    if in_channels := _begins_message(prompt, text):
+        header = lark.literal(FINAL)
+        content, free = content and f"{header} {content}", f"{header} {ANY_TEXT}"
     if not tool_use.allowed:
         if tool_use.tools and can_forbid_calls(text):
             _check_composes(params, "calls are forbidden")
-            return _with_grammar(request.options, lark, f"{reasoning} {content or ANY_TEXT}")
+            return _with_grammar(request.options, lark, f"{reasoning} {content or free}")
         if params.grammar is None or not reasoning:
             return params
         _check_composes(params, "this model reasons first")
@@ -56,8 +65,8 @@ def constrain(request: ChatRequest, prompt: Prompt, text: TextBundle) -> Samplin
         return _with_grammar(request.options, lark, f"{reasoning} {rules.calls()}", parts)
     rules.check_optional()
     _check_composes(params, "the reply may also be a call")
-    if content:
-        start = f"{reasoning} ({content} | {rules.calls()})"
+    if content or in_channels:
+        start = f"{reasoning} ({content or free} | {rules.calls()})"
     else:
         start = f"{reasoning} {ANY_TEXT} {rules.calls()}?"
     return _with_grammar(request.options, lark, start, parts)
@@ -65,6 +74,9 @@ def constrain(request: ChatRequest, prompt: Prompt, text: TextBundle) -> Samplin
 
 def _reasoning(lark: Lark, prompt: Prompt, text: TextBundle) -> str:
     """Reasoning before the rest; empty, if the prompt has closed it already."""
+    if _begins_message(prompt, text):
+        heads = alternatives([lark.literal(head) for head in (ANALYSIS, COMMENTARY)])
+        return lark.rule(f"({heads} {ANY_TEXT} {lark.literal(NEXT_MESSAGE)})*")
     if text.formats.reasoning not in REASONING_FORMATS:
         return ""
     marks = REASONING_FORMATS[text.formats.reasoning]
@@ -74,6 +86,12 @@ def _reasoning(lark: Lark, prompt: Prompt, text: TextBundle) -> str:
     if marks.is_open_after(prompt.ending):
         return lark.rule(rest)
     return lark.rule(f"({lark.literal(marks.begin)} {rest})?")
+
+
+def _begins_message(prompt: Prompt, text: TextBundle) -> bool:
+    """Whether the reply is made of Harmony's messages, and begins with the header of one."""
+    is_harmony = HARMONY in (text.formats.reasoning, text.formats.tools)
+    return is_harmony and prompt.ending.endswith(REPLY_BEGINS)
 
 
 def _content(lark: Lark, params: SamplingParams) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pippin.text.tokenizer import Tokenizer
 
@@ -74,6 +74,24 @@ class Lark:
         if not self._marks:
             return [text]
         return [part for part in self._parts.split(text) if part] or [""]
+
+
+def in_order(lark: Lark, items: Sequence[tuple[str, bool]], separator: str) -> str:
+    """Items in this order with separators between them; some are required, others may be missing.
+
+    Empty, if there are none.
+    """
+    # From the last item: what may follow an item, and what may follow none.
+    after, before = "", ""
+    for item, is_required in reversed(items):
+        rest = lark.rule(after) if after else ""
+        first, later = f"{item} {rest}", f"{json.dumps(separator)} {item}"
+        if is_required:
+            after, before = f"{later} {rest}", first
+        else:
+            after = f"({later})? {rest}"
+            before = f"({first} | {lark.rule(before)})" if before else f"({first})?"
+    return before
 
 
 def alternatives(choices: list[str]) -> str:

@@ -96,8 +96,15 @@ TOOL_FORMATS = {
 _THINK = ("<think>", "</think>")
 # Likewise: a template with the end of the reasoning, and all that stands around answers, has it.
 REASONING_FORMATS = {
-    "think_response": ReasoningMarks(*_THINK, (("<response>", ""),), ("</response>",)),
-    "think_answer": ReasoningMarks(*_THINK, (("<answer>", ""),), ("</answer>",)),
+    "think_response": ReasoningMarks(
+        *_THINK,
+        (("<response>", ""),),
+        ("</response>",),
+        ("<response></response>", "<response>\\n", "<response>\n"),
+    ),
+    "think_answer": ReasoningMarks(
+        *_THINK, (("<answer>", ""),), ("</answer>",), ("<answer>\\n", "<answer>\n")
+    ),
     "think": ReasoningMarks(*_THINK),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     "gemma4": ReasoningMarks("<|channel>thought", "<channel|>"),
@@ -124,7 +131,7 @@ REASONING_FORMATS = {
         "<|close|>think<|sep|>",
         (("<|open|>response<|sep|>", ""),),
         ("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
-        is_assembled=True,
+        ("<|open|>",),
     ),
 }
 # vLLM's names of the same formats, for those that are called something else here.

@@ -22,7 +22,8 @@ class ReasoningMarks:
     # What an answer begins with: a mark, and where the rest of it differs, the mark that ends it.
     headers: tuple[tuple[str, str], ...] = ()
     trailers: tuple[str, ...] = ()  # what it ends with
-    is_assembled: bool = False  # the template has no mark whole: it builds them from special tokens
+    # A chat template with one of these writes them; without any here, one with all the marks.
+    template_marks: tuple[str, ...] = ()
 
     def is_open_after(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(self.begin)
@@ -33,10 +34,9 @@ class ReasoningMarks:
 
     def are_in(self, template: str) -> bool:
         """Whether a chat template writes them."""
-        if self.is_assembled:
-            tokens = self.begin.split("think")
-            return all(token in template for token in tokens)
-        return self.end in template and all(header.strip() in template for header, _ in self.headers)
+        if self.template_marks:
+            return any(mark in template for mark in self.template_marks)
+        return all(mark in template for mark in (self.end, *(header for header, _ in self.headers)))
 
 
 class ReasoningParser(ReplyParser):

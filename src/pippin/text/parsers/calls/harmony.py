@@ -17,6 +17,11 @@ from pippin.text.parsers.syntax import CallSyntax, JsonArguments
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN, CALL, END, RETURN = "<|constrain|>", "<|call|>", "<|end|>", "<|return|>"
 _ALL = (START, CHANNEL, MESSAGE, CONSTRAIN, CALL, END, RETURN)
+ANALYSIS, COMMENTARY, FINAL = (
+    f"{CHANNEL}{name}{MESSAGE}" for name in ("analysis", "commentary", "final")
+)
+REPLY_BEGINS = f"{START}assistant"  # as the prompt ends
+NEXT_MESSAGE = f"{END}{START}assistant"
 _MARKS = Marks.of(*_ALL)
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?(\S+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
