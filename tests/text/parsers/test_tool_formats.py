@@ -314,6 +314,11 @@ THEIRS = {
     "kimi_k2": "kimi_k2",
     "gemma4": "gemma4",
     "function_gemma": "function_gemma",
+    "lfm2": "pythonic",
+    "kimi_k3": "kimi_k3",
+    "longcat": "longcat",
+    "minicpm5": "minicpm5",
+    "muse_spark": "muse_spark",
 }
 
 

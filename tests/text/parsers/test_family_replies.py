@@ -1,0 +1,396 @@
+"""Replies of each family as its chat template writes them: whole, and cut in two at every place."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pippin.text.lexer import Lexer
+from pippin.text.parsers.formats import TOOL_FORMATS, ReplyFormats
+from pippin.text.pieces import CallEnd, FoldedText, TextPiece, joined
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "flag": {"type": "boolean"},
+        "list": {"type": "array"},
+        "tree": {"type": "object"},
+    },
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
+    for name in ("get_weather", "f")
+]
+TEXT = 'it\'s "wet" <b>\nTokyo'
+CALLS = [
+    ("get_weather", {"text": TEXT, "count": 3, "flag": True}),
+    ("f", {"list": ["a", "b"], "tree": {"a": [1, None]}}),
+]
+JSON_CALLS = [
+    '{"name": "get_weather", "arguments": {"text": "it\'s \\"wet\\" <b>\\nTokyo", "count": 3, '
+    '"flag": true}}',
+    '{"name": "f", "arguments": {"list": ["a", "b"], "tree": {"a": [1, null]}}}',
+]
+COHERE_CALLS = [
+    call.replace('{"name"', f'{{"tool_call_id": "{number}", "tool_name"').replace(
+        '"arguments"', '"parameters"'
+    )
+    for number, call in enumerate(JSON_CALLS)
+]
+APERTUS_CALLS = [
+    call.replace('"name": ', "").replace(', "arguments":', ":") for call in JSON_CALLS
+]
+K3_CALLS = (
+    '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+    f'<|open|>argument key="text" type="string"<|sep|>{TEXT}<|close|>argument<|sep|>'
+    '<|open|>argument key="count" type="number"<|sep|>3<|close|>argument<|sep|>'
+    '<|open|>argument key="flag" type="boolean"<|sep|>true<|close|>argument<|sep|>'
+    '<|close|>call<|sep|><|open|>call tool="f" index="2"<|sep|>'
+    '<|open|>argument key="list" type="array"<|sep|>["a", "b"]<|close|>argument<|sep|>'
+    '<|open|>argument key="tree" type="object"<|sep|>{"a": [1, null]}<|close|>argument<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|>"
+)
+
+
+def dsml(section: str) -> str:
+    return (
+        f'\n\n<｜DSML｜{section}>\n<｜DSML｜invoke name="get_weather">\n'
+        f'<｜DSML｜parameter name="text" string="true">{TEXT}</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="count" string="false">3</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="flag" string="false">true</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="f">\n'
+        '<｜DSML｜parameter name="list" string="false">["a", "b"]</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="tree" string="false">{"a": [1, null]}</｜DSML｜parameter>\n'
+        f"</｜DSML｜invoke>\n</｜DSML｜{section}>"
+    )
+
+
+def muse(name: str, *parameters: tuple[str, str]) -> str:
+    written = "".join(
+        f'<atem:parameter name="{key}">{value}</atem:parameter>\n' for key, value in parameters
+    )
+    return (
+        f'<|start|>assistant to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">'
+        f"\n{written}</atem:invoke>\n</atem:function_calls>"
+    )
+
+
+# (tools, reasoning, end of the prompt, reply); every reply reasons "Hm." and makes the two calls.
+REPLIES = {
+    "lfm2": (
+        *("lfm2", "think", ""),
+        "<think>Hm.</think><|tool_call_start|>[get_weather(text='it's \"wet\" <b>\nTokyo', "
+        "count=3, flag=True), f(list=['a', 'b'], tree={\"a\": [1, null]})]<|tool_call_end|>",
+    ),
+    "olmo3": (
+        *("olmo3", "think", "<think>"),
+        'Hm.</think><function_calls>get_weather(text="it\'s \\"wet\\" <b>\\nTokyo", count=3, '
+        'flag=true)\nf(list=["a", "b"], tree={"a": [1, null]})</function_calls>',
+    ),
+    "pythonic": (
+        *("pythonic", "think", "<think>"),
+        "Hm.</think>\n[get_weather(text='it\\'s \"wet\" <b>\\nTokyo', count=3, flag=True), "
+        "f(list=['a', 'b'], tree={'a': [1, None]})]",
+    ),
+    "nemotron_h": (
+        *("nemotron_h", "think", "<think>\n"),
+        f"Hm.\n</think>\n\n<TOOLCALL>[{', '.join(JSON_CALLS)}]</TOOLCALL>",
+    ),
+    "jamba": (
+        *("jamba", "think", "<think>"),
+        "Hm.</think> <tool_calls>[\n    " + ",\n    ".join(JSON_CALLS) + "\n]</tool_calls>",
+    ),
+    "hunyuan": (
+        *("jamba", "think_answer", ""),
+        f"<think>\nHm.\n</think>\n<answer>\n<tool_calls>[{', '.join(JSON_CALLS)}]</tool_calls>\n"
+        "</answer>",
+    ),
+    "granite3": (
+        *("granite3", "think_response", ""),
+        f"<think>Hm.</think><response><|tool_call|>[{', '.join(JSON_CALLS)}]</response>",
+    ),
+    "granite3.1": (
+        *("granite3", "granite", ""),
+        "Here is my thought process:\n\nHm.\n\nHere is my response:\n<tool_call> [\n"
+        + ",\n".join(JSON_CALLS)
+        + "\n]",
+    ),
+    "phi4_mini": (
+        *("phi4_mini", "think", "<think>"),
+        f"Hm.</think>functools[{', '.join(JSON_CALLS)}]",
+    ),
+    "ernie": (
+        *("hermes", "think_response", "<think>\n"),
+        "Hm.\n</think>\n\n\n"
+        + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in JSON_CALLS),
+    ),
+    "cohere": (
+        *("cohere", "cohere", ""),
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n    "
+        + ",\n    ".join(COHERE_CALLS)
+        + "\n]<|END_ACTION|>",
+    ),
+    "apertus": (
+        *("apertus", "apertus", ""),
+        "<|inner_prefix|>Hm.<|inner_suffix|><|tools_prefix|>["
+        + ", ".join(APERTUS_CALLS)
+        + "]<|tools_suffix|>",
+    ),
+    "deepseek_v32": ("deepseek_v32", "think", "<think>", f"Hm.</think>{dsml('function_calls')}"),
+    "deepseek_v4": ("deepseek_v4", "think", "<think>", f"Hm.</think>{dsml('tool_calls')}"),
+    "seed_oss": (
+        *("seed_oss", "seed_oss", ""),
+        "<seed:think>Hm.</seed:think>\n<seed:tool_call>\n<function=get_weather>\n"
+        f"<parameter=text>{TEXT}</parameter>\n<parameter=count>3</parameter>\n"
+        "<parameter=flag>True</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n"
+        "<function=f>\n<parameter=list>['a', 'b']</parameter>\n"
+        "<parameter=tree>{'a': [1, None]}</parameter>\n</function>\n</seed:tool_call>",
+    ),
+    "minicpm5": (
+        *("minicpm5", "think", "<think>\n"),
+        f'Hm.\n</think>\n\n<function name="get_weather"><param name="text"><![CDATA[{TEXT}]]>'
+        '</param><param name="count">3</param><param name="flag">True</param></function>\n'
+        "<function name=\"f\"><param name=\"list\">['a', 'b']</param>"
+        "<param name=\"tree\">{'a': [1, None]}</param></function>",
+    ),
+    "longcat": (
+        *("longcat", "think", "<think>"),
+        "Hm.</think><longcat_tool_call>get_weather\n<longcat_arg_key>text</longcat_arg_key>\n"
+        f"<longcat_arg_value>{TEXT}</longcat_arg_value>\n<longcat_arg_key>count</longcat_arg_key>\n"
+        "<longcat_arg_value>3</longcat_arg_value>\n<longcat_arg_key>flag</longcat_arg_key>\n"
+        "<longcat_arg_value>true</longcat_arg_value>\n</longcat_tool_call>\n"
+        f"<longcat_tool_call>{JSON_CALLS[1]}</longcat_tool_call>",
+    ),
+    "muse_spark": (
+        *("muse_spark", "muse_spark", "<|start|>assistant"),
+        " to=self<|message|>Hm.<|eom|>"
+        + muse("get_weather", ("text", TEXT), ("count", "3"), ("flag", "true"))
+        + "<|eom|>"
+        + muse("f", ("list", '["a", "b"]'), ("tree", '{"a": [1, null]}'))
+        + "<|eot|>",
+    ),
+    "kimi_k3": (
+        *("kimi_k3", "kimi_k3", "<|open|>think<|sep|>"),
+        "Hm.<|close|>think<|sep|><|open|>response<|sep|><|close|>response<|sep|>"
+        f"{K3_CALLS}<|close|>message<|sep|>",
+    ),
+}
+
+
+def parse(formats: ReplyFormats, prompt: str, *parts: str, tools: Any = TOOLS) -> list[TextPiece]:
+    parser = formats.parser(prompt, tools)
+    pieces = [piece for part in parts for piece in parser.feed(part)]
+    pieces += parser.close()
+    assert parser.num_held == 0
+    for number, end in enumerate(piece for piece in pieces if isinstance(piece, CallEnd)):
+        assert end.index == number
+    return [p for p in joined(pieces) if not hasattr(p, "id")]  # ids are random
+
+
+def calls_in(folded: FoldedText) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in folded.calls.values()]
+
+
+def fold(formats: ReplyFormats, prompt: str, text: str, tools: Any = TOOLS) -> FoldedText:
+    parser = formats.parser(prompt, tools)
+    return FoldedText.of([*parser.feed(text), *parser.close()])
+
+
+@pytest.mark.parametrize("family", REPLIES)
+def test_a_familys_reasoning_and_calls_are_found(family: str) -> None:
+    tools, reasoning, prompt, reply = REPLIES[family]
+    folded = fold(ReplyFormats(tools, reasoning), prompt, reply)
+    assert calls_in(folded) == CALLS
+    assert (folded.content, folded.reasoning) == ("", "Hm.")
+
+
+@pytest.mark.parametrize("family", REPLIES)
+def test_a_familys_reply_is_the_same_wherever_it_is_cut(family: str) -> None:
+    tools, reasoning, prompt, reply = REPLIES[family]
+    formats = ReplyFormats(tools, reasoning)
+    whole = parse(formats, prompt, reply)
+    assert parse(formats, prompt, *reply) == whole
+    for at in range(1, len(reply)):
+        assert parse(formats, prompt, reply[:at], reply[at:]) == whole, reply[:at]
+
+
+# ---- marks around an answer ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tools", [(), TOOLS])
+@pytest.mark.parametrize(
+    ("reasoning", "prompt", "text"),
+    [
+        ("think_response", "<think>\n", "Hm.\n</think>\n\n<response>\nYes.\n</response>\n"),
+        ("think_response", "<think>\n", "Hm.\n</think>\nYes."),
+        ("think_answer", "", "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>"),
+        ("seed_oss", "", "<seed:think>Hm.</seed:think>Yes."),
+        ("granite", "", "Here is my thought process: Hm.\n\nHere is my response:\nYes."),
+        ("apertus", "", "<|inner_prefix|>Hm.<|inner_suffix|>Yes."),
+        (
+            *("cohere", ""),
+            "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+        ),
+        ("cohere_text", "<|START_THINKING|>", "Hm.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>"),
+        (
+            *("muse_spark", "<|start|>assistant"),
+            " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.<|eot|>",
+        ),
+        (
+            *("kimi_k3", "<|open|>think<|sep|>"),
+            "Hm.<|close|>think<|sep|><|open|>response<|sep|>Yes.<|close|>response<|sep|>"
+            "<|close|>message<|sep|>",
+        ),
+    ],
+)
+def test_marks_around_an_answer_are_no_content(
+    reasoning: str, prompt: str, text: str, tools: Any
+) -> None:
+    formats = ReplyFormats("hermes", reasoning)
+    assert fold(formats, prompt, text, tools) == FoldedText("Yes.", "Hm.")
+    whole = parse(formats, prompt, text, tools=tools)
+    for at in range(1, len(text)):
+        assert parse(formats, prompt, text[:at], text[at:], tools=tools) == whole
+
+
+def test_a_trailer_in_the_middle_of_an_answer_or_of_a_call_is_text() -> None:
+    formats = ReplyFormats("hermes", "think_response")
+    text = "<response>\nEnd with </response> always.\n</response>"
+    assert fold(formats, "</think>", text).content == "End with </response> always."
+    call = '<tool_call>{"name": "f", "arguments": {"text": "a</response>b"}}</tool_call>'
+    assert calls_in(fold(formats, "</think>", call)) == [("f", {"text": "a</response>b"})]
+
+
+def test_a_header_that_never_ends_is_text() -> None:
+    formats = ReplyFormats("muse_spark", "muse_spark")
+    for text in ("to=be or not\nto=be", "to=" + "x" * 1000):
+        assert fold(formats, "", text).content == text
+
+
+# ---- slips, and what is no call --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "arguments"),
+    [
+        ("pythonic", "[f(text='a\\x41\\u00e9\\U0001F600\\q')]", {"text": "aAé😀\\q"}),
+        ("pythonic", '[f(text="\\ud83d\\ude00")]', {"text": "😀"}),
+        ("pythonic", "[f(list=(1, 2,), tree={1: {'a': ()}},)]", {"list": [1, 2], "tree": {"1": {"a": []}}}),
+        ("pythonic", "[f(text=New York, count=-2.5e3)]", {"text": "New York", "count": -2500.0}),
+        ("pythonic", "<|python_start|>[f()]<|python_end|>", {}),
+        ("lfm2", "<|tool_call_start|>f(count=1)<|tool_call_end|>", {"count": 1}),
+        ("lfm2", "<|tool_call_start|>[f(count=1)]", {"count": 1}),
+        ("cohere", '<|START_ACTION|>{"tool_name": "f"}<|END_ACTION|>', {}),
+        ("apertus", '<|tools_prefix|>[{"f": "{\\"count\\": 1}"}]<|tools_suffix|>', {"count": 1}),
+        ("phi4_mini", '<|tool_call|>[{"name": "f"}]<|/tool_call|>', {}),
+        (
+            "kimi_k3",
+            '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>json type="object"'
+            '<|sep|>{"count": 1}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+            {"count": 1},
+        ),
+        (
+            "deepseek_v32",
+            '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="text" '
+            'string="true">12</｜DSML｜parameter><｜DSML｜parameter name="other" string="true">12'
+            "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>",
+            {"text": "12", "other": "12"},
+        ),
+        (
+            "minicpm5",
+            '<function name="f"><param name="text"><![CDATA[a</param>]]b]]></param></function>',
+            {"text": "a</param>]]b"},
+        ),
+    ],
+)  # fmt: skip
+def test_slips_and_rare_spellings_are_read(format: str, text: str, arguments: Any) -> None:
+    folded = fold(ReplyFormats(format), "", text)
+    assert (calls_in(folded), folded.content) == ([("f", arguments)], "")
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("pythonic", "[1, 2, 3] is a list"),
+        ("pythonic", "[unknown(text='a')]"),
+        ("pythonic", "[f('positional')]"),
+        ("pythonic", "[f(text=g(1))]"),
+        ("pythonic", "[f(list=" + "[" * 5000),
+        ("pythonic", "[f(text='never closed)]"),
+        ("lfm2", "<|tool_call_start|>[f(text='a)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(text='\\ud83')]<|tool_call_end|>"),
+        ("olmo3", "<function_calls></function_calls>"),
+        ("nemotron_h", "<TOOLCALL>[]</TOOLCALL>"),
+        ("jamba", "<tool_calls>[1]</tool_calls>"),
+        ("phi4_mini", "functools is a module of Python"),
+        ("apertus", '<|tools_prefix|>[{"": {}}]<|tools_suffix|>'),
+        ("cohere", '<|START_ACTION|>[{"name": "f", "parameters": {}}]<|END_ACTION|>'),
+        ("minicpm5", '<function name="f"' + ' a="b"' * 1000 + ">"),
+        ("minicpm5", '<function id="f"></function>'),
+        ("deepseek_v4", "<｜DSML｜tool_calls></｜DSML｜tool_calls>"),
+    ],
+)
+def test_what_is_no_call_is_content(format: str, text: str) -> None:
+    folded = fold(ReplyFormats(format), "", text)
+    assert (folded.content, calls_in(folded)) == (text, [])
+
+
+def test_a_long_call_does_not_make_each_further_token_dearer() -> None:
+    """What was taken is not copied again with every part that arrives."""
+    parser = TOOL_FORMATS["hermes"].parser(TOOLS)
+    opening = '<tool_call>{"name": "f", "arguments": {"text": "'
+    pieces = parser.feed(opening)
+    for _ in range(1000):
+        pieces += parser.feed("x" * 100)
+        assert len(parser.lexer._text) <= 200
+    pieces += parser.close()
+    assert FoldedText.of(pieces).content == opening + "x" * 100_000
+
+
+def test_a_look_ahead_keeps_what_it_has_not_taken() -> None:
+    lexer = Lexer()
+    lexer.record()
+    steps = lexer.is_followed("ab", ("c",))
+    for part in ("xab"[1:], " ", "\n", "c"):
+        lexer.feed(part)
+        try:
+            next(steps)
+        except StopIteration as stop:
+            assert stop.value is True
+    assert lexer.num_left == len("ab \nc")
+
+
+# ---- which format a template speaks ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("List of tools: <|tool_list_start|>[", "lfm2", None),
+        ("{%- set dsml_token = '｜DSML｜' -%}<' + dsml_token + 'tool_calls>", "deepseek_v4", None),
+        ("dsml_token = '｜DSML｜'\n'<' + dsml_token + 'function_calls>'", "deepseek_v32", None),
+        ("'<|open|>' + tag '<|sep|>' '<|close|>' + tag", "kimi_k3", "kimi_k3"),
+        ("<tool_calls>[{\"name\": <think></think> '<answer>\\n'", "jamba", "think_answer"),
+        ("<tool_calls>\\n", "minimax_m1", None),
+        ("respond only with <|tool_call|> followed by", "granite3", None),
+        ("between <think></think> and <response></response>", None, "think_response"),
+        ("<minimax:tool_call> </think> '\\n<response>' }}", "minimax_m2", "think"),
+        ("<|start|>assistant to=self<|message|> <|eom|> <atem:function_calls>", *["muse_spark"] * 2),
+        ("<|header_start|> {\"name\": f, \"parameters\": {}}", "llama3", None),
+    ],
+)  # fmt: skip
+def test_a_template_is_known_by_what_only_its_family_writes(
+    template: str, tools: str | None, reasoning: str | None
+) -> None:
+    assert ReplyFormats.choose(template) == ReplyFormats(tools, reasoning)
+
+
+def test_the_models_own_tokens_say_it_where_the_template_does_not() -> None:
+    tokens = {"<|tool_call_start|>", "<|tool_call_end|>", "<|im_end|>"}
+    assert ReplyFormats.choose("{% for tool in tools %}", tokens=tokens).tools == "lfm2"
+    assert ReplyFormats.choose("{{ messages }}", tokens=tokens).tools is None
+    assert ReplyFormats.choose("{{ tools }}<tool_call>", tokens=tokens).tools == "hermes"
