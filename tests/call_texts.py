@@ -93,7 +93,9 @@ def write_arguments(kind: Any, arguments: dict[str, Any]) -> str:
             )
         case KeywordArguments():
             items = arguments.items()
-            return ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in items)
+            return ", ".join(
+                f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in items
+            )
         case BareKeyArguments(quote):
             return _with_bare_keys(arguments, quote)
     raise AssertionError(kind)

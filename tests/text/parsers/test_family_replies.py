@@ -41,9 +41,7 @@ COHERE_CALLS = [
     )
     for number, call in enumerate(JSON_CALLS)
 ]
-APERTUS_CALLS = [
-    call.replace('"name": ', "").replace(', "arguments":', ":") for call in JSON_CALLS
-]
+APERTUS_CALLS = [call.replace('"name": ', "").replace(', "arguments":', ":") for call in JSON_CALLS]
 K3_CALLS = (
     '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
     f'<|open|>argument key="text" type="string"<|sep|>{TEXT}<|close|>argument<|sep|>'
@@ -279,7 +277,7 @@ def test_a_header_that_never_ends_is_text() -> None:
     [
         ("pythonic", "[f(text='a\\x41\\u00e9\\U0001F600\\q')]", {"text": "aAé😀\\q"}),
         ("pythonic", '[f(text="\\ud83d\\ude00")]', {"text": "😀"}),
-        ("pythonic", "[f(list=(1, 2,), tree={1: {'a': ()}},)]", {"list": [1, 2], "tree": {"1": {"a": []}}}),
+        ("pythonic", "[f(list=(1, 2,), tree={1: ()},)]", {"list": [1, 2], "tree": {"1": []}}),
         ("pythonic", "[f(text=New York, count=-2.5e3)]", {"text": "New York", "count": -2500.0}),
         ("pythonic", "<|python_start|>[f()]<|python_end|>", {}),
         ("lfm2", "<|tool_call_start|>f(count=1)<|tool_call_end|>", {"count": 1}),
@@ -355,12 +353,13 @@ def test_a_look_ahead_keeps_what_it_has_not_taken() -> None:
     lexer = Lexer()
     lexer.record()
     steps = lexer.is_followed("ab", ("c",))
-    for part in ("xab"[1:], " ", "\n", "c"):
+    for part in ("ab", " ", "\n"):
         lexer.feed(part)
-        try:
-            next(steps)
-        except StopIteration as stop:
-            assert stop.value is True
+        next(steps)
+    lexer.feed("c")
+    with pytest.raises(StopIteration) as stop:
+        next(steps)
+    assert stop.value.value is True
     assert lexer.num_left == len("ab \nc")
 
 
@@ -379,7 +378,7 @@ def test_a_look_ahead_keeps_what_it_has_not_taken() -> None:
         ("respond only with <|tool_call|> followed by", "granite3", None),
         ("between <think></think> and <response></response>", None, "think_response"),
         ("<minimax:tool_call> </think> '\\n<response>' }}", "minimax_m2", "think"),
-        ("<|start|>assistant to=self<|message|> <|eom|> <atem:function_calls>", *["muse_spark"] * 2),
+        ("<|start|>assistant to=self<|message|><|eom|><atem:function_calls>", *["muse_spark"] * 2),
         ("<|header_start|> {\"name\": f, \"parameters\": {}}", "llama3", None),
     ],
 )  # fmt: skip

@@ -120,7 +120,7 @@ class CallRules:
 
     def _property(self, declared: Any, schema: Schema) -> str:
         """A value as JSON. A property may refer to definitions of the whole."""
-        definitions = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+        definitions: Schema = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
         return self._lark.json({**declared, **definitions} if isinstance(declared, dict) else {})
 
     def _input(self, grammar: GrammarPart | None) -> str:

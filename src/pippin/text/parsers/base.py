@@ -110,9 +110,7 @@ class CallParser(LexedParser):
 
     def __init__(self, tools: Sequence[Tool] = (), new_id: Callable[[], str] | None = None) -> None:
         self.tools = {tool["function"]["name"]: tool["function"] for tool in tools}
-        self.marks = frozenset(
-            {*self.begins, *self.ends, *(self.section or ()), *self.other_marks}
-        )
+        self.marks = frozenset({*self.begins, *self.ends, *(self.section or ()), *self.other_marks})
         super().__init__(new_id or self.random_id)
 
     @property

@@ -61,7 +61,11 @@ class ReasoningParser(ReplyParser):
         )
         self._headers, self._trailers = marks.headers, marks.trailers
         # A trailer is one only before these, or the end: arguments may hold it as text.
-        self._after_trailer = (*(header for header, _ in marks.headers), *marks.trailers, *call_marks)
+        self._after_trailer = (
+            *(header for header, _ in marks.headers),
+            *marks.trailers,
+            *call_marks,
+        )
         self._begin, self._end = marks.begin, marks.end
         self._ends = Marks.of(marks.end, *other_ends)
         self._rest = rest

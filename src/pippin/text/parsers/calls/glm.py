@@ -53,7 +53,7 @@ class LongCatParser(GlmParser, JsonCallParser):
     value, value_end = "<longcat_arg_value>", "</longcat_arg_value>"
     begins, ends = (call,), (call_end,)
     next_marks = begins
-    other_marks = (*key, value, value_end)
+    other_marks = (call_end, *key, value, value_end)
     after_value = (key[0], call_end)
     after_call = begins
     syntax = CallSyntax(

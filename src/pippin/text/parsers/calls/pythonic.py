@@ -22,7 +22,10 @@ _AFTER_BARE = Marks.of(",", *")]}([{:\n\"'")
 _ESCAPES = {
     **{char: json.dumps(char)[1:-1] for char in "\"'\\/"},
     **{char: "\\" + char for char in "nrtbf"},
-    **{"a": "\\u0007", "v": "\\u000b", "0": "\\u0000", "\n": ""},
+    "a": "\\u0007",
+    "v": "\\u000b",
+    "0": "\\u0000",
+    "\n": "",
 }
 _NUM_HEX = {"x": 2, "u": 4, "U": 8}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
