@@ -47,7 +47,7 @@ add_line: "+" /(.*)/ LF -> line
 """
 PATCHES = "*** Begin Patch\n*** Add File: a.py\n+print(1)\n+\n*** Delete File: b\n*** End Patch"
 TIMESTAMP = r"^\d{4}-\d{2}-\d{2}( at \d\d:\d\d)?$"
-ODD = 'a "b" \\ \n\n{"c": [1]}\t😀 é </param> <'
+ODD = 'a "b" \\ \n\n{"c": [1]}\t😀 é </para> <'
 
 
 def call_of(name: str, input: str) -> str:
