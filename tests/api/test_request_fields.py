@@ -84,12 +84,6 @@ def test_refused_chat_fields_are_named_but_null_and_neutral_values_pass(field: s
         chat(**{field: value})
 
 
-@pytest.mark.parametrize("field", sorted(named(COMPLETION, "refused")))
-def test_refused_completion_fields_are_named(field: str) -> None:
-    refuse(complete, UnsupportedField, field, field, **{field: "thing"})
-    complete(**{field: None})
-
-
 NEUTRAL_NULLS = sorted(named(CHAT, "honoured") - {"model", "messages"})
 
 

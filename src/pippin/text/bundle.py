@@ -8,6 +8,7 @@ from typing import Any
 
 from pippin.errors import LoadError
 from pippin.text.chat_template import ChatTemplate
+from pippin.text.fill_in_middle import FillInMiddle
 from pippin.text.parsers.formats import AUTO, ReplyFormats
 from pippin.text.reranker import Reranker
 from pippin.text.tokenizer import Tokenizer, read_json
@@ -41,13 +42,14 @@ class SamplingDefaults:
 @dataclass(frozen=True)
 class TextBundle:
     """Tokenizer, chat template (None: the model is no chat model), sampling defaults, formats, and
-    how it reranks (None: the model is no reranker)."""
+    how it reranks (None: the model is no reranker) and fills gaps (None: it was not trained to)."""
 
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     defaults: SamplingDefaults
     formats: ReplyFormats = field(default_factory=ReplyFormats)
     reranker: Reranker | None = None
+    fill_in_middle: FillInMiddle | None = None
 
     @classmethod
     def load(
@@ -66,4 +68,5 @@ class TextBundle:
                 tokens={tokenizer.token_text(id) for id in tokenizer.added_ids},
             ),
             reranker=Reranker.detect(model_dir, tokenizer),
+            fill_in_middle=FillInMiddle.detect(tokenizer),
         )

@@ -15,6 +15,8 @@ from pippin.text.spelling import find_spelling
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
+_BEFORE_TEXT = "\n\u263a\n"  # no token joins the end of it with other text
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -70,6 +72,11 @@ class Tokenizer:
         """Tokens that stand for themselves whatever is around them: marks, hidden or not."""
         return frozenset(self._backend.get_added_tokens_decoder())
 
+    def added_id(self, text: str) -> int | None:
+        """The id of an added token; None, if there is none of this text."""
+        id = self._backend.token_to_id(text)
+        return id if id in self.added_ids else None
+
     @property
     def spells_bytes(self) -> bool:
         """Whether every token is a fixed run of bytes, so that text decodes token by token."""
@@ -77,6 +84,15 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Tokens of a text that begins within a word or a line: some tokenizers put a space before
+        the first one."""
+        before = self.encode(_BEFORE_TEXT, add_special_tokens=False)
+        both = self.encode(_BEFORE_TEXT + text, add_special_tokens=False)
+        if both[: len(before)] == before:
+            return both[len(before) :]
+        return self.encode(text, add_special_tokens=False)
 
     def encode_rendered(self, text: str) -> Encoded:
         """Tokens of a rendered chat, which already holds its special tokens."""

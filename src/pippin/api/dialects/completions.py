@@ -33,7 +33,10 @@ def parse_completion(fields: Any, rules: RequestRules) -> CompletionRequest:
     n = options.params.n
     if body.get("best_of", n) != n:
         raise body.unsupported("best_of", f"n is {n}, and only as many replies are computed")
-    return CompletionRequest(options, prompts, echo, body.leniency)
+    suffix = body.get("suffix", "")
+    if suffix and echo:
+        raise body.error("suffix", "and echo cannot be sent together")
+    return CompletionRequest(options, prompts, echo, body.leniency, suffix)
 
 
 class CompletionsDialect(CompletionStream):

@@ -75,8 +75,8 @@ COMPLETION = FieldTable(
         "logprobs": kinds.integer_from(0, shared.MAX_LOGPROBS),
         "echo": kinds.BOOLEAN,
         "best_of": kinds.integer_from(1, shared.MAX_CHOICES),
+        "suffix": kinds.STRING,
         **extensions.GENERATION,
-        "suffix": refused_field("text is not inserted", ""),
     },
     required=("model", "prompt"),
 )

@@ -87,3 +87,4 @@ class CompletionRequest:
     prompts: list[str] | list[list[int]]
     echo: bool
     leniency: Leniency = field(default_factory=Leniency)
+    suffix: str = ""  # what follows the reply
