@@ -78,14 +78,23 @@ def _has_result(sent: dict[str, Any]) -> bool:
     return is_result and (RESULT in text or "llm_version" in text)
 
 
-def try_agent(agent: AgentClient, proxy: ForcingProxy, model: str, num_turns: int) -> Trial:
+def try_agent(
+    agent: AgentClient, proxy: ForcingProxy, model: str, given: argparse.Namespace
+) -> Trial:
     version, faults, start = _version(agent), [], len(proxy.exchanges)
     with tempfile.TemporaryDirectory(prefix=f"try-{agent.command}-") as folder:
         place = Place(Path(folder), proxy.url, model)
-        environment = place.environment() | agent.start(place)
+        more = dict(pair.split("=", 1) for pair in given.env)
+        environment = place.environment() | agent.start(place) | more
         subprocess.run(["git", "init", "--quiet", str(place.home / "work")], check=True)
-        for turn in range(num_turns):
-            text = f"Turn {turn + 1}: {'say that it is done' if turn % 2 else MARK}, please."
+        texts = [
+            f"Turn {turn + 1}: {'say that it is done' if turn % 2 else MARK}, please."
+            for turn in range(given.turns)
+        ]
+        if given.one_process and agent.one_process:
+            faults += _ask_one_process(agent, place, environment, texts)
+            texts = []
+        for turn, text in enumerate(texts):
             fault = _ask(agent, place, environment, text, again=turn > 0)
             if fault is not None:
                 faults.append(f"turn {turn + 1}: {fault}")
@@ -122,6 +131,28 @@ def _ask(
     return None if DONE in done.stdout else f"printed {done.stdout[-200:].strip()!r}"
 
 
+def _ask_one_process(
+    agent: AgentClient, place: Place, environment: dict[str, str], texts: list[str]
+) -> list[str]:
+    """All turns, as in a session at the terminal; what was wrong with them."""
+    command = [agent.command, *agent.one_process]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    work = place.home / "work"
+    with subprocess.Popen(command, cwd=work, env=environment, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for turn, text in enumerate(texts, 1):
+            message = {"role": "user", "content": text}
+            process.stdin.write(json.dumps({"type": "user", "message": message}) + "\n")
+            process.stdin.flush()
+            lines = map(json.loads, process.stdout)
+            result = next((line for line in lines if line.get("type") == "result"), None)
+            if result is None or DONE not in str(result.get("result")):
+                process.kill()
+                return [f"turn {turn}: the result is {result}"[:300]]
+    return []
+
+
 def _version(agent: AgentClient) -> str:
     done = subprocess.run([agent.command, "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"\d+\.\d+[\w.]*", done.stdout)
@@ -141,7 +172,7 @@ def tokens_table(trial: Trial, log: Path) -> Iterator[str]:
         prompt, cached = fact["prompt_tokens"], fact["cached_tokens"]
         tools = json.dumps(exchange.sent.get("tools"))
         new = max(0, prompt - before.get(tools, 0))
-        again = prompt - cached - new
+        again = max(0, prompt - cached - new)
         yield f"  {number:8} {prompt:7,} {cached:7,} {new:6,} {again:6,}"
         before[tools] = prompt + fact["completion_tokens"]
 
@@ -208,6 +239,10 @@ def main() -> int:
     options.add_argument("--url", help="a running server, instead of one of random weights")
     options.add_argument("--only", action="append", help="a command, such as claude; repeatable")
     options.add_argument("--turns", type=int, default=2)
+    options.add_argument(
+        "--one-process", action="store_true", help="all turns of Claude Code in one process"
+    )
+    options.add_argument("--env", action="append", default=[], help="NAME=VALUE for the agents")
     options.add_argument("--tokens", action="store_true", help="print the tokens of each request")
     options.add_argument("--record", type=Path, help="folder for the bodies that agents sent")
     options.add_argument("--as-sent", action="store_true", help="force nothing")
@@ -237,7 +272,7 @@ def run(proxy: ForcingProxy, given: argparse.Namespace, log: Path | None) -> int
         if shutil.which(agent.command) is None:
             print(f"{agent.name:12} absent")
             continue
-        trial = try_agent(agent, proxy, model, given.turns)
+        trial = try_agent(agent, proxy, model, given)
         failed |= bool(trial.faults)
         print(trial.row(), flush=True)
         if given.tokens and log is not None:

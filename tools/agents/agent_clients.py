@@ -50,6 +50,7 @@ class AgentClient:
     start: Start
     ask: Ask
     has_tools: bool = True
+    one_process: tuple[str, ...] = ()  # arguments to read turns as lines of JSON; none: it cannot
 
 
 def _start_claude(place: Place) -> dict[str, str]:
@@ -60,6 +61,10 @@ def _start_claude(place: Place) -> dict[str, str]:
 
 def _ask_claude(_: Place, text: str, again: bool) -> list[str]:
     return ["-p", text, *(["--continue"] if again else []), "--allowedTools", "Bash"]
+
+
+_CLAUDE_LINES = ("-p", "--verbose", "--input-format", "stream-json")
+_CLAUDE_LINES += ("--output-format", "stream-json", "--allowedTools", "Bash")
 
 
 def _start_codex(place: Place) -> dict[str, str]:
@@ -139,7 +144,7 @@ def _ask_continue(place: Place, text: str, again: bool) -> list[str]:
 
 
 AGENTS = (
-    AgentClient("Claude Code", "claude", _start_claude, _ask_claude),
+    AgentClient("Claude Code", "claude", _start_claude, _ask_claude, one_process=_CLAUDE_LINES),
     AgentClient("Codex", "codex", _start_codex, _ask_codex),
     AgentClient("Qwen Code", "qwen", _start_qwen, _ask_qwen),
     AgentClient("OpenCode", "opencode", _start_opencode, _ask_opencode),

@@ -44,6 +44,7 @@ def create_app(
         limits,
         strict_fields=config.strict_fields,
         refuses_images=config.images == "refuse",
+        normalises_prompts=config.prompt_normalisation,
     )
     state = AppState(engine, text, config, rules)
     num_owners = max(1, len(known_keys(config)))

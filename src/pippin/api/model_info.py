@@ -52,6 +52,7 @@ class RequestRules:
     limits: LimitsConfig
     strict_fields: bool = False
     refuses_images: bool = False
+    normalises_prompts: bool = True  # see `requests/prompt_normalisation.py`
 
     def body(self, fields: Any) -> Body:
         """A request's JSON, to be read as leniently as this server reads."""

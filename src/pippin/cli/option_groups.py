@@ -19,7 +19,10 @@ HELP_ALL = "--help-all"
 _FIELDS: dict[str, tuple[str, str]] = {
     "Model": ("model backend dtype revision max_len deterministic", ""),
     "Memory": ("memory", "wired buffer_limit"),
-    "Prefix cache": ("prefix_cache cache_dir disk host_cache", "share_prefixes canary"),
+    "Prefix cache": (
+        "prefix_cache cache_dir disk host_cache",
+        "share_prefixes prompt_normalisation canary",
+    ),
     "Batching": (
         "max_running max_queue",
         "max_queue_tokens prefill_tokens max_gap overlap forced_chunks",

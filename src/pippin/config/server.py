@@ -80,6 +80,11 @@ class ServerConfig:
     """Maximum size of all stored responses of /v1/responses, in bytes; each API key has an equal
     share."""
 
+    prompt_normalisation: bool = True
+    """Remove lines from system messages that agents write for their vendor alone and that change
+    between conversations or turns, such as Claude Code's billing header: cached prefixes would end
+    there. docs/prefix-cache.md lists them."""
+
     page: bool = True
     """Serve a web page at / with a chat and a live view of the engine."""
 

@@ -22,6 +22,7 @@ from pippin.api.requests.chat_messages import parse_messages
 from pippin.api.requests.custom_tools import InputReader, input_of
 from pippin.api.requests.extensions import effort_of, with_our_names
 from pippin.api.requests.neutral_request import ChatRequest
+from pippin.api.requests.prompt_normalisation import normalise
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, Reasoning, TextPiece
 from pippin.text.tokenizer import Tokenizer
@@ -44,7 +45,7 @@ def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
     check_choices(1, options, rules.limits)
     return ChatRequest(
         options=options,
-        messages=parse_messages(body),
+        messages=normalise(parse_messages(body), rules),
         tool_use=read_chat_tools(body),
         add_generation_prompt=body.get("add_generation_prompt", True),
         continue_final_message=continues_final_message(body),

@@ -12,9 +12,6 @@ from pippin.api.requests.body import Body
 from pippin.api.requests.chat_messages import Message, function_call, message_bodies
 from pippin.api.requests.text_parts import text_of, texts_of
 
-# Claude Code writes a line with a checksum first, another one in each turn. A prompt that began
-# with it would never be found in the prefix cache.
-_BILLING = "x-anthropic-billing-header:"
 _BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")  # of the assistant
 
 
@@ -27,7 +24,6 @@ def parse_conversation(body: Body) -> list[Message]:
 
 def _system(body: Body) -> Iterator[Message]:
     texts = texts_of(body, "system") if body.has("system") else []
-    texts = [text for text in texts if not text.startswith(_BILLING)]
     if texts:
         yield {"role": "system", "content": "\n".join(texts)}
 

@@ -14,6 +14,7 @@ from pippin.api.fields.anthropic import COUNT_TOKENS, EFFORTS, MESSAGES
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import ChatRequest, ToolUse
+from pippin.api.requests.prompt_normalisation import normalise
 from pippin.api.requests.tools import (
     DeclaredTool,
     ToolChoice,
@@ -40,7 +41,7 @@ def parse_message_request(
     if options.max_tokens is not None:
         # Clients ask for Claude's longest reply: a shorter one that fits is as good.
         options = replace(options, max_tokens=None, most_tokens=options.max_tokens)
-    messages = parse_conversation(body)
+    messages = normalise(parse_conversation(body), rules)
     return ChatRequest(
         options=options,
         messages=messages,
