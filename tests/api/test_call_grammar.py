@@ -14,6 +14,7 @@ from pippin.api.grammars.call_rules import CallRules
 from pippin.api.grammars.constrain import constrain
 from pippin.api.grammars.lark import Lark
 from pippin.api.model_info import ModelInfo, RequestRules
+from pippin.api.requests.leniency import Leniency
 from pippin.api.requests.neutral_request import ToolUse
 from pippin.config import LimitsConfig
 from pippin.decode.compile import CompiledGrammar, compile_grammar
@@ -52,11 +53,37 @@ def test_a_grammar_allows_the_formats_calls(format: str, strict: bool) -> None:
     assert allows(grammar, calls(format, "go", "look"))
     assert not allows(grammar, calls(format, "run"))
     assert not allows(grammar, "It rains.")
-    assert allows(grammar, calls(format, "look", days="three")) is not strict
+    assert not allows(grammar, calls(format, "look", days="three"))
     one = grammar_of(format, ToolUse(tools, required=True, only=frozenset({"go"}), parallel=False))
     assert allows(one, calls(format, "go"))
     assert not allows(one, calls(format, "look"))
     assert not allows(one, calls(format, "go", "go"))
+
+
+@pytest.mark.parametrize("format", CONSTRAINED)
+def test_a_required_call_whose_schema_cannot_be_enforced_is_any_call(format: str) -> None:
+    schema = {"type": "object", "properties": {"city": {"not": {"type": "null"}}}}
+    function = {"name": "look", "parameters": schema}
+    use, leniency = (
+        ToolUse(({"type": "function", "function": function},), required=True),
+        Leniency(),
+    )
+    lark = Lark(TEXT.tokenizer)
+    text = lark.text(CallRules(lark, format, use, leniency).calls())
+    grammar = compile_grammar(GrammarSpec("ebnf", text), vocabulary())
+    assert allows(grammar, calls(format, "look", days="three"))
+    assert leniency.header() == "tools.parameters (look)"
+    strict = {"type": "function", "function": function | {"strict": True}}
+    with pytest.raises(UnsupportedField, match="not is not supported"):
+        grammar_of(format, ToolUse((strict,), required=True))
+
+
+def test_required_calls_of_schemas_that_are_too_large_together_are_any_calls() -> None:
+    tools = [tool(f"f{i}") for i in range(20)]
+    fields = {"tools": tools, "tool_choice": "required"}
+    small, large = (constrained(fields, TEXT.formats, max_schema_bytes=n) for n in (6000, 60_000))
+    assert "days" not in str(small)
+    assert "days" in str(large)
 
 
 TREE = {

@@ -98,11 +98,14 @@ def test_a_malformed_call_is_content(reply: Any) -> None:
 def test_a_cut_call_says_length(reply: Any) -> None:
     with client_of(says(THOUGHT + CALL)) as (client, _):
         try:
-            choice = reply(client, max_tokens=20)
+            choice = reply(client, max_tokens=26)
         except openai.LengthFinishReasonError as error:
             choice = error.completion.choices[0]
     assert choice.finish_reason == "length"
     assert not choice.message.content, "markup is no content"
+    [call] = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.dumps(ARGUMENTS).startswith(call.function.arguments)
 
 
 def test_arguments_are_streamed_while_they_come() -> None:

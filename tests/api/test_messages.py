@@ -86,6 +86,15 @@ def test_thinking_text_and_tool_use_are_blocks(reply: Any) -> None:
     assert message.usage.output_tokens > 10
 
 
+def test_a_cut_call_has_the_input_that_was_written() -> None:
+    with client_of(says(THOUGHT + CALL)) as (client, _):
+        message = whole(client, max_tokens=28)
+    assert message.stop_reason == "max_tokens"
+    call = message.content[-1]
+    assert (call.type, call.name) == ("tool_use", "get_weather")
+    assert call.input == {"city": "Tokyo"}
+
+
 @either_way
 def test_why_it_stopped(reply: Any) -> None:
     with client_of(says(f"{THOUGHT}It rains. And how.")) as (client, _):

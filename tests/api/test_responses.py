@@ -121,6 +121,20 @@ def test_a_cut_reply_is_incomplete(reply: Any) -> None:
         response = reply(client, max_output_tokens=6)
     assert response.status == "incomplete"
     assert response.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in response.output][-1] == "incomplete"
+
+
+@pytest.mark.parametrize("reply", [whole, last_of_stream])
+def test_a_cut_call_is_an_incomplete_item(reply: Any) -> None:
+    with client_of(says(THOUGHT + CALL)) as (client, _):
+        response = reply(client, max_output_tokens=28)
+    call = response.output[-1]
+    assert (response.status, call.type, call.status) == (
+        "incomplete",
+        "function_call",
+        "incomplete",
+    )
+    assert call.arguments.startswith('{"city": "Tokyo"')
 
 
 def test_a_conversation_is_sent_back_as_it_came() -> None:

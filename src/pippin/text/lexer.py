@@ -112,6 +112,11 @@ class Lexer:
                 return self._take(len(self._text) - num_held)
             yield
 
+    def without_cut_mark(self, text: str, marks: Marks) -> str:
+        """Text that was taken, without the start of a mark that the end of the reply cut."""
+        is_last = self._closed and not self.num_left
+        return text[: len(text) - marks.num_held(text, 0)] if is_last else text
+
     def is_next(self, mark: str) -> Steps[bool]:
         """Whether `mark` stands here. Looks no further than the first difference."""
         while True:

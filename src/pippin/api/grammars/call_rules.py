@@ -11,6 +11,7 @@ from typing import Any
 from pippin.api.grammars.bare_keys import BareKeyRules
 from pippin.api.grammars.lark import Lark, alternatives, in_order
 from pippin.api.requests.custom_tools import INPUT, input_schema
+from pippin.api.requests.leniency import Leniency
 from pippin.api.requests.neutral_request import ToolUse
 from pippin.decode.closed_objects import closed
 from pippin.decode.expressions import regex_terminal
@@ -33,11 +34,23 @@ _SAY_NOTHING = {"type", "title", "description", "default", "examples"}
 
 
 class CallRules:
-    def __init__(self, lark: Lark, format: str, tool_use: ToolUse) -> None:
+    """A required call obeys its tool's schema, if that can be enforced; a strict one always."""
+
+    def __init__(
+        self,
+        lark: Lark,
+        format: str,
+        tool_use: ToolUse,
+        leniency: Leniency | None = None,
+        *,
+        holds_required: bool = True,
+    ) -> None:
         self._lark = lark
         self._format = format
         self._syntax: CallSyntax = TOOL_FORMATS[format].parser.syntax
         self._tool_use = tool_use
+        self._leniency = leniency or Leniency()
+        self._holds_required = holds_required and tool_use.required
 
     def calls(self) -> str:
         """The calls of a reply, one at least."""
@@ -75,17 +88,35 @@ class CallRules:
     def _arguments(self, function: Schema) -> str:
         if function["name"] in self._tool_use.custom:
             return self._input(self._tool_use.custom[function["name"]])
-        schema = _object_schema(function)
+        if function.get("strict"):
+            return self._held_arguments(function)
+        if self._holds_required and (function.get("parameters") or {}).get("properties"):
+            num_rules = self._lark.num_rules
+            try:
+                return self._held_arguments(function)
+            except UnsupportedField as error:
+                self._lark.drop_rules(num_rules)
+                self._leniency.ignore("tools.parameters", error.message, function["name"])
+        return self._any_arguments(function["name"])
+
+    def _held_arguments(self, function: Schema) -> str:
+        schema, tags = _object_schema(function), self._syntax.arguments
+        if isinstance(tags, BareKeyArguments):
+            return self._bare_keys(function["name"], tags).object(schema)
+        if isinstance(tags, KeywordArguments):
+            return self._keywords(schema)
+        if isinstance(tags, TaggedArguments):
+            return self._strict_tagged(function["name"], schema, tags)
+        return self._lark.json(schema)
+
+    def _any_arguments(self, name: str) -> str:
         tags = self._syntax.arguments
         if isinstance(tags, BareKeyArguments):
-            rules = self._bare_keys(function["name"], tags)
-            return rules.object(schema) if function.get("strict") else rules.any_object()
+            return self._bare_keys(name, tags).any_object()
         if isinstance(tags, KeywordArguments):
-            return self._keywords(schema if function.get("strict") else None)
+            return self._keywords(None)
         if not isinstance(tags, TaggedArguments):
-            return self._lark.json(schema if function.get("strict") else {"type": "object"})
-        if function.get("strict"):
-            return self._strict_tagged(function["name"], schema, tags)
+            return self._lark.json({"type": "object"})
         if tags.before_type:
             return f"({self._literal(tags.before_key)} {self._any_typed(tags)})*"
         value = self._lark.until(tags.after_value)
@@ -196,10 +227,8 @@ class CallRules:
 
 
 def _object_schema(function: Schema) -> Schema:
-    """What the arguments must be; checked here only if they are enforced."""
+    """What the arguments must be, if that can be enforced."""
     schema: Schema = function.get("parameters") or {"type": "object", "properties": {}}
-    if not function.get("strict"):
-        return schema
     try:
         check_schema(json.dumps(schema))
     except RequestError as error:

@@ -36,7 +36,24 @@ def can_forbid_calls(text: TextBundle) -> bool:
 
 
 def constrain(request: ChatRequest, prompt: Prompt, text: TextBundle) -> SamplingParams:
-    """The request's parameters, with a grammar of all its constraints."""
+    """The request's parameters, with a grammar of all its constraints.
+
+    A required call of tools whose schemas are too large together is any call, unless `strict`.
+    """
+    try:
+        return _constrain(request, prompt, text)
+    except UnsupportedField:
+        raise
+    except RequestError as error:
+        if not request.tool_use.required or request.tool_use.strict:
+            raise
+        request.leniency.ignore("tools.parameters", error.message)
+        return _constrain(request, prompt, text, holds_required=False)
+
+
+def _constrain(
+    request: ChatRequest, prompt: Prompt, text: TextBundle, *, holds_required: bool = True
+) -> SamplingParams:
     params, tool_use = request.options.params, request.tool_use
     lark = Lark(text.tokenizer)
     reasoning = _reasoning(lark, prompt, text)
@@ -55,7 +72,10 @@ def constrain(request: ChatRequest, prompt: Prompt, text: TextBundle) -> Samplin
     if tool_use.is_free and params.grammar is None:
         return params
     assert text.formats.tools is not None, "checked where the prompt was made"
-    rules, parts = CallRules(lark, text.formats.tools, tool_use), tool_use.grammars
+    rules = CallRules(
+        lark, text.formats.tools, tool_use, request.leniency, holds_required=holds_required
+    )
+    parts = tool_use.grammars
     if tool_use.required:
         if params.grammar is not None:
             raise UnsupportedField(

@@ -40,6 +40,14 @@ class Lark:
         self._rules.append(f"{name}{attributes}: {body}")
         return name
 
+    @property
+    def num_rules(self) -> int:
+        return len(self._rules)
+
+    def drop_rules(self, num_kept: int) -> None:
+        """Those of something that turned out not to be expressible."""
+        del self._rules[num_kept:]
+
     def recursive(self, body: Callable[[str], str]) -> str:
         at = len(self._rules)
         name = self.rule("")

@@ -24,7 +24,8 @@ class FoldedChoice:
 
     def add(self, piece: SequencePiece) -> None:
         for part in piece.pieces:
-            self.text.add(_unless_cut(part) if piece.finish == "length" else part)
+            if piece.finish != "length" or not _is_cut(part):
+                self.text.add(part)
         self.shown += piece.shown
         self.finish = piece.finish
 
@@ -33,11 +34,9 @@ class FoldedChoice:
         return called if self.finish == "stop" and self.text.calls else self.finish
 
 
-def _unless_cut(part: TextPiece) -> TextPiece:
-    """A call that the end of the reply cut short is left out: as text it would be markup."""
-    if isinstance(part, CallEnd) and part.unparsed is not None:
-        return CallEnd(part.index, unparsed="")
-    return part
+def _is_cut(part: TextPiece) -> bool:
+    """A call that the end of the reply cut short stays a call, with the arguments so far."""
+    return isinstance(part, CallEnd) and part.unparsed is not None
 
 
 async def run_sequences(engine: Engine, job: Job) -> AsyncGenerator[SequencePiece, None]:

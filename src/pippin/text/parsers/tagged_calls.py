@@ -78,7 +78,7 @@ class TaggedCallParser(CallParser):
         implied = (mark for mark, _ in self.implied_ends)
         ends = Marks.of(self._end, self.call_end, *implied)
         if text := (yield from self.lexer.text_before(ends)):
-            return text
+            return self.lexer.without_cut_mark(text, ends)
         if (yield from self.lexer.is_followed(self._end, self.after_value)):
             yield from self.lexer.expect(self._end)
             return None

@@ -12,6 +12,7 @@ from pippin.api.dialects.dialect import named_event
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.errors import PippinError
+from pippin.text.cut_json import members_of
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -77,7 +78,7 @@ class MessagesDialect(BlockStream):
         if text.content:
             blocks.append(_text(text.content))
         for call in text.calls.values():
-            given = msgspec.Raw((call.arguments or "{}").encode())
+            given = _input(call.arguments, cut=choice.finish == "length")
             blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
         stop_reason = self._stop_reason(choice.finish, called=bool(text.calls))
         return self._message(blocks, stop_reason) | {
@@ -147,6 +148,11 @@ class MessagesDialect(BlockStream):
             "cache_read_input_tokens": cached,
             "output_tokens": output_tokens,
         }
+
+
+def _input(arguments: str, *, cut: bool) -> Any:
+    """As it was written; of a call that was cut, what can be read."""
+    return members_of(arguments) if cut else msgspec.Raw((arguments or "{}").encode())
 
 
 def _thinking(text: str) -> dict[str, Any]:

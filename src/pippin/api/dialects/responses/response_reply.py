@@ -65,6 +65,8 @@ class ResponsesDialect(BlockStream):
             item = self._new_call(call.id, call.name)
             is_custom = item["type"] == CUSTOM
             items.append(_filled(item, input_of(call.arguments) if is_custom else call.arguments))
+        if items and choice.finish == "length":
+            items[-1]["status"] = "incomplete"
         return self._finished(choice.finish, items)
 
     def error(self, error: PippinError) -> bytes:
