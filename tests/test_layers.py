@@ -86,6 +86,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "offline.progress": set(),
     "startup": set(),
     "startup.find_checkpoint": {"config", "text"},
+    "startup.describe_checkpoint": {"text", "api.model_info"},
     "startup.resolve": {
         *("config", "startup.find_checkpoint", "api.http.keys"),
         *("backends.nvidia", "backends.torch.config"),
@@ -97,7 +98,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("config", "logs", "messages", "text", "engine.events", "api"),
         *("engine.engine_client", "supervision"),
         *("startup.memory_remedy", "startup.port", "startup.resolve"),
-        "startup.server_file",
+        *("startup.describe_checkpoint", "startup.server_file"),
     },
     "terminal": set(),
     "terminal.server_client": set(),

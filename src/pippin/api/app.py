@@ -10,11 +10,14 @@ from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp
 
 from pippin.api.dialects.messages.message_reply import messages_error
+from pippin.api.dialects.ollama.ollama_reply import ollama_error
 from pippin.api.dialects.responses.response_store import ResponseStores
 from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.events import EventsEndpoint
 from pippin.api.endpoints.generation import Generation
 from pippin.api.endpoints.metrics_endpoint import MetricsEndpoint
+from pippin.api.endpoints.ollama.ollama_models import OllamaModels
+from pippin.api.endpoints.ollama.ollama_replies import OllamaReplies
 from pippin.api.endpoints.server_info import ServerInfo
 from pippin.api.http.access_control import access_checks
 from pippin.api.http.http_errors import ErrorShapes, error_response, on_error
@@ -52,6 +55,8 @@ def create_app(
     app = Starlette(
         routes=[
             *Generation(state, stored).routes(),
+            *OllamaReplies(state).routes(),
+            *OllamaModels(state).routes(),
             *ServerInfo(state).routes(),
             Route("/metrics", MetricsEndpoint(engine, registry).show),
             *EventsEndpoint(state).routes(),
@@ -62,9 +67,8 @@ def create_app(
             (PippinError, HTTPException, ClientDisconnect, Exception), on_error
         ),
     )
-    return RequestLog(
-        ErrorShapes(app, {"/v1/messages": messages_error}, shared={"/v1/models": messages_error})
-    )
+    shapes = {"/v1/messages": messages_error, "/api": ollama_error}
+    return RequestLog(ErrorShapes(app, shapes, shared={"/v1/models": messages_error}))
 
 
 def create_waiting_app(config: ServerConfig, reason: str) -> ASGIApp:

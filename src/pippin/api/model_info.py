@@ -14,12 +14,21 @@ from pippin.text.bundle import SamplingDefaults
 
 
 @dataclass(frozen=True)
+class CheckpointInfo:
+    family: str = "unknown"
+    quantization: str = ""
+    nbytes: int = 0  # of its weights, on disk
+    digest: str = "0" * 64  # hexadecimal
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     name: str
     max_len: int  # tokens, prompt and reply together
     vocab_size: int
     created_s: int  # unix time
     aliases: tuple[str, ...] = ()  # other names that it answers to
+    checkpoint: CheckpointInfo = CheckpointInfo()
 
     @property
     def max_prompt_bytes(self) -> int:

@@ -29,6 +29,7 @@ from pippin.engine.events.trace import TraceFile
 from pippin.errors import LoadError
 from pippin.logs import configure_logging
 from pippin.messages import Ready
+from pippin.startup.describe_checkpoint import describe_checkpoint
 from pippin.startup.memory_remedy import with_remedy
 from pippin.startup.port import listen
 from pippin.startup.resolve import resolve
@@ -177,6 +178,7 @@ def _model_info(config: Config, ready: Ready) -> ModelInfo:
         ready.vocab_size,
         created_s=int(time.time()),
         aliases=config.server.alias,
+        checkpoint=describe_checkpoint(Path(config.model.model)),
     )
 
 

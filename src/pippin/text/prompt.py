@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pippin.errors import ContextOverflow, RequestError
@@ -28,6 +28,13 @@ class Prompt:
     boundaries: list[int] = field(default_factory=list)  # token positions where messages end
     echo: Echo | None = None
     ending: str = ""  # of a rendered chat: whether it opens the reply's reasoning is seen there
+
+    def behind(self, tokens: Sequence[int]) -> Prompt:
+        """The prompt with others before it, which end where it begins."""
+        if not tokens:
+            return self
+        boundaries = [len(tokens), *(len(tokens) + end for end in self.boundaries)]
+        return replace(self, tokens=[*tokens, *self.tokens], boundaries=boundaries)
 
 
 def chat_prompt(

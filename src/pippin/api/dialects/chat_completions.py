@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pippin.api.dialects.dialect import LEAST_LOGPROB, CompletionStream
+from pippin.api.dialects.dialect import CompletionStream, logprobs_entry
 from pippin.api.dialects.openai_tools import read_chat_tools
 from pippin.api.dialects.shared_options import (
     check_choices,
@@ -150,22 +150,7 @@ class ChatDialect(CompletionStream):
         return self._event(choice)
 
     def _logprobs(self, tokens: list[ShownToken]) -> dict[str, Any]:
-        return {"content": [self._entry(token) for token in tokens], "refusal": None}
-
-    def _entry(self, token: ShownToken) -> dict[str, Any]:
-        assert token.logprobs is not None, "every token of a reply was predicted"
-        top = zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True)
-        return {
-            **self._token(token.id, token.logprobs.logprob),
-            "top_logprobs": [self._token(id, logprob) for id, logprob in top],
-        }
-
-    def _token(self, id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._tokenizer.token_text(id),
-            "bytes": list(self._tokenizer.token_bytes(id)),
-            "logprob": max(logprob, LEAST_LOGPROB),
-        }
+        return {"content": [logprobs_entry(t, self._tokenizer) for t in tokens], "refusal": None}
 
 
 def _input_delta(index: int, text: str) -> dict[str, Any] | None:

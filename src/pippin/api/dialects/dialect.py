@@ -13,7 +13,8 @@ from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice, run_sequences
 from pippin.engine.engine_client import Engine
 from pippin.errors import PippinError
-from pippin.sequences import SequencePiece
+from pippin.sequences import SequencePiece, ShownToken
+from pippin.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is what OpenAI writes
 DONE = b"data: [DONE]\n\n"
@@ -96,6 +97,24 @@ def openai_usage(job: Job) -> dict[str, Any]:
         "total_tokens": job.prompt_tokens + job.completion_tokens,
         "prompt_tokens_details": cached_details(job),
         "completion_tokens_details": {"reasoning_tokens": job.reasoning_tokens},
+    }
+
+
+def logprobs_entry(token: ShownToken, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A token of a chat's reply with its log probability and the likeliest others."""
+    assert token.logprobs is not None, "every token of a reply was predicted"
+    top = zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True)
+    return {
+        **_token_entry(token.id, token.logprobs.logprob, tokenizer),
+        "top_logprobs": [_token_entry(id, logprob, tokenizer) for id, logprob in top],
+    }
+
+
+def _token_entry(id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "token": tokenizer.token_text(id),
+        "bytes": list(tokenizer.token_bytes(id)),
+        "logprob": max(logprob, LEAST_LOGPROB),
     }
 
 

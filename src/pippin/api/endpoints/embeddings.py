@@ -51,15 +51,17 @@ class EmbeddingJob(SubmitsJob):
     dimensions: int | None  # that are kept of each vector; None: all
 
 
-def parse_embeddings(fields: Any, text: TextBundle, rules: RequestRules) -> EmbeddingJob:
-    body = rules.body(fields)
+def parse_embeddings(
+    body: Body, text: TextBundle, rules: RequestRules, *, truncate: bool = False
+) -> EmbeddingJob:
+    """`truncate`: of a text that is too long, only as much is read as fits the model."""
     EMBEDDINGS.check(body, rules)
     items, most = rows_of(body.get("input")), rules.limits.max_choices
     if len(items) > most:
         limit = f"at most {most:,} are allowed (--max-choices)"
         raise body.error("input", f"has {len(items):,} texts; {limit}")
     rows = [
-        text_tokens(item, "input", text, rules.model, f"input[{number}]")
+        text_tokens(item, "input", text, rules.model, f"input[{number}]", truncate=truncate)
         for number, item in enumerate(items)
     ]
     priority, salt = body.get("priority", 0), read_salt(body)
@@ -77,22 +79,37 @@ def parse_embeddings(fields: Any, text: TextBundle, rules: RequestRules) -> Embe
 
 
 def text_tokens(
-    item: str | list[int], param: str, text: TextBundle, model: ModelInfo, name: str | None = None
+    item: str | list[int],
+    param: str,
+    text: TextBundle,
+    model: ModelInfo,
+    name: str | None = None,
+    *,
+    truncate: bool = False,
 ) -> list[int]:
     """What the model reads of a text; `name`: where it stands in the field `param`."""
     if isinstance(item, str):
+        if truncate:
+            item = item.encode(errors="replace")[: model.max_prompt_bytes].decode(errors="ignore")
         check_nbytes(nbytes_of(item), model.max_prompt_bytes, param=param)
     tokens = text.tokenizer.encode(item) if isinstance(item, str) else item
     if not tokens:
         raise RequestError(f"{name or param} is empty; it must have a token", param=param)
+    if truncate:
+        tokens = tokens[: model.max_len - 1]
     room_for_reply(Prompt(tokens), model.max_len, param=param)
     return tokens
 
 
-async def whole_embeddings(job: EmbeddingJob, engine: Engine, model: ModelInfo) -> dict[str, Any]:
+async def embed(job: EmbeddingJob, engine: Engine) -> list[np.ndarray]:
     vectors = await all_or_none(vector_of(submit, engine) for submit in job.submits)
     if job.dimensions is not None:
         vectors = [_shortened(vector, job.dimensions) for vector in vectors]
+    return vectors
+
+
+async def whole_embeddings(job: EmbeddingJob, engine: Engine, model: ModelInfo) -> dict[str, Any]:
+    vectors = await embed(job, engine)
     return {
         "object": "list",
         "data": [

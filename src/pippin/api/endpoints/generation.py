@@ -26,10 +26,11 @@ from pippin.api.endpoints.tokenize import detokenize, tokenize
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.keys import owner_of
 from pippin.api.http.request_log import record_of
-from pippin.api.http.sending import HEARTBEAT, StreamResponse, WholeResponse
+from pippin.api.http.sending import EVENTS, HEARTBEAT, StreamResponse, WholeResponse
 from pippin.api.jobs.prepare import Job, prepare_chat, prepare_completion, render_prompt
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.neutral_request import ChatRequest
+from pippin.engine.engine_client import Engine
 from pippin.text.bundle import TextBundle
 
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")  # Jina's, Cohere's, vLLM's
@@ -120,7 +121,8 @@ class Generation:
 
     async def _embeddings(self, request: Request) -> Response:
         job = await self._state.prepare(
-            request, lambda fields: parse_embeddings(fields, self._text, self._rules)
+            request,
+            lambda fields: parse_embeddings(self._rules.body(fields), self._text, self._rules),
         )
         engine, model = self._state.engine, self._rules.model
         return WholeResponse(lambda: whole_embeddings(job, engine, model), job.timeout_s)
@@ -161,10 +163,24 @@ class Generation:
     def _answer(
         self, job: Job, dialect: Dialect, *, heartbeat: Callable[[], bytes] = lambda: HEARTBEAT
     ) -> Response:
-        engine = self._state.engine
-        if not job.stream:
-            return WholeResponse(lambda: whole_reply(job, dialect, engine), job.timeout_s)
-        events = reply_events(job, dialect, engine)
-        return StreamResponse(
-            events, encode_error=dialect.error, timeout_s=job.timeout_s, heartbeat=heartbeat
-        )
+        return answer(job, dialect, self._state.engine, heartbeat=heartbeat)
+
+
+def answer(
+    job: Job,
+    dialect: Dialect,
+    engine: Engine,
+    *,
+    media_type: str = EVENTS,
+    heartbeat: Callable[[], bytes] = lambda: HEARTBEAT,
+) -> Response:
+    """The reply, whole or as a stream."""
+    if not job.stream:
+        return WholeResponse(lambda: whole_reply(job, dialect, engine), job.timeout_s)
+    return StreamResponse(
+        reply_events(job, dialect, engine),
+        encode_error=dialect.error,
+        timeout_s=job.timeout_s,
+        media_type=media_type,
+        heartbeat=heartbeat,
+    )

@@ -10,11 +10,12 @@ from starlette.convertors import Convertor, IntegerConvertor
 from starlette.routing import BaseRoute, Route
 
 from pippin.api.endpoints.stored_responses import ITEMS_PATH, RESPONSE_PATH
-from pippin.api.fields import anthropic, openai, scoring, tokens
+from pippin.api.fields import anthropic, ollama, openai, scoring, tokens
 from pippin.api.model_info import RequestRules
 
 OpenApi = dict[str, Any]
 STREAMS = "text/event-stream"
+JSON_LINES = "application/x-ndjson"  # of the paths below /api
 ALWAYS_STREAM = frozenset({"/events"})
 
 
@@ -34,6 +35,13 @@ ERROR_SCHEMA = _required(
 MESSAGES_ERROR_SCHEMA = _required(  # Anthropic's
     type={"const": "error"}, error=_required(type=_STRING, message=_STRING)
 )
+OLLAMA_ERROR_SCHEMA = _required(error=_STRING)
+_ERRORS = {
+    "Error": ERROR_SCHEMA,
+    "MessagesError": MESSAGES_ERROR_SCHEMA,
+    "OllamaError": OLLAMA_ERROR_SCHEMA,
+}
+_ERROR_NAMES = {"/v1/messages": "MessagesError", "/api/": "OllamaError"}  # by a path's start
 BODIES = {  # by path
     "/v1/chat/completions": openai.CHAT,
     "/v1/completions": openai.COMPLETION,
@@ -44,6 +52,11 @@ BODIES = {  # by path
     "/v1/embeddings": openai.EMBEDDINGS,
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), scoring.RERANK),
     **dict.fromkeys(("/v1/score", "/score"), scoring.SCORE),
+    "/api/chat": ollama.CHAT,
+    "/api/generate": ollama.GENERATE,
+    "/api/embed": ollama.EMBED,
+    "/api/embeddings": ollama.EMBEDDINGS,
+    "/api/show": ollama.SHOW,
     "/tokenize": tokens.TOKENIZE,
     "/detokenize": tokens.DETOKENIZE,
 }
@@ -65,7 +78,7 @@ def openapi_document(
         "openapi": "3.1.0",
         "info": {"title": "Pippin", "version": version("pippin")},
         "paths": paths,
-        "components": {"schemas": {"Error": ERROR_SCHEMA, "MessagesError": MESSAGES_ERROR_SCHEMA}},
+        "components": {"schemas": dict(_ERRORS)},
     }
     if needs_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -99,7 +112,7 @@ def _operation(route: Route, method: str, rules: RequestRules) -> dict[str, Any]
         }
         replies: dict[str, Any] = {"application/json": {}}
         if "stream" in body["properties"]:
-            replies[STREAMS] = {}
+            replies[JSON_LINES if route.path.startswith("/api/") else STREAMS] = {}
         operation["responses"]["200"]["content"] = replies
     return operation
 
@@ -111,6 +124,6 @@ def _path_schema(convertor: Convertor[Any]) -> dict[str, Any]:
 
 
 def _error(path: str) -> dict[str, Any]:
-    name = "MessagesError" if path.startswith("/v1/messages") else "Error"
+    name = next((n for start, n in _ERROR_NAMES.items() if path.startswith(start)), "Error")
     schema = {"$ref": f"#/components/schemas/{name}"}
     return {"description": "an error", "content": {"application/json": {"schema": schema}}}

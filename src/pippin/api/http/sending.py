@@ -1,8 +1,8 @@
-"""Sends a reply, as server-sent events or whole, while its client is connected. Knows no dialect.
+"""Sends a reply, as a stream or whole, while its client is connected. Knows no dialect.
 
 A client that disconnects cancels the work. A stream's headers are sent within `GRACE_SECONDS`: an
-error before that is a status, a later one an event. While there is nothing to send, comments, or
-what a dialect has for it, keep the connection open.
+error before that is a status, a later one a part of the stream. While there is nothing to send,
+comments, or what a dialect has for it, keep the connection open.
 """
 
 from __future__ import annotations
@@ -29,13 +29,8 @@ from pippin.errors import PippinError
 T = TypeVar("T")
 GRACE_SECONDS = 0.2
 HEARTBEAT_SECONDS = 10.0
-HEARTBEAT = b": still here\n\n"
-
-EVENT_STREAM_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
+EVENTS, JSON_LINES = "text/event-stream", "application/x-ndjson"
+HEARTBEAT = b": still here\n\n"  # of events
 
 
 class WholeResponse(Response):
@@ -64,9 +59,11 @@ class StreamResponse(Response):
         *,
         encode_error: Callable[[PippinError], bytes],
         timeout_s: float | None,
+        media_type: str = EVENTS,
         heartbeat: Callable[[], bytes] = lambda: HEARTBEAT,
     ) -> None:
         super().__init__()
+        self._media_type = media_type
         self._heartbeat = heartbeat
         self._events = events
         self._encode_error = encode_error
@@ -118,7 +115,11 @@ class StreamResponse(Response):
     async def _start(self, send: Send) -> None:
         if not self._started:
             self._started = True
-            headers = list(EVENT_STREAM_HEADERS)  # others add theirs
+            headers = [  # others add theirs
+                (b"content-type", f"{self._media_type}; charset=utf-8".encode()),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+            ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:

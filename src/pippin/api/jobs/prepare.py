@@ -161,7 +161,7 @@ def render_prompt(request: ChatRequest, text: TextBundle, max_bytes: int) -> Pro
         param=request.effort_field,
         leniency=request.leniency,
     )
-    return chat_prompt(
+    prompt = chat_prompt(
         request.messages,
         text,
         tools=tools,
@@ -171,6 +171,7 @@ def render_prompt(request: ChatRequest, text: TextBundle, max_bytes: int) -> Pro
         max_bytes=max_bytes,
         param=request.messages_field,
     )
+    return prompt.behind(request.previous_tokens)
 
 
 def prepare_completion(request: CompletionRequest, text: TextBundle, model: ModelInfo) -> Job:

@@ -20,6 +20,7 @@ class FoldedChoice:
     index: int
     text: FoldedText = field(default_factory=FoldedText)
     shown: list[ShownToken] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # as they were generated
     finish: str | None = None
 
     def add(self, piece: SequencePiece) -> None:
@@ -27,6 +28,7 @@ class FoldedChoice:
             if piece.finish != "length" or not _is_cut(part):
                 self.text.add(part)
         self.shown += piece.shown
+        self.tokens += piece.tokens
         self.finish = piece.finish
 
     def finish_or(self, called: str) -> str | None:

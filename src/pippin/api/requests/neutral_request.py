@@ -75,6 +75,7 @@ class ChatRequest:
     continue_final_message: bool = False
     reasoning_effort: str | None = None  # None: as the template has it
     template_variables: dict[str, Any] = field(default_factory=dict)
+    previous_tokens: tuple[int, ...] = ()  # that precede the conversation
     # What the dialect calls them, for errors:
     messages_field: str = "messages"
     effort_field: str = "reasoning_effort"

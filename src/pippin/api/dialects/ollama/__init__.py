@@ -1,0 +1,1 @@
+"""Ollama's API: requests and replies."""

@@ -1,0 +1,163 @@
+"""The fields of Ollama's API. Knows no value's use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pippin.api.fields import value_kinds as kinds
+from pippin.api.fields.openai import ROLES
+from pippin.api.fields.shared import MAX_LOGPROBS, SAMPLING, SERVING, STREAM, TOOLS, Fields, pick
+from pippin.api.fields.table import FieldTable, members, refused_field
+from pippin.api.fields.value_kinds import Schema, ValueKind
+from pippin.api.http.http_errors import ModelNotFound
+from pippin.api.model_info import RequestRules
+from pippin.api.requests.body import Body
+from pippin.api.requests.bounds import MAX_MESSAGES
+from pippin.api.requests.token_ids import are_token_ids, token_ids_in_words
+from pippin.errors import cut
+
+LATEST = ":latest"  # the tag of a name that has none
+THINK_LEVELS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
+_TEXT_ONLY = "only text is generated"
+
+
+class OllamaModelName(kinds.ModelName):
+    """A name in `/api/tags`; its tag may be left out."""
+
+    def schema(self, rules: RequestRules) -> Schema:
+        names = rules.model.names
+        return {"type": "string", "enum": [*names, *(f"{name}{LATEST}" for name in names)]}
+
+    def check(self, body: Body, field: str, rules: RequestRules) -> None:
+        given = body.required_string(field)
+        try:
+            rules.model.check_name(given.removesuffix(LATEST))
+        except ModelNotFound as error:
+            serves = ", ".join(rules.model.names)
+            raise ModelNotFound(
+                f"model '{cut(given)}' not found; this server serves {serves}", param=field
+            ) from error
+
+
+class TokenIds(ValueKind):
+    """One list of them."""
+
+    def words(self, rules: RequestRules) -> str:
+        return f"a list of {token_ids_in_words(rules.vocab_size)}"
+
+    def schema(self, rules: RequestRules) -> Schema:
+        ids = kinds.integer_from(0, rules.vocab_size - 1).json_schema
+        return {"type": "array", "items": ids}
+
+    def accepts(self, value: Any, rules: RequestRules) -> bool:
+        return are_token_ids(value, rules.vocab_size)
+
+
+MODEL: Fields = {"model": OllamaModelName("a name in `/api/tags`, with or without `:latest`")}
+_KEEP_ALIVE: Fields = {
+    "keep_alive": ValueKind(
+        "a number of seconds or a string such as 5m",
+        {"type": ["number", "string"]},
+        lambda value: isinstance(value, int | float | str) and not isinstance(value, bool),
+    )
+}
+_LOADING = {  # how Ollama loads a model: it is loaded here already
+    **dict.fromkeys(("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread"), "integer"),
+    **dict.fromkeys(("numa", "low_vram", "f16_kv", "logits_all", "vocab_only"), "boolean"),
+    **dict.fromkeys(("use_mmap", "use_mlock", "embedding_only"), "boolean"),
+}
+_OTHER_SAMPLERS = {  # that are not computed here
+    **dict.fromkeys(("num_keep", "repeat_last_n", "mirostat"), "integer"),
+    **dict.fromkeys(("tfs_z", "typical_p", "mirostat_tau", "mirostat_eta"), "number"),
+    "penalize_newline": "boolean",
+}
+OPTIONS = members(
+    num_predict=kinds.integer_from(-2),
+    **pick(
+        SAMPLING,
+        *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+        *("presence_penalty", "frequency_penalty"),
+    ),
+    repeat_penalty=SAMPLING["repetition_penalty"],
+    **{
+        name: ValueKind("changes nothing", {"type": kind})
+        for name, kind in {**_LOADING, **_OTHER_SAMPLERS}.items()
+    },
+)
+_EVERY: Fields = {**MODEL, "options": OPTIONS, **_KEEP_ALIVE, **SERVING}
+_REPLY: Fields = {
+    **_EVERY,
+    **STREAM,
+    "format": ValueKind(
+        '"json", or a JSON Schema',
+        {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}]},
+        lambda value: value in ("", "json") or isinstance(value, dict),
+    ),
+    "think": ValueKind(
+        f"true, false, or one of {', '.join(THINK_LEVELS)}",
+        {"enum": [True, False, *THINK_LEVELS]},
+        lambda value: isinstance(value, bool) or value in tuple(THINK_LEVELS),
+    ),
+    "logprobs": kinds.BOOLEAN,
+    "top_logprobs": kinds.integer_from(0, MAX_LOGPROBS),
+    "truncate": kinds.BOOLEAN,
+    "shift": kinds.BOOLEAN,
+}
+CHAT = FieldTable(
+    {
+        **_REPLY,
+        "messages": ValueKind(
+            f"a list of at most {MAX_MESSAGES:,} messages",
+            {
+                "type": "array",
+                "maxItems": MAX_MESSAGES,
+                "items": {
+                    "type": "object",
+                    "properties": {"role": {"enum": list(ROLES)}},
+                    "required": ["role"],
+                },
+            },
+        ),
+        **TOOLS,
+    },
+    required=("model",),
+)
+GENERATE = FieldTable(
+    {
+        **_REPLY,
+        "prompt": kinds.STRING,
+        "system": kinds.STRING,
+        "raw": kinds.BOOLEAN,
+        "context": TokenIds(),
+        "images": refused_field("only text is read", []),
+        "suffix": refused_field("text is not inserted", ""),
+        "template": refused_field("the model's own template is used", ""),
+        **dict.fromkeys(("width", "height", "steps"), refused_field(_TEXT_ONLY, 0)),
+    },
+    required=("model",),
+)
+EMBED = FieldTable(
+    {
+        **_EVERY,
+        "input": kinds.TextsOrIds(ids=False),
+        "truncate": kinds.BOOLEAN,
+        "dimensions": kinds.integer_from(1),
+    },
+    required=("model", "input"),
+)
+EMBEDDINGS = FieldTable({**_EVERY, "prompt": kinds.STRING}, required=("model", "prompt"))
+SHOW = FieldTable(
+    {
+        **MODEL,
+        "name": MODEL["model"],
+        "verbose": kinds.BOOLEAN,
+        "system": kinds.STRING,
+        "template": kinds.STRING,
+        "options": OPTIONS,
+    }
+)
+
+
+def asked_model(body: Body) -> str:
+    """`name` is the older name of it."""
+    return str(body.get("model") or body.get("name") or body.require("model"))

@@ -1,0 +1,37 @@
+"""What a checkpoint's files say about it, for clients. Reads no weights."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from pippin.api.model_info import CheckpointInfo
+from pippin.text.tokenizer import read_json
+
+
+def describe_checkpoint(path: Path) -> CheckpointInfo:
+    """The digest is of the configuration and of the names and sizes of the weights' files."""
+    config = read_json(path / "config.json")
+    weights = sorted((file.name, file.stat().st_size) for file in path.glob("model*.safetensors"))
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    digest.update(repr(weights).encode())
+    return CheckpointInfo(
+        family=str(config.get("model_type", "")),
+        quantization=_quantization(config),
+        nbytes=sum(nbytes for _, nbytes in weights),
+        digest=digest.hexdigest(),
+    )
+
+
+def _quantization(config: dict[str, Any]) -> str:
+    """Of MLX's checkpoints the bits of a weight, else the type of the numbers."""
+    quantized = config.get("quantization") or config.get("quantization_config")
+    if isinstance(quantized, dict):
+        bits = quantized.get("bits")
+        return f"Q{bits}" if bits is not None else str(quantized.get("quant_method", "")).upper()
+    text = config.get("text_config")
+    of_text = text if isinstance(text, dict) else {}
+    names = (config.get(n) or of_text.get(n) for n in ("dtype", "torch_dtype"))
+    name = next(filter(None, names), "")
+    return {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(str(name), str(name))

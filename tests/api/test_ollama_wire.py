@@ -1,0 +1,111 @@
+"""Ollama's API as it is on the wire: what its client hides, and what other clients send."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from scripted_engine import ScriptedEngine, hang, say, serving
+
+from pippin.api.http import sending
+from pippin.config import ServerConfig
+
+USER = {"role": "user", "content": "Hi."}
+CHAT = {"model": "stories", "messages": [USER]}
+
+
+def post(path: str, **fields: Any) -> httpx.Response:
+    with serving(ScriptedEngine(say("Hello."))) as url:
+        return httpx.post(f"{url}/api/{path}", json=fields)
+
+
+def test_replies_are_streams_of_json_lines_unless_asked_otherwise() -> None:
+    streamed = post("chat", **CHAT)
+    assert streamed.headers["content-type"].startswith("application/x-ndjson")
+    lines = [json.loads(line) for line in streamed.text.splitlines()]
+    assert "".join(line["message"]["content"] for line in lines) == "Hello."
+    whole = post("chat", **CHAT, stream=False)
+    assert whole.headers["content-type"] == "application/json"
+    assert whole.json()["message"] == {"role": "assistant", "content": "Hello."}
+
+
+def test_a_stream_that_waits_is_kept_open_by_what_json_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sending, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(sending, "HEARTBEAT_SECONDS", 0.01)
+    with (
+        serving(ScriptedEngine(hang())) as url,
+        httpx.stream("POST", f"{url}/api/chat", json={**CHAT, "timeout": 0.5}) as reply,
+    ):
+        text = reply.read().decode()
+    (line,) = text.splitlines()
+    assert line.startswith(" ")
+    assert "0.5 s" in json.loads(line)["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        ("chat", {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+        ("chat", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ("chat", {"messages": [{"role": "user", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ("chat", {"messages": [USER] * 10_001}, "messages has 10,001"),
+        ("chat", {"messages": [USER], "options": {"temperature": -1}}, "options.temperature"),
+        ("chat", {"messages": [USER], "options": {"num_predict": "x"}}, "options.num_predict"),
+        ("chat", {"messages": [USER], "options": {"stop": ["x" * 1025]}}, "options.stop"),
+        ("chat", {"messages": [USER], "format": "xml"}, "format"),
+        ("chat", {"messages": [USER], "think": "a lot"}, "think"),
+        ("chat", {"messages": [USER], "top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ("generate", {"prompt": "a", "suffix": "b"}, "suffix"),
+        ("generate", {"prompt": "a", "template": "b"}, "template"),
+        ("generate", {"prompt": "a", "raw": True, "system": "b"}, "system"),
+        ("generate", {"prompt": "a", "context": [[1]]}, "context"),
+        ("generate", {"prompt": "a", "context": [1] * 8192}, "maximum context length"),
+        ("embed", {}, "input is required"),
+        ("embed", {"input": [""]}, "input[0] is empty"),
+        ("embed", {"input": [[1, 2]]}, "input"),
+        ("embeddings", {}, "prompt is required"),
+    ],
+)
+def test_a_mistake_is_a_400_with_an_error_that_names_it(
+    path: str, fields: dict[str, Any], named: str
+) -> None:
+    reply = post(path, model="stories", **fields)
+    assert reply.status_code == 400
+    assert list(reply.json()) == ["error"]
+    assert reply.json()["error"].startswith(named) or named in reply.json()["error"]
+
+
+def test_show_takes_the_older_name_of_the_model() -> None:
+    assert post("show", name="stories:latest").status_code == 200
+    assert post("show").json() == {"error": "model is required"}
+
+
+def test_other_paths_and_methods_have_ollamas_shape_of_errors() -> None:
+    missing = post("create", model="a")
+    assert (missing.status_code, list(missing.json())) == (404, ["error"])
+    with serving(ScriptedEngine()) as url:
+        wrong = httpx.get(f"{url}/api/chat")
+    assert (wrong.status_code, list(wrong.json())) == (405, ["error"])
+
+
+def test_fields_of_messages_that_are_not_known_are_ignored() -> None:
+    assert post("chat", model="stories", messages=[USER | {"timestamp": 5}]).status_code == 200
+
+
+def test_the_version_is_of_ollamas_api() -> None:
+    with serving(ScriptedEngine()) as url:
+        major, minor, _ = httpx.get(f"{url}/api/version").json()["version"].split(".")
+    assert (int(major), int(minor)) >= (0, 6)
+
+
+def test_the_root_answers_as_ollama_where_there_is_no_page() -> None:
+    with serving(ScriptedEngine()) as url:
+        assert httpx.head(url).status_code == 200  # what Ollama's command asks first
+        assert "<html" in httpx.get(url).text
+    with serving(ScriptedEngine(), ServerConfig(page=False)) as url:
+        assert httpx.head(url).status_code == 200
+        assert httpx.get(url).text == "Ollama is running"
