@@ -24,6 +24,7 @@ TOOL = {
     },
 }
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "a"}'}}
+OLLAMA_CALL = {"function": {"name": "look", "arguments": {"at": "a"}}}
 RESULT = {"role": "tool", "tool_call_id": "1", "content": "a"}
 BLOCKS: list[dict[str, Any]] = [
     {"type": "text", "text": "Once"},
@@ -72,6 +73,25 @@ BASES: dict[str, list[dict[str, Any]]] = {
         {"messages": [USER], "tools": [{"name": "look", "input_schema": {"type": "object"}}]},
     ],
     "/v1/embeddings": [{"input": "Once"}, {"input": ["Once", "upon"]}, {"input": [1, 2]}],
+    "/api/chat": [
+        {"messages": [USER], "options": {"num_predict": 1, "stop": ["zzz"]}, "stream": False},
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "thinking": "a", "tool_calls": [OLLAMA_CALL]},
+                {"role": "tool", "tool_name": "look", "content": "a"},
+            ],
+            "options": {"num_predict": 1},
+            "tools": [TOOL],
+        },
+    ],
+    "/api/generate": [
+        {"prompt": "Once", "system": "Hm.", "context": [1, 2], "options": {"num_predict": 1}},
+        {"prompt": "Once", "raw": True, "options": {"num_predict": 1}},
+    ],
+    "/api/embed": [{"input": "Once"}, {"input": ["Once", "upon"], "options": {"num_ctx": 1}}],
+    "/api/embeddings": [{"prompt": "Once"}],
+    "/api/show": [{"verbose": True}],
     "/tokenize": [{"prompt": "Once"}, {"prompt": ["a", "b"]}, {"messages": [USER]}],
     "/detokenize": [{"tokens": [1, 2]}, {"tokens": [[1], [2]]}],
     "/flush_cache": [{}],
@@ -283,7 +303,7 @@ def _places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
         return
     inside = value.items() if isinstance(value, dict) else enumerate(value[:20])
     for key, each in inside:
-        if key in ("max_tokens", "max_output_tokens", "max_new_tokens", "model"):
+        if key in ("max_tokens", "max_output_tokens", "num_predict", "model"):
             continue
         yield value, key
         if isinstance(each, dict | list) and len(each) < 100:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pippin.api.fields import anthropic, openai, scoring, shared, tokens
+from pippin.api.fields import anthropic, ollama, openai, scoring, shared, tokens
 from pippin.api.fields.value_kinds import ValueKind
 from pippin.api.fields.table import FieldTable, Unused
 from pippin.api.model_info import ModelInfo, RequestRules
@@ -32,6 +32,10 @@ TABLES = {
     "embeddings": openai.EMBEDDINGS,
     "rerank": scoring.RERANK,
     "score": scoring.SCORE,
+    "ollama_chat": ollama.CHAT,
+    "ollama_generate": ollama.GENERATE,
+    "ollama_options": ollama.OPTIONS.table,
+    "ollama_embed": ollama.EMBED,
     "tokenize": tokens.TOKENIZE,
     "detokenize": tokens.DETOKENIZE,
 }

@@ -40,6 +40,11 @@ BODIES = {
     "/v1/embeddings": {"model": "stories", "input": "Hi."},
     "/v1/rerank": {"query": "Hi.", "documents": ["Hi."]},
     "/v1/score": {"text_1": "Hi.", "text_2": "Hi."},
+    "/api/chat": {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]},
+    "/api/generate": {"model": "stories", "prompt": "Hi."},
+    "/api/embed": {"model": "stories", "input": "Hi."},
+    "/api/embeddings": {"model": "stories", "prompt": "Hi."},
+    "/api/show": {"model": "stories"},
     "/tokenize": {"prompt": "Hi."},
     "/detokenize": {"tokens": [1]},
 }
@@ -58,8 +63,8 @@ def refusal(client: httpx.Client, path: str, fields: dict[str, Any]) -> dict[str
     reply = client.post(path, json=BODIES[path] | fields)
     assert reply.status_code in (400, 404), reply.text[:300]
     assert len(reply.content) < 2 * MAX_MESSAGE_CHARS
-    error: dict[str, Any] = reply.json()["error"]
-    return error
+    error = reply.json()["error"]
+    return {"message": error} if isinstance(error, str) else error  # Ollama's shape
 
 
 def tools(number: int, **fields: Any) -> list[dict[str, Any]]:
@@ -70,6 +75,8 @@ TOO_MANY = [
     ("/v1/chat/completions", {"messages": [USER] * 10_001}, "messages", "10,000"),
     ("/v1/messages", {"messages": [USER] * 10_001}, "messages", "10,000"),
     ("/v1/responses", {"input": [USER] * 10_001}, "input", "10,000"),
+    ("/api/chat", {"messages": [USER] * 10_001}, "messages", "10,000"),
+    ("/api/chat", {"tools": [FUNCTION] * 1025}, "tools", "1,024"),
     ("/tokenize", {"prompt": ["a"] * 10_001}, "prompt", "10,000"),
     ("/detokenize", {"tokens": [[1]] * 10_001}, "tokens", "10,000"),
     ("/v1/chat/completions", {"tools": tools(1025)}, "tools", "1,024"),

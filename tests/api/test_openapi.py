@@ -64,6 +64,11 @@ REAL: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"model": "stories", "input": ["a", "b"], "encoding_format": "base64"},
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANKED),
     **dict.fromkeys(("/v1/score", "/score"), SCORED),
+    "/api/chat": {"model": "stories", "messages": [USER], "stream": False, "logprobs": True},
+    "/api/generate": {"model": "gpt-4o", "prompt": "a", "stream": False, "logprobs": True},
+    "/api/embed": {"model": "stories:latest", "input": ["a", "b"]},
+    "/api/embeddings": {"model": "stories", "prompt": "a"},
+    "/api/show": {"model": "stories"},
     "/tokenize": {"prompt": "a", "tools": []},
     "/detokenize": {"tokens": [[5], [6]]},
 }
@@ -81,8 +86,10 @@ def test_real_requests_are_allowed_and_answered(path: str, body: dict[str, Any])
 
 
 def complaint(reply: httpx.Response) -> str:
-    """The field that an error names; Anthropic's shape has it in the message alone."""
+    """The field that an error names; Anthropic's and Ollama's have it in the message alone."""
     told = reply.json().get("error") or {}
+    if isinstance(told, str):
+        return told.split(" ")[0]
     return str(told.get("param") or told.get("message", "").split(" ")[0])
 
 

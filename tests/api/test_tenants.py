@@ -22,6 +22,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "stories", "input": "Hi."},
     "/v1/messages": {**CHAT, "max_tokens": 5},
     "/v1/embeddings": {"model": "stories", "input": "Hi."},
+    "/api/chat": CHAT,
+    "/api/generate": {"model": "stories", "prompt": "Hi."},
+    "/api/embed": {"model": "stories", "input": "Hi."},
+    "/api/embeddings": {"model": "stories", "prompt": "Hi."},
 }
 TWO_KEYS = ServerConfig(api_key=("keyA", "keyB"))
 

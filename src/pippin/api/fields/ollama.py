@@ -7,7 +7,7 @@ from typing import Any
 from pippin.api.fields import value_kinds as kinds
 from pippin.api.fields.openai import ROLES
 from pippin.api.fields.shared import MAX_LOGPROBS, SAMPLING, SERVING, STREAM, TOOLS, Fields, pick
-from pippin.api.fields.table import FieldTable, members, refused_field
+from pippin.api.fields.table import FieldTable, Members, refused_field
 from pippin.api.fields.value_kinds import Schema, ValueKind
 from pippin.api.http.http_errors import ModelNotFound
 from pippin.api.model_info import RequestRules
@@ -61,29 +61,26 @@ _KEEP_ALIVE: Fields = {
         lambda value: isinstance(value, int | float | str) and not isinstance(value, bool),
     )
 }
-_LOADING = {  # how Ollama loads a model: it is loaded here already
-    **dict.fromkeys(("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread"), "integer"),
-    **dict.fromkeys(("numa", "low_vram", "f16_kv", "logits_all", "vocab_only"), "boolean"),
-    **dict.fromkeys(("use_mmap", "use_mlock", "embedding_only"), "boolean"),
-}
-_OTHER_SAMPLERS = {  # that are not computed here
-    **dict.fromkeys(("num_keep", "repeat_last_n", "mirostat"), "integer"),
-    **dict.fromkeys(("tfs_z", "typical_p", "mirostat_tau", "mirostat_eta"), "number"),
-    "penalize_newline": "boolean",
-}
-OPTIONS = members(
-    num_predict=kinds.integer_from(-2),
+_LOADING = (  # how Ollama loads a model: it is loaded here already
+    *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
+    *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only"),
+)
+_OTHER_SAMPLERS = (  # that are not computed here
+    *("num_keep", "repeat_last_n", "mirostat", "mirostat_tau", "mirostat_eta"),
+    *("tfs_z", "typical_p", "penalize_newline"),
+)
+_UNUSED = ValueKind("any value", {"description": "changes nothing"})
+_OPTIONS: Fields = {
+    "num_predict": kinds.integer_from(-2),
     **pick(
         SAMPLING,
         *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
         *("presence_penalty", "frequency_penalty"),
     ),
-    repeat_penalty=SAMPLING["repetition_penalty"],
-    **{
-        name: ValueKind("changes nothing", {"type": kind})
-        for name, kind in {**_LOADING, **_OTHER_SAMPLERS}.items()
-    },
-)
+    "repeat_penalty": SAMPLING["repetition_penalty"],
+    **dict.fromkeys((*_LOADING, *_OTHER_SAMPLERS), _UNUSED),
+}
+OPTIONS = Members("an object of options", table=FieldTable(_OPTIONS))
 _EVERY: Fields = {**MODEL, "options": OPTIONS, **_KEEP_ALIVE, **SERVING}
 _REPLY: Fields = {
     **_EVERY,
@@ -117,6 +114,7 @@ CHAT = FieldTable(
                     "required": ["role"],
                 },
             },
+            lambda value: isinstance(value, list),
         ),
         **TOOLS,
     },

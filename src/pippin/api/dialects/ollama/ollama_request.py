@@ -40,17 +40,17 @@ class LoadRequest:
 def parse_ollama_chat(fields: Any, rules: RequestRules) -> ChatRequest | LoadRequest:
     body = Body(fields)
     CHAT.check(body, rules)
+    options, tool_use = _options(body, rules), read_chat_tools(body)
     if not body.get("messages"):
         return _load(body)
     messages = [_message(message) for message in message_bodies(body)]
     final = messages[-1]
     is_prefill = final["role"] == "assistant" and not final.get("tool_calls")
     return ChatRequest(
-        options=_options(body, rules),
+        options=options,
         messages=messages,
-        add_generation_prompt=not is_prefill,
         continue_final_message=is_prefill,
-        tool_use=read_chat_tools(body),
+        tool_use=tool_use,
         reasoning_effort=_effort(body),
         effort_field="think",
     )
@@ -61,9 +61,9 @@ def parse_generate(
 ) -> ChatRequest | CompletionRequest | LoadRequest:
     body = Body(fields)
     GENERATE.check(body, rules)
-    if not body.get("prompt"):
-        return _load(body)
     options, prompt = _options(body, rules), body.get("prompt")
+    if not prompt:
+        return _load(body)
     if body.get("raw"):
         for field in ("system", "context"):
             if body.get(field):
