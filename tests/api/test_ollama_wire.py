@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
 import httpx
 import pytest
-from scripted_engine import ScriptedEngine, hang, say, serving
+from scripted_engine import TOKENIZER, ScriptedEngine, answer_anything, hang, say, serving
 
 from pippin.api.http import sending
 from pippin.config import ServerConfig
 
+PIXEL = base64.b64encode(
+    b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x01\0\0\0\x01\x08\x06\0\0\0"
+).decode()
 USER = {"role": "user", "content": "Hi."}
 CHAT = {"model": "stories", "messages": [USER]}
 
@@ -92,8 +96,43 @@ def test_other_paths_and_methods_have_ollamas_shape_of_errors() -> None:
     assert (wrong.status_code, list(wrong.json())) == (405, ["error"])
 
 
-def test_fields_of_messages_that_are_not_known_are_ignored() -> None:
-    assert post("chat", model="stories", messages=[USER | {"timestamp": 5}]).status_code == 200
+def test_what_cannot_change_a_reply_is_ignored_and_reported() -> None:
+    fields = {
+        "messages": [USER | {"timestamp": 5}],
+        "keep_alive": "5m",
+        "options": {"num_ctx": 2048, "mirostat": 1},
+    }
+    reply = post("chat", model="stories", **fields)
+    assert reply.status_code == 200
+    reported = reply.headers["x-pippin-ignored"].split(", ")
+    names = ["keep_alive", "messages[].timestamp", "options.mirostat", "options.num_ctx"]
+    assert sorted(reported) == names
+    shown = post("show", model="stories", verbose=True)
+    assert shown.headers["x-pippin-ignored"] == "verbose"
+    loaded = post("generate", model="stories", keep_alive=0)
+    assert loaded.headers["x-pippin-ignored"] == "keep_alive"
+    with serving(ScriptedEngine(answer_anything)) as url:
+        body = {"model": "stories", "input": "Hi.", "keep_alive": 0}
+        embedded = httpx.post(f"{url}/api/embed", json=body)
+    assert embedded.headers["x-pippin-ignored"] == "keep_alive"
+
+
+def test_a_text_takes_the_place_of_an_image() -> None:
+    engine = ScriptedEngine(say("Hello."))
+    with serving(engine) as url:
+        messages = [USER | {"images": [PIXEL]}]
+        chat = httpx.post(f"{url}/api/chat", json={"model": "stories", "messages": messages})
+        body = {"model": "stories", "prompt": "Hi.", "images": [PIXEL]}
+        generated = httpx.post(f"{url}/api/generate", json=body)
+    assert chat.headers["x-pippin-ignored"] == "messages[].images (image)"
+    assert generated.headers["x-pippin-ignored"] == "images (image)"
+    for submit in engine.submits:
+        text = TOKENIZER.decode_with_special(submit.tokens)
+        assert "[image: 1x1 PNG omitted]\nHi." in text
+    with serving(engine, ServerConfig(images="refuse")) as url:
+        refused = httpx.post(f"{url}/api/chat", json={"model": "stories", "messages": messages})
+    assert refused.status_code == 400
+    assert "--images refuse" in refused.json()["error"]
 
 
 def test_the_version_is_of_ollamas_api() -> None:

@@ -13,6 +13,7 @@ from pippin.api.dialects.shared_options import read_timeout
 from pippin.api.fields.openai import EMBEDDINGS
 from pippin.api.fields.value_kinds import rows_of
 from pippin.api.model_info import ModelInfo, RequestRules
+from pippin.api.requests.body import Body
 from pippin.api.requests.leniency import Leniency
 from pippin.api.requests.salts import read_salt, under_owner
 from pippin.embedding import embedding_of, embedding_submit, unit

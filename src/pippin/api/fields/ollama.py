@@ -7,7 +7,7 @@ from typing import Any
 from pippin.api.fields import value_kinds as kinds
 from pippin.api.fields.openai import ROLES
 from pippin.api.fields.shared import MAX_LOGPROBS, SAMPLING, SERVING, STREAM, TOOLS, Fields, pick
-from pippin.api.fields.table import FieldTable, Members, refused_field
+from pippin.api.fields.table import FieldTable, Members, ignored_field, refused_field
 from pippin.api.fields.value_kinds import Schema, ValueKind
 from pippin.api.http.http_errors import ModelNotFound
 from pippin.api.model_info import RequestRules
@@ -54,13 +54,7 @@ class TokenIds(ValueKind):
 
 
 MODEL: Fields = {"model": OllamaModelName("a name in `/api/tags`, with or without `:latest`")}
-_KEEP_ALIVE: Fields = {
-    "keep_alive": ValueKind(
-        "a number of seconds or a string such as 5m",
-        {"type": ["number", "string"]},
-        lambda value: isinstance(value, int | float | str) and not isinstance(value, bool),
-    )
-}
+_KEEP_ALIVE: Fields = {"keep_alive": ignored_field("the model stays loaded")}
 _LOADING = (  # how Ollama loads a model: it is loaded here already
     *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
     *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only"),
@@ -69,7 +63,6 @@ _OTHER_SAMPLERS = (  # that are not computed here
     *("num_keep", "repeat_last_n", "mirostat", "mirostat_tau", "mirostat_eta"),
     *("tfs_z", "typical_p", "penalize_newline"),
 )
-_UNUSED = ValueKind("any value", {"description": "changes nothing"})
 _OPTIONS: Fields = {
     "num_predict": kinds.integer_from(-2),
     **pick(
@@ -78,7 +71,8 @@ _OPTIONS: Fields = {
         *("presence_penalty", "frequency_penalty"),
     ),
     "repeat_penalty": SAMPLING["repetition_penalty"],
-    **dict.fromkeys((*_LOADING, *_OTHER_SAMPLERS), _UNUSED),
+    **dict.fromkeys(_LOADING, ignored_field("the model is loaded already")),
+    **dict.fromkeys(_OTHER_SAMPLERS, ignored_field("it is not computed here")),
 }
 OPTIONS = Members("an object of options", table=FieldTable(_OPTIONS))
 _EVERY: Fields = {**MODEL, "options": OPTIONS, **_KEEP_ALIVE, **SERVING}
@@ -97,8 +91,7 @@ _REPLY: Fields = {
     ),
     "logprobs": kinds.BOOLEAN,
     "top_logprobs": kinds.integer_from(0, MAX_LOGPROBS),
-    "truncate": kinds.BOOLEAN,
-    "shift": kinds.BOOLEAN,
+    **dict.fromkeys(("truncate", "shift"), ignored_field("a conversation is never shortened")),
 }
 CHAT = FieldTable(
     {
@@ -127,7 +120,11 @@ GENERATE = FieldTable(
         "system": kinds.STRING,
         "raw": kinds.BOOLEAN,
         "context": TokenIds(),
-        "images": refused_field("only text is read", []),
+        "images": ValueKind(
+            "a list of base64",
+            {"type": "array", "items": kinds.STRING.json_schema},
+            lambda value: isinstance(value, list) and all(isinstance(e, str) for e in value),
+        ),
         "suffix": refused_field("text is not inserted", ""),
         "template": refused_field("the model's own template is used", ""),
         **dict.fromkeys(("width", "height", "steps"), refused_field(_TEXT_ONLY, 0)),
@@ -144,18 +141,11 @@ EMBED = FieldTable(
     required=("model", "input"),
 )
 EMBEDDINGS = FieldTable({**_EVERY, "prompt": kinds.STRING}, required=("model", "prompt"))
+_SHOWN_OTHERWISE = ("verbose", "system", "template", "options")
 SHOW = FieldTable(
     {
         **MODEL,
         "name": MODEL["model"],
-        "verbose": kinds.BOOLEAN,
-        "system": kinds.STRING,
-        "template": kinds.STRING,
-        "options": OPTIONS,
+        **dict.fromkeys(_SHOWN_OTHERWISE, ignored_field("the model is shown as it is")),
     }
 )
-
-
-def asked_model(body: Body) -> str:
-    """`name` is the older name of it."""
-    return str(body.get("model") or body.get("name") or body.require("model"))

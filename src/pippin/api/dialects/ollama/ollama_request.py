@@ -16,11 +16,16 @@ from pippin.api.fields.table import FieldTable
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.chat_messages import Message, function_call, message_bodies
+from pippin.api.requests.leniency import Leniency
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Options
+from pippin.api.requests.omitted_parts import text_in_place_of
 from pippin.text.tokenizer import Tokenizer
 
 _SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "stop")
 _SAME_PENALTIES = ("presence_penalty", "frequency_penalty")
+_MESSAGE_FIELDS = frozenset(
+    {"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id"}
+)
 _SERVING = ("timeout", "priority", "cache_salt")
 
 
@@ -29,6 +34,7 @@ class LoadRequest:
     """For no reply, but for a model in memory, or out of it."""
 
     done_reason: str
+    leniency: Leniency
 
     def keep_apart(self, owner_salt: bytes) -> None:
         """It has no prefixes."""
@@ -38,7 +44,7 @@ class LoadRequest:
 
 
 def parse_ollama_chat(fields: Any, rules: RequestRules) -> ChatRequest | LoadRequest:
-    body = Body(fields)
+    body = rules.body(fields)
     CHAT.check(body, rules)
     options, tool_use = _options(body, rules), read_chat_tools(body)
     if not body.get("messages"):
@@ -53,22 +59,24 @@ def parse_ollama_chat(fields: Any, rules: RequestRules) -> ChatRequest | LoadReq
         tool_use=tool_use,
         reasoning_effort=_effort(body),
         effort_field="think",
+        leniency=body.leniency,
     )
 
 
 def parse_generate(
     fields: Any, rules: RequestRules
 ) -> ChatRequest | CompletionRequest | LoadRequest:
-    body = Body(fields)
+    body = rules.body(fields)
     GENERATE.check(body, rules)
-    options, prompt = _options(body, rules), body.get("prompt")
-    if not prompt:
+    options = _options(body, rules)
+    if not body.get("prompt"):
         return _load(body)
+    prompt = _with_images(body, "prompt")
     if body.get("raw"):
         for field in ("system", "context"):
             if body.get(field):
                 raise body.error(field, "is not used with raw: write it into the prompt")
-        return CompletionRequest(options, [prompt], echo=False)
+        return CompletionRequest(options, [prompt], False, body.leniency)
     messages = [{"role": "user", "content": prompt}]
     if system := body.get("system"):
         messages.insert(0, {"role": "system", "content": system})
@@ -79,25 +87,27 @@ def parse_generate(
         previous_tokens=tuple(body.get("context", ())),
         messages_field="prompt",
         effort_field="think",
+        leniency=body.leniency,
     )
 
 
-def parse_embed(fields: Any, rules: RequestRules, table: FieldTable) -> tuple[dict[str, Any], bool]:
+def parse_embed(fields: Any, rules: RequestRules, table: FieldTable) -> tuple[Body, bool]:
     """A request for embeddings with OpenAI's names, and whether to cut long texts."""
-    body = Body(fields)
+    body = rules.body(fields)
     table.check(body, rules)
     texts = body.get("input" if "input" in table.fields else "prompt")
     same = {field: body.get(field) for field in (*_SERVING, "dimensions")}
-    return {**same, "model": rules.model.name, "input": texts}, body.get("truncate", True)
+    renamed = body.renamed({**same, "model": rules.model.name, "input": texts})
+    return renamed, body.get("truncate", True)
 
 
 def _load(body: Body) -> LoadRequest:
     is_unload = body.get("keep_alive") in (0, "0", "0s")
-    return LoadRequest("unload" if is_unload else "load")
+    return LoadRequest("unload" if is_unload else "load", body.leniency)
 
 
 def _options(body: Body, rules: RequestRules) -> Options:
-    given = body.object("options") or Body({})
+    given = body.object("options") or body.renamed({})
     if body.has("top_logprobs") and not body.get("logprobs"):
         raise body.error("top_logprobs", "needs logprobs to be true")
     same = {name: given.get(name) for name in (*_SAME_OPTIONS, *_SAME_PENALTIES)}
@@ -111,7 +121,7 @@ def _options(body: Body, rules: RequestRules) -> Options:
         **{name: body.get(name) for name in _SERVING},
     }
     num_logprobs = body.get("top_logprobs", 0) if body.get("logprobs") else None
-    options = read_options(Body(renamed), rules, num_logprobs)
+    options = read_options(body.renamed(renamed), rules, num_logprobs)
     # 0 and less mean "as many as fit", and more than fits is cut down to it, as in Ollama.
     most = [n for n in (num_predict, options.most_tokens) if n is not None and n > 0]
     return replace(options, most_tokens=min(most, default=None), max_tokens_field="num_predict")
@@ -132,13 +142,11 @@ def _effort(body: Body) -> str | None:
 
 
 def _message(body: Body) -> Message:
-    """Fields that are not named here are those of other servers: they are ignored."""
     body.require("role")
-    if body.get("images"):
-        raise body.unsupported("images", "only text is read")
+    body.ignore_unknown(_MESSAGE_FIELDS)
     message: Message = {
         "role": body.one_of("role", ROLES),
-        "content": body.string("content", ""),
+        "content": _with_images(body, "content"),
     }
     for field, name in (
         ("thinking", "reasoning_content"),
@@ -152,6 +160,15 @@ def _message(body: Body) -> Message:
             raise body.error("tool_calls", "must be in a message of the assistant")
         message["tool_calls"] = [_call(call) for call in body.objects("tool_calls")]
     return message
+
+
+def _with_images(body: Body, field: str) -> str:
+    """A text behind what takes the place of its images, which are base64."""
+    if not isinstance(images := body.get("images", []), list):
+        raise body.wrong("images", "a list of strings")
+    path, leniency = body.name("images"), body.leniency
+    parts = [Body({"type": "image", "data": data}, path, leniency) for data in images]
+    return "\n".join([*map(text_in_place_of, parts), body.string(field, "")])
 
 
 def _call(call: Body) -> Message:

@@ -10,9 +10,10 @@ from starlette.routing import Route
 
 from pippin.api.dialects.ollama.ollama_reply import rfc3339
 from pippin.api.endpoints.app_state import AppState
-from pippin.api.fields.ollama import LATEST, SHOW, asked_model
+from pippin.api.fields.ollama import LATEST, SHOW
 from pippin.api.http.http_errors import JSONResponse
-from pippin.api.requests.body import Body
+from pippin.api.http.request_log import record_of
+from pippin.api.requests.leniency import Leniency
 
 API_VERSION = "0.13.0"  # of Ollama: clients refuse servers that are older than what they use
 NEVER = "2318-01-01T00:00:00Z"  # when the model is unloaded
@@ -54,12 +55,17 @@ class OllamaModels:
         return JSONResponse({"models": [each | loaded for each in self._models()]})
 
     async def _show(self, request: Request) -> Response:
-        return JSONResponse(await self._state.read(request, self._shown))
+        def check(fields: Any) -> Leniency:
+            body = self._state.rules.body(fields)
+            SHOW.check(body, self._state.rules)
+            if not body.has("name"):  # the older name of it
+                body.require("model")
+            return body.leniency
 
-    def _shown(self, fields: Any) -> dict[str, Any]:
-        body = Body(fields)
-        SHOW.check(body, self._state.rules)
-        asked_model(body)
+        record_of(request.scope).ignored = (await self._state.read(request, check)).header()
+        return JSONResponse(self._shown())
+
+    def _shown(self) -> dict[str, Any]:
         text, family = self._state.text, self._model.checkpoint.family
         capabilities = {
             "completion": True,
