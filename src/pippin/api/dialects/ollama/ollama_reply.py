@@ -14,6 +14,7 @@ from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.errors import PippinError
 from pippin.sequences import SequencePiece, ShownToken
+from pippin.text.cut_json import members_of
 from pippin.text.pieces import CallArguments, CallBegin, CallEnd, Content, FoldedCall, Reasoning
 from pippin.text.tokenizer import Tokenizer
 
@@ -69,9 +70,9 @@ class OllamaStream:
                     self._open_calls[index].arguments += more
                 case CallEnd(index, unparsed):
                     call = self._open_calls.pop(index)
-                    if unparsed is None:
+                    if unparsed is None or piece.finish == "length":
                         calls.append(call)  # Ollama sends calls whole
-                    elif piece.finish != "length":  # markup of a call that was cut is no text
+                    else:
                         text += unparsed
         self._finish = piece.finish
         self._tokens += piece.tokens
@@ -84,7 +85,7 @@ class OllamaStream:
 
     def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
         (choice,) = choices
-        self._tokens = choice.tokens
+        self._tokens, self._finish = choice.tokens, choice.finish
         text = choice.text
         said = self._said(text.content, text.reasoning, text.calls.values())
         return self._envelope(said, choice.shown, done=True) | self._end(choice.finish)
@@ -121,7 +122,7 @@ class OllamaChat(OllamaStream):
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thinking:
             message["thinking"] = thinking
-        if written := [_call(call) for call in calls]:
+        if written := [_call(call, cut=self._finish == "length") for call in calls]:
             message["tool_calls"] = written
         return {"message": message}
 
@@ -136,6 +137,8 @@ class OllamaGenerate(OllamaStream):
         return super()._end(finish) | {"context": context}
 
 
-def _call(call: FoldedCall) -> dict[str, Any]:
-    arguments = msgspec.Raw((call.arguments or "{}").encode())
+def _call(call: FoldedCall, *, cut: bool) -> dict[str, Any]:
+    """Of a call that was cut, the arguments that can be read."""
+    written = msgspec.Raw((call.arguments or "{}").encode())
+    arguments = members_of(call.arguments) if cut else written
     return {"id": call.id, "function": {"name": call.name, "arguments": arguments}}
