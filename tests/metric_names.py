@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parent.parent / "docs" / "operations"
 CURRENT, DEPRECATED = (DOCS / "metrics.md").read_text(encoding="utf-8").split("## Deprecated names")
 
 

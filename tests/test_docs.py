@@ -173,7 +173,7 @@ def test_every_option_of_serve_is_documented() -> None:
 
 def folders_in_the_tree() -> list[Path]:
     """What the document's tree names, by indentation."""
-    tree = chapters(ROOT / "docs" / "source-tree.md")["What is where"]
+    tree = chapters(ROOT / "docs" / "internals" / "source-tree.md")["What is where"]
     folders: list[Path] = []
     parents = [ROOT]
     for indent, name in re.findall(r"^( *)([\w./-]+)/ +\S.*$", tree, re.MULTILINE):

@@ -102,7 +102,7 @@ def test_all_that_is_imported_is_traced() -> None:
         ("tests/builders.py", "scheduler/test_replies.py", "text/test_stop.py"),
         ("tests/text/test_stop.py", "text/test_stop.py", "text/test_tokenizer.py"),
         ("tools/host_cost.py", "test_tools.py", "text/test_stop.py"),
-        ("docs/api.md", "test_docs.py", "test_tools.py"),
+        ("docs/api/overview.md", "test_docs.py", "test_tools.py"),
     ],
 )
 def test_quick_tests_are_those_close_to_a_change(

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
     *(f"src/pippin/*.{kind}" for kind in ("py", "cpp", "h", "js", "html")),
-    *("docs/*.md", "README.md", "CONTRIBUTING.md", "SECURITY.md"),
+    *("docs/**/*.md", "README.md", "CONTRIBUTING.md", "SECURITY.md"),
 )
 # A word, or how it begins (`*`): what to write instead. Also as a part of an identifier.
 WORDS = {
@@ -30,7 +30,7 @@ WORDS = {
 # Names on the wire that the next release removes.
 DEPRECATED = {"retracted", "retractions"}
 KNOWS_DEPRECATED = {
-    *("docs/feed.md", "docs/metrics.md", "src/pippin/metrics.py"),
+    *("docs/internals/events.md", "docs/operations/metrics.md", "src/pippin/metrics.py"),
     "src/pippin/api/endpoints/deprecated_metrics.py",
     *(f"src/pippin/engine/events/{name}.py" for name in ("event_sender", "recorder", "schema")),
 }
@@ -80,9 +80,9 @@ def test_a_word_is_found_in_text_and_in_names_and_its_replacement_is_named() -> 
 
 
 def test_a_deprecated_name_is_allowed_only_where_it_is_sent_or_documented() -> None:
-    assert not faults_in("docs/feed.md", "`retractions` is now `preemptions`")
-    assert faults_in("docs/feed.md", "it was told of `retractions`")
-    assert faults_in("docs/api.md", "`retractions`")
+    assert not faults_in("docs/internals/events.md", "`retractions` is now `preemptions`")
+    assert faults_in("docs/internals/events.md", "it was told of `retractions`")
+    assert faults_in("docs/api/overview.md", "`retractions`")
 
 
 def test_the_files_that_know_deprecated_names_still_do() -> None:

@@ -40,7 +40,7 @@ TABLES = {
     "detokenize": tokens.DETOKENIZE,
 }
 MARKED = re.compile(r"<!-- (fields|ignored|refused): (\w+) -->\n((?:\|.*\n)*)")
-SHARED_LINK = "api.md#fields-of-both-endpoints"
+SHARED_LINK = "overview.md#fields-of-both-endpoints"
 
 
 def rewritten(text: str) -> str:

@@ -389,7 +389,9 @@ def test_glibc_uses_one_arena_and_takes_its_thresholds() -> None:
 
 
 def test_the_documentation_lists_every_bound() -> None:
-    document = Path(__file__).parents[2].joinpath("docs/limits.md").read_text(encoding="utf-8")
+    document = (
+        Path(__file__).parents[2].joinpath("docs/operations/limits.md").read_text(encoding="utf-8")
+    )
     section = document.partition("## Fixed bounds")[2]
     for name, value in vars(bounds).items():
         if name.startswith("MAX_"):

@@ -191,10 +191,10 @@ def test_an_unknown_tool_parser_is_refused_before_anything_is_downloaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pippin.startup.launch.resolve", lambda config: pytest.fail("resolved"))
-    argv = ["serve", "no/model", "--port", "0", "--tool-call-parser", "pythonic"]
+    argv = ["serve", "no/model", "--port", "0", "--tool-call-parser", "unheard_of"]
     status, text = error_of(capsys, *argv)
     assert status == 2
-    assert "tool_parser 'pythonic' is unknown: use one of auto, off, harmony" in text
+    assert "tool_parser 'unheard_of' is unknown: use one of auto, off, harmony" in text
     assert "llama3_json" in text
 
 

@@ -22,7 +22,7 @@ from processes import environment, environment_without_compiler
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-DOCUMENTS += sorted(ROOT.glob("docs/*.md"))
+DOCUMENTS += sorted(ROOT.glob("docs/**/*.md"))
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PROGRAMS = "pippin python python3 make pip curl hf apt docker journalctl loginctl claude codex"
 PROGRAM = re.compile(rf"({'|'.join(PROGRAMS.split())}|source|kill|tail|head|\.venv/bin/\w+) ")

@@ -19,7 +19,9 @@ BLOCK = re.compile(r"^```(python|diff|bash) ?(\S*)\n(.*?)^```", re.MULTILINE | r
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", sorted(ROOT.glob("docs/add-*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "document", sorted(ROOT.glob("docs/contributing/add-*.md")), ids=lambda path: path.stem
+)
 def test_following_the_document_works(document: Path, tmp_path: Path) -> None:
     if document.stem == "add-model-family":
         pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")

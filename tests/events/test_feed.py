@@ -16,7 +16,7 @@ from pippin.engine.events.event_sender import MAX_ROWS, MAX_STEPS
 from pippin.engine.events.schema import Frame
 from pippin.types import Component
 
-MAX_MESSAGE_BYTES = 250_000  # docs/feed.md
+MAX_MESSAGE_BYTES = 250_000  # docs/internals/events.md
 
 
 def watched(**options: object) -> Watched:

@@ -26,11 +26,11 @@ class ServerConfig:
     fixed model name, such as gpt-4o."""
 
     tool_parser: str = "auto"
-    """Format of the model's tool calls: a name from docs/tools.md, or the name of vLLM's parser.
+    """Format of the model's tool calls: a name in docs/api/tools.md, or the name of vLLM's parser.
     `auto`: detected from the chat template. `off`: tool calls are returned as text."""
 
     reasoning_parser: str = "auto"
-    """Format of the model's reasoning: a name from docs/tools.md, or the name of vLLM's parser.
+    """Format of the model's reasoning: a name in docs/api/tools.md, or the name of vLLM's parser.
     `auto`: detected from the chat template. `off`: reasoning is returned as text."""
 
     strict_fields: bool = False
@@ -83,7 +83,7 @@ class ServerConfig:
     prompt_normalisation: bool = True
     """Remove lines from system messages that agents write for their vendor alone and that change
     between conversations or turns, such as Claude Code's billing header: cached prefixes would end
-    there. docs/prefix-cache.md lists them."""
+    there. docs/internals/prefix-cache.md lists them."""
 
     page: bool = True
     """Serve a web page at / with a chat and a live view of the engine."""

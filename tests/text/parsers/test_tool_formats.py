@@ -355,7 +355,7 @@ def test_a_template_that_writes_calls_in_a_format_is_known_by_them(format: str) 
 
 
 def test_every_format_is_documented() -> None:
-    document = Path(__file__).parents[3] / "docs" / "tools.md"
+    document = Path(__file__).parents[3] / "docs" / "api" / "tools.md"
     rows = re.findall(r"^\| `(\w+)` \|", document.read_text(encoding="utf-8"), re.MULTILINE)
     pieces = ["Content", "Reasoning", "CallBegin", "CallArguments", "CallEnd"]
     assert rows == [*pieces, *TOOL_FORMATS, *REASONING_FORMATS, HARMONY]

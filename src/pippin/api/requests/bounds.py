@@ -1,7 +1,7 @@
 """Limits of one request that no option of the server sets. Knows no field's meaning.
 
 Each bound is far above what agents send, and low enough that a body at all of them at once takes
-less than a second to read. `docs/limits.md` lists them; the options are in `LimitsConfig`.
+less than a second to read. `docs/operations/limits.md` lists them; options are in `LimitsConfig`.
 """
 
 from __future__ import annotations

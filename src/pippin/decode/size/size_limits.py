@@ -1,6 +1,7 @@
 """How large grammars may be, by name. Knows none of their languages.
 
-docs/structured-output.md lists these. A grammar within all of them compiles in well under a second.
+docs/api/structured-output.md lists these. A grammar within all of them compiles in well under a
+second.
 """
 
 from __future__ import annotations

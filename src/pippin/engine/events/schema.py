@@ -1,4 +1,4 @@
-"""The events of an engine as JSON: docs/feed.md in types. Knows nothing of where they come from.
+"""The events of an engine as JSON, as docs/internals/events.md has them. Knows no engine.
 
     snapshot   everything, to a watcher that is new or fell behind
     frame      what is new since the message before
