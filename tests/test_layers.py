@@ -98,7 +98,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("config", "logs", "messages", "text", "engine.events", "api"),
         *("engine.engine_client", "supervision"),
         *("startup.memory_remedy", "startup.port", "startup.resolve"),
-        *("startup.describe_checkpoint", "startup.server_file"),
+        *("startup.describe_checkpoint", "startup.find_checkpoint", "startup.server_file"),
     },
     "terminal": set(),
     "terminal.server_client": set(),

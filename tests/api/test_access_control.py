@@ -11,9 +11,9 @@ from scripted_engine import ScriptedEngine, say, serving
 
 from pippin.api.http.access_control import HostCheck, warn_if_open
 from pippin.api.http.http_errors import Forbidden
-from pippin.api.http.keys import read_key_file
+from pippin.api.http.keys import known_keys, read_key_file
 from pippin.config import Config, ServerConfig
-from pippin.errors import LoadError
+from pippin.errors import ConfigError, LoadError
 from pippin.startup.resolve import resolve
 
 CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]}
@@ -32,14 +32,19 @@ def chat_status(config: ServerConfig, **headers: str) -> int:
 def lets_in(host: str | None, *allowed: str, bound: str = "127.0.0.1") -> bool:
     headers = [] if host is None else [(b"host", host.encode())]
     try:
-        HostCheck(ServerConfig(host=bound, allowed_host=allowed))({"headers": headers})
+        config = ServerConfig(host=bound, allowed_host=allowed)
+        HostCheck(config, known_keys(config))({"headers": headers})
     except Forbidden:
         return False
     return True
 
 
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1:8000", "localhost", "LocalHost:1", "[::1]:8000", "192.168.1.7", None]
+    "host",
+    [
+        *("127.0.0.1:8000", "localhost", "LocalHost:1", "[::1]:8000", "192.168.1.7", None),
+        *("host.docker.internal:8000", "Host.Containers.Internal"),
+    ],
 )
 def test_addresses_and_localhost_are_answered_to(host: str | None) -> None:
     assert lets_in(host)
@@ -49,7 +54,7 @@ def test_addresses_and_localhost_are_answered_to(host: str | None) -> None:
     "host",
     [
         *("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"),
-        *("", "[", "[::1", "a b", "user@localhost.evil"),
+        *("", "[", "[::1", "a b", "user@localhost.evil", "internal", "a.internal.evil.example"),
     ],
 )
 def test_other_names_are_not(host: str) -> None:
@@ -82,7 +87,9 @@ def test_a_rebound_name_reaches_nothing(path: str) -> None:
     assert not engine.submits
 
 
-@pytest.mark.parametrize("origin", [EVIL, "null", "http://127.0.0.1:1", "file://"])
+@pytest.mark.parametrize(
+    "origin", [EVIL, "null", "file://", "http://localhost.evil.example", "http://127.evil.example"]
+)
 def test_a_page_of_another_site_reaches_nothing(origin: str) -> None:
     engine = ScriptedEngine(say("Hi."))
     with serving(engine) as url:
@@ -92,13 +99,48 @@ def test_a_page_of_another_site_reaches_nothing(origin: str) -> None:
             assert "--cors-origin" in reply.json()["error"]["message"]
             assert "access-control-allow-origin" not in reply.headers
         headers = {"origin": origin, "access-control-request-method": "POST"}
-        assert httpx.options(f"{url}/v1/chat/completions", headers=headers).status_code == 403
+        refused = httpx.options(f"{url}/v1/chat/completions", headers=headers)
+        assert refused.status_code == 400
+        assert "access-control-allow-origin" not in refused.headers
     assert not engine.submits
 
 
 def test_a_page_of_this_server_may_use_it() -> None:
     with serving(ScriptedEngine(say("Hi."))) as url:
         assert httpx.get(f"{url}/v1/models", headers={"origin": url}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["http://localhost:3000", "https://localhost", "http://127.0.0.1:8080", "http://[::1]:1"],
+)
+def test_pages_of_this_machine_may_use_it_and_read(origin: str) -> None:
+    with serving(ScriptedEngine(say("Hi."))) as url:
+        headers = {"origin": origin, "sec-fetch-site": "same-site"}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=CHAT, headers=headers)
+        assert reply.status_code == 200
+        assert reply.headers["access-control-allow-origin"] == origin
+
+
+def test_programs_are_named_by_their_scheme() -> None:
+    config = ServerConfig(cors_origin=("chrome-extension://*", "app://*"))
+    for origin, expected in (
+        ("chrome-extension://abcdef", 200),
+        ("app://obsidian.md", 200),
+        ("tauri://localhost", 403),
+        (EVIL, 403),
+    ):
+        assert chat_status(config, origin=origin) == expected
+    for wrong in ("https://*", "http://*", "app://a*"):
+        with pytest.raises(ConfigError, match="cors_origin"):
+            ServerConfig(cors_origin=(wrong,))
+
+
+def test_a_key_is_enough_where_the_name_is_unknown() -> None:
+    config = ServerConfig(api_key=("k",))
+    assert chat_status(config, host="pippin.example", authorization="Bearer k") == 200
+    assert chat_status(config, host="pippin.example", authorization="Bearer x") == 403
+    assert chat_status(config, host="pippin.example") == 403
 
 
 def test_a_site_that_was_named_may_ask_and_read() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from scripted_engine import MODEL, ScriptedEngine, asking, hang, say, serving
 
+from pippin.api.http.http_errors import ModelNotFound
 from pippin.errors import EngineDead, PippinError
 from processes import wait_until
 
@@ -119,6 +121,25 @@ def test_the_model_answers_to_its_aliases() -> None:
         assert reply.json()["model"] == "stories"
     refused = fetch("POST", "/v1/chat/completions", json=CHAT | {"model": "gpt-4"})
     assert_openai_error(refused, 404, '"stories", "gpt-4o"')
+
+
+def test_the_id_of_a_checkpoint_is_accepted_and_a_star_accepts_any_name() -> None:
+    ids = ("Qwen/Qwen3.5-0.8B", "Qwen3.5-0.8B")
+    named = replace(MODEL, checkpoint_names=ids)
+    assert named.names == ("stories", "gpt-4o")
+    for name in (*named.names, *ids):
+        named.check_name(name)
+    with pytest.raises(ModelNotFound):
+        named.check_name("Qwen/other")
+    replace(MODEL, aliases=("*",)).check_name("anything/at all")
+    assert replace(MODEL, aliases=("*",)).names == ("stories",)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/models", "/models/stories"])
+def test_a_path_may_lack_its_version(path: str) -> None:
+    method, body = ("POST", CHAT) if path.startswith("/chat") else ("GET", None)
+    assert fetch(method, path, json=body).status_code == 200
+    assert fetch("GET", "/modelsx").status_code == 404
 
 
 def test_the_last_event_is_done() -> None:

@@ -139,6 +139,7 @@ ODD_VALUES = (True, 0, -1, 1.5, "", "x", [], [[]], [None], [5], ["x"], {}, {"x":
 @pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 def test_values_of_other_types_are_refused_where_the_document_says_so(path: str) -> None:
+    document = jsonschema.Draft202012Validator(BODIES[path])
     with serving(ScriptedEngine(answer_anything)) as url, httpx.Client() as client:
         for name in BODIES[path]["properties"]:
             for value in ODD_VALUES:
@@ -146,4 +147,4 @@ def test_values_of_other_types_are_refused_where_the_document_says_so(path: str)
                 status = client.post(url + path, json=body).status_code
                 assert status < 500, body
                 if status == 200:
-                    jsonschema.validate(body, BODIES[path])
+                    document.validate(body)

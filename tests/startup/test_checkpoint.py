@@ -20,7 +20,12 @@ from bundled import BUNDLED_PATH
 from pippin.backends.mlx.load import load
 from pippin.config import Config, ModelConfig
 from pippin.errors import LoadError
-from pippin.startup.find_checkpoint import HUB_FILES, HUB_FOLDERS, find_checkpoint
+from pippin.startup.find_checkpoint import (
+    HUB_FILES,
+    HUB_FOLDERS,
+    checkpoint_names,
+    find_checkpoint,
+)
 from pippin.startup.resolve import resolve
 from pippin.text.bundle import TextBundle
 
@@ -34,6 +39,13 @@ def checkpoint(path: Path, *, weights: str = "model.safetensors", **config: Any)
 
 def served_name(model: ModelConfig) -> str | None:
     return resolve(Config(model=model)).server.served_name
+
+
+def test_a_checkpoint_has_the_name_of_its_directory_or_its_id_on_the_hub() -> None:
+    assert checkpoint_names(Path("/models/Qwen3.5-0.8B")) == ("Qwen3.5-0.8B",)
+    cached = Path("/cache/hub/models--Qwen--Qwen3.5-0.8B/snapshots/0123")
+    assert checkpoint_names(cached) == ("Qwen/Qwen3.5-0.8B", "Qwen3.5-0.8B")
+    assert checkpoint_names(Path("/hub/models--gpt2/snapshots/0123")) == ("gpt2", "gpt2")
 
 
 def test_a_model_is_served_under_the_last_part_of_its_id(

@@ -23,6 +23,7 @@ from pippin.api.http.access_control import access_checks
 from pippin.api.http.http_errors import ErrorShapes, error_response, on_error
 from pippin.api.http.keys import known_keys
 from pippin.api.http.request_log import RequestLog
+from pippin.api.http.unversioned_paths import UnversionedPaths
 from pippin.api.metered_engine import MeteredEngine, ReplyTimes
 from pippin.api.model_info import ModelInfo, RequestRules
 from pippin.api.page.routes import page_paths, page_routes
@@ -68,7 +69,8 @@ def create_app(
         ),
     )
     shapes = {"/v1/messages": messages_error, "/api": ollama_error}
-    return RequestLog(ErrorShapes(app, shapes, shared={"/v1/models": messages_error}))
+    shaped = ErrorShapes(app, shapes, shared={"/v1/models": messages_error})
+    return RequestLog(UnversionedPaths(shaped))
 
 
 def create_waiting_app(config: ServerConfig, reason: str) -> ASGIApp:

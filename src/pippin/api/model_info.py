@@ -21,13 +21,17 @@ class CheckpointInfo:
     digest: str = "0" * 64  # hexadecimal
 
 
+ANY_NAME = "*"
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     name: str
     max_len: int  # tokens, prompt and reply together
     vocab_size: int
     created_s: int  # unix time
-    aliases: tuple[str, ...] = ()  # other names that it answers to
+    aliases: tuple[str, ...] = ()  # other names that requests may use; `*` is any
+    checkpoint_names: tuple[str, ...] = ()  # its id and the last part of it: accepted, not listed
     checkpoint: CheckpointInfo = CheckpointInfo()
 
     @property
@@ -41,10 +45,19 @@ class ModelInfo:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.name, *self.aliases)))
+        """Those that are listed."""
+        return tuple(name for name in dict.fromkeys((self.name, *self.aliases)) if name != ANY_NAME)
+
+    @property
+    def accepted_names(self) -> tuple[str, ...] | None:
+        """None: every name is."""
+        if ANY_NAME in self.aliases:
+            return None
+        return tuple(dict.fromkeys((*self.names, *self.checkpoint_names)))
 
     def check_name(self, given: str) -> None:
-        if given not in self.names:
+        accepted = self.accepted_names
+        if accepted is not None and given not in accepted:
             serves = ", ".join(shown(name) for name in self.names)
             raise ModelNotFound(
                 f"the model {shown(given)} does not exist; this server serves {serves}",

@@ -9,6 +9,9 @@ from typing import Literal
 from pippin.config.checks import check_at_least
 from pippin.errors import ConfigError
 
+# A site, or every origin of a scheme that no web site has.
+CORS_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/*]+|(?!https?:)[a-z][a-z0-9+.-]*://\*")
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -19,11 +22,12 @@ class ServerConfig:
     """TCP port to listen on; 0 chooses a free port."""
 
     served_name: str | None = None
-    """Model name in the API. Default: the last part of the model's path or id."""
+    """Model name in the API. Default: the last part of the model's path or id. Requests may use the
+    whole id, too."""
 
     alias: tuple[str, ...] = ()
     """Further model name that requests may use; may be given several times. For clients with a
-    fixed model name, such as gpt-4o."""
+    fixed model name, such as gpt-4o. `*` accepts any name."""
 
     tool_parser: str = "auto"
     """Format of the model's tool calls: a name in docs/api/tools.md, or the name of vLLM's parser.
@@ -63,13 +67,14 @@ class ServerConfig:
     other keys."""
 
     allowed_host: tuple[str, ...] = ()
-    """Host name accepted in the Host header; may be given several times. IP addresses, localhost
-    and the value of --host are always accepted. `*.example.com` accepts all its subdomains, `*` any
-    name."""
+    """Host name accepted in the Host header; may be given several times. IP addresses, localhost,
+    *.internal and the value of --host are always accepted, and any name with a valid API key.
+    `*.example.com` accepts all its subdomains, `*` any name."""
 
     cors_origin: tuple[str, ...] = ()
     """Web site whose pages may call this server from a browser, such as https://chat.example.com;
-    may be given several times. `*` allows any site."""
+    may be given several times. Pages from this machine (http://localhost:3000) may always.
+    chrome-extension://*, app://* and tauri://* allow programs, `*` allows any site."""
 
     stored_responses: int = 1024
     """Maximum number of responses of /v1/responses that are stored in memory for
@@ -144,8 +149,9 @@ class ServerConfig:
                     "subdomains, or * for any name"
                 )
         for origin in self.cors_origin:
-            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/*]+", origin):
+            if origin != "*" and not CORS_ORIGIN.fullmatch(origin):
                 raise ConfigError(
                     f"cors_origin {origin!r} is not valid: use a scheme and a host without a path, "
-                    "such as https://chat.example.com, or * for any site"
+                    "such as https://chat.example.com, app://* for the programs of a scheme, or "
+                    "* for any site"
                 )

@@ -58,6 +58,16 @@ def model_name(config: ModelConfig) -> str:
     return path.resolve().name if path.is_dir() else path.name
 
 
+def checkpoint_names(path: Path) -> tuple[str, ...]:
+    """The id that a checkpoint was downloaded by, and its last part; of any other, its directory's
+    name. The hub's cache has `models--ORG--NAME/snapshots/COMMIT`."""
+    for directory in path.parents:
+        kind, _, id = directory.name.partition("--")
+        if kind == "models" and id:
+            return (id.replace("--", "/", 1), id.rpartition("--")[2])
+    return (path.resolve().name,)
+
+
 def _checked(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise LoadError(f"{path} has no config.json: give the directory of a checkpoint")

@@ -30,6 +30,7 @@ from pippin.errors import LoadError
 from pippin.logs import configure_logging
 from pippin.messages import Ready
 from pippin.startup.describe_checkpoint import describe_checkpoint
+from pippin.startup.find_checkpoint import checkpoint_names
 from pippin.startup.memory_remedy import with_remedy
 from pippin.startup.port import listen
 from pippin.startup.resolve import resolve
@@ -178,6 +179,7 @@ def _model_info(config: Config, ready: Ready) -> ModelInfo:
         ready.vocab_size,
         created_s=int(time.time()),
         aliases=config.server.alias,
+        checkpoint_names=checkpoint_names(Path(config.model.model)),
         checkpoint=describe_checkpoint(Path(config.model.model)),
     )
 

@@ -25,7 +25,9 @@ class OllamaModelName(kinds.ModelName):
     """A name in `/api/tags`; its tag may be left out."""
 
     def schema(self, rules: RequestRules) -> Schema:
-        names = rules.model.names
+        names = rules.model.accepted_names
+        if names is None:
+            return {"type": "string"}
         return {"type": "string", "enum": [*names, *(f"{name}{LATEST}" for name in names)]}
 
     def check(self, body: Body, field: str, rules: RequestRules) -> None:

@@ -131,7 +131,8 @@ class Labels(ValueKind):
 
 class ModelName(ValueKind):
     def schema(self, rules: RequestRules) -> Schema:
-        return {"type": "string", "enum": list(rules.model.names)}
+        names = rules.model.accepted_names
+        return {"type": "string"} if names is None else {"type": "string", "enum": list(names)}
 
     def check(self, body: Body, field: str, rules: RequestRules) -> None:
         rules.model.check_name(body.required_string(field))

@@ -1,8 +1,9 @@
 """Access control: by the Host, the Origin and the key of a request. Knows no route.
 
-Host     a name that only a tricked resolver leads here is refused (DNS rebinding)
-Origin   a page of another site is refused, unless --cors-origin names it. Where a browser sends no
-         Origin, Sec-Fetch-Site has the site of the page
+Host     a name that only a tricked resolver leads here is refused (DNS rebinding), unless the
+         request has a key, which such a page cannot know
+Origin   a page of another site is refused, unless it is from this machine or --cors-origin names
+         it. Where a browser sends no Origin, Sec-Fetch-Site has the site of the page
 key      a bearer token, if the server has keys; not for probes of its health, nor for public paths
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import re
 import socket
 from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
@@ -30,30 +32,38 @@ log = logging.getLogger(__name__)
 
 Check = Callable[[Scope], None]  # raises a PippinError
 ANY = "*"
+LOOPBACK_ORIGIN = r"https?://(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?"
 OWN_SITE = ("same-origin", "none")  # none: the address was typed
 
 
 def access_checks(config: ServerConfig, public: frozenset[str] = frozenset()) -> list[Middleware]:
     """The checks of every request, outermost first. `public` paths need no key."""
-    door = [Middleware(Guard, check=HostCheck(config))]
-    if config.cors_origin:
-        door.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=config.cors_origin,
-                allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["*"],
-                allow_private_network=True,
-                expose_headers=[HEADER, IGNORED_HEADER, "retry-after"],
-            )
-        )
-    door.append(Middleware(Guard, check=OriginCheck(config.cors_origin)))
+    keys = known_keys(config)
+    origins = origin_pattern(config.cors_origin)
+    checks = [
+        Middleware(Guard, check=HostCheck(config, keys)),
+        Middleware(
+            CORSMiddleware,
+            allow_origins=[ANY] if ANY in config.cors_origin else (),
+            allow_origin_regex=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=[HEADER, IGNORED_HEADER, "retry-after"],
+        ),
+        Middleware(Guard, check=OriginCheck(origins)),
+    ]
     if config.api_key:
-        keys = known_keys(config)
         separates = len(keys) > 1 and not config.share_prefixes
         check = KeyCheck(keys, PROBES | public, separates=separates)
-        door.append(Middleware(Guard, check=check))
-    return door
+        checks.append(Middleware(Guard, check=check))
+    return checks
+
+
+def origin_pattern(allowed: Iterable[str]) -> str:
+    """A regular expression of the origins whose pages may use this server, besides its own."""
+    named = (re.escape(origin).replace(r"\*", ".*") for origin in allowed)
+    return "|".join((LOOPBACK_ORIGIN, *named))
 
 
 def warn_if_open(config: ServerConfig) -> None:
@@ -81,20 +91,25 @@ class Guard:
 
 
 class HostCheck:
-    """Addresses and localhost always pass: no resolver is involved."""
+    """Addresses and localhost always pass: no resolver is involved. No public resolver has names
+    in .internal, which containers use for their host."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._names = {"localhost", config.host.lower(), *map(str.lower, config.allowed_host)}
+    def __init__(self, config: ServerConfig, keys: ApiKeys) -> None:
+        self._keys = keys if config.api_key else None
+        self._names = {"localhost", "*.internal", config.host.lower()}
+        self._names |= set(map(str.lower, config.allowed_host))
         if is_wildcard(config.host):
             own = socket.gethostname().lower()
             self._names |= {own, f"{own}.local"}
 
     def __call__(self, scope: Scope) -> None:
-        given = Headers(scope=scope).get("host")
+        headers = Headers(scope=scope)
+        given = headers.get("host")
         if given is None:  # no browser leaves it out, and HTTP/1.1 does not allow to
             return
         host = host_of(given)
-        if not is_address(host) and not any(_matches(host, name) for name in self._names):
+        known = is_address(host) or any(_matches(host, name) for name in self._names)
+        if not known and not (self._keys and self._keys.owner(key_in(headers)) is not None):
             raise Forbidden(
                 f"the Host {given[:100]!r} is not a name of this server; "
                 "allow it with --allowed-host"
@@ -108,13 +123,13 @@ class OriginCheck:
     request is refused by Sec-Fetch-Site, except for a link to the page at /.
     """
 
-    def __init__(self, allowed: Iterable[str]) -> None:
-        self._allowed = frozenset(allowed)
+    def __init__(self, allowed: str) -> None:
+        self._allowed = re.compile(allowed)
 
     def __call__(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         origin = headers.get("origin")
-        if ANY in self._allowed or origin in self._allowed:
+        if self._allowed.fullmatch(ANY) or (origin and self._allowed.fullmatch(origin)):
             return
         site = headers.get("sec-fetch-site", "none")  # programs send none of these headers
         if site not in OWN_SITE and not _leads_to_the_page(scope, headers):
