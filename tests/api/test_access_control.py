@@ -88,7 +88,7 @@ def test_a_rebound_name_reaches_nothing(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "origin", [EVIL, "null", "file://", "http://localhost.evil.example", "http://127.evil.example"]
+    "origin", [EVIL, "null", "file://", "http://127.0.0.1:1", "http://localhost.evil.example"]
 )
 def test_a_page_of_another_site_reaches_nothing(origin: str) -> None:
     engine = ScriptedEngine(say("Hi."))
@@ -108,18 +108,6 @@ def test_a_page_of_another_site_reaches_nothing(origin: str) -> None:
 def test_a_page_of_this_server_may_use_it() -> None:
     with serving(ScriptedEngine(say("Hi."))) as url:
         assert httpx.get(f"{url}/v1/models", headers={"origin": url}).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "origin",
-    ["http://localhost:3000", "https://localhost", "http://127.0.0.1:8080", "http://[::1]:1"],
-)
-def test_pages_of_this_machine_may_use_it_and_read(origin: str) -> None:
-    with serving(ScriptedEngine(say("Hi."))) as url:
-        headers = {"origin": origin, "sec-fetch-site": "same-site"}
-        reply = httpx.post(f"{url}/v1/chat/completions", json=CHAT, headers=headers)
-        assert reply.status_code == 200
-        assert reply.headers["access-control-allow-origin"] == origin
 
 
 def test_programs_are_named_by_their_scheme() -> None:

@@ -43,8 +43,9 @@ def test_a_key_a_host_and_an_origin_are_checked_as_everywhere(path: str) -> None
     with watched(ServerConfig(api_key=("secret",))) as url:
         assert httpx.get(url + path).status_code == 401
         assert httpx.get(url + path, headers=KEY).status_code == 200
-        for wrong in ({"host": "evil.example"}, {"origin": "https://evil.example"}):
-            assert httpx.get(url + path, headers=KEY | wrong).status_code == 403
+        assert httpx.get(url + path, headers={"host": "evil.example"}).status_code == 403
+        elsewhere = {"origin": "https://evil.example"}
+        assert httpx.get(url + path, headers=KEY | elsewhere).status_code == 403
 
 
 def test_the_text_of_a_node_is_told_on_its_own() -> None:

@@ -2,8 +2,8 @@
 
 Host     a name that only a tricked resolver leads here is refused (DNS rebinding), unless the
          request has a key, which such a page cannot know
-Origin   a page of another site is refused, unless it is from this machine or --cors-origin names
-         it. Where a browser sends no Origin, Sec-Fetch-Site has the site of the page
+Origin   a page of another site is refused, unless --cors-origin names it. Where a browser sends no
+         Origin, Sec-Fetch-Site has the site of the page
 key      a bearer token, if the server has keys; not for probes of its health, nor for public paths
 """
 
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 Check = Callable[[Scope], None]  # raises a PippinError
 ANY = "*"
-LOOPBACK_ORIGIN = r"https?://(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?"
 OWN_SITE = ("same-origin", "none")  # none: the address was typed
 
 
@@ -63,7 +62,7 @@ def access_checks(config: ServerConfig, public: frozenset[str] = frozenset()) ->
 def origin_pattern(allowed: Iterable[str]) -> str:
     """A regular expression of the origins whose pages may use this server, besides its own."""
     named = (re.escape(origin).replace(r"\*", ".*") for origin in allowed)
-    return "|".join((LOOPBACK_ORIGIN, *named))
+    return "|".join(named)
 
 
 def warn_if_open(config: ServerConfig) -> None:
