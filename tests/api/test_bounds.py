@@ -24,7 +24,7 @@ from pippin.api.requests.body import Body, shown
 from pippin.api.requests.json_scan import check_json_size
 from pippin.api.requests.sampling_fields import check_sampling
 from pippin.errors import MAX_MESSAGE_CHARS, RequestError, cut
-from pippin.text.message_shape import MessageShape
+from pippin.text.templates.message_shape import MessageShape
 from pippin.types import SamplingParams
 from processes import run_python
 
@@ -291,7 +291,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
 def test_a_conversation_is_measured_before_it_is_rendered(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pippin.text.chat_template.ChatTemplate.encode", None)
+    monkeypatch.setattr("pippin.text.templates.chat_template.ChatTemplate.encode", None)
     call = {"function": {"name": "f", "arguments": json.dumps({"a": LONG})}}
     messages = [USER, {"role": "assistant", "tool_calls": [call]}, USER]
     error = refusal(client, "/v1/chat/completions", {"messages": messages})

@@ -22,7 +22,7 @@ from pippin.api.dialects.responses.response_store import ResponseStore
 from pippin.api.http.request_log import IGNORED_HEADER
 from pippin.api.jobs.prepare import prepare_chat
 from pippin.api.model_info import RequestRules
-from pippin.api.requests.image_size import describe_image
+from pippin.api.requests.content.image_size import describe_image
 from pippin.api.requests.leniency import MAX_HEADER_CHARS, Leniency
 from pippin.api.requests.neutral_request import ChatRequest
 from pippin.config import LimitsConfig, ServerConfig

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from bundled import BUNDLED_PATH
 from pippin.errors import LoadError, RequestError
-from pippin.text import template_sandbox
 from pippin.text.bundle import TextBundle
-from pippin.text.chat_template import ChatTemplate
+from pippin.text.templates import template_sandbox
+from pippin.text.templates.chat_template import ChatTemplate
 from qwen35 import FIXTURE, load_qwen35, unpack
 
 SYSTEM = {"role": "system", "content": "You tell stories. <b>&amp;</b>"}

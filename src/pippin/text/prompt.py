@@ -9,7 +9,7 @@ from typing import Any
 from pippin.errors import ContextOverflow, RequestError
 from pippin.text.bundle import TextBundle
 from pippin.text.detokenizer import Detokenizer, TokenSpan
-from pippin.text.message_shape import Message, Tools
+from pippin.text.templates.message_shape import Message, Tools
 
 NUM_ENDING_CHARS = 64
 

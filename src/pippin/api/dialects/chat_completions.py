@@ -18,7 +18,7 @@ from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
-from pippin.api.requests.chat_messages import parse_messages
+from pippin.api.requests.content.chat_messages import parse_messages
 from pippin.api.requests.custom_tools import InputReader, input_of
 from pippin.api.requests.extensions import effort_of, with_our_names
 from pippin.api.requests.neutral_request import ChatRequest

@@ -12,7 +12,7 @@ from pippin.api.requests.salts import read_salt
 from pippin.api.requests.sampling_fields import read_sampling
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError
-from pippin.text.chat_template import RESERVED_VARIABLES
+from pippin.text.templates.chat_template import RESERVED_VARIABLES
 
 
 def read_options(

@@ -11,7 +11,7 @@ from pippin.api.fields.value_kinds import rows_of
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.bounds import MAX_MESSAGES, check_count
-from pippin.api.requests.chat_messages import parse_messages
+from pippin.api.requests.content.chat_messages import parse_messages
 from pippin.errors import RequestError
 from pippin.text.bundle import TextBundle
 from pippin.text.prompt import chat_prompt, check_nbytes, nbytes_of

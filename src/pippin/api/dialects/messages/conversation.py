@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from pippin.api.fields.anthropic import ROLES
 from pippin.api.requests.body import Body
-from pippin.api.requests.chat_messages import Message, function_call, message_bodies
-from pippin.api.requests.text_parts import text_of, texts_of
+from pippin.api.requests.content.chat_messages import Message, function_call, message_bodies
+from pippin.api.requests.content.text_parts import text_of, texts_of
 
 _BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")  # of the assistant
 

@@ -15,10 +15,10 @@ from pippin.api.fields.openai import ROLES
 from pippin.api.fields.table import FieldTable
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
-from pippin.api.requests.chat_messages import Message, function_call, message_bodies
+from pippin.api.requests.content.chat_messages import Message, function_call, message_bodies
+from pippin.api.requests.content.omitted_parts import text_in_place_of
 from pippin.api.requests.leniency import Leniency
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Options
-from pippin.api.requests.omitted_parts import text_in_place_of
 from pippin.text.tokenizer import Tokenizer
 
 _SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "stop")

@@ -14,9 +14,9 @@ import msgspec
 
 from pippin.api.requests.body import Body
 from pippin.api.requests.bounds import MAX_MESSAGES, check_count
-from pippin.api.requests.chat_messages import Message, function_call, read_arguments
+from pippin.api.requests.content.chat_messages import Message, function_call, read_arguments
+from pippin.api.requests.content.text_parts import texts_of
 from pippin.api.requests.custom_tools import arguments_of
-from pippin.api.requests.text_parts import texts_of
 from pippin.api.requests.tools import full_name
 from pippin.errors import RequestError, cut
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from pippin.text.message_shape import Message, Render, Tools, try_render
+from pippin.text.templates.message_shape import Message, Render, Tools, try_render
 
 _PROBE: Message = {"role": "user", "content": "\ue000"}  # a letter that no message begins with
 

@@ -8,9 +8,9 @@ from typing import Any
 from pippin.api.fields.openai import ROLES
 from pippin.api.requests.body import Body
 from pippin.api.requests.bounds import MAX_MESSAGES, check_count
+from pippin.api.requests.content.text_parts import texts_of
 from pippin.api.requests.custom_tools import arguments_of
 from pippin.api.requests.json_scan import check_json_size
-from pippin.api.requests.text_parts import texts_of
 
 Message = dict[str, Any]
 _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pippin.api.requests.body import Body
-from pippin.api.requests.omitted_parts import text_in_place_of
+from pippin.api.requests.content.omitted_parts import text_in_place_of
 
 TEXT = ("text", "input_text", "output_text")
 # As replies carry them, and a hint, since every prefix is cached.

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from pippin.api.requests.body import Body
-from pippin.api.requests.image_size import describe_image
+from pippin.api.requests.content.image_size import describe_image
 from pippin.errors import cut
 
 MAX_NAME_CHARS = 200  # of a file's name or address, as the model sees it

@@ -15,9 +15,9 @@ from uuid import uuid4
 import jinja2
 
 from pippin.errors import LoadError, RequestError
-from pippin.text.message_ends import MessageEnds
-from pippin.text.message_shape import Message, MessageShape, Tools
-from pippin.text.template_sandbox import BoundedTemplate, compile_bounded, time_limit
+from pippin.text.templates.message_ends import MessageEnds
+from pippin.text.templates.message_shape import Message, MessageShape, Tools
+from pippin.text.templates.template_sandbox import BoundedTemplate, compile_bounded, time_limit
 from pippin.text.tokenizer import Tokenizer, read_json
 
 # A chat of many turns gets boundaries for its first and its last messages: those in between were

@@ -1,0 +1,1 @@
+"""Content of messages: texts, and what replaces images and files. Knows no dialect."""

@@ -1,0 +1,1 @@
+"""Chat templates, rendered in a sandbox from messages in the shape they take. Knows no engine."""
