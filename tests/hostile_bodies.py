@@ -98,6 +98,16 @@ BASES: dict[str, list[dict[str, Any]]] = {
 }
 BASES["/v1/messages/count_tokens"] = BASES["/v1/messages"]
 BASES["/v1/responses/input_tokens"] = BASES["/v1/responses"]
+BASES["/infill"] = [
+    {"input_prefix": "Once", "input_suffix": "time", "prompt": " upon", "n_predict": 1},
+    {
+        "input_prefix": "Once",
+        "input_suffix": "time",
+        "input_extra": [{"filename": "a", "text": "b"}],
+        "response_fields": ["content", "timings/prompt_n"],
+        "n_predict": 1,
+    },
+]
 BASES["/v1/rerank"] = [{"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}]
 BASES["/v1/score"] = [{"text_1": "a", "text_2": ["b", "c"]}, {"text_1": ["a"], "text_2": "b"}]
 BASES |= dict.fromkeys(("/v2/rerank", "/rerank"), BASES["/v1/rerank"])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pippin.api.fields import anthropic, ollama, openai, scoring, shared, tokens
+from pippin.api.fields import anthropic, infill, ollama, openai, scoring, shared, tokens
 from pippin.api.fields.value_kinds import ValueKind
 from pippin.api.fields.table import FieldTable, Unused
 from pippin.api.model_info import ModelInfo, RequestRules
@@ -27,6 +27,7 @@ TABLES = {
     "shared": FieldTable(shared.GENERATION, ("model",)),
     "chat": openai.CHAT,
     "completions": openai.COMPLETION,
+    "infill": infill.INFILL,
     "responses": openai.RESPONSES,
     "messages": anthropic.MESSAGES,
     "embeddings": openai.EMBEDDINGS,

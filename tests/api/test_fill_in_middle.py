@@ -99,6 +99,7 @@ def toy(*marks: str, spaces: bool = False) -> Tokenizer:
         ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
         ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
         ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+        ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ],
 )
 def test_the_marks_of_each_family_stand_around_the_texts(marks: tuple[str, ...]) -> None:
@@ -106,14 +107,14 @@ def test_the_marks_of_each_family_stand_around_the_texts(marks: tuple[str, ...])
     fill = FillInMiddle.detect(tokenizer)
     assert fill is not None
     begin, hole, end = map(tokenizer.added_id, marks)
-    assert fill.tokens("ab", "c", tokenizer) == [begin, 1, 2, hole, 3, end]
+    assert fill.gap("ab", "c", tokenizer) == [begin, 1, 2, hole, 3, end]
 
 
 def test_no_space_is_put_before_the_suffix() -> None:
     tokenizer = toy("▁<PRE>", "▁<SUF>", "▁<MID>", spaces=True)
     fill = FillInMiddle.detect(tokenizer)
     assert fill is not None
-    assert fill.tokens("ab", "c", tokenizer)[1:-1] == [0, 1, 2, fill.before_suffix, 3]
+    assert fill.gap("ab", "c", tokenizer)[1:-1] == [0, 1, 2, fill.before_suffix, 3]
 
 
 def test_text_that_looks_like_a_mark_is_none() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, servin
 from pippin.api.endpoints import openapi
 from pippin.api.model_info import RequestRules
 from pippin.config import LimitsConfig, ServerConfig
+from pippin.text.fill_in_middle import FillInMiddle
 
 USER = {"role": "user", "content": "a"}
 RULES = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
@@ -52,6 +54,7 @@ def test_a_server_with_keys_says_so() -> None:
         assert httpx.get(f"{url}/openapi.json", headers=headers).json()["security"]
 
 
+FILLS = replace(TEXT, fill_in_middle=FillInMiddle(5, 6, 7, stop_ids=()))
 RANKED = {"query": "a", "documents": ["b"], "top_n": 1}
 SCORED = {"text_1": "a", "text_2": ["b", "c"]}
 REAL: dict[str, dict[str, Any]] = {
@@ -61,6 +64,7 @@ REAL: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"model": "stories", "messages": [USER]},
     "/v1/chat/completions": {"model": "stories", "messages": [USER], "logprobs": True},
     "/v1/completions": {"model": "gpt-4o", "prompt": [5, 6], "max_tokens": 3, "echo": True},
+    "/infill": {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c"}]},
     "/v1/embeddings": {"model": "stories", "input": ["a", "b"], "encoding_format": "base64"},
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANKED),
     **dict.fromkeys(("/v1/score", "/score"), SCORED),
@@ -77,7 +81,7 @@ REAL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("path", "body"), REAL.items())
 def test_real_requests_are_allowed_and_answered(path: str, body: dict[str, Any]) -> None:
     jsonschema.validate(body, BODIES[path])
-    with serving(ScriptedEngine(answer_anything)) as url:
+    with serving(ScriptedEngine(answer_anything), text=FILLS) as url:
         assert httpx.post(url + path, json=body).status_code == 200
         wrong = body | {"nonsense": 1}
         assert httpx.post(url + path, json=wrong).status_code == 400

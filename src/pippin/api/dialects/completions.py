@@ -13,7 +13,7 @@ from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.extensions import with_our_names
-from pippin.api.requests.neutral_request import CompletionRequest
+from pippin.api.requests.neutral_request import CompletionRequest, Gap
 from pippin.sequences import SequencePiece, ShownToken
 from pippin.text.tokenizer import Tokenizer
 from pippin.types import TokenLogprobs
@@ -36,7 +36,8 @@ def parse_completion(fields: Any, rules: RequestRules) -> CompletionRequest:
     suffix = body.get("suffix", "")
     if suffix and echo:
         raise body.error("suffix", "and echo cannot be sent together")
-    return CompletionRequest(options, prompts, echo, body.leniency, suffix)
+    gap = Gap(suffix) if suffix else None
+    return CompletionRequest(options, prompts, echo, body.leniency, gap)
 
 
 class CompletionsDialect(CompletionStream):

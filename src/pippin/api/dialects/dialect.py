@@ -29,7 +29,7 @@ class Dialect(Protocol):
 
     def close(self) -> bytes: ...  # the reply is complete: its usage is known
 
-    def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]: ...
+    def whole(self, choices: Sequence[FoldedChoice]) -> Any: ...  # a JSON value
 
     def error(self, error: PippinError) -> bytes: ...  # the end of a stream that failed
 
@@ -118,7 +118,7 @@ def _token_entry(id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any
     }
 
 
-async def whole_reply(job: Job, dialect: Dialect, engine: Engine) -> dict[str, Any]:
+async def whole_reply(job: Job, dialect: Dialect, engine: Engine) -> Any:
     folded = [FoldedChoice(sequence.index) for sequence in job.sequences]
     async with aclosing(run_sequences(engine, job)) as pieces:
         async for piece in pieces:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from pippin.api.dialects.chat_completions import ChatDialect, parse_chat
 from pippin.api.dialects.completions import CompletionsDialect, parse_completion
 from pippin.api.dialects.dialect import Dialect, reply_events, whole_reply
+from pippin.api.dialects.infill import InfillDialect, InfillRequest, parse_infill
 from pippin.api.dialects.messages.message_reply import MessagesDialect
 from pippin.api.dialects.messages.message_request import parse_message_request
 from pippin.api.dialects.responses import response_request
@@ -47,6 +48,7 @@ class Generation:
         posts = {
             "/v1/chat/completions": self._chat_completions,
             "/v1/completions": self._completions,
+            "/infill": self._infill,
             "/v1/responses": self._responses,
             "/v1/responses/input_tokens": self._input_tokens,
             "/v1/messages": self._messages,
@@ -76,6 +78,16 @@ class Generation:
 
         job = await self._state.prepare(request, prepare)
         return self._answer(job, CompletionsDialect(job, self._text.tokenizer))
+
+    async def _infill(self, request: Request) -> Response:
+        read: list[InfillRequest] = []
+
+        def prepare(fields: Any) -> Job:
+            read.append(parse_infill(fields, self._rules))
+            return prepare_completion(read[0].completion, self._text, self._rules.model)
+
+        job = await self._state.prepare(request, prepare)
+        return self._answer(job, InfillDialect(job, read[0], self._rules.model.max_len))
 
     async def _responses(self, request: Request) -> Response:
         stored = self._stored.of(owner_of(request.scope))

@@ -10,7 +10,7 @@ from starlette.convertors import Convertor, IntegerConvertor
 from starlette.routing import BaseRoute, Route
 
 from pippin.api.endpoints.stored_responses import ITEMS_PATH, RESPONSE_PATH
-from pippin.api.fields import anthropic, ollama, openai, scoring, tokens
+from pippin.api.fields import anthropic, infill, ollama, openai, scoring, tokens
 from pippin.api.model_info import RequestRules
 
 OpenApi = dict[str, Any]
@@ -45,6 +45,7 @@ _ERROR_NAMES = {"/v1/messages": "MessagesError", "/api/": "OllamaError"}  # by a
 BODIES = {  # by path
     "/v1/chat/completions": openai.CHAT,
     "/v1/completions": openai.COMPLETION,
+    "/infill": infill.INFILL,
     "/v1/responses": openai.RESPONSES,
     "/v1/responses/input_tokens": openai.INPUT_TOKENS,
     "/v1/messages": anthropic.MESSAGES,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pippin.api.grammars.constrain import can_forbid_calls, constrain
+from pippin.api.jobs.gap_prompt import fill_of, gap_prompt, within_gap
 from pippin.api.model_info import ModelInfo
 from pippin.api.requests.leniency import Leniency
 from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Options, ToolUse
@@ -22,11 +23,9 @@ from pippin.sequences import (
     room_for_reply,
 )
 from pippin.text.bundle import TextBundle
-from pippin.text.fill_in_middle import FillInMiddle
 from pippin.text.parsers.base import PlainText, ReplyParser, Tool
-from pippin.text.prompt import Prompt, chat_prompt, check_nbytes, completion_prompt, nbytes_of
+from pippin.text.prompt import Prompt, chat_prompt, completion_prompt
 from pippin.text.tokenizer import Tokenizer
-from pippin.types import SamplingParams
 
 
 @dataclass
@@ -175,38 +174,21 @@ def render_prompt(request: ChatRequest, text: TextBundle, max_bytes: int) -> Pro
 
 
 def prepare_completion(request: CompletionRequest, text: TextBundle, model: ModelInfo) -> Job:
-    options = request.options
-    if request.suffix:
-        prompts = [_gap(given, request.suffix, text, model) for given in request.prompts]
-        assert text.fill_in_middle is not None, "checked where the prompts were made"
-        options = replace(options, params=_within_gap(options.params, text.fill_in_middle))
+    options, leniency = request.options, request.leniency
+    if (gap := request.gap) is not None:
+        fill = fill_of(text, gap)
+        reply_len = options.max_tokens
+        prompts = [
+            gap_prompt(given, gap, fill, text, model, reply_len=reply_len)
+            for given in request.prompts
+        ]
+        options = replace(options, params=within_gap(options.params, fill))
+        if any(prompt.num_left_out for prompt in prompts):
+            leniency.ignore(gap.files_field, "not all of them fit before the text to complete")
+        found = [prompt.prompt for prompt in prompts]
     else:
-        prompts = [_fitting_prompt(one, text, model, echo=request.echo) for one in request.prompts]
-    leniency = request.leniency
-    return _job("cmpl-", prompts, options, text, model, param="prompt", leniency=leniency)
-
-
-def _gap(given: str | list[int], suffix: str, text: TextBundle, model: ModelInfo) -> Prompt:
-    """A prompt for the text between two others."""
-    if text.fill_in_middle is None:
-        raise UnsupportedField(
-            "suffix is not supported: this model's tokenizer has no tokens for filling in the "
-            "middle",
-            param="suffix",
-        )
-    if isinstance(given, str):
-        check_nbytes(nbytes_of(given), model.max_prompt_bytes, param="prompt")
-    check_nbytes(nbytes_of(suffix), model.max_prompt_bytes, param="suffix")
-    prompt = Prompt(text.fill_in_middle.tokens(given, suffix, text.tokenizer))
-    room_for_reply(prompt, model.max_len, param="prompt")
-    return prompt
-
-
-def _within_gap(params: SamplingParams, fill: FillInMiddle) -> SamplingParams:
-    """Marks between texts end the reply too."""
-    if params.ignore_eos:
-        return params
-    return replace(params, stop_token_ids=(*params.stop_token_ids, *fill.stop_ids))
+        found = [_fitting_prompt(one, text, model, echo=request.echo) for one in request.prompts]
+    return _job("cmpl-", found, options, text, model, param="prompt", leniency=leniency)
 
 
 def _fitting_prompt(

@@ -83,9 +83,21 @@ class ChatRequest:
 
 
 @dataclass(frozen=True)
+class Gap:
+    """The reply is between two texts of a file; its prompt is the first."""
+
+    suffix: str
+    files: tuple[tuple[str, str], ...] | None = None  # others, by name; None: as if there were none
+    # What the dialect calls them, for errors:
+    prefix_field: str = "prompt"
+    suffix_field: str = "suffix"
+    files_field: str = ""
+
+
+@dataclass(frozen=True)
 class CompletionRequest:
     options: Options
     prompts: list[str] | list[list[int]]
     echo: bool
     leniency: Leniency = field(default_factory=Leniency)
-    suffix: str = ""  # what follows the reply
+    gap: Gap | None = None

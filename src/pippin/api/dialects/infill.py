@@ -1,0 +1,194 @@
+"""llama.cpp's `/infill`, as editors' plugins use it. Knows no chats.
+
+The reply's fields are those of llama.cpp's `/completion`, less the prompt and most settings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pippin.api.dialects.dialect import data_event
+from pippin.api.dialects.shared_options import check_choices, read_options
+from pippin.api.fields.infill import INFILL
+from pippin.api.http.http_errors import error_body
+from pippin.api.jobs.prepare import Job
+from pippin.api.jobs.run_job import FoldedChoice
+from pippin.api.model_info import RequestRules
+from pippin.api.requests.neutral_request import CompletionRequest, Gap
+from pippin.errors import PippinError
+from pippin.sequences import SequencePiece
+
+DEFAULT_NAME = "tmp"  # of a file
+_RENAMED = {"n_cmpl": "n", "repeat_penalty": "repetition_penalty", "grammar": "ebnf"}
+_UNSET = {"n_predict": -1, "seed": -1}
+_LINE_START = re.compile(r"\n([ \t]*)(?=[^ \t\r\n])")
+_UNKNOWN_INDENT = re.compile(r"\n[ \t]*\Z")
+
+
+@dataclass(frozen=True)
+class InfillRequest:
+    completion: CompletionRequest
+    # What the reply is made of:
+    least_indent: int
+    returns_tokens: bool
+    response_fields: list[str]  # none: all
+
+
+def parse_infill(fields: Any, rules: RequestRules) -> InfillRequest:
+    sent = rules.body(fields)
+    INFILL.check(sent, rules)
+    body = sent.renamed(
+        {
+            _RENAMED.get(name, name): sent.get(name)
+            for name in sent.fields()
+            if sent.get(name) != _UNSET.get(name)
+        }
+    )
+    options = read_options(body, rules, max_tokens_field="n_predict")
+    check_choices(1, options, rules.limits)
+    extra = sent.get("input_extra", [])
+    files = tuple((each.get("filename", DEFAULT_NAME), each["text"]) for each in extra)
+    gap = Gap(sent.get("input_suffix"), files, "input_prefix", "input_suffix", "input_extra")
+    prefix = sent.get("input_prefix") + sent.get("prompt", "")
+    return InfillRequest(
+        CompletionRequest(options, [prefix], echo=False, leniency=sent.leniency, gap=gap),
+        least_indent=sent.get("n_indent", 0),
+        returns_tokens=sent.get("return_tokens", False),
+        response_fields=sent.get("response_fields", []),
+    )
+
+
+class InfillDialect:
+    def __init__(self, job: Job, asked: InfillRequest, max_len: int) -> None:
+        self._job = job
+        self._asked = asked
+        self._max_len = max_len
+        self._indents = [IndentLimit(asked.least_indent) for _ in job.sequences]
+
+    def open(self) -> bytes:
+        return b""
+
+    def events(self, piece: SequencePiece) -> bytes:
+        indent = self._indents[piece.index]
+        content = indent.feed(piece.text) + (indent.close() if piece.finish else "")
+        if piece.finish is not None:
+            # The last event of a choice has what is left of its text, as in llama.cpp.
+            return data_event(self._end(piece.index, content, piece.finish, piece.tokens))
+        if not content:
+            return b""
+        return data_event(
+            {
+                "index": piece.index,
+                "content": content,
+                "tokens": piece.tokens,
+                "stop": False,
+                "id_slot": -1,
+                "tokens_predicted": self._job.sequences[piece.index].num_tokens,
+                "tokens_evaluated": self._job.prompt_tokens,
+            }
+        )
+
+    def close(self) -> bytes:
+        return b""
+
+    def whole(self, choices: Sequence[FoldedChoice]) -> Any:
+        """One object, or a list of those of several choices."""
+        ends = []
+        for choice in choices:
+            indent = self._indents[choice.index]
+            content = indent.feed(choice.text.content) + indent.close()
+            tokens = choice.tokens if self._asked.returns_tokens else []
+            ends.append(self._end(choice.index, content, choice.finish, tokens))
+        return ends[0] if len(ends) == 1 else ends
+
+    def error(self, error: PippinError) -> bytes:
+        return data_event(error_body(error))
+
+    def _end(
+        self, index: int, content: str, finish: str | None, tokens: list[int]
+    ) -> dict[str, Any]:
+        sequence = self._job.sequences[index]
+        word = sequence.stop_string
+        reply = {
+            "index": index,
+            "content": content,
+            "tokens": tokens,
+            "id_slot": -1,
+            "stop": True,
+            "model": self._job.model,
+            "tokens_predicted": sequence.num_tokens,
+            "tokens_evaluated": self._job.prompt_tokens,
+            "generation_settings": {"n_ctx": self._max_len},
+            "has_new_line": "\n" in content,
+            "truncated": False,
+            "stop_type": "limit" if finish == "length" else "eos" if word is None else "word",
+            "stopping_word": word or "",
+            "tokens_cached": sequence.cached_tokens,
+            "timings": self._timings(),
+        }
+        names = self._asked.response_fields
+        return _selected(reply, names) if names else reply
+
+    def _timings(self) -> dict[str, Any]:
+        job, times = self._job, self._job.timing
+        prompt_s = predicted_s = 0.0
+        if times.submitted is not None and times.first is not None and times.last is not None:
+            prompt_s, predicted_s = times.first - times.submitted, times.last - times.first
+        return {
+            "cache_n": job.cached_tokens,
+            **_pace("prompt", job.prompt_tokens - job.cached_tokens, prompt_s),
+            **_pace("predicted", job.completion_tokens, predicted_s),
+        }
+
+
+def _pace(name: str, num_tokens: int, seconds: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": num_tokens,
+        f"{name}_ms": seconds * 1e3,
+        f"{name}_per_token_ms": seconds * 1e3 / num_tokens if num_tokens else 0.0,
+        f"{name}_per_second": num_tokens / seconds if seconds else 0.0,
+    }
+
+
+def _selected(reply: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """`timings/prompt_n` is a member of a member, under its whole name. Others are left out."""
+    found = {}
+    for name in names:
+        outer, _, inner = name.partition("/")
+        holder = reply.get(outer) if inner else reply
+        if isinstance(holder, dict) and (inner or outer) in holder:
+            found[name] = holder[inner or outer]
+    return found
+
+
+class IndentLimit:
+    """Text in, as it arrives; out, up to the first line that is indented less than `least`.
+
+    The first line continues the one at the cursor, and empty lines are indented by nothing.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._held = ""  # the start of a line whose indentation has not arrived whole
+        self._is_cut = False
+
+    def feed(self, text: str) -> str:
+        if not self._least:
+            return text
+        if self._is_cut:
+            return ""
+        text, self._held = self._held + text, ""
+        for line in _LINE_START.finditer(text):
+            if len(line[1]) < self._least:
+                self._is_cut = True
+                return text[: line.start()]
+        if unknown := _UNKNOWN_INDENT.search(text):
+            text, self._held = text[: unknown.start()], unknown[0]
+        return text
+
+    def close(self) -> str:
+        held, self._held = self._held, ""
+        return held

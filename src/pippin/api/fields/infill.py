@@ -1,0 +1,100 @@
+"""The fields of llama.cpp's `/infill`. Knows no value's use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pippin.api.fields import extensions, shared
+from pippin.api.fields import value_kinds as kinds
+from pippin.api.fields.table import FieldTable, ignored_field, refused_field
+from pippin.api.fields.value_kinds import ValueKind
+from pippin.api.requests.bounds import MAX_LABEL_CHARS, MAX_LABELS, MAX_MESSAGES
+
+MAX_INDENT = 1_024
+_NO_SAMPLER = "there is no such sampler"
+_NO_DEADLINE = "timeout ends a reply, in seconds"
+_UNUSED_SAMPLER = "it sets a sampler that there is not"
+_NAMES = {"type": "string", "maxLength": MAX_LABEL_CHARS}
+
+
+def _are_files(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_MESSAGES and all(map(_is_file, value))
+
+
+def _is_file(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        return False
+    return isinstance(value.get("filename", ""), str)
+
+
+def _are_names(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_LABELS
+        and all(isinstance(name, str) and len(name) <= MAX_LABEL_CHARS for name in value)
+    )
+
+
+INFILL = FieldTable(
+    {
+        **shared.MODEL,
+        "input_prefix": kinds.STRING,
+        "input_suffix": kinds.STRING,
+        "input_extra": ValueKind(
+            f"a list of at most {MAX_MESSAGES:,} objects with a text, and perhaps a filename",
+            {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {"text": {"type": "string"}, "filename": {"type": "string"}},
+                    "required": ["text"],
+                },
+                "maxItems": MAX_MESSAGES,
+            },
+            _are_files,
+        ),
+        "prompt": kinds.STRING,
+        "n_predict": kinds.integer_from(-1),
+        "n_indent": kinds.integer_from(0, MAX_INDENT),
+        "n_cmpl": kinds.integer_from(1, shared.MAX_CHOICES),
+        "return_tokens": kinds.BOOLEAN,
+        "response_fields": ValueKind(
+            f"a list of at most {MAX_LABELS} strings of at most {MAX_LABEL_CHARS:,} characters",
+            {"type": "array", "items": _NAMES, "maxItems": MAX_LABELS},
+            _are_names,
+        ),
+        **shared.pick(
+            shared.SAMPLING,
+            *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+            *("logit_bias", "seed", "stop", "ignore_eos", "json_schema"),
+        ),
+        "repeat_penalty": shared.SAMPLING["repetition_penalty"],
+        "grammar": shared.SAMPLING["ebnf"],
+        **shared.STREAM,
+        **shared.SERVING,
+        **extensions.HINTS,
+        "samplers": ignored_field("samplers run in one order"),
+        "t_max_predict_ms": ignored_field(_NO_DEADLINE),
+        "t_max_prompt_ms": ignored_field(_NO_DEADLINE),
+        "n_keep": ignored_field("a prompt is never shortened"),
+        "n_cache_reuse": ignored_field("every prefix is cached"),
+        "sse_ping_interval": ignored_field("the server sets it"),
+        **{
+            name: ignored_field(_UNUSED_SAMPLER)
+            for name in (
+                *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers"),
+                *("dynatemp_exponent", "mirostat_eta", "mirostat_tau", "xtc_threshold"),
+            )
+        },
+        "dry_multiplier": refused_field(_NO_SAMPLER, 0, 0.0),
+        "dynatemp_range": refused_field(_NO_SAMPLER, 0, 0.0),
+        "mirostat": refused_field(_NO_SAMPLER, 0),
+        "typical_p": refused_field(_NO_SAMPLER, 1, 1.0),
+        "xtc_probability": refused_field(_NO_SAMPLER, 0, 0.0),
+        "min_keep": refused_field(_NO_SAMPLER, 0),
+        "n_probs": refused_field("use /v1/completions for log probabilities", 0),
+        "post_sampling_probs": refused_field("use /v1/completions for log probabilities", False),
+        "lora": refused_field("this server loads no adapters", []),
+    },
+    required=("input_prefix", "input_suffix"),
+)
