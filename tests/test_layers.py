@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "api": {
         *("types", "text", "messages", "sequences", "embedding", "tasks", "config"),
         *("decode.closed_objects", "decode.expressions", "decode.json_schema", "decode.size"),
-        *("engine.engine_client", "engine.watchers"),
+        *("engine.engine_client", "engine.watchers", "hub"),
     },
     "offline": {
         *("types", "config", "messages", "metrics", "text", "sequences", "embedding", "tasks"),
@@ -85,11 +85,15 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "offline.router": {"messages", "scheduler.loop"},
     "offline.progress": set(),
     "startup": set(),
-    "startup.find_checkpoint": {"config", "text"},
+    "startup.find_checkpoint": {"config", "text", "hub.download"},
     "startup.describe_checkpoint": {"text", "api.model_info"},
     "startup.resolve": {
         *("config", "startup.find_checkpoint", "api.http.keys"),
         *("backends.nvidia", "backends.torch.config"),
+    },
+    "startup.servable": {
+        *("text", "backends.mlx.refusals", "backends.torch.config"),
+        *("startup.find_checkpoint", "startup.resolve"),
     },
     "startup.memory_remedy": {"amounts", "config", "backends.host"},
     "startup.port": {"config"},
@@ -100,7 +104,9 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("startup.memory_remedy", "startup.port", "startup.resolve"),
         *("startup.describe_checkpoint", "startup.find_checkpoint", "startup.server_file"),
     },
+    "hub": {"amounts", "startup.server_file"},
     "terminal": set(),
+    "terminal.hub_cache": {"amounts", "hub", "startup.servable"},
     "terminal.server_client": set(),
     "terminal.find_server": {"startup.server_file", "terminal.server_client"},
     "terminal.server_status": {"terminal.find_server", "terminal.server_client"},

@@ -6,6 +6,7 @@ PippinError
 │   ├── PoisonRequest       400  engines were lost while this same request was in flight
 │   └── UnsupportedField    400  a documented field that this server does not honour
 ├── NotFound                404
+├── DownloadFailed          502  the Hugging Face hub did not deliver a model
 ├── Overloaded              503  the queue is full
 ├── OutOfMemory             503  one request does not fit the byte budget
 ├── NotANumber              500  the model's values overflowed on this request
@@ -57,6 +58,11 @@ class UnsupportedField(RequestError):
 class NotFound(PippinError):
     status = 404
     code = "not_found"
+
+
+class DownloadFailed(PippinError):
+    status = 502
+    code = "download_failed"
 
 
 class Overloaded(PippinError):

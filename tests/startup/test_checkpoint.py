@@ -20,12 +20,8 @@ from bundled import BUNDLED_PATH
 from pippin.backends.mlx.load import load
 from pippin.config import Config, ModelConfig
 from pippin.errors import LoadError
-from pippin.startup.find_checkpoint import (
-    HUB_FILES,
-    HUB_FOLDERS,
-    checkpoint_names,
-    find_checkpoint,
-)
+from pippin.hub.download import HUB_FILES, HUB_FOLDERS
+from pippin.startup.find_checkpoint import checkpoint_names, find_checkpoint
 from pippin.startup.resolve import resolve
 from pippin.text.bundle import TextBundle
 

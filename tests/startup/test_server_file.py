@@ -70,7 +70,13 @@ def test_only_its_user_can_read_it(runtime: Path) -> None:
         (file,) = runtime.iterdir()
         assert stat.S_IMODE(runtime.stat().st_mode) == 0o700
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        assert set(json.loads(file.read_text())) == {"url", "model", "pid", "started_s"}
+        assert set(json.loads(file.read_text())) == {
+            "url",
+            "model",
+            "pid",
+            "started_s",
+            "checkpoint",
+        }
 
 
 @pytest.mark.parametrize("kind", ["open", "link", "file"])

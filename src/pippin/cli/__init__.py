@@ -14,6 +14,7 @@ from cyclopts import App
 from pippin import __version__
 from pippin.cli.cache_commands import cache, status
 from pippin.cli.completion_commands import add_completion
+from pippin.cli.hub_commands import list_models, pull, rm
 from pippin.cli.model_commands import chat, doctor, serve
 from pippin.cli.option_groups import HELP_ALL, HelpPage
 from pippin.cli.options import option_name
@@ -33,8 +34,9 @@ app = App(
     config=SETTINGS,
 )
 
-for command in (serve, chat, status, cache, doctor, config):
+for command in (serve, chat, pull, rm, status, cache, doctor, config):
     app.command(command)
+app.command(list_models, name="list")
 add_completion(app)
 
 # By name, so that other commands do not wait for their imports.

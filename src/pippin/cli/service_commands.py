@@ -14,9 +14,10 @@ from pippin.cli.options import SECTIONS
 from pippin.cli.settings import OPTION, PREFIX, SETTINGS
 from pippin.config import Config
 from pippin.errors import ConfigError
+from pippin.hub.download import HUB_ID
 from pippin.service.definition import define
 from pippin.service.manager import Manager, manager_of
-from pippin.startup.find_checkpoint import HUB_ID, find_checkpoint
+from pippin.startup.find_checkpoint import find_checkpoint
 
 service = App(
     name="service",

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from importlib.util import find_spec
 from pathlib import Path
 
 from pippin.config import ModelConfig
 from pippin.errors import LoadError
+from pippin.hub.download import HUB_ID, download
 from pippin.text.tokenizer import read_json
 
 CHECKOUT_MODELS = Path(__file__).parents[1] / "models"  # in no wheel: 40 MB
 DEMO_PACKAGE = "pippin_demo"
-# What is read, and nothing else: no code, no second copy of the weights in another layout.
-HUB_FILES = ["model*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
-HUB_FOLDERS = ["*/*"]
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def bundled_models() -> dict[str, Path]:
@@ -36,7 +32,7 @@ def find_checkpoint(config: ModelConfig) -> Path:
         return bundled[name]
     path = Path(name).expanduser()
     if path.is_dir():
-        return _checked(path)
+        return check_checkpoint(path)
     if path.exists():
         raise LoadError(f"model {name!r} is a file: give the directory that contains config.json")
     if name == ModelConfig.model:
@@ -49,7 +45,7 @@ def find_checkpoint(config: ModelConfig) -> Path:
             f"no model {name!r} was found: it is neither a directory, nor a Hugging Face id such "
             f"as owner/name, nor an installed demo model ({', '.join(sorted(bundled)) or 'none'})"
         )
-    return _checked(_download(name, config.revision))
+    return check_checkpoint(download(name, config.revision))
 
 
 def model_name(config: ModelConfig) -> str:
@@ -68,7 +64,7 @@ def checkpoint_names(path: Path) -> tuple[str, ...]:
     return (path.resolve().name,)
 
 
-def _checked(path: Path) -> Path:
+def check_checkpoint(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise LoadError(f"{path} has no config.json: give the directory of a checkpoint")
     _refuse_code(path)
@@ -100,44 +96,3 @@ def _other_weights(path: Path) -> str:
             "to safetensors"
         )
     return "Pippin loads no other format of weights"
-
-
-def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    page = f"https://huggingface.co/{name}"
-    remedies: dict[type[Exception], str] = {  # the first that an error is an instance of
-        GatedRepoError: (
-            f"is gated: request access at {page}, then run `hf auth login` or set HF_TOKEN"
-        ),
-        RevisionNotFoundError: (
-            f"has no revision {revision!r}: see the branches and tags at {page}/tree/main"
-        ),
-        RepositoryNotFoundError: (
-            "was not found: there is no such directory, and on the Hugging Face hub it does not "
-            "exist or is private (then run `hf auth login`)"
-        ),
-        LocalEntryNotFoundError: (
-            "is neither a directory nor in the local cache, and the Hugging Face hub cannot be "
-            "reached: check the network and HF_HUB_OFFLINE, or give a directory"
-        ),
-    }
-    try:
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_FOLDERS
-            )
-        )
-    except tuple(remedies) as error:
-        remedy = next(text for kind, text in remedies.items() if isinstance(error, kind))
-        raise LoadError(f"model {name!r} {remedy}") from error
-    except (HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise LoadError(f"model {name!r} could not be downloaded: {reason}") from error

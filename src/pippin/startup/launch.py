@@ -115,7 +115,7 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         if opening.done():
             opening.result()
             url = _url_of(listener)
-            with announced(url, str(config.server.served_name)):
+            with announced(url, str(config.server.served_name), config.model.model):
                 console.print(_banner(config.server, url), highlight=False, soft_wrap=True)
                 await _first_of(supervising, serving, stop.first)
         if stop.first.done():

@@ -29,6 +29,7 @@ class RunningServer:
     model: str  # as the API calls it
     pid: int
     started_s: float  # since the epoch
+    checkpoint: str = ""  # the directory of the model's files
 
 
 def runtime_directory() -> Path:
@@ -38,10 +39,18 @@ def runtime_directory() -> Path:
     return Path(tempfile.gettempdir()) / f"run-pippin-{os.getuid()}"
 
 
+def make_runtime_directory() -> Path:
+    directory = runtime_directory()
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if not _is_private(directory):
+        raise PermissionError(f"{directory} is not a directory that only this user can use")
+    return directory
+
+
 @contextlib.contextmanager
-def announced(url: str, model: str) -> Iterator[None]:
+def announced(url: str, model: str, checkpoint: str = "") -> Iterator[None]:
     """Let commands of this user find the server at `url` meanwhile."""
-    server = RunningServer(url, model, os.getpid(), time.time())
+    server = RunningServer(url, model, os.getpid(), time.time(), checkpoint)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(_locked_file(server))
@@ -62,10 +71,7 @@ def running_servers() -> list[RunningServer]:
 
 @contextlib.contextmanager
 def _locked_file(server: RunningServer) -> Iterator[None]:
-    directory = runtime_directory()
-    directory.mkdir(mode=0o700, exist_ok=True)
-    if not _is_private(directory):
-        raise PermissionError(f"{directory} is not a directory that only this user can use")
+    directory = make_runtime_directory()
     _remove_unlocked(directory)
     path = directory / f"{server.pid}.json"
     new = path.with_suffix(".new")
