@@ -44,8 +44,9 @@ def plan_download(name: str, revision: str | None = None) -> DownloadPlan:
 
     check_hub_id(name)
     with _explained(name, revision):
+        silent: Any = ByteCount().bar
         files = snapshot_download(
-            name, revision=revision, dry_run=True, tqdm_class=ByteCount().bar, **FILTERS
+            name, revision=revision, dry_run=True, tqdm_class=silent, **FILTERS
         )
     if not any(WEIGHTS.fullmatch(file.filename) for file in files):
         raise LoadError(
@@ -108,9 +109,10 @@ def _explained(name: str, revision: str | None) -> Iterator[None]:
             "reached (check the network, and HF_ENDPOINT if it is set)"
         ),
     }
+    kinds: tuple[type[Exception], ...] = (*remedies, HfHubHTTPError, OSError)
     try:
         yield
-    except (*remedies, HfHubHTTPError, OSError) as error:
+    except kinds as error:
         for cause in (error, error.__cause__):  # a dry run has its error as the cause
             for kind, remedy in remedies.items():
                 if isinstance(cause, kind):
