@@ -93,8 +93,9 @@ def visiting(browser: Browser, url: str, path: str = "/", **options: Any) -> Ite
 
 
 @contextmanager
-def another_site(page: str) -> Iterator[str]:
-    """The address of a site that has this page: `localhost`, while servers are 127.0.0.1."""
+def another_site(page: str, name: str = "localhost") -> Iterator[str]:
+    """The address of a site that has this page: `localhost`, while servers are 127.0.0.1, or a name
+    that a browser was given for the same address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -110,7 +111,7 @@ def another_site(page: str) -> Iterator[str]:
         thread = threading.Thread(target=site.serve_forever)
         thread.start()
         try:
-            yield f"http://localhost:{site.server_port}/"
+            yield f"http://{name}:{site.server_port}/"
         finally:
             site.shutdown()
             thread.join()

@@ -7,8 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_engine import ScriptedEngine, say, serving
+from scripted_engine import ScriptedEngine, answer_anything, say, serving
 
+from pippin.api.endpoints.local_pages import LOCAL_PATHS
 from pippin.api.http.access_control import HostCheck, warn_if_open
 from pippin.api.http.http_errors import Forbidden
 from pippin.api.http.keys import known_keys, read_key_file
@@ -88,7 +89,12 @@ def test_a_rebound_name_reaches_nothing(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "origin", [EVIL, "null", "file://", "http://127.0.0.1:1", "http://localhost.evil.example"]
+    "origin",
+    [
+        *(EVIL, "null", "file://", "http://localhost.evil.example", "http://127.evil.example"),
+        *("http://evil.example/http://localhost", "http://localhost:1.evil.example", "localhost"),
+        *("http://127.0.0.1@evil.example", "ftp://localhost", "http://192.168.1.7", "http://[::2]"),
+    ],
 )
 def test_a_page_of_another_site_reaches_nothing(origin: str) -> None:
     engine = ScriptedEngine(say("Hi."))
@@ -108,6 +114,83 @@ def test_a_page_of_another_site_reaches_nothing(origin: str) -> None:
 def test_a_page_of_this_server_may_use_it() -> None:
     with serving(ScriptedEngine(say("Hi."))) as url:
         assert httpx.get(f"{url}/v1/models", headers={"origin": url}).status_code == 200
+
+
+LOCAL = "http://localhost:3000"
+ADMIN_PATHS = (
+    *(("POST", "/flush_cache"), ("GET", "/status"), ("GET", "/metrics"), ("GET", "/events")),
+    *(("GET", "/events/node/1"), ("GET", "/v1/responses/resp_1"), ("GET", "/openapi.json")),
+    *(("DELETE", "/v1/responses/resp_1"), ("GET", "/v1/responses/resp_1/input_items")),
+    *(("POST", "/api/pull"), ("DELETE", "/api/delete"), ("GET", "/v1/files"), ("GET", "/page/a")),
+)
+
+
+def asking_as(origin: str, url: str, method: str, path: str) -> httpx.Response:
+    headers = {"origin": origin, "access-control-request-method": method}
+    return httpx.options(url + path, headers=headers)
+
+
+@pytest.mark.parametrize(
+    "origin", [LOCAL, "https://localhost", "http://127.0.0.1:8080", "http://[::1]:1"]
+)
+def test_pages_of_this_machine_may_generate_and_read_the_reply(origin: str) -> None:
+    with serving(ScriptedEngine(say("Hi."))) as url:
+        for site in ("same-site", "cross-site"):
+            headers = {"origin": origin, "sec-fetch-site": site}
+            reply = httpx.post(f"{url}/v1/chat/completions", json=CHAT, headers=headers)
+            assert reply.status_code == 200
+            assert reply.headers["access-control-allow-origin"] == origin
+        for path in ("/v1/chat/completions", "/chat/completions", "/api/chat", "/v1/messages"):
+            assert asking_as(origin, url, "POST", path).status_code == 200
+        for path in ("/v1/models", "/v1/models/stories", "/models", "/api/tags"):
+            reply = httpx.get(url + path, headers={"origin": origin})
+            assert reply.headers["access-control-allow-origin"] == origin
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN_PATHS)
+@pytest.mark.parametrize("config", [ServerConfig(), ServerConfig(api_key=("k",))])
+def test_pages_of_this_machine_reach_nothing_that_concerns_others(
+    config: ServerConfig, method: str, path: str
+) -> None:
+    """With a key too: that such a page has one does not make it an admin's."""
+    with serving(ScriptedEngine(say("Hi.")), config) as url:
+        for key in ({}, {"authorization": "Bearer k"}):
+            reply = httpx.request(method, url + path, headers={"origin": LOCAL, **key})
+            assert reply.status_code == 403
+            assert "--cors-origin" in reply.text
+            assert "access-control-allow-origin" not in reply.headers
+        refused = asking_as(LOCAL, url, method, path)
+        assert refused.status_code == 400
+        assert "access-control-allow-origin" not in refused.headers
+
+
+def test_every_path_is_closed_to_pages_of_this_machine_unless_it_is_listed() -> None:
+    with serving(ScriptedEngine(answer_anything)) as url:
+        paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+        for path, methods in paths.items():
+            known = path.format(id=1) if "{id}" in path else path
+            for method in methods:
+                reply = httpx.request(method, url + known, headers={"origin": LOCAL})
+                is_open = known in LOCAL_PATHS or path == "/v1/models/{id}"
+                assert (reply.status_code == 403) != is_open, path
+    assert paths.keys() >= LOCAL_PATHS
+
+
+def test_a_page_of_this_machine_needs_the_key_too() -> None:
+    config = ServerConfig(api_key=("k",))
+    assert chat_status(config, origin=LOCAL) == 401
+    assert chat_status(config, origin=LOCAL, authorization="Bearer k") == 200
+
+
+def test_a_page_of_this_machine_may_do_all_if_it_is_named() -> None:
+    config = ServerConfig(cors_origin=(LOCAL,))
+    assert status(config, "GET", "/status", headers={"origin": LOCAL}) == 200
+    assert status(config, "GET", "/status", headers={"origin": "http://localhost:1"}) == 403
+
+
+def test_a_rebound_name_is_refused_whatever_its_origin() -> None:
+    headers = {"host": "evil.example", "origin": LOCAL}
+    assert status(ServerConfig(), "GET", "/v1/models", headers=headers) == 403
 
 
 def test_programs_are_named_by_their_scheme() -> None:

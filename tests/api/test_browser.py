@@ -1,7 +1,8 @@
-"""A page of another site, in a real browser: it cannot read, flush or generate.
+"""Pages of other sites, in a real browser: those of this machine may generate, and others nothing.
 
-The page is opened at `localhost` and the server is `127.0.0.1`: another origin. It tries what pages
-try, and writes what came of each attempt into its title.
+The server is `127.0.0.1`. A page of this machine is opened at `localhost`, one of another site at a
+name that the browser resolves to this machine. Each tries what pages try, and writes what came of
+each attempt into its body.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from pippin.config import ServerConfig
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (test_front_door.py needs none)"),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium here (test_access_control.py needs none)"
+    ),
 ]
 
 PAGE = """<!doctype html><script>
@@ -31,6 +34,10 @@ const attempts = {
   read: () => fetch(url + "/v1/models"),
   status: () => fetch(url + "/status"),
   flush: () => fetch(url + "/flush_cache", {method: "POST"}),
+  feed: () => fetch(url + "/events"),
+  show: () => fetch(url + "/v1/responses/resp_1"),
+  drop: () => fetch(url + "/v1/responses/resp_1", {method: "DELETE"}),
+  pull: () => fetch(url + "/api/pull", {method: "POST", headers: json, body: '{"model": "a"}'}),
   flush_blind: () => fetch(url + "/flush_cache", {method: "POST", mode: "no-cors"}),
   generate: () => fetch(url + "/v1/chat/completions",
     {method: "POST", headers: json, body: JSON.stringify(chat)}),
@@ -49,6 +56,10 @@ const attempts = {
 </script><body></body>"""
 
 
+HARMFUL = ("status", "flush", "feed", "show", "drop", "pull")
+ELSEWHERE = "evil.example"
+
+
 class CountingEngine(ScriptedEngine):
     num_flushes = 0
 
@@ -57,13 +68,16 @@ class CountingEngine(ScriptedEngine):
         return {"freed_bytes": 0}
 
 
-def attempt(engine: ScriptedEngine, profile: Path, config: ServerConfig | None = None) -> Any:
+def attempt(
+    engine: ScriptedEngine, profile: Path, config: ServerConfig | None = None, *, site: str
+) -> Any:
     """What the page got out of each of its attempts."""
-    with serving(engine, config) as url, another_site(PAGE % json.dumps(url)) as page:
+    with serving(engine, config) as url, another_site(PAGE % json.dumps(url), site) as page:
         shown = subprocess.run(
             [
                 *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu"),
                 *("--disable-dev-shm-usage", f"--user-data-dir={profile}"),
+                f"--host-resolver-rules=MAP {ELSEWHERE} 127.0.0.1",
                 *("--virtual-time-budget=20000", "--dump-dom", page),
             ],
             capture_output=True,
@@ -78,16 +92,27 @@ def attempt(engine: ScriptedEngine, profile: Path, config: ServerConfig | None =
 
 def test_a_page_of_another_site_can_do_nothing(tmp_path: Path) -> None:
     engine = CountingEngine(say("Hi."))
-    found = attempt(engine, tmp_path)
-    for name in ("read", "status", "flush", "generate"):
+    found = attempt(engine, tmp_path, site=ELSEWHERE)
+    for name in (*HARMFUL, "read", "generate"):
         assert found[name] == "refused"
     assert found["flush_blind"] == found["generate_blind"] == ""  # sent, and not shown to it
     assert (engine.num_flushes, engine.submits) == (0, [])
 
 
+def test_a_page_of_this_machine_can_generate_and_do_no_harm(tmp_path: Path) -> None:
+    engine = CountingEngine(say("Hi."))
+    found = attempt(engine, tmp_path, site="localhost")
+    assert json.loads(found["read"])["data"][0]["id"] == "stories"
+    assert json.loads(found["generate"])["choices"][0]["message"]["content"] == "Hi."
+    for name in HARMFUL:
+        assert found[name] == "refused"
+    assert found["flush_blind"] == found["generate_blind"] == ""
+    assert (engine.num_flushes, len(engine.submits)) == (0, 1)
+
+
 def test_a_page_of_a_site_that_was_let_in_can(tmp_path: Path) -> None:
     engine = CountingEngine(say("Hi."))
-    found = attempt(engine, tmp_path, ServerConfig(cors_origin=("*",)))
+    found = attempt(engine, tmp_path, ServerConfig(cors_origin=("*",)), site=ELSEWHERE)
     assert json.loads(found["read"])["data"][0]["id"] == "stories"
     assert json.loads(found["generate"])["choices"][0]["message"]["content"] == "Hi."
     assert engine.num_flushes > 0

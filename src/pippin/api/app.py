@@ -15,6 +15,7 @@ from pippin.api.dialects.responses.response_store import ResponseStores
 from pippin.api.endpoints.app_state import AppState
 from pippin.api.endpoints.events import EventsEndpoint
 from pippin.api.endpoints.generation import Generation
+from pippin.api.endpoints.local_pages import is_local_path
 from pippin.api.endpoints.metrics_endpoint import MetricsEndpoint
 from pippin.api.endpoints.ollama.ollama_models import OllamaModels
 from pippin.api.endpoints.ollama.ollama_replies import OllamaReplies
@@ -63,7 +64,11 @@ def create_app(
             *EventsEndpoint(state).routes(),
             *(page_routes() if config.page else ()),
         ],
-        middleware=access_checks(config, page_paths() if config.page else frozenset()),
+        middleware=access_checks(
+            config,
+            public=page_paths() if config.page else frozenset(),
+            for_local_pages=is_local_path,
+        ),
         exception_handlers=dict.fromkeys(
             (PippinError, HTTPException, ClientDisconnect, Exception), on_error
         ),

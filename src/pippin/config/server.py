@@ -74,7 +74,8 @@ class ServerConfig:
     cors_origin: tuple[str, ...] = ()
     """Web site whose pages may call this server from a browser, such as https://chat.example.com;
     may be given several times. chrome-extension://*, app://* and tauri://* allow programs, `*`
-    allows any site."""
+    allows any site. Pages from this machine (http://localhost:3000) may generate and list models
+    without it."""
 
     stored_responses: int = 1024
     """Maximum number of responses of /v1/responses that are stored in memory for

@@ -2,8 +2,9 @@
 
 Host     a name that only a tricked resolver leads here is refused (DNS rebinding), unless the
          request has a key, which such a page cannot know
-Origin   a page of another site is refused, unless --cors-origin names it. Where a browser sends no
-         Origin, Sec-Fetch-Site has the site of the page
+Origin   a page of another site is refused, unless --cors-origin names it, or it is a page from this
+         machine and the path is one for these. Where a browser sends no Origin, Sec-Fetch-Site has
+         the site of the page
 key      a bearer token, if the server has keys; not for probes of its health, nor for public paths
 """
 
@@ -31,25 +32,23 @@ from pippin.errors import PippinError
 log = logging.getLogger(__name__)
 
 Check = Callable[[Scope], None]  # raises a PippinError
+PathTest = Callable[[str], bool]
 ANY = "*"
+LOOPBACK_ORIGIN = r"https?://(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?"
 OWN_SITE = ("same-origin", "none")  # none: the address was typed
 
 
-def access_checks(config: ServerConfig, public: frozenset[str] = frozenset()) -> list[Middleware]:
+def access_checks(
+    config: ServerConfig,
+    public: frozenset[str] = frozenset(),
+    for_local_pages: PathTest = lambda path: False,
+) -> list[Middleware]:
     """The checks of every request, outermost first. `public` paths need no key."""
     keys = known_keys(config)
-    origins = origin_pattern(config.cors_origin)
+    origins = AllowedOrigins(config.cors_origin, for_local_pages)
     checks = [
         Middleware(Guard, check=HostCheck(config, keys)),
-        Middleware(
-            CORSMiddleware,
-            allow_origins=[ANY] if ANY in config.cors_origin else (),
-            allow_origin_regex=origins,
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            allow_private_network=True,
-            expose_headers=[HEADER, IGNORED_HEADER, "retry-after"],
-        ),
+        Middleware(CorsHeaders, origins=origins),
         Middleware(Guard, check=OriginCheck(origins)),
     ]
     if config.api_key:
@@ -59,10 +58,44 @@ def access_checks(config: ServerConfig, public: frozenset[str] = frozenset()) ->
     return checks
 
 
-def origin_pattern(allowed: Iterable[str]) -> str:
-    """A regular expression of the origins whose pages may use this server, besides its own."""
-    named = (re.escape(origin).replace(r"\*", ".*") for origin in allowed)
-    return "|".join(named)
+class AllowedOrigins:
+    """The origins whose pages may use this server, besides its own: those that were named, and on
+    some paths those of this machine. No other site's page can have one of these."""
+
+    def __init__(self, named: Iterable[str], for_local_pages: PathTest) -> None:
+        patterns = [re.escape(origin).replace(r"\*", ".*") for origin in named]
+        self.named = "|".join(patterns)
+        self.named_and_local = "|".join([*patterns, LOOPBACK_ORIGIN])
+        self.for_local_pages = for_local_pages
+        self.are_all = ANY in named
+
+    def include(self, origin: str | None, path: str) -> bool:
+        pattern = self.named_and_local if self.for_local_pages(path) else self.named
+        return self.are_all or (origin is not None and bool(re.fullmatch(pattern, origin)))
+
+
+class CorsHeaders:
+    """Lets browsers show replies to the pages of allowed origins."""
+
+    def __init__(self, app: ASGIApp, origins: AllowedOrigins) -> None:
+        self._origins = origins
+        self._for_named = self._headers(app, origins.named)
+        self._for_local = self._headers(app, origins.named_and_local)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_local = scope["type"] == "http" and self._origins.for_local_pages(scope["path"])
+        await (self._for_local if is_local else self._for_named)(scope, receive, send)
+
+    def _headers(self, app: ASGIApp, pattern: str) -> CORSMiddleware:
+        return CORSMiddleware(
+            app,
+            allow_origins=[ANY] if self._origins.are_all else (),
+            allow_origin_regex=pattern,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=[HEADER, IGNORED_HEADER, "retry-after"],
+        )
 
 
 def warn_if_open(config: ServerConfig) -> None:
@@ -116,19 +149,19 @@ class HostCheck:
 
 
 class OriginCheck:
-    """Browsers send the site of a page. Only this server's own pages and named sites are accepted.
+    """Browsers send the site of a page. Only this server's own pages and allowed ones are accepted.
 
     Images, scripts, links and forms of another site carry no Origin, or none on a GET: what they
     request is refused by Sec-Fetch-Site, except for a link to the page at /.
     """
 
-    def __init__(self, allowed: str) -> None:
-        self._allowed = re.compile(allowed)
+    def __init__(self, allowed: AllowedOrigins) -> None:
+        self._allowed = allowed
 
     def __call__(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         origin = headers.get("origin")
-        if self._allowed.fullmatch(ANY) or (origin and self._allowed.fullmatch(origin)):
+        if self._allowed.include(origin, scope["path"]):
             return
         site = headers.get("sec-fetch-site", "none")  # programs send none of these headers
         if site not in OWN_SITE and not _leads_to_the_page(scope, headers):
