@@ -7,6 +7,7 @@ import json
 import pytest
 
 from pippin.text.cut_json import members_of
+from pippin.text.pieces import MAX_ARGUMENTS_DEPTH
 
 WHOLE = {"a": 'x"\\y{,', "b": [1, {"c": "d"}], "e": {"f": None}, "g": 12}
 TEXT = json.dumps(WHOLE)
@@ -25,3 +26,9 @@ def test_a_cut_object_has_its_first_members(num_chars: int) -> None:
 @pytest.mark.parametrize("text", ["", "[1]", "x", '"', "{" * 100_000, '{"a": ' * 100_000])
 def test_what_is_no_object_has_none(text: str) -> None:
     assert members_of(text) in ({}, {"a": {}})
+
+
+def test_what_is_nested_deeper_than_arguments_may_be_has_none() -> None:
+    for depth in (MAX_ARGUMENTS_DEPTH - 1, MAX_ARGUMENTS_DEPTH):
+        text = '{"a": ' + "[" * depth
+        assert bool(members_of(text)) == (depth < MAX_ARGUMENTS_DEPTH)

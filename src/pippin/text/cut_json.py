@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pippin.text.pieces import MAX_ARGUMENTS_DEPTH
+
 _CLOSING = {"{": "}", "[": "]"}
 
 
 def members_of(text: str) -> dict[str, Any]:
-    """All that can be read, a string that was cut included; none of a text that is no object."""
+    """All that can be read, a string that was cut included; none of a text that is no object, or
+    nested deeper than a call's arguments may be."""
     ends, open_at_comma, at_comma, in_string, escaped = "", "", 0, False, False
     for at, character in enumerate(text):
         if in_string:
@@ -19,6 +22,8 @@ def members_of(text: str) -> dict[str, Any]:
             in_string = True
         elif character in _CLOSING:
             ends = _CLOSING[character] + ends
+            if len(ends) > MAX_ARGUMENTS_DEPTH:
+                return {}
         elif character in "}]":
             ends = ends[1:]
         elif character == ",":

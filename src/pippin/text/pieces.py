@@ -10,6 +10,10 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+# Objects and arrays inside each other. Far below what a history may hold, so that calls can be sent
+# back, and below any interpreter's limit of recursion.
+MAX_ARGUMENTS_DEPTH = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Content:

@@ -23,7 +23,14 @@ from pippin.text.parsers.formats import (
     VLLM_TOOL_PARSERS,
     ReplyFormats,
 )
-from pippin.text.pieces import CallBegin, Content, FoldedText, TextPiece, joined
+from pippin.text.pieces import (
+    MAX_ARGUMENTS_DEPTH,
+    CallBegin,
+    Content,
+    FoldedText,
+    TextPiece,
+    joined,
+)
 
 WEATHER = ("get_weather", {"text": "Tokyo"})
 
@@ -246,6 +253,27 @@ def test_nothing_of_a_good_call_leaks_when_the_next_one_is_bad() -> None:
 )
 def test_what_cannot_be_parsed_is_content(format: str, text: str) -> None:
     assert fold(format, text) == (text, [])
+
+
+def depth_of(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return int(isinstance(value, dict | list)) + max(map(depth_of, inner), default=0)
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_arguments_are_nested_no_deeper_than_the_limit(format: str) -> None:
+    """Whatever the interpreter's own limit of recursion is."""
+    deep: Any = []
+    for _ in range(MAX_ARGUMENTS_DEPTH):
+        deep = [deep]
+    allowed, refused = (
+        write_calls(TOOL_FORMATS[format].parser.syntax, [("get_weather", {"value": value})])
+        for value in (deep[0][0], deep)
+    )
+    ((_, arguments),) = fold(format, allowed)[1]
+    assert depth_of(arguments) == MAX_ARGUMENTS_DEPTH
+    for _, arguments in fold(format, refused)[1]:
+        assert depth_of(arguments["value"]) <= MAX_ARGUMENTS_DEPTH
 
 
 def test_an_answer_in_json_is_not_held_back_as_a_call() -> None:

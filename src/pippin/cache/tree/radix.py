@@ -12,7 +12,6 @@ dictionary lookup per node, not one step per token.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -126,7 +125,7 @@ class RadixTree:
         self.root = Node(b"", 0, None)
         self.num_nodes = 0
         self.num_tokens = 0
-        self._ids = itertools.count(1)
+        self._last_id = 0
 
     def walk(self, tokens: TokenArray, salt: bytes = b"") -> tuple[list[Node], int]:
         """The nodes that share tokens with this sequence, and how many tokens they share.
@@ -155,7 +154,7 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         assert 0 < at < node.num_tokens
-        upper = Node(node.tokens[: at * TOKEN_BYTES], node.start, parent, next(self._ids))
+        upper = Node(node.tokens[: at * TOKEN_BYTES], node.start, parent, self._new_id())
         upper.key = node.key
         parent.children[upper.key] = upper
         node.tokens = node.tokens[at * TOKEN_BYTES :]
@@ -168,13 +167,17 @@ class RadixTree:
 
     def append(self, parent: Node, tokens: TokenArray, salt: bytes = b"") -> Node:
         raw = tokens.tobytes()
-        node = Node(raw, parent.end, parent, next(self._ids))
+        node = Node(raw, parent.end, parent, self._new_id())
         node.key = (salt, _first(raw)) if salt and parent.is_root else _first(raw)
         assert node.key not in parent.children
         parent.children[node.key] = node
         self.num_nodes += 1
         self.num_tokens += node.num_tokens
         return node
+
+    def _new_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
 
     def remove(self, leaf: Node) -> Node:
         """Take a leaf off the tree; returns the parent it had."""

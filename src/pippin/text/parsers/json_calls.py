@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn
 
 from pippin.text.lexer import Malformed, Marks, Steps
 from pippin.text.parsers.base import CallParser, LexedParser, Tool
+from pippin.text.pieces import MAX_ARGUMENTS_DEPTH
 
 # Models write line breaks into strings as they are; JSON wants them escaped.
 _CONTROLS = {code: json.dumps(chr(code))[1:-1] for code in range(0x20)}
@@ -95,6 +96,8 @@ class JsonReader:
                 yield from self._rest_of_string(pass_on)
             else:
                 depth += 1 if bracket in "{[" else -1
+                if depth > MAX_ARGUMENTS_DEPTH:
+                    raise Malformed
             if depth == 0:
                 return "".join(chunks)
 
@@ -189,11 +192,23 @@ _AFTER_LITERAL = Marks.of(",", "}", "]", " ", "\n", "\r", "\t")
 
 
 def parse_json(text: str) -> Any:
-    """A value without regard to the size of numbers; Malformed if it is none."""
+    """A value without regard to the size of numbers; Malformed if it is none or too deep."""
     try:
-        return json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
+        value = json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise Malformed from error
+    level, depth = _containers([value]), 1
+    while level:
+        if depth > MAX_ARGUMENTS_DEPTH:
+            raise Malformed
+        level, depth = [each for outer in level for each in _containers(outer)], depth + 1
+    return value
+
+
+def _containers(value: Any) -> list[Any]:
+    """Those directly inside an object or an array."""
+    inner = value.values() if isinstance(value, dict) else value
+    return [each for each in inner if isinstance(each, dict | list)]
 
 
 def is_object(text: str) -> bool:

@@ -96,9 +96,10 @@ def _container(text: str) -> str | None:
     if _is_json(text):
         return text
     try:
-        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        written = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
+    return written if _is_json(written) else None
 
 
 def _is_json(text: str) -> bool:

@@ -12,8 +12,8 @@ from pippin.text.lexer import Malformed, Marks, Steps
 from pippin.text.parsers.base import CallParser
 from pippin.text.parsers.schema_types import as_json
 from pippin.text.parsers.syntax import BareKeyArguments, CallSyntax
+from pippin.text.pieces import MAX_ARGUMENTS_DEPTH
 
-MAX_DEPTH = 64
 _BARE_TYPES = frozenset({"number", "boolean", "null"})  # strings are always quoted
 _CLOSING = {"{": "}", "[": "]"}
 _AFTER_BARE = Marks.of(",", "}", "]", "\n")
@@ -45,7 +45,7 @@ class GemmaParser(CallParser):
         if not (yield from self.lexer.is_next("{")):
             raise Malformed
         self.sink.begin_call(name)
-        yield from self._container("{", "}", MAX_DEPTH)
+        yield from self._container("{", "}", MAX_ARGUMENTS_DEPTH)
         self.end_call()
         yield from self.lexer.space()
         yield from self.lexer.accept(self.end)

@@ -13,8 +13,8 @@ from pippin.text.lexer import Malformed, Marks, Steps
 from pippin.text.parsers.base import CallParser
 from pippin.text.parsers.schema_types import as_json
 from pippin.text.parsers.syntax import CallSyntax, KeywordArguments
+from pippin.text.pieces import MAX_ARGUMENTS_DEPTH
 
-MAX_DEPTH = 64
 _BARE_TYPES = frozenset({"number", "boolean", "null"})  # what is none of them is a string
 _AFTER_NAME = Marks.of("(", *"[]{})\"'`,=<>|\n")
 _AFTER_KEY = Marks.of("=", *"()[]{}\"',\n")
@@ -77,7 +77,7 @@ class PythonicParser(CallParser):
             key = yield from self.lexer.name_before(_AFTER_KEY)
             yield from self.lexer.expect("=")
             self.sink.arguments(f"{json.dumps(key, ensure_ascii=False)}: ")
-            yield from self._value((",", ")"), MAX_DEPTH)
+            yield from self._value((",", ")"), MAX_ARGUMENTS_DEPTH)
             yield from self.lexer.space()
             if (yield from self.lexer.accept(",")):
                 yield from self.lexer.space()
