@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -238,17 +239,32 @@ def test_a_site_that_was_named_may_ask_and_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    "sign",
     [
-        ("application/json", 200),
-        ("Application/JSON; charset=utf-8", 200),
-        ("text/plain", 415),
-        ("application/x-www-form-urlencoded", 415),
-        ("", 415),
+        {"origin": "http://localhost:3000"},
+        {"sec-fetch-site": "same-origin"},
+        {"sec-fetch-mode": "no-cors"},
+        {"referer": "https://evil.example/"},
+        {"cookie": "a=b"},
+        {"user-agent": "Mozilla/5.0 (X11; Linux x86_64; rv:60.0) Gecko/20100101 Firefox/60.0"},
     ],
 )
-def test_only_json_is_read(given: str, expected: int) -> None:
-    assert chat_status(ServerConfig(), **{"content-type": given}) == expected
+def test_a_browser_sends_json_as_json(sign: dict[str, str]) -> None:
+    for given in ("application/json", "Application/JSON; charset=utf-8"):
+        assert chat_status(ServerConfig(), **sign, **{"content-type": given}) == 200
+    for given in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+        assert chat_status(ServerConfig(), **sign, **{"content-type": given}) == 415
+
+
+@pytest.mark.parametrize("given", ["", "application/x-www-form-urlencoded", "text/plain"])
+def test_a_programs_body_is_json_whatever_it_says(given: str) -> None:
+    """`curl -d`, and clients of Ollama's API, whose server does not look at the type."""
+    assert chat_status(ServerConfig(), **{"content-type": given}) == 200
+    with serving(ScriptedEngine(say("Hi."))) as url:
+        no_type = httpx.post(f"{url}/api/chat", content=json.dumps(CHAT))
+        assert "content-type" not in no_type.request.headers
+        assert no_type.status_code == 200
+        assert httpx.post(f"{url}/api/chat", content="a=b").status_code == 400
 
 
 KEYS = ServerConfig(api_key=("sésame", "open"))

@@ -184,6 +184,17 @@ def test_a_schema_is_kept_behind_the_reasoning(obeys: Any) -> None:
     assert not obeys(engine, f"{THOUGHT}It rains.")
 
 
+def test_a_schema_of_content_leaves_a_required_call_as_it_is(obeys: Any) -> None:
+    """Instructor sends both."""
+    schema = {"name": "weather", "schema": {"type": "object", "required": ["city"]}}
+    form = {"type": "json_schema", "json_schema": schema}
+    with client_of(says(THOUGHT + CALL)) as (client, engine):
+        for tool_choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+            ask(client, response_format=form, tool_choice=tool_choice)
+            assert obeys(engine, THOUGHT + CALL)
+            assert not obeys(engine, f'{THOUGHT}{{"city": "Rome"}}')
+
+
 def test_effort_switches_the_templates_reasoning() -> None:
     with client_of(says("It rains.")) as (client, engine):
         choice = whole(client, reasoning_effort="none")
@@ -203,7 +214,7 @@ def test_effort_switches_the_templates_reasoning() -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": "required", "extra_body": {"regex": "a"}}, "regex"),
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:

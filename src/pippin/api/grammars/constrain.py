@@ -77,11 +77,7 @@ def _constrain(
     )
     parts = tool_use.grammars
     if tool_use.required:
-        if params.grammar is not None:
-            raise UnsupportedField(
-                "a reply that must be a call has no content to constrain; send one of the two",
-                param="tool_choice",
-            )
+        _check_composes(params, "the reply must be a call")  # a schema holds for content: none
         return _with_grammar(request.options, lark, f"{reasoning} {rules.calls()}", parts)
     rules.check_optional()
     _check_composes(params, "the reply may also be a call")

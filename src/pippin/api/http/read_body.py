@@ -13,9 +13,11 @@ from pippin.api.requests.json_scan import check_json_size
 from pippin.config import LimitsConfig
 from pippin.errors import RequestError, cut
 
+BROWSERS_HEADERS = ("origin", "sec-fetch-site", "sec-fetch-mode", "referer", "cookie")
+
 
 async def read_body(request: Request, limits: LimitsConfig) -> bytes:
-    """The body of a request with the media type of JSON."""
+    """The body of a request, which is JSON whatever a program's Content-Type says."""
     _check_media_type(request)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) < 20 and int(declared) > limits.max_body_bytes:
@@ -44,11 +46,25 @@ def decode_body(body: bytes) -> Any:
 
 
 def _check_media_type(request: Request) -> None:
-    """Pages of other sites may send other types without a preflight request."""
+    """Pages of other sites may send other types without a preflight request.
+
+    Programs may send any: curl and LiteLLM's Ollama client name no type, or another, for JSON.
+    """
     given = request.headers.get("content-type", "")
-    if given.partition(";")[0].strip().lower() != "application/json":
-        given_type = f"is {cut(given)!r}" if given else "is missing"
-        raise WrongMediaType(f"the Content-Type {given_type}; it must be application/json")
+    if given.partition(";")[0].strip().lower() == "application/json" or not _is_of_browser(request):
+        return
+    given_type = f"is {cut(given)!r}" if given else "is missing"
+    raise WrongMediaType(
+        f"the Content-Type of a browser's request {given_type}; it must be application/json"
+    )
+
+
+def _is_of_browser(request: Request) -> bool:
+    """Current browsers send the Origin of whatever page posts, older ones at least their name."""
+    headers = request.headers
+    return any(name in headers for name in BROWSERS_HEADERS) or (
+        headers.get("user-agent", "").startswith("Mozilla/")
+    )
 
 
 def _too_large(size: str, limits: LimitsConfig) -> BodyTooLarge:
