@@ -70,7 +70,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "engine.events.schema": {"types"},
     "api": {
         *("types", "text", "messages", "sequences", "embedding", "tasks", "config"),
-        *("decode.closed_objects", "decode.expressions", "decode.json_schema", "decode.size"),
+        *("decode.closed_objects", "decode.expressed_schema", "decode.expressions"),
+        *("decode.json_schema", "decode.size"),
         *("engine.engine_client", "engine.watchers", "hub"),
     },
     "offline": {

@@ -62,7 +62,7 @@ def test_a_grammar_allows_the_formats_calls(format: str, strict: bool) -> None:
 
 @pytest.mark.parametrize("format", CONSTRAINED)
 def test_a_required_call_whose_schema_cannot_be_enforced_is_any_call(format: str) -> None:
-    schema = {"type": "object", "properties": {"city": {"not": {"type": "null"}}}}
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "minProperties": 5}
     function = {"name": "look", "parameters": schema}
     use, leniency = (
         ToolUse(({"type": "function", "function": function},), required=True),
@@ -74,8 +74,25 @@ def test_a_required_call_whose_schema_cannot_be_enforced_is_any_call(format: str
     assert allows(grammar, calls(format, "look", days="three"))
     assert leniency.header() == "tools.parameters (look)"
     strict = {"type": "function", "function": function | {"strict": True}}
-    with pytest.raises(UnsupportedField, match="not is not supported"):
+    with pytest.raises(UnsupportedField, match="minProperties is 5"):
         grammar_of(format, ToolUse((strict,), required=True))
+
+
+def test_a_required_call_obeys_what_is_left_of_its_schema_unless_it_is_strict() -> None:
+    days = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": days}}
+    function = {"name": "look", "parameters": schema}
+    leniency, lark = Leniency(), Lark(TEXT.tokenizer)
+    use = ToolUse(({"type": "function", "function": function},), required=True)
+    text = lark.text(CallRules(lark, "hermes", use, leniency).calls())
+    grammar = compile_grammar(GrammarSpec("ebnf", text), vocabulary())
+    assert allows(grammar, calls("hermes", "look", days=[1, 1]))
+    assert not allows(grammar, calls("hermes", "look", days=["a"]))
+    assert leniency.header() == "tools.parameters.uniqueItems (look)"
+    assert function["parameters"] == schema  # the model is shown all of it
+    strict = {"type": "function", "function": function | {"strict": True}}
+    with pytest.raises(UnsupportedField, match="uniqueItems is not supported"):
+        grammar_of("hermes", ToolUse((strict,), required=True))
 
 
 def test_required_calls_of_schemas_that_are_too_large_together_are_any_calls() -> None:

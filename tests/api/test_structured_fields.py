@@ -13,6 +13,7 @@ from pippin.api.dialects.completions import parse_completion
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.sampling_fields import check_sampling
 from pippin.config import LimitsConfig
+from pippin.decode.json_schema import check_schema
 from pippin.errors import RequestError
 from pippin.types import GrammarSpec, SamplingParams
 
@@ -114,3 +115,50 @@ def test_what_is_wrong_is_named(
     with pytest.raises(RequestError, match=words) as caught:
         asked(endpoint, **fields)
     assert caught.value.param == param
+
+
+UNIQUE = {"type": "array", "items": {"type": "integer", "not": {"const": 3}}, "uniqueItems": True}
+LOOSER = {"type": "array", "items": {"type": "integer"}}
+
+
+def chat_leniency(rules: RequestRules, **fields: Any) -> tuple[GrammarSpec | None, str]:
+    body = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]} | fields
+    chat = parse_chat(body, rules)
+    return chat.options.params.grammar, chat.leniency.header()
+
+
+@pytest.mark.parametrize("strict", [False, None])
+def test_keywords_that_cannot_be_enforced_are_left_out_and_reported(strict: bool | None) -> None:
+    rules = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
+    given = response_format(schema=UNIQUE, strict=strict)
+    spec, header = chat_leniency(rules, response_format=given)
+    assert spec is not None
+    assert json.loads(spec.text) == LOOSER
+    assert header == "response_format.not, response_format.uniqueItems"
+    spec, header = chat_leniency(rules, guided_json=json.dumps(UNIQUE))
+    assert spec is not None
+    assert (json.loads(spec.text), header) == (LOOSER, "json_schema.not, json_schema.uniqueItems")
+
+
+def test_strict_schemas_strict_servers_and_python_keep_them_to_be_refused() -> None:
+    rules = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
+    strict_rules = RequestRules(MODEL, TEXT.defaults, LimitsConfig(), strict_fields=True)
+    specs = [
+        chat_leniency(rules, response_format=response_format(schema=UNIQUE, strict=True))[0],
+        chat_leniency(strict_rules, response_format=response_format(schema=UNIQUE))[0],
+        asked("python", json_schema=UNIQUE),
+    ]
+    for spec in specs:
+        assert spec is not None
+        assert json.loads(spec.text) == UNIQUE
+        with pytest.raises(RequestError, match=r"the keyword (not|uniqueItems) is not supported"):
+            check_schema(spec.text)
+
+
+def test_a_keyword_that_can_be_enforced_is_not_reported() -> None:
+    rules = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
+    colours = {"type": "array", "items": {"enum": ["red", "blue"]}, "uniqueItems": True}
+    spec, header = chat_leniency(rules, json_schema=colours)
+    assert spec is not None
+    assert (json.loads(spec.text), header) == (colours, "")
+    assert check_schema(spec.text)["enum"][-1] == ["blue", "red"]

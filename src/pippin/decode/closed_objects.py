@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-Schema = dict[str, Any]
-_ONE = ("items", "additionalItems", "additionalProperties")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_MAPS = ("$defs", "definitions", "patternProperties", "properties")
+from pippin.decode.subschemas import Schema, with_subschemas
+
 # With one of these the schema itself decides what an object may hold besides its properties.
 _DECIDES = ("additionalProperties", "patternProperties", "minProperties")
 _COMBINED = ("allOf", "anyOf", "oneOf", "$ref")
@@ -29,16 +27,7 @@ def closed(schema: Any) -> Any:
 def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    found: Schema = dict(schema)
-    for key in _MAPS:
-        if isinstance(inner := found.get(key), dict):
-            found[key] = {name: _closed(each) for name, each in inner.items()}
-    for key in _LISTS:
-        if isinstance(inner := found.get(key), list):
-            found[key] = [_closed(each) for each in inner]
-    for key in _ONE:
-        if isinstance(inner := found.get(key), dict):
-            found[key] = _closed(inner)
+    found = with_subschemas(schema, _closed)
     if _is_complete(found):
         found["additionalProperties"] = False
     return found

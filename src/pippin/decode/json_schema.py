@@ -2,7 +2,7 @@
 
 llguidance refuses most keywords that it cannot enforce, but ignores unknown ones, as JSON Schema
 allows. A reply could then violate the schema. So a keyword must be enforced or be an annotation,
-which constrains no value; every other one is refused by name.
+which constrains no value; every other one is refused by name, unless it can be written as others.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
+from pippin.decode.expressed_schema import NOT_ENFORCED, expressed
 from pippin.decode.size.schema_size import check_schema_size
 from pippin.decode.size.size_limits import TooLarge
 from pippin.errors import RequestError
@@ -40,12 +41,6 @@ _ANNOTATIONS = {
 _HOLD_NUMBERS = {
     *("const", "enum", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"),
 }
-_NOT_ENFORCED = {
-    *("$dynamicAnchor", "$dynamicRef", "$recursiveRef", "$vocabulary", "contains"),
-    *("contentSchema", "dependencies", "dependentRequired", "dependentSchemas", "else", "if"),
-    *("maxContains", "minContains", "not", "nullable", "propertyNames", "then"),
-    *("unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
-}
 _KNOWN = _ENFORCED | _ANNOTATIONS | _ONE | _LISTS | _MAPS
 _EXTENSION = "x-"  # by custom, for other tools
 _OPTIONS = "x-guidance"  # refused: it changes how llguidance reads a schema
@@ -55,7 +50,7 @@ Place = tuple["Place", str] | None  # of a schema in the one around it; None: th
 
 
 def check_schema(text: str) -> dict[str, Any]:
-    """The schema in `text`; raises if it is none, or has a keyword that is not enforced.
+    """The schema in `text`, in keywords that are enforced; raises if there is one that cannot be.
 
     Its nesting is within what recursive code can follow.
     """
@@ -66,6 +61,8 @@ def check_schema(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise _refused(f"json_schema is {_kind(schema)}; it must be an object")
     try:
+        check_schema_size(schema)
+        schema = expressed(schema)
         check_schema_size(schema)
     except TooLarge as error:
         raise _refused(f"json_schema is too large: {error}") from error
@@ -145,7 +142,7 @@ def _num_remainders(value: Any) -> int:
 
 def _refusal(keyword: str) -> str:
     keyword = _cut(keyword)
-    if keyword in _NOT_ENFORCED:
+    if keyword in NOT_ENFORCED:
         return f"the keyword {keyword} is not supported"
     near = difflib.get_close_matches(keyword, _KNOWN, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""

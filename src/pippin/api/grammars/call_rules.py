@@ -14,6 +14,7 @@ from pippin.api.requests.custom_tools import INPUT, input_schema
 from pippin.api.requests.leniency import Leniency
 from pippin.api.requests.neutral_request import ToolUse
 from pippin.decode.closed_objects import closed
+from pippin.decode.expressed_schema import expressed
 from pippin.decode.expressions import regex_terminal
 from pippin.decode.json_schema import check_schema
 from pippin.errors import RequestError, UnsupportedField
@@ -100,7 +101,7 @@ class CallRules:
         return self._any_arguments(function["name"])
 
     def _held_arguments(self, function: Schema) -> str:
-        schema, tags = _object_schema(function), self._syntax.arguments
+        schema, tags = self._object_schema(function), self._syntax.arguments
         if isinstance(tags, BareKeyArguments):
             return self._bare_keys(function["name"], tags).object(schema)
         if isinstance(tags, KeywordArguments):
@@ -219,25 +220,30 @@ class CallRules:
             param="tools",
         )
 
+    def _object_schema(self, function: Schema) -> Schema:
+        """What the arguments must be, if that can be enforced. `strict` leaves no keyword out."""
+        name: str = function["name"]
+        schema: Schema = function.get("parameters") or {"type": "object", "properties": {}}
+        if not function.get("strict"):
+            schema = expressed(schema, lambda keyword: self._leave_out(keyword, name))
+        try:
+            schema = check_schema(json.dumps(schema))
+        except RequestError as error:
+            why = error.message.removeprefix("json_schema: ")
+            message = f"strict cannot be enforced for {name}: {why}"
+            raise UnsupportedField(message, param="tools") from error
+        if schema.get("type") != "object":
+            raise UnsupportedField(
+                f"strict cannot be enforced for {name}: its parameters must be an object",
+                param="tools",
+            )
+        return dict(closed(schema))
+
+    def _leave_out(self, keyword: str, name: str) -> None:
+        self._leniency.ignore(f"tools.parameters.{keyword}", "it cannot be enforced", name)
+
     def _literal(self, text: str) -> str:
         before, number, after = text.partition(_NUMBER)
         if not number:
             return self._lark.literal(text) if text else ""
         return f"{self._lark.literal(before)} /[0-9]+/ {self._literal(after)}"
-
-
-def _object_schema(function: Schema) -> Schema:
-    """What the arguments must be, if that can be enforced."""
-    schema: Schema = function.get("parameters") or {"type": "object", "properties": {}}
-    try:
-        check_schema(json.dumps(schema))
-    except RequestError as error:
-        why = error.message.removeprefix("json_schema: ")
-        message = f"strict cannot be enforced for {function['name']}: {why}"
-        raise UnsupportedField(message, param="tools") from error
-    if schema.get("type") != "object":
-        raise UnsupportedField(
-            f"strict cannot be enforced for {function['name']}: its parameters must be an object",
-            param="tools",
-        )
-    return dict(closed(schema))

@@ -53,7 +53,8 @@ def check_priority(priority: int) -> int:
 def read_sampling(body: Body, rules: RequestRules, *, max_tokens: int | None) -> SamplingParams:
     """Of checked fields. Reply length and logprobs have other names in each dialect."""
     defaults = rules.defaults
-    structure = read_structure(body, rules.limits.max_schema_bytes)
+    max_bytes, strict = rules.limits.max_schema_bytes, rules.strict_fields
+    structure = read_structure(body, max_bytes, strict=strict)
     if max_tokens is not None and body.get("min_tokens", 0) > max_tokens:
         raise body.wrong("min_tokens", integer_from(0, max_tokens).text)
     constraint: dict[str, Any] = {} if structure is None else {structure.kind: structure.text}
@@ -88,7 +89,7 @@ def _checked_body(given: Any, name: str, vocab_size: int = 1) -> Body:
 
 def _rules(vocab_size: int) -> RequestRules:
     model = ModelInfo("", max_len=0, vocab_size=vocab_size, created_s=0)
-    return RequestRules(model, SamplingDefaults(), LimitsConfig())
+    return RequestRules(model, SamplingDefaults(), LimitsConfig(), strict_fields=True)
 
 
 def _plain_number(value: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 from pippin.api.requests.body import Body
+from pippin.decode.expressed_schema import expressed
 from pippin.decode.size.check_size import check_nesting_of, check_size
 from pippin.types import GrammarSpec
 
@@ -15,7 +16,8 @@ FIELDS = ("response_format", "json_schema", "regex", "ebnf")
 ANY_OBJECT = json.dumps({"type": "object"})
 
 
-def read_structure(body: Body, max_bytes: int) -> GrammarSpec | None:
+def read_structure(body: Body, max_bytes: int, *, strict: bool) -> GrammarSpec | None:
+    """`strict`: a keyword of a schema that cannot be enforced stays, and is refused."""
     asked = [field for field in FIELDS if _asks(body, field)]
     if len(asked) > 1:
         raise body.error(asked[1], f"and {asked[0]} both constrain the reply; send one of them")
@@ -28,7 +30,33 @@ def read_structure(body: Body, max_bytes: int) -> GrammarSpec | None:
         limit = f"at most {max_bytes:,} are allowed (--max-schema-bytes)"
         raise body.error(field, f"has {nbytes:,} bytes; {limit}")
     check_size(spec, field)
-    return spec
+    if spec.kind != "json_schema" or strict or _is_strict(body, field):
+        return spec
+    return _lenient(spec, body, field)
+
+
+def _lenient(spec: GrammarSpec, body: Body, field: str) -> GrammarSpec:
+    """Without keywords that cannot be enforced: they are listed in a header of the response."""
+    try:
+        schema = json.loads(spec.text)
+    except ValueError:
+        return spec  # found out, and named, where schemas are read
+    if not isinstance(schema, dict):
+        return spec
+    left_out: dict[str, None] = {}
+    found = expressed(schema, lambda keyword: left_out.setdefault(keyword))
+    if not left_out:
+        return spec
+    for keyword in left_out:
+        body.leniency.ignore(f"{body.name(field)}.{keyword}", "it cannot be enforced")
+    return GrammarSpec("json_schema", json.dumps(found, ensure_ascii=False))
+
+
+def _is_strict(body: Body, field: str) -> bool:
+    if field != "response_format":
+        return False
+    described = body.required_object(field).object("json_schema")
+    return described is not None and described.boolean("strict", False)
 
 
 def _read(body: Body, field: str) -> GrammarSpec:
@@ -56,7 +84,7 @@ def _response_format(given: Body) -> str:
     described.check_known({"name", "description", "schema", "strict"})
     described.required_string("name")
     described.string("description", None)
-    described.boolean("strict", True)  # a schema is always enforced
+    described.boolean("strict", False)
     described.require("schema")
     return _schema(described, "schema")
 

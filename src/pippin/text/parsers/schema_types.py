@@ -49,6 +49,8 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     if not found:
         values = [*_items(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
         found = {_TYPE_OF_VALUE[type(value)] for value in values if type(value) in _TYPE_OF_VALUE}
+    if found and schema.get("nullable") is True:  # OpenAPI's
+        found.add("null")
     for keyword in ("anyOf", "oneOf", "allOf"):
         for option in _items(schema.get(keyword)):
             found |= _types(option, root, depth - 1)
