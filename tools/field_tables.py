@@ -37,6 +37,7 @@ TABLES = {
     "ollama_generate": ollama.GENERATE,
     "ollama_options": ollama.OPTIONS.table,
     "ollama_embed": ollama.EMBED,
+    "ollama_pull": ollama.PULL,
     "tokenize": tokens.TOKENIZE,
     "detokenize": tokens.DETOKENIZE,
 }

@@ -45,6 +45,7 @@ BODIES = {
     "/api/embed": {"model": "stories", "input": "Hi."},
     "/api/embeddings": {"model": "stories", "prompt": "Hi."},
     "/api/show": {"model": "stories"},
+    "/api/pull": {"model": "stories"},
     "/tokenize": {"prompt": "Hi."},
     "/detokenize": {"tokens": [1]},
 }

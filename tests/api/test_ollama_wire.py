@@ -148,3 +148,24 @@ def test_the_root_answers_as_ollama_where_there_is_no_page() -> None:
     with serving(ScriptedEngine(), ServerConfig(page=False)) as url:
         assert httpx.head(url).status_code == 200
         assert httpx.get(url).text == "Ollama is running"
+
+
+def test_options_that_ollama_does_not_know_are_ignored_and_reported() -> None:
+    options = {"num_ctx": 4096, "draft_num_predict": 4, "temprature": 1}
+    reply = post("chat", **CHAT, options=options)
+    assert reply.status_code == 200
+    assert reply.headers["x-pippin-ignored"] == (
+        "options.draft_num_predict, options.temprature, options.num_ctx"
+    )
+    strict = ServerConfig(strict_fields=True)
+    with serving(ScriptedEngine(say("Hello.")), strict) as url:
+        reply = httpx.post(f"{url}/api/chat", json={**CHAT, "options": {"temprature": 1}})
+    assert reply.status_code == 400
+    assert "options.temprature is not supported" in reply.json()["error"]
+
+
+def test_the_version_is_one_that_clients_accept() -> None:
+    with serving(ScriptedEngine(say("Hello."))) as url:
+        version = httpx.get(f"{url}/api/version").json()["version"]
+    needed = {"copilot": (0, 6, 4), "codex --oss": (0, 13, 4), "agents by Messages": (0, 14, 2)}
+    assert tuple(map(int, version.split("."))) >= max(needed.values())

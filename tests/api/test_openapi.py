@@ -73,6 +73,7 @@ REAL: dict[str, dict[str, Any]] = {
     "/api/embed": {"model": "stories:latest", "input": ["a", "b"]},
     "/api/embeddings": {"model": "stories", "prompt": "a"},
     "/api/show": {"model": "stories"},
+    "/api/pull": {"model": "stories:latest", "stream": False, "insecure": True},
     "/tokenize": {"prompt": "a", "tools": []},
     "/detokenize": {"tokens": [[5], [6]]},
 }

@@ -17,6 +17,7 @@ from pippin.api.endpoints.events import EventsEndpoint
 from pippin.api.endpoints.generation import Generation
 from pippin.api.endpoints.local_pages import is_local_path
 from pippin.api.endpoints.metrics_endpoint import MetricsEndpoint
+from pippin.api.endpoints.ollama.ollama_downloads import OllamaDownloads
 from pippin.api.endpoints.ollama.ollama_models import OllamaModels
 from pippin.api.endpoints.ollama.ollama_replies import OllamaReplies
 from pippin.api.endpoints.server_info import ServerInfo
@@ -59,6 +60,7 @@ def create_app(
             *Generation(state, stored).routes(),
             *OllamaReplies(state).routes(),
             *OllamaModels(state).routes(),
+            *OllamaDownloads(state).routes(),
             *ServerInfo(state).routes(),
             Route("/metrics", MetricsEndpoint(engine, registry).show),
             *EventsEndpoint(state).routes(),

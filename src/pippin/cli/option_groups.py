@@ -32,7 +32,8 @@ _FIELDS: dict[str, tuple[str, str]] = {
         "strict_fields images stored_responses stored_bytes",
     ),
     "Network and access control": (
-        "host port api_key api_key_file admin_key admin_key_file cors_origin allowed_host",
+        "host port api_key api_key_file admin_key admin_key_file cors_origin allowed_host "
+        "allow_pull",
         "",
     ),
     "Logs": ("log_format log_prompts", "show_prompts step_log trace"),

@@ -61,6 +61,11 @@ class ServerConfig:
     admin_key_file: str | None = None
     """File with admin keys, one per line."""
 
+    allow_pull: Literal["auto", "on", "off"] = "auto"
+    """Let clients download models to this machine (/api/pull), and delete them (/api/delete).
+    `auto`: clients with an admin key, or if no key is required, clients on this machine. `on`: if
+    no key is required, all clients. `off`: none."""
+
     share_prefixes: bool = False
     """Share cached prefixes between requests with different API keys. Off: a prefix cached for one
     key is not used for another, so that `cached_tokens` and response times reveal nothing about

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pippin.errors import LoadError
+from pippin.errors import LoadError, NotFound
 from pippin.hub.download import WEIGHTS
 from pippin.startup.server_file import RunningServer, running_servers
 
@@ -42,7 +42,7 @@ def find_cached_model(name: str) -> CachedModel:
         if model.name.lower() == name.lower():  # as the hub reads it
             return model
     listed = ", ".join(model.name for model in models) or "none"
-    raise LoadError(f"no model {name!r} is in the Hugging Face hub's cache; it contains {listed}")
+    raise NotFound(f"no model {name!r} is in the Hugging Face hub's cache; it contains {listed}")
 
 
 def delete_cached_model(model: CachedModel) -> int:

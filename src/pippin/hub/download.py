@@ -18,7 +18,7 @@ from pippin.hub.byte_count import ByteCount
 HUB_FILES = ["model*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 HUB_FOLDERS = ["*/*"]
 FILTERS: dict[str, Any] = {"allow_patterns": HUB_FILES, "ignore_patterns": HUB_FOLDERS}
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 WEIGHTS = re.compile(r"model.*\.safetensors")
 SPARE_BYTES = 1_000_000_000  # that a download leaves free on the disk
 

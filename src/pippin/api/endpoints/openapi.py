@@ -58,6 +58,7 @@ BODIES = {  # by path
     "/api/embed": ollama.EMBED,
     "/api/embeddings": ollama.EMBEDDINGS,
     "/api/show": ollama.SHOW,
+    "/api/pull": ollama.PULL,
     "/tokenize": tokens.TOKENIZE,
     "/detokenize": tokens.DETOKENIZE,
 }

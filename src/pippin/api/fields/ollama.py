@@ -16,6 +16,7 @@ from pippin.api.requests.bounds import MAX_MESSAGES
 from pippin.api.requests.token_ids import are_token_ids, token_ids_in_words
 from pippin.errors import cut
 
+MAX_HUB_ID_CHARS = 256
 LATEST = ":latest"  # the tag of a name that has none
 THINK_LEVELS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
 _TEXT_ONLY = "only text is generated"
@@ -76,7 +77,8 @@ _OPTIONS: Fields = {
     **dict.fromkeys(_LOADING, ignored_field("the model is loaded already")),
     **dict.fromkeys(_OTHER_SAMPLERS, ignored_field("it is not computed here")),
 }
-OPTIONS = Members("an object of options", table=FieldTable(_OPTIONS))
+# Ollama has more of them with every version, and ignores those that it does not know.
+OPTIONS = Members("an object of options", table=FieldTable(_OPTIONS, ignores_unknown=True))
 _EVERY: Fields = {**MODEL, "options": OPTIONS, **_KEEP_ALIVE, **SERVING}
 _REPLY: Fields = {
     **_EVERY,
@@ -151,3 +153,15 @@ SHOW = FieldTable(
         **dict.fromkeys(_SHOWN_OTHERWISE, ignored_field("the model is shown as it is")),
     }
 )
+_HUB_ID = kinds.text(MAX_HUB_ID_CHARS)
+_HUB_MODEL: Fields = {"model": _HUB_ID, "name": _HUB_ID}
+_NO_ACCOUNT = ignored_field("the server's own HF_TOKEN is used", "")
+PULL = FieldTable(
+    {
+        **_HUB_MODEL,
+        **STREAM,
+        "insecure": ignored_field("the hub's certificate is always checked", False),
+        **dict.fromkeys(("username", "password"), _NO_ACCOUNT),
+    }
+)
+DELETE = FieldTable(_HUB_MODEL)

@@ -16,10 +16,14 @@ from pippin.errors import UnsupportedField
 class FieldTable:
     fields: Mapping[str, ValueKind]
     required: tuple[str, ...] = ()
+    ignores_unknown: bool = False
 
     def check(self, body: Body, rules: RequestRules) -> None:
         """Raise for a field that is unknown, missing or refused, or has a wrong value."""
-        body.check_known(self.fields)
+        if self.ignores_unknown:
+            body.ignore_unknown(self.fields)
+        else:
+            body.check_known(self.fields)
         for name in self.required:
             body.require(name)
         self.check_values(body, rules)
@@ -39,7 +43,7 @@ class FieldTable:
                 for name, schema in schemas.items()
             },
             "required": list(self.required),
-            "additionalProperties": {"type": "null"},
+            "additionalProperties": {} if self.ignores_unknown else {"type": "null"},
         }
 
 

@@ -23,7 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pippin.api.http.http_errors import Forbidden, Unauthorized, error_response
-from pippin.api.http.keys import ApiKeys, key_in, known_keys
+from pippin.api.http.keys import Admins, ApiKeys, key_in, known_keys
 from pippin.api.http.request_log import HEADER, IGNORED_HEADER, PROBES
 from pippin.api.requests.salts import salt_of_owner
 from pippin.config import ServerConfig
@@ -227,6 +227,26 @@ def shows_prompts(config: ServerConfig) -> bool:
     if config.show_prompts != "auto":
         return config.show_prompts == "on"
     return len(known_keys(config)) == 1 or (not config.api_key and is_loopback(config.host))
+
+
+def check_downloads(config: ServerConfig, scope: Scope) -> None:
+    """Whether a client may fill and free this machine's disk. `auto`: an admin; where no key is
+    set, a client on this machine."""
+    if config.allow_pull == "off":
+        raise Forbidden("this server downloads and deletes no models (--allow-pull)")
+    if config.api_key:
+        Admins(config).check(scope)
+    elif config.allow_pull == "auto" and not _is_local(scope):
+        raise Forbidden(
+            "without keys only clients on the server's own machine may download and delete models: "
+            "set an API key (--api-key-file), or --allow-pull on"
+        )
+
+
+def _is_local(scope: Scope) -> bool:
+    """Whether the client is on this machine; through a proxy on it, all clients are."""
+    host: str = (scope.get("client") or ("",))[0]
+    return is_loopback(host.removeprefix("::ffff:"))  # of IPv4 at an IPv6 socket
 
 
 def is_loopback(host: str) -> bool:

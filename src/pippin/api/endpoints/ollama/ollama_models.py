@@ -15,7 +15,10 @@ from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.request_log import record_of
 from pippin.api.requests.leniency import Leniency
 
-API_VERSION = "0.13.0"  # of Ollama: clients refuse servers that are older than what they use
+# Of Ollama. Clients refuse servers that are older than what they use: VS Code's Copilot asks for
+# 0.6.4, `codex --oss` for 0.13.4 (Responses), agents that speak Messages for 0.14.2. All of that is
+# here; what later versions added is not.
+API_VERSION = "0.14.2"
 NEVER = "2318-01-01T00:00:00Z"  # when the model is unloaded
 GREETING = "Ollama is running"
 
