@@ -11,6 +11,7 @@ from typing import Any
 from pippin.api.dialects.messages.conversation import parse_conversation
 from pippin.api.dialects.shared_options import read_options
 from pippin.api.fields.anthropic import COUNT_TOKENS, EFFORTS, MESSAGES
+from pippin.api.fields.client_tools import client_tool
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import ChatRequest, ToolUse
@@ -25,6 +26,7 @@ from pippin.api.requests.tools import (
 )
 
 _TOOL_FIELDS = {"type", "name", "description", "input_schema", "cache_control", "strict"}
+_CLIENT_TOOL_FIELDS = {"type", "name", "cache_control", "strict", "max_characters"}
 _HARMLESS_TOOL_FIELDS = {"eager_input_streaming", "input_examples"}
 _SAME_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "stream", "priority", "timeout")
 _KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
@@ -106,10 +108,16 @@ def _tools(body: Body) -> ToolUse:
 
 
 def _is_left_out(tool: Body) -> bool:
-    return tool.has("type") and is_left_out(tool, ("custom",))
+    if not tool.has("type") or client_tool(tool.required_string("type")) is not None:
+        return False
+    return is_left_out(tool, ("custom",))
 
 
 def _tool(tool: Body) -> DeclaredTool:
+    if (known := client_tool(tool.string("type", ""))) is not None:
+        tool.ignore_unknown(_CLIENT_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
+        given = {"name": tool.get("name"), "strict": tool.get("strict"), **known}
+        return function_tool(tool.renamed(given), "parameters")
     tool.ignore_unknown(_TOOL_FIELDS | _HARMLESS_TOOL_FIELDS)
     tool.require("input_schema")
     return function_tool(tool, "input_schema")
