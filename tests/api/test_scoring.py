@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bundled import BUNDLED_PATH
 from pippin.api.endpoints.scoring import parse_score, whole_score
+from pippin.api.fields.scoring import PAIRS
 from pippin.api.model_info import RequestRules
 from pippin.config import LimitsConfig
 from pippin.messages import Submit, TokenDelta
@@ -135,10 +136,16 @@ def test_a_reranker_scores_by_yes_against_no(shown: bool) -> None:
         ("/v1/rerank", {"query": "word " * 9_000}, "query"),
         ("/v1/rerank", {"top_n": -1}, "top_n"),
         ("/v1/rerank", {"model": "gpt-4"}, "model"),
-        ("/v1/rerank", {"max_tokens_per_doc": 10}, "max_tokens_per_doc"),
+        ("/v1/rerank", {"max_tokens_per_doc": -1}, "max_tokens_per_doc"),
+        ("/v1/rerank", {"documents": ["a" * 999_999], "max_tokens_per_doc": 1}, "documents"),
+        ("/v1/rerank", {"query": {"image": "a"}}, "query"),
         ("/v1/rerank", {"instruction": "Find it."}, "instruction"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1"),
         ("/v1/score", {"text_2": [[5]]}, "text_2"),
+        ("/v1/score", {"text_2": None}, "text_1"),
+        ("/v1/score", {"queries": "a"}, "queries"),
+        ("/v1/score", {"text_1": None, "documents": "a"}, "documents"),
+        ("/v1/score", {"text_1": None, "text_2": None}, "queries"),
     ],
 )
 def test_what_is_wrong_is_named(path: str, fields: dict[str, Any], param: str) -> None:
@@ -263,3 +270,65 @@ def test_a_rerankers_scores_are_those_of_transformers(tmp_path: Path) -> None:
             logits = model(torch.tensor([card_prompt("a hen", document, tokenizer)])).logits[0, -1]
         expected = torch.log_softmax(logits[[no, yes]], dim=0)[1].exp().item()
         assert item["score"] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("names", PAIRS)
+def test_vllms_newer_names_of_pairs_mean_the_same(names: tuple[str, str]) -> None:
+    reply = post("/v1/score", **{names[0]: "a hen", names[1]: DOCUMENTS})
+    scores = [each["score"] for each in reply.json()["data"]]
+    assert scores == pytest.approx([cosine("a hen", each) for each in DOCUMENTS], rel=1e-5)
+
+
+COHERE_V1 = {
+    "model": "stories",
+    "query": "a hen",
+    "documents": [{"text": document} for document in DOCUMENTS],
+    "rank_fields": ["text"],
+    "top_n": 2,
+    "return_documents": False,
+    "max_chunks_per_doc": 10,
+}
+COHERE_V2 = {"model": "stories", "query": "a hen", "documents": DOCUMENTS, "top_n": 2}
+JINA = {
+    "model": "stories",
+    "query": {"text": "a hen"},
+    "documents": DOCUMENTS,
+    "top_n": 2,
+    "return_documents": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/rerank", COHERE_V1), ("/v2/rerank", COHERE_V2), ("/rerank", JINA)]
+)
+def test_coheres_and_jinas_requests_are_answered_in_their_form(
+    path: str, body: dict[str, Any]
+) -> None:
+    reply = post(path, **body)
+    found = reply.json()
+    expected = sorted(range(3), key=lambda i: -cosine("a hen", DOCUMENTS[i]))
+    assert [result["index"] for result in found["results"]] == expected[:2]
+    assert ("document" in found["results"][0]) == body.get("return_documents", True)
+    assert found["object"] == "list"  # Jina's
+    assert found["usage"]["total_tokens"] == found["meta"]["tokens"]["input_tokens"] > 0
+    assert reply.headers.get("x-pippin-ignored", "") in ("", "max_chunks_per_doc")
+
+
+def test_one_document_may_be_a_string() -> None:
+    assert len(post("/rerank", query="a", documents="b").json()["results"]) == 1
+
+
+def test_queries_and_documents_are_read_up_to_a_number_of_tokens() -> None:
+    engine = ScriptedEngine(embed)
+    with serving(engine) as url:
+        body = {"query": "a fox and two hens", "documents": ["two hens and a fox", "a"]}
+        limits = {"max_tokens_per_query": 1, "max_tokens_per_doc": 2}
+        reply = httpx.post(f"{url}/rerank", json=body | limits)
+    read = [submit.tokens for submit in engine.submits]
+    assert read == [
+        TOKENIZER.encode("a fox and two hens")[:1],
+        TOKENIZER.encode("two hens and a fox")[:2],
+        TOKENIZER.encode("a"),
+    ]
+    shown = {result["document"]["text"] for result in reply.json()["results"]}
+    assert shown == set(body["documents"])  # whole

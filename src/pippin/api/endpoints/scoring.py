@@ -15,7 +15,7 @@ from typing import Any
 
 from pippin.api.dialects.shared_options import read_timeout
 from pippin.api.endpoints.embeddings import SubmitsJob, text_tokens, vector_of
-from pippin.api.fields.scoring import RERANK, SCORE
+from pippin.api.fields.scoring import PAIRS, RERANK, SCORE
 from pippin.api.fields.shared import MAX_LOGPROBS
 from pippin.api.fields.value_kinds import rows_of
 from pippin.api.model_info import ModelInfo, RequestRules
@@ -60,8 +60,8 @@ def parse_rerank(fields: Any, text: TextBundle, rules: RequestRules) -> RerankJo
     body = rules.body(fields)
     RERANK.check(body, rules)
     given = body.get("documents")
-    documents: list[str] = [each if isinstance(each, str) else each["text"] for each in given]
-    pairs = [(body.get("query"), document) for document in documents]
+    documents = [_text(each) for each in (given if isinstance(given, list) else [given])]
+    pairs = [(_text(body.get("query")), document) for document in documents]
     job = _Builder(body, text, rules, ("query", "documents")).build(pairs)
     return RerankJob(
         **vars(job),
@@ -74,14 +74,29 @@ def parse_rerank(fields: Any, text: TextBundle, rules: RequestRules) -> RerankJo
 def parse_score(fields: Any, text: TextBundle, rules: RequestRules) -> ScoreJob:
     body = rules.body(fields)
     SCORE.check(body, rules)
-    first, second = rows_of(body.get("text_1")), rows_of(body.get("text_2"))
+    names = _names_of_pairs(body)
+    first, second = (rows_of(body.get(name)) for name in names)
     if len(first) == 1:
         first = first * len(second)
     if len(first) != len(second):
-        counts = f"{len(first):,} texts and text_2 has {len(second):,}"
-        raise body.error("text_1", f"has {counts}; send one, or as many as in text_2")
+        counts = f"{len(first):,} texts and {names[1]} has {len(second):,}"
+        raise body.error(names[0], f"has {counts}; send one, or as many as in {names[1]}")
     pairs = list(zip(first, second, strict=True))
-    return _Builder(body, text, rules, ("text_1", "text_2")).build(pairs)
+    return _Builder(body, text, rules, names).build(pairs)
+
+
+def _names_of_pairs(body: Body) -> tuple[str, str]:
+    sent = {name for pair in PAIRS for name in pair if body.has(name)}
+    for pair in PAIRS:
+        if sent == set(pair):
+            return pair
+    known = ", or ".join(" and ".join(pair) for pair in PAIRS)
+    field = next(iter(sorted(sent)), PAIRS[0][0])
+    raise body.error(field, f"and one other are needed: send {known}")
+
+
+def _text(given: str | dict[str, Any]) -> str:
+    return given if isinstance(given, str) else str(given["text"])
 
 
 class _Builder:
@@ -94,6 +109,7 @@ class _Builder:
         self._submits: list[Submit] = []
         self._numbers: dict[tuple[str, str], int] = {}  # of submits, by field and text
         self._heads: dict[str, list[int]] = {}  # by query
+        self._cut_texts: dict[tuple[str, str], str] = {}  # by field and text
 
     def build(self, pairs: list[Pair]) -> ScoreJob:
         body, most, reranker = self._body, self._rules.limits.max_choices, self._text.reranker
@@ -102,6 +118,7 @@ class _Builder:
             raise body.error(self._names[1], f"has {len(pairs):,} texts; {limit}")
         if reranker is None and body.has("instruction"):
             raise body.unsupported("instruction", "only rerankers have one: write it into the text")
+        pairs = [(self._cut(query, 0), self._cut(document, 1)) for query, document in pairs]
         if reranker is not None:
             numbers = [self._judged(query, document, reranker) for query, document in pairs]
             num_tokens = sum(len(self._submits[yes].tokens) for yes, _ in numbers)
@@ -116,6 +133,18 @@ class _Builder:
             by_reranker=reranker is not None,
             num_prompt_tokens=num_tokens,
         )
+
+    def _cut(self, text: str, side: int) -> str:
+        """Its first tokens, where the request sets how many of a query or a document are read."""
+        most: int = self._body.get(("max_tokens_per_query", "max_tokens_per_doc")[side], 0)
+        key = (self._names[side], text)
+        if most and key not in self._cut_texts:
+            check_nbytes(nbytes_of(text), self._rules.model.max_prompt_bytes, param=key[0])
+            tokenizer = self._text.tokenizer
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            cut = tokenizer.decode_with_special(tokens[:most])
+            self._cut_texts[key] = cut if tokens[most:] else text
+        return self._cut_texts.get(key, text)
 
     def _embedded(self, side: int, text: str) -> int:
         key = (self._names[side], text)
@@ -169,7 +198,15 @@ async def whole_rerank(job: RerankJob, engine: Engine, model: ModelInfo) -> dict
         shown = {"document": {"text": job.documents[index]}} if job.return_documents else {}
         results.append({"index": index, **shown, "relevance_score": scores[index]})
     id = f"rerank-{uuid.uuid4().hex}"
-    return {"id": id, "model": model.name, "usage": _usage(job), "results": results}
+    return {
+        "id": id,
+        "object": "list",
+        "model": model.name,
+        "usage": _usage(job),
+        "results": results,
+        # Cohere's:
+        "meta": {"tokens": {"input_tokens": job.prompt_tokens, "output_tokens": 0}},
+    }
 
 
 async def whole_score(job: ScoreJob, engine: Engine, model: ModelInfo) -> dict[str, Any]:

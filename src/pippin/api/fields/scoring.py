@@ -6,7 +6,7 @@ from typing import Any
 
 from pippin.api.fields import shared
 from pippin.api.fields import value_kinds as kinds
-from pippin.api.fields.table import FieldTable, refused_field
+from pippin.api.fields.table import FieldTable, ignored_field, refused_field
 from pippin.api.fields.value_kinds import ValueKind
 from pippin.api.requests.bounds import MAX_MESSAGES
 
@@ -19,10 +19,14 @@ _DOCUMENT = {
 }
 
 
+# vLLM's names of the two texts of a pair, the newest first: those of one row are sent together.
+PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+
+
 def _are_documents(value: Any) -> bool:
-    return (
-        isinstance(value, list) and 0 < len(value) <= MAX_MESSAGES and all(map(_is_document, value))
-    )
+    if isinstance(value, list):
+        return 0 < len(value) <= MAX_MESSAGES and all(map(_is_document, value))
+    return isinstance(value, str)
 
 
 def _is_document(value: Any) -> bool:
@@ -34,27 +38,25 @@ _SHARED: shared.Fields = {
     "instruction": kinds.STRING,
     **shared.USER,
     **shared.SERVING,
+    "max_tokens_per_query": kinds.integer_from(0),
+    "max_tokens_per_doc": kinds.integer_from(0),
     "truncate_prompt_tokens": refused_field(_WHOLE),
     "use_activation": refused_field("scores are probabilities or cosines", True),
 }
 RERANK = FieldTable(
     {
-        "query": kinds.STRING,
+        "query": ValueKind("a string, or an object with a text", _DOCUMENT, _is_document),
         "documents": ValueKind(
-            f"a list of 1 to {MAX_MESSAGES:,} strings, or objects with a text",
-            kinds.some(_DOCUMENT, MAX_MESSAGES),
+            f"a string, or a list of 1 to {MAX_MESSAGES:,} strings or objects with a text",
+            {"anyOf": [{"type": "string"}, kinds.some(_DOCUMENT, MAX_MESSAGES)]},
             _are_documents,
         ),
         "top_n": kinds.integer_from(0),
         "return_documents": kinds.BOOLEAN,
         **_SHARED,
-        "max_tokens_per_doc": refused_field(_WHOLE),
-        "max_chunks_per_doc": refused_field(_WHOLE),
+        "max_chunks_per_doc": ignored_field("a document is one text"),
         "rank_fields": refused_field("documents have one text", ["text"]),
     },
     required=("query", "documents"),
 )
-SCORE = FieldTable(
-    {"text_1": kinds.TextsOrIds(ids=False), "text_2": kinds.TextsOrIds(ids=False), **_SHARED},
-    required=("text_1", "text_2"),
-)
+SCORE = FieldTable({name: kinds.TextsOrIds(ids=False) for pair in PAIRS for name in pair} | _SHARED)
