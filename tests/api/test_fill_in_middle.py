@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import ollama
 import openai
 import pytest
 import tokenizers
@@ -50,6 +51,17 @@ def test_token_ids_and_several_prompts_have_the_same_suffix() -> None:
         complete(url, prompt=["x", PREFIX])
     assert prompt_text(engine, 0) == prompt_text(engine, 2)
     assert prompt_text(engine, 1).startswith("<|fim_prefix|>x<|fim_suffix|>")
+
+
+def test_ollamas_client_inserts_as_well() -> None:
+    with serving_qwen(says("a + b")) as (url, engine), ollama.Client(url) as client:
+        assert "insert" in (client.show("qwen").capabilities or [])
+        reply = client.generate("qwen", PREFIX, suffix=SUFFIX)
+        beside = {"model": "qwen", "prompt": PREFIX, "suffix": SUFFIX, "system": "Be brief."}
+        refused = httpx.post(f"{url}/api/generate", json=beside)
+    assert reply.response == "a + b"
+    assert prompt_text(engine) == f"<|fim_prefix|>{PREFIX}<|fim_suffix|>{SUFFIX}<|fim_middle|>"
+    assert (refused.status_code, refused.json()["error"].split()[0]) == (400, "system")
 
 
 def test_an_empty_suffix_asks_for_nothing() -> None:

@@ -340,3 +340,20 @@ def test_a_session_goes_on_after_a_screenshot() -> None:
         }
         httpx.post(f"{url}/v1/chat/completions", json=asked).raise_for_status()
     assert "Look: [image: 640x480 PNG omitted]" in prompt_text(engine)
+
+
+@pytest.mark.parametrize(
+    ("field", "off", "on"),
+    [("typical_p", 1.0, 0.5), ("mirostat", 0, 2), ("top_a", 0, 0.1), ("dry_multiplier", 0.0, 0.8)],
+)
+def test_a_sampler_that_there_is_not_may_be_switched_off(field: str, off: Any, on: Any) -> None:
+    with serving(ScriptedEngine(say("Hi."))) as url:
+        accepted, refused = (
+            httpx.post(
+                f"{url}/v1/completions", json={"model": "stories", "prompt": "a", field: value}
+            )
+            for value in (off, on)
+        )
+    assert (accepted.status_code, refused.status_code) == (200, 400)
+    assert "x-pippin-ignored" not in accepted.headers
+    assert refused.json()["error"]["param"] == field

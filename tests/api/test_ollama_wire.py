@@ -63,7 +63,6 @@ def test_a_stream_that_waits_is_kept_open_by_what_json_allows(
         ("chat", {"messages": [USER], "format": "xml"}, "format"),
         ("chat", {"messages": [USER], "think": "a lot"}, "think"),
         ("chat", {"messages": [USER], "top_logprobs": 2}, "top_logprobs needs logprobs"),
-        ("generate", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("generate", {"prompt": "a", "template": "b"}, "template"),
         ("generate", {"prompt": "a", "raw": True, "system": "b"}, "system"),
         ("generate", {"prompt": "a", "context": [[1]]}, "context"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pippin.api.fields import value_kinds as kinds
 from pippin.api.fields.shared import EFFORT, SAMPLING, Fields
-from pippin.api.fields.table import ignored_field, members
+from pippin.api.fields.table import ignored_field, members, refused_field
 from pippin.api.fields.value_kinds import ValueKind
 
 _ROUTING = "requests are not routed to other servers"
@@ -77,4 +77,23 @@ HINTS: Fields = {
     "litellm_metadata": ignored_field("it is LiteLLM's own"),
     "extra_headers": ignored_field("it is the client's own"),
 }
-GENERATION: Fields = {**SAME, **STRUCTURED, **HINTS}  # of chat and text completions
+_NO_SAMPLER = "there is no such sampler"
+_OF_NO_SAMPLER = "it sets a sampler that there is not"
+SAMPLERS: Fields = {  # of llama.cpp and others: accepted where they are off
+    "samplers": ignored_field("samplers run in one order"),
+    **{
+        name: ignored_field(_OF_NO_SAMPLER)
+        for name in (
+            *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers"),
+            *("dynatemp_exponent", "mirostat_eta", "mirostat_tau", "xtc_threshold"),
+        )
+    },
+    **{
+        name: refused_field(_NO_SAMPLER, 0, 0.0)
+        for name in ("dry_multiplier", "dynatemp_range", "top_a", "xtc_probability")
+    },
+    **{name: refused_field(_NO_SAMPLER, 1, 1.0) for name in ("tfs", "tfs_z", "typical_p")},
+    "mirostat": refused_field(_NO_SAMPLER, 0),
+    "min_keep": refused_field(_NO_SAMPLER, 0),
+}
+GENERATION: Fields = {**SAME, **STRUCTURED, **HINTS, **SAMPLERS}  # of chat and text completions

@@ -11,9 +11,7 @@ from pippin.api.fields.value_kinds import ValueKind
 from pippin.api.requests.bounds import MAX_LABEL_CHARS, MAX_LABELS, MAX_MESSAGES
 
 MAX_INDENT = 1_024
-_NO_SAMPLER = "there is no such sampler"
 _NO_DEADLINE = "timeout ends a reply, in seconds"
-_UNUSED_SAMPLER = "it sets a sampler that there is not"
 _NAMES = {"type": "string", "maxLength": MAX_LABEL_CHARS}
 
 
@@ -73,25 +71,12 @@ INFILL = FieldTable(
         **shared.STREAM,
         **shared.SERVING,
         **extensions.HINTS,
-        "samplers": ignored_field("samplers run in one order"),
+        **extensions.SAMPLERS,
         "t_max_predict_ms": ignored_field(_NO_DEADLINE),
         "t_max_prompt_ms": ignored_field(_NO_DEADLINE),
         "n_keep": ignored_field("a prompt is never shortened"),
         "n_cache_reuse": ignored_field("every prefix is cached"),
         "sse_ping_interval": ignored_field("the server sets it"),
-        **{
-            name: ignored_field(_UNUSED_SAMPLER)
-            for name in (
-                *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers"),
-                *("dynatemp_exponent", "mirostat_eta", "mirostat_tau", "xtc_threshold"),
-            )
-        },
-        "dry_multiplier": refused_field(_NO_SAMPLER, 0, 0.0),
-        "dynatemp_range": refused_field(_NO_SAMPLER, 0, 0.0),
-        "mirostat": refused_field(_NO_SAMPLER, 0),
-        "typical_p": refused_field(_NO_SAMPLER, 1, 1.0),
-        "xtc_probability": refused_field(_NO_SAMPLER, 0, 0.0),
-        "min_keep": refused_field(_NO_SAMPLER, 0),
         "n_probs": refused_field("use /v1/completions for log probabilities", 0),
         "post_sampling_probs": refused_field("use /v1/completions for log probabilities", False),
         "lora": refused_field("this server loads no adapters", []),

@@ -121,6 +121,7 @@ GENERATE = FieldTable(
     {
         **_REPLY,
         "prompt": kinds.STRING,
+        "suffix": kinds.STRING,
         "system": kinds.STRING,
         "raw": kinds.BOOLEAN,
         "context": TokenIds(),
@@ -129,7 +130,6 @@ GENERATE = FieldTable(
             {"type": "array", "items": kinds.STRING.json_schema},
             lambda value: isinstance(value, list) and all(isinstance(e, str) for e in value),
         ),
-        "suffix": refused_field("text is not inserted", ""),
         "template": refused_field("the model's own template is used", ""),
         **dict.fromkeys(("width", "height", "steps"), refused_field(_TEXT_ONLY, 0)),
     },

@@ -18,7 +18,7 @@ from pippin.api.requests.body import Body
 from pippin.api.requests.content.chat_messages import Message, function_call, message_bodies
 from pippin.api.requests.content.omitted_parts import text_in_place_of
 from pippin.api.requests.leniency import Leniency
-from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Options
+from pippin.api.requests.neutral_request import ChatRequest, CompletionRequest, Gap, Options
 from pippin.text.tokenizer import Tokenizer
 
 _SAME_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "stop")
@@ -69,14 +69,17 @@ def parse_generate(
     body = rules.body(fields)
     GENERATE.check(body, rules)
     options = _options(body, rules)
-    if not body.get("prompt"):
+    suffix = body.get("suffix")
+    if not body.get("prompt") and not suffix:
         return _load(body)
     prompt = _with_images(body, "prompt")
-    if body.get("raw"):
+    if suffix or body.get("raw"):
         for field in ("system", "context"):
             if body.get(field):
-                raise body.error(field, "is not used with raw: write it into the prompt")
-        return CompletionRequest(options, [prompt], False, body.leniency)
+                beside = "suffix" if suffix else "raw"
+                raise body.error(field, f"is not used with {beside}: write it into the prompt")
+        gap = Gap(suffix) if suffix else None
+        return CompletionRequest(options, [prompt], False, body.leniency, gap)
     messages = [{"role": "user", "content": prompt}]
     if system := body.get("system"):
         messages.insert(0, {"role": "system", "content": system})

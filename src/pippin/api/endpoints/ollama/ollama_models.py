@@ -73,6 +73,7 @@ class OllamaModels:
         capabilities = {
             "completion": True,
             "tools": text.formats.tools is not None,
+            "insert": text.fill_in_middle is not None,
             "thinking": text.formats.reasoning is not None,
         }
         return {
