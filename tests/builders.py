@@ -28,6 +28,7 @@ from pippin.scheduler.loop import Loop
 from pippin.scheduler.pacing.pace import Pace
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import Limits
+from pippin.scheduler.speculation.speculation import Speculation
 from pippin.types import GRID, Component, FinishReason, SamplingParams, TokenLogprobs
 
 ALL = (Component.ATTENTION, Component.WINDOW, Component.STATE)
@@ -81,6 +82,7 @@ def make_scheduler(
     host: EntryStore | None = None,
     workers: Executor | None = None,
     batch_bytes: int = 1 << 20,
+    speculation: Speculation | None = None,
 ) -> Scheduler:
     """`store`: with a tier on disk; `host`: in the host's memory; `workers`: for their threads."""
     spec = backend.spec
@@ -110,7 +112,9 @@ def make_scheduler(
         batch_bytes=batch_bytes,
         on_grid=deterministic,
     )
-    scheduler = Scheduler(backend, limits, prefix_cache if cache else None, tiers=tiers)
+    scheduler = Scheduler(
+        backend, limits, prefix_cache if cache else None, tiers=tiers, speculation=speculation
+    )
     scheduler.pace = FixedPace(chunk)
     return scheduler
 

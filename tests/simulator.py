@@ -47,6 +47,9 @@ from pippin.scheduler.planning.inflight_prefixes import common_prefix_len
 from pippin.scheduler.request import Request
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import Limits
+from pippin.scheduler.speculation.drafter import DeviceDrafter, Drafter
+from pippin.scheduler.speculation.oracle import OracleDrafter
+from pippin.scheduler.speculation.speculation import Speculation
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
@@ -54,7 +57,8 @@ LAYOUTS = ((A, S), (A,), (A, W, S), (A, W), (S,), (W, S))
 VOCAB = 97
 MAX_LEN = 2048
 MAX_DRAIN_STEPS = 60_000
-MAX_STEPS_IN_LINE = 64  # for the first of those that wait, while slots and bytes are free
+MAX_STEPS_IN_LINE = 64  # for the first of those that wait, while slots and bytes are free:
+WITHOUT_PROMPTS = 1 / 8  # a step in which streams had the device to themselves counts so much
 SWEEP_EVERY = 64  # steps between full counts of the tree
 
 Fault = Literal[
@@ -249,10 +253,36 @@ class SimulatedHost(HostStore):
         return super().pin(key)
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """Who drafts, how well, and how deep. Two in three worlds have drafts; the others stay as they
+    were."""
+
+    kind: Literal["none", "oracle", "device"]
+    max_depth: int
+    share_right: float
+
+    @classmethod
+    def draw(cls, seed: int) -> Drafting:
+        rng = random.Random(f"drafts {seed}")
+        kind = rng.choice(("none", "oracle", "device"))
+        return cls(kind, rng.choice((1, 2, 3, 7)), rng.choice((0.0, 0.3, 0.8, 0.95, 1.0)))
+
+    def speculation(
+        self, rng: random.Random, reply_of: Callable[[Request], Sequence[int]]
+    ) -> Speculation | None:
+        if self.kind == "none":
+            return None
+        drafter: Drafter = DeviceDrafter("toy")
+        if self.kind == "oracle":
+            drafter = OracleDrafter(reply_of, self.share_right, VOCAB)
+        return Speculation(drafter, self.max_depth, lambda running: rng.randint(0, self.max_depth))
+
+
 class SimulatedBackend(FakeBackend):
     """Finishes when it likes, takes time on a clock of its own, and fails when it is told to."""
 
-    def __init__(self, rng: random.Random, setting: Setting) -> None:
+    def __init__(self, rng: random.Random, setting: Setting, drafting: Drafting) -> None:
         super().__init__(
             components=setting.components,
             vocab_size=VOCAB,
@@ -262,6 +292,8 @@ class SimulatedBackend(FakeBackend):
             state_tokens=setting.state_tokens,
             knows_head=setting.knows_head,
             restores_by_reference=setting.by_reference,
+            max_depth=0 if drafting.kind == "none" else drafting.max_depth,
+            draft_share=drafting.share_right,
         )
         self._rng = rng
         self._costs = [rng.uniform(0.5, 20.0) * 1e-3 for _ in range(2)]
@@ -323,14 +355,16 @@ class World:
     num_steps: int  # in which clients come; then all is left to end
     steps_run: int = 0
     asks: list[Ask] = field(default_factory=list)
+    by_id: dict[str, Ask] = field(default_factory=dict)  # those without grammars
     leaving: list[Ask] = field(default_factory=list)  # those who will not wait for their end
     doomed: set[str] = field(default_factory=set)  # had a row in a step that failed
-    first: tuple[str | None, int] = (None, 0)  # in line, though there is room; for so many steps
+    first: tuple[str | None, float] = (None, 0)  # in line, though there is room; for so many steps
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.setting = Setting.draw(self.rng)
-        self.backend = SimulatedBackend(self.rng, self.setting)
+        self.drafting = Drafting.draw(self.seed)
+        self.backend = SimulatedBackend(self.rng, self.setting, self.drafting)
         setting = self.setting
         self.disk = None
         if setting.cached and setting.disk_bytes is not None:
@@ -377,11 +411,19 @@ class World:
                 batch_bytes=batch_bytes,
                 on_grid=setting.deterministic,
             )
-        scheduler = Scheduler(backend, limits, cache, tiers=tiers)
+        speculation = self.drafting.speculation(
+            random.Random(f"depths {self.seed}"), self._reply_of
+        )
+        scheduler = Scheduler(backend, limits, cache, tiers=tiers, speculation=speculation)
         scheduler.traffic.clock = lambda: backend.now
         if tiers:
             scheduler.traffic.wait = lambda seconds: self._wait(backend, seconds)
         return Loop(scheduler, backend, overlap=setting.overlap)
+
+    def _reply_of(self, request: Request) -> Sequence[int]:
+        """What it will say, if that is known."""
+        ask = self.by_id.get(request.id)
+        return () if ask is None else ask.expected[0]
 
     def _wait(self, backend: SimulatedBackend, seconds: float) -> bool:
         backend.now += seconds
@@ -501,6 +543,8 @@ class World:
             salt=salt,
         )
         self.asks.append(ask)
+        if grammar is None and not broken:
+            self.by_id[reply.id] = ask
         if ask.leaves_after is not None:
             self.leaving.append(ask)
 
@@ -544,6 +588,8 @@ class World:
         alive = self.backend.memory_used()
         assert alive <= capacity, f"{alive:,} bytes are alive, the budget holds {capacity:,}"
         assert scheduler.slots.num_free + len(scheduler.running_slots) == scheduler.slots.num_slots
+        for running in scheduler.running_slots.values():
+            assert running.row_len <= running.row_tokens, "a row is larger than its claim"
         self._check_queue()
         if scheduler.cache is not None and self.steps_run % SWEEP_EVERY == 0:
             scheduler.cache.check_integrity()
@@ -563,7 +609,9 @@ class World:
             self.first = None, 0
             return
         before, num_steps = self.first
-        self.first = first.id, num_steps + 1 if before == first.id else 0
+        records = self.client.loop.scheduler.metrics.records
+        counts = 1 if not records or records[-1].prefill_tokens else WITHOUT_PROMPTS
+        self.first = first.id, num_steps + counts if before == first.id else 0
         assert self.first[1] < MAX_STEPS_IN_LINE, f"{first.id} waits with slots and bytes free"
 
     def _has_room(self, request: Request) -> bool:
@@ -583,7 +631,8 @@ class World:
             if self.rng.random() < 0.5:
                 self.client.loop.close()
         self.workers = Workers()
-        backend = SimulatedBackend(self.rng, self.setting)
+        self.by_id = {}
+        backend = SimulatedBackend(self.rng, self.setting, self.drafting)
         client = Client(self._make_loop(backend))
         known = [a for a in self.asks[-12:] if not a.broken_grammar and a.grammar is None]
         with loop_clock(backend):
@@ -653,6 +702,7 @@ def simulate(seed: int, num_steps: int) -> int:
     except Exception as error:
         raise AssertionError(
             f"seed {seed}, step {world.steps_run}: {error}\n"
-            f"{world.setting}\nreplay: python tools/simulate.py --seed {seed} --length {num_steps}"
+            f"{world.setting}\n{world.drafting}\n"
+            f"replay: python tools/simulate.py --seed {seed} --length {num_steps}"
         ) from error
     return world.steps_run

@@ -98,12 +98,12 @@ class Steps:
         """Admit and prefill in one chunk; returns the first token."""
         row = PrefillRow(slot, 0, prompt, samples=True)
         result = self.run(admit=(admit(slot, prompt, seed, **params),), prefill=(row,))
-        return result.tokens[slot]
+        return result.tokens[slot][0]
 
     def generate(self, slot: int, prompt: np.ndarray, num_tokens: int, **params: Any) -> list[int]:
         first = self.start(slot, prompt, **params)
         rows = [DecodeRow(slot, len(prompt) + n) for n in range(num_tokens - 1)]
-        return [first, *(self.run(decode=(row,)).tokens[slot] for row in rows)]
+        return [first, *(self.run(decode=(row,)).tokens[slot][0] for row in rows)]
 
 
 @dataclass
@@ -112,8 +112,8 @@ class Expected:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def take(self, result: StepResult) -> None:
-        self.tokens.append(result.tokens[1])
-        self.logprobs.append(result.logprobs[1])
+        self.tokens.append(result.tokens[1][0])
+        self.logprobs.append(result.logprobs[1][0])
 
 
 def alone(make_backend: MakeBackend, prompt: np.ndarray, num_tokens: int, **kw: Any) -> Expected:
@@ -154,7 +154,7 @@ def test_a_prompt_in_chunks_equals_a_prompt_in_one(make_backend: MakeBackend) ->
     steps.run(prefill=(prefill(2, prompt, 1, 65),))
     first = steps.run(prefill=(prefill(2, prompt, 65, 66),))
     second = steps.run(decode=(DecodeRow(2, 66),))
-    assert_says([first.tokens[2], second.tokens[2]], alone(make_backend, prompt, 2))
+    assert_says([first.tokens[2][0], second.tokens[2][0]], alone(make_backend, prompt, 2))
 
 
 @every_backend
@@ -177,12 +177,12 @@ def test_several_prompts_and_decodes_share_a_step(make_backend: MakeBackend) -> 
         decode=(DecodeRow(1, len(prompts[1])),),
     )
     assert set(result.tokens) == {1, 2, 3, 4}
-    tokens[1].append(result.tokens[1])
-    tokens |= {slot: [result.tokens[slot]] for slot in (2, 3, 4)}
+    tokens[1].append(result.tokens[1][0])
+    tokens |= {slot: [result.tokens[slot][0]] for slot in (2, 3, 4)}
     rows = [DecodeRow(s, len(prompts[s]) + len(tokens[s]) - 1) for s in (3, 1, 4, 2)]
     result = steps.run(decode=tuple(rows))
     for slot in (1, 2, 3, 4):
-        tokens[slot].append(result.tokens[slot])
+        tokens[slot].append(result.tokens[slot][0])
         assert_says(tokens[slot], alone(make_backend, prompts[slot], len(tokens[slot])))
 
 
@@ -195,7 +195,7 @@ def test_a_slot_is_retired_before_the_same_plan_admits_it_again(make_backend: Ma
         retire=(Retire(3),), admit=(admit(3, new),), prefill=(prefill(3, new, 0, 7),)
     )
     after = steps.run(decode=(DecodeRow(3, 7),))
-    assert_says([result.tokens[3], after.tokens[3]], alone(make_backend, new, 2))
+    assert_says([result.tokens[3][0], after.tokens[3][0]], alone(make_backend, new, 2))
 
 
 @every_backend
@@ -207,7 +207,7 @@ def test_a_slot_may_be_retired_at_any_point_of_its_life(make_backend: MakeBacken
     steps.run(retire=(Retire(1),))
     steps.start(3, prompt)
     result = steps.run(retire=(Retire(3),), decode=(DecodeRow(2, 12),))
-    assert_says([first, result.tokens[2]], alone(make_backend, other, 2))
+    assert_says([first, result.tokens[2][0]], alone(make_backend, other, 2))
 
 
 @every_backend
@@ -222,7 +222,7 @@ def test_a_slot_that_is_not_in_the_plan_keeps_what_it_holds(make_backend: MakeBa
     steps.run(admit=(admit(3, late),), prefill=(prefill(3, late, 0, 6),), decode=(DecodeRow(2, 8),))
     steps.run(retire=(Retire(2),), decode=(DecodeRow(3, 6),))
     for position in range(11, 13):
-        tokens.append(steps.run(decode=(DecodeRow(1, position),)).tokens[1])
+        tokens.append(steps.run(decode=(DecodeRow(1, position),)).tokens[1][0])
     assert_says(tokens, alone(make_backend, prompt, 5))
 
 
@@ -232,7 +232,7 @@ def test_a_slot_may_rest_between_its_prompt_and_its_first_decode(make_backend: M
     steps = Steps(make_backend())
     tokens = [steps.start(1, prompt)]
     steps.generate(2, other, 3)
-    tokens.append(steps.run(decode=(DecodeRow(1, 9), DecodeRow(2, 7))).tokens[1])
+    tokens.append(steps.run(decode=(DecodeRow(1, 9), DecodeRow(2, 7))).tokens[1][0])
     assert_says(tokens, alone(make_backend, prompt, 2))
 
 
@@ -247,8 +247,8 @@ def test_a_restored_prefix_equals_a_computed_one(make_backend: MakeBackend) -> N
     steps.run(prefill=(prefill(1, prompt, 64, 80),))
     branch = np.concatenate([prompt[:64], make_tokens(9, 5)])
     row = prefill(2, branch, 64, 73, restore=restore(captured, 64))
-    tokens = [steps.run(admit=(admit(2, branch),), prefill=(row,)).tokens[2]]
-    tokens.append(steps.run(decode=(DecodeRow(2, 73), DecodeRow(1, 80))).tokens[2])
+    tokens = [steps.run(admit=(admit(2, branch),), prefill=(row,)).tokens[2][0]]
+    tokens.append(steps.run(decode=(DecodeRow(2, 73), DecodeRow(1, 80))).tokens[2][0])
     assert_says(tokens, alone(make_backend, branch, 2))
 
 
@@ -280,7 +280,7 @@ def test_a_split_prefix_restores_as_the_whole_does(make_backend: MakeBackend) ->
     result = steps.run(
         admit=(admit(2, prompt),), prefill=(prefill(2, prompt, 64, 70, restore=divided),)
     )
-    assert_says([result.tokens[2]], alone(make_backend, prompt, 1))
+    assert_says([result.tokens[2][0]], alone(make_backend, prompt, 1))
 
 
 def through_bytes(backend: Backend, steps: Steps, whole: Restore, **fields: Any) -> Restore:
@@ -323,8 +323,8 @@ def test_what_was_spilled_and_loaded_restores_as_what_was_captured(
             payload.release()
     longer = np.concatenate([prompt, make_tokens(7, 8)])
     row = prefill(2, longer, 70, 77, restore=again)
-    tokens = [steps.run(admit=(admit(2, longer),), prefill=(row,)).tokens[2]]
-    tokens.append(steps.run(decode=(DecodeRow(2, 77),)).tokens[2])
+    tokens = [steps.run(admit=(admit(2, longer),), prefill=(row,)).tokens[2][0]]
+    tokens.append(steps.run(decode=(DecodeRow(2, 77),)).tokens[2][0])
     assert_says(tokens, alone(make_backend, longer, 2))
 
 
@@ -339,7 +339,7 @@ def test_a_discarded_step_gives_up_what_it_spilled_and_loaded(make_backend: Make
     again = through_bytes(backend, steps, whole)
     (component, payloads), *_ = again.payloads.items()
     steps.launch(spill=(Spill(component, payloads),)).discard()
-    tokens = [steps.run(prefill=(prefill(1, prompt, 64, 70),)).tokens[1]]
+    tokens = [steps.run(prefill=(prefill(1, prompt, 64, 70),)).tokens[1][0]]
     assert_says(tokens, alone(make_backend, prompt, 1))
 
 
@@ -444,11 +444,11 @@ def test_a_prompt_that_is_restored_whole_is_sampled_without_its_tokens(
         prefill=(restored_whole(3, prompt, mine), restored_whole(4, other, others)),
         decode=(DecodeRow(1, 70),),
     )
-    tokens = [result.tokens[3]]
-    assert len(result.logprobs[3].top_ids) == 2
-    tokens.append(steps.run(decode=(DecodeRow(4, 40), DecodeRow(3, 70))).tokens[3])
+    tokens = [result.tokens[3][0]]
+    assert len(result.logprobs[3][0].top_ids) == 2
+    tokens.append(steps.run(decode=(DecodeRow(4, 40), DecodeRow(3, 70))).tokens[3][0])
     assert_says(tokens, alone(make_backend, prompt, 2, **params))
-    assert_says([result.tokens[4]], alone(make_backend, other, 1))
+    assert_says([result.tokens[4][0]], alone(make_backend, other, 1))
 
 
 @every_backend
@@ -463,10 +463,10 @@ def test_a_prompt_that_is_restored_whole_waits_for_its_mask(make_backend: MakeBa
     only = full_masks(1, steps.backend.spec.vocab_size)
     allow_only(only[0], 11)
     pending.sample(only)
-    assert pending.wait().tokens == {2: 11}
+    assert pending.wait().tokens == {2: (11,)}
     after = steps.run(decode=(DecodeRow(2, 9),))
     forced = np.append(prompt, np.int32(11))
-    assert_says([after.tokens[2]], alone(make_backend, forced, 1))
+    assert_says([after.tokens[2][0]], alone(make_backend, forced, 1))
 
 
 @every_backend
@@ -482,7 +482,7 @@ def test_a_retired_slot_hands_over_prompt_and_reply(make_backend: MakeBackend) -
     turn = np.concatenate([prompt, np.array(reply, dtype=np.int32), make_tokens(3, 9)])
     row = prefill(4, turn, 24, 27, restore=restore(captures, 24))
     result = steps.run(admit=(admit(4, turn),), prefill=(row,))
-    assert_says([result.tokens[4]], alone(make_backend, turn, 1))
+    assert_says([result.tokens[4][0]], alone(make_backend, turn, 1))
 
 
 @every_backend
@@ -504,7 +504,7 @@ def test_a_checkpoint_of_a_reply_serves_as_a_state(make_backend: MakeBackend) ->
     result = steps.run(
         admit=(admit(2, turn),), prefill=(prefill(2, turn, 22, 25, restore=Restore(22, lent)),)
     )
-    assert_says([result.tokens[2]], alone(make_backend, turn, 1))
+    assert_says([result.tokens[2][0]], alone(make_backend, turn, 1))
 
 
 @every_backend
@@ -523,7 +523,7 @@ def test_steps_launched_ahead_equal_steps_waited_for(make_backend: MakeBackend) 
         launched.append(steps.launch(decode=rows))
     results = [pending.wait() for pending in launched]
     for slot, prompt in prompts.items():
-        assert_says([r.tokens[slot] for r in results], alone(make_backend, prompt, 5))
+        assert_says([r.tokens[slot][0] for r in results], alone(make_backend, prompt, 5))
 
 
 @every_backend
@@ -533,9 +533,9 @@ def test_wait_never_waits_for_a_later_step(make_backend: MakeBackend) -> None:
     steps = Steps(make_backend())
     first = steps.launch(admit=(admit(1, prompt),), prefill=(prefill(1, prompt, 0, 9),))
     second = steps.launch(decode=(DecodeRow(1, 9, masked=True),))
-    tokens = [first.wait().tokens[1]]
+    tokens = [first.wait().tokens[1][0]]
     second.sample(full_masks(1, steps.backend.spec.vocab_size))
-    tokens.append(second.wait().tokens[1])
+    tokens.append(second.wait().tokens[1][0])
     assert_says(tokens, alone(make_backend, prompt, 2))
 
 
@@ -562,11 +562,11 @@ def test_masked_rows_are_sampled_once_among_what_is_allowed(make_backend: MakeBa
     with pytest.raises(AssertionError):
         pending.sample(only)
     first = pending.wait()
-    assert first.tokens[1] == 11
-    assert_says([first.tokens[2]], alone(make_backend, plain, 1))
+    assert first.tokens[1][0] == 11
+    assert_says([first.tokens[2][0]], alone(make_backend, plain, 1))
     second = steps.run(decode=(DecodeRow(1, 9), DecodeRow(2, 9)))
     forced = np.append(grammar, np.int32(11))
-    assert_says([second.tokens[1]], alone(make_backend, forced, 1))
+    assert_says([second.tokens[1][0]], alone(make_backend, forced, 1))
 
 
 @every_backend
@@ -584,7 +584,7 @@ def test_masks_go_to_their_rows_whoever_is_in_the_batch(make_backend: MakeBacken
             allow_only(mask, 20 + slot)
         pending.sample(masks)
         tokens = pending.wait().tokens
-        assert {slot: tokens[slot] for slot in masked} == {slot: 20 + slot for slot in masked}
+        assert {slot: tokens[slot] for slot in masked} == {slot: (20 + slot,) for slot in masked}
 
 
 @every_backend
@@ -595,8 +595,8 @@ def test_a_masked_decode_row_stays_in_its_batch(make_backend: MakeBackend) -> No
     pending = steps.launch(decode=(DecodeRow(1, 9, masked=True), DecodeRow(2, 9)))
     pending.sample(full_masks(1, steps.backend.spec.vocab_size))
     result = pending.wait()
-    assert_says([*tokens[1], result.tokens[1]], alone(make_backend, grammar, 2))
-    assert_says([*tokens[2], result.tokens[2]], alone(make_backend, plain, 2))
+    assert_says([*tokens[1], result.tokens[1][0]], alone(make_backend, grammar, 2))
+    assert_says([*tokens[2], result.tokens[2][0]], alone(make_backend, plain, 2))
 
 
 @every_backend
@@ -622,11 +622,11 @@ def test_a_slot_that_decodes_runs_known_tokens_at_once_and_goes_on(
     pending = steps.launch(prefill=(chunk,), decode=(DecodeRow(2, 10),))
     pending.sample(full_masks(1, steps.backend.spec.vocab_size))
     result = pending.wait()
-    said, others = [result.tokens[1]], [*others, result.tokens[2]]
+    said, others = [result.tokens[1][0]], [*others, result.tokens[2][0]]
     for number in range(3):
         rows = (DecodeRow(1, 21 + number), DecodeRow(2, 11 + number))
         result = steps.run(decode=rows)
-        said, others = [*said, result.tokens[1]], [*others, result.tokens[2]]
+        said, others = [*said, result.tokens[1][0]], [*others, result.tokens[2][0]]
     resumed, expected = Steps(make_backend()), Expected()
     whole = np.array([*prompt, *reply[:-1], *known], dtype=np.int32)
     admitted = admit(1, prompt, logprobs=2, reply=[*reply[:-1], *known], **params)
@@ -650,7 +650,7 @@ def test_a_seed_gives_the_same_tokens_in_any_slot_and_any_company(
     tokens = [steps.start(5, prompt, **sampled)]
     for position in (9, 10):
         rows = (DecodeRow(1, position - 5), DecodeRow(5, position))
-        tokens.append(steps.run(decode=rows).tokens[5])
+        tokens.append(steps.run(decode=rows).tokens[5][0])
     assert_says(tokens, expected)
 
 
@@ -679,8 +679,8 @@ def test_a_resumed_request_goes_on_as_if_it_had_never_been_preempted(
     known = np.concatenate([prompt, np.array(reply, dtype=np.int32)])
     resumed = admit(3, prompt, reply=reply, **params)
     steps.run(retire=(Retire(1),), admit=(resumed,), prefill=(prefill(3, known, 0, 22),))
-    tokens = [steps.run(prefill=(prefill(3, known, 22, 25),)).tokens[3]]
-    tokens += [steps.run(decode=(DecodeRow(3, at),)).tokens[3] for at in range(25, 31)]
+    tokens = [steps.run(prefill=(prefill(3, known, 22, 25),)).tokens[3][0]]
+    tokens += [steps.run(decode=(DecodeRow(3, at),)).tokens[3][0] for at in range(25, 31)]
     assert_says([*reply, *tokens], alone(make_backend, prompt, 12, **params))
 
 
@@ -693,10 +693,10 @@ def test_logprobs_come_to_those_who_ask(make_backend: MakeBackend) -> None:
         prefill=(prefill(1, asking, 0, 9), prefill(2, other, 0, 9)),
     )
     assert set(result.logprobs) == {1}
-    assert len(result.logprobs[1].top_ids) == 3
+    assert len(result.logprobs[1][0].top_ids) == 3
     result = steps.run(decode=(DecodeRow(2, 9), DecodeRow(1, 9)))
     assert set(result.logprobs) == {1}
-    assert result.logprobs[1].top_ids[0] == result.tokens[1]
+    assert result.logprobs[1][0].top_ids[0] == result.tokens[1][0]
 
 
 @every_backend
@@ -761,8 +761,8 @@ def test_a_discarded_step_gives_its_captures_up_and_leaves_its_rows_alone(
     steps = Steps(make_backend())
     row = prefill(1, prompt, 0, 64, captures=True, checkpoints=(64,))
     steps.launch(admit=(admit(1, prompt),), prefill=(row,)).discard()
-    tokens = [steps.run(prefill=(prefill(1, prompt, 64, 70),)).tokens[1]]
-    tokens.append(steps.run(decode=(DecodeRow(1, 70),)).tokens[1])
+    tokens = [steps.run(prefill=(prefill(1, prompt, 64, 70),)).tokens[1][0]]
+    tokens.append(steps.run(decode=(DecodeRow(1, 70),)).tokens[1][0])
     assert_says(tokens, alone(make_backend, prompt, 2))
 
 
@@ -833,7 +833,7 @@ def test_many_steps_cross_every_internal_boundary(make_backend: MakeBackend) -> 
     results = [step.wait() for step in pending]
     assert [len(result.tokens) for result in results] == [1] * 20 + [2] * 50
     for result in results:
-        for slot, token in result.tokens.items():
-            tokens[slot].append(token)
+        for slot, sampled in result.tokens.items():
+            tokens[slot] += sampled
     assert_says(tokens[1], alone(make_backend, prompt, 71))
     assert_says(tokens[2], alone(make_backend, late, 50))

@@ -113,6 +113,8 @@ class EngineMetrics:
     computed_tokens: int = 0  # prompt tokens run through the model
     generated_tokens: int = 0
     forced_tokens: int = 0  # of these, known from a grammar before they were drawn
+    drafted_tokens: int = 0  # drafts that steps verified
+    accepted_tokens: int = 0  # of these
     ghost_rows: int = 0
     requests_finished: int = 0
     requests_aborted: int = 0

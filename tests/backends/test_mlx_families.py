@@ -231,8 +231,8 @@ class Driver:
         plan = StepPlan(self.step, **parts)  # type: ignore[arg-type]
         self.step += 1
         result = self.backend.launch(plan).wait()
-        for slot, token in result.tokens.items():
-            self.replies[slot].append(token)
+        for slot, tokens in result.tokens.items():
+            self.replies[slot] += tokens
         return result
 
 

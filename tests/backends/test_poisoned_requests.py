@@ -132,8 +132,8 @@ def speak(name: str, value: float | None) -> dict[int, list[int]]:
         number += 1
         for slot in slots:
             held[slot] += 1
-        for slot, token in backend.launch(plan).wait().tokens.items():
-            said[slot].append(token)
+        for slot, tokens in backend.launch(plan).wait().tokens.items():
+            said[slot] += tokens
 
     step(start=(1, 2, 3))
     for _ in range(12):  # past a regrouping: one cohort of three lines and a fourth

@@ -152,8 +152,8 @@ def said(backend: TorchBackend, slots: tuple[int, ...]) -> dict[int, list[Any]]:
 
     def take(**fields: Any) -> None:
         result = backend.launch(StepPlan(0, **fields)).wait()
-        for slot, token in result.tokens.items():
-            lines[slot].append((token, tuple(result.logprobs[slot].top_logprobs)))
+        for slot, (token,) in result.tokens.items():
+            lines[slot].append((token, tuple(result.logprobs[slot][0].top_logprobs)))
 
     rows = tuple(PrefillRow(s, 0, p, samples=True) for s, p in prompts.items())
     take(admit=tuple(Admit(s, SCORED, (), p, seed=s) for s, p in prompts.items()), prefill=rows)
@@ -186,7 +186,7 @@ def decode_is_prefill(name: str, backend: TorchBackend, num_rows: int) -> None:
         row = PrefillRow(slot, 0, known, samples=True)
         result = backend.launch(StepPlan(0, admit=(admit,), prefill=(row,))).wait()
         backend.launch(StepPlan(0, retire=(Retire(slot),))).wait()
-        worst = max(abs(a - b) for a, b in zip(result.logprobs[slot].top_logprobs, lines[slot][num_steps][1]))
+        worst = max(abs(a - b) for a, b in zip(result.logprobs[slot][0].top_logprobs, lines[slot][num_steps][1]))
         assert worst < NEAR, f"{name}: slot {slot} decodes what its prompt does not say, by {worst:.1e}"
     print(f"{name} with biases, {num_rows} rows: decode says what prefill says", flush=True)
 

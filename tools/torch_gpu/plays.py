@@ -73,10 +73,10 @@ class Requests:
 
     def take(self, step: Any) -> None:
         result = step.wait()
-        for slot, token in result.tokens.items():
-            self.tokens[slot].append(token)
+        for slot, tokens in result.tokens.items():
+            self.tokens[slot] += tokens
         for slot, scored in result.logprobs.items():
-            self.logprobs[slot].append(scored)
+            self.logprobs[slot] += scored
         for capture in result.captures:
             capture.release()
 

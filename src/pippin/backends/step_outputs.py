@@ -30,8 +30,8 @@ class StepOutputs:
     reads: list[Callable[[], None]] = field(default_factory=list)  # each waits for its arrays
     dispatched: float = 0.0
     forwards: StepForwards = field(default_factory=StepForwards)
-    tokens: dict[int, int] = field(default_factory=dict)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     overflowed: set[int] = field(default_factory=set)
     hidden: dict[int, np.ndarray] = field(default_factory=dict)  # float32 [n], by slot: embeddings
@@ -75,7 +75,7 @@ class StepOutputs:
 
     def read_tokens(self, slots: Sequence[int], tokens: Listed) -> None:
         pairs = zip(slots, tokens.tolist(), strict=True)
-        self.tokens |= {slot: token for slot, token in pairs if slot}
+        self.tokens |= {slot: (token,) for slot, token in pairs if slot}
 
     def read_overflows(self, slots: Sequence[int], overflowed: Listed) -> None:
         flags = zip(slots, overflowed.tolist(), strict=True)
@@ -86,7 +86,7 @@ class StepOutputs:
             top = self.num_top_logprobs(slot) if slot else None
             if top is not None:
                 ids, logprobs = line.top_ids[:top], line.top_logprobs[:top]
-                self.logprobs[slot] = TokenLogprobs(line.logprob, ids, logprobs)
+                self.logprobs[slot] = (TokenLogprobs(line.logprob, ids, logprobs),)
 
     def read_prompt_logprobs(self, slot: int, *found: Listed) -> None:
         self.prompt_logprobs[slot].extend(_token_logprobs(*found))

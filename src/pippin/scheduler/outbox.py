@@ -32,12 +32,12 @@ class Outbox:
         result: StepResult,
         finish: FinishReason | None,
     ) -> None:
-        """A sampled token, and those that a grammar forces after it.
+        """Sampled tokens, and those that a grammar forces after them.
 
         The reply's first also says what the cache saved and scores the prompt.
         """
         scored = result.logprobs.get(slot)
-        logprobs = None if scored is None else [scored]
+        logprobs = None if scored is None else list(scored)
         if len(request.output) > len(tokens):
             self._deltas.append(TokenDelta(request.id, tokens, logprobs, finish=finish))
             return

@@ -8,7 +8,7 @@ from pippin.backends.base import Admit, StepResult
 from pippin.metrics import EngineMetrics
 from pippin.scheduler.outbox import Outbox
 from pippin.scheduler.planning.admission import Admission
-from pippin.scheduler.planning.constraints import Compiling, append_token, client_error
+from pippin.scheduler.planning.constraints import Compiling, append_tokens, client_error
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import Quality, RunningSlot, Stage
 from pippin.scheduler.step_observer import Observer
@@ -89,20 +89,20 @@ class Registry:
         self._admission.add(request)
         self.notify(request)
 
-    def take_token(self, request: Request, slot: int, result: StepResult) -> None:
+    def take_tokens(self, request: Request, slot: int, result: StepResult) -> None:
         """What a step drew for it, and what its grammar forces after that; it may end with it."""
         if request.embeds:
             self.outbox.embedding(request, result.hidden[slot])
             self._finish(request, "stop")
             return
         try:
-            tokens, reason = append_token(request, result.tokens[slot])
+            tokens, reason = append_tokens(request, result.tokens[slot])
         except Exception as error:  # whatever a grammar's library raises
             self.fail(request, client_error(error))
             return
         self.outbox.tokens(request, slot, tokens, result, reason)
         self._metrics.generated_tokens += len(tokens)
-        self._metrics.forced_tokens += len(tokens) - 1
+        self._metrics.forced_tokens += len(tokens) - len(result.tokens[slot])
         if reason is not None:
             self._finish(request, reason)
 

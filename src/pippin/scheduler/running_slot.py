@@ -46,8 +46,8 @@ class Quality(enum.IntEnum):
     SOUND = 3
 
 
-#   positions:  [ restored | computed here, planned ]         `row_len` counts both
-#               0      start_len               row_len
+#   positions:  [ restored | computed here, planned | drafts in flight ]   `row_len` counts them all
+#               0      start_len            row_len - num_unsure    row_len
 #   `in_tree` of them were given to the tree; chunks end at `prefill_len`, then tokens follow.
 @dataclass(eq=False, slots=True)
 class RunningSlot:
@@ -60,7 +60,11 @@ class RunningSlot:
     tip: Lock | None = None  # on the end of what it has put into the tree
     start_len: int = 0  # restored from the tree
     branch: int = 0  # where the request's tokens leave a path that is already in the tree
-    row_len: int = 0
+    row_len: int = 0  # at most, while drafts are in flight
+    num_unsure: int = 0  # drafts in flight: each may be rejected, and is then not part of the row
+    num_extra: int = 0  # drafts that the last committed step accepted: the row can do without these
+    num_drafts: int = 0  # that the device's drafter leaves for the next step
+    checkpoint_len: int = 0  # a checkpoint of the reply was planned for this length, or nearby
     in_tree: int = 0
     last_step: int = -1  # the last plan with a row of this slot: its fence
     stage: Stage = Stage.RUNNING
@@ -112,9 +116,15 @@ class RunningSlot:
         return self.request.num_tokens - self.row_len
 
     @property
+    def kept_len(self) -> int:
+        """Known tokens that the row holds; drafts that were accepted after the reply's end are not
+        among them."""
+        return min(self.row_len, self.request.num_tokens)
+
+    @property
     def is_exact(self) -> bool:
-        """Whether the row holds known tokens and nothing else."""
-        return not self.tainted and self.row_len <= self.request.num_tokens
+        """Whether the row holds known tokens and nothing else, or can do without the rest."""
+        return not self.tainted and self.row_len - self.request.num_tokens <= self.num_extra
 
     @property
     def inflight_len(self) -> int:
@@ -153,14 +163,25 @@ class RunningSlot:
         if end == self.prefill_len:
             self.request.plan_sample(end)
 
-    def plan_tokens(self, step: int, end: int, *, samples: bool) -> None:
+    def plan_tokens(self, step: int, end: int, *, samples: bool, depth: int = 0) -> None:
         """The next step runs the reply up to `end`, and samples the token there or not.
 
-        Of these the last may be unknown. A reply that has ended samples what is known of it.
+        Of these the last may be unknown, and `depth` drafts behind it may be rejected. A reply that
+        has ended samples what is known of it.
         """
         self._advance(step, end)
+        self.num_unsure += depth
         if samples and self.request.running:
             self.request.plan_sample(end)
+
+    def settle(self, depth: int, accepted: int) -> None:
+        """A step of this slot was committed that had `depth` drafts."""
+        assert 0 <= accepted <= depth
+        self.num_unsure -= depth
+        self.num_extra = accepted
+        self.row_len -= depth - accepted
+        if self.runs:
+            self.request.num_sampled -= depth - accepted
 
     def _advance(self, step: int, end: int) -> None:
         assert self.stage is Stage.RUNNING

@@ -41,6 +41,7 @@ from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import Quality, RunningSlot
 from pippin.scheduler.scheduler_limits import Limits
 from pippin.scheduler.slot_pool import SlotPool
+from pippin.scheduler.speculation.speculation import Speculation
 from pippin.scheduler.traffic.traffic import Traffic
 
 
@@ -52,6 +53,7 @@ class Scheduler:
     metrics: EngineMetrics = field(default_factory=EngineMetrics)
     compiler: GrammarCompiler | None = None  # None: requests have no grammars
     tiers: Sequence[tuple[CacheTier, TierIO]] = ()  # below memory, the fastest first
+    speculation: Speculation | None = None  # None: one token a step
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -82,6 +84,7 @@ class Scheduler:
                 on_grid=limits.deterministic,
             ),
             self.cache,
+            self.speculation,
         )
         # What a decode step computed differs in its last bits from what a prompt's chunk would.
         self._replies = ReplyPlanner(
@@ -89,6 +92,7 @@ class Scheduler:
             None if limits.deterministic else policy,
             self.spec.state_bytes > 0,
             runs_chunks=limits.forced_chunks and not limits.deterministic,
+            speculation=self.speculation,
         )
 
     # ---- what the outside asks for -------------------------------------------------------
@@ -207,6 +211,7 @@ class Scheduler:
     def commit(self, step: int, result: StepResult) -> int:
         """A step has run: tokens, finishes, captures. Returns how many of its rows were ghosts."""
         inflight = self._end_step(step)
+        self._settle_drafts(inflight, result)
         self.traffic.commit(step, result)
         for damage in result.damaged:
             if (owner := inflight.owners.get(damage.slot)) is not None:
@@ -278,6 +283,14 @@ class Scheduler:
             elif running.damaged:
                 if running.runs:
                     request.drop_samples()
-            elif row.end == request.num_tokens:  # else a grammar forced it: it was known before
-                self.registry.take_token(request, row.slot, result)
+            elif not row.masked or row.end == request.num_tokens:  # else a grammar had forced it
+                self.registry.take_tokens(request, row.slot, result)
         return ghosts
+
+    def _settle_drafts(self, inflight: InflightStep, result: StepResult) -> None:
+        """How many drafts were accepted is known: bounds become lengths."""
+        for row in inflight.plan.decode:
+            accepted = len(result.tokens[row.slot]) - 1 if row.samples else 0
+            inflight.owners[row.slot].settle(row.depth, accepted)
+            self.metrics.drafted_tokens += row.depth
+            self.metrics.accepted_tokens += accepted

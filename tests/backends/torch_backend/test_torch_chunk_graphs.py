@@ -147,7 +147,7 @@ def test_rows_that_do_not_sample_write_no_token_and_choose_no_graph(
     with torch.inference_mode():
         captured._future_map.tokens[1:] = -7
     result = captured.launch(StepPlan(1, admit=admits, prefill=chunks)).wait()
-    assert captured._future_map.tokens[1:3].tolist() == [-7, result.tokens[2]]
+    assert captured._future_map.tokens[1:3].tolist() == [-7, *result.tokens[2]]
     assert list(result.tokens) == [2]
     assert chosen == [choice]
 

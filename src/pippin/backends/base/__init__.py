@@ -4,7 +4,8 @@ A plan carries every device-side effect of a step, and a backend executes it in 
 
     retire   read what rows hold after the previous launch (captures), then free their slots
     admit    sampling parameters of slots that start
-    decode   run one token of each row (from the FutureMap), sample, stash the token by slot
+    decode   run one token of each row (from the FutureMap) and the drafts behind it, sample behind
+             each, accept, stash the token by slot
     prefill  restore a matched prefix, then run chunks of prompts, and of replies whose next tokens
              are known; sample where one ends, or at once where all of a prompt was restored with
              its hidden vector
@@ -13,6 +14,13 @@ A plan carries every device-side effect of a step, and a backend executes it in 
 
 Decode and prefill concern different slots: either may run first, but streams wait for decode.
 Rows that obey a grammar are sampled when the host has made their masks: `PendingStep.sample`.
+
+Several tokens a step: a row with drafts runs its input token and `depth` drafts, and samples behind
+each what it would have sampled there without drafts: noise depends on the seed and the token's
+number alone. A draft is accepted while it equals the token sampled before it, and none behind a
+stop id. The host learns how many were accepted with the result. Until then plans have upper bounds,
+and the device's own lengths count. What rejected drafts wrote is never read.
+
 Only `Backend.launch` touches the device, so no schedule-versus-forward race can be written.
 
     plan.py      what a step computes
@@ -29,6 +37,7 @@ from pippin.backends.base.plan import (
     DecodeRow,
     Load,
     PrefillRow,
+    Proposal,
     Restore,
     Retire,
     Spill,
@@ -48,6 +57,7 @@ __all__ = [
     "Load",
     "PendingStep",
     "PrefillRow",
+    "Proposal",
     "Restore",
     "Retire",
     "Spill",

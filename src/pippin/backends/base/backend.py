@@ -69,6 +69,11 @@ class Costs(Protocol):
         """Whether a restored row reads the tree's own payloads instead of a copy of them."""
         ...
 
+    @property
+    def max_depth(self) -> int:
+        """Drafts that one row of a step can verify; 0: it verifies none."""
+        ...
+
     def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
         """What a row of `num_tokens` occupies at most, its share of moving rows about included.
 

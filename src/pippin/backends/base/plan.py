@@ -58,6 +58,18 @@ class Admit:
 
 
 @dataclass(frozen=True)
+class Proposal:
+    """Tokens that the host expects at positions [start, start + len(tokens)) of a reply.
+
+    A guess, made from what was known when the step was planned. A row's drafts are those behind its
+    length as the device has it; where the proposal has none, there is no draft.
+    """
+
+    start: int
+    tokens: np.ndarray  # int32 [n]
+
+
+@dataclass(frozen=True)
 class PrefillRow:
     """One chunk of one prompt: tokens at positions [start, start + len(tokens)).
 
@@ -77,6 +89,7 @@ class PrefillRow:
     # the tree.
     captures: bool = False
     masked: bool = False  # its first token is sampled by `PendingStep.sample`
+    num_drafts: int = 0  # for the slot's next step, by the device's drafter
 
     @property
     def end(self) -> int:
@@ -84,24 +97,35 @@ class PrefillRow:
 
 
 class DecodeRow(msgspec.Struct, frozen=True, gc=False):  # one per request and step: must be cheap
-    """One token of one running request; the token itself is in the FutureMap under `slot`."""
+    """One token of one running request, and drafts behind it that are verified with it.
+
+    The token is in the FutureMap under `slot`, and so are drafts of the device's drafter.
+    """
 
     slot: int
-    position: int  # of the input token: the number of tokens held before this step
+    # Of the input token: the number of tokens held before this step. An upper bound, where drafts
+    # are in flight: the device's own length is exact.
+    position: int
     samples: bool = True  # False: absorb the last token of a finished reply for the cache
-    checkpoint: bool = False  # capture the recurrent state after this step, at position + 1
+    checkpoint: bool = False  # capture the recurrent state after the input token
     masked: bool = False  # a grammar row: sampled by `PendingStep.sample` once its mask is known
+    depth: int = 0  # drafts
+    proposal: Proposal | None = None  # drafts of the host; None: the device's drafter made them
+    num_drafts: int = 0  # for the slot's next step, by the device's drafter
 
     @property
     def end(self) -> int:
-        return self.position + 1
+        """Tokens held after this step, at most."""
+        return self.position + 1 + self.depth
 
 
 @dataclass(frozen=True)
 class Retire:
     """A slot ends. With `captures`, the KV of positions [start, end) and the state at `end`.
 
-    Without `captures` the slot may hold nothing: the launch that would have admitted it failed.
+    `end` is behind the input token of the row's last step, and may be before drafts that it
+    accepted: a reply ended there. Without `captures` the slot may hold nothing: the launch that
+    would have admitted it failed.
     """
 
     slot: int

@@ -77,8 +77,10 @@ class Damage:
 
 @dataclass(frozen=True)
 class StepResult:
-    tokens: Mapping[int, int]  # sampled token by slot, for every row that samples
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by slot, if asked for
+    # By slot, for every row that samples: one token, and one more for each draft that it accepted.
+    tokens: Mapping[int, tuple[int, ...]]
+    # Of these tokens, by slot, if asked for.
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     captures: tuple[Capture, ...] = ()
     # Slots whose numbers are NaN. Nothing that a step computed for these is to be used, at earlier

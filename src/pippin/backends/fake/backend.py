@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 
@@ -33,7 +34,7 @@ from pippin.backends.fake.payloads import (
     spilled,
 )
 from pippin.backends.fake.pending import FakePending
-from pippin.backends.fake.toy import ARITHMETIC_VERSION, ToyRow
+from pippin.backends.fake.toy import ARITHMETIC_VERSION, ToyRow, mix
 from pippin.backends.masks import allowed_ids
 from pippin.cache.entries.entry import ArraySpec, Bytes
 from pippin.types import Component, LayerSpec, ModelSpec, Payload, TokenLogprobs
@@ -58,7 +59,12 @@ class FakeBackend:
         state_tokens: int = STATE_TOKENS,
         knows_head: bool = True,
         restores_by_reference: bool = False,
+        max_depth: int = 0,
+        draft_share: float = 1.0,
     ) -> None:
+        """`draft_share`: of the places at which a draft of its own is right."""
+        self.max_depth = max_depth
+        self._draft_share = draft_share
         self.window = window if Component.WINDOW in components else 0
         self.restores_by_reference = restores_by_reference
         self.shapes_to_warm_up: Sequence[WarmUpShape] = ()
@@ -72,7 +78,7 @@ class FakeBackend:
             hidden_bytes=HIDDEN_BYTES if knows_head else 0,
         )
         self.device_queue = FakeDevice()
-        self.future_map = FutureMap(num_slots)
+        self.future_map = FutureMap(num_slots, max_depth)
         self.ledger = Ledger()
         self._payloads = PayloadMaker(self.spec, self.ledger)
         self._rows: dict[int, ToyRow] = {}
@@ -116,7 +122,7 @@ class FakeBackend:
 
     def memory_used(self) -> int:
         """Rows and every payload that was not released."""
-        rows = (self.row_bytes(len(r.tokens), r.num_borrowed) for r in self._rows.values())
+        rows = (self.row_bytes(len(r.cells), r.num_borrowed) for r in self._rows.values())
         return sum(rows) + self.ledger.nbytes
 
     def memory_parts(self) -> dict[str, int]:
@@ -169,11 +175,11 @@ class FakeBackend:
             if not retire.captures:
                 return
             assert row is not None, f"slot {retire.slot} holds nothing to capture"
-            assert len(row.tokens) == retire.end, "a row must hold what its Retire says"
             assert not row.destroyed, "a destroyed row was captured"
+            row.drop_behind(retire.end)
             _fill(row, payloads, retire.start, retire.end)
             if state is not None:
-                state.write([row.state])
+                state.write([row.folded_state])
 
         self.device_queue.enqueue(pending.plan.step, work)
         if retire.captures:
@@ -193,11 +199,11 @@ class FakeBackend:
                 _check(pending, chunk.slot, chunk.restore)
                 self._restore(row, chunk)
             row.check_borrowed()
-            assert row.destroyed or len(row.tokens) == chunk.start, "chunks follow each other"
+            assert row.destroyed or row.length == chunk.start, "chunks follow each other"
             for token in chunk.tokens.tolist():
                 row.run(token)
-                if len(row.tokens) in states:
-                    states[len(row.tokens)].write([row.state])
+                if row.length in states:
+                    states[row.length].write([row.state])
             self.device_queue.tokens_run += len(chunk.tokens)
             _fill(row, payloads, chunk.start, chunk.end)
             if hidden is not None:
@@ -209,6 +215,7 @@ class FakeBackend:
                 self._add_hidden(pending, chunk.slot)
             if chunk.samples and not chunk.masked:
                 self._sample(pending, chunk.slot)
+                self._draft(chunk.slot, chunk.num_drafts)
 
         self.device_queue.enqueue(pending.plan.step, work)
         if chunk.captures and (payloads or states or hidden is not None):
@@ -239,46 +246,81 @@ class FakeBackend:
 
     def _decode(self, pending: FakePending) -> None:
         plan = pending.plan
-        states: dict[int, FakePayload] = {}  # by slot
         for decode in plan.decode:
             if decode.checkpoint and (state := self._payloads.state()) is not None:
-                at = decode.position + 1
-                states[decode.slot] = state
-                pending.captures.append(
-                    Capture(decode.slot, decode.position, at, states={at: state})
-                )
+                pending.checkpoints[decode.slot] = state
 
         def work() -> None:
             for decode in plan.decode:
-                self._run_token(pending, decode, states.get(decode.slot))
+                self._run_token(pending, decode)
 
         self.device_queue.enqueue(plan.step, work)
 
-    def _run_token(
-        self, pending: FakePending, decode: DecodeRow, state: FakePayload | None
-    ) -> None:
+    def _run_token(self, pending: FakePending, decode: DecodeRow) -> None:
         row = self._rows[decode.slot]
         row.check_borrowed()
-        assert row.destroyed or len(row.tokens) == decode.position, "positions follow each other"
+        unsure = decode.position - row.length  # the plan was made before the last step's end
+        assert row.destroyed or unsure in (0, row.num_rejected), "positions follow each other"
+        row.num_rejected = 0
         row.run(self.future_map.take(decode.slot))
-        if state is not None:
+        if (state := pending.checkpoints.get(decode.slot)) is not None:
             state.write([row.state])
-        if decode.samples and not decode.masked:
+            pending.captured_at[decode.slot] = row.length
+        if decode.depth:
+            self._verify(pending, decode)
+        elif decode.samples and not decode.masked:
             self._sample(pending, decode.slot)
+        if not decode.masked:
+            self._draft(decode.slot, decode.num_drafts)
+
+    def _verify(self, pending: FakePending, decode: DecodeRow) -> None:
+        row, proposal = self._rows[decode.slot], decode.proposal
+        if proposal is None:
+            drafts = self.future_map.take_drafts(decode.slot, decode.depth)
+        else:
+            assert row.destroyed or row.length >= proposal.start, "what is known is not proposed"
+            first = max(0, row.length - proposal.start)
+            drafts = proposal.tokens[first : first + decode.depth].tolist()
+        row.write_drafts(drafts)
+        self.device_queue.tokens_run += len(drafts)
+        token = self._sample(pending, decode.slot)
+        accepted = 0
+        while accepted < len(drafts) and token == drafts[accepted]:
+            if token in row.admit.stop_ids:
+                break
+            row.accept(token)
+            accepted += 1
+            token = self._sample(pending, decode.slot)
+        row.num_rejected = decode.depth - accepted
+
+    def _draft(self, slot: int, num_drafts: int) -> None:
+        """For the slot's next step: what the toy says next, with errors."""
+        drafts: list[int] = []
+        if num_drafts:
+            ahead, token = copy.deepcopy(self._rows[slot]), self.future_map.peek(slot)
+        for _ in range(num_drafts):
+            ahead.run(token)
+            token = ahead.next_token(self.spec.components, self.spec.vocab_size)
+            ahead.num_sampled += 1
+            if mix(ahead.admit.seed, ahead.length) % 1000 >= 1000 * self._draft_share:
+                token = (token + 1) % self.spec.vocab_size
+            drafts.append(token)
+        self.future_map.stash_drafts(slot, drafts)
 
     def _sample_masked(self, pending: FakePending) -> None:
         for slot in pending.plan.masked_slots:
             self._sample(pending, slot)
 
-    def _sample(self, pending: FakePending, slot: int) -> None:
+    def _sample(self, pending: FakePending, slot: int) -> int:
         row = self._rows[slot]
         token = row.next_token(self.spec.components, self.spec.vocab_size)
         if pending.masks is not None and slot in pending.masks:
             allowed = allowed_ids(pending.masks[slot], self.spec.vocab_size)
             token = int(allowed[token % len(allowed)])
         row.num_sampled += 1
-        pending.tokens[slot] = token
+        pending.tokens[slot] = (*pending.tokens.get(slot, ()), token)
         self.future_map.stash(np.array([slot]), np.array([[token]], dtype=np.int32))
+        return token
 
     def _score_prompt(self, pending: FakePending, slot: int) -> None:
         row = self._rows[slot]

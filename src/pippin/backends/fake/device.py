@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -33,12 +33,16 @@ class FakeDevice:
 
 
 class FutureMap:
-    """The sampled token of each slot. A row that was read is poisoned: reading it twice raises."""
+    """The sampled token of each slot, and drafts behind it.
+
+    What was read is poisoned: reading it twice raises.
+    """
 
     POISON = -1
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, max_depth: int = 0) -> None:
         self._tokens = np.full(num_slots + 1, self.POISON, dtype=np.int64)
+        self._drafts = np.full((num_slots + 1, max_depth), self.POISON, dtype=np.int64)
 
     def stash(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         if len(slots):
@@ -50,3 +54,19 @@ class FutureMap:
             raise RuntimeError(f"slot {slot} has no token to read, or it was read twice")
         self._tokens[slot] = self.POISON
         return token
+
+    def peek(self, slot: int) -> int:
+        return int(self._tokens[slot])
+
+    def stash_drafts(self, slot: int, drafts: Sequence[int]) -> None:
+        self._drafts[slot] = self.POISON
+        self._drafts[slot, : len(drafts)] = drafts
+
+    def take_drafts(self, slot: int, depth: int) -> list[int]:
+        drafts: list[int] = self._drafts[slot, :depth].tolist()
+        if self.POISON in drafts:
+            raise RuntimeError(
+                f"slot {slot} has no {depth} drafts to read, or they were read twice"
+            )
+        self._drafts[slot] = self.POISON
+        return drafts

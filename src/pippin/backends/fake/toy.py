@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 from pippin.backends.base import Admit
 from pippin.backends.fake.payloads import FakePayload
@@ -40,11 +40,15 @@ class ToyRow:
 
     admit: Admit
     window: int  # 0: the model keeps none
-    tokens: list[int] = field(default_factory=list)
-    state: int = 0
+    # Of the KV: what rejected drafts left behind `length` is overwritten, and never read.
+    cells: list[int] = field(default_factory=list)
+    length: int = 0
+    state: int = 0  # before `pending`
+    pending: list[int] = field(default_factory=list)  # accepted drafts: the next token runs them
     attention: int = 0
     num_sampled: int = 0
     hidden: list[int] = field(default_factory=list)  # restored, until a token is run
+    num_rejected: int = 0  # drafts of the last step, of which a plan may not know yet
     borrowed: tuple[FakePayload, ...] = ()  # restored by reference: must not be released
     destroyed: bool = False  # a failed step left it undefined
 
@@ -59,22 +63,51 @@ class ToyRow:
         """Whether its token has been sampled in this slot, or forced."""
         return position >= len(self.admit.prompt) + len(self.admit.reply)
 
+    @property
+    def tokens(self) -> list[int]:
+        return self.cells[: self.length]
+
+    @property
+    def folded_state(self) -> int:
+        """The recurrent state after all that the row holds."""
+        return reduce(mix, self.pending, self.state)
+
     def run(self, token: int) -> None:
-        self.attention = self.attention + placed(len(self.tokens), token) & MASK
-        self.tokens.append(token)
+        self._append(token)
+        self.state, self.pending = mix(self.folded_state, token), []
+
+    def write_drafts(self, drafts: Sequence[int]) -> None:
+        """Their KV is there whether or not they will be accepted."""
+        self.cells[self.length : self.length + len(drafts)] = drafts
+
+    def accept(self, token: int) -> None:
+        assert self.cells[self.length] == token
+        self._append(token)
+        self.pending.append(token)
+
+    def drop_behind(self, length: int) -> None:
+        """Do without drafts that the last step accepted; the row samples nothing any more."""
+        num_dropped = self.length - length
+        assert 0 <= num_dropped <= len(self.pending), "a row can drop accepted drafts alone"
+        del self.pending[len(self.pending) - num_dropped :]
+        self.length = length
+
+    def _append(self, token: int) -> None:
+        self.attention = self.attention + placed(self.length, token) & MASK
+        self.cells[self.length : self.length + 1] = [token]
+        self.length += 1
         self.hidden = []
-        self.state = mix(self.state, token)
 
     def restore(
         self, length: int, window: Sequence[int], tokens: Sequence[int], state: int
     ) -> None:
         """Rebuild the row from payloads alone; what no payload covers stays unknown (-1)."""
-        self.tokens = [-1] * length
+        self.cells, self.length = [-1] * length, length
         for known in (window, tokens):
             if known:
-                self.tokens[length - len(known) :] = known
-        self.attention = sum(placed(i, t) for i, t in enumerate(self.tokens)) & MASK
-        self.state = state
+                self.cells[length - len(known) :] = known
+        self.attention = sum(placed(i, t) for i, t in enumerate(self.cells)) & MASK
+        self.state, self.pending = state, []
 
     def check_borrowed(self) -> None:
         for payload in self.borrowed:
@@ -86,18 +119,18 @@ class ToyRow:
         self.state ^= 1
         self.attention ^= 1
         self.hidden = []
-        self.tokens = [-2] * len(self.tokens)
+        self.cells = [-2] * len(self.cells)
 
     def digests(self, components: Sequence[Component]) -> list[int]:
         """What the next token depends on: the toy's hidden vector."""
-        digests = [len(self.tokens)]
+        digests = [self.length]
         if Component.STATE in components:
-            digests.append(self.state)
+            digests.append(self.folded_state)
         if Component.ATTENTION in components:
             digests.append(self.attention)
         if self.window:
-            first = max(0, len(self.tokens) - self.window)
-            recent = enumerate(self.tokens[first:], first)
+            first = max(0, self.length - self.window)
+            recent = enumerate(self.cells[first : self.length], first)
             digests.append(sum(placed(i, t) for i, t in recent) & MASK)
         return digests
 

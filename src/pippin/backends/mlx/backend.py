@@ -67,6 +67,8 @@ SPARE_SHARE = 1 / 16  # decode rows that serve no request: padding, and rows tha
 class MLXBackend:
     """Slots in, tokens out. Holds what every slot has computed, as prompts and as decode rows."""
 
+    max_depth = 0  # it verifies no drafts yet
+
     restores_by_reference = False
 
     def __init__(

@@ -63,6 +63,8 @@ ARITHMETIC_VERSION = 1
 class TorchBackend:
     """Slots in, tokens out."""
 
+    max_depth = 0  # it verifies no drafts yet
+
     restores_by_reference = True
 
     def __init__(

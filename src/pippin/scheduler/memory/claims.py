@@ -79,10 +79,10 @@ class Claims:
         request = running.request
         held = self.cache.num_cached(request.tokens(running.in_tree), request.salt)
         start = min(running.in_tree, held)
-        if start == running.row_len:
+        if start == running.kept_len:
             return bare
         self._shrink(running)
-        whole = Retire(running.slot, start, running.row_len, captures=True)
+        whole = Retire(running.slot, start, running.kept_len, captures=True)
         return whole if self._fits(StepPlan(step, retire=(whole,))) else bare
 
     def fit_chunk(self, step: int, running: RunningSlot, row: PrefillRow) -> PrefillRow:

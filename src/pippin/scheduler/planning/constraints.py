@@ -12,7 +12,7 @@ known draws that token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
@@ -99,13 +99,17 @@ def _fill(mask: np.ndarray, grammar: Grammar, request: Request) -> None:
         grammar.fill_mask(mask)
 
 
-def append_token(request: Request, token: int) -> tuple[list[int], FinishReason | None]:
-    """Append a sampled token, and what the request's grammar forces after it.
+def append_tokens(
+    request: Request, sampled: Sequence[int]
+) -> tuple[list[int], FinishReason | None]:
+    """Append what was sampled, and what the request's grammar forces after it.
 
     Returns these tokens, and why the last of them ends the reply.
     """
-    reason = request.append(token)
-    tokens = [token]
+    tokens = list(sampled)
+    reasons = [request.append(token) for token in tokens]
+    assert not any(reasons[:-1]), "no draft is accepted behind the end of a reply"
+    reason = reasons[-1]
     grammar = request.grammar
     if grammar is None:
         return tokens, reason
@@ -116,8 +120,8 @@ def append_token(request: Request, token: int) -> tuple[list[int], FinishReason 
         tokens.append(known)
         if reason is not None:
             break
-    if len(tokens) > 1:
-        grammar.advance(tokens[1:])
+    if len(tokens) > len(sampled):
+        grammar.advance(tokens[len(sampled) :])
     return tokens, "stop" if reason is None and grammar.finished else reason
 
 

@@ -20,6 +20,7 @@ from pippin.scheduler.planning.inflight_prefixes import InflightPrefixes
 from pippin.scheduler.planning.turns import Turn, beside_short, share
 from pippin.scheduler.running_slot import RunningSlot, Stage
 from pippin.scheduler.slot_pool import SlotPool
+from pippin.scheduler.speculation.speculation import Speculation
 
 RunningSlots = dict[int, RunningSlot]  # by slot
 
@@ -33,6 +34,7 @@ class PromptPlanner:
     claims: Claims
     chunker: Chunker
     cache: PrefixCache | None
+    speculation: Speculation | None = None
     num_planned: int = 0  # tokens, since the start: waits of requests are counted in these
 
     def plan(
@@ -148,15 +150,19 @@ class PromptPlanner:
         chunk = self.chunker.next_chunk(running, num_tokens)
         request = running.request
         running.plan_chunk(step, chunk.end)
+        samples = chunk.end == running.prefill_len
+        if samples and self.speculation is not None:
+            running.num_drafts = self.speculation.first_drafts(running)
         row = PrefillRow(
             slot=running.slot,
             start=chunk.start,
             tokens=request.tokens(chunk.end)[chunk.start :],
-            samples=chunk.end == running.prefill_len,
+            samples=samples,
             restore=restore,
             checkpoints=chunk.checkpoints,
             captures=chunk.captures,
             masked=request.grammar is not None,
+            num_drafts=running.num_drafts,
         )
         return self.claims.fit_chunk(step, running, row)
 

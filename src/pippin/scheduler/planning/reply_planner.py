@@ -1,7 +1,7 @@
 """What a step computes of replies, and what is kept of those that end. Knows no prompts, no queue.
 
-A reply gets one token a step. Where a grammar forces several they are known beforehand, and a chunk
-runs all of them at once, if that pays.
+A reply gets one token a step, and more where drafts are verified and accepted. Where a grammar
+forces several they are known beforehand, and a chunk runs all of them at once, if that pays.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pippin.backends.base import DecodeRow, PrefillRow, Retire
 from pippin.cache.policy import CheckpointPolicy
 from pippin.scheduler.memory.claims import Claims
 from pippin.scheduler.running_slot import RunningSlot, Stage
+from pippin.scheduler.speculation.speculation import NO_DRAFT, Draft, Speculation
 from pippin.types import GRID
 
 # Whether chunks of these lengths are to be run beside so many streams, their own among them.
@@ -38,6 +39,7 @@ class ReplyPlanner:
     policy: CheckpointPolicy | None  # None: replies are not cached
     has_states: bool  # the model is recurrent: a growing reply leaves checkpoints
     runs_chunks: bool = True  # False: also tokens that are known run one by one
+    speculation: Speculation | None = None  # None: no drafts
 
     def plan(self, step: int, running_slots: Iterable[RunningSlot], pays_off: PaysOff) -> ReplyRows:
         """A row for each reply that goes on."""
@@ -47,13 +49,23 @@ class ReplyPlanner:
         for running in going_on:
             if running in ends and self._fits(running, ends[running]):
                 rows.chunks.append(self._chunk(step, running, ends[running]))
-            elif self._fits(running, running.row_len + 1):
-                rows.decode.append(self._token(step, running))
+            elif (draft := self._fitting_draft(running)) is not None:
+                rows.decode.append(self._token(step, running, draft))
             elif self._samples(running):
                 rows.starved.append(running)
             else:
                 running.enter(Stage.CLOSED)
         return rows
+
+    def _fitting_draft(self, running: RunningSlot) -> Draft | None:
+        """What the next row verifies, if anything; None if there are no bytes for its token."""
+        draft = NO_DRAFT
+        if self.speculation is not None and self._samples(running):
+            draft = self.speculation.draft(running)
+        end = running.row_len + 1
+        if self._fits(running, end + draft.depth):
+            return draft
+        return NO_DRAFT if draft.depth and self._fits(running, end) else None
 
     def _fits(self, running: RunningSlot, end: int) -> bool:
         return end <= running.row_tokens or self.claims.grow(running, end)
@@ -62,14 +74,25 @@ class ReplyPlanner:
         request = running.request
         return request.phase == "decode" and request.samples_left and running.stage is Stage.RUNNING
 
-    def _token(self, step: int, running: RunningSlot) -> DecodeRow:
-        request, end = running.request, running.row_len + 1
+    def _token(self, step: int, running: RunningSlot, draft: Draft) -> DecodeRow:
+        request, position = running.request, running.row_len
+        end = position + 1 + draft.depth
         # Of a reply that has ended the next token to run is drawn once more, if it is not the last.
         samples = self._samples(running) or (not request.running and end < request.num_tokens)
-        running.plan_tokens(step, end, samples=samples)
-        checkpoint = end % GRID == 0 and self._keeps_checkpoint(step, running, end)
+        running.plan_tokens(step, end, samples=samples, depth=draft.depth)
+        running.num_drafts = draft.num_drafts
         masked = request.grammar is not None
-        return DecodeRow(running.slot, end - 1, samples, checkpoint, masked)
+        checkpoint = self._keeps_checkpoint(step, running, end - end % GRID, position)
+        return DecodeRow(
+            running.slot,
+            position,
+            samples,
+            checkpoint,
+            masked,
+            draft.depth,
+            draft.proposal,
+            draft.num_drafts,
+        )
 
     # ---- tokens that are known beforehand --------------------------------------------------
 
@@ -110,7 +133,7 @@ class ReplyPlanner:
         Once every sample is planned, the next step can do so before that token is known.
         """
         request = running.request
-        if self.policy is None or request.embeds or running.num_left > 0:
+        if self.policy is None or request.embeds or running.num_left > 0 or running.num_unsure:
             return False
         if running.stage is not Stage.RUNNING:
             return False
@@ -126,8 +149,15 @@ class ReplyPlanner:
         running.retire(row.end)
         return row
 
-    def _keeps_checkpoint(self, step: int, running: RunningSlot, position: int) -> bool:
-        """Whether the state after `position` tokens of a reply is worth keeping, and fits."""
-        if self.policy is None or not self.has_states or not self.policy.captures_decode(position):
+    def _keeps_checkpoint(self, step: int, running: RunningSlot, wanted: int, before: int) -> bool:
+        """Whether a state is to be kept of a row that grows past `wanted` tokens, and fits.
+
+        It is captured behind the row's input token: at `wanted` if the row has no drafts, or else
+        about there.
+        """
+        if wanted <= max(before, running.checkpoint_len):
             return False
-        return self.claims.fit_checkpoint(step, running, position)
+        if self.policy is None or not self.has_states or not self.policy.captures_decode(wanted):
+            return False
+        running.checkpoint_len = wanted
+        return self.claims.fit_checkpoint(step, running, wanted)

@@ -1,0 +1,267 @@
+"""Several tokens a step: the same tokens as one by one, in fewer steps, and all of them cached."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+
+from builders import ALL, Client, ToyGrammar, check_idle, make_loop, make_prompt, oracle
+from pippin.backends.base import StepPlan
+from pippin.backends.fake import FakeBackend, FakePending
+from pippin.cache.policy import MAX_STRIDE
+from pippin.scheduler.request import Request
+from pippin.scheduler.speculation.drafter import DeviceDrafter, Drafter
+from pippin.scheduler.speculation.oracle import OracleDrafter
+from pippin.scheduler.speculation.speculation import Speculation
+from pippin.types import Component
+
+A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
+Kind = Literal["oracle", "device"]
+both_modes = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+both_kinds = pytest.mark.parametrize("kind", ["oracle", "device"])
+
+
+class RecordingBackend(FakeBackend):
+    """Remembers its plans."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.plans: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> FakePending:
+        self.plans.append(plan)
+        return super().launch(plan)
+
+    @property
+    def depths(self) -> list[int]:
+        return [row.depth for plan in self.plans for row in plan.decode]
+
+
+def make_client(
+    kind: Kind = "oracle",
+    *,
+    depth: int = 3,
+    share: float = 1.0,
+    components: tuple[Component, ...] = ALL,
+    overlap: bool = True,
+    **kwargs: Any,
+) -> Client:
+    """Its drafts are right at a `share` of places; the oracle knows replies to greedy requests."""
+    backend = RecordingBackend(
+        components=components, max_depth=depth, draft_share=share, num_slots=64
+    )
+
+    def reply_of(request: Request) -> Sequence[int]:
+        sampled = {"temperature": request.params.temperature, "seed": request.seed}
+        return oracle(request.prompt.tolist(), components=components, max_tokens=400, **sampled)[0]
+
+    drafter: Drafter = DeviceDrafter("toy")
+    if kind == "oracle":
+        drafter = OracleDrafter(reply_of, share, backend.spec.vocab_size)
+    speculation = Speculation(drafter, depth, lambda running: depth)
+    return Client(make_loop(backend=backend, overlap=overlap, speculation=speculation, **kwargs))
+
+
+def recorded(client: Client) -> RecordingBackend:
+    assert isinstance(client.backend, RecordingBackend)
+    return client.backend
+
+
+# ---- the same tokens -----------------------------------------------------------------------------
+
+
+@both_modes
+@both_kinds
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("components", [(A,), (A, S), (A, W)], ids=["A", "AS", "AW"])
+def test_replies_are_those_without_drafts(
+    kind: Kind, overlap: bool, share: float, depth: int, components: tuple[Component, ...]
+) -> None:
+    client = make_client(kind, depth=depth, share=share, components=components, overlap=overlap)
+    for number in range(6):
+        sampled = {"temperature": 1.0, "seed": number} if number % 2 else {}
+        client.submit(make_prompt(5 + 40 * number, number), max_tokens=30 + number, **sampled)
+        client.step()
+    client.run()
+    for number, reply in enumerate(client.replies.values()):
+        sampled = {"temperature": 1.0, "seed": number} if number % 2 else {}
+        expected = oracle(reply.prompt, components=components, max_tokens=30 + number, **sampled)
+        assert (reply.tokens, reply.finish) == expected
+    check_idle(client)
+    metrics = client.loop.scheduler.metrics
+    assert metrics.drafted_tokens > 0
+    if share in (0.0, 1.0):
+        assert metrics.accepted_tokens == share * metrics.drafted_tokens
+
+
+@both_modes
+@both_kinds
+def test_depths_may_change_at_every_step(kind: Kind, overlap: bool) -> None:
+    client = make_client(kind, depth=4, share=0.8, overlap=overlap)
+    speculation = client.loop.scheduler.speculation
+    assert speculation is not None
+    depths = itertools.cycle((0, 3, 1, 4, 4, 0, 0, 2))
+    speculation.choose_depth = lambda running: next(depths)
+    for number in range(3):
+        client.submit(make_prompt(20, number), max_tokens=90)
+    client.run()
+    for number, reply in enumerate(client.replies.values()):
+        assert reply.tokens == oracle(make_prompt(20, number), max_tokens=90)[0]
+    assert len(set(recorded(client).depths)) > 2
+    check_idle(client)
+
+
+@both_modes
+@both_kinds
+def test_right_drafts_save_steps(kind: Kind, overlap: bool) -> None:
+    client = make_client(kind, depth=3, overlap=overlap)
+    client.ask(make_prompt(10), max_tokens=121)
+    with_rows = [plan for plan in recorded(client).plans if plan.decode]
+    assert len(with_rows) <= 1 + 120 // 4 + 2
+
+
+@both_modes
+@both_kinds
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 9])
+def test_a_reply_ends_at_max_tokens(kind: Kind, overlap: bool, max_tokens: int) -> None:
+    client = make_client(kind, overlap=overlap)
+    reply = client.ask(make_prompt(10), max_tokens=max_tokens)
+    assert (reply.tokens, reply.finish) == oracle(make_prompt(10), max_tokens=max_tokens)
+    check_idle(client)
+
+
+@both_modes
+@both_kinds
+@pytest.mark.parametrize("place", range(8))
+def test_a_reply_ends_at_a_stop_id_among_drafts(kind: Kind, overlap: bool, place: int) -> None:
+    tokens, _ = oracle(make_prompt(10), max_tokens=20)
+    client = make_client(kind, overlap=overlap)
+    reply = client.ask(make_prompt(10), max_tokens=20, stop_ids=[tokens[place]])
+    assert reply.tokens == tokens[: tokens.index(tokens[place]) + 1]
+    assert reply.finish == "stop"
+    check_idle(client)
+
+
+def test_drafts_wait_until_stop_ids_may_be_sampled() -> None:
+    client = make_client()
+    kwargs: dict[str, Any] = {"max_tokens": 30, "min_tokens": 12, "stop_ids": range(48)}
+    reply = client.ask(make_prompt(10), **kwargs)
+    assert (reply.tokens, reply.finish) == oracle(make_prompt(10), **kwargs)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"grammar": ToyGrammar(3)},
+        {"logprobs": 2},
+        {"presence_penalty": 0.5},
+        {"stop_ids": range(80, 97)},
+    ],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
+def test_what_a_device_cannot_verify_has_no_drafts(kwargs: dict[str, Any]) -> None:
+    client = make_client()
+    client.ask(make_prompt(10), max_tokens=20, **kwargs)
+    assert set(recorded(client).depths) <= {0}
+
+
+# ---- what is kept --------------------------------------------------------------------------------
+
+
+@both_modes
+@both_kinds
+@pytest.mark.parametrize("ends_by", ["stop id", "length", "stop string"])
+def test_all_of_a_reply_is_cached_whatever_ended_it(
+    kind: Kind, overlap: bool, ends_by: str
+) -> None:
+    """Drafts that were accepted behind the end are not part of it."""
+    prompt = make_prompt(70)
+    tokens, _ = oracle(prompt, max_tokens=60)
+    client = make_client(kind, overlap=overlap)
+    if ends_by == "stop id":
+        reply = client.ask(prompt, max_tokens=60, stop_ids=[tokens[17]])
+    elif ends_by == "length":
+        reply = client.ask(prompt, max_tokens=18)
+    else:
+        reply = client.submit(prompt, max_tokens=60)
+        while len(reply.tokens) < 18:
+            client.step()
+        client.loop.finish(reply.id)
+        client.run()
+    turn = [*prompt, *reply.tokens, *make_prompt(9, 5)]
+    after = client.ask(turn, max_tokens=20)
+    assert after.cached_tokens == len(prompt) + len(reply.tokens)
+    assert (after.tokens, after.finish) == oracle(turn, max_tokens=20)
+    check_idle(client)
+
+
+@both_modes
+@both_kinds
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_a_branch_inside_a_reply_starts_near_it(kind: Kind, overlap: bool, share: float) -> None:
+    """A growing reply leaves recurrent states as often as without drafts, and no more."""
+    prompt = make_prompt(10)
+    client = make_client(kind, share=share, components=(A, S), overlap=overlap)
+    reply = client.submit(prompt, max_tokens=400)
+    while client.loop.scheduler.running_slots or not reply.tokens:
+        client.step()
+    captures = [row for plan in recorded(client).plans for row in plan.decode if row.checkpoint]
+    assert len(captures) <= 410 // MAX_STRIDE
+    branch = [*prompt, *reply.tokens[:300], 3]
+    after = client.ask(branch, max_tokens=10)
+    assert (after.cached_tokens or 0) >= 310 - MAX_STRIDE - 4
+    assert after.tokens == oracle(branch, components=(A, S), max_tokens=10)[0]
+
+
+# ---- short of bytes ------------------------------------------------------------------------------
+
+
+@both_modes
+@both_kinds
+def test_replies_are_preempted_and_resumed_with_drafts_in_flight(kind: Kind, overlap: bool) -> None:
+    backend = FakeBackend(components=(A, S))
+    capacity = 3 * backend.row_bytes(10 + 600)
+    client = make_client(
+        kind,
+        share=0.7,
+        components=(A, S),
+        overlap=overlap,
+        num_slots=8,
+        chunk=512,
+        capacity_bytes=capacity,
+    )
+    for number in range(8):
+        client.submit(make_prompt(10, number), max_tokens=390)
+    while not client.loop.idle:
+        client.step()
+        assert client.backend.memory_used() <= capacity
+        for running in client.loop.scheduler.running_slots.values():
+            assert running.row_len <= running.row_tokens, "a row is larger than its claim"
+    for number, reply in enumerate(client.replies.values()):
+        expected = oracle(make_prompt(10, number), components=(A, S), max_tokens=390)
+        assert (reply.tokens, reply.finish) == expected
+    check_idle(client)
+
+
+def test_a_row_without_bytes_for_drafts_runs_its_token() -> None:
+    backend = FakeBackend(components=(A,))
+    client = make_client(
+        components=(A,), depth=7, capacity_bytes=backend.row_bytes(10 + 40), cache=False
+    )
+    reply = client.ask(make_prompt(10), max_tokens=40)
+    assert (reply.tokens, reply.finish) == oracle(make_prompt(10), components=(A,), max_tokens=40)
+    check_idle(client)
+
+
+def test_an_aborted_request_leaves_nothing_behind() -> None:
+    client = make_client("device", share=0.7)
+    reply = client.submit(make_prompt(10), max_tokens=100)
+    client.step(7)
+    client.loop.abort(reply.id)
+    client.run()
+    assert reply.tokens == oracle(make_prompt(10), max_tokens=100)[0][: len(reply.tokens)]
+    check_idle(client)
