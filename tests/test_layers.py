@@ -112,6 +112,14 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "terminal.find_server": {"startup.server_file", "terminal.server_client"},
     "terminal.server_status": {"terminal.find_server", "terminal.server_client"},
     "terminal.chat": {"", "config", "terminal.find_server", "terminal.server_client"},
+    "terminal.coding_agents": set(),
+    "terminal.launch_agent": {
+        *("terminal.coding_agents", "terminal.find_server", "terminal.server_client"),
+    },
+    "terminal.run_model": {
+        *("config", "startup.find_checkpoint", "startup.server_file"),
+        *("terminal.chat", "terminal.server_client"),
+    },
     "terminal.cache_directory": {"cache.disk"},
     "terminal.doctor": {
         *("", "types", "config", "offline.offline_requests", "backends.host", "backends.mlx"),

@@ -1,16 +1,17 @@
 """How each agent is pointed at a server and asked for one turn. Knows no server of its own.
 
-Every one is asked as its manual says, without a change of its settings but for the address, the
-model and the permission to run a shell command.
+Every one is asked as its manual says, or as `pippin launch` starts it, without a change of its
+settings but for the address, the model and the permission to run a shell command.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from pippin.terminal.coding_agents import CODING_AGENTS, Target
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Place:
     home: Path
     url: str  # without /v1
     model: str
+
+    @property
+    def target(self) -> Target:
+        return Target(self.url, self.model)
 
     @property
     def v1(self) -> str:
@@ -53,10 +58,14 @@ class AgentClient:
     one_process: tuple[str, ...] = ()  # arguments to read turns as lines of JSON; none: it cannot
 
 
-def _start_claude(place: Place) -> dict[str, str]:
-    models = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
-    address = {"ANTHROPIC_BASE_URL": place.url, "ANTHROPIC_AUTH_TOKEN": "none"}
-    return {**address, **dict.fromkeys(models, place.model)}
+def _launched(command: str, place: Place) -> list[str]:
+    """The arguments that `pippin launch` starts an agent with."""
+    return CODING_AGENTS[command].arguments(place.target)
+
+
+def _launch(command: str) -> Start:
+    """The variables that `pippin launch` starts an agent with."""
+    return lambda place: CODING_AGENTS[command].environment(place.target)
 
 
 def _ask_claude(_: Place, text: str, again: bool) -> list[str]:
@@ -67,50 +76,25 @@ _CLAUDE_LINES = ("-p", "--verbose", "--input-format", "stream-json")
 _CLAUDE_LINES += ("--output-format", "stream-json", "--allowedTools", "Bash")
 
 
-def _start_codex(place: Place) -> dict[str, str]:
-    provider = f'name = "Pippin"\nbase_url = "{place.v1}"\nwire_api = "responses"\n'
-    model = f'model = "{place.model}"\nmodel_provider = "pippin"\n'
-    place.write(".codex/config.toml", f"{model}\n[model_providers.pippin]\n{provider}")
-    return {}
-
-
-def _ask_codex(_: Place, text: str, again: bool) -> list[str]:
+def _ask_codex(place: Place, text: str, again: bool) -> list[str]:
     """Its own sandbox makes a network namespace, which not every place allows."""
     options = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    return ["exec", *(["resume", "--last"] if again else []), *options, text]
+    resume = ["resume", "--last"] if again else []
+    return [*_launched("codex", place), "exec", *resume, *options, text]
 
 
-def _start_qwen(place: Place) -> dict[str, str]:
-    return {"OPENAI_BASE_URL": place.v1, "OPENAI_API_KEY": "none", "OPENAI_MODEL": place.model}
-
-
-def _ask_qwen(_: Place, text: str, again: bool) -> list[str]:
-    return ["--auth-type", "openai", "--yolo", *(["--continue"] if again else []), text]
-
-
-def _start_opencode(place: Place) -> dict[str, str]:
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "options": {"baseURL": place.v1, "apiKey": "none"},
-        "models": {place.model: {}},
-    }
-    settings = {"provider": {"pippin": provider}, "model": f"pippin/{place.model}"}
-    place.write("config/opencode/opencode.json", json.dumps(settings))
-    return {}
+def _ask_qwen(place: Place, text: str, again: bool) -> list[str]:
+    return [*_launched("qwen", place), "--yolo", *(["--continue"] if again else []), text]
 
 
 def _ask_opencode(_: Place, text: str, again: bool) -> list[str]:
     return ["run", *(["--continue"] if again else []), text]
 
 
-def _start_aider(place: Place) -> dict[str, str]:
-    return {"OPENAI_API_BASE": place.v1, "OPENAI_API_KEY": "none"}
-
-
 def _ask_aider(place: Place, text: str, again: bool) -> list[str]:
     restored = ["--restore-chat-history"] if again else []
     options = ["--yes-always", "--no-git", "--no-check-update", *restored]
-    return ["--model", f"openai/{place.model}", *options, "--message", text]
+    return [*_launched("aider", place), *options, "--message", text]
 
 
 def _start_llm(place: Place) -> dict[str, str]:
@@ -144,11 +128,11 @@ def _ask_continue(place: Place, text: str, again: bool) -> list[str]:
 
 
 AGENTS = (
-    AgentClient("Claude Code", "claude", _start_claude, _ask_claude, one_process=_CLAUDE_LINES),
-    AgentClient("Codex", "codex", _start_codex, _ask_codex),
-    AgentClient("Qwen Code", "qwen", _start_qwen, _ask_qwen),
-    AgentClient("OpenCode", "opencode", _start_opencode, _ask_opencode),
-    AgentClient("aider", "aider", _start_aider, _ask_aider, has_tools=False),
+    AgentClient("Claude Code", "claude", _launch("claude"), _ask_claude, one_process=_CLAUDE_LINES),
+    AgentClient("Codex", "codex", _launch("codex"), _ask_codex),
+    AgentClient("Qwen Code", "qwen", _launch("qwen"), _ask_qwen),
+    AgentClient("OpenCode", "opencode", _launch("opencode"), _ask_opencode),
+    AgentClient("aider", "aider", _launch("aider"), _ask_aider, has_tools=False),
     AgentClient("llm", "llm", _start_llm, _ask_llm),
     AgentClient("Continue", "cn", _start_continue, _ask_continue),
 )

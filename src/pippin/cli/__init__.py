@@ -13,6 +13,7 @@ from cyclopts import App
 
 from pippin import __version__
 from pippin.cli.cache_commands import cache, status
+from pippin.cli.client_commands import launch, run
 from pippin.cli.completion_commands import add_completion
 from pippin.cli.hub_commands import list_models, pull, rm
 from pippin.cli.model_commands import chat, doctor, serve
@@ -34,7 +35,7 @@ app = App(
     config=SETTINGS,
 )
 
-for command in (serve, chat, pull, rm, status, cache, doctor, config):
+for command in (serve, run, chat, launch, pull, rm, status, cache, doctor, config):
     app.command(command)
 app.command(list_models, name="list")
 add_completion(app)

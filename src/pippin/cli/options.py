@@ -77,6 +77,7 @@ def takes_config(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        further = [p.name for p in own if p.kind is inspect.Parameter.VAR_POSITIONAL]
         options = [_section_parameter(name, without) for name in sections]
         read_by_settings = [_keyword("config_file", ConfigFile, None)]
         if "server" in sections:
@@ -96,7 +97,8 @@ def takes_config(
             parts = {
                 name: _without_headings(name, given.pop(name)) for name in sections if name in given
             }
-            command(Config(**parts), **given)
+            rest = [value for name in further for value in given.pop(name, ())]
+            command(Config(**parts), *rest, **given)
 
         with_config.__signature__ = signature  # type: ignore[attr-defined]
         return with_config

@@ -21,6 +21,7 @@ class ServerError(PippinError):
 class ServerClient:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.api_key = api_key
         self.url = url.rstrip("/").removesuffix("/v1")
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT)
 

@@ -1,0 +1,123 @@
+"""How coding agents are pointed at a server: by variables and arguments. Writes no settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    url: str  # without /v1
+    model: str
+    key: str | None = None
+
+    @property
+    def v1(self) -> str:
+        return f"{self.url}/v1"
+
+    @property
+    def token(self) -> str:
+        """Agents do not start without one."""
+        return self.key or "none"
+
+
+@dataclass(frozen=True)
+class CodingAgent:
+    name: str
+    command: str
+    install: str
+    environment: Callable[[Target], dict[str, str]]
+    arguments: Callable[[Target], list[str]] = lambda target: []
+    unset: tuple[str, ...] = ()  # variables of the user's that would win
+    prompt_tokens: int = 0  # of its own instructions and tools, measured
+
+
+def _claude(target: Target) -> dict[str, str]:
+    sizes = ("OPUS", "SONNET", "HAIKU")
+    names = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in sizes))
+    return {
+        "ANTHROPIC_BASE_URL": target.url,
+        "ANTHROPIC_AUTH_TOKEN": target.token,
+        **dict.fromkeys((*names, "CLAUDE_CODE_SUBAGENT_MODEL"), target.model),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+
+
+def _codex(target: Target) -> dict[str, str]:
+    return {} if target.key is None else {"PIPPIN_API_KEY": target.key}
+
+
+def _codex_arguments(target: Target) -> list[str]:
+    provider = {"name": "Pippin", "base_url": target.v1, "wire_api": "responses"}
+    if target.key is not None:
+        provider["env_key"] = "PIPPIN_API_KEY"
+    settings = {"model": target.model, "model_provider": "pippin"}
+    settings |= {f"model_providers.pippin.{name}": value for name, value in provider.items()}
+    # A string of TOML is one of JSON.
+    return [word for name, value in settings.items() for word in ("-c", f"{name}={_json(value)}")]
+
+
+def _openai(target: Target) -> dict[str, str]:
+    names = ("OPENAI_BASE_URL", "OPENAI_API_BASE")
+    return {**dict.fromkeys(names, target.v1), "OPENAI_API_KEY": target.token}
+
+
+def _qwen(target: Target) -> dict[str, str]:
+    return {**_openai(target), "OPENAI_MODEL": target.model}
+
+
+def _opencode(target: Target) -> dict[str, str]:
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": target.v1, "apiKey": target.token},
+        "models": {target.model: {}},
+    }
+    settings = {"provider": {"pippin": provider}, "model": f"pippin/{target.model}"}
+    return {"OPENCODE_CONFIG_CONTENT": _json(settings)}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+CODING_AGENTS = {
+    agent.command: agent
+    for agent in (
+        CodingAgent(
+            "Claude Code",
+            "claude",
+            "npm install -g @anthropic-ai/claude-code",
+            _claude,
+            unset=("ANTHROPIC_API_KEY",),
+            prompt_tokens=21_000,
+        ),
+        CodingAgent(
+            "Codex",
+            "codex",
+            "npm install -g @openai/codex",
+            _codex,
+            _codex_arguments,
+            prompt_tokens=8_400,
+        ),
+        CodingAgent(
+            "Qwen Code",
+            "qwen",
+            "npm install -g @qwen-code/qwen-code",
+            _qwen,
+            lambda target: ["--auth-type", "openai"],
+            prompt_tokens=17_400,
+        ),
+        CodingAgent(
+            "OpenCode", "opencode", "npm install -g opencode-ai", _opencode, prompt_tokens=7_300
+        ),
+        CodingAgent(
+            "aider",
+            "aider",
+            "python -m pip install aider-install && aider-install",
+            _openai,
+            lambda target: ["--model", f"openai/{target.model}"],
+        ),
+    )
+}
