@@ -85,7 +85,8 @@ def test_progress_is_printed_as_lines(hub: FakeHub, capsys: pytest.CaptureFixtur
         (["gated/model"], "is gated: request access at https://huggingface.co/gated/model"),
         (["gguf/model"], "model 'gguf/model' has no model*.safetensors: Pippin loads no other"),
         (["llama3"], "'llama3' is not a Hugging Face id: use owner/name"),
-        (["a--b/.."], "is not a valid Hugging Face id"),
+        (["../.."], "'../..' is not a Hugging Face id: use owner/name"),
+        (["a--b/c"], "model 'a--b/c' is not a valid Hugging Face id"),
     ],
 )
 def test_what_cannot_be_pulled_is_one_line_that_says_what_to_do(
