@@ -6,6 +6,7 @@ directories.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import re
@@ -27,7 +28,8 @@ LONGEST_FILES = (
     *("test_worked_examples", "test_documented_commands"),
     *("test_mutants", "test_soak", "test_worlds", "test_mlx_families", "test_prefix_reuse"),
     *("test_preemption", "test_structured_output", "test_compiled_steps", "test_any_split"),
-    *("test_prefix_pressure", "test_contract", "test_serve", "test_openapi_fuzz", "test_page_chat"),
+    *("test_serve", "test_bench_serving", "test_bench_restart", "test_served_disk"),
+    *("test_prefix_pressure", "test_contract", "test_openapi_fuzz", "test_page_chat"),
 )
 
 settings.register_profile("repeat", deadline=None, derandomize=True)
@@ -44,7 +46,8 @@ else:
         os.environ["TRITON_INTERPRET"] = "1"
 # The models here are small, and several processes that each use every core stand in each other's
 # way.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+for library in ("OPENBLAS", "OMP"):  # the second: torch, in processes that tests start
+    os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 # Every client of HTTP first reads all certificates there are, which takes longer than most tests.
 ssl.create_default_context = cache(ssl.create_default_context)
 # httpx gives up after five seconds; a machine that has much else to do may take longer.
@@ -70,7 +73,18 @@ def user_directories_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Ite
                 OPERATIONS.mkdir(exist_ok=True)
                 (directory / "pippin").mkdir()
                 (directory / "pippin" / "kernels").symlink_to(OPERATIONS)
+                build_operations()
         yield
+
+
+def build_operations() -> None:
+    """By one worker; the others, and the processes that tests start, find them built."""
+    with (OPERATIONS / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        from pippin.backends.mlx.cpu.operations.library import find_library  # and so mlx
+
+        built = find_library().path
+    assert built is None or built.parent.samefile(OPERATIONS), "collecting tests has built some"
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.cpu.operations import drop_ins
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.prefill import query_blocks
-from serving import make_client, make_prompt, served
+from serving import make_client, served
 
-PROMPT = make_prompt("llama", 20, seed=0)
+PROMPT = list(range(2, 22))
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:
