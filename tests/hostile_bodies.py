@@ -113,6 +113,19 @@ BASES["/v1/rerank"] = [{"query": "a", "documents": ["b", {"text": "c"}], "top_n"
 BASES["/v1/score"] = [{"text_1": "a", "text_2": ["b", "c"]}, {"text_1": ["a"], "text_2": "b"}]
 BASES |= dict.fromkeys(("/v2/rerank", "/rerank"), BASES["/v1/rerank"])
 BASES["/score"] = BASES["/v1/score"]
+BASES["/v1/files"] = [{"purpose": "batch"}]
+BASES["/v1/batches"] = [
+    {
+        "input_file_id": "file-1",
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+        "metadata": LABELS,
+        "output_expires_after": {"anchor": "created_at", "seconds": 3600},
+    }
+]
+BASES["/v1/batches/{id}/cancel"] = [{}]
+WITHOUT_MODEL = frozenset(path for path in BASES if path.startswith(("/v1/files", "/v1/batches")))
+WITHOUT_MODEL |= {"/flush_cache"}
 # Where a grammar is compiled of what is sent.
 GRAMMARS = frozenset(
     {"response_format", "json_schema", "regex", "ebnf", "text", "output_config", "strict", "format"}
@@ -180,7 +193,7 @@ class _Maker:
 
     def make(self, path: str, fields: list[str]) -> Hostile:
         body = copy.deepcopy(self._chance.choice(BASES[path]))
-        if path != "/flush_cache":
+        if path not in WITHOUT_MODEL:
             body["model"] = self._model
             body |= self._one_token(path)
         for _ in range(self._chance.choice((1, 1, 1, 2, 3))):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pippin.api.fields import anthropic, infill, ollama, openai, scoring, shared, tokens
+from pippin.api.fields import anthropic, files, infill, ollama, openai, scoring, shared, tokens
 from pippin.api.fields.value_kinds import ValueKind
 from pippin.api.fields.table import FieldTable, Unused
 from pippin.api.model_info import ModelInfo, RequestRules
@@ -31,6 +31,7 @@ TABLES = {
     "responses": openai.RESPONSES,
     "messages": anthropic.MESSAGES,
     "embeddings": openai.EMBEDDINGS,
+    "batch": files.BATCH,
     "rerank": scoring.RERANK,
     "score": scoring.SCORE,
     "ollama_chat": ollama.CHAT,

@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pippin.api.app import create_app, create_waiting_app
+from pippin.api.app import Application, create_app, create_waiting_app
 from pippin.api.http.limited_connection import uvicorn_config
 from pippin.api.model_info import ModelInfo
 from pippin.config import LimitsConfig, ServerConfig
@@ -165,7 +165,8 @@ class _Switchboard:
     """One real server for most tests (starting one takes longer than a test), one app at a time."""
 
     def __init__(self, limits: LimitsConfig | None = None) -> None:
-        self.app: ASGIApp | None = None
+        self.app: Application | ASGIApp | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn_config(
             self._serve, limits or LimitsConfig(), port=0, interface="asgi3", lifespan="off"
         )
@@ -184,7 +185,14 @@ class _Switchboard:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.app is not None, "a request outside of `serving`"
+        self._loop = asyncio.get_running_loop()
         await self.app(scope, receive, send)
+
+    def close_app(self) -> None:
+        """As a server that stops does: batches are not run any more."""
+        app, self.app = self.app, None
+        if isinstance(app, Application) and self._loop is not None:
+            asyncio.run_coroutine_threadsafe(app.close(), self._loop).result()
 
     def stop(self) -> None:
         self._server.should_exit = True
@@ -213,7 +221,7 @@ def serving(
     try:
         yield board.url
     finally:
-        board.app = None
+        board.close_app()
 
 
 @contextmanager

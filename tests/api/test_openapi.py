@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
+import msgspec
 import pytest
 from scripted_engine import MODEL, TEXT, ScriptedEngine, answer_anything, serving
 
+from pippin.api.batches.file_store import FileRecord
 from pippin.api.endpoints import openapi
 from pippin.api.model_info import RequestRules
 from pippin.config import LimitsConfig, ServerConfig
@@ -18,6 +21,17 @@ from pippin.text.fill_in_middle import FillInMiddle
 USER = {"role": "user", "content": "a"}
 RULES = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
 BODIES = {path: table.schema(RULES) for path, table in openapi.BODIES.items()}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ServerConfig:
+    """Of a server that has the file of `REAL`."""
+    folder = tmp_path / "all"
+    folder.mkdir()
+    record = FileRecord("file-1", "a", "batch", created_at=1, nbytes=1)
+    (folder / "file-1.json").write_bytes(msgspec.json.encode(record))
+    (folder / "file-1.jsonl").write_bytes(b"a")
+    return ServerConfig(batch_dir=str(tmp_path))
 
 
 def document() -> Any:
@@ -35,6 +49,8 @@ def test_every_route_is_described() -> None:
     for path, query in openapi.QUERIES.items():
         parameters = paths[path]["get"]["parameters"]
         assert [p["name"] for p in parameters if p["in"] == "query"] == list(query.fields)
+    form = paths["/v1/files"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+    assert form["required"] == ["purpose", "file"]
     for path, schema in BODIES.items():
         content = paths[path]["post"]["requestBody"]["content"]
         assert content == {"application/json": {"schema": schema}}
@@ -74,15 +90,23 @@ REAL: dict[str, dict[str, Any]] = {
     "/api/embeddings": {"model": "stories", "prompt": "a"},
     "/api/show": {"model": "stories"},
     "/api/pull": {"model": "stories:latest", "stream": False, "insecure": True},
+    "/v1/batches": {
+        "input_file_id": "file-1",
+        "endpoint": "/v1/responses",
+        "completion_window": "24h",
+        "metadata": {"a": "b"},
+    },
     "/tokenize": {"prompt": "a", "tools": []},
     "/detokenize": {"tokens": [[5], [6]]},
 }
 
 
 @pytest.mark.parametrize(("path", "body"), REAL.items())
-def test_real_requests_are_allowed_and_answered(path: str, body: dict[str, Any]) -> None:
+def test_real_requests_are_allowed_and_answered(
+    path: str, body: dict[str, Any], config: ServerConfig
+) -> None:
     jsonschema.validate(body, BODIES[path])
-    with serving(ScriptedEngine(answer_anything), text=FILLS) as url:
+    with serving(ScriptedEngine(answer_anything), config, text=FILLS) as url:
         assert httpx.post(url + path, json=body).status_code == 200
         wrong = body | {"nonsense": 1}
         assert httpx.post(url + path, json=wrong).status_code == 400
@@ -143,9 +167,11 @@ ODD_VALUES = (True, 0, -1, 1.5, "", "x", [], [[]], [None], [5], ["x"], {}, {"x":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
-def test_values_of_other_types_are_refused_where_the_document_says_so(path: str) -> None:
+def test_values_of_other_types_are_refused_where_the_document_says_so(
+    path: str, config: ServerConfig
+) -> None:
     document = jsonschema.Draft202012Validator(BODIES[path])
-    with serving(ScriptedEngine(answer_anything)) as url, httpx.Client() as client:
+    with serving(ScriptedEngine(answer_anything), config) as url, httpx.Client() as client:
         for name in BODIES[path]["properties"]:
             for value in ODD_VALUES:
                 body = REAL[path] | {name: value}

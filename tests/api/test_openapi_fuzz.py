@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
+
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
@@ -19,7 +23,9 @@ from pippin.config import LimitsConfig, ServerConfig
 
 pytestmark = pytest.mark.slow
 
-ANY_HOST = ServerConfig(allowed_host=("*",))
+FILES = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, FILES)
+ANY_HOST = ServerConfig(allowed_host=("*",), batch_dir=FILES)
 APP = create_app(ScriptedEngine(answer_anything), TEXT, ANY_HOST, MODEL, LimitsConfig())
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP)
 SCHEMA.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])

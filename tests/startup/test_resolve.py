@@ -36,6 +36,25 @@ def test_resolve_decides_what_was_left_open(monkeypatch: pytest.MonkeyPatch) -> 
     assert named.server.served_name == "mine"
 
 
+def test_files_and_batches_have_a_directory_for_each_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("pippin.startup.resolve.user_state_path", tmp_path.joinpath)
+    named = {
+        name: Path(str(resolve(Config(server=ServerConfig(served_name=name))).server.batch_dir))
+        for name in ("mine", "org/model-4bit", "../..", "..")
+    }
+    assert named["mine"] == tmp_path / "pippin" / "batches" / "mine"
+    assert named["org/model-4bit"].name == "org_model-4bit"
+    assert {path.parent for path in named.values()} == {named["mine"].parent}, "none escapes"
+    assert ".." not in {path.name for path in named.values()}
+    given = resolve(Config(server=ServerConfig(batch_dir="here", batch_running=3))).server
+    assert (given.batch_dir, given.batch_running) == ("here", 3)
+    few = resolve(Config(engine=EngineConfig(max_running=2))).server
+    assert few.batch_running == 1
+    assert list(tmp_path.iterdir()) == [], "nothing is created"
+
+
 class Installed:
     """Stands in for what is installed: packages, each with its library or without one."""
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.routing import Mount, Route, Router
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pippin.api.batches.batch_metrics import BatchMetrics
+from pippin.api.batches.batches import Batches
 from pippin.api.dialects.messages.message_reply import messages_error
 from pippin.api.dialects.ollama.ollama_reply import ollama_error
 from pippin.api.dialects.responses.response_store import ResponseStores
 from pippin.api.endpoints.app_state import AppState
+from pippin.api.endpoints.batches.assemble import create_batches
+from pippin.api.endpoints.batches.batch_routes import BatchRoutes
+from pippin.api.endpoints.batches.file_routes import FileRoutes
 from pippin.api.endpoints.events import EventsEndpoint
 from pippin.api.endpoints.generation import Generation
 from pippin.api.endpoints.local_pages import is_local_path
@@ -22,7 +27,7 @@ from pippin.api.endpoints.ollama.ollama_models import OllamaModels
 from pippin.api.endpoints.ollama.ollama_replies import OllamaReplies
 from pippin.api.endpoints.server_info import ServerInfo
 from pippin.api.http.access_control import access_checks
-from pippin.api.http.http_errors import ErrorShapes, error_response, on_error
+from pippin.api.http.http_errors import ERROR_HANDLERS, ErrorShapes, error_response
 from pippin.api.http.keys import known_keys
 from pippin.api.http.request_log import RequestLog
 from pippin.api.http.unversioned_paths import UnversionedPaths
@@ -34,6 +39,8 @@ from pippin.engine.engine_client import Engine
 from pippin.errors import NotReady, PippinError
 from pippin.text.bundle import TextBundle
 
+log = logging.getLogger(__name__)
+
 
 def create_app(
     engine: Engine,
@@ -41,9 +48,9 @@ def create_app(
     config: ServerConfig,
     model: ModelInfo,
     limits: LimitsConfig,
-) -> ASGIApp:
+) -> Application:
     registry = CollectorRegistry()
-    engine = MeteredEngine(engine, ReplyTimes(registry))
+    metered = MeteredEngine(engine, ReplyTimes(registry))
     rules = RequestRules(
         model,
         text.defaults,
@@ -52,17 +59,20 @@ def create_app(
         refuses_images=config.images == "refuse",
         normalises_prompts=config.prompt_normalisation,
     )
-    state = AppState(engine, text, config, rules)
+    state = AppState(metered, text, config, rules)
     num_owners = max(1, len(known_keys(config)))
     stored = ResponseStores(config.stored_responses, config.stored_bytes, num_owners)
+    batches = create_batches(engine, state, BatchMetrics(registry))
     app = Starlette(
         routes=[
             *Generation(state, stored).routes(),
+            *FileRoutes(batches, rules).routes(),
+            *BatchRoutes(state, batches).routes(),
             *OllamaReplies(state).routes(),
             *OllamaModels(state).routes(),
             *OllamaDownloads(state).routes(),
             *ServerInfo(state).routes(),
-            Route("/metrics", MetricsEndpoint(engine, registry).show),
+            Route("/metrics", MetricsEndpoint(metered, registry).show),
             *EventsEndpoint(state).routes(),
             *(page_routes() if config.page else ()),
         ],
@@ -71,13 +81,32 @@ def create_app(
             public=page_paths() if config.page else frozenset(),
             for_local_pages=is_local_path,
         ),
-        exception_handlers=dict.fromkeys(
-            (PippinError, HTTPException, ClientDisconnect, Exception), on_error
-        ),
+        exception_handlers=ERROR_HANDLERS,
     )
     shapes = {"/v1/messages": messages_error, "/api": ollama_error}
     shaped = ErrorShapes(app, shapes, shared={"/v1/models": messages_error})
-    return RequestLog(UnversionedPaths(shaped))
+    return Application(RequestLog(UnversionedPaths(shaped)), batches)
+
+
+class Application:
+    """The app, and the batches that run beside its requests."""
+
+    def __init__(self, app: ASGIApp, batches: Batches) -> None:
+        self._app = app
+        self._batches = batches
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    def resume_batches(self) -> None:
+        """Those of an earlier server. If they cannot be read, requests are still answered."""
+        try:
+            self._batches.resume()
+        except PippinError as error:
+            log.warning("no batches are run: %s", error.message)
+
+    async def close(self) -> None:
+        await self._batches.close()
 
 
 def create_waiting_app(config: ServerConfig, reason: str) -> ASGIApp:

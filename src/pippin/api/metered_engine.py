@@ -11,12 +11,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from time import perf_counter
-from typing import Any, get_args
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from pippin.api.wrapped_engine import WrappedEngine
 from pippin.engine.engine_client import Engine
-from pippin.engine.watchers import WatchEvent
 from pippin.messages import Submit, TokenDelta
 from pippin.types import FinishReason
 
@@ -77,24 +77,13 @@ class ReplyTimes:
             self.successes.labels(reason)
 
 
-class MeteredEngine:
+class MeteredEngine(WrappedEngine):
     """The same engine, with its replies timed."""
 
     def __init__(self, engine: Engine, times: ReplyTimes) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._times = times
         self._open: dict[str, _TimedRequest] = {}
-
-    @property
-    def healthy(self) -> bool:
-        return self._engine.healthy
-
-    @property
-    def reason(self) -> str | None:
-        return self._engine.reason
-
-    def check_ready(self) -> None:
-        self._engine.check_ready()
 
     async def generate(self, submit: Submit) -> AsyncGenerator[TokenDelta, None]:
         request = self._open[submit.id] = _TimedRequest(self._times, len(submit.tokens))
@@ -108,27 +97,9 @@ class MeteredEngine:
         finally:
             self._end(submit.id, ABORT)
 
-    def abort(self, id: str) -> None:
-        self._engine.abort(id)
-
     def finish(self, id: str) -> None:
         self._end(id, "stop")  # by a stop string, which the engine does not report
-        self._engine.finish(id)
-
-    async def status(self) -> dict[str, Any]:
-        return await self._engine.status()
-
-    async def counters(self) -> dict[str, Any]:
-        return await self._engine.counters()
-
-    async def flush_cache(self) -> dict[str, Any]:
-        return await self._engine.flush_cache()
-
-    def watch(self) -> AsyncGenerator[WatchEvent, None]:
-        return self._engine.watch()
-
-    async def node(self, node: int) -> dict[str, Any]:
-        return await self._engine.node(node)
+        super().finish(id)
 
     def _end(self, id: str, finish: FinishReason) -> None:
         if (request := self._open.pop(id, None)) is not None:

@@ -91,6 +91,22 @@ class ServerConfig:
     """Maximum size of all stored responses of /v1/responses, in bytes; each API key has an equal
     share."""
 
+    batch_dir: str | None = None
+    """Directory for files of /v1/files and batches of /v1/batches, kept across restarts. Only one
+    server can use a directory at a time. Default: a directory for each served model in the user's
+    state directory, created when a client sends the first file."""
+
+    batch_bytes: int = 1_000_000_000
+    """Maximum size of all files of /v1/files, in bytes, including results of batches; each API key
+    has an equal share. 0 switches /v1/files and /v1/batches off."""
+
+    batch_file_bytes: int = 100_000_000
+    """Maximum size of one file that is sent to /v1/files, in bytes."""
+
+    batch_running: int | None = None
+    """Maximum number of requests of batches in the engine at the same time. They have the lowest
+    priority. Default: a quarter of --max-running."""
+
     prompt_normalisation: bool = True
     """Remove lines from system messages that agents write for their vendor alone and that change
     between conversations or turns, such as Claude Code's billing header: cached prefixes would end
@@ -136,6 +152,7 @@ class ServerConfig:
         check_at_least(self, engine_timeout=1, heartbeat_timeout=1)
         check_at_least(self, engine_restarts=0, drain_timeout=0)
         check_at_least(self, stored_responses=0, stored_bytes=0)
+        check_at_least(self, batch_bytes=0, batch_file_bytes=1, batch_running=1)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
         if not all(key.strip() for key in self.api_key):

@@ -18,7 +18,7 @@ import uvicorn
 from rich.console import Console
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pippin.api.app import create_app, create_waiting_app
+from pippin.api.app import Application, create_app, create_waiting_app
 from pippin.api.http.access_control import warn_if_open
 from pippin.api.http.freed_memory import return_freed_memory
 from pippin.api.http.limited_connection import allow_open_files, uvicorn_config
@@ -61,9 +61,19 @@ class Entrance:
 
     def __init__(self, config: ServerConfig) -> None:
         self.app: ASGIApp = create_waiting_app(config, "the model is being loaded")
+        self.loaded: Application | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)
+
+    def open(self, app: Application) -> None:
+        self.app = self.loaded = app
+        app.resume_batches()
+
+    async def close_batches(self) -> None:
+        """Their lines need not finish: they are run again after the next start."""
+        if self.loaded is not None:
+            await self.loaded.close()
 
 
 class Server(uvicorn.Server):
@@ -118,6 +128,7 @@ async def _serve(config: Config, listener: socket.socket) -> None:
             with announced(url, str(config.server.served_name), config.model.model):
                 console.print(_banner(config.server, url), highlight=False, soft_wrap=True)
                 await _first_of(supervising, serving, stop.first)
+        await entrance.close_batches()
         if stop.first.done():
             await _drain(config.server, engine, (supervising, serving, stop.second), console)
     finally:
@@ -144,9 +155,8 @@ async def _open(
         reasoning_parser=config.server.reasoning_parser,
     )
     ready = await supervisor.loaded
-    entrance.app = create_app(
-        engine, text, config.server, _model_info(config, ready), config.limits
-    )
+    model = _model_info(config, ready)
+    entrance.open(create_app(engine, text, config.server, model, config.limits))
 
 
 async def _drain(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from importlib.util import find_spec
 from pathlib import Path
+
+from platformdirs import user_state_path
 
 from pippin.api.http.keys import read_key_file
 from pippin.backends.nvidia import compute_capability
@@ -25,6 +28,7 @@ def resolve(config: Config) -> Config:
     model, server = config.model, config.server
     keys = _keys_in(server.api_key_file)
     path = find_checkpoint(model)
+    served_name = server.served_name or model_name(model)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(
@@ -34,11 +38,18 @@ def resolve(config: Config) -> Config:
         ),
         server=dataclasses.replace(
             server,
-            served_name=server.served_name or model_name(model),
+            served_name=served_name,
+            batch_dir=server.batch_dir or str(_batch_dir(served_name)),
+            batch_running=server.batch_running or max(1, config.engine.max_running // 4),
             api_key=(*server.api_key, *keys),
             admin_key=(*server.admin_key, *_keys_in(server.admin_key_file)),
         ),
     )
+
+
+def _batch_dir(served_name: str) -> Path:
+    """Requests name their model: what they were sent for is served there again."""
+    return user_state_path("pippin") / "batches" / re.sub(r"[^\w.-]|^\.+", "_", served_name)
 
 
 def _keys_in(path: str | None) -> tuple[str, ...]:

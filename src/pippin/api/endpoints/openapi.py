@@ -9,8 +9,11 @@ from typing import Any
 from starlette.convertors import Convertor, IntegerConvertor
 from starlette.routing import BaseRoute, Route
 
+from pippin.api.endpoints.batches.batch_routes import BATCHES_PATH
+from pippin.api.endpoints.batches.file_routes import FILES_PATH
 from pippin.api.endpoints.stored_responses import ITEMS_PATH, RESPONSE_PATH
-from pippin.api.fields import anthropic, infill, ollama, openai, scoring, tokens
+from pippin.api.fields import anthropic, files, infill, ollama, openai, scoring, tokens
+from pippin.api.fields.table import FieldTable
 from pippin.api.model_info import RequestRules
 
 OpenApi = dict[str, Any]
@@ -51,6 +54,7 @@ BODIES = {  # by path
     "/v1/messages": anthropic.MESSAGES,
     "/v1/messages/count_tokens": anthropic.COUNT_TOKENS,
     "/v1/embeddings": openai.EMBEDDINGS,
+    BATCHES_PATH: files.BATCH,
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), scoring.RERANK),
     **dict.fromkeys(("/v1/score", "/score"), scoring.SCORE),
     "/api/chat": ollama.CHAT,
@@ -62,7 +66,13 @@ BODIES = {  # by path
     "/tokenize": tokens.TOKENIZE,
     "/detokenize": tokens.DETOKENIZE,
 }
-QUERIES = {RESPONSE_PATH: openai.STORED_RESPONSE, ITEMS_PATH: openai.STORED_ITEMS}
+FORMS = {FILES_PATH: files.UPLOAD}  # with a file
+QUERIES = {
+    RESPONSE_PATH: openai.STORED_RESPONSE,
+    ITEMS_PATH: openai.STORED_ITEMS,
+    FILES_PATH: files.FILE_LIST,
+    BATCHES_PATH: files.BATCH_LIST,
+}
 
 
 def openapi_document(
@@ -106,7 +116,9 @@ def _operation(route: Route, method: str, rules: RequestRules) -> dict[str, Any]
         operation["parameters"] = parameters
     if route.path in ALWAYS_STREAM:
         operation["responses"]["200"]["content"] = {STREAMS: {}}
-    if route.path in BODIES:
+    if method == "POST" and route.path in FORMS:
+        operation["requestBody"] = _form(FORMS[route.path], rules)
+    if method == "POST" and route.path in BODIES:
         body = BODIES[route.path].schema(rules)
         operation["requestBody"] = {
             "required": True,
@@ -117,6 +129,13 @@ def _operation(route: Route, method: str, rules: RequestRules) -> dict[str, Any]
             replies[JSON_LINES if route.path.startswith("/api/") else STREAMS] = {}
         operation["responses"]["200"]["content"] = replies
     return operation
+
+
+def _form(table: FieldTable, rules: RequestRules) -> dict[str, Any]:
+    fields = {name: kind.schema(rules) for name, kind in table.fields.items()}
+    schema = _required(**fields, file={"type": "string", "format": "binary"})
+    schema |= {"required": [*table.required, "file"], "additionalProperties": False}
+    return {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
 
 
 def _path_schema(convertor: Convertor[Any]) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from pippin.api.dialects.responses.response_store import ResponseStore, ResponseStores
+from pippin.api.endpoints.listing import page_of, read_query
 from pippin.api.fields.openai import STORED_ITEMS, STORED_RESPONSE
 from pippin.api.fields.table import FieldTable
 from pippin.api.http.http_errors import JSONResponse
@@ -18,7 +17,6 @@ from pippin.api.requests.body import Body
 
 RESPONSE_PATH = "/v1/responses/{id}"
 ITEMS_PATH = f"{RESPONSE_PATH}/input_items"
-_LISTS = ("include", "include[]")  # as official clients spell a list
 
 
 class StoredResponses:
@@ -48,35 +46,11 @@ class StoredResponses:
         items = self._of(request).get(request.path_params["id"]).turn.input_items()
         if query.get("order", "desc") == "desc":
             items.reverse()
-        if (after := query.get("after")) is not None:
-            ids = [item["id"] for item in items]
-            if after not in ids:
-                raise query.wrong("after", "the id of an item of this response")
-            items = items[ids.index(after) + 1 :]
-        return JSONResponse(_page(items, query.get("limit", 20)))
+        page = page_of(items, query, limit=20, what="an item of this response")
+        return JSONResponse(page)
 
     def _of(self, request: Request) -> ResponseStore:
         return self._stored.of(owner_of(request.scope))
 
     def _query(self, request: Request, table: FieldTable) -> Body:
-        given = request.query_params
-        fields: dict[str, Any] = {name: given[name] for name in given if name not in _LISTS}
-        if included := [value for name in _LISTS for value in given.getlist(name)]:
-            fields["include"] = included
-        limit = fields.get("limit", "")
-        if limit.removeprefix("-").isdecimal() and len(limit) < 10:
-            fields["limit"] = int(limit)
-        query = Body(fields)
-        table.check(query, self._rules)
-        return query
-
-
-def _page(items: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    page = items[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > limit,
-    }
+        return read_query(request, table, self._rules)

@@ -52,8 +52,7 @@ def access_checks(
         Middleware(Guard, check=OriginCheck(origins)),
     ]
     if config.api_key:
-        separates = len(keys) > 1 and not config.share_prefixes
-        check = KeyCheck(keys, PROBES | public, separates=separates)
+        check = KeyCheck(keys, PROBES | public, separates=separates_owners(config))
         checks.append(Middleware(Guard, check=check))
     return checks
 
@@ -192,8 +191,17 @@ class KeyCheck:
             raise Unauthorized(
                 "the API key is missing or wrong: send it as a bearer token, or as x-api-key"
             )
-        scope["state"]["owner"] = owner
-        scope["state"]["salt"] = salt_of_owner(owner) if self._separates else b""
+        scope["state"].update(owner_state(owner, separates=self._separates))
+
+
+def separates_owners(config: ServerConfig) -> bool:
+    """Whether requests of different keys share no cached prefix."""
+    return len(known_keys(config)) > 1 and not config.share_prefixes
+
+
+def owner_state(owner: bytes, *, separates: bool) -> dict[str, bytes]:
+    """What the requests of an owner carry."""
+    return {"owner": owner, "salt": salt_of_owner(owner) if separates else b""}
 
 
 def owner_salt_of(scope: Scope) -> bytes:

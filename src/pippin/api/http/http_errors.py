@@ -161,6 +161,11 @@ async def on_error(request: Request, error: Exception) -> Response:
     return error_response(internal_error())  # `RequestLog` gets the error too, and logs it
 
 
+ERROR_HANDLERS: dict[Any, Any] = dict.fromkeys(
+    (PippinError, HTTPException, ClientDisconnect, Exception), on_error
+)
+
+
 def _headers(error: PippinError) -> dict[str, str]:
     headers = {}
     if error.retry_after_s is not None:

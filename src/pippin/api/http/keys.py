@@ -23,6 +23,9 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._digests)
 
+    def owners(self) -> list[bytes]:
+        return list(self._digests)
+
     def __contains__(self, owner: bytes) -> bool:
         same = [hmac.compare_digest(owner, digest) for digest in self._digests]
         return any(same)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-FIRST_PARTS = frozenset({"chat", "completions", "responses", "messages", "embeddings", "models"})
+FIRST_PARTS = frozenset(
+    {
+        *("chat", "completions", "responses", "messages", "embeddings", "models"),
+        *("files", "batches"),
+    }
+)
 
 
 class UnversionedPaths:

@@ -1,0 +1,89 @@
+"""A batch: what was asked for, and how far it is. Knows no file and no engine."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal, get_args
+
+import msgspec
+
+Status = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+FINISHED: tuple[Status, ...] = ("failed", "completed", "expired", "cancelled")
+WINDOWS_S = {"24h": 24 * 3600}
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+_TIMED = [status for status in get_args(Status) if status != "validating"]
+
+
+class LineError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class Batch(msgspec.Struct):
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    model: str
+    created_at: int
+    metadata: dict[str, str | None] | None = None
+    output_expires_s: int | None = None
+    status: Status = "validating"
+    times: dict[str, int] = msgspec.field(default_factory=dict)  # when each status began
+    errors: list[LineError] = msgspec.field(default_factory=list)
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status in FINISHED
+
+    @property
+    def expires_at(self) -> int:
+        return self.created_at + WINDOWS_S[self.completion_window]
+
+    def results_id(self, kind: str) -> str:
+        """Of the file of its results: the same after a restart."""
+        return f"file-{hashlib.sha256(f'{self.id} {kind}'.encode()).hexdigest()[:32]}"
+
+    def enter(self, status: Status, now: float) -> None:
+        self.status = status
+        self.times[status] = int(now)
+
+    def wire(self) -> dict[str, Any]:
+        errors = [msgspec.structs.asdict(error) for error in self.errors]
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "errors": {"object": "list", "data": errors} if errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **{f"{status}_at": self.times.get(status) for status in _TIMED},
+            "request_counts": {
+                "total": self.total,
+                "completed": self.completed,
+                "failed": self.failed,
+            },
+            "metadata": self.metadata,
+        }

@@ -1,0 +1,224 @@
+"""Runs batches: checks their lines, has them answered, and keeps the results.
+
+Knows no HTTP and no field of a request. Batches of one owner run one after another, those of
+different owners side by side; together they have a limited number of lines in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pippin.api.batches.batch import Batch, LineError, Status
+from pippin.api.batches.batch_metrics import BatchMetrics
+from pippin.api.batches.batch_store import BatchStore
+from pippin.api.batches.durable import new_id
+from pippin.api.batches.file_store import FileNotFound, FileStore, StorageFull
+from pippin.api.batches.input_lines import InputLine, LineRules, WaitingLines, check_lines
+from pippin.api.batches.line_client import LineClient
+from pippin.api.batches.results import ERRORS, OUTPUT, Results
+from pippin.tasks import all_or_none
+
+log = logging.getLogger(__name__)
+
+EXPIRED = {
+    "code": "batch_expired",
+    "message": "This request could not be executed before the completion window expired.",
+}
+
+
+@dataclass(eq=False)
+class BatchOwner:
+    """The holder of an API key, or every client of a server without keys."""
+
+    state: Mapping[str, Any]  # of its requests
+    files: FileStore
+    batches: BatchStore
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one of its batches runs at a time
+
+
+class BatchRunner:
+    def __init__(
+        self,
+        client: LineClient,
+        rules: LineRules,
+        num_lines: int,
+        metrics: BatchMetrics,
+    ) -> None:
+        self._client = client
+        self._rules = rules
+        self._num_lines = num_lines
+        self._metrics = metrics
+        self._lines = asyncio.Semaphore(num_lines)
+        self._checks = asyncio.Semaphore(1)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._closing = False
+
+    def start(self, owner: BatchOwner, batch: Batch) -> None:
+        task = asyncio.create_task(self._run(owner, batch))
+        self._tasks[batch.id] = task
+        self._metrics.running.inc()
+        task.add_done_callback(lambda task: self._ended(owner, batch, task))
+
+    def cancel(self, batch: Batch) -> None:
+        batch.enter("cancelling", time.time())
+        self._tasks[batch.id].cancel()
+
+    async def close(self) -> None:
+        """Abort what is in flight. Batches go on at the next start."""
+        self._closing = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, owner: BatchOwner, batch: Batch, task: asyncio.Task[None]) -> None:
+        del self._tasks[batch.id]
+        self._metrics.running.dec()
+        if task.cancelled():
+            if batch.status == "cancelling" and not self._closing:  # before its first step
+                self.start(owner, batch)
+        elif (error := task.exception()) is not None:
+            log.error("batch %s stopped; it goes on at the next start", batch.id, exc_info=error)
+
+    async def _run(self, owner: BatchOwner, batch: Batch) -> None:
+        limit = asyncio.timeout(max(0.0, batch.expires_at - time.time()))
+        end: Status = "completed"
+        if batch.status == "finalizing":  # until the server was stopped
+            batch.status = "in_progress"
+        try:
+            async with limit:
+                if batch.status == "cancelling":
+                    end = "cancelled"
+                else:
+                    await self._check(owner, batch)
+                    if batch.is_finished:
+                        return
+                    async with owner.turn:
+                        await self._run_lines(owner, batch)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if batch.status != "cancelling" or task is None:  # the server stops
+                raise
+            task.uncancel()
+            end = "cancelled"
+        except (OSError, FileNotFound, StorageFull) as error:
+            if limit.expired() and isinstance(error, TimeoutError):
+                end = "expired"
+            else:
+                end = "failed"
+                batch.errors = [LineError(*_reason(error))]
+                log.error("batch %s failed", batch.id, exc_info=error)
+        if end != "cancelled":
+            batch.enter("finalizing", time.time())  # it cannot be cancelled any more
+        await asyncio.to_thread(self._finish, owner, batch, end)
+
+    async def _check(self, owner: BatchOwner, batch: Batch) -> None:
+        if batch.status != "validating":
+            return
+        path = self._input(owner, batch)
+        async with self._checks:
+            checked = asyncio.to_thread(check_lines, path, batch.endpoint, self._rules)
+            batch.total, batch.errors = await checked
+        batch.enter("failed" if batch.errors else "in_progress", time.time())
+        await asyncio.to_thread(owner.batches.save, batch)
+
+    async def _run_lines(self, owner: BatchOwner, batch: Batch) -> None:
+        results = await asyncio.to_thread(Results, batch, owner.files)
+        try:
+            self._count(batch, results)
+            if len(results.done) < batch.total:
+                path, most = self._input(owner, batch), self._rules.max_line_bytes
+                with closing(WaitingLines(path, most, results.done)) as lines:
+                    work = partial(self._work, owner, batch, lines, results)
+                    await all_or_none(work() for _ in range(min(self._num_lines, batch.total)))
+        finally:
+            results.close()
+
+    async def _work(
+        self, owner: BatchOwner, batch: Batch, lines: WaitingLines, results: Results
+    ) -> None:
+        while True:
+            async with self._lines:
+                line = await asyncio.to_thread(lines.next)
+                if line is None:
+                    return
+                answer = await self._client.ask(line.url, bytes(line.body), owner.state)
+                kind = OUTPUT if answer.status == 200 else ERRORS
+                result = _result(line, response=answer.wire())
+                await asyncio.to_thread(results.append, kind, line.custom_id, result)
+                self._metrics.count(kind)
+                self._count(batch, results)
+
+    def _finish(self, owner: BatchOwner, batch: Batch, end: Status) -> None:
+        """The same again, if a crash came in between: the names of the files are."""
+        try:
+            self._list_results(owner, batch, end)
+        except (OSError, StorageFull) as error:
+            end, batch.errors = "failed", [LineError(*_reason(error))]
+            log.error("the results of batch %s are not complete", batch.id, exc_info=error)
+        batch.enter(end, time.time())
+        try:
+            owner.batches.save(batch)
+        except OSError as error:
+            log.error("batch %s goes on at the next start", batch.id, exc_info=error)
+
+    def _list_results(self, owner: BatchOwner, batch: Batch, end: Status) -> None:
+        results = Results(batch, owner.files)
+        try:
+            if end == "expired":
+                self._write_expired(owner, batch, results)
+        finally:
+            results.close()
+            self._count(batch, results)
+            for kind in (OUTPUT, ERRORS):
+                self._list(owner, batch, kind, results.counts[kind])
+
+    def _write_expired(self, owner: BatchOwner, batch: Batch, results: Results) -> None:
+        path = owner.files.path(batch.input_file_id)
+        if not path.exists() or not batch.total:
+            return
+        with closing(WaitingLines(path, self._rules.max_line_bytes, results.done)) as lines:
+            while (line := lines.next()) is not None:
+                results.append(ERRORS, line.custom_id, _result(line, error=EXPIRED))
+
+    def _list(self, owner: BatchOwner, batch: Batch, kind: str, count: int) -> None:
+        if not count:
+            return
+        id = batch.results_id(kind)
+        filename = f"{batch.id}_{kind}.jsonl"
+        expires_s = batch.output_expires_s
+        owner.files.add(id, filename, "batch_output", expires_s, owner.files.path(id))
+        if kind == OUTPUT:
+            batch.output_file_id = id
+        else:
+            batch.error_file_id = id
+
+    def _count(self, batch: Batch, results: Results) -> None:
+        batch.completed, batch.failed = results.counts[OUTPUT], results.counts[ERRORS]
+
+    def _input(self, owner: BatchOwner, batch: Batch) -> Path:
+        return owner.files.path(owner.files.get(batch.input_file_id).id)
+
+
+def _result(line: InputLine, *, response: Any = None, error: Any = None) -> dict[str, Any]:
+    id = new_id("batch_req_")
+    return {"id": id, "custom_id": line.custom_id, "response": response, "error": error}
+
+
+def _reason(error: Exception) -> tuple[str, str]:
+    match error:
+        case FileNotFound():
+            return "input_file_not_found", "the input file was deleted before all its lines ran"
+        case StorageFull():
+            return error.code, f"a result could not be stored: {error.message}"
+        case OSError():
+            return "storage_failed", f"a result could not be stored: {error.strerror or error}"
+    raise error
