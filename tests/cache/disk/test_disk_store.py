@@ -269,7 +269,7 @@ def test_reads_writes_and_forgetting_beside_each_other(tmp_path: Path) -> None:
 
     def read() -> None:
         rng = np.random.default_rng(3)
-        while not ends.is_set():
+        while not ends.wait(0.001):  # without a pause the writer waits for Python's lock alone
             some = [entries[i] for i in rng.integers(0, len(entries), 8)]
             for entry, found in zip(some, store.read([e.key for e in some]), strict=True):
                 if found is not None and not same_bytes([found], [entry]):
@@ -280,13 +280,16 @@ def test_reads_writes_and_forgetting_beside_each_other(tmp_path: Path) -> None:
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
         reader.start()
-    for _ in range(3):
-        write_all(store, entries)
-    ends.set()
-    for reader in readers:
-        reader.join()
+    try:
+        for _ in range(3):
+            write_all(store, entries)
+    finally:
+        ends.set()
+        for reader in readers:
+            reader.join()
     counters = store.counters()
     assert not wrong
+    assert counters.hits > 0
     assert (counters.damaged, counters.read_errors, counters.write_errors) == (0, 0, 0)
     store.close()
 
