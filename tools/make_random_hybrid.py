@@ -6,7 +6,8 @@
 What a model writes is nonsense without training, but its speed is the same. The tokenizer is the
 bundled one, its vocabulary filled up, so that every token has text. The shape `agents` has
 Qwen3.5's own tokenizer and template, 131,072 positions and four narrow layers in float32, so that
-an agent's prompt of 20,000 tokens is computed in seconds on two cores. Needs torch and safetensors.
+an agent's prompt of 20,000 tokens is computed in seconds on two cores. It ends its reasoning, as a
+trained model does: some 40 random words, `</think>`, an empty line. Needs torch and safetensors.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import math
+import re
 import shutil
 import sys
 import zlib
@@ -75,13 +78,16 @@ TINY = QWEN3_5_0_8B | {
 AGENTS = QWEN3_5_0_8B | {
     "dtype": "float32",
     "eos_token_id": [248_046, 248_044],  # <|im_end|>, <|endoftext|>
+    "tie_word_embeddings": False,
     "text_config": QWEN3_5_0_8B["text_config"]
+    | {"tie_word_embeddings": False}
     | {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128}
     | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
     | {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
     | {"max_position_embeddings": 131_072},
 }
+NUM_REASONING_LINES, NUM_WORDS_OF_A_LINE = 8, 5  # of the shape for agents, on average
 SHAPES = {"0.8b": QWEN3_5_0_8B, "tiny": TINY, "agents": AGENTS}
 
 
@@ -179,16 +185,49 @@ class Recorded(RandomWeights):
         return tensor
 
 
-def write_weights(target: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
-    """config.json and model.safetensors."""
+def write_weights(
+    target: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    vocab: dict[str, int] | None = None,
+) -> None:
+    """config.json and model.safetensors; with Qwen3.5's `vocab`, it ends its reasoning."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = read_shape(config)
     weights = Recorded(shape, dtype, device)
     with torch.inference_mode():
         build_decoder(shape, weights, dtype, device, shape.max_len)
+        if vocab is not None:
+            end_reasoning(weights.taken, vocab, shape.prefix)
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     save_file(weights.taken, target / "model.safetensors", {"format": "pt"})
+
+
+def end_reasoning(weights: dict[str, torch.Tensor], vocab: dict[str, int], prefix: str) -> None:
+    """What follows a token depends on its kind, and each kind has a dimension of its own.
+
+    A line's end, as behind `<think>`, is followed by a word or by `</think>`, a word by more of
+    them or by a full stop, that by a line's end, and `</think>` by an empty line. These are the
+    tokens that a tokenizer makes of such a text: a client's copy of it has the same ones.
+    """
+    first = [id for token, id in vocab.items() if re.fullmatch("[a-z]{3,9}", token)]
+    words = [id for token, id in vocab.items() if re.fullmatch("Ġ[a-z]{3,9}", token)]
+    kinds = (
+        (["Ċ"], first, "</think>", NUM_REASONING_LINES),
+        ([*first, *words], words, ".", NUM_WORDS_OF_A_LINE),
+        (["."], [], "Ċ", 1),
+        (["</think>"], [], "ĊĊ", 1),
+        (["ĊĊ"], [], '"', 1),  # JSON may begin with any number of spaces
+    )
+    embed, head = weights[f"{prefix}embed_tokens.weight"], weights["lm_head.weight"]
+    norm = math.sqrt(embed.shape[1])  # of what the head reads
+    logit = 40.0  # other tokens have about 1
+    for dimension, (tokens, likely, end, mean) in enumerate(kinds):
+        ids = [token if isinstance(token, int) else vocab[token] for token in tokens]
+        embed[ids, dimension] = 100.0
+        head[likely, dimension] = logit / norm
+        head[vocab[end], dimension] = (logit + math.log(max(1, len(likely)) / mean)) / norm
 
 
 def write_tokenizer(target: Path, vocab_size: int) -> None:
@@ -201,11 +240,15 @@ def write_tokenizer(target: Path, vocab_size: int) -> None:
     (target / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
-def write_qwen_tokenizer(target: Path) -> None:
-    """Qwen3.5's own, whose last ids have no text, as in the original."""
+def write_qwen_tokenizer(target: Path) -> dict[str, int]:
+    """Qwen3.5's own, whose last ids have no text, as in the original; its vocabulary."""
+    target.mkdir(parents=True, exist_ok=True)
     shutil.copy(QWEN3_5 / "chat_template.jinja", target / "chat_template.jinja")
     tokenizer = lzma.decompress((QWEN3_5 / "tokenizer.json.xz").read_bytes())
     (target / "tokenizer.json").write_bytes(tokenizer)
+    fields = json.loads(tokenizer)
+    added = {token["content"]: token["id"] for token in fields["added_tokens"]}
+    return {**fields["model"]["vocab"], **added}
 
 
 def write_model(target: Path, shape: str, max_len: int | None = None) -> None:
@@ -215,10 +258,11 @@ def write_model(target: Path, shape: str, max_len: int | None = None) -> None:
         config = config | {
             "text_config": config["text_config"] | {"max_position_embeddings": max_len}
         }
-    write_weights(target, config, getattr(torch, config["dtype"]))
+    dtype = getattr(torch, config["dtype"])
     if shape == "agents":
-        write_qwen_tokenizer(target)
+        write_weights(target, config, dtype, write_qwen_tokenizer(target))
     else:
+        write_weights(target, config, dtype)
         write_tokenizer(target, config["text_config"]["vocab_size"])
 
 

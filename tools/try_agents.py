@@ -1,6 +1,6 @@
 """Runs every coding agent that is on the PATH against a server for some turns, and prints a table.
 
-    python tools/try_agents.py [--only claude --only codex] [--turns 8 --tokens] [--url URL]
+    python tools/try_agents.py [--only claude --only codex] [--turns 8] [--url URL]
 
 Installs nothing. Without --url it writes a model of random weights (`make_random_hybrid.py --shape
 agents`), serves it and asks that. Each agent has a temporary home and its default settings, and runs
@@ -13,8 +13,8 @@ forces one call of the shell tool with a fixed command where the user asked for 
 text everywhere else (`tools/agents/forcing.py`). --as-sent turns the proxy's changes off, for a
 server with a model that can be asked. Exits with 1 if anything failed.
 
---tokens prints each request's tokens: those of its prompt, those cached, those that are new since
-the last prompt and its reply, and those computed again beyond what is new.
+More than two turns, or --tokens, print each request's tokens: those of its prompt, those cached,
+those computed, those that are new, and those computed again (`tools/agents/token_table.py`).
 """
 
 from __future__ import annotations
@@ -44,10 +44,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 from agents.agent_clients import AGENTS, AgentClient, Place
 from agents.forcing import DONE, MARK, RESULT, force
 from agents.forcing_proxy import Exchange, ForcingProxy
+from agents.token_table import token_table
+from tokenizers import Tokenizer
 
 ISOLATED = "PIPPIN_TRY_AGENTS_ISOLATED"  # set in the process that has a network namespace
 TURN_SECONDS = 300
 SERVER_SECONDS = 300
+MODEL, LOG = "random-agents", "server.log"
 
 
 @dataclass(frozen=True)
@@ -159,28 +162,17 @@ def _version(agent: AgentClient) -> str:
     return found[0] if found else "?"
 
 
-def tokens_table(trial: Trial, log: Path) -> Iterator[str]:
-    """Each request's tokens, by the server's log."""
-    lines = (json.loads(line) for line in log.read_text().splitlines() if line.startswith("{"))
-    facts = {line["id"]: line for line in lines if "prompt_tokens" in line}
-    yield f"  {'request':>8} {'prompt':>7} {'cached':>7} {'new':>6} {'again':>6}"
-    before: dict[str, int] = {}  # tokens of a conversation until now: agents have several
-    for number, exchange in enumerate(trial.exchanges, 1):
-        if exchange.id not in facts:
-            continue
-        fact = facts[exchange.id]
-        prompt, cached = fact["prompt_tokens"], fact["cached_tokens"]
-        tools = json.dumps(exchange.sent.get("tools"))
-        new = max(0, prompt - before.get(tools, 0))
-        again = max(0, prompt - cached - new)
-        yield f"  {number:8} {prompt:7,} {cached:7,} {new:6,} {again:6,}"
-        before[tools] = prompt + fact["completion_tokens"]
+def print_tokens(trial: Trial, folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / MODEL / "tokenizer.json"))
+    log = (folder / LOG).read_text()
+    table = token_table(trial.exchanges, log, lambda text: len(tokenizer.encode(text)))
+    print("\n".join(table), flush=True)
 
 
 @contextlib.contextmanager
-def own_server(folder: Path, options: list[str]) -> Iterator[tuple[str, Path]]:
-    """A server of random weights: its address, and its log."""
-    model, log = folder / "random-agents", folder / "server.log"
+def own_server(folder: Path, options: list[str]) -> Iterator[str]:
+    """A server of random weights, with its files in `folder`: its address."""
+    model, log = folder / MODEL, folder / LOG
     tool = ROOT / "tools" / "make_random_hybrid.py"
     subprocess.run([sys.executable, tool, model, "--shape", "agents"], check=True)
     port = _free_port()
@@ -190,7 +182,7 @@ def own_server(folder: Path, options: list[str]) -> Iterator[tuple[str, Path]]:
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(url, server)
-            yield url, log
+            yield url
         finally:
             server.terminate()
 
@@ -252,16 +244,15 @@ def main() -> int:
     print(network, flush=True)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="try-agents-")))
-        log: Path | None = None
         url = given.url and given.url.rstrip("/").removesuffix("/v1")
         if url is None:
-            url, log = stack.enter_context(own_server(folder, given.serve))
+            url = stack.enter_context(own_server(folder, given.serve))
         change = (lambda _, body: dict(body)) if given.as_sent else force
         proxy = stack.enter_context(ForcingProxy(url, change))
-        return run(proxy, given, log)
+        return run(proxy, given, folder)
 
 
-def run(proxy: ForcingProxy, given: argparse.Namespace, log: Path | None) -> int:
+def run(proxy: ForcingProxy, given: argparse.Namespace, folder: Path) -> int:
     with urllib.request.urlopen(f"{proxy.url}/v1/models") as reply:
         model = str(json.load(reply)["data"][0]["id"])
     print(f"{'agent':12} {'version':10} {'requests':>8} {'call':5} result")
@@ -272,11 +263,16 @@ def run(proxy: ForcingProxy, given: argparse.Namespace, log: Path | None) -> int
         if shutil.which(agent.command) is None:
             print(f"{agent.name:12} absent")
             continue
-        trial = try_agent(agent, proxy, model, given)
+        try:
+            trial = try_agent(agent, proxy, model, given)
+        except OSError as error:  # such as one for another processor
+            print(f"{agent.name:12} cannot be run: {error}", flush=True)
+            failed = True
+            continue
         failed |= bool(trial.faults)
         print(trial.row(), flush=True)
-        if given.tokens and log is not None:
-            print("\n".join(tokens_table(trial, log)), flush=True)
+        if given.url is None and (given.tokens or given.turns > 2):
+            print_tokens(trial, folder)
         if given.record is not None:
             record(trial, given.record)
     return int(failed)

@@ -193,7 +193,7 @@ def test_what_claude_code_sends_besides_is_understood() -> None:
         body = {"context_management": {"edits": edits}}
         whole(client, system="You help.", messages=[USER, reminder], extra_body=body)
     assert prompt_text(engine).count("<|im_start|>system") == 1
-    assert "<|im_start|>user\nBe brief.<|im_end|>" in prompt_text(engine)
+    assert "You help.\n\nBe brief.<|im_end|>" in prompt_text(engine)
 
 
 @pytest.mark.parametrize(

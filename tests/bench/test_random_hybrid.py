@@ -40,4 +40,6 @@ def test_the_shape_for_agents_has_qwens_words_and_room_for_their_prompts(tmp_pat
         assert llm.text.tokenizer.eos_ids == (END_OF_TURN, END_OF_TURN - 2)
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         (reply,) = llm.generate("The fox", params)
+        reasoned = llm.generate(["<think>\n"] * 8, SamplingParams(max_tokens=999, stop="</think>"))
     assert len(reply.tokens) == 2
+    assert all(each.finish_reason == "stop" for each in reasoned)

@@ -332,9 +332,9 @@ IN_TURN = (
     ("rules", "shown"),
     [
         ("", "[system: a][system: b][user: c][system: d][assistant: e][system: f]"),
-        (FIRST_ONLY, "[system: a\n\nb][user: c][user: d][assistant: e][user: f]"),
-        (DROPPED, "[system: a\n\nb][user: c][user: d][assistant: e][user: f]"),
-        (FIRST_ONLY + IN_TURN, "[system: a\n\nb][user: c\n\nd][assistant: e][user: f]"),
+        (FIRST_ONLY, "[system: a\n\nb\n\nd][user: c][assistant: e][user: f]"),
+        (DROPPED, "[system: a\n\nb\n\nd][user: c][assistant: e][user: f]"),
+        (FIRST_ONLY + IN_TURN, "[system: a\n\nb\n\nd][user: c][assistant: e][user: f]"),
     ],
 )
 def test_reminders_in_mid_conversation_are_shown_by_every_template(rules: str, shown: str) -> None:
@@ -342,6 +342,62 @@ def test_reminders_in_mid_conversation_are_shown_by_every_template(rules: str, s
     messages = [{"role": role, "content": text} for role, text in zip(roles, "abcdef", strict=True)]
     template = ChatTemplate("{% for m in messages %}" + rules + SHOWN + "{% endfor %}")
     assert template.render(messages) == shown
+
+
+def test_two_messages_that_become_users_are_one_where_turns_alternate() -> None:
+    roles = ("user", "assistant", "user", "system")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, "abcd", strict=True)]
+    template = ChatTemplate(
+        "{% for m in messages %}" + FIRST_ONLY + IN_TURN + SHOWN + "{% endfor %}"
+    )
+    assert template.render(messages) == "[user: a][assistant: b][user: c\n\nd]"
+
+
+TURN = [
+    {"role": "user", "content": "ask"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "because",
+        "tool_calls": [
+            {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call00001", "content": "seen"},
+]
+NOTE = {"role": "system", "content": "Be brief.\n"}
+LAST_QUESTION = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+)
+REASONS = "{% if m.thinking and loop.index0 > ns.last %}({{ m.thinking }}){% endif %}"
+
+
+def test_a_note_behind_a_result_keeps_the_reasoning_of_the_turn() -> None:
+    template = ChatTemplate(
+        LAST_QUESTION + "{% for m in messages %}" + FIRST_ONLY + SHOWN + REASONS + "{% endfor %}"
+    )
+    before = template.render(TURN)
+    shown = template.render([*TURN, NOTE])
+    assert "(because)" in before
+    reminder = "<system-reminder>\nBe brief.\n</system-reminder>"
+    assert shown == before.replace("seen]", f"seen\n\n{reminder}]")
+
+
+def test_a_note_behind_a_result_is_the_users_where_reasoning_stays_anyway() -> None:
+    always = REASONS.replace(" and loop.index0 > ns.last", "")
+    template = ChatTemplate(
+        "{% for m in messages %}" + FIRST_ONLY + SHOWN + always + "{% endfor %}"
+    )
+    assert template.render([*TURN, NOTE]) == template.render(TURN) + "[user: Be brief.\n]"
+
+
+def test_a_system_message_behind_the_question_leaves_a_boundary_at_the_system_prompts_end() -> None:
+    later = {"role": "system", "content": "There are agents."}
+    _, one = boundaries_in_text([SYSTEM, USER, later], TOOLS)
+    _, other = boundaries_in_text([SYSTEM, MORE, later], TOOLS)
+    shared = [end for end in one if end in other][-1]
+    assert shared.endswith("There are agents.<|im_end|>\n")
 
 
 def test_a_template_for_tools_is_used_where_there_are_tools(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Holds replies of a model of random weights to something an agent can use. Knows no HTTP.
 
 Bodies of chats, messages and responses are changed on their way to the server, as a client could
-have sent them: no reasoning, and either one call of the shell tool with a fixed command, or the one
-text `DONE`. The shell tool's schema is narrowed in every request, so that prompts stay alike.
+have sent them: the reply is either one call of the shell tool with a fixed command, or the one text
+`DONE`. The shell tool's schema is narrowed in every request, so that prompts stay alike. All else,
+how much to reason above all, is as the client sent it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ def force(path: str, body: Body) -> Body:
 
 
 def _chat(body: Body) -> Body:
-    forced = _narrowed(body)
-    forced |= {"chat_template_kwargs": {"enable_thinking": False}, "parallel_tool_calls": False}
-    forced.pop("reasoning_effort", None)
+    forced = _narrowed(body) | {"parallel_tool_calls": False}
     name = _shell_name(forced)
     if name is not None and _wants_call(body["messages"]):
         return forced | {"tool_choice": {"type": "function", "function": {"name": name}}}
@@ -46,19 +45,18 @@ def _chat(body: Body) -> Body:
 
 
 def _messages(body: Body) -> Body:
-    forced = _narrowed(body) | {"thinking": {"type": "disabled"}}
-    forced.pop("output_config", None)
-    forced.pop("context_management", None)
+    forced = _narrowed(body)
     name = _shell_name(forced)
     if name is not None and _wants_call(body["messages"]):
         choice = {"type": "tool", "name": name, "disable_parallel_tool_use": True}
         return forced | {"tool_choice": choice}
-    forced["output_config"] = {"format": {"type": "json_schema", "schema": _DONE_SCHEMA}}
+    format = {"type": "json_schema", "schema": _DONE_SCHEMA}
+    forced["output_config"] = {**body.get("output_config", {}), "format": format}
     return forced | ({"tool_choice": {"type": "none"}} if forced.get("tools") else {})
 
 
 def _responses(body: Body) -> Body:
-    forced = _narrowed(body) | {"reasoning": {"effort": "none"}, "parallel_tool_calls": False}
+    forced = _narrowed(body) | {"parallel_tool_calls": False}
     name = _shell_name(forced)
     items = body["input"] if isinstance(body["input"], list) else [{"content": body["input"]}]
     if name is not None and _wants_call(items):

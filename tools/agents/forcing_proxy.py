@@ -84,6 +84,19 @@ class _Handler(BaseHTTPRequestHandler):
         server = http.client.HTTPConnection(urlsplit(self.proxy.server_url).netloc)
         server.request(self.command, self.path, body, kept)
         reply = server.getresponse()
+        if exchange is not None:
+            exchange.status = reply.status
+        try:
+            first = self._return(reply)
+        except (BrokenPipeError, ConnectionResetError):  # the agent has exited, or needs no more
+            first = b""
+        server.close()
+        self.close_connection = True
+        if exchange is not None and reply.status >= 400:
+            exchange.error = first.decode(errors="replace")
+
+    def _return(self, reply: http.client.HTTPResponse) -> bytes:
+        """What came first of the reply's body."""
         self.send_response(reply.status)
         for name, value in reply.getheaders():
             if name.lower() not in _HOP_BY_HOP:
@@ -95,11 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
             first = first or piece
             self.wfile.write(piece)
             self.wfile.flush()
-        server.close()
-        self.close_connection = True
-        if exchange is not None:
-            exchange.status = reply.status
-            exchange.error = first.decode(errors="replace") if reply.status >= 400 else ""
+        return first
 
     def log_message(self, format: str, *args: object) -> None:
         """Says nothing: the table does."""

@@ -110,7 +110,8 @@ class ServerConfig:
     prompt_normalisation: bool = True
     """Remove lines from system messages that agents write for their vendor alone and that change
     between conversations or turns, such as Claude Code's billing header: cached prefixes would end
-    there. docs/internals/prefix-cache.md lists them."""
+    there. Claude Code's `gitStatus` is moved into the first user message.
+    docs/internals/prefix-cache.md lists them."""
 
     page: bool = True
     """Serve a web page at / with a chat and a live view of the engine."""

@@ -106,14 +106,14 @@ class ChatTemplate:
         cut_mark = uuid4().hex if continue_final_message else None
         shown = messages if cut_mark is None else _with_cut_mark(messages, cut_mark)
         add_generation_prompt = add_generation_prompt and cut_mark is None
-        render = partial(self.render, variables=variables)
+        render = partial(self._render, variables=variables)
         with time_limit():
-            text = render(shown, tools, add_generation_prompt=add_generation_prompt)
+            shaped = self._shape.apply(shown)
+            text = render(shaped, tools, add_generation_prompt=add_generation_prompt)
             text = text if cut_mark is None else _before_mark(text, cut_mark)
             check(text)
-            render_part = partial(render, add_generation_prompt=False)
-            message_ends = MessageEnds(render_part, text, messages, tools)
-            prefixes = _prefixes(len(messages), has_tools=bool(tools))
+            message_ends = MessageEnds(render, text, shaped, tools)
+            prefixes = _prefixes(len(shaped), has_tools=bool(tools))
             ends = [message_ends.find(num_messages) for num_messages in prefixes]
         encoded = tokenizer.encode_rendered(text)
         boundaries = {_token_position(encoded.ends, end) for end in ends if end}

@@ -39,6 +39,7 @@ class MessageShape:
     one_text_beside_calls: bool  # a turn with calls may have reasoning or content, not both
     one_system: bool = False  # a system message stands at the beginning, or not at all
     one_user: bool = False  # no two user messages in a row
+    user_drops_reasoning: bool = False  # a user message behind a tool's result: that before it
 
     @classmethod
     def of(cls, render: Render) -> MessageShape:
@@ -53,28 +54,49 @@ class MessageShape:
             one_system=_MARK
             not in (_try_roles(render, "user", "assistant", "user", "system") or ""),
             one_user=_try_roles(render, "user", "user") is None,
+            user_drops_reasoning=_drops_reasoning(render, shape._arguments(_PROBE_ARGUMENTS)),
         )
 
     def apply(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Agents send system messages in mid-conversation. For a template that refuses them they
-        become user messages: no content is left out."""
+        """Agents send system messages in mid-conversation. For a template that refuses them:
+
+        - those before the first reply join the system prompt, which conversations share;
+        - those behind a tool's result join that, where a user message would be taken for the next
+          question, and the reasoning before it would be dropped in the middle of a turn;
+        - all others become user messages.
+        """
         shaped: list[dict[str, Any]] = []
         joined: list[list[str]] = []  # the contents of those that become one message, for each
-        for message in map(self._message, messages):
+        ordered = _system_first(messages) if self.one_system else messages
+        for message in map(self._message, ordered):
             last = shaped[-1] if shaped else None
-            if self.one_system and message["role"] == "system" and last is not None:
-                message["role"] = "system" if last["role"] == "system" else "user"
-            only_one = message["role"] == "system" and self.one_system
-            only_one |= message["role"] == "user" and self.one_user
-            if only_one and last is not None and _can_join(last, message):
-                joined[-1].append(message["content"])
-            else:
+            text = self._joined_text(last, message)
+            if text is None and self.one_system and last and message["role"] == "system":
+                message["role"] = "user"
+                text = self._joined_text(last, message)
+            if text is None:
                 shaped.append(message)
                 joined.append([])
+            else:
+                joined[-1].append(text)
         for message, more in zip(shaped, joined, strict=True):
             if more:
                 message["content"] = "\n\n".join([message["content"], *more])
         return shaped
+
+    def _joined_text(self, last: Message | None, message: Message) -> str | None:
+        """What `message` adds to the one before it; None if it is a message of its own."""
+        text = message.get("content")
+        if last is None or not isinstance(last.get("content"), str) or not isinstance(text, str):
+            return None
+        match last["role"], message["role"]:
+            case ("system", "system") if self.one_system:
+                return text
+            case ("user", "user") if self.one_user:
+                return text
+            case ("tool", "system") if self.one_system and self.user_drops_reasoning:
+                return f"<system-reminder>\n{text.strip()}\n</system-reminder>"
+        return None
 
     def _message(self, message: Message) -> dict[str, Any]:
         """With its reasoning under every name and its calls as they should be."""
@@ -99,6 +121,19 @@ def _try_call(
     render: Render, arguments: Any, content: str = "", reasoning: str | None = None
 ) -> str | None:
     """A rendered turn with a call; None if the template refuses it."""
+    return try_render(render, _turn(arguments, content, reasoning), [_PROBE_TOOL])
+
+
+def _drops_reasoning(render: Render, arguments: Any) -> bool:
+    """Whether a user message behind a tool's result has the reasoning before it dropped."""
+    turn = _turn(arguments, "", _MARK)
+    turn.append({"role": "tool", "tool_call_id": _PROBE_ID, "content": "probe"})
+    before = try_render(render, turn, [_PROBE_TOOL])
+    after = try_render(render, [*turn, {"role": "user", "content": "probe"}], [_PROBE_TOOL])
+    return before is not None and _MARK in before and after is not None and _MARK not in after
+
+
+def _turn(arguments: Any, content: str, reasoning: str | None) -> list[Message]:
     function = {"name": "probe", "arguments": arguments}
     reply = {
         "role": "assistant",
@@ -107,7 +142,7 @@ def _try_call(
     }
     if reasoning is not None:
         reply |= dict.fromkeys(_REASONING_NAMES, reasoning)
-    return try_render(render, [{"role": "user", "content": "probe"}, reply], [_PROBE_TOOL])
+    return [{"role": "user", "content": "probe"}, reply]
 
 
 def _try_roles(render: Render, *roles: str) -> str | None:
@@ -124,9 +159,12 @@ def try_render(render: Render, messages: Sequence[Message], tools: Tools | None)
         return None
 
 
-def _can_join(last: Message, message: Message) -> bool:
-    contents = (last.get("content"), message.get("content"))
-    return last["role"] == message["role"] and all(isinstance(each, str) for each in contents)
+def _system_first(messages: Sequence[Message]) -> list[Message]:
+    """System messages before the first reply stand before the user's."""
+    replies = (i for i, message in enumerate(messages) if message["role"] == "assistant")
+    num_first = next(replies, len(messages))
+    first = sorted(messages[:num_first], key=lambda message: message["role"] != "system")
+    return [*first, *messages[num_first:]]
 
 
 def _with_reasoning_names(message: Message) -> dict[str, Any]:
