@@ -361,6 +361,7 @@ REAL: dict[str, Schema] = {
         "title": "Thing",
         "description": "a thing",
         "x-order": 3,
+        "strict": True,  # as Home Assistant writes it
         **closed({"a": {**INTEGER, "default": 1, "examples": [1, 2], "deprecated": True}}),
     },
 }

@@ -68,7 +68,7 @@ def said(tokens: list[int], vocabulary: Vocabulary) -> str:
         ({"$dynamicRef": "#a"}, "$dynamicRef"),
         ({"type": "string", "maxLenght": 3}, "did you mean maxLength?"),
         ({"properties": {"a": {"$defs": {"b": {"nott": 1}}}}}, "$.properties.a.$defs.b: nott"),
-        ({"anyOf": [{"type": "null"}, {"items": {"foo": 1}}]}, "$.anyOf[1].items: foo"),
+        ({"anyOf": [{"type": "null"}, {"items": {"item": 1}}]}, "$.anyOf[1].items: item"),
         ({"x-guidance": {"lenient": True}, "type": "object"}, "x-guidance"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ({"type": "string", "format": "color"}, "format: color"),

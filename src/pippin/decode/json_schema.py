@@ -109,8 +109,7 @@ def _inner(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _why_not(keyword: str, value: Any, part: dict[str, Any]) -> str | None:
     """Why a keyword cannot be enforced; None if it can, as far as this module knows."""
     if keyword not in _KNOWN:
-        extends = keyword.startswith(_EXTENSION) and keyword != _OPTIONS
-        return None if extends else _refusal(keyword)
+        return _refusal(keyword)
     if keyword in _HOLD_NUMBERS and (number := _inexact(value)) is not None:
         return f"{keyword} holds {number}; beyond {MAX_EXACT:,} numbers are not kept exactly"
     if keyword == "multipleOf" and _num_remainders(value) > MAX_REMAINDERS:
@@ -140,13 +139,16 @@ def _num_remainders(value: Any) -> int:
     return int("".join(map(str, Decimal(str(value)).as_tuple().digits)) or "0")
 
 
-def _refusal(keyword: str) -> str:
+def _refusal(keyword: str) -> str | None:
+    """Why an unknown keyword is refused. One that is like no other is an annotation of a program's
+    own, as JSON Schema has it: Home Assistant writes `strict` into its schemas."""
     keyword = _cut(keyword)
     if keyword in NOT_ENFORCED:
         return f"the keyword {keyword} is not supported"
-    near = difflib.get_close_matches(keyword, _KNOWN, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"{keyword} is not a keyword of JSON Schema{hint}"
+    if keyword.startswith(_EXTENSION) and keyword != _OPTIONS:
+        return None
+    near = difflib.get_close_matches(keyword, _KNOWN | NOT_ENFORCED | {_OPTIONS}, n=1)
+    return f"{keyword} is not a keyword of JSON Schema; did you mean {near[0]}?" if near else None
 
 
 def _refused(message: str) -> RequestError:

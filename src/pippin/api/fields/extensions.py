@@ -13,6 +13,14 @@ from pippin.api.fields.value_kinds import ValueKind
 
 _ROUTING = "requests are not routed to other servers"
 _ONE_MODEL = "the model and its context length are set when the server starts"
+# Ollama's options, which Open WebUI sends to every server as they are set.
+_LOADING = (
+    *("keep_alive", "num_ctx", "num_gpu", "num_batch", "num_thread", "use_mmap", "use_mlock"),
+)
+_OPEN_WEBUI = (
+    *("background_tasks", "chat_id", "features", "files", "filter_ids", "id", "model_item"),
+    *("params", "parent_id", "tool_ids", "tool_servers", "variables"),
+)
 _CHOICES = ValueKind("a list of strings", {"type": "array", "items": {"type": "string"}})
 
 RENAMED = {  # what means the same here
@@ -38,6 +46,7 @@ STRUCTURED: Fields = {
 }
 REASONING: Fields = {
     "enable_thinking": kinds.BOOLEAN,
+    "think": kinds.BOOLEAN,
     "thinking": ValueKind(
         "true, false, or an object with a `type` of enabled, disabled, adaptive or auto",
         {"type": ["boolean", "object"]},
@@ -57,7 +66,9 @@ REASONING: Fields = {
     "thinking_budget": ignored_field("reasoning has no budget of its own"),
 }
 HINTS: Fields = {
-    **{name: ignored_field(_ONE_MODEL) for name in ("keep_alive", "num_ctx", "num_gpu")},
+    **{name: ignored_field(_ONE_MODEL) for name in _LOADING},
+    "num_keep": ignored_field("a prompt is never shortened"),
+    **{name: ignored_field("it is Open WebUI's own") for name in _OPEN_WEBUI},
     **{
         name: ignored_field(_ROUTING)
         for name in ("provider", "models", "route", "transforms", "plugins", "session_id")

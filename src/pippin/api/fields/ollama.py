@@ -1,4 +1,4 @@
-"""The fields of Ollama's API. Knows no value's use."""
+"""The fields of Ollama's API, whose server ignores all others. Knows no value's use."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ CHAT = FieldTable(
         **TOOLS,
     },
     required=("model",),
+    ignores_unknown=True,
 )
 GENERATE = FieldTable(
     {
@@ -134,6 +135,7 @@ GENERATE = FieldTable(
         **dict.fromkeys(("width", "height", "steps"), refused_field(_TEXT_ONLY, 0)),
     },
     required=("model",),
+    ignores_unknown=True,
 )
 EMBED = FieldTable(
     {
@@ -143,15 +145,19 @@ EMBED = FieldTable(
         "dimensions": kinds.integer_from(1),
     },
     required=("model", "input"),
+    ignores_unknown=True,
 )
-EMBEDDINGS = FieldTable({**_EVERY, "prompt": kinds.STRING}, required=("model", "prompt"))
+EMBEDDINGS = FieldTable(
+    {**_EVERY, "prompt": kinds.STRING}, required=("model", "prompt"), ignores_unknown=True
+)
 _SHOWN_OTHERWISE = ("verbose", "system", "template", "options")
 SHOW = FieldTable(
     {
         **MODEL,
         "name": MODEL["model"],
         **dict.fromkeys(_SHOWN_OTHERWISE, ignored_field("the model is shown as it is")),
-    }
+    },
+    ignores_unknown=True,
 )
 _HUB_ID = kinds.text(MAX_HUB_ID_CHARS)
 _HUB_MODEL: Fields = {"model": _HUB_ID, "name": _HUB_ID}

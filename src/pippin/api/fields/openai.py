@@ -52,6 +52,7 @@ CHAT = FieldTable(
         **_CALLING,
         "reasoning_effort": shared.EFFORT,
         **shared.LABELS,
+        "metadata": kinds.OBJECT,  # not stored, so of any size and kind
         **shared.TEMPLATE,
         **extensions.GENERATION,
         **extensions.REASONING,

@@ -78,12 +78,13 @@ class Body:
         self.leniency.ignore(self.name(field), why, value)
 
     def ignore_unknown(self, known: Iterable[str]) -> None:
-        """For parts of a conversation, of which other servers and clients have further fields."""
+        """For parts of which other servers and clients have further fields."""
         unknown = [field for field in self._fields if field not in known and self.has(field)]
         if unknown:
             place = _INDEX.sub("[]", self.path)
             for field in unknown:
-                self.leniency.ignore(f"{place}.{cut(field)}", "it is not a field of this object")
+                name = f"{place}.{cut(field)}" if place else cut(field)
+                self.leniency.ignore(name, "it is not a field of this object")
 
     def is_foreign(self, field: str, known: Sequence[str]) -> bool:
         """Whether it names a type of another server's. A misspelt one is refused."""

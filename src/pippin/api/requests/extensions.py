@@ -42,8 +42,9 @@ def effort_of(body: Body) -> tuple[str | None, str]:
             return _switched(reasoning.get("enabled")), reasoning.name("enabled")
     if body.has("thinking"):
         return _thinking(body), "thinking"
-    if body.has("enable_thinking"):
-        return _switched(body.get("enable_thinking")), "enable_thinking"
+    for field in ("enable_thinking", "think"):
+        if body.has(field):
+            return _switched(body.get(field)), field
     return None, "reasoning_effort"
 
 
