@@ -18,11 +18,14 @@ def load_torch(name: str, dtype: str = "float32") -> LoadedModel:
     return load(BUNDLED_PATH if name == BUNDLED else checkpoint(name), dtype=dtype)
 
 
-def make_torch_backend(name: str, *, num_slots: int, pool_bytes: int = AMPLE_BYTES) -> TorchBackend:
+def make_torch_backend(
+    name: str, *, num_slots: int, pool_bytes: int = AMPLE_BYTES, max_depth: int = 0
+) -> TorchBackend:
     return TorchBackend(
         load_torch(name),
         num_slots=num_slots,
         pool_bytes=pool_bytes,
         fingerprints=True,
+        max_depth=max_depth,
         debug=True,
     )

@@ -13,6 +13,9 @@ import pytest
 from builders import make_client
 from pippin.backends.fake.device import FutureMap as FakeFutureMap
 from pippin.backends.mlx.step import future_map as mlx_future_map
+from processes import is_installed
+
+MAX_DEPTH = 3
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,66 @@ KINDS = {
     "fake": Kind(FakeFutureMap, np.asarray, read_fake),
     "mlx": Kind(lambda n: mlx_future_map.FutureMap(n, debug=True), mx.array, read_mlx),
 }
+
+
+@dataclass(frozen=True)
+class DraftKind:
+    """A map that holds drafts too."""
+
+    make: Callable[[int], Any]
+    stash: Callable[[Any, list[int], np.ndarray], None]  # drafts, int [slots, n]
+    read: Callable[[Any, int, int], list[int]]  # of a slot, so many
+
+
+def stash_fake_drafts(future_map: FakeFutureMap, slots: list[int], drafts: np.ndarray) -> None:
+    for slot, line in zip(slots, drafts.tolist(), strict=True):
+        future_map.stash_drafts(slot, line)
+
+
+DRAFT_KINDS = {
+    "fake": DraftKind(
+        lambda n: FakeFutureMap(n, MAX_DEPTH), stash_fake_drafts, FakeFutureMap.take_drafts
+    ),
+}
+if is_installed("torch"):
+    import torch
+
+    from pippin.backends.torch.step.future_map import FutureMap as TorchFutureMap
+
+    def make_torch(num_slots: int) -> TorchFutureMap:
+        return TorchFutureMap(num_slots, torch.device("cpu"), max_depth=MAX_DEPTH, debug=True)
+
+    def read_torch(future_map: TorchFutureMap, slots: list[int]) -> list[int]:
+        future_map.note_read(np.array(slots, dtype=np.int64))
+        tokens = future_map.resolve(torch.tensor(slots, dtype=torch.int64))
+        assert tokens.dtype == torch.int64
+        assert tokens.shape == (len(slots),)
+        return [int(token) for token in tokens]
+
+    class NotedFutureMap(TorchFutureMap):
+        """Notes on the host what it stashes, as its callers do."""
+
+        def stash(self, slots: Any, tokens: torch.Tensor) -> None:
+            super().stash(torch.as_tensor(slots, dtype=torch.int64), tokens)
+            self.note_written(np.asarray(slots))
+
+    def stash_torch_drafts(
+        future_map: TorchFutureMap, slots: list[int], drafts: np.ndarray
+    ) -> None:
+        future_map.stash_drafts(torch.tensor(slots, dtype=torch.int64), torch.as_tensor(drafts))
+        future_map.note_drafts_written(np.array(slots, dtype=np.int64), drafts.shape[-1])
+
+    def read_torch_drafts(future_map: TorchFutureMap, slot: int, depth: int) -> list[int]:
+        future_map.note_drafts_read(slot, depth)
+        (found,) = future_map.resolve_drafts(torch.tensor([slot]), depth)
+        assert found.dtype == torch.int32
+        return [int(token) for token in found]
+
+    KINDS["torch"] = Kind(
+        lambda n: NotedFutureMap(n, torch.device("cpu"), debug=True), torch.as_tensor, read_torch
+    )
+    DRAFT_KINDS["torch"] = DraftKind(make_torch, stash_torch_drafts, read_torch_drafts)
+every_draft_kind = pytest.mark.parametrize("kind", DRAFT_KINDS.values(), ids=DRAFT_KINDS.keys())
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 
 
@@ -105,3 +168,54 @@ def test_ring_wrap_around_aliasing(kind: Kind) -> None:
         future_map.stash(np.array([1]), kind.array(np.array([token])))
         assert kind.read(future_map, [1]) == [token]
     assert kind.read(future_map, [2]) == [77]
+
+
+# ---- drafts and lengths --------------------------------------------------------------------------
+
+
+@every_draft_kind
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8])
+def test_drafts_are_found_by_slot(kind: DraftKind, dtype: type[np.generic]) -> None:
+    future_map = kind.make(4)
+    kind.stash(future_map, [3, 1], np.array([[30, 31, 32], [10, 11, 12]], dtype=dtype))
+    kind.stash(future_map, [4], np.array([[40]], dtype=dtype))
+    assert kind.read(future_map, 1, 3) == [10, 11, 12]
+    assert kind.read(future_map, 4, 1) == [40]
+    assert kind.read(future_map, 3, 2) == [30, 31]
+
+
+@every_draft_kind
+def test_no_drafts_of_no_rows(kind: DraftKind) -> None:
+    future_map = kind.make(4)
+    kind.stash(future_map, [], np.zeros((0, 2), dtype=np.int32))
+    assert kind.read(future_map, 2, 0) == []
+
+
+@every_draft_kind
+def test_drafts_are_read_once(kind: DraftKind) -> None:
+    future_map = kind.make(4)
+    kind.stash(future_map, [2], np.array([[7, 8]]))
+    assert kind.read(future_map, 2, 2) == [7, 8]
+    with pytest.raises(RuntimeError, match="slot 2 has no 1 drafts to read, or they were read"):
+        kind.read(future_map, 2, 1)
+
+
+@every_draft_kind
+def test_no_more_drafts_are_read_than_were_written(kind: DraftKind) -> None:
+    future_map = kind.make(4)
+    kind.stash(future_map, [2], np.array([[7, 8, 9]]))
+    kind.stash(future_map, [2], np.array([[5]]))
+    with pytest.raises(RuntimeError, match="slot 2 has no 2 drafts to read"):
+        kind.read(future_map, 2, 2)
+
+
+@pytest.mark.skipif(not is_installed("torch"), reason="torch is not installed")
+def test_lengths_are_kept_by_slot() -> None:
+    future_map = make_torch(4)
+    empty = torch.zeros(0, dtype=torch.int64)
+    future_map.stash_lengths(empty, empty, empty)
+    slots = torch.tensor([3, 1])
+    future_map.stash_lengths(slots, torch.tensor([[30], [10]]), torch.tensor([2, 0]))
+    assert future_map.lengths.tolist() == [0, 10, 0, 30, 0]
+    assert future_map.counts.tolist() == [0, 0, 0, 2, 0]
+    assert future_map.lengths.dtype == future_map.counts.dtype == torch.int32

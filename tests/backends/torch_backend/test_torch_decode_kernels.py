@@ -58,7 +58,7 @@ class Step:
             self.rows.grow(slot, length)
         self.rows.next_states(self.slots[::2])  # some have a state of their own
         positions = self.rows.lengths[self.slots].copy()
-        cells = self.rows.grow_each(self.slots)
+        cells = self.rows.grow_each(self.slots, positions)
         states = self.rows.next_states(self.slots)
         self.arrays = RowArrays(self.slots, positions, cells, *states)
         self.tokens = np.arange(5, 5 + len(lengths))

@@ -236,7 +236,8 @@ def row_reused_under_a_prebuilt_batch() -> None:
         steps.start(1, PROMPT, logit_bias={token: 1000.0}).wait()
         pending = [steps.launch(decode=(DecodeRow(1, 20 + number),)) for number in range(2)]
         pending.append(steps.launch(retire=(Retire(1),)))
-        assert [dict(step.wait().tokens) for step in pending] == [{1: token}, {1: token}, {}]
+        expected: list[dict[int, tuple[int, ...]]] = [{1: (token,)}, {1: (token,)}, {}]
+        assert [dict(step.wait().tokens) for step in pending] == expected
 
 
 def batches_are_kept(patch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from pippin.backends.base.backend import Backend, Costs, DeviceInfo, PendingStep, WarmUpShape
 from pippin.backends.base.plan import (
+    MAX_STOP_IDS,
     Admit,
     DecodeRow,
     Load,
@@ -47,6 +48,7 @@ from pippin.backends.base.result import Capture, Damage, Spilled, StepResult
 from pippin.backends.base.sizes import captured_bytes, loaded_bytes
 
 __all__ = [
+    "MAX_STOP_IDS",
     "Admit",
     "Backend",
     "Capture",

@@ -12,6 +12,8 @@ import numpy as np
 from pippin.cache.entries.entry import Bytes
 from pippin.types import Component, Payload, SamplingParams
 
+MAX_STOP_IDS = 8  # of a row with drafts: a device stops accepting behind one of so many
+
 
 @dataclass(frozen=True)
 class Restore:

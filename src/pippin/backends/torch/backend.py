@@ -63,8 +63,6 @@ ARITHMETIC_VERSION = 1
 class TorchBackend:
     """Slots in, tokens out."""
 
-    max_depth = 0  # it verifies no drafts yet
-
     restores_by_reference = True
 
     def __init__(
@@ -80,6 +78,7 @@ class TorchBackend:
         prefill_tokens: int | None = None,
         meter: CudaMeter | None = None,
         fingerprints: bool = False,
+        max_depth: int = 0,
         debug: bool = False,
     ) -> None:
         """`pool_bytes`: None: `limit_memory` makes pools.
@@ -90,7 +89,10 @@ class TorchBackend:
 
         `recorder`: captures what is made of them. None: on GPUs CUDA graphs do.
         `fingerprints`: of what the tree holds; compared when it is used.
+        `max_depth`: drafts that a row can verify. None if `deterministic`: a token's numbers would
+        depend on how many run beside it.
         """
+        self.max_depth = 0 if deterministic else max_depth
         decoder = loaded.decoder
         self._decoder = decoder
         self._layout = PoolLayout(decoder.shape, decoder.dtype)
@@ -115,6 +117,7 @@ class TorchBackend:
             # Scored or not, alone or in company: there a chunk runs the same way each time.
             chunk_graphs=chunk_graphs and is_captured and not deterministic,
             fingerprints=fingerprints,
+            max_depth=self.max_depth,
         )
         self._meter = CudaMeter(decoder.device) if meter is None and on_cuda else meter
         self._needs: MemoryUse | None = None  # measured once
@@ -130,7 +133,9 @@ class TorchBackend:
             hidden_bytes=decoder.shape.hidden * decoder.dtype.itemsize,
         )
         with torch.inference_mode(), self._streams.forward():
-            self._future_map = FutureMap(num_slots, decoder.device, debug=debug)
+            self._future_map = FutureMap(
+                num_slots, decoder.device, max_depth=self.max_depth, debug=debug
+            )
         if pool_bytes is not None:
             self._make_runner(pool_bytes)
 
@@ -145,6 +150,7 @@ class TorchBackend:
         deterministic: bool = False,
         prefill_tokens: int | None = None,
         fingerprints: bool = False,
+        max_depth: int = 0,
         progress: Callable[[str], None] = lambda _: None,
     ) -> TorchBackend:
         try:
@@ -164,6 +170,7 @@ class TorchBackend:
             pool_bytes=None,
             prefill_tokens=prefill_tokens,
             fingerprints=fingerprints,
+            max_depth=max_depth,
         )
 
     @property
@@ -200,7 +207,8 @@ class TorchBackend:
         Of layers with a window a row holds what it sees, and the chunk that it reads.
         """
         layout, own = self._layout, num_tokens - num_borrowed
-        windowed = min(own, layout.shape.window + self.device.prefill_tokens)
+        newest = max(self.device.prefill_tokens, 1 + 2 * self.max_depth)  # drafts in flight, too
+        windowed = min(own, layout.shape.window + newest)
         return (
             own * layout.cell_bytes(Component.ATTENTION)
             + windowed * layout.cell_bytes(Component.WINDOW)
@@ -234,9 +242,10 @@ class TorchBackend:
     def _share_out(self, budget_bytes: int) -> MemoryUse:
         meter, nbytes = self._meter, self._decoder.nbytes
         if meter is None:
-            left = budget_bytes - nbytes
+            kept = self._ways.num_slots * self._layout.kept_bytes(self.max_depth)
+            left = budget_bytes - nbytes - kept
             activations = int(left * ACTIVATION_SHARE)
-            return MemoryUse(nbytes, left - activations, activations)
+            return MemoryUse(nbytes, left - activations, activations, other=kept)
         available = min(budget_bytes, meter.free() + meter.reserved() + meter.outside())
         if self._needs is None and available > nbytes + meter.outside():
             meter.cap(available - meter.outside())

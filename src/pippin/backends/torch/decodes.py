@@ -1,4 +1,4 @@
-"""The decode rows of a plan: one token each, by a replay where steps are captured."""
+"""The decode rows of a plan: one token each, by a replay where steps are captured; and drafts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pippin.backends.torch.step.decode_inputs import Choice, RowArrays, pack_inp
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.sizes import width_for
+from pippin.backends.torch.verifies import Verifies
 
 
 class Decodes:
@@ -22,12 +23,14 @@ class Decodes:
         parts: StepParts,
         plain: PlainForward,
         steps: CapturedSteps[int] | None,  # by width; None: plain operations
+        verifies: Verifies,
         *,
         deterministic: bool,
     ) -> None:
         self._parts = parts
         self._plain = plain
         self.steps = steps
+        self._verifies = verifies
         self._deterministic = deterministic
 
     def run(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
@@ -42,10 +45,12 @@ class Decodes:
         parts = self._parts
         slots = np.array([decode.slot for decode in decodes])
         positions = np.array([decode.position for decode in decodes])
-        assert (parts.rows.lengths[slots] == positions).all(), "positions must follow each other"
+        if self._verifies.takes(decodes, slots, positions):
+            self._verifies.run(step, decodes)
+            return
         parts.future.note_read(slots)
         parts.pools.arena.make_room(len(slots), parts.rows.num_new_states(slots))
-        cells = parts.rows.grow_each(slots)
+        cells = parts.rows.grow_each(slots, positions)
         rows = RowArrays(slots, positions, cells, *parts.rows.next_states(slots))
         step.captures += parts.captures.of_decodes(decodes)
         if self.steps is not None:

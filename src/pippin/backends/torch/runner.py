@@ -18,8 +18,10 @@ from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.graphs.steps import CapturedSteps, chunk_steps, decode_steps
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.plain.forward import ChunkForward, PlainForward
+from pippin.backends.torch.plain.verify import PlainVerify
 from pippin.backends.torch.pools.arena import MOST_MOVED_BYTES
 from pippin.backends.torch.pools.fingerprints import TorchFingerprints
+from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.memory import Pools
 from pippin.backends.torch.pools.rows import Rows
@@ -33,6 +35,7 @@ from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.sizes import ROOM_ROWS, ROOMS, WIDTHS, Room, width_for
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.streams import Streams
+from pippin.backends.torch.verifies import Verifies
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Ways:
     recorder: CudaGraphs | None  # captures what is made of them; None: on GPUs CUDA graphs do
     chunk_graphs: bool
     fingerprints: bool
+    max_depth: int  # drafts of a row
 
     def shapes_to_warm_up(self) -> list[WarmUpShape]:
         if not self.kernels:
@@ -89,7 +93,11 @@ class Runner:
         graphs: CapturedSteps[Room] | None = None
         if ways.kernels:
             forward, steps, graphs = self._make_kernels()
-        self.decodes = Decodes(parts, plain, steps, deterministic=ways.deterministic)
+        kept = KeptInputs(layout, ways.num_slots, ways.max_depth, decoder.device)
+        self._verifies = Verifies(parts, PlainVerify(decoder, self.pools, kept))
+        self.decodes = Decodes(
+            parts, plain, steps, self._verifies, deterministic=ways.deterministic
+        )
         self.prompts = Prompts(
             parts,
             forward,
@@ -118,11 +126,12 @@ class Runner:
             step.read_later(self._streams.bring([]), lambda: None)
         if self.fingerprints is not None:
             made = [payload for capture in step.captures for payload in capture.payloads]
-            self.fingerprints.take(plan.step, [*made, *step.loaded])
+            self.fingerprints.take(plan.step, [*made, *step.checkpoints.values(), *step.loaded])
         self.pools.arena.compact(MOST_MOVED_BYTES)
 
     def _retire(self, step: TorchPending, retire: Retire) -> None:
         if retire.captures:
+            self._verifies.fold(retire.slot, retire.end)
             step.captures += self._captures.of_slot(retire)
         self.rows.retire(retire.slot)
         self._slots.retire(retire.slot)

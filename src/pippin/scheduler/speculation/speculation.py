@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pippin.backends.base import Proposal
+from pippin.backends.base import MAX_STOP_IDS, Proposal
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import RunningSlot
 from pippin.scheduler.speculation.drafter import Drafter
-
-MAX_STOP_IDS = 8  # a device stops accepting behind one of so many
 
 
 @dataclass(frozen=True)

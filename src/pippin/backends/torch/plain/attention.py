@@ -28,6 +28,20 @@ def attend_rows(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def attend_masked(
+    q: torch.Tensor,  # [tokens, heads, channels] of one row
+    kv: torch.Tensor,  # [cells, 2, kv heads, channels]
+    written: torch.Tensor,  # bool [cells]: others hold anything, NaN too
+    mask: torch.Tensor,  # bool [tokens, cells]: what each token sees
+) -> torch.Tensor:
+    """[tokens, heads, channels], where it is not known on the host how long the row is."""
+    known = kv.masked_fill(~written[:, None, None, None], 0.0)
+    k, v = known.permute(1, 2, 0, 3)[:, None]
+    queries = q.transpose(0, 1)[None]
+    y = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, enable_gqa=True)
+    return y[0].transpose(0, 1)
+
+
 def _attend(q: torch.Tensor, kv: torch.Tensor, window: int) -> torch.Tensor:
     num_new, num_seen = len(q), len(kv)
     queries = q.transpose(0, 1)[None]

@@ -72,6 +72,17 @@ class PoolLayout:
     def _conv_bytes(self) -> int:
         return math.prod(self.conv_shape) * self._item_bytes
 
+    @property
+    def kept_width(self) -> int:
+        """Of what is kept of a draft in each recurrent layer: the inputs of its convolution and of
+        its two gates."""
+        delta = self.shape.delta
+        return 0 if delta is None else delta.num_channels + 2 * delta.num_v_heads
+
+    def kept_bytes(self, max_depth: int) -> int:
+        """Of one slot, for its drafts."""
+        return max_depth * self.num_delta_layers * self.kept_width * self._item_bytes
+
     def cells_per_slab(self, kind: Component) -> int:
         nbytes = self.cell_bytes(kind)
         return self.slab_bytes // nbytes if nbytes else 0

@@ -22,7 +22,7 @@ class RowCells:
     ) -> None:
         """`window`: tokens that are kept; 0: all. A model may have no layers of the kind."""
         self._pool = pools.arena.cells.get(kind)
-        self._window = window
+        self.window = window
         self._cells = np.zeros((num_slots + 1, max_len), dtype=np.int32)
         self._firsts = np.zeros(num_slots + 1, dtype=np.int64)  # positions before are let go
         self._ends = np.zeros(num_slots + 1, dtype=np.int64)
@@ -41,15 +41,15 @@ class RowCells:
 
     def first_seen(self, position: int) -> int:
         """Of the positions that the token there sees."""
-        return max(0, position - self._window + 1) if self._window else 0
+        return max(0, position - self.window + 1) if self.window else 0
 
     def borrow(self, slot: int, end: int, cells: np.ndarray) -> None:
         """Begin with what the tree holds of positions up to `end`, read in place."""
         if self._pool is None:
             self._ends[slot] = end
             return
-        if self._window:
-            cells = cells[-self._window :]
+        if self.window:
+            cells = cells[-self.window :]
         self._pool.retain(cells)
         self._firsts[slot] = self._ends[slot] = end - len(cells)
         self._append(slot, cells)
@@ -60,23 +60,37 @@ class RowCells:
         else:
             self._append(slot, self._pool.take(num_tokens))
 
-    def grow_each(self, slots: np.ndarray) -> np.ndarray:
-        """A cell for one more token of each slot; the device's table learns of it in the step."""
-        none = np.zeros(len(slots), dtype=np.int32)
-        cells = none if self._pool is None else self._pool.take(len(slots))
-        self._cells[slots, self._ends[slots]] = cells
-        self._ends[slots] += 1
+    def grow_each(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The cells of one more token of each slot, int32: those that a rejected draft left, or
+        new ones. The device's table learns of them in the step."""
+        at_end = self._ends[slots] == positions
+        if self._pool is not None:
+            new = self._pool.take(int(np.count_nonzero(at_end)))
+            self._cells[slots[at_end], positions[at_end]] = new
+        self._ends[slots[at_end]] += 1
+        cells: np.ndarray = self._cells[slots, positions]
         return cells
 
-    def release_passed(self, slots: np.ndarray) -> None:
-        """Of what has fallen behind the window: forwards that read it have been launched."""
-        if self._pool is None or not self._window:
+    def reserve(self, slot: int, end: int) -> None:
+        """Cells of all positions before `end`: a row has some already, if drafts were rejected."""
+        if (missing := end - int(self._ends[slot])) > 0:
+            self.grow(slot, missing)
+
+    def num_reserved(self, slots: np.ndarray) -> np.ndarray:
+        """Positions that have, or had, a cell: int64 [slots]."""
+        found: np.ndarray = self._ends[slots]
+        return found
+
+    def release_passed(self, slots: np.ndarray, lengths: np.ndarray) -> None:
+        """Of what has fallen behind the window of rows that hold so many tokens at least: forwards
+        that read it have been launched."""
+        if self._pool is None or not self.window:
             return
-        for slot in slots.tolist():
-            first, end = int(self._firsts[slot]), int(self._ends[slot])
-            if first < end - self._window:
-                self._pool.release(self._cells[slot, first : end - self._window].copy())
-                self._firsts[slot] = end - self._window
+        for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
+            first = int(self._firsts[slot])
+            if first < length - self.window:
+                self._pool.release(self._cells[slot, first : length - self.window].copy())
+                self._firsts[slot] = length - self.window
 
     def retire(self, slot: int) -> None:
         if self._pool is not None:

@@ -153,7 +153,7 @@ def chunk_batch(taken: TakenChunks, held: Rows, pools: Pools) -> ChunkBatch:
 def decode_batch(rows: RowArrays, tokens: torch.Tensor, held: Rows, pools: Pools) -> Batch:
     """One token of each row, int64 [rows], for which cells have been taken."""
     index = pools.index
-    spans = [(slot, int(held.lengths[slot]) - 1, int(held.lengths[slot])) for slot in rows.slots]
+    spans = [(slot, at, at + 1) for slot, at in zip(rows.slots, rows.positions, strict=True)]
     return Batch(
         [1] * len(spans),
         tokens,

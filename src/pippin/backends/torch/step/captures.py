@@ -30,7 +30,7 @@ class Captures:
         What has fallen behind a window is held no more: those tokens come without it.
         """
         slot, start, end = retire.slot, retire.start, retire.end
-        assert self._rows.lengths[slot] == end, "a row must hold what its Retire says"
+        assert self._rows.holds(slot, end), "a row must hold what its Retire says"
         windows = self._rows.windows
         cut = start if windows is None else max(start, windows.first_held(slot))
         if start < cut < end:
@@ -58,8 +58,9 @@ class Captures:
     def of_decodes(self, decodes: Sequence[DecodeRow]) -> Iterator[Capture]:
         for decode in decodes:
             if decode.checkpoint and self._rows.keeps_states:
-                states = self.state(decode.slot, decode.end)
-                yield Capture(decode.slot, decode.position, decode.end, states=states)
+                end = decode.position + 1
+                states = self.state(decode.slot, end)
+                yield Capture(decode.slot, decode.position, end, states=states)
 
     def state(self, slot: int, position: int) -> dict[int, Payload]:
         if not self._rows.keeps_states:

@@ -12,6 +12,7 @@ from pippin.backends.base import Restore, StepResult
 from pippin.backends.sampling.sampler import SampleRow
 from pippin.backends.step_outputs import StepOutputs
 from pippin.backends.torch.pools.fingerprints import TorchFingerprints
+from pippin.backends.torch.pools.payloads import StatePayload
 from pippin.backends.torch.streams import Arrival
 
 
@@ -20,6 +21,8 @@ class TorchPending(StepOutputs):
     sample_masked: Callable[[TorchPending, np.ndarray], None]  # with masks of `masked`
     fingerprints: TorchFingerprints | None = None
     masked: list[tuple[SampleRow, torch.Tensor]] = field(default_factory=list)  # with their logits
+    # By slot, states whose positions are known with the result: then they are captures.
+    checkpoints: dict[int, StatePayload] = field(default_factory=dict)
 
     def dispatch(self) -> None:
         """Its launches hold nothing back."""
@@ -28,6 +31,12 @@ class TorchPending(StepOutputs):
         assert self.masked, "this plan has no masked rows, or they were sampled before"
         self.sample_masked(self, self.masks_of([row.slot for row, _ in self.masked], masks))
         self.masked = []
+
+    def discard(self) -> None:
+        super().discard()
+        for state in self.checkpoints.values():
+            state.release()
+        self.checkpoints = {}
 
     def wait(self) -> StepResult:
         self.read_all()

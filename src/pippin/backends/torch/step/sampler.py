@@ -10,9 +10,11 @@ import torch
 from pippin.backends.masks import WORD_BITS
 from pippin.backends.sampling.batches import BiasEdits, DrawGroup, PenaltyGroup, RowSubset, Send
 from pippin.backends.sampling.rules import FAR, Draw
-from pippin.backends.sampling.sampler import MAX_TOP_LOGPROBS, Logprobs, Sampler
+from pippin.backends.sampling.sampler import MAX_TOP_LOGPROBS, Logprobs, Sampler, SampleRow
 from pippin.backends.torch.step.filters import LeastInTopP, dropped_tokens, least_in_top_p
 from pippin.backends.torch.step.noise import add_gumbel_noise
+
+ANY_NUMBER = 1 << 40  # of a token of a reply: beyond every min_tokens
 
 
 class TorchSampler(Sampler[torch.Tensor]):
@@ -64,13 +66,32 @@ class TorchSampler(Sampler[torch.Tensor]):
         allowed = (self._send(masks)[:, :, None] >> bits & 1).bool().flatten(1)[:, : x.shape[-1]]
         return x.float().masked_fill(~allowed, -torch.inf)
 
+    def draw_places(
+        self,
+        logits: torch.Tensor,  # [n, V]
+        slots: Sequence[int],  # of each; their requests have neither penalties nor masks
+        keys: torch.Tensor,  # int32 [n, 2]: where the device alone knows a token's number
+    ) -> torch.Tensor:
+        """int32 [n]"""
+        batch = self._batch([SampleRow(slot, ANY_NUMBER) for slot in slots])
+        x = self._process(logits, batch, None)
+        tokens = torch.zeros(len(slots), dtype=torch.int32, device=logits.device)
+        for group in batch.draws:
+            part = self._choose_by(group.subset.take(x), group, group.subset.take(keys))
+            tokens = self._put(tokens, group.subset, part)
+        return tokens
+
     def _choose(
         self, x: torch.Tensor, group: DrawGroup[torch.Tensor], keys: np.ndarray
     ) -> torch.Tensor:
+        return self._choose_by(x, group, self._send(np.ascontiguousarray(keys).view(np.int32)))
+
+    def _choose_by(
+        self, x: torch.Tensor, group: DrawGroup[torch.Tensor], keys: torch.Tensor
+    ) -> torch.Tensor:
         if group.draw is not Draw.GREEDY:
             scaled = x.float() * group.inverse_temperature
-            words = self._send(np.ascontiguousarray(keys).view(np.int32))
-            x = add_gumbel_noise(scaled, words)
+            x = add_gumbel_noise(scaled, keys)
             dropped = dropped_tokens(scaled, group, self._in_top_p)
             if dropped is not None:
                 x = x - dropped * FAR

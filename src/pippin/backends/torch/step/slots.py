@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pippin.backends.base import Admit, DecodeRow, PrefillRow
+from pippin.backends.base import MAX_STOP_IDS, Admit, DecodeRow, PrefillRow
 from pippin.backends.sampling.batches import Send
 from pippin.backends.sampling.sampler import SampleRow
 from pippin.backends.torch.step.decode_inputs import FIELDS, Choice, SamplingColumns
 from pippin.backends.torch.step.filters import LeastInTopP, least_in_top_p
 from pippin.backends.torch.step.sampler import TorchSampler
+
+NO_STOP_ID = -1
 
 
 class Slots:
@@ -27,7 +29,9 @@ class Slots:
         self.sampler = TorchSampler(vocab_size, num_slots, send, in_top_p)
         self.columns = SamplingColumns(num_slots, vocab_size)
         self._admitted: dict[int, Admit] = {}
-        self._prompt_lens = np.zeros(num_slots + 1, dtype=np.int64)
+        self.prompt_lens = np.zeros(num_slots + 1, dtype=np.int64)
+        self.streams = np.zeros(num_slots + 1, dtype=np.uint64)  # of their noise
+        self.stop_ids = np.full((num_slots + 1, MAX_STOP_IDS), NO_STOP_ID, dtype=np.int64)
 
     def __bool__(self) -> bool:
         """Whether a request runs."""
@@ -38,9 +42,13 @@ class Slots:
 
     def admit(self, admit: Admit) -> None:
         self._admitted[admit.slot] = admit
-        self._prompt_lens[admit.slot] = len(admit.prompt)
+        self.prompt_lens[admit.slot] = len(admit.prompt)
         self.sampler.admit(admit)
         self.columns.admit(admit.slot, self.sampler.of(admit.slot))
+        self.streams[admit.slot] = self.sampler.of(admit.slot).stream
+        self.stop_ids[admit.slot] = NO_STOP_ID
+        stop_ids = admit.stop_ids[:MAX_STOP_IDS]  # a request that has more verifies no drafts
+        self.stop_ids[admit.slot, : len(stop_ids)] = stop_ids
 
     def retire(self, slot: int) -> None:
         self.sampler.retire(slot)
@@ -62,11 +70,11 @@ class Slots:
 
     def num_generated(self, slots: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Tokens of the replies that were sampled, of rows that hold so many tokens: int64."""
-        found: np.ndarray = ends - self._prompt_lens[slots]
+        found: np.ndarray = ends - self.prompt_lens[slots]
         return found
 
     def sample_row(self, row: DecodeRow | PrefillRow) -> SampleRow:
-        return SampleRow(row.slot, row.end - int(self._prompt_lens[row.slot]))
+        return SampleRow(row.slot, row.end - int(self.prompt_lens[row.slot]))
 
     def continues_reply(self, row: PrefillRow) -> bool:
         """Its slot has sampled before: the chunk begins with that token."""

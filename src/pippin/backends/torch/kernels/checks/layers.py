@@ -97,7 +97,7 @@ def noisy_step(decoder: Decoder, num_rows: int) -> tuple[NoisyRows, RowArrays]:
     """Rows that run one token each."""
     held = NoisyRows(decoder, LENGTHS[:num_rows])
     positions = held.rows.lengths[held.slots].copy()
-    cells = held.rows.grow_each(held.slots)
+    cells = held.rows.grow_each(held.slots, positions)
     return held, RowArrays(held.slots, positions, cells, *held.rows.next_states(held.slots))
 
 

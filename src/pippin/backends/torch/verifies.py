@@ -1,0 +1,141 @@
+"""Decode rows that verify drafts, and rows beside them: one forward, and what it accepts.
+
+Whatever a row's length depends on is on the device: the host reads it with the step's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from pippin.backends.base import Capture, DecodeRow
+from pippin.backends.torch.plain.accept import accepted, noise_words
+from pippin.backends.torch.plain.verify import PlainVerify
+from pippin.backends.torch.pools.payloads import StatePayload
+from pippin.backends.torch.step.parts import StepParts
+from pippin.backends.torch.step.pending import TorchPending
+from pippin.backends.torch.step.verify_batch import TakenRows, VerifyBatch, take_rows, verify_batch
+
+
+class Verifies:
+    def __init__(self, parts: StepParts, forward: PlainVerify) -> None:
+        self._parts = parts
+        self._forward = forward
+
+    def takes(self, decodes: Sequence[DecodeRow], slots: np.ndarray, positions: np.ndarray) -> bool:
+        """Whether one of these rows has drafts, or had some of which the host or its state has yet
+        to learn."""
+        rows = self._parts.rows
+        exact = rows.is_exact(slots, positions)
+        return (
+            not exact.all()
+            or bool(rows.num_kept[slots].any())
+            or any(decode.depth for decode in decodes)
+        )
+
+    def run(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
+        parts = self._parts
+        taken = take_rows(decodes, parts.rows, parts.pools)
+        parts.future.note_read(taken.slots)
+        batch = verify_batch(taken, parts.rows, parts.future, parts.pools)
+        is_known = taken.exact & (taken.depths == 0)
+        self._capture(step, taken, is_known)
+        logits = self._forward.logits(batch)
+        parts.rows.release_passed(taken.slots)
+        parts.future.stash_lengths(batch.slots, batch.starts + 1, torch.zeros_like(batch.starts))
+        if (known := np.flatnonzero(is_known)).size:
+            firsts = np.cumsum(taken.depths + 1) - taken.depths - 1
+            rows = [taken.rows[number] for number in known]
+            own = logits[parts.pools.index(firsts[known])]
+            parts.draws.check(step, [row.slot for row in rows], own)
+            parts.draws.sample(step, rows, own)
+        if not is_known.all():
+            self._accept(step, taken, batch, logits, ~is_known)
+
+    def fold(self, slot: int, end: int) -> None:
+        """Run what is kept of a row's accepted drafts, so that its state is that at `end`."""
+        parts = self._parts
+        most = int(parts.rows.num_kept[slot])
+        if not most or not parts.rows.keeps_states:
+            return
+        slots = np.array([slot])
+        parts.pools.arena.make_room(0, parts.rows.num_new_states(slots))
+        states = map(parts.pools.index, parts.rows.next_states(slots))
+        owner = parts.pools.index(slots)
+        held_at = parts.future.lengths[owner] - parts.future.counts[owner]  # by the state
+        self._forward.fold(owner, end - held_at.long(), most, *states)
+
+    def _capture(self, step: TorchPending, taken: TakenRows, is_known: np.ndarray) -> None:
+        """States behind input tokens; where those are is known at once, or with the result."""
+        parts = self._parts
+        wanted = [
+            (row, known)
+            for row, known in zip(taken.rows, is_known.tolist(), strict=True)
+            if row.checkpoint and parts.rows.keeps_states
+        ]
+        step.captures += parts.captures.of_decodes([row for row, known in wanted if known])
+        step.checkpoints |= {
+            row.slot: StatePayload.of(parts.pools, int(parts.rows.states[row.slot]))
+            for row, known in wanted
+            if not known
+        }
+
+    def _accept(
+        self,
+        step: TorchPending,
+        taken: TakenRows,
+        batch: VerifyBatch,
+        logits: torch.Tensor,
+        verified: np.ndarray,  # bool [rows]
+    ) -> None:
+        """Draw behind each token of these rows, and take on what equals the next draft."""
+        parts, index = self._parts, self._parts.pools.index
+        numbers = np.flatnonzero(verified)
+        rows, slots = [taken.rows[number] for number in numbers], taken.slots[numbers]
+        owners = np.repeat(np.arange(len(taken.rows)), taken.depths + 1)
+        tokens = np.flatnonzero(verified[owners])
+        token_slots = taken.slots[owners[tokens]]
+        at, own, device_slots = index(tokens), index(numbers), index(slots)
+        own_logits = logits if verified.all() else logits[at]
+        keys = noise_words(
+            index(parts.slots.streams[token_slots].view(np.int64)),
+            batch.positions[at] + 1 - index(parts.slots.prompt_lens[token_slots]),
+        )
+        drawn = parts.slots.sampler.draw_places(own_logits, token_slots.tolist(), keys)
+        padded = torch.zeros(2, len(taken.rows) * batch.width, dtype=torch.int32, device=at.device)
+        padded[0, batch.places[at]] = drawn
+        padded[1, batch.places[at]] = own_logits[:, 0].isnan().int()
+        drawn, is_nan = padded.view(2, -1, batch.width)[:, own]
+        counts = accepted(drawn, batch.drafts[own], index(parts.slots.stop_ids[slots]))
+        starts = batch.starts[own]
+        parts.future.stash_lengths(device_slots, starts + 1 + counts, counts)
+        sampling = np.flatnonzero([row.samples for row in rows])
+        last = drawn.gather(1, counts[:, None])[index(sampling)]
+        parts.future.stash(device_slots[index(sampling)], last)
+        parts.future.note_written(slots[sampling])
+        behind = torch.arange(batch.width, device=at.device) > counts[:, None]
+        overflowed = is_nan.masked_fill(behind, 0).amax(dim=1)
+        found = torch.cat([torch.stack([counts, starts, overflowed], dim=1), drawn], dim=1).int()
+        read = partial(self._read, step, rows, slots, parts.rows.lives(slots))
+        step.read_later(parts.streams.bring([found]), read)
+
+    def _read(
+        self,
+        step: TorchPending,
+        rows: Sequence[DecodeRow],
+        slots: np.ndarray,
+        lives: np.ndarray,
+        found: torch.Tensor,  # int32 [rows, 3 + width]
+    ) -> None:
+        lines = found.numpy()
+        self._parts.rows.note_accepted(slots, lives, lines[:, 0])
+        step.read_overflows(slots.tolist(), lines[:, 2])
+        for row, (count, start, _, *drawn) in zip(rows, lines.tolist(), strict=True):
+            if row.samples:
+                step.tokens[row.slot] = tuple(drawn[: count + 1])
+            if (state := step.checkpoints.pop(row.slot, None)) is not None:
+                capture = Capture(row.slot, start, start + 1, states={start + 1: state})
+                step.captures.append(capture)

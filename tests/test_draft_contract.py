@@ -1,0 +1,415 @@
+"""Drafts, of every backend that verifies some: the same tokens as without, whatever is proposed.
+
+Plans are written by hand, as in `test_contract.py`. A `Reply` proposes what is known to come next,
+with errors, and keeps its bounds as a scheduler does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from near_ties import count_same
+from pippin.backends.base import (
+    Backend,
+    Capture,
+    DecodeRow,
+    PrefillRow,
+    Proposal,
+    Restore,
+    Retire,
+    StepResult,
+)
+from pippin.backends.fake import FakeBackend
+from pippin.types import Component, Payload
+from processes import is_installed
+from test_contract import Expected, Steps, admit, alone, make_tokens, prefill, restore
+
+NUM_SLOTS = 6
+MAX_DEPTH = 4
+NUM_TOKENS = 48  # of an expected reply
+MakeBackend = Callable[..., Backend]
+
+
+def make_fake(max_depth: int = MAX_DEPTH) -> Backend:
+    return FakeBackend(num_slots=NUM_SLOTS, max_depth=max_depth)
+
+
+BACKENDS: dict[str, MakeBackend] = {"fake": make_fake}
+if is_installed("torch"):
+    from torch_serving import make_torch_backend
+
+    def make_torch(name: str) -> MakeBackend:
+        def make(max_depth: int = MAX_DEPTH) -> Backend:
+            return make_torch_backend(name, num_slots=NUM_SLOTS, max_depth=max_depth)
+
+        return make
+
+    BACKENDS |= {
+        f"torch, {name}": make_torch(name)
+        for name in ("qwen3", "llama_windows", "qwen3_5", "qwen3_next")
+    }
+# Experts add nothing to drafts that a dense model does not: they run at random alone.
+every_backend = pytest.mark.parametrize("name", [n for n in BACKENDS if n != "torch, qwen3_next"])
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 5},
+    "top_p": {"temperature": 0.8, "top_p": 0.9, "seed": 1 << 63},
+}
+every_way = pytest.mark.parametrize("params", SAMPLED.values(), ids=SAMPLED.keys())
+
+
+@cache
+def _expected(name: str, length: int, seed: int, params: tuple[tuple[str, Any], ...]) -> Expected:
+    make_backend = BACKENDS[name]
+    kwargs = {key: value for key, value in params if key != "logprobs"}
+    return alone(lambda: make_backend(0), make_tokens(length, seed), NUM_TOKENS, **kwargs)
+
+
+@dataclass
+class Reply:
+    """A request that runs in a slot, and what it says when it runs alone, a token a step."""
+
+    name: str
+    slot: int
+    length: int = 20
+    number: int = 0  # of its prompt
+    params: dict[str, Any] = field(default_factory=dict)
+    stop_ids: tuple[int, ...] = ()
+    tokens: list[int] = field(default_factory=list)
+    bound: int = 0  # tokens that the row holds at most
+    depths: list[int] = field(default_factory=list)  # of the steps in flight
+
+    def __post_init__(self) -> None:
+        self.expected = _expected(self.name, self.length, self.number, tuple(self.params.items()))
+        self.prompt = make_tokens(self.length, self.number)
+        self.bound = self.length
+
+    @property
+    def num_known(self) -> int:
+        return self.length + len(self.tokens)
+
+    @property
+    def is_near_end(self) -> bool:
+        """Of what is known of it beforehand."""
+        return self.bound > self.length + NUM_TOKENS - 3 * (1 + MAX_DEPTH)
+
+    @property
+    def known(self) -> np.ndarray:
+        """Prompt and reply."""
+        return np.concatenate([self.prompt, np.array(self.tokens, dtype=np.int32)])
+
+    def start(self, **kwargs: Any) -> dict[str, Any]:
+        """Parts of a plan that admit it and run its prompt."""
+        chunk = PrefillRow(self.slot, 0, self.prompt, samples=True, **kwargs)
+        who = admit(self.slot, self.prompt, stop_ids=self.stop_ids, **self.params)
+        self.depths.append(0)
+        return {"admit": (who,), "prefill": (chunk,)}
+
+    def row(self, depth: int = 0, wrong: Iterable[int] = (), **kwargs: Any) -> DecodeRow:
+        """Drafts of the reply's tokens as they will be, but at places that are `wrong`."""
+        proposal = None
+        if depth:
+            last = self.bound + 1 + depth - self.length
+            tokens = np.array(self.expected.tokens[len(self.tokens) : last], dtype=np.int32)
+            for place in wrong:
+                if 0 <= (at := place - len(self.tokens)) < len(tokens):
+                    tokens[at] = 3 + (tokens[at] + 1) % 80
+            proposal = Proposal(self.num_known, tokens)
+        row = DecodeRow(self.slot, self.bound, depth=depth, proposal=proposal, **kwargs)
+        self.bound += 1 + depth
+        self.depths.append(depth)
+        return row
+
+    def settle(self, result: StepResult) -> int:
+        """Returns how many drafts were accepted."""
+        found = result.tokens[self.slot]
+        self.tokens += found
+        self.bound -= self.depths.pop(0) - (len(found) - 1)
+        return len(found) - 1
+
+    def check(self) -> None:
+        expected = Expected(
+            self.expected.tokens[: len(self.tokens)], self.expected.logprobs[: len(self.tokens)]
+        )
+        assert count_same(self.tokens, expected) > 0
+
+
+def started(steps: Steps, *replies: Reply) -> None:
+    for reply in replies:
+        reply.settle(steps.run(**reply.start()))
+
+
+# ---- what is accepted ----------------------------------------------------------------------------
+
+
+@every_backend
+@every_way
+@pytest.mark.parametrize("depth", [1, 2, MAX_DEPTH])
+def test_right_drafts_are_accepted(name: str, params: dict[str, Any], depth: int) -> None:
+    steps, reply = Steps(BACKENDS[name]()), Reply(name, 2, params=params)
+    started(steps, reply)
+    for _ in range(4):
+        assert reply.settle(steps.run(decode=(reply.row(depth),))) == depth
+    reply.settle(steps.run(decode=(reply.row(),)))
+    reply.check()
+
+
+@every_backend
+@every_way
+@pytest.mark.parametrize("wrong", range(1, 5))
+def test_none_is_accepted_behind_a_wrong_draft(
+    name: str, params: dict[str, Any], wrong: int
+) -> None:
+    steps, reply = Steps(BACKENDS[name]()), Reply(name, 2, params=params)
+    started(steps, reply)
+    assert reply.settle(steps.run(decode=(reply.row(MAX_DEPTH, [wrong]),))) == wrong - 1
+    assert reply.settle(steps.run(decode=(reply.row(2),))) == 2
+    assert reply.settle(steps.run(decode=(reply.row(3, range(NUM_TOKENS)),))) == 0
+    for _ in range(3):
+        reply.settle(steps.run(decode=(reply.row(),)))
+    reply.check()
+
+
+@every_backend
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_no_draft_is_accepted_behind_a_stop_id(name: str, place: int) -> None:
+    """The first of eight or the last: all of them count."""
+    token = Reply(name, 1).expected.tokens[place]
+    for stop_ids in ((token, *range(200, 207)), (*range(200, 207), token)):
+        steps, reply = Steps(BACKENDS[name]()), Reply(name, 1, stop_ids=stop_ids)
+        started(steps, reply)
+        first = reply.expected.tokens.index(token)
+        if first == 0:
+            continue  # it was said before
+        assert reply.settle(steps.run(decode=(reply.row(MAX_DEPTH),))) == first - 1
+        assert reply.tokens[-1] == token
+
+
+@every_backend
+def test_a_proposal_may_end_before_a_rows_drafts_do(name: str) -> None:
+    """The step before accepted more than the host expected to be known: there is no draft."""
+    steps, reply = Steps(BACKENDS[name]()), Reply(name, 3)
+    started(steps, reply)
+    first = steps.launch(decode=(reply.row(2),))
+    row = reply.row(3)
+    assert row.proposal is not None
+    short = Proposal(row.proposal.start, row.proposal.tokens[:4])
+    short_row = DecodeRow(row.slot, row.position, depth=3, proposal=short)
+    second = steps.launch(decode=(short_row,))
+    assert reply.settle(first.wait()) == 2
+    assert reply.settle(second.wait()) == 1
+    for _ in range(3):
+        reply.settle(steps.run(decode=(reply.row(),)))
+    reply.check()
+
+
+@every_backend
+@every_way
+def test_steps_with_drafts_are_launched_ahead(name: str, params: dict[str, Any]) -> None:
+    """Each is planned before it is known what the one before accepts."""
+    steps, reply = Steps(BACKENDS[name]()), Reply(name, 4, params=params)
+    started(steps, reply)
+    ahead = steps.launch(decode=(reply.row(3, [3, 9]),))
+    for depth in (2, 0, 4, 0, 0, 1, 3):
+        following = steps.launch(decode=(reply.row(depth, [3, 9, 14, 15]),))
+        reply.settle(ahead.wait())
+        ahead = following
+    reply.settle(ahead.wait())
+    assert len(reply.tokens) > 9
+    reply.check()
+
+
+# ---- in company ----------------------------------------------------------------------------------
+
+
+@every_backend
+def test_rows_of_every_depth_share_a_step(name: str) -> None:
+    steps = Steps(BACKENDS[name]())
+    replies = [
+        Reply(
+            name, slot, 7 + 9 * slot, slot, {"temperature": 1.0, "seed": slot} if slot % 2 else {}
+        )
+        for slot in range(1, 6)
+    ]
+    started(steps, *replies)
+    for turn in range(4):
+        rows = [reply.row((reply.slot + turn) % 5, [3, 8]) for reply in replies]
+        result = steps.run(decode=tuple(rows))
+        for reply in replies:
+            reply.settle(result)
+    for reply in replies:
+        reply.check()
+
+
+@every_backend
+def test_rows_that_cannot_speculate_run_beside_those_that_do(name: str) -> None:
+    """Penalties, log probabilities and a prompt beside drafts: each gets what it gets alone."""
+    steps, reply = Steps(BACKENDS[name]()), Reply(name, 1)
+    scored = Reply(name, 2, number=2, params={"logprobs": 2, "presence_penalty": 0.5})
+    late = Reply(name, 3, 30, 3)
+    started(steps, reply, scored)
+    result = steps.run(decode=(reply.row(3, [2]), scored.row()), **late.start())
+    assert len(result.logprobs[2]) == 1
+    for each in (reply, scored, late):
+        each.settle(result)
+    result = steps.run(decode=(late.row(4), reply.row(), scored.row()))
+    for each in (reply, scored, late):
+        each.settle(result)
+        each.check()
+
+
+# ---- what is kept --------------------------------------------------------------------------------
+
+
+def lent(captures: Iterable[Capture], state: Payload | None, length: int) -> Restore:
+    """KV of captures up to a length, with a state from elsewhere."""
+    payloads: dict[Component, tuple[Payload, ...]] = {}
+    for component, found in restore(captures, -1).payloads.items():
+        total = sum(payload.num_tokens for payload in found)
+        end = max(capture.end for capture in captures)
+        parts, at = [], end - total
+        for payload in found:
+            if at + payload.num_tokens <= length:
+                parts.append(payload)
+            elif at < length:
+                parts.append(payload.split(length - at)[0])
+            at += payload.num_tokens
+        payloads[component] = tuple(parts)
+    if state is not None:
+        payloads[Component.STATE] = (state,)
+    return Restore(length, payloads)
+
+
+def goes_on(steps: Steps, reply: Reply, prefix: Restore) -> None:
+    """Another request with the same text, restored there, says what the first would say."""
+    known = reply.known
+    rest = known[prefix.length :]
+    who = admit(6, reply.prompt, reply=known[reply.length :].tolist(), **reply.params)
+    row = prefill(6, known, prefix.length, len(known), restore=prefix)
+    assert len(rest) > 0
+    result = steps.run(admit=(who,), prefill=(row,))
+    found = [*reply.tokens, result.tokens[6][0]]
+    found.append(steps.run(decode=(DecodeRow(6, len(known)),)).tokens[6][0])
+    Reply(reply.name, 6, reply.length, reply.number, reply.params, tokens=found).check()
+    steps.run(retire=(Retire(6),))
+
+
+@every_backend
+@every_way
+@pytest.mark.parametrize("num_dropped", [0, 1, 3])
+def test_a_row_retires_before_drafts_that_it_accepted(
+    name: str, params: dict[str, Any], num_dropped: int
+) -> None:
+    steps, reply = Steps(BACKENDS[name]()), Reply(name, 2, params=params)
+    started(steps, reply)
+    reply.settle(steps.run(decode=(reply.row(2),)))
+    assert reply.settle(steps.run(decode=(reply.row(3),))) == 3
+    end = reply.bound - num_dropped
+    captures = steps.run(retire=(Retire(2, 0, end, captures=True),)).captures
+    goes_on(steps, reply, restore(captures, end))
+
+
+@every_backend
+def test_a_row_retires_after_drafts_that_it_rejected(name: str) -> None:
+    steps, reply = Steps(BACKENDS[name]()), Reply(name, 2, 60)
+    started(steps, reply)
+    reply.settle(steps.run(decode=(reply.row(2),)))
+    assert reply.settle(steps.run(decode=(reply.row(4, [5]),))) == 1
+    captures = steps.run(retire=(Retire(2, 0, reply.bound, captures=True),)).captures
+    goes_on(steps, reply, restore(captures, reply.bound))
+
+
+@every_backend
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_checkpoint_is_the_state_behind_the_input_token(name: str, depth: int) -> None:
+    """Where that is, the result says; and drafts that are accepted behind it change nothing."""
+    steps, reply = Steps(BACKENDS[name]()), Reply(name, 2)
+    started(steps, reply)
+    first = steps.launch(decode=(reply.row(3, [2]),))
+    second = steps.launch(decode=(reply.row(depth, checkpoint=True),))
+    assert reply.settle(first.wait()) == 1
+    result = second.wait()
+    reply.settle(result)
+    keeps = Component.STATE in steps.backend.spec.components
+    assert [(c.start, c.end, [*c.states]) for c in result.captures] == [(22, 23, [23])] * keeps
+    state = result.captures[0].states[23] if keeps else None
+    reply.settle(steps.run(decode=(reply.row(1),)))
+    captures = steps.run(retire=(Retire(2, 0, reply.bound, captures=True),)).captures
+    goes_on(steps, reply, lent(captures, state, 23))
+
+
+@every_backend
+def test_a_discarded_step_gives_its_checkpoints_up(name: str) -> None:
+    steps, reply = Steps(BACKENDS[name]()), Reply(name, 2)
+    started(steps, reply)
+    used = steps.backend.memory_used()
+    steps.launch(decode=(reply.row(2, checkpoint=True),)).discard()
+    steps.run(retire=(Retire(2),))
+    assert steps.backend.memory_used() < used
+
+
+# ---- at random -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_schedules(name: str, seed: int) -> None:
+    """A step in flight, depths and errors of every kind; rows rest, retire and start again from
+    what others have left."""
+    random = Random(seed)
+    steps = Steps(BACKENDS[name]())
+    running: dict[int, Reply] = {}
+    inflight: list[tuple[Any, list[Reply]]] = []
+
+    def settle() -> None:
+        pending, owners = inflight.pop(0)
+        result = pending.wait()
+        for reply in owners:
+            reply.settle(result)
+        for capture in result.captures:
+            capture.release()
+
+    for _ in range(60):
+        slot = random.randrange(1, 5)
+        plan: dict[str, Any] = {"retire": (), "decode": ()}
+        owners = []
+        if slot not in running:
+            params = {"temperature": 1.0, "seed": random.randrange(3)} if slot % 2 else {}
+            reply = Reply(name, slot, random.choice((5, 20, 64)), random.randrange(3), params)
+            plan |= reply.start()
+            owners.append(reply)
+        elif running[slot].is_near_end:
+            while inflight:
+                settle()
+            reply = running.pop(slot)
+            reply.check()
+            end = min(reply.bound, reply.num_known)
+            plan["retire"] = (Retire(slot, 0, end, captures=True),)
+        rows = [r for r in running.values() if random.random() < 0.8 and not r.is_near_end]
+        errors = random.sample(range(NUM_TOKENS), random.choice((0, 5, 30)))
+        plan["decode"] = tuple(
+            reply.row(
+                random.choice((0, 0, 1, 2, MAX_DEPTH)), errors, checkpoint=random.random() < 0.2
+            )
+            for reply in rows
+        )
+        running |= {reply.slot: reply for reply in owners}
+        inflight.append((steps.launch(**plan), [*owners, *rows]))
+        if len(inflight) > 1:
+            settle()
+    while inflight:
+        settle()
+    for reply in running.values():
+        reply.check()
+    assert sum(len(reply.tokens) for reply in running.values()) > 10
+    used = steps.backend.memory_used()
+    result = steps.run(retire=tuple(Retire(slot) for slot in running))
+    assert not result.captures
+    assert steps.backend.memory_used() < used
