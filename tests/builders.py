@@ -29,6 +29,7 @@ from pippin.scheduler.pacing.pace import Pace
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import Limits
 from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.speculation.suffix import SuffixDrafter
 from pippin.types import GRID, Component, FinishReason, SamplingParams, TokenLogprobs
 
 ALL = (Component.ATTENTION, Component.WINDOW, Component.STATE)
@@ -83,6 +84,7 @@ def make_scheduler(
     workers: Executor | None = None,
     batch_bytes: int = 1 << 20,
     speculation: Speculation | None = None,
+    suffix_depth: int = 0,
 ) -> Scheduler:
     """`store`: with a tier on disk; `host`: in the host's memory; `workers`: for their threads."""
     spec = backend.spec
@@ -112,9 +114,11 @@ def make_scheduler(
         batch_bytes=batch_bytes,
         on_grid=deterministic,
     )
-    scheduler = Scheduler(
-        backend, limits, prefix_cache if cache else None, tiers=tiers, speculation=speculation
-    )
+    shared = prefix_cache if cache else None
+    if suffix_depth:
+        drafter = SuffixDrafter(shared)
+        speculation = Speculation(drafter, suffix_depth, lambda running: suffix_depth)
+    scheduler = Scheduler(backend, limits, shared, tiers=tiers, speculation=speculation)
     scheduler.pace = FixedPace(chunk)
     return scheduler
 

@@ -83,6 +83,14 @@ class PrefixCache:
         """How many of these tokens are in the tree at all, restorable or not."""
         return self.radix.walk(as_tokens(tokens), salt)[1]
 
+    def continuation(self, tokens: npt.ArrayLike, salt: bytes, limit: int) -> TokenArray:
+        """At most `limit` tokens behind all of these, where some are; along what was used last."""
+        ids = as_tokens(tokens)
+        path, reach = self.radix.walk(ids, salt)
+        if not path or reach < len(ids):
+            return ids[:0]
+        return self.radix.behind(path[-1], reach, limit)
+
     def match(self, tokens: npt.ArrayLike, salt: bytes = b"", *, limit: int | None = None) -> Match:
         """The longest restorable prefix of at most `limit` tokens; counts as a use of it."""
         ids = as_tokens(tokens)

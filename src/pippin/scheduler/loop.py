@@ -250,6 +250,8 @@ class Loop:
             return {"freed_bytes": 0, "kept_bytes": 0}
         before = cache.nbytes
         freed = self.scheduler.traffic.flush()
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.drafter.flush()
         return {
             "freed_bytes": before - cache.nbytes,
             "kept_bytes": cache.nbytes,

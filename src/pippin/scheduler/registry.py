@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pippin.backends.base import Admit, StepResult
 from pippin.metrics import EngineMetrics
@@ -29,6 +29,7 @@ class Registry:
         self.leaving: list[RunningSlot] = []  # their requests have ended or are being preempted
         self.outbox = Outbox()
         self.observer: Observer | None = None  # None: events are not watched
+        self.on_end: Callable[[Request], None] = lambda request: None
 
     @property
     def num_coming_tokens(self) -> int:
@@ -152,4 +153,5 @@ class Registry:
             self.leaving.append(running)
         request.end(reason)
         del self.requests[request.id]
+        self.on_end(request)
         self.notify(request)

@@ -64,6 +64,8 @@ class Scheduler:
         self.compiling = Compiling(self.compiler)
         self.traffic = Traffic(self.tiers, self.costs, self.budget, self.cache)
         self.registry = Registry(self.metrics, self.compiling, self.admission, self.traffic)
+        if self.speculation is not None:
+            self.registry.on_end = self.speculation.drafter.forget
         self.requests = self.registry.requests
         self.running_slots = self.registry.running_slots
         self.inflight_steps = InflightSteps()

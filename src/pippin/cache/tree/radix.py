@@ -146,6 +146,16 @@ class RadixTree:
             node, pos = child, child.end
         return path, pos
 
+    def behind(self, node: Node, position: int, limit: int) -> TokenArray:
+        """At most `limit` tokens from a position of a node on, along children used last."""
+        tokens = node.token_ids[position - node.start :]
+        parts, left = [tokens], limit - len(tokens)
+        while left > 0 and node.children:
+            node = max(node.children.values(), key=lambda child: child.stamp)
+            parts.append(node.token_ids)
+            left -= node.num_tokens
+        return np.concatenate(parts)[:limit]
+
     def split(self, node: Node, at: int) -> Node:
         """Put a new node over `node` that takes its first `at` tokens; returns the new one.
 

@@ -45,11 +45,11 @@ class ReplyPlanner:
         """A row for each reply that goes on."""
         going_on = [h for h in running_slots if self._samples(h) or self.runs_last_token(h)]
         ends = self._chunk_ends(going_on, pays_off)
-        rows = ReplyRows()
+        rows, drafts = ReplyRows(), self._drafts(going_on)
         for running in going_on:
             if running in ends and self._fits(running, ends[running]):
                 rows.chunks.append(self._chunk(step, running, ends[running]))
-            elif (draft := self._fitting_draft(running)) is not None:
+            elif (draft := self._fitting(running, drafts.get(running, NO_DRAFT))) is not None:
                 rows.decode.append(self._token(step, running, draft))
             elif self._samples(running):
                 rows.starved.append(running)
@@ -57,11 +57,13 @@ class ReplyPlanner:
                 running.enter(Stage.CLOSED)
         return rows
 
-    def _fitting_draft(self, running: RunningSlot) -> Draft | None:
+    def _drafts(self, going_on: Sequence[RunningSlot]) -> dict[RunningSlot, Draft]:
+        if self.speculation is None:
+            return {}
+        return self.speculation.draft([running for running in going_on if self._samples(running)])
+
+    def _fitting(self, running: RunningSlot, draft: Draft) -> Draft | None:
         """What the next row verifies, if anything; None if there are no bytes for its token."""
-        draft = NO_DRAFT
-        if self.speculation is not None and self._samples(running):
-            draft = self.speculation.draft(running)
         end = running.row_len + 1
         if self._fits(running, end + draft.depth):
             return draft

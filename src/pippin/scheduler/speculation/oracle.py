@@ -8,9 +8,10 @@ from zlib import crc32
 import numpy as np
 
 from pippin.scheduler.request import Request
+from pippin.scheduler.speculation.drafter import Guess, KeepsNothing
 
 
-class OracleDrafter:
+class OracleDrafter(KeepsNothing):
     """Right at a given share of places, which depend on the request and the place alone."""
 
     name = "oracle"
@@ -23,7 +24,7 @@ class OracleDrafter:
         self._share_right = share_right
         self._vocab_size = vocab_size
 
-    def propose(self, request: Request, num_tokens: int) -> np.ndarray:
+    def propose(self, request: Request, num_tokens: int) -> Guess:
         first = len(request.output)
         known = self._reply_of(request)[first : first + num_tokens]
         tokens = np.array(known, dtype=np.int32)
@@ -32,4 +33,4 @@ class OracleDrafter:
             chance = crc32(name + (first + place).to_bytes(4, "little")) / 2**32
             if chance >= self._share_right:
                 tokens[place] = (tokens[place] + 1) % self._vocab_size
-        return tokens
+        return Guess(tokens)

@@ -9,7 +9,7 @@ the step before it accepts, which the device knows first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pippin.backends.base import MAX_STOP_IDS, Proposal
@@ -36,11 +36,14 @@ class Speculation:
     max_depth: int  # that the backend verifies
     choose_depth: Callable[[RunningSlot], int]  # what is wanted; it need not be possible
 
-    def draft(self, running: RunningSlot) -> Draft:
-        """For the next row of a reply."""
+    def draft(self, rows: Sequence[RunningSlot]) -> dict[RunningSlot, Draft]:
+        """For the next rows of replies, all of a step."""
+        may = [running for running in rows if may_speculate(running.request)]
+        self.drafter.prepare(running.request for running in may)
+        return {running: self._draft(running) for running in may}
+
+    def _draft(self, running: RunningSlot) -> Draft:
         request = running.request
-        if not may_speculate(request):
-            return NO_DRAFT
         left = request.params.max_tokens - request.num_sampled - 1
         wanted = min(self.choose_depth(running), self.max_depth)
         if self.drafter.on_device:
@@ -57,7 +60,7 @@ class Speculation:
     def _propose(self, running: RunningSlot, depth: int) -> Draft:
         request = running.request
         start, input_at = request.num_tokens, running.row_len
-        tokens = self.drafter.propose(request, input_at + 1 + depth - start)
+        tokens = self.drafter.propose(request, input_at + 1 + depth - start).tokens
         depth = min(depth, start + len(tokens) - input_at - 1)
         return Draft(depth, Proposal(start, tokens)) if depth > 0 else NO_DRAFT
 
