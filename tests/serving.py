@@ -31,6 +31,7 @@ from pippin.engine.build_tiers import tier_batch_bytes
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import Limits
+from pippin.scheduler.speculation.speculation import Speculation
 from pippin.types import Component, ModelSpec
 from processes import is_installed
 from reference import BUNDLED
@@ -53,14 +54,19 @@ def served(name: str) -> LoadedModel:
 
 
 def make_backend(
-    name: str, num_slots: int, model: LoadedModel | None = None, pool_bytes: int = AMPLE_BYTES
+    name: str,
+    num_slots: int,
+    model: LoadedModel | None = None,
+    pool_bytes: int = AMPLE_BYTES,
+    max_depth: int = 0,
 ) -> Any:
     if name.startswith(TORCH):
         from torch_serving import make_torch_backend
 
         name = name.removeprefix(TORCH)
         return make_torch_backend(name, num_slots=num_slots, pool_bytes=pool_bytes)
-    return MLXBackend(model or served(name), num_slots=num_slots, debug=True)
+    loaded = model or served(name)
+    return MLXBackend(loaded, num_slots=num_slots, max_depth=max_depth, debug=True)
 
 
 @functools.cache
@@ -82,10 +88,12 @@ def make_client(
     model: LoadedModel | None = None,
     store: EntryStore | None = None,
     host: EntryStore | None = None,
+    speculation: Speculation | None = None,
 ) -> Client:
     """`store`: with a tier on disk, `host`: in the host's memory, from which a load is always worth
     its while."""
-    backend = make_backend(name, num_slots, model, pool_bytes=capacity_bytes)
+    max_depth = 0 if speculation is None else speculation.max_depth
+    backend = make_backend(name, num_slots, model, capacity_bytes, max_depth)
     spec = backend.spec
     prefix_cache = PrefixCache(
         spec.components,
@@ -97,7 +105,8 @@ def make_client(
     limits = Limits(max_running=num_slots, prefill_tokens=chunk, capacity_bytes=capacity_bytes)
     batch_bytes = tier_batch_bytes(backend, capacity_bytes=0)
     tiers = make_tiers(backend, prefix_cache, host=host, disk=store, batch_bytes=batch_bytes)
-    scheduler = Scheduler(backend, limits, prefix_cache if cache else None, tiers=tiers)
+    tree = prefix_cache if cache else None
+    scheduler = Scheduler(backend, limits, tree, tiers=tiers, speculation=speculation)
     scheduler.pace = FixedPace(chunk)
     if tiers:
         scheduler.pace.compute_seconds = lambda tokens: 1.0 * tokens  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import Any
 
@@ -27,8 +27,10 @@ from pippin.backends.base import (
     StepResult,
 )
 from pippin.backends.fake import FakeBackend
+from pippin.backends.mlx.backend import MLXBackend
 from pippin.types import Component, Payload
 from processes import is_installed
+from serving import served
 from test_contract import Expected, Steps, admit, alone, make_tokens, prefill, restore
 
 NUM_SLOTS = 6
@@ -41,7 +43,14 @@ def make_fake(max_depth: int = MAX_DEPTH) -> Backend:
     return FakeBackend(num_slots=NUM_SLOTS, max_depth=max_depth)
 
 
-BACKENDS: dict[str, MakeBackend] = {"fake": make_fake}
+def make_mlx(name: str, max_depth: int = MAX_DEPTH) -> Backend:
+    loaded = served(name)
+    return MLXBackend(loaded, num_slots=NUM_SLOTS, max_depth=max_depth, debug=True)
+
+
+BACKENDS: dict[str, MakeBackend] = {"fake": make_fake} | {
+    f"mlx, {name}": partial(make_mlx, name) for name in ("qwen3_5", "llama", "gpt_oss")
+}
 if is_installed("torch"):
     from torch_serving import make_torch_backend
 
@@ -352,6 +361,8 @@ def test_a_discarded_step_gives_its_checkpoints_up(name: str) -> None:
     used = steps.backend.memory_used()
     steps.launch(decode=(reply.row(2, checkpoint=True),)).discard()
     steps.run(retire=(Retire(2),))
+    steps.start(3, make_tokens(4))  # comes after the step that was discarded, which may still run
+    steps.run(retire=(Retire(3),))
     assert steps.backend.memory_used() < used
 
 

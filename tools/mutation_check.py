@@ -68,7 +68,7 @@ def read_mutants() -> tuple[Mutant, ...]:
 MUTANTS = read_mutants()
 HELPERS = (
     *("builders", "counted_lines", "damage", "evicted_segments"),
-    *("memory_store", "simulator", "timed"),
+    *("memory_store", "processes", "simulator", "timed"),
 )
 
 

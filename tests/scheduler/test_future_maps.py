@@ -56,9 +56,19 @@ def stash_fake_drafts(future_map: FakeFutureMap, slots: list[int], drafts: np.nd
         future_map.stash_drafts(slot, line)
 
 
+def read_mlx_drafts(future_map: mlx_future_map.FutureMap, slot: int, depth: int) -> list[int]:
+    (found,) = np.array(future_map.resolve_drafts(np.array([slot]), np.array([depth]))).tolist()
+    return [int(token) for token in found]
+
+
 DRAFT_KINDS = {
     "fake": DraftKind(
         lambda n: FakeFutureMap(n, MAX_DEPTH), stash_fake_drafts, FakeFutureMap.take_drafts
+    ),
+    "mlx": DraftKind(
+        lambda n: mlx_future_map.FutureMap(n, max_depth=MAX_DEPTH, debug=True),
+        lambda found, slots, drafts: found.stash_drafts(np.array(slots), mx.array(drafts)),
+        read_mlx_drafts,
     ),
 }
 if is_installed("torch"):
@@ -219,3 +229,11 @@ def test_lengths_are_kept_by_slot() -> None:
     assert future_map.lengths.tolist() == [0, 10, 0, 30, 0]
     assert future_map.counts.tolist() == [0, 0, 0, 2, 0]
     assert future_map.lengths.dtype == future_map.counts.dtype == torch.int32
+
+
+def test_lengths_and_counts_are_found_by_slot_and_padding_has_none() -> None:
+    future_map = mlx_future_map.FutureMap(3, max_depth=2)
+    future_map.stash_lengths(np.array([2, 0, 1]), mx.array([20, 99, 10]), mx.array([2, 9, 1]))
+    future_map.stash_lengths(np.array([1]), mx.array([12]), mx.array([0]))
+    assert np.array(future_map.lengths).tolist() == [0, 12, 20, 0]
+    assert np.array(future_map.counts).tolist() == [0, 0, 2, 0]

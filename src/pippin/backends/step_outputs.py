@@ -77,6 +77,11 @@ class StepOutputs:
         pairs = zip(slots, tokens.tolist(), strict=True)
         self.tokens |= {slot: (token,) for slot, token in pairs if slot}
 
+    def read_accepted(self, slots: Sequence[int], tokens: Listed, counts: Listed) -> None:
+        """Of each row its first token, and as many behind it as it accepted drafts."""
+        rows = zip(slots, tokens.tolist(), counts.tolist(), strict=True)
+        self.tokens |= {slot: tuple(line[: count + 1]) for slot, line, count in rows if slot}
+
     def read_overflows(self, slots: Sequence[int], overflowed: Listed) -> None:
         flags = zip(slots, overflowed.tolist(), strict=True)
         self.overflowed |= {slot for slot, is_nan in flags if slot and is_nan}

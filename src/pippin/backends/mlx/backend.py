@@ -7,6 +7,7 @@ the engine's one thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +35,8 @@ from pippin.backends.mlx.device import (
     on_metal,
     wire,
 )
+from pippin.backends.mlx.drafts.draft_rows import DraftRows, find_draft_layers
+from pippin.backends.mlx.drafts.verifier import Verifier
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.payloads.captures import Captures
 from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints
@@ -64,10 +67,11 @@ MOST_WARMED_TOKENS = 2048  # of a chunk; larger ones are rare, and take their ti
 SPARE_SHARE = 1 / 16  # decode rows that serve no request: padding, and rows that were left
 
 
+logger = logging.getLogger(__name__)
+
+
 class MLXBackend:
     """Slots in, tokens out. Holds what every slot has computed, as prompts and as decode rows."""
-
-    max_depth = 0  # it verifies no drafts yet
 
     restores_by_reference = False
 
@@ -80,9 +84,11 @@ class MLXBackend:
         deterministic: bool = False,
         wired: bool = False,
         fingerprints: bool = False,
+        max_depth: int = 0,
         debug: bool = False,
     ) -> None:
-        """`fingerprints`: of what the tree holds; compared when it is used."""
+        """`fingerprints`: of what the tree holds; compared when it is used. `max_depth`: of drafts,
+        where this model's rows can verify some."""
         self._loaded = loaded
         self._wired = wired
         self._num_weights = len(tree_flatten(loaded.model.parameters()))
@@ -93,8 +99,14 @@ class MLXBackend:
             loaded.layout, packer, loaded.hidden_bytes, loaded.head.dtype or loaded.dtype
         )
         self._fingerprints = MLXFingerprints() if fingerprints else None
-        self._footprint = Footprint(loaded.layout)
-        self._future_map = FutureMap(num_slots, debug=debug)
+        self._draft_layers = find_draft_layers(
+            loaded.model, loaded.layout, deterministic=deterministic
+        )
+        self.max_depth = max_depth if isinstance(self._draft_layers, list) else 0
+        if max_depth and isinstance(self._draft_layers, str):
+            logger.warning("no drafts are verified: %s", self._draft_layers)
+        self._footprint = Footprint(loaded.layout, self.max_depth)
+        self._future_map = FutureMap(num_slots, max_depth=self.max_depth, debug=debug)
         self._sampler = MLXSampler(loaded.vocab_size, num_slots)
         self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
         self._shared_rows = self._make_rows()
@@ -110,6 +122,7 @@ class MLXBackend:
         self._clock = find_stream_clock()
         self._resident: ResidentLimit | None = None
         self._admitted: dict[int, Admit] = {}
+        self._verifier = Verifier(self._sampler, self._future_map, self._admitted)
         self._prompts = Prompts(  # slots that have not decoded yet
             loaded,
             self._captures,
@@ -277,7 +290,8 @@ class MLXBackend:
     def _retire(self, step: MLXPending, retire: Retire) -> None:
         slot = retire.slot
         if retire.captures:
-            for capture in self._captures.of_slot(retire, self._held(slot, retire.start)):
+            held = self._held(slot, retire.start, retire.end)
+            for capture in self._captures.of_slot(retire, held):
                 step.keep(capture)
         if slot in self._rows:
             self._rows.pop(slot).leave(slot)
@@ -285,16 +299,18 @@ class MLXBackend:
         self._sampler.retire(slot)
         self._admitted.pop(slot, None)  # a slot whose launch failed may hold nothing
 
-    def _held(self, slot: int, start: int) -> PromptState:
-        """What the slot has computed from `start` on, wherever it lies."""
+    def _held(self, slot: int, start: int, end: int) -> PromptState:
+        """What the slot has computed of tokens [start, end), wherever it lies."""
         rows = self._rows.get(slot)
         if rows is None:
             return self._prompts[slot]
+        if isinstance(rows, DraftRows):
+            return rows.held_at(slot, end, start)
         return PromptState(rows.rows[slot].length, rows.kv_of(slot, start), rows.states_of(slot))
 
     def _leave_rows(self, chunk: PrefillRow) -> None:
         """A chunk of a reply is run as a prompt's is; the slot joins the others again later."""
-        held = self._held(chunk.slot, 0)
+        held = self._held(chunk.slot, 0, chunk.start)
         self._rows.pop(chunk.slot).leave(chunk.slot)
         self._prompts.take_back(chunk.slot, held)
         self._sampler.count(chunk.slot, chunk.tokens[1:])  # the first was counted when it was drawn
@@ -310,7 +326,10 @@ class MLXBackend:
         return [(self._rows.get(d.slot) or self._make_rows(), [d]) for d in decodes]
 
     def _make_rows(self) -> DecodeRows:
-        return DecodeRows(self._loaded.layout, self._loaded.attention)
+        layout, layers = self._loaded.layout, self._draft_layers
+        if self.max_depth and isinstance(layers, list):
+            return DraftRows(layout, layers, self._future_map, self.max_depth)
+        return DecodeRows(layout, self._loaded.attention)
 
     def _decode(self, step: MLXPending, rows: DecodeRows, decodes: Sequence[DecodeRow]) -> None:
         joining = [d.slot for d in decodes if d.slot not in self._rows]
@@ -319,14 +338,13 @@ class MLXBackend:
             [(slot, self._prompts.take(slot)) for slot in joining],
             {slot: self._admitted[slot].prompt for slot in joining},
         )
+        if isinstance(rows, DraftRows):
+            self._verify(step, rows, decodes)
+            return
         slots, logits = rows.advance(
             [d.slot for d in decodes], self._future_map.resolve, self._decode_forward
         )
-        assert self._decode_forward.last is not None
-        shape, compiled = self._decode_forward.last
-        is_new = self._shapes.add(shape)
-        step.note_decode(rows.mains.num_groups, is_new=is_new, compiled=compiled)
-        step.written += rows.arrays()
+        self._note_forward(step, rows)
         step.check(slots, logits)
         by_slot = {d.slot: d for d in decodes}
         rows_of: dict[bool, dict[int, SampleRow]] = {False: {}, True: {}}  # masked or not, by place
@@ -341,6 +359,24 @@ class MLXBackend:
         for decode in decodes:
             if decode.checkpoint and rows.states:
                 step.keep(self._captures.of_decode(decode, rows))
+
+    def _verify(self, step: MLXPending, rows: DraftRows, decodes: Sequence[DecodeRow]) -> None:
+        ran, unsure = rows.verify(decodes, self._decode_forward)
+        self._note_forward(step, rows)
+        step.check(ran.slots, ran.logits[:, 0])
+        self._verifier.verify(step, rows, decodes, ran, unsure)
+        for decode in decodes:
+            if decode.checkpoint and rows.states:
+                index = rows.rows[decode.slot].index
+                state = self._packer.state_payload(rows.states, index)
+                step.keep_state(decode.slot, state, ran.lengths[index : index + 1])
+
+    def _note_forward(self, step: MLXPending, rows: DecodeRows) -> None:
+        assert self._decode_forward.last is not None
+        shape, compiled = self._decode_forward.last
+        is_new = self._shapes.add(shape)
+        step.note_decode(rows.mains.num_groups, is_new=is_new, compiled=compiled)
+        step.written += rows.arrays()
 
     # ---- sampling --------------------------------------------------------------------------
 
@@ -365,7 +401,7 @@ class MLXBackend:
         slots = np.array([row.slot for row in rows], dtype=np.int32)
         self._future_map.stash(slots, sampled.tokens)
         step.read_sampled(slots.tolist(), sampled)
-        step.written += [*sampled.arrays, self._future_map.tokens]
+        step.written += [*sampled.arrays, *self._future_map.arrays()]
 
     def _num_top_logprobs(self, slot: int) -> int | None:
         admit = self._admitted.get(slot)

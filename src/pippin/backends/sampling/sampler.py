@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
@@ -95,9 +95,11 @@ class Sampler(ABC, Generic[A]):
         logits: A,  # any float dtype [num_rows, vocab_size]
         rows: Sequence[SampleRow],
         masks: np.ndarray | None = None,  # int32 [num_rows, words], packed: what grammars allow
+        keys: Any = None,  # uint32 [num_rows, 2], of the noise, where the device knows better
     ) -> Sampled[A]:
         batch = self._batch(rows)
-        keys = noise_keys(batch.streams, [row.num_generated for row in rows])
+        if keys is None:
+            keys = noise_keys(batch.streams, [row.num_generated for row in rows])
         tokens = self._draw(self._process(logits, batch, masks), batch, keys)
         counts, asked = None, batch.logprobs
         if batch.penalties is not None:

@@ -24,6 +24,13 @@ class TableShape(MainsShape):
     """One for all: where rows lie is in the KV table."""
 
 
+@dataclass(frozen=True)
+class DraftsShape(MainsShape):
+    """Likewise, in a step that may verify drafts: rows' tails are of different lengths."""
+
+    num_tokens: int  # of each row
+
+
 def table_operations(layout: Layout) -> Operations | None:
     """None where the operation does not take what layers keep, or there is none."""
     return operations(*TABLE_OPERATIONS) if layout.fits_table else None
@@ -36,8 +43,8 @@ class TableRowKV(RowKV):
 
     def _written(self, keys: mx.array, values: mx.array) -> list[mx.array]:
         ours = _operations()
-        column = keys.astype(mx.float32), values.astype(mx.float32)
-        return ours.tail_write((self.tail[0], self.tail[1]), column, self.step.tree["cursor"])
+        columns = keys.astype(mx.float32), values.astype(mx.float32)
+        return ours.tail_write((self.tail[0], self.tail[1]), columns, self.step.tree["cursor"])
 
     def attend(
         self, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None

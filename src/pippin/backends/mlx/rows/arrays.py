@@ -13,6 +13,7 @@ import numpy as np
 
 from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.payloads.packing import KV
+from pippin.backends.mlx.recurrent.draft_states import kept_shapes
 
 TAIL = 64  # columns: steps from one regrouping to the next
 
@@ -20,6 +21,7 @@ TAIL = 64  # columns: steps from one regrouping to the next
 @dataclass
 class RowArrays:
     layout: Layout
+    max_depth: int = 0  # of drafts, of which states keep inputs behind their own entries
     width: int = 0
     tails: dict[int, list[mx.array]] = field(default_factory=dict)  # by cache, see `_blanks`
     states: dict[int, list[mx.array]] = field(default_factory=dict)
@@ -65,7 +67,7 @@ class RowArrays:
         """Empty, in memory of their own: the move of the old ones may not have read them yet, and
         on CPUs a column is written in place."""
         for index in self.tails:
-            self.tails[index] = _blanks(self.layout.caches[index], self.width)
+            self.tails[index] = self._blanks(self.layout.caches[index], self.width)
         self.written[:] = False
         self._blank[:] = True
 
@@ -83,7 +85,8 @@ class RowArrays:
         self.written = np.pad(self.written, ((0, extra), (0, 0)))
         self._blank = np.pad(self._blank, (0, extra), constant_values=True)
         for index, cache in enumerate(self.layout.caches):
-            held, blanks = self.states if cache.is_state else self.tails, _blanks(cache, extra)
+            held = self.states if cache.is_state else self.tails
+            blanks = self._blanks(cache, extra)
             old = zip(held[index], blanks, strict=True) if index in held else None
             held[index] = blanks if old is None else [mx.concatenate(list(pair)) for pair in old]
         self.width = width
@@ -98,11 +101,14 @@ class RowArrays:
         self._blank = self._blank[list(lines)]
         self.width = len(lines)
 
-
-def _blanks(cache: LayerCache, num_lines: int) -> list[mx.array]:
-    """A state's entries, [lines, ...]; or keys and values of a tail, [lines, heads, TAIL, dim]."""
-    if cache.is_state:
-        shapes = [(num_lines, *shape) for shape in cache.shapes]
-    else:
-        shapes = [(num_lines, heads, TAIL, dim) for heads, dim in cache.shapes]
-    return [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, cache.dtypes, strict=True)]
+    def _blanks(self, cache: LayerCache, num_lines: int) -> list[mx.array]:
+        """A state's entries [lines, ...], or a tail's keys and values [lines, heads, TAIL, dim]."""
+        shapes: list[tuple[int, ...]] = list(cache.shapes)
+        if not cache.is_state:
+            shapes = [(heads, TAIL, dim) for heads, dim in cache.shapes]
+        found = [
+            mx.zeros((num_lines, *shape), dtype)
+            for shape, dtype in zip(shapes, cache.dtypes, strict=True)
+        ]
+        kept = kept_shapes(cache, self.max_depth) if cache.is_state else []
+        return found + [mx.zeros((num_lines, *shape)) for shape in kept]

@@ -7,24 +7,37 @@ when rows join or leave and when tails are flushed, so only so many of them are 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from pippin.backends.mlx.attention.decode_step import CohortsShape, DecodeStep, StepShape, Tree
+from pippin.backends.mlx.attention.decode_step import (
+    CohortsShape,
+    DecodeStep,
+    MainsShape,
+    StepShape,
+    Tree,
+)
 from pippin.backends.mlx.attention.latent_kv import LatentKV
 from pippin.backends.mlx.attention.packed_kv import PackedRowKV, PackedShape
 from pippin.backends.mlx.attention.row_kv import RowKV
-from pippin.backends.mlx.attention.table_kv import TableRowKV, TableShape
+from pippin.backends.mlx.attention.table_kv import DraftsShape, TableRowKV, TableShape
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.payloads.packing import KV
+from pippin.backends.mlx.recurrent.draft_states import DraftStates
 
 MAX_COMPILED = 64  # shapes; one costs the host about a megabyte
 
 Forward = Callable[[mx.array, list[Any]], mx.array]
 StepResult = tuple[mx.array, list[KV], list[list[mx.array]]]  # logits, tails, states
+_VIEWS: dict[type[MainsShape], type[RowKV]] = {
+    PackedShape: PackedRowKV,
+    TableShape: TableRowKV,
+    DraftsShape: TableRowKV,
+    CohortsShape: RowKV,
+}
 
 
 class DecodeForward:
@@ -61,14 +74,26 @@ class DecodeForward:
         # steps until Python's cycle collector runs.
         step, layout = DecodeStep(self._layout, shape, tree), self._layout
         kv = [_view(step, layout.caches[i], place) for place, i in enumerate(layout.kv_indices)]
-        states: list[Any] = [ArraysCache(size=len(entries)) for entries in tree["states"]]
-        for view, entries in zip(states, tree["states"], strict=True):
-            view.cache = list(entries)
+        states = [
+            _state_view(tree, layout.caches[i], entries)
+            for i, entries in zip(layout.state_indices, tree["states"], strict=True)
+        ]
         of_kind = {False: iter(kv), True: iter(states)}
         caches = layout.nest([next(of_kind[cache.is_state]) for cache in layout.caches])
-        logits = self._forward(tree["tokens"], caches)[:, -1]
+        logits = self._forward(tree["tokens"], caches)
         tails = [(view.tail[0], view.tail[1]) for view in kv]
-        return logits, tails, [list(view.cache) for view in states]
+        if isinstance(shape.mains, DraftsShape):
+            return logits, tails, [view.entries() for view in states]
+        return logits[:, -1], tails, [list(view.cache) for view in states]
+
+
+def _state_view(tree: Tree, cache: LayerCache, entries: Sequence[mx.array]) -> Any:
+    """What a recurrent layer sees."""
+    if "counts" in tree:
+        return DraftStates(cache, entries, tree["counts"])
+    view: Any = ArraysCache(size=len(entries))
+    view.cache = list(entries)
+    return view
 
 
 def _view(step: DecodeStep, cache: LayerCache, place: int) -> RowKV:
@@ -76,5 +101,4 @@ def _view(step: DecodeStep, cache: LayerCache, place: int) -> RowKV:
     if cache.reads is Reads.LATENT:
         assert isinstance(step.shape.mains, CohortsShape), "rows with latents are never packed"
         return LatentKV(step, cache, place)
-    views = {PackedShape: PackedRowKV, TableShape: TableRowKV, CohortsShape: RowKV}
-    return views[type(step.shape.mains)](step, cache, place)
+    return _VIEWS[type(step.shape.mains)](step, cache, place)

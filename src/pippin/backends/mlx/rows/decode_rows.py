@@ -31,9 +31,12 @@ from pippin.backends.mlx.rows.packed_mains import PackedMains
 class DecodeRows:
     """`paths`: how its steps may attend, and so how mains lie."""
 
-    def __init__(self, layout: Layout, paths: AttentionPaths | None = None) -> None:
+    def __init__(
+        self, layout: Layout, paths: AttentionPaths | None = None, max_depth: int = 0
+    ) -> None:
         self.layout = layout
-        self.spare = SpareLimit(Footprint(layout))
+        self._max_depth = max_depth  # of drafts (drafts/draft_rows.py)
+        self.spare = SpareLimit(Footprint(layout, max_depth))
         self.rows: dict[int, Row] = {}  # by slot
         self._paths = paths or AttentionPaths()
         self._steps_unchanged = 0
@@ -43,7 +46,7 @@ class DecodeRows:
         self.cursor = 0  # the tail column that the next step writes
         make = CohortMains if self._paths.kernel is None else PackedMains
         self.mains: Mains = make(self.layout, self.spare, self._paths)
-        self._per_row = RowArrays(self.layout)
+        self._per_row = RowArrays(self.layout, self._max_depth)
 
     @property
     def width(self) -> int:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.recurrent.draft_states import kept_bytes
 from pippin.backends.mlx.rows.arrays import TAIL
 from pippin.backends.mlx.rows.cohorts import Cohort, num_columns
 
@@ -18,7 +19,8 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 class Footprint:
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, max_depth: int = 0) -> None:
+        """`max_depth`: of drafts, whose inputs states keep."""
         self._layout = layout
         caches = [layout.caches[index] for index in layout.kv_indices]
         # Of a token, in the caches of each window.
@@ -26,7 +28,8 @@ class Footprint:
             window: sum(cache.nbytes for cache in caches if cache.window == window)
             for window in layout.window_classes
         }
-        states = sum(layout.caches[index].nbytes for index in layout.state_indices)
+        held = [layout.caches[index] for index in layout.state_indices]
+        states = sum(cache.nbytes + kept_bytes(cache, max_depth) for cache in held)
         self.line_bytes = IN_FLIGHT * (TAIL * self.token_bytes + states)
 
     @property

@@ -43,6 +43,17 @@ class MLXPending(StepOutputs):
         for payload in capture.payloads:
             self._make(payload)
 
+    def keep_state(self, slot: int, state: Payload, length: mx.array) -> None:
+        """Of a row behind its input token: before that it held `length` tokens, int32 [1]."""
+        self._make(state)
+        self.written.append(length)
+
+        def read() -> None:
+            end = int(np.asarray(length)[0]) + 1
+            self.captures.append(Capture(slot, end - 1, end, states={end: state}))
+
+        self.reads.append(read)
+
     def spill(self, spill: Spill, spilled: MLXSpilled) -> None:
         self.spilled.append(spilled)
         self.written += spilled.written
@@ -104,6 +115,9 @@ class MLXPending(StepOutputs):
     def read_sampled(self, slots: Sequence[int], sampled: Sampled[mx.array]) -> None:
         self.samples = True
         self.reads.append(lambda: self.read_tokens(slots, np.asarray(sampled.tokens)))
+        self.read_logprobs_of(slots, sampled)
+
+    def read_logprobs_of(self, slots: Sequence[int], sampled: Sampled[mx.array]) -> None:
         found = sampled.logprobs
         if found is not None:
             asked = [slots[row] for row in sampled.asked]

@@ -6,6 +6,7 @@ From the temperature on they are one operation where we have it (cpu/operations)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -64,7 +65,7 @@ class MLXSampler(Sampler[mx.array]):
         forbidden = forbidden.astype(mx.float32).reshape(len(masks), -1)[:, : x.shape[-1]]
         return x.astype(mx.float32) - forbidden * BEYOND_FAR
 
-    def _draw(self, x: mx.array, batch: SampleBatch[mx.array], keys: np.ndarray) -> mx.array:
+    def _draw(self, x: mx.array, batch: SampleBatch[mx.array], keys: Any) -> mx.array:
         ours = operations("choose")
         if ours is not None:
             return ours.choose(x.astype(mx.float32), batch.choices, mx.array(keys))

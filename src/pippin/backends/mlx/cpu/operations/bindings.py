@@ -29,6 +29,7 @@ _ARGUMENTS = {
     "pippin_row_attention": (Address, Address, Count, Number, Count, Count),
     "pippin_tail_write": (Address, Address),
     "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
+    "pippin_draft_layer": (Address, Address, Count, Count, Number),
     "pippin_rms_norm": (Address, Address, Address, Number),
     "pippin_linear": (Address, Count, Address, Address, Address),
     "pippin_panel": (),
@@ -140,9 +141,11 @@ class Operations:
 
     def row_attention(
         self,
-        queries: mx.array,  # [W, Hq, 1, D]
+        queries: mx.array,  # [W, Hq, n, D]
         tail: tuple[mx.array, mx.array],  # [W, Hkv, T, D], [W, Hkv, T, Dv]
-        written: mx.array,  # bool [W, T]: which of these tokens are the row's
+        # bool [W, T]: which of these tokens are the row's, for one query; or int32 [W]: how many of
+        # the first are, and the queries' own follow them.
+        written: mx.array,
         kv_table: mx.array,
         scale: float,
         *,
@@ -150,7 +153,7 @@ class Operations:
         window: int | None = None,  # tokens, the row's own one among them
         sinks: mx.array | None = None,  # [Hq]
     ) -> mx.array:
-        """One token of each row, over what the KV table has of it and its tail."""
+        """A token of each row and drafts behind it, over its tail and what the KV table has."""
         arrays = [queries, *tail, written, kv_table, *([] if sinks is None else [sinks])]
         ins = _addresses(arrays)
         function = self._library.pippin_row_attention
@@ -159,12 +162,13 @@ class Operations:
     def tail_write(
         self,
         tail: tuple[mx.array, mx.array],  # [W, Hkv, T, D], [W, Hkv, T, Dv]
-        column: tuple[mx.array, mx.array],  # [W, Hkv, 1, D], [W, Hkv, 1, Dv]
-        cursor: mx.array,  # int32 [1]: its number
+        columns: tuple[mx.array, mx.array],  # [W, Hkv, n, D], [W, Hkv, n, Dv]
+        cursor: mx.array,  # int32 [1], or of each row [W]: the number of the first
     ) -> list[mx.array]:
-        """The tails with the column, in the same memory: for columns that are written once."""
+        """The tails with the columns, in the same memory: for columns that no step reads which is
+        in flight. What is no column of the tail is not written."""
         outs = [_blank(), _blank()]
-        ins = _addresses((*tail, *column, cursor))
+        ins = _addresses((*tail, *columns, cursor))
         _check(self._library.pippin_tail_write(_addresses(outs), ins))
         return outs
 
@@ -185,6 +189,20 @@ class Operations:
             )
         )
         return outs[0], outs[1], outs[2:]
+
+    def draft_layer(
+        self,
+        inputs: Sequence[mx.array],  # as runs.h lists them
+        *,
+        k_heads: tuple[int, int],
+        eps: float,
+    ) -> list[mx.array]:
+        """What the output product reads, the states behind the input token, what is kept of the
+        drafts."""
+        outs = [_blank() for _ in range(6)]
+        ins = _addresses(inputs)
+        _check(self._library.pippin_draft_layer(_addresses(outs), ins, *k_heads, eps))
+        return outs
 
     def choose(
         self,

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -31,6 +32,7 @@ NUM_THREADS = 2
 SCALE = 0.3
 
 Pairs = Iterable[tuple[mx.array, mx.array]]  # of ours and of what it should be
+KV = tuple[mx.array, mx.array]
 
 
 def finds_arrays(operations: Operations) -> bool:
@@ -121,6 +123,24 @@ def row_attention(ours: Operations) -> Pairs:
             for side, end in zip(main, tail, strict=True)
         )
         yield found[one], mx.fast.scaled_dot_product_attention(q[one], keys, values, scale=SCALE)
+    yield from _drafts_attention(ours, main, tail)
+
+
+def _drafts_attention(ours: Operations, main: KV, tail: KV) -> Pairs:
+    """Three tokens of each row, the first behind so many of its tail."""
+    q, table, window = normal(2, 4, 3, 16, seed=5), _kv_table(ours, *main), 9
+    before = mx.array([3, 5])
+    found = ours.row_attention(q, tail, before, table, SCALE, place=0, window=window)
+    for row, (count, num_before) in enumerate(((30, 3), (7, 5))):
+        for token in range(3):
+            one, end = slice(row, row + 1), num_before + token + 1
+            keys, values = (
+                mx.concatenate([side[one, :, :count], own[one, :, :end]], axis=2)[:, :, -window:]
+                for side, own in zip(main, tail, strict=True)
+            )
+            at = slice(token, token + 1)
+            plain = mx.fast.scaled_dot_product_attention(q[one, :, at], keys, values, scale=SCALE)
+            yield found[one, :, at], plain
 
 
 def tail_write(ours: Operations) -> Pairs:
@@ -130,10 +150,23 @@ def tail_write(ours: Operations) -> Pairs:
     wanted = [mx.concatenate([t[:, :, :5], c, t[:, :, 6:]], axis=2) for t, c in both]
     mx.eval(wanted)
     yield from zip(ours.tail_write(tail, column, mx.array([5])), wanted, strict=True)
+    columns = normal(2, 2, 3, 16, seed=4), normal(2, 2, 3, 24, seed=5)
+    blank = [mx.zeros_like(side) for side in tail]
+    wanted = [_written(side, new) for side, new in zip(blank, columns, strict=True)]
+    mx.eval(wanted, blank)
+    found = ours.tail_write((blank[0], blank[1]), columns, mx.array([4, 6]))
+    yield from zip(found, wanted, strict=True)
 
 
-def delta_layer(ours: Operations) -> Pairs:
-    from mlx_lm.models.cache import ArraysCache
+def _written(tail: mx.array, columns: mx.array) -> mx.array:
+    """Three columns, of one row from 4 on, and of the other from 6, where the last has no place."""
+    new = mx.array(tail)
+    new[0, :, 4:7] = columns[0]
+    new[1, :, 6:8] = columns[1, :, :2]
+    return new
+
+
+def _delta_net() -> Any:
     from mlx_lm.models.qwen3_5 import GatedDeltaNet, TextModelArgs
 
     mx.random.seed(0)
@@ -149,16 +182,56 @@ def delta_layer(ours: Operations) -> Pairs:
     )
     layer.norm.weight, layer.dt_bias = normal(24), normal(4, seed=1)
     layer.eval()
-    taps, x = mx.contiguous(layer.conv1d.weight[:, :, 0].T), normal(2, 70, 48, seed=2)
+    return layer
+
+
+def _products(layer: Any, x: mx.array) -> list[mx.array]:
+    return [
+        part(x) for part in (layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
+    ]
+
+
+def _delta_weights(layer: Any) -> tuple[mx.array, ...]:
+    taps = mx.contiguous(layer.conv1d.weight[:, :, 0].T)
+    return (taps, layer.A_log, layer.dt_bias, layer.norm.weight)
+
+
+def draft_layer(ours: Operations) -> Pairs:
+    """Of three drafts one row accepted two, the other none; then both run a token and a draft."""
+    from mlx_lm.models.cache import ArraysCache
+
+    layer, x = _delta_net(), normal(2, 6, 48, seed=2)
+    accepted = [2, 0]
+    kept = _products(layer, x[:, 1:4])
+    held = normal(2, 3, layer.conv_dim, seed=3), normal(2, 4, 24, 16, seed=4)
+    inputs = (*_products(layer, x[:, 4:]), *held, *_delta_weights(layer), kept[0], *kept[2:])
+    out, *states = ours.draft_layer(
+        (*inputs, mx.array(accepted)), k_heads=(2, 16), eps=layer.norm.eps
+    )
+    for row, num_accepted in enumerate(accepted):
+        one, cache = slice(row, row + 1), ArraysCache(size=2)
+        cache[0], cache[1] = (entry[one] for entry in held)
+        if num_accepted:
+            layer(x[one, 1 : 1 + num_accepted], None, cache)
+        first = layer(x[one, 4:5], None, cache)
+        yield states[0][one], cache[0]
+        yield states[1][one], cache[1]
+        both = mx.concatenate([first, layer(x[one, 5:], None, cache)], axis=1)
+        yield layer.out_proj(out)[one], both
+    yield states[2][:, :1], inputs[0][:, 1:]
+
+
+def delta_layer(ours: Operations) -> Pairs:
+    from mlx_lm.models.cache import ArraysCache
+
+    layer, x = _delta_net(), normal(2, 70, 48, seed=2)
     for num_tokens in (70, 1):
         held = normal(2, 3, layer.conv_dim, seed=3), normal(2, 4, 24, 16, seed=4)
         cache, given = ArraysCache(size=2), x[:, :num_tokens]
         cache[0], cache[1] = held
-        products = (layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
-        inputs = [product(given) for product in products]
-        weights = (taps, layer.A_log, layer.dt_bias, layer.norm.weight)
+        inputs = (*_products(layer, given), *held, *_delta_weights(layer))
         out, conv, states = ours.delta_layer(
-            (*inputs, *held, *weights), k_heads=(2, 16), eps=layer.norm.eps, num_states=1
+            inputs, k_heads=(2, 16), eps=layer.norm.eps, num_states=1
         )
         yield layer.out_proj(out), layer(given, None, cache)
         yield conv, cache[0]
@@ -183,7 +256,7 @@ def choose(ours: Operations) -> Pairs:
 
 TRIALS: tuple[Callable[[Operations], Pairs], ...] = (
     *(rms_norm, linear, swiglu, rope, attention, kv_table, row_attention, tail_write, delta_layer),
-    choose,
+    *(draft_layer, choose),
 )
 
 

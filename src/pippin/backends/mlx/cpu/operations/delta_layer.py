@@ -7,15 +7,18 @@ The same arithmetic as mlx-lm's layer, token by token; any other call goes to ml
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.qwen3_5 import GatedDeltaNet
 
-from pippin.backends.mlx.cpu.operations.bindings import are_float32, operations
+from pippin.backends.mlx.cpu.operations.bindings import Operations, are_float32, operations
 from pippin.backends.mlx.recurrent.blocks import BLOCK_TOKENS
 from pippin.backends.mlx.recurrent.calls import calls_are_recorded
+from pippin.backends.mlx.recurrent.draft_states import DraftStates
 from pippin.backends.mlx.recurrent.taps import (
     block_states_are_tapped,
     conv_inputs_are_tapped,
@@ -35,6 +38,8 @@ class OneOperationDeltaNet(GatedDeltaNet):
         if ours is None or not self._takes(inputs, mask, cache):
             y = super().__call__(inputs, mask, cache)
             return y
+        if isinstance(cache, DraftStates):
+            return self._verify(ours, inputs, cache)
         batch, num_tokens, _ = inputs.shape
         qkv, z = self.in_proj_qkv(inputs), self.in_proj_z(inputs)
         b, a = self.in_proj_b(inputs), self.in_proj_a(inputs)
@@ -46,10 +51,9 @@ class OneOperationDeltaNet(GatedDeltaNet):
         if conv_inputs_are_tapped():
             record_conv_input(mx.concatenate([conv_state, qkv], axis=1))
         tapped = block_states_are_tapped()
-        weights = (self.conv1d._taps, self.A_log, self.dt_bias, self.norm.weight)
         ragged = () if lengths is None else (lengths,)
         out, cache[0], states = ours.delta_layer(
-            (qkv, z, b, a, conv_state, state, *weights, *ragged),
+            (qkv, z, b, a, conv_state, state, *self._weights, *ragged),
             k_heads=(self.num_k_heads, self.head_k_dim),
             eps=self.norm.eps,
             num_states=-(-num_tokens // BLOCK_TOKENS) if tapped else 1,
@@ -59,6 +63,36 @@ class OneOperationDeltaNet(GatedDeltaNet):
         cache.advance(num_tokens)
         y = self.out_proj(out)
         return y
+
+    def _verify(self, ours: Operations, inputs: mx.array, cache: DraftStates) -> mx.array:
+        """One token of each row, and drafts behind it."""
+        qkv, z = self.in_proj_qkv(inputs), self.in_proj_z(inputs)
+        b, a = self.in_proj_b(inputs), self.in_proj_a(inputs)
+        out, cache[0], cache[1], *cache.kept = ours.draft_layer(
+            (qkv, z, b, a, cache[0], cache[1], *self._weights, *cache.kept, cache.counts),
+            k_heads=(self.num_k_heads, self.head_k_dim),
+            eps=self.norm.eps,
+        )
+        y: mx.array = self.out_proj(out)
+        return y
+
+    def folded(self, entries: Sequence[mx.array], num_kept: mx.array) -> list[mx.array]:
+        """A state's entries after the first `num_kept` int32 [rows] of the drafts kept in them."""
+        conv_state, state, qkv, b, a = entries
+        ours = operations("delta_layer")
+        assert ours is not None, "what keeps drafts is this operation's sibling"
+        z = mx.zeros((*qkv.shape[:2], self.num_v_heads * self.head_v_dim))
+        _, conv_state, states = ours.delta_layer(
+            (qkv, z, b, a, conv_state, state, *self._weights, num_kept),
+            k_heads=(self.num_k_heads, self.head_k_dim),
+            eps=self.norm.eps,
+            num_states=1,
+        )
+        return [conv_state, states[-1]]
+
+    @property
+    def _weights(self) -> tuple[mx.array, ...]:
+        return (self.conv1d._taps, self.A_log, self.dt_bias, self.norm.weight)
 
     def _takes(self, inputs: mx.array, mask: mx.array | None, cache: Any) -> bool:
         """Rows are masked by their lengths, which the cache has, or not at all."""
@@ -81,3 +115,13 @@ def use_one_operation(model: Module) -> None:
         scales = [p.get("scales", p.weight) for p in products]  # of quantized ones
         if are_float32(*weights, *scales) and part.num_v_heads % part.num_k_heads == 0:
             part.__class__ = OneOperationDeltaNet
+
+
+def delta_layers(model: Module, layers: Sequence[int]) -> list[OneOperationDeltaNet] | None:
+    """The recurrent part of each of these layers; None unless all have one that takes drafts."""
+    found: dict[int, OneOperationDeltaNet] = {}
+    for name, part in model.named_modules():
+        number = re.search(r"\blayers\.(\d+)\.", name)
+        if number is not None and isinstance(part, OneOperationDeltaNet):
+            found[int(number[1])] = part
+    return [found[layer] for layer in layers] if found.keys() >= set(layers) else None

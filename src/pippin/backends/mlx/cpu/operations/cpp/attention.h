@@ -63,6 +63,10 @@ struct KeyPiece {
   long key_step;
   const float* values;
   long value_step;
+
+  KeyPiece behind(long tokens) const {
+    return {count - tokens, keys + tokens * key_step, key_step, values + tokens * value_step, value_step};
+  }
 };
 
 // All keys and values of one row and key head, one after the other.
@@ -148,34 +152,40 @@ struct Read {
   float* values = nullptr;
 };
 
-// One token's queries of the heads that share the keys, over all pieces.
-inline void attend_token(const std::vector<KeyPiece>& pieces, const float* queries, int heads, int dim,
-                         int value_dim, float scale, Read* reads) {
+// Queries that share the keys, over all pieces. `seen(query)`: which of the keys, in the pieces' order, it may
+// look at: [first, end).
+template <typename Seen>
+void attend_pieces(const std::vector<KeyPiece>& pieces, const float* queries, int num, int dim, int value_dim,
+                   float scale, const Seen& seen, Read* reads) {
   long count = 0;
   for (const KeyPiece& piece : pieces) count += piece.count;
-  const auto weights = scratch(heads * count);
+  const auto weights = scratch(num * count);
   long at = 0;
   for (const KeyPiece& piece : pieces) {
     for (long i = 0; i < piece.count; i++, at++) {
-      for (int head = 0; head < heads; head++) {
-        weights[head * count + at] = scale * dot(queries + head * dim, piece.keys + i * piece.key_step, dim);
+      for (int query = 0; query < num; query++) {
+        weights[query * count + at] = scale * dot(queries + query * dim, piece.keys + i * piece.key_step, dim);
       }
     }
   }
-  for (int head = 0; head < heads; head++) {
-    std::fill(reads[head].values, reads[head].values + value_dim, 0.0f);
-    if (!count) continue;
-    float* own = weights.get() + head * count;
-    reads[head].top = largest(own, count);
-    reads[head].total = weigh(own, count, reads[head].top);
+  for (int query = 0; query < num; query++) {
+    std::fill(reads[query].values, reads[query].values + value_dim, 0.0f);
+    const auto [first, end] = seen(query);
+    float* own = weights.get() + query * count;
+    if (first < end) {
+      reads[query].top = largest(own + first, end - first);
+      reads[query].total = weigh(own + first, end - first, reads[query].top);
+    }
+    std::fill(own, own + first, 0.0f);
+    std::fill(own + end, own + count, 0.0f);
   }
   at = 0;
   for (const KeyPiece& piece : pieces) {
     for (long i = 0; i < piece.count; i++, at++) {
       const float* value = piece.values + i * piece.value_step;
-      for (int head = 0; head < heads; head++) {
-        const float weight = weights[head * count + at];
-        float* to = reads[head].values;
+      for (int query = 0; query < num; query++) {
+        const float weight = weights[query * count + at];
+        float* to = reads[query].values;
         for (int c = 0; c < value_dim; c++) to[c] += weight * value[c];
       }
     }

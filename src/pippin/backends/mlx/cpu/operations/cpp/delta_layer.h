@@ -28,12 +28,15 @@ struct Row {
   float *new_conv_state;
   float *const *states;            // see states_after
   int num_states;
+  int num_kept = 0;                // tokens before these, which the states have not seen
+  const float *kept_qkv = nullptr, *kept_b = nullptr, *kept_a = nullptr;
 };
 
 // What the convolution reads as token `at`, which may be one before the chunk.
 inline const float* past(const Layer& l, const Row& r, int at) {
   const long channels = l.channels();
-  return at < 0 ? r.conv_state + (l.taps - 1 + at) * channels : r.qkv + at * channels;
+  if (at < 0) return r.conv_state + (l.taps - 1 + at) * channels;
+  return at < r.num_kept ? r.kept_qkv + at * channels : r.qkv + (at - r.num_kept) * channels;
 }
 
 // `count` channels of one token from `first` on.
@@ -59,31 +62,36 @@ inline void gated_norm(const Layer& l, const float* z, float* out) {
   for (int i = 0; i < l.value_dim; i++) out[i] *= factor * l.norm[i] * (z[i] * sigmoid(z[i]));
 }
 
+// What the recurrence reads of a token: q, k and v in `mixed`, and its gates.
+inline void mix_token(const Layer& l, const Row& r, int token, int head, float* mixed, float* gate, float* beta) {
+  const int key_dim = l.key_dim, heads = l.value_heads, key_head = head / (heads / l.key_heads);
+  float *q = mixed, *k = q + key_dim, *v = k + key_dim;
+  convolve(l, r, token, key_head * key_dim, key_dim, q);
+  convolve(l, r, token, l.keys() + key_head * key_dim, key_dim, k);
+  convolve(l, r, token, 2 * l.keys() + head * l.value_dim, l.value_dim, v);
+  normalise(q, key_dim, 1.0f / std::sqrt(float(key_dim)));
+  normalise(k, key_dim, 1.0f);
+  const bool kept = token < r.num_kept;
+  const long at = long(kept ? token : token - r.num_kept) * heads + head;
+  *gate = std::exp(-std::exp(l.log_a[head]) * softplus((kept ? r.kept_a : r.a)[at] + l.dt_bias[head]));
+  *beta = sigmoid((kept ? r.kept_b : r.b)[at]);
+}
+
 // One head; heads do not meet each other.
 inline void run_head(const Layer& l, const Row& r, int head) {
   const FlushedToZero here;
-  const int key_dim = l.key_dim, value_dim = l.value_dim, heads = l.value_heads;
-  const int key_head = head / (heads / l.key_heads), wide = 2 * key_dim + value_dim;
+  const int key_dim = l.key_dim, value_dim = l.value_dim, wide = 2 * key_dim + value_dim;
   const long state_size = long(value_dim) * key_dim, own = head * state_size;
   const int most = std::min(BLOCK, r.count);
   const auto held = scratch(held_size(key_dim, value_dim)), mixed = scratch(long(most) * wide);
   const auto gates = scratch(2L * most);
   float* betas = gates.get() + most;
   const bool few = r.count <= FEW_TOKENS;
-  const float decay = std::exp(l.log_a[head]);
   if (!few) hold(r.state + own, held.get(), key_dim, value_dim);
   for (int start = 0; start < r.count; start += BLOCK) {
     const int count = std::min(BLOCK, r.count - start);
     for (int n = 0; n < count; n++) {
-      const int token = start + n;
-      float *q = mixed.get() + long(n) * wide, *k = q + key_dim, *v = k + key_dim;
-      convolve(l, r, token, key_head * key_dim, key_dim, q);
-      convolve(l, r, token, l.keys() + key_head * key_dim, key_dim, k);
-      convolve(l, r, token, 2 * l.keys() + head * value_dim, value_dim, v);
-      normalise(q, key_dim, 1.0f / std::sqrt(float(key_dim)));
-      normalise(k, key_dim, 1.0f);
-      gates[n] = std::exp(-decay * softplus(r.a[long(token) * heads + head] + l.dt_bias[head]));
-      betas[n] = sigmoid(r.b[long(token) * heads + head]);
+      mix_token(l, r, start + n, head, mixed.get() + long(n) * wide, &gates[n], &betas[n]);
     }
     const long at = long(start) * l.values() + head * value_dim;
     const float* q = mixed.get();
@@ -103,10 +111,10 @@ inline void run_head(const Layer& l, const Row& r, int head) {
   }
 }
 
-// What the convolution will read of this chunk.
-inline void keep_past(const Layer& l, const Row& r) {
+// What the convolution will read of the first `count` tokens.
+inline void keep_past(const Layer& l, const Row& r, int count) {
   for (int i = 0; i < l.taps - 1; i++) {
-    const float* from = past(l, r, r.count - (l.taps - 1) + i);
+    const float* from = past(l, r, count - (l.taps - 1) + i);
     std::copy(from, from + l.channels(), r.new_conv_state + long(i) * l.channels());
   }
 }

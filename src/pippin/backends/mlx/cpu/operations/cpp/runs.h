@@ -5,7 +5,7 @@
 
 #include "attention.h"
 #include "choose.h"
-#include "delta_layer.h"
+#include "delta_drafts.h"
 #include "graph.h"
 #include "panels.h"
 #include "pool.h"
@@ -41,13 +41,55 @@ inline void run_layer(const Inputs& in, const Outputs& out, int key_heads, int k
                     of[4] + row * kept, of[5] + row * state_size,
                     out[0] + token * layer.values(), out[1] + row * kept, states[row].data(), num_states});
     const Row& one = rows.back();
-    keep_past(layer, one);
+    keep_past(layer, one, one.count);
     // What comes out of padding means nothing, but is a number.
     std::fill(one.out + long(one.count) * layer.values(), out[0] + (token + width) * layer.values(), 0.0f);
   }
   const int heads = layer.value_heads, block = std::max(1, FEWEST_TOKENS / std::max(width, 1));
   Pool::shared().run(long(batch) * heads, block, [&](long from, long to) {
     for (long i = from; i < to; i++) run_head(layer, rows[i / heads], i % heads);
+  });
+}
+
+// Line by line from `in` [batch, count, ...] without its first token to `out` [batch, most, ...]; then zeros.
+inline void keep_drafts(const float* in, float* out, int batch, int count, int most, long size) {
+  for (int row = 0; row < batch; row++, in += count * size, out += most * size) {
+    float* end = std::copy(in + size, in + count * size, out);
+    std::fill(end, out + most * size, 0.0f);
+  }
+}
+
+// in: as run_layer, then of drafts of the step before qkv, b, a [batch, most, ...] and how many were accepted (int32).
+// out: what the output product reads, the states behind the first token, and qkv, b, a of the tokens behind it.
+inline void run_draft_layer(const Inputs& in, const Outputs& out, int key_heads, int key_dim, float eps) {
+  constexpr int ARRAYS = 13;
+  Floats rooms[ARRAYS];
+  const float* of[ARRAYS];
+  for (int i = 0; i < ARRAYS; i++) of[i] = in[i].all(rooms[i]);
+  std::vector<int> room;
+  const int* accepted = in[ARRAYS].all(room);
+  const int batch = in[0].dim(0), width = in[0].dim(1), most = in[10].dim(1);
+  const Layer layer{key_heads, key_dim, in[5].dim(1), in[5].dim(2), in[6].dim(0), eps,
+                    of[6], of[7], of[8], of[9]};
+  const long state_size = long(layer.values()) * key_dim, past_size = long(layer.taps - 1) * layer.channels();
+  const long channels = layer.channels(), heads = layer.value_heads;
+  std::vector<float*> states;
+  for (int row = 0; row < batch; row++) states.push_back(out[2] + row * state_size);
+  std::vector<Row> rows;
+  for (int row = 0; row < batch; row++) {
+    const long token = long(row) * width, kept = long(row) * most;
+    rows.push_back({width, of[0] + token * channels, of[1] + token * layer.values(), of[2] + token * heads,
+                    of[3] + token * heads, of[4] + row * past_size, of[5] + row * state_size,
+                    out[0] + token * layer.values(), out[1] + row * past_size, &states[row], 1,
+                    std::clamp(accepted[row], 0, most), of[10] + kept * channels, of[11] + kept * heads,
+                    of[12] + kept * heads});
+    keep_past(layer, rows.back(), rows.back().num_kept + 1);
+  }
+  keep_drafts(of[0], out[3], batch, width, most, channels);
+  keep_drafts(of[2], out[4], batch, width, most, heads);
+  keep_drafts(of[3], out[5], batch, width, most, heads);
+  Pool::shared().run(batch * heads, std::max(1, FEWEST_TOKENS / width), [&](long from, long to) {
+    for (long i = from; i < to; i++) verify_head(layer, rows[i / heads], i % heads);
   });
 }
 

@@ -1,0 +1,255 @@
+"""Decode rows whose steps verify drafts. Knows no sampling.
+
+    one row's tail:   [ tokens that the row holds | input token, drafts | what was rejected ]
+                        length less its main        this step's           overwritten later
+
+A step accepts as many drafts as it finds right, so each row writes its tail where the row itself
+ends, by the length that the device has of it (FutureMap). The host's `Row.length` is an upper bound
+until the step has been waited for. To move tails into mains exact lengths are needed: then, every
+few dozen steps, the step in flight is waited for.
+
+For rows with a KV table (attention/table_kv.py), which are the ones with a place of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+
+from pippin.backends.base import DecodeRow, Proposal
+from pippin.backends.mlx.attention.decode_step import StepShape, Tree
+from pippin.backends.mlx.attention.table_kv import (
+    TABLE_OPERATIONS,
+    DraftsShape,
+    table_operations,
+)
+from pippin.backends.mlx.cpu.operations.bindings import operations
+from pippin.backends.mlx.cpu.operations.delta_layer import (
+    OneOperationDeltaNet,
+    delta_layers,
+)
+from pippin.backends.mlx.drafts.acceptance import NONE, Proposals
+from pippin.backends.mlx.layout import Layout
+from pippin.backends.mlx.prefill.batch import PromptState
+from pippin.backends.mlx.rows.arrays import TAIL
+from pippin.backends.mlx.rows.decode_forward import StepResult
+from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from pippin.backends.mlx.step.future_map import FutureMap
+
+DRAFT_OPERATIONS = (*TABLE_OPERATIONS, "delta_layer", "draft_layer")
+NO_ROW = 1 << 20  # the main of a line of no row: its tail is before all columns
+
+
+@dataclass(eq=False)
+class Unsure:
+    """Drafts of a step in flight, which may be rejected."""
+
+    depth: int
+
+
+@dataclass
+class Bound:
+    """What a row's length as the host knows it is made of."""
+
+    num_main: int  # tokens
+    unsure: list[Unsure] = field(default_factory=list)
+    kept: bool = False  # the row's last step had drafts: its state may lack some
+
+    @property
+    def num_unsure(self) -> int:
+        return sum(part.depth for part in self.unsure)
+
+
+@dataclass(frozen=True)
+class VerifyStep:
+    """A step's rows by index, as they are before it is known what it accepts."""
+
+    slots: np.ndarray  # int32 [width]; 0: the line is no row of this step
+    depths: np.ndarray  # int32 [width]
+    least: np.ndarray  # int32 [width]: tokens that the row holds at least
+    num_unsure: int  # no row holds more than this many beyond that
+    lengths: mx.array  # int32 [width]: as the device has them
+    drafts: mx.array  # int32 [width, depth]; NONE where there is none
+    logits: mx.array  # [width, 1 + depth, vocab]
+
+
+class DraftRows(DecodeRows):
+    def __init__(
+        self,
+        layout: Layout,
+        layers: Sequence[OneOperationDeltaNet],
+        future_map: FutureMap,
+        max_depth: int,
+    ) -> None:
+        """`layers`: of the states, in the layout's order."""
+        self._layers = layers
+        self._future_map = future_map
+        self._bounds: dict[int, Bound] = {}  # by slot
+        super().__init__(layout, max_depth=max_depth)
+
+    @property
+    def states(self) -> dict[int, list[mx.array]]:
+        """Behind the input token of each row's last step."""
+        caches = self.layout.caches
+        held = self._per_row.states.items()
+        return {cache: entries[: len(caches[cache].shapes)] for cache, entries in held}
+
+    # ---- joining and leaving ---------------------------------------------------------------
+
+    def join(
+        self,
+        joining: Sequence[tuple[int, PromptState]],
+        prompts: Mapping[int, np.ndarray] | None = None,
+    ) -> None:
+        super().join(joining, prompts)
+        self._bounds |= {slot: Bound(prompt.length) for slot, prompt in joining}
+        lengths = np.array([prompt.length for _, prompt in joining], dtype=np.int32)
+        slots = np.array([slot for slot, _ in joining], dtype=np.int32)
+        self._future_map.stash_lengths(slots, mx.array(lengths), mx.zeros_like(mx.array(lengths)))
+
+    def leave(self, slot: int) -> None:
+        del self._bounds[slot]
+        super().leave(slot)
+
+    def held_at(self, slot: int, length: int, start: int) -> PromptState:
+        """What a row holds of tokens [start, length); it may hold accepted drafts behind them."""
+        self._settle(slot, length)
+        return PromptState(length, self.kv_of(slot, start), self._states_at(slot, length))
+
+    def _states_at(self, slot: int, length: int) -> dict[int, list[mx.array]]:
+        held = self.states_of(slot)
+        caches = self.layout.caches
+        if not self._bounds[slot].kept:
+            return {index: entries[: len(caches[index].shapes)] for index, entries in held.items()}
+        future = self._future_map
+        written_at = future.lengths[slot : slot + 1] - future.counts[slot : slot + 1]
+        layers = zip(self._layers, held.items(), strict=True)
+        return {index: layer.folded(kept, length - written_at) for layer, (index, kept) in layers}
+
+    # ---- lengths ---------------------------------------------------------------------------
+
+    def note_accepted(self, slot: int, part: Unsure, num_accepted: int) -> None:
+        """Known now, unless rows were moved since, or the slot has another row."""
+        bound = self._bounds.get(slot)
+        if bound is not None and part in bound.unsure:
+            bound.unsure.remove(part)
+            self.rows[slot].length -= part.depth - num_accepted
+
+    def _settle(self, slot: int, length: int) -> None:
+        """The row's length is known."""
+        row, bound = self.rows[slot], self._bounds[slot]
+        row.length = length
+        bound.unsure.clear()
+        self._per_row.written[row.index] = np.arange(TAIL) < length - bound.num_main
+
+    def flush(self) -> None:
+        lengths = {slot: row.length for slot, row in self.rows.items()}
+        if any(bound.unsure for bound in self._bounds.values()):
+            exact = np.asarray(self._future_map.lengths)  # waits for the step in flight
+            lengths = {slot: int(exact[slot]) for slot in self.rows}
+        for slot, length in lengths.items():
+            self._settle(slot, length)
+        super().flush()
+        for slot, length in lengths.items():
+            self._bounds[slot].num_main = length
+
+    # ---- one step --------------------------------------------------------------------------
+
+    def verify(
+        self, decodes: Sequence[DecodeRow], forward: Callable[[StepShape, Tree], StepResult]
+    ) -> tuple[VerifyStep, dict[int, Unsure]]:
+        """Run the input tokens of exactly these rows, and drafts behind them."""
+        by_slot = {decode.slot: decode for decode in decodes}
+        self._steps_unchanged += 1
+        rows = list(self.rows.values())
+        full = any(self._ends_behind_tail(decode) for decode in decodes)
+        if full or self.mains.want_moving(rows, self.width, self._steps_unchanged):
+            self.flush()
+        lines, slots, depths, least = (np.zeros(self.width, dtype=np.int32) for _ in range(4))
+        mains = np.full(self.width, NO_ROW, dtype=np.int32)
+        proposals: list[Proposal | None] = [None] * self.width
+        unsure: dict[int, Unsure] = {}
+        num_unsure = 0
+        for row in self.rows.values():
+            index, bound, decode = row.index, self._bounds[row.slot], by_slot.get(row.slot)
+            self._park_or_resume(row, advances=decode is not None)
+            lines[index], mains[index] = row.slot, bound.num_main
+            if decode is None:
+                continue
+            slots[index], depths[index] = row.slot, decode.depth
+            proposals[index] = decode.proposal
+            least[index] = row.length - bound.num_unsure
+            num_unsure = max(num_unsure, bound.num_unsure)
+            row.length += 1 + decode.depth
+            bound.kept = decode.depth > 0
+            if decode.depth:
+                unsure[row.slot] = Unsure(decode.depth)
+                bound.unsure.append(unsure[row.slot])
+        at = mx.array(lines)
+        lengths, counts = self._future_map.lengths[at], self._future_map.counts[at]
+        drafts = self._drafts(slots, depths, proposals, lengths)
+        inputs = self._future_map.resolve(slots)[:, None]
+        if drafts.shape[1]:
+            inputs = mx.concatenate([inputs, mx.maximum(drafts, 0)], axis=1)
+        tree = {
+            "tokens": inputs,
+            "offset": lengths,
+            "cursor": lengths - mx.array(mains),
+            "counts": counts,
+        }
+        tree["written"] = tree["cursor"]
+        logits = self._run(tree, forward)
+        found = VerifyStep(slots, depths, least, num_unsure, lengths, drafts, logits)
+        return found, unsure
+
+    def _ends_behind_tail(self, decode: DecodeRow) -> bool:
+        held = self.rows[decode.slot].length - self._bounds[decode.slot].num_main
+        return held + 1 + decode.depth > TAIL
+
+    def _drafts(
+        self,
+        slots: np.ndarray,
+        depths: np.ndarray,
+        proposals: Sequence[Proposal | None],
+        lengths: mx.array,
+    ) -> mx.array:
+        """int32 [width, the largest depth]"""
+        depth = int(depths.max(initial=0))
+        places = mx.arange(depth, dtype=mx.int32)[None]
+        if not depth:
+            return mx.zeros((self.width, 0), mx.int32)
+        by_host = np.array([proposal is not None for proposal in proposals])
+        drafts = Proposals.of(proposals).at(lengths[:, None] + 1 + places)
+        own_depths = np.where(by_host, 0, depths)
+        if own_depths.any():
+            own = self._future_map.resolve_drafts(slots, own_depths)
+            own = mx.pad(own, [(0, 0), (0, depth - own.shape[1])])
+            drafts = mx.where(mx.array(by_host)[:, None], drafts, own)
+        return mx.where(places < mx.array(depths)[:, None], drafts, NONE)
+
+    def _run(self, tree: Tree, forward: Callable[[StepShape, Tree], StepResult]) -> mx.array:
+        _, mains = self.mains.view(np.zeros(self.width, np.int32), self._per_row.written)
+        tree |= mains
+        tree["tails"] = [list(self._per_row.tails[cache]) for cache in self.layout.kv_indices]
+        tree["states"] = [self._per_row.states[cache] for cache in self.layout.state_indices]
+        shape = StepShape(self.width, DraftsShape(tree["tokens"].shape[1]))
+        logits, tails, states = forward(shape, tree)
+        self._per_row.take_over(tails, states)
+        return logits
+
+
+def find_draft_layers(
+    model: Module, layout: Layout, *, deterministic: bool
+) -> list[OneOperationDeltaNet] | str:
+    """Of the states, in the layout's order; or why rows of this model can verify no drafts here."""
+    if deterministic:
+        return "with --deterministic a row's sums do not depend on how many tokens a step runs"
+    if operations(*DRAFT_OPERATIONS) is None or table_operations(layout) is None:
+        return "that takes CPU operations of ours, and float32"
+    states = [layout.caches[index].layer for index in layout.state_indices]
+    layers = delta_layers(model, states)
+    return "a recurrent layer is not as Qwen3.5 has it" if layers is None else layers
