@@ -41,7 +41,7 @@ MAX_STEPS = 5_000  # a loop that takes longer than this will never end
 class FixedPace(Pace):
     """A prompt budget that does not depend on how fast the machine is."""
 
-    def budget(self, num_streams: int, num_prompts: int = 1) -> int:
+    def budget(self, num_streams: int, num_prompts: int = 1, num_drafts: int = 0) -> int:
         return self.prefill_tokens
 
     @property

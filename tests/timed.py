@@ -16,20 +16,23 @@ from pippin.backends.base import StepPlan, StepResult
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.pacing.pace import Pace
+from pippin.scheduler.speculation.speculation import Speculation
 
 
 @dataclass(frozen=True)
 class Device:
-    """seconds = [any row] x (decode + row x rows) + [any prompt] x (forward + token x tokens)"""
+    """seconds = [any row] x (decode + row x rows + draft x drafts)
+    + [any prompt] x (forward + token x tokens)"""
 
     decode: float
     row: float
     forward: float
     token: float
     prefill_tokens: int
+    draft: float = 0.0
 
-    def seconds(self, rows: int, tokens: int) -> float:
-        decode = (self.decode + self.row * rows) * (rows > 0)
+    def seconds(self, rows: int, tokens: int, drafts: int = 0) -> float:
+        decode = (self.decode + self.row * rows + self.draft * drafts) * (rows > 0)
         return decode + (self.forward + self.token * tokens) * (tokens > 0)
 
 
@@ -39,8 +42,8 @@ LARGE_GPU = Device(decode=0.004, row=1e-5, forward=0.040, token=1.7e-5, prefill_
 
 
 class TimedBackend(FakeBackend):
-    def __init__(self, device: Device) -> None:
-        super().__init__(num_slots=64, max_len=1 << 16)
+    def __init__(self, device: Device, **kwargs: Any) -> None:
+        super().__init__(num_slots=64, max_len=1 << 16, **kwargs)
         self.costs = device
         self.now = 0.0
         self._free_at = 0.0
@@ -50,7 +53,8 @@ class TimedBackend(FakeBackend):
         pending.dispatched = self.now
         tokens = sum(len(row.tokens) for row in plan.prefill)
         begins = max(self.now, self._free_at)
-        self._free_at = done_at = begins + self.costs.seconds(len(plan.decode), tokens)
+        took = self.costs.seconds(len(plan.decode), tokens, plan.num_drafts)
+        self._free_at = done_at = begins + took
         finish = pending.wait
 
         def wait() -> StepResult:
@@ -81,10 +85,19 @@ class Heard:
 Ask = tuple[float, str, Sequence[int], dict[str, Any]]  # when, who, prompt, parameters
 
 
-def serve(device: Device, asks: Sequence[Ask], *, max_gap: float | None = None) -> dict[str, Heard]:
+def serve(
+    device: Device,
+    asks: Sequence[Ask],
+    *,
+    max_gap: float | None = None,
+    speculation: Speculation | None = None,
+) -> dict[str, Heard]:
     """Run these to the end, with the pace that a server has; what each client heard."""
-    backend = TimedBackend(device)
-    scheduler = make_scheduler(backend, num_slots=64, chunk=device.prefill_tokens)
+    max_depth = 0 if speculation is None else speculation.max_depth
+    backend = TimedBackend(device, max_depth=max_depth)
+    scheduler = make_scheduler(
+        backend, num_slots=64, chunk=device.prefill_tokens, speculation=speculation
+    )
     limits = {} if max_gap is None else {"max_gap": max_gap}
     scheduler.pace = Pace(device.prefill_tokens, **limits)
     client = Client(Loop(scheduler, backend))

@@ -41,6 +41,8 @@ class StepRecord:
     device: DeviceReading | None = None  # when `wait` returned; None: the device has no counters
     after_pause: bool = False  # the engine had nothing to do before this step
     forwards: StepForwards = field(default_factory=StepForwards)
+    drafts: int = 0  # that its rows verified
+    accepted: int = 0  # of these
 
     @property
     def host_waited(self) -> bool:

@@ -158,7 +158,7 @@ def test_the_scheduler_counts_streams_and_prompts_that_wait() -> None:
     class Noted(FixedPace):
         asked: ClassVar[list[tuple[int, int]]] = []
 
-        def budget(self, num_streams: int, num_prompts: int = 1) -> int:
+        def budget(self, num_streams: int, num_prompts: int = 1, num_drafts: int = 0) -> int:
             self.asked.append((num_streams, num_prompts))
             return super().budget(num_streams, num_prompts)
 

@@ -79,7 +79,7 @@ class KnownCosts(CostModel):
         return replace(GUESS, **costs, forward=device.forward, token=device.token)
 
 
-GUESS = _guess((1, 1, 1, 1, 1.0, 1))
+GUESS = _guess((1, 1, 1, 1, 0, 1.0, 1))
 
 
 def allowed(load: Load, device: Device) -> float:

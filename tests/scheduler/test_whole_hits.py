@@ -111,7 +111,7 @@ def test_the_same_prompt_many_times_at_once_is_computed_once(overlap: bool, leng
 class Resting(FixedPace):
     """Streams have every step to themselves."""
 
-    def budget(self, num_streams: int, num_prompts: int = 1) -> int:
+    def budget(self, num_streams: int, num_prompts: int = 1, num_drafts: int = 0) -> int:
         return 0 if num_streams else self.prefill_tokens
 
 

@@ -43,4 +43,6 @@ class Launched:
             device=result.device,
             forwards=result.forwards,
             after_pause=self.after_pause,
+            drafts=self.plan.num_drafts,
+            accepted=result.num_accepted,
         )

@@ -154,7 +154,7 @@ class Loop:
         self.scheduler.metrics.add(record)
         timed = self._step_times.add(record)
         if timed is not None:
-            self.scheduler.pace.observe(timed)
+            self.scheduler.observe(timed)
         if self.scheduler.registry.observer is not None:
             self.scheduler.registry.observer.step_committed(plan, record)
 

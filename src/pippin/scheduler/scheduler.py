@@ -30,6 +30,7 @@ from pippin.scheduler.memory.byte_budget import ByteBudget
 from pippin.scheduler.memory.claims import Claims
 from pippin.scheduler.memory.insert_captures import take_captures
 from pippin.scheduler.memory.preemption import Preemption
+from pippin.scheduler.pacing.costs import Timed
 from pippin.scheduler.pacing.pace import SMALLEST_CHUNK, Pace
 from pippin.scheduler.planning.admission import Admission
 from pippin.scheduler.planning.chunks import Chunker
@@ -65,7 +66,7 @@ class Scheduler:
         self.traffic = Traffic(self.tiers, self.costs, self.budget, self.cache)
         self.registry = Registry(self.metrics, self.compiling, self.admission, self.traffic)
         if self.speculation is not None:
-            self.registry.on_end = self.speculation.drafter.forget
+            self.registry.on_end = self.speculation.forget
         self.requests = self.registry.requests
         self.running_slots = self.registry.running_slots
         self.inflight_steps = InflightSteps()
@@ -158,7 +159,7 @@ class Scheduler:
         retire, retired = self._plan_retires(step)
         replies = self._replies.plan(step, self.running_slots.values(), self.pace.pays_off)
         admit, prefill = self._prompts.plan(
-            step, self.running_slots, replies.num_streams, self.pace
+            step, self.running_slots, replies.num_streams, self.pace, replies.num_drafts
         )
         self.registry.count_started(admit)
         if replies.starved:
@@ -256,6 +257,12 @@ class Scheduler:
         """What clients are owed by now."""
         return self.registry.outbox.take()
 
+    def observe(self, timed: Timed) -> None:
+        """What steps took that were committed."""
+        self.pace.observe(timed)
+        if self.speculation is not None and self.speculation.policy is not None:
+            self.speculation.policy.observe(timed)
+
     def _end_step(self, step: int) -> InflightStep:
         inflight = self.inflight_steps.pop(step)
         self.budget.release(inflight.transient_bytes)
@@ -296,3 +303,6 @@ class Scheduler:
             inflight.owners[row.slot].settle(row.depth, accepted)
             self.metrics.drafted_tokens += row.depth
             self.metrics.accepted_tokens += accepted
+            if self.speculation is not None and row.depth:
+                owner = inflight.owners[row.slot].request
+                self.speculation.settle(inflight.plan.step, owner, row.depth, accepted)

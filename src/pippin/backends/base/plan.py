@@ -191,6 +191,11 @@ class StepPlan:
     def num_prefill_tokens(self) -> int:
         return sum(len(row.tokens) for row in self.prefill)
 
+    @cached_property
+    def num_drafts(self) -> int:
+        """That its rows verify."""
+        return sum([row.depth for row in self.decode])
+
     @property
     def samples_at_once(self) -> bool:
         """Its tokens take no forward: every prompt in it is restored whole, and no row decodes."""

@@ -94,3 +94,8 @@ class StepResult:
     spilled: tuple[Spilled, ...] = ()  # in the order of the plan's `spill`
     loaded: tuple[Payload, ...] = ()  # in the order of its `load`
     damaged: tuple[Damage, ...] = ()  # none where a backend keeps no fingerprints
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts, of all rows."""
+        return sum([len(tokens) - 1 for tokens in self.tokens.values()])

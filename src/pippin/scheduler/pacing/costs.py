@@ -28,9 +28,10 @@ NO_EVIDENCE = 1e-6  # in place of zero: costs that no step tells apart have a hu
 # model on two cores takes 22 ms for 16 tokens, 27 for 32, 38 for 64 and 67 for 128.
 FORWARD_TOKENS = 32
 ROUNDING = 1e-6  # of a token: what `prefill_seconds` makes of n tokens are n tokens again
-EYE = np.eye(4)
+EYE = np.eye(5)
 
-Kind = tuple[int, int, int, int]
+Features = tuple[int, int, int, int, int]
+Kind = Features
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,21 @@ class Timed:
     prefill_tokens: int  # in all
     num_decodes: int  # steps with rows
     num_prefills: int  # steps with prompts
+    drafts: int = 0  # in all,
+    accepted: int = 0  # and of these
 
     @classmethod
-    def step(cls, seconds: float, decode_rows: int, prefill_tokens: int) -> Timed:
-        return cls(
-            seconds, decode_rows, prefill_tokens, int(decode_rows > 0), int(prefill_tokens > 0)
-        )
+    def step(
+        cls,
+        seconds: float,
+        decode_rows: int,
+        prefill_tokens: int,
+        drafts: int = 0,
+        accepted: int = 0,
+    ) -> Timed:
+        has_rows, has_prompts = int(decode_rows > 0), int(prefill_tokens > 0)
+        rows = decode_rows, prefill_tokens, has_rows, has_prompts
+        return cls(seconds, *rows, drafts, accepted)
 
     def with_seconds(self, seconds: float) -> Timed:
         return replace(self, seconds=seconds)
@@ -57,9 +67,9 @@ class Timed:
         return Timed(*map(operator.add, astuple(self), astuple(other)))
 
 
-# Of a step: decode steps, rows, forwards, tokens, the seconds of all of these, and how many steps
-# had been seen.
-_Seen = tuple[int, int, int, int, float, int]
+# Of a step: decode steps, rows, forwards, tokens, drafts, the seconds of all of these, and how many
+# steps had been seen.
+_Seen = tuple[int, int, int, int, int, float, int]
 
 
 @dataclass(frozen=True)
@@ -70,12 +80,13 @@ class Fit:
     row: float
     forward: float
     token: float
-    evidence: np.ndarray  # float64 [4, 4]: of the costs in units of `scale`, by the steps alone
-    scale: np.ndarray  # float64 [4]
+    draft: float
+    evidence: np.ndarray  # float64 [5, 5]: of the costs in units of `scale`, by the steps alone
+    scale: np.ndarray  # float64 [5]
     error: float  # of a step's seconds, relative
 
-    def seconds(self, rows: int, tokens: int) -> float:
-        decode = self.decode + self.row * rows if rows else 0.0
+    def seconds(self, rows: int, tokens: int, drafts: int = 0) -> float:
+        decode = self.decode + self.row * rows + self.draft * drafts if rows else 0.0
         return decode + (self.forward + self.token * tokens if tokens else 0.0)
 
     def is_sure(self, rows: int, tokens: int) -> bool:
@@ -93,7 +104,8 @@ class Fit:
 
 @dataclass
 class CostModel:
-    """seconds = [any row] x (decode + row x rows) + [any prompt] x (forward + token x tokens)
+    """seconds = [any row] x (decode + row x rows + draft x drafts)
+               + [any prompt] x (forward + token x tokens)
 
     Fitted to steps of all kinds by least squares of relative errors, mixed steps like any others:
     while prompts wait there are no others. The last few of each kind are remembered, for chunks of
@@ -132,13 +144,14 @@ class CostModel:
 
     def knows_decode(self, rows: int) -> bool:
         """Whether a step of about so many rows, and no prompts, is remembered."""
-        return _kind(Timed.step(0.0, rows, 0)) in self._kinds
+        alike = _kind(Timed.step(0.0, rows, 0))[:-1]
+        return any(kind[:-1] == alike for kind in self._kinds)
 
     @property
     def largest_chunk(self) -> int:
         """Prompt tokens of the longest step that is remembered."""
-        kinds = [alike for (_, _, forwards, _), alike in self._kinds.items() if forwards]
-        return max((tokens // n for alike in kinds for _, _, n, tokens, _, _ in alike), default=0)
+        kinds = [alike for (_, _, forwards, _, _), alike in self._kinds.items() if forwards]
+        return max((seen[3] // seen[2] for alike in kinds for seen in alike), default=0)
 
     def predicts(self, rows: int, tokens: int) -> bool:
         """Whether the steps seen determine what a step of `rows` and `tokens` would take.
@@ -147,8 +160,8 @@ class CostModel:
         """
         return self._fitted().is_sure(rows, tokens)
 
-    def decode_seconds(self, rows: int) -> float:
-        return self._fitted().seconds(rows, 0)
+    def decode_seconds(self, rows: int, drafts: int = 0) -> float:
+        return self._fitted().seconds(rows, 0, drafts)
 
     def prefill_seconds(self, tokens: int) -> float:
         return self._fitted().seconds(0, tokens)
@@ -178,30 +191,31 @@ class CostModel:
         alike = self._kinds.get(kind, ())
         if len(alike) < 3:
             return False
-        return step.seconds > OUTLIER * median(seen[4] for seen in alike)
+        return step.seconds > OUTLIER * median(seen[5] for seen in alike)
 
 
 def _kind(step: Timed) -> Kind:
-    decodes, rows, prefills, tokens = _features(step)
-    return decodes, _size(rows), prefills, _size(tokens)
+    decodes, rows, prefills, tokens, drafts = _features(step)
+    return decodes, size_class(rows), prefills, size_class(tokens), size_class(drafts)
 
 
 @lru_cache(maxsize=1024)
-def _size(number: int) -> int:
+def size_class(number: int) -> int:
     """Alike for numbers that differ by less than a fifth."""
     return math.floor(4 * math.log2(number)) if number else -1
 
 
-def _features(step: Timed) -> tuple[int, int, int, int]:
-    return step.num_decodes, step.decode_rows, step.num_prefills, step.prefill_tokens
+def _features(step: Timed) -> Features:
+    rows, prompts = (step.num_decodes, step.decode_rows), (step.num_prefills, step.prefill_tokens)
+    return *rows, *prompts, step.drafts
 
 
 def _guess(seen: _Seen) -> Fit:
     """From one step alone: all of its time is spread over what it did."""
-    _, rows, _, tokens, seconds, _ = seen
-    token = seconds / (tokens + FORWARD_TOKENS + rows)
-    costs = token * FORWARD_TOKENS / 2, token, token * FORWARD_TOKENS, token
-    return Fit(*costs, np.zeros((4, 4)), np.array(costs), LEAST_ERROR)
+    _, rows, _, tokens, drafts, seconds, _ = seen
+    token = seconds / (tokens + FORWARD_TOKENS + rows + drafts)
+    costs = token * FORWARD_TOKENS / 2, token, token * FORWARD_TOKENS, token, token
+    return Fit(*costs, np.zeros((5, 5)), np.array(costs), LEAST_ERROR)
 
 
 def _least_squares(every: Sequence[_Seen], num_seen: int, believed: Fit) -> Fit:
@@ -210,8 +224,8 @@ def _least_squares(every: Sequence[_Seen], num_seen: int, believed: Fit) -> Fit:
     In units in which each explains the steps alone, so that none is too small to be found again.
     """
     table = np.array(every, dtype=np.float64)
-    relative = table[:, :4] / table[:, 4:5]
-    weights = np.maximum(0.5 ** ((num_seen - table[:, 5]) / HALF_LIFE), LEAST_WEIGHT)
+    relative = table[:, :5] / table[:, 5:6]
+    weights = np.maximum(0.5 ** ((num_seen - table[:, 6]) / HALF_LIFE), LEAST_WEIGHT)
     weighted = relative * weights[:, None]
     evidence, explained = weighted.T @ relative, weighted.sum(axis=0)
     num_steps, before = float(weights.sum()), np.array(_costs(believed))
@@ -223,12 +237,12 @@ def _least_squares(every: Sequence[_Seen], num_seen: int, believed: Fit) -> Fit:
     costs = np.maximum(_solve_positive(left, right), LEAST_COST) * scale
     errors = relative @ costs - 1.0
     error = math.sqrt(float(weights @ errors**2) / num_steps)
-    decode, row, forward, token = costs.tolist()
-    return Fit(decode, row, forward, token, evidence, scale, max(error, LEAST_ERROR))
+    decode, row, forward, token, draft = costs.tolist()
+    return Fit(decode, row, forward, token, draft, evidence, scale, max(error, LEAST_ERROR))
 
 
-def _costs(fit: Fit) -> tuple[float, float, float, float]:
-    return fit.decode, fit.row, fit.forward, fit.token
+def _costs(fit: Fit) -> tuple[float, float, float, float, float]:
+    return fit.decode, fit.row, fit.forward, fit.token, fit.draft
 
 
 def _solve_positive(left: np.ndarray, right: np.ndarray) -> np.ndarray:

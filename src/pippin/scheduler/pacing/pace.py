@@ -53,10 +53,10 @@ class Pace:
     _num_guessed: int = 0  # chunks; what longer ones would have taken was a guess
     _explored_up: bool = False  # the last chunk that explored was a longer one
 
-    def budget(self, num_streams: int, num_prompts: int = 1) -> int:
+    def budget(self, num_streams: int, num_prompts: int = 1, num_drafts: int = 0) -> int:
         """Prompt tokens of the next step, where `num_prompts` wait for some: 0 for a rest.
 
-        `spend` is called with what is used of them.
+        Its streams verify `num_drafts`. `spend` is called with what is used of them.
         """
         if num_streams == 0 or not self.for_streams:
             return self.prefill_tokens
@@ -67,7 +67,7 @@ class Pace:
             return 0
         if not self.costs.known:
             return min(GRID, self.prefill_tokens)
-        decode = self.costs.decode_seconds(num_streams)
+        decode = self.costs.decode_seconds(num_streams, num_drafts)
         stretch = min(STEP_STRETCH * (1.0 + num_prompts / num_streams), LONGEST_STRETCH)
         income = (stretch - 1.0) * decode
         smallest = min(SMALLEST_CHUNK, self.prefill_tokens)

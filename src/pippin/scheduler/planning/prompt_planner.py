@@ -38,7 +38,12 @@ class PromptPlanner:
     num_planned: int = 0  # tokens, since the start: waits of requests are counted in these
 
     def plan(
-        self, step: int, running_slots: RunningSlots, num_streams: int, pace: Pace
+        self,
+        step: int,
+        running_slots: RunningSlots,
+        num_streams: int,
+        pace: Pace,
+        num_drafts: int = 0,
     ) -> tuple[tuple[Admit, ...], tuple[PrefillRow, ...]]:
         """Rows of the step, within its pace; those that start are added to `running_slots`."""
         started = [
@@ -49,7 +54,7 @@ class PromptPlanner:
         waiting = len(self.admission.queue)
         if not started and not waiting:
             return (), ()
-        budget = pace.budget(num_streams, len(started) + waiting)
+        budget = pace.budget(num_streams, len(started) + waiting, num_drafts)
         turns = self._turns(started)
         top = max((turn.priority for turn in turns), default=None)
         waiting_top = self.admission.top_priority if self.slots.num_free else None

@@ -32,6 +32,10 @@ class ReplyRows:
     def num_streams(self) -> int:
         return len(self.decode) + len(self.chunks)
 
+    @property
+    def num_drafts(self) -> int:
+        return sum(row.depth for row in self.decode)
+
 
 @dataclass(frozen=True)
 class ReplyPlanner:
@@ -45,7 +49,7 @@ class ReplyPlanner:
         """A row for each reply that goes on."""
         going_on = [h for h in running_slots if self._samples(h) or self.runs_last_token(h)]
         ends = self._chunk_ends(going_on, pays_off)
-        rows, drafts = ReplyRows(), self._drafts(going_on)
+        rows, drafts = ReplyRows(), self._drafts(step, going_on)
         for running in going_on:
             if running in ends and self._fits(running, ends[running]):
                 rows.chunks.append(self._chunk(step, running, ends[running]))
@@ -57,10 +61,11 @@ class ReplyPlanner:
                 running.enter(Stage.CLOSED)
         return rows
 
-    def _drafts(self, going_on: Sequence[RunningSlot]) -> dict[RunningSlot, Draft]:
+    def _drafts(self, step: int, going_on: Sequence[RunningSlot]) -> dict[RunningSlot, Draft]:
         if self.speculation is None:
             return {}
-        return self.speculation.draft([running for running in going_on if self._samples(running)])
+        sampling = [running for running in going_on if self._samples(running)]
+        return self.speculation.draft(step, sampling, len(going_on))
 
     def _fitting(self, running: RunningSlot, draft: Draft) -> Draft | None:
         """What the next row verifies, if anything; None if there are no bytes for its token."""

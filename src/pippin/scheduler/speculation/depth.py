@@ -1,0 +1,106 @@
+"""How many drafts each row of a step verifies: as many as make the most tokens a second.
+
+Knows what drafts are worth and what they cost, from steps; knows no text and no device.
+
+    tokens a second of a step with m drafts  =  (rows + their chances to be accepted) / seconds(m)
+
+The m drafts are the likeliest of all rows. No estimate is trusted with much: an account holds what
+steps with drafts gained over steps without, as measured, and lost, and a small share of all time on
+top. While it is overdrawn there are no drafts. So all that is tried is paid for by what was gained,
+or by that share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pippin.scheduler.pacing.costs import Timed
+from pippin.scheduler.speculation.acceptance import Acceptance
+from pippin.scheduler.speculation.draft_costs import DraftCosts
+
+INCOME = 0.015  # of each step: what may be lost by trying
+FIRST_BALANCE = 2.0  # steps,
+MAX_BALANCE = 4.0  # and at most: gains from long ago pay for nothing
+STEPS_BETWEEN_TRIALS = 32  # of a row whose drafts do not pay
+TRIAL_DEPTH = 2
+STEPS_BETWEEN_PLAIN = 64  # a step without drafts shows what these are compared with
+FIRST_DRAFTS = 4  # of a step, until more are known,
+GROWTH = 2  # and then so many times as many as are
+CLEARLY = 1.01  # what drafts promise is to be better by this factor
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A row, and how many drafts it could verify."""
+
+    request_id: str
+    depth: int
+    confidence: int = 0
+
+
+@dataclass
+class DepthPolicy:
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    costs: DraftCosts = field(default_factory=DraftCosts)
+    _balance: float = FIRST_BALANCE  # in steps
+    _num_steps: int = 0
+    _last_trial: int = 0
+    usual_depth: int = 0  # of the rows of the last step
+
+    def choose(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
+        """Drafts of each candidate in the next step, which has `rows` in all."""
+        depths = self._choose(rows, candidates)
+        self.usual_depth = round(sum(depths) / max(1, len(depths)))
+        return depths
+
+    def _choose(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
+        self._num_steps += 1
+        if not candidates or not self.allows(rows):
+            return [0] * len(candidates)
+        depths = self._best(rows, candidates)
+        if self._num_steps - self._last_trial >= STEPS_BETWEEN_TRIALS and 0 in depths:
+            self._last_trial = self._num_steps
+            trials = [min(candidate.depth, TRIAL_DEPTH) for candidate in candidates]
+            return [depth or trial for depth, trial in zip(depths, trials, strict=True)]
+        return depths
+
+    def allows(self, rows: int) -> bool:
+        """Whether a step of so many may have drafts at all."""
+        if self._balance < 0.0 or self.costs.plain(rows) is None:
+            return False
+        return self.costs.num_since_plain(rows) <= STEPS_BETWEEN_PLAIN
+
+    def observe(self, timed: Timed) -> None:
+        """Steps with prompts too show little of what drafts took."""
+        if not timed.num_decodes or timed.num_prefills or timed.seconds <= 0.0:
+            return
+        steps = timed.num_decodes
+        rows = timed.decode_rows / steps
+        self.costs.observe(rows, timed.drafts / steps, timed.seconds / steps)
+        plain = self.costs.plain(rows)
+        if plain is None:
+            return
+        gained = 0.0
+        if timed.drafts:
+            gained = (timed.decode_rows + timed.accepted) / rows - timed.seconds / plain
+        self._balance = min(self._balance + gained + INCOME * steps, MAX_BALANCE)
+
+    def _best(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
+        chances = [
+            self.acceptance.survival(candidate.request_id, candidate.confidence, candidate.depth)
+            for candidate in candidates
+        ]
+        owners = np.repeat(np.arange(len(chances)), [len(of_row) for of_row in chances])
+        flat = np.concatenate([np.array(of_row) for of_row in chances])
+        order = np.argsort(-flat, kind="stable")  # of a row, the first drafts are the likeliest
+        tokens = rows + np.concatenate([[0.0], np.cumsum(flat[order])])
+        most = min(len(flat), max(FIRST_DRAFTS, GROWTH * self.costs.most_known(rows)))
+        rates = tokens[: most + 1] / self.costs.seconds(rows, most)
+        number = int(np.argmax(rates))
+        if rates[number] <= CLEARLY * rates[0]:
+            return [0] * len(candidates)
+        depths: list[int] = np.bincount(owners[order[:number]], minlength=len(chances)).tolist()
+        return depths
