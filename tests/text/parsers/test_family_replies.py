@@ -272,6 +272,11 @@ def test_a_header_that_never_ends_is_text() -> None:
 # ---- slips, and what is no call --------------------------------------------------------------
 
 
+# A value in quotes is what the schema says, if it can be that.
+QUOTED = {"count": 3, "text": "3", "flag": "no", "other": "3"}
+CALLED_WITH_CONTAINERS = {"list": ["a"], "tree": {"a": [1, None]}}
+
+
 @pytest.mark.parametrize(
     ("format", "text", "arguments"),
     [
@@ -280,6 +285,15 @@ def test_a_header_that_never_ends_is_text() -> None:
         ("pythonic", "[f(list=(1, 2,), tree={1: ()},)]", {"list": [1, 2], "tree": {"1": []}}),
         ("pythonic", "[f(text=New York, count=-2.5e3)]", {"text": "New York", "count": -2500.0}),
         ("pythonic", "<|python_start|>[f()]<|python_end|>", {}),
+        ("pythonic", '[f(count="3", text="3", flag="no", other="3")]', QUOTED),
+        ("lfm2", "<|tool_call_start|>[f(count='3', text='3', flag='no', other='3')]", QUOTED),
+        (
+            "gemma4",
+            '<|tool_call>call:f{count:<|"|>3<|"|>,text:<|"|>3<|"|>,flag:<|"|>no<|"|>,'
+            'other:<|"|>3<|"|>}<tool_call|>',
+            QUOTED,
+        ),
+        ("pythonic", "[f(list=\"['a']\", tree='{\"a\": [1, None]}')]", CALLED_WITH_CONTAINERS),
         ("lfm2", "<|tool_call_start|>f(count=1)<|tool_call_end|>", {"count": 1}),
         ("lfm2", "<|tool_call_start|>[f(count=1)]", {"count": 1}),
         ("cohere", '<|START_ACTION|>{"tool_name": "f"}<|END_ACTION|>', {}),
@@ -347,6 +361,30 @@ def test_a_long_call_does_not_make_each_further_token_dearer() -> None:
         assert len(parser.lexer._text) <= 200
     pieces += parser.close()
     assert FoldedText.of(pieces).content == opening + "x" * 100_000
+
+
+def test_a_quoted_value_that_never_ends_is_no_argument_of_the_next_call() -> None:
+    folded = fold(
+        ReplyFormats("gemma4"),
+        "",
+        '<|tool_call>call:f{count:<|"|>3<tool_call|><|tool_call>call:f{text:<|"|>a<|"|>}<tool_call|>',
+    )
+    assert calls_in(folded) == [("f", {"text": "a"})]
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "content"),
+    [
+        ('{"name": "f", "parameters": {}}{"name": "f", "parameters": {}}', ["f", "f"], ""),
+        ('{"name": "f", "parameters": {}}\n{"name": "f", "parameters": {}}', ["f", "f"], ""),
+        ('{"name": "f", "parameters": {}} {"a": 1}', ["f"], '{"a": 1}'),
+    ],
+)
+def test_llamas_calls_may_follow_each_other_without_a_semicolon(
+    text: str, names: list[str], content: str
+) -> None:
+    folded = fold(ReplyFormats("llama3"), "", text)
+    assert ([call.name for call in folded.calls.values()], folded.content) == (names, content)
 
 
 def test_a_look_ahead_keeps_what_it_has_not_taken() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_a_function_without_a_schema_declares_nothing(function: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "types", "json"),
+    ("text", "types", "written"),
     [
         ("12345678901234567890", {"number"}, "12345678901234567890"),
         (" 1.50e3\n", {"number"}, "1.50e3"),
@@ -73,5 +74,13 @@ def test_a_function_without_a_schema_declares_nothing(function: Any) -> None:
         ("", {"number"}, '""'),
     ],
 )
-def test_bare_text_as_json(text: str, types: set[str], json: str) -> None:
-    assert as_json(text, frozenset(types)) == json
+def test_bare_text_as_json(text: str, types: set[str], written: str) -> None:
+    assert as_json(text, frozenset(types)) == written
+
+
+def test_half_of_a_pair_of_surrogates_is_never_written() -> None:
+    """Nothing with one can be sent: what Python would read as one stays as it was written."""
+    text = r"['\ud83d', 1]"
+    written = as_json(text, frozenset({"array"}))
+    assert json.loads(written) == text
+    assert written.encode()

@@ -85,8 +85,8 @@ TOOL_FORMATS = {
     "seed_oss": ToolFormat(SeedOssParser, ("<seed:tool_call>",)),
     "glm": ToolFormat(GlmParser, ("<tool_call>", "<arg_key>")),
     "qwen3_coder": ToolFormat(Qwen3CoderParser, ("<function=", "<parameter=")),
-    "hermes": ToolFormat(HermesParser, ("<tool_call>",)),
     "jamba": ToolFormat(JambaParser, ("<tool_calls>[",)),
+    "hermes": ToolFormat(HermesParser, ("<tool_call>",)),
     "minimax_m1": ToolFormat(MiniMaxM1Parser, ("<tool_calls>",)),
     "pythonic": ToolFormat(BarePythonicParser, ("[func_name1(",)),
     "llama3": ToolFormat(

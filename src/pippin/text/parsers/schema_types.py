@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pippin.text.lexer import Malformed
+from pippin.text.lexer import Malformed, Steps
 from pippin.text.parsers.json_calls import parse_json
+from pippin.text.parsers.sink import PieceSink
 
 _MAX_REFERENCES = 16  # a schema may refer to itself
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
@@ -94,11 +95,27 @@ def as_json(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def unquoted(sink: PieceSink, string: Steps[None], types: frozenset[str]) -> Steps[None]:
+    """A string of JSON that is being read; where none is allowed, the value that is written in it.
+
+    Some templates put every value of a call into quotes.
+    """
+    if not types or "string" in types:
+        yield from string
+        return
+    sink.hold_arguments()
+    yield from string
+    written = sink.take_held_arguments()
+    value = as_json(json.loads(written), types)
+    sink.arguments(written if value.startswith('"') else value)
+
+
 def _container(text: str) -> str | None:
     if _is_json(text):
         return text
     try:
         written = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        written.encode()  # half of a pair of surrogates cannot be sent
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
     return written if _is_json(written) else None

@@ -29,6 +29,7 @@ class PieceSink:
         self._space_before_call = ""
         self._has_content = False
         self._in_call = False
+        self._held_arguments: list[str] | None = None
         self._num_calls = 0
         self.num_complete = 0  # calls that could be parsed
 
@@ -60,8 +61,18 @@ class PieceSink:
 
     def arguments(self, text: str) -> None:
         assert self._in_call
-        if text:
+        if self._held_arguments is not None:
+            self._held_arguments.append(text)
+        elif text:
             self._pieces.append(CallArguments(self._num_calls, text))
+
+    def hold_arguments(self) -> None:
+        """Keep those that follow, until they are taken."""
+        self._held_arguments = []
+
+    def take_held_arguments(self) -> str:
+        held, self._held_arguments = self._held_arguments or [], None
+        return "".join(held)
 
     def end_call(self) -> None:
         self.num_complete += 1
@@ -69,6 +80,7 @@ class PieceSink:
 
     def reject(self, text: str) -> None:
         """This text is no call, or not all of one."""
+        self._held_arguments = None
         if self._in_call:
             self._end_call(self._space_before_call + text)
         else:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from pippin.text.lexer import Malformed, Marks, Steps
 from pippin.text.parsers.base import CallParser
-from pippin.text.parsers.schema_types import as_json
+from pippin.text.parsers.schema_types import argument_types, as_json, unquoted
 from pippin.text.parsers.syntax import BareKeyArguments, CallSyntax
 from pippin.text.pieces import MAX_ARGUMENTS_DEPTH
 
@@ -45,25 +45,27 @@ class GemmaParser(CallParser):
         if not (yield from self.lexer.is_next("{")):
             raise Malformed
         self.sink.begin_call(name)
-        yield from self._container("{", "}", MAX_ARGUMENTS_DEPTH)
+        yield from self._container("{", "}", MAX_ARGUMENTS_DEPTH, name)
         self.end_call()
         yield from self.lexer.space()
         yield from self.lexer.accept(self.end)
 
-    def _container(self, opening: str, closing: str, depth: int) -> Steps[None]:
-        """An object, or an array."""
+    def _container(self, opening: str, closing: str, depth: int, function: str = "") -> Steps[None]:
+        """An object, or an array. That of a call's arguments is a function's."""
         yield from self._bracket(opening)
         yield from self.lexer.space()
         if (yield from self.lexer.accept(closing)):
             self.sink.arguments(closing)
             return
+        types: frozenset[str] = frozenset()
         while True:
             if opening == "{":
                 yield from self.lexer.space()
-                yield from self._key()
+                key = yield from self._key()
                 yield from self.lexer.expect(":")
                 self.sink.arguments(": ")
-            yield from self._value(depth - 1)
+                types = argument_types(self.tools.get(function), key)
+            yield from self._value(depth - 1, types)
             yield from self.lexer.space()
             if not (yield from self.lexer.accept(",")):
                 yield from self._bracket(closing)
@@ -74,19 +76,20 @@ class GemmaParser(CallParser):
         yield from self.lexer.expect(bracket)
         self.sink.arguments(bracket)
 
-    def _key(self) -> Steps[None]:
+    def _key(self) -> Steps[str]:
         if (yield from self.lexer.is_next(self.quote)):
             yield from self._string()
-        else:
-            key = yield from self.lexer.name_before(_AFTER_KEY)
-            self.sink.arguments(json.dumps(key, ensure_ascii=False))
+            return ""
+        key = yield from self.lexer.name_before(_AFTER_KEY)
+        self.sink.arguments(json.dumps(key, ensure_ascii=False))
+        return key
 
-    def _value(self, depth: int) -> Steps[None]:
+    def _value(self, depth: int, types: frozenset[str]) -> Steps[None]:
         if not depth:
             raise Malformed
         yield from self.lexer.space()
         if (yield from self.lexer.is_next(self.quote)):
-            yield from self._string()
+            yield from unquoted(self.sink, self._string(), types)
             return
         first = yield from self.lexer.peek()
         if first in _CLOSING:

@@ -1,7 +1,7 @@
 """Llama 3: a reply that is `{"name": "f", "parameters": {...}}`, or one after `<|python_tag|>`.
 
-Several calls are parted by semicolons. A bare object is a call only at the beginning of a reply,
-and only of a function that was declared: any JSON answer looks much like it.
+Several calls are parted by semicolons, or by nothing (Llama 4). A bare object is a call only at the
+beginning of a reply, and only of a function that was declared: any JSON answer looks much like it.
 """
 
 from __future__ import annotations
@@ -45,5 +45,5 @@ class Llama3Parser(JsonCallParser):
             yield from self.lexer.space()
             yield from self.object_call(other_keys=("type",))
             yield from self.lexer.space()
-            if not (yield from self.lexer.accept(";")):
+            if not (yield from self.lexer.accept(";")) and not (yield from self.lexer.is_next("{")):
                 return

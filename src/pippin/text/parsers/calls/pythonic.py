@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from pippin.text.lexer import Malformed, Marks, Steps
 from pippin.text.parsers.base import CallParser
-from pippin.text.parsers.schema_types import as_json
+from pippin.text.parsers.schema_types import argument_types, as_json, unquoted
 from pippin.text.parsers.syntax import CallSyntax, KeywordArguments
 from pippin.text.pieces import MAX_ARGUMENTS_DEPTH
 
@@ -77,7 +77,8 @@ class PythonicParser(CallParser):
             key = yield from self.lexer.name_before(_AFTER_KEY)
             yield from self.lexer.expect("=")
             self.sink.arguments(f"{json.dumps(key, ensure_ascii=False)}: ")
-            yield from self._value((",", ")"), MAX_ARGUMENTS_DEPTH)
+            types = argument_types(self.tools.get(name), key)
+            yield from self._value((",", ")"), MAX_ARGUMENTS_DEPTH, types)
             yield from self.lexer.space()
             if (yield from self.lexer.accept(",")):
                 yield from self.lexer.space()
@@ -86,11 +87,13 @@ class PythonicParser(CallParser):
         self.sink.arguments("}")
         self.end_call()
 
-    def _value(self, nexts: tuple[str, ...], depth: int) -> Steps[None]:
+    def _value(
+        self, nexts: tuple[str, ...], depth: int, types: frozenset[str] = frozenset()
+    ) -> Steps[None]:
         yield from self.lexer.space()
         first = yield from self.lexer.peek()
         if first in ("'", '"'):
-            yield from self._string(first, nexts)
+            yield from unquoted(self.sink, self._string(first, nexts), types)
         elif first in _CLOSING:
             if not depth:
                 raise Malformed
