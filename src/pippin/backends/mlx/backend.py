@@ -155,6 +155,7 @@ class MLXBackend:
         deterministic: bool = False,
         wired: bool = False,
         fingerprints: bool = False,
+        max_depth: int = 0,
         progress: Callable[[str], None] = lambda _: None,
     ) -> MLXBackend:
         """`wired`: the weights' memory, on Metal."""
@@ -168,6 +169,7 @@ class MLXBackend:
             deterministic=deterministic,
             wired=wired,
             fingerprints=fingerprints,
+            max_depth=max_depth,
         )
 
     def launch(self, plan: StepPlan) -> MLXPending:
@@ -346,16 +348,8 @@ class MLXBackend:
         )
         self._note_forward(step, rows)
         step.check(slots, logits)
-        by_slot = {d.slot: d for d in decodes}
-        rows_of: dict[bool, dict[int, SampleRow]] = {False: {}, True: {}}  # masked or not, by place
-        for place, slot in enumerate(slots.tolist()):
-            decode = by_slot.get(slot)
-            if decode is not None and decode.samples:
-                row = SampleRow(slot, decode.end - len(self._admitted[slot].prompt))
-                rows_of[decode.masked][place] = row
-        for masked, found in rows_of.items():
-            if found:
-                step.add_to_sample(*_picked(found, logits), masked=masked)
+        ends = {d.slot: d.end for d in decodes}
+        self._add_to_sample(step, slots, logits, decodes, ends)
         for decode in decodes:
             if decode.checkpoint and rows.states:
                 step.keep(self._captures.of_decode(decode, rows))
@@ -363,13 +357,37 @@ class MLXBackend:
     def _verify(self, step: MLXPending, rows: DraftRows, decodes: Sequence[DecodeRow]) -> None:
         ran, unsure = rows.verify(decodes, self._decode_forward)
         self._note_forward(step, rows)
-        step.check(ran.slots, ran.logits[:, 0])
-        self._verifier.verify(step, rows, decodes, ran, unsure)
+        logits = ran.logits[:, 0]
+        step.check(ran.slots, logits)
+        if ran.plain:
+            ends = {slot: rows.rows[slot].length for slot in ran.slots.tolist() if slot}
+            self._add_to_sample(step, ran.slots, logits, decodes, ends)
+        else:
+            self._verifier.verify(step, rows, decodes, ran, unsure)
         for decode in decodes:
             if decode.checkpoint and rows.states:
                 index = rows.rows[decode.slot].index
                 state = self._packer.state_payload(rows.states, index)
                 step.keep_state(decode.slot, state, ran.lengths[index : index + 1])
+
+    def _add_to_sample(
+        self,
+        step: MLXPending,
+        slots: np.ndarray,
+        logits: mx.array,
+        decodes: Sequence[DecodeRow],
+        ends: Mapping[int, int],  # by slot: tokens held after the step
+    ) -> None:
+        by_slot = {d.slot: d for d in decodes}
+        rows_of: dict[bool, dict[int, SampleRow]] = {False: {}, True: {}}  # masked or not, by place
+        for place, slot in enumerate(slots.tolist()):
+            decode = by_slot.get(slot)
+            if decode is not None and decode.samples:
+                row = SampleRow(slot, ends[slot] - len(self._admitted[slot].prompt))
+                rows_of[decode.masked][place] = row
+        for masked, found in rows_of.items():
+            if found:
+                step.add_to_sample(*_picked(found, logits), masked=masked)
 
     def _note_forward(self, step: MLXPending, rows: DecodeRows) -> None:
         assert self._decode_forward.last is not None

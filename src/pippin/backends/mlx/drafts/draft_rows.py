@@ -58,6 +58,7 @@ class Bound:
     num_main: int  # tokens
     unsure: list[Unsure] = field(default_factory=list)
     kept: bool = False  # the row's last step had drafts: its state may lack some
+    num_accepted: int = 0  # of these, where nothing is unsure
 
     @property
     def num_unsure(self) -> int:
@@ -68,6 +69,7 @@ class Bound:
 class VerifyStep:
     """A step's rows by index, as they are before it is known what it accepts."""
 
+    plain: bool  # the host knows every length, and no row has drafts: a step like any other
     slots: np.ndarray  # int32 [width]; 0: the line is no row of this step
     depths: np.ndarray  # int32 [width]
     least: np.ndarray  # int32 [width]: tokens that the row holds at least
@@ -107,9 +109,6 @@ class DraftRows(DecodeRows):
     ) -> None:
         super().join(joining, prompts)
         self._bounds |= {slot: Bound(prompt.length) for slot, prompt in joining}
-        lengths = np.array([prompt.length for _, prompt in joining], dtype=np.int32)
-        slots = np.array([slot for slot, _ in joining], dtype=np.int32)
-        self._future_map.stash_lengths(slots, mx.array(lengths), mx.zeros_like(mx.array(lengths)))
 
     def leave(self, slot: int) -> None:
         del self._bounds[slot]
@@ -137,6 +136,7 @@ class DraftRows(DecodeRows):
         bound = self._bounds.get(slot)
         if bound is not None and part in bound.unsure:
             bound.unsure.remove(part)
+            bound.num_accepted = num_accepted if bound.kept else 0
             self.rows[slot].length -= part.depth - num_accepted
 
     def _settle(self, slot: int, length: int) -> None:
@@ -149,8 +149,11 @@ class DraftRows(DecodeRows):
     def flush(self) -> None:
         lengths = {slot: row.length for slot, row in self.rows.items()}
         if any(bound.unsure for bound in self._bounds.values()):
-            exact = np.asarray(self._future_map.lengths)  # waits for the step in flight
-            lengths = {slot: int(exact[slot]) for slot in self.rows}
+            future = self._future_map
+            exact, counts = np.asarray(future.lengths), np.asarray(future.counts)  # waits
+            for slot, bound in self._bounds.items():
+                if bound.unsure:
+                    lengths[slot], bound.num_accepted = int(exact[slot]), int(counts[slot])
         for slot, length in lengths.items():
             self._settle(slot, length)
         super().flush()
@@ -169,7 +172,8 @@ class DraftRows(DecodeRows):
         full = any(self._ends_behind_tail(decode) for decode in decodes)
         if full or self.mains.want_moving(rows, self.width, self._steps_unchanged):
             self.flush()
-        lines, slots, depths, least = (np.zeros(self.width, dtype=np.int32) for _ in range(4))
+        slots, depths, least, counts = (np.zeros(self.width, dtype=np.int32) for _ in range(4))
+        unsure_slots = np.zeros(self.width, dtype=np.int32)
         mains = np.full(self.width, NO_ROW, dtype=np.int32)
         proposals: list[Proposal | None] = [None] * self.width
         unsure: dict[int, Unsure] = {}
@@ -177,20 +181,20 @@ class DraftRows(DecodeRows):
         for row in self.rows.values():
             index, bound, decode = row.index, self._bounds[row.slot], by_slot.get(row.slot)
             self._park_or_resume(row, advances=decode is not None)
-            lines[index], mains[index] = row.slot, bound.num_main
+            mains[index] = bound.num_main
+            least[index], counts[index] = row.length - bound.num_unsure, bound.num_accepted
+            unsure_slots[index] = row.slot if bound.unsure else 0
             if decode is None:
                 continue
             slots[index], depths[index] = row.slot, decode.depth
             proposals[index] = decode.proposal
-            least[index] = row.length - bound.num_unsure
             num_unsure = max(num_unsure, bound.num_unsure)
             row.length += 1 + decode.depth
-            bound.kept = decode.depth > 0
+            bound.kept, bound.num_accepted = decode.depth > 0, 0
             if decode.depth:
                 unsure[row.slot] = Unsure(decode.depth)
                 bound.unsure.append(unsure[row.slot])
-        at = mx.array(lines)
-        lengths, counts = self._future_map.lengths[at], self._future_map.counts[at]
+        lengths, num_kept = self._known(unsure_slots, least, counts)
         drafts = self._drafts(slots, depths, proposals, lengths)
         inputs = self._future_map.resolve(slots)[:, None]
         if drafts.shape[1]:
@@ -199,12 +203,27 @@ class DraftRows(DecodeRows):
             "tokens": inputs,
             "offset": lengths,
             "cursor": lengths - mx.array(mains),
-            "counts": counts,
+            "counts": num_kept,
         }
         tree["written"] = tree["cursor"]
         logits = self._run(tree, forward)
-        found = VerifyStep(slots, depths, least, num_unsure, lengths, drafts, logits)
+        plain = not unsure and not num_unsure
+        found = VerifyStep(plain, slots, depths, least, num_unsure, lengths, drafts, logits)
         return found, unsure
+
+    def _known(
+        self, unsure_slots: np.ndarray, lengths: np.ndarray, counts: np.ndarray
+    ) -> tuple[mx.array, mx.array]:
+        """int32 [width] each: as the host has them, but those of `unsure_slots`."""
+        found = mx.array(lengths), mx.array(counts)
+        if not unsure_slots.any():
+            return found
+        at, future = mx.array(unsure_slots), self._future_map
+        known = at == 0
+        return (
+            mx.where(known, found[0], future.lengths[at]),
+            mx.where(known, found[1], future.counts[at]),
+        )
 
     def _ends_behind_tail(self, decode: DecodeRow) -> bool:
         held = self.rows[decode.slot].length - self._bounds[decode.slot].num_main
