@@ -29,7 +29,7 @@ _ARGUMENTS = {
     "pippin_row_attention": (Address, Address, Count, Number, Count, Count),
     "pippin_tail_write": (Address, Address),
     "pippin_delta_layer": (Address, Count, Address, Count, Count, Count, Number),
-    "pippin_draft_layer": (Address, Address, Count, Count, Number),
+    "pippin_draft_layer": (Address, Count, Address, Count, Count, Number),
     "pippin_rms_norm": (Address, Address, Address, Number),
     "pippin_linear": (Address, Count, Address, Address, Address),
     "pippin_panel": (),
@@ -198,10 +198,11 @@ class Operations:
         eps: float,
     ) -> list[mx.array]:
         """What the output product reads, the states behind the input token, what is kept of the
-        drafts."""
-        outs = [_blank() for _ in range(6)]
+        drafts, where there are some."""
+        has_drafts = inputs[0].shape[1] > 1
+        outs = [_blank() for _ in range(6 if has_drafts else 3)]
         ins = _addresses(inputs)
-        _check(self._library.pippin_draft_layer(_addresses(outs), ins, *k_heads, eps))
+        _check(self._library.pippin_draft_layer(_addresses(outs), len(outs), ins, *k_heads, eps))
         return outs
 
     def choose(

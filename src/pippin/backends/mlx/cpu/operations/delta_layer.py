@@ -68,11 +68,12 @@ class OneOperationDeltaNet(GatedDeltaNet):
         """One token of each row, and drafts behind it."""
         qkv, z = self.in_proj_qkv(inputs), self.in_proj_z(inputs)
         b, a = self.in_proj_b(inputs), self.in_proj_a(inputs)
-        out, cache[0], cache[1], *cache.kept = ours.draft_layer(
+        out, cache[0], cache[1], *kept = ours.draft_layer(
             (qkv, z, b, a, cache[0], cache[1], *self._weights, *cache.kept, cache.counts),
             k_heads=(self.num_k_heads, self.head_k_dim),
             eps=self.norm.eps,
         )
+        cache.kept = kept or cache.kept
         y: mx.array = self.out_proj(out)
         return y
 

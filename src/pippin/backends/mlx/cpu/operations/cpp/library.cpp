@@ -119,11 +119,12 @@ int pippin_delta_layer(void* const* out, int num_out, void* const* in, int num_i
 }
 
 // in and out: as run_draft_layer has them.
-int pippin_draft_layer(void* const* out, void* const* in, int key_heads, int key_dim, float eps) {
+int pippin_draft_layer(void* const* out, int num_out, void* const* in, int key_heads, int key_dim, float eps) {
   return guarded([&] {
     std::vector<mx::array> inputs = arrays_in(in, 14);
     std::vector<mx::Shape> shapes;
     for (const int like : {1, 4, 5, 10, 11, 12}) shapes.push_back(inputs[like].shape());
+    shapes.resize(num_out);
     make("DraftLayer", std::move(inputs), std::move(shapes), out, [=](const Inputs& i, const Outputs& o) {
       run_draft_layer(i, o, key_heads, key_dim, eps);
     });

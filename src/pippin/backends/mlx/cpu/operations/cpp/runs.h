@@ -60,7 +60,7 @@ inline void keep_drafts(const float* in, float* out, int batch, int count, int m
 }
 
 // in: as run_layer, then of drafts of the step before qkv, b, a [batch, most, ...] and how many were accepted (int32).
-// out: what the output product reads, the states behind the first token, and qkv, b, a of the tokens behind it.
+// out: what the output product reads, the states behind the first token, and maybe qkv, b, a of those behind it.
 inline void run_draft_layer(const Inputs& in, const Outputs& out, int key_heads, int key_dim, float eps) {
   constexpr int ARRAYS = 13;
   Floats rooms[ARRAYS];
@@ -85,9 +85,11 @@ inline void run_draft_layer(const Inputs& in, const Outputs& out, int key_heads,
                     of[12] + kept * heads});
     keep_past(layer, rows.back(), rows.back().num_kept + 1);
   }
-  keep_drafts(of[0], out[3], batch, width, most, channels);
-  keep_drafts(of[2], out[4], batch, width, most, heads);
-  keep_drafts(of[3], out[5], batch, width, most, heads);
+  if (out.size() > 3) {
+    keep_drafts(of[0], out[3], batch, width, most, channels);
+    keep_drafts(of[2], out[4], batch, width, most, heads);
+    keep_drafts(of[3], out[5], batch, width, most, heads);
+  }
   Pool::shared().run(batch * heads, std::max(1, FEWEST_TOKENS / width), [&](long from, long to) {
     for (long i = from; i < to; i++) verify_head(layer, rows[i / heads], i % heads);
   });
