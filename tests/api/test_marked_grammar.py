@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,9 @@ from pippin.text.tokenizer import Tokenizer
 from pippin.types import GrammarSpec
 
 END = "<|end_of_reply|>"
+_FIXTURE = Path(__file__).parents[1] / "fixtures/family_replies.jsonl"
+_HEADER, *RECORDED = map(json.loads, _FIXTURE.read_text(encoding="utf-8").splitlines())
+RECORDED_TOOLS = _HEADER["tools"]
 MODEL = ModelInfo(name="m", max_len=1000, vocab_size=1000, created_s=1)
 # Formats whose calls begin with a mark that is one token in the family's models.
 MARKED = {
@@ -121,6 +126,49 @@ def test_calls_are_constrained_behind_a_familys_reasoning(name: str) -> None:
     call = write_calls(TOOL_FORMATS["hermes"].parser.syntax, [("look", ARGUMENTS)])
     assert checker.allows(f"Hm.{marks.end}\n{call}")
     assert not checker.allows(f"Hm.{marks.end}\nIt rains.")
+
+
+# ---- what families' templates wrote ----------------------------------------------------------
+
+PYTHON = "values as Python prints them"
+# What a grammar makes the model write is read the same, but is not to the letter what these write.
+OTHERWISE = {
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": PYTHON,
+    "LiquidAI/LFM2.5-8B-A1B": PYTHON,
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": PYTHON,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": PYTHON,
+    "openbmb/MiniCPM5-1B": PYTHON,
+    "vllm/tool_chat_template_llama3.2_pythonic": PYTHON,
+    "vllm/tool_chat_template_llama4_pythonic": PYTHON,
+    "vllm/tool_chat_template_functiongemma": PYTHON,
+    "google/gemma-4-31B-it": "keys in the order of the alphabet",
+    "vllm/tool_chat_template_granite": "indented JSON",
+    "vllm/tool_chat_template_llama4_json": "no semicolon between calls",
+    "mistralai/Mistral-Nemo-Instruct-2407": "ids of calls",
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": "ids of calls",
+    "openai/gpt-oss-120b": "the recipient before the channel",
+    "llama.cpp/muse-glimmer": "a message for each call",
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: each["template"])
+def test_a_required_call_may_be_what_the_familys_template_wrote(
+    recorded: dict[str, Any], strict: bool
+) -> None:
+    tools = [
+        {**each, "function": {**each["function"], "strict": strict}} for each in RECORDED_TOOLS
+    ]
+    formats = ReplyFormats(recorded["tools"], recorded["reasoning"])
+    marks = formats.parser(recorded["prompt_end"], tools).marks
+    tokens = sorted(mark for mark in marks if re.fullmatch(r"<[^<>]+>|\[/?[A-Z_]+\]", mark))
+    checker = Checker(
+        *(tokenizer_with(*tokens), formats, recorded["prompt_end"]),
+        tools=tools,
+        tool_choice="required",
+    )
+    is_allowed = checker.allows(recorded["reply"].rstrip())
+    assert is_allowed is (recorded["template"] not in OTHERWISE)
 
 
 # ---- harmony ---------------------------------------------------------------------------------

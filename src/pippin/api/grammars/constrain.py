@@ -26,6 +26,9 @@ from pippin.text.parsers.formats import HARMONY, REASONING_FORMATS, TOOL_FORMATS
 from pippin.text.prompt import Prompt
 from pippin.types import GrammarPart, GrammarSpec, SamplingParams
 
+_SPACE = "/[ \\n]{0,4}/"
+_RECIPIENT = "/[^<\\n]{0,64}/"
+
 
 def can_forbid_calls(text: TextBundle) -> bool:
     """Whether a model that knows of tools can be kept from calling them."""
@@ -78,7 +81,8 @@ def _constrain(
     parts = tool_use.grammars
     if tool_use.required:
         _check_composes(params, "the reply must be a call")  # a schema holds for content: none
-        return _with_grammar(request.options, lark, f"{reasoning} {rules.calls()}", parts)
+        start = f"{reasoning} {_required(lark, rules.calls(), text)}"
+        return _with_grammar(request.options, lark, start, parts)
     rules.check_optional()
     _check_composes(params, "the reply may also be a call")
     if content or in_channels:
@@ -101,7 +105,21 @@ def _reasoning(lark: Lark, prompt: Prompt, text: TextBundle) -> str:
     rest = f"{lark.until(marks.end)} /[ \\n]*/"
     if marks.is_open_after(prompt.ending):
         return lark.rule(rest)
-    return lark.rule(f"({lark.literal(marks.begin)} {rest})?")
+    return lark.rule(f"({_SPACE} {lark.literal(marks.begin)} {rest})?")
+
+
+def _required(lark: Lark, calls: str, text: TextBundle) -> str:
+    """Calls, and what templates write around them: white space, the marks of an empty answer."""
+    marks = REASONING_FORMATS.get(text.formats.reasoning or "")
+    if marks is None or not marks.headers:
+        return f"{_SPACE} {calls}"
+    headers = [
+        f"{lark.literal(begin)} {_RECIPIENT} {lark.literal(end)}" if end else lark.literal(begin)
+        for begin, end in marks.headers
+    ]
+    header = f"({alternatives(headers)} {_SPACE})?"
+    trailer = f"({alternatives([lark.literal(each) for each in marks.trailers])} {_SPACE})?"
+    return f"{_SPACE} {header} {trailer} {calls} {_SPACE} {trailer}"
 
 
 def _begins_message(prompt: Prompt, text: TextBundle) -> bool:

@@ -10,7 +10,7 @@ from pippin.errors import ConfigError
 from pippin.text.parsers.base import CallParser, PlainText, ReplyParser, Tool
 from pippin.text.parsers.calls.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
 from pippin.text.parsers.calls.gemma import FunctionGemmaParser, Gemma4Parser
-from pippin.text.parsers.calls.glm import GlmParser, LongCatParser
+from pippin.text.parsers.calls.glm import Glm47Parser, GlmParser, LongCatParser
 from pippin.text.parsers.calls.harmony import HarmonyParser
 from pippin.text.parsers.calls.kimi_k2 import KimiK2Parser
 from pippin.text.parsers.calls.llama3 import Llama3Parser
@@ -83,6 +83,7 @@ TOOL_FORMATS = {
     "granite3": ToolFormat(Granite3Parser, ("<|tool_call|>",)),
     "longcat": ToolFormat(LongCatParser, ("<longcat_tool_call>",)),
     "seed_oss": ToolFormat(SeedOssParser, ("<seed:tool_call>",)),
+    "glm47": ToolFormat(Glm47Parser, ("<tool_call>", "</arg_key><arg_value>")),
     "glm": ToolFormat(GlmParser, ("<tool_call>", "<arg_key>")),
     "qwen3_coder": ToolFormat(Qwen3CoderParser, ("<function=", "<parameter=")),
     "jamba": ToolFormat(JambaParser, ("<tool_calls>[",)),
@@ -140,7 +141,6 @@ VLLM_TOOL_PARSERS = {
     "minimax": "minimax_m1",
     "functiongemma": "function_gemma",
     "glm45": "glm",
-    "glm47": "glm",
     "qwen3_xml": "qwen3_coder",
     "llama3_json": "llama3",
     "llama4_json": "llama3",

@@ -45,6 +45,17 @@ class GlmParser(TaggedCallParser):
         self.finish_call()
 
 
+class Glm47Parser(GlmParser):
+    """Without the line breaks."""
+
+    syntax = CallSyntax(
+        before_name="<tool_call>",
+        before_arguments="",
+        after_arguments="</tool_call>",
+        arguments=TaggedArguments("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+    )
+
+
 class LongCatParser(GlmParser, JsonCallParser):
     """The same with other tags. The models also write a JSON object between them."""
 
