@@ -18,8 +18,11 @@
                 103% of it, by torch's count and by nvidia-smi's
     races       200 random schedules, launched ahead of a GPU that is held up, against the same ones
                 with a wait after each step: tokens, and the bits of what was kept
+    drafts      200 random schedules with drafts, half of them ahead of a GPU that is held up: the tokens
+                are those without drafts
     waits       nothing between a plan and its launch waits for the device
     decode, prefill    Qwen3.5-0.8B's shape in bfloat16, random weights
+    speculate   the same shape: a step's time by the depth of drafts, and what 80% of right ones gain
     expert_speed       eight layers of Qwen3-30B-A3B's shape, against the time to read their weights
     churn       the same shape served to 64 clients
     host        prompts that come back from pinned memory of the host: the same tokens, both times,
@@ -49,6 +52,7 @@ from torch_gpu.host import host
 from torch_gpu.limits import budget, captures, long
 from torch_gpu.moe import agreement, biases, expert_speed, moe
 from torch_gpu.races import races, waits
+from torch_gpu.speculate import drafts, speculate
 from torch_gpu.speed import churn, decode, prefill
 from torch_gpu.tuning import products, profile, recurrence
 
@@ -96,9 +100,11 @@ USUAL = {
     "long": long,
     "budget": budget,
     "races": races,
+    "drafts": drafts,
     "waits": waits,
     "decode": decode,
     "prefill": prefill,
+    "speculate": speculate,
     "expert_speed": expert_speed,
     "host": host,
     "churn": churn,

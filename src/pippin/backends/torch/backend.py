@@ -37,7 +37,6 @@ from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.transfers import host_memory, payload_arrays
 from pippin.backends.torch.runner import Runner, Ways
 from pippin.backends.torch.step import filters
-from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.filters import LeastInTopP
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.pending import TorchPending
@@ -280,11 +279,10 @@ class TorchBackend:
         meter.give_back()
         graphs = meter.reserved() - kept
         self._drop_runner()
-        num_graphs = len(Choice) * len(self.shapes_to_warm_up)
         return MemoryUse(
             nbytes,
             activations=max(activations, at_capture - graphs),
-            graphs=graphs + num_graphs * DRIVER_BYTES_PER_GRAPH,
+            graphs=graphs + self._ways.num_graphs() * DRIVER_BYTES_PER_GRAPH,
             other=max(before - nbytes, 0) + tables,
         )
 

@@ -15,7 +15,12 @@ import torch
 from pippin.backends.base import Retire, StepPlan, WarmUpShape
 from pippin.backends.torch.decodes import Decodes
 from pippin.backends.torch.graphs.capture import CudaGraphs
-from pippin.backends.torch.graphs.steps import CapturedSteps, chunk_steps, decode_steps
+from pippin.backends.torch.graphs.steps import (
+    CapturedSteps,
+    chunk_steps,
+    decode_steps,
+    verify_steps,
+)
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.plain.forward import ChunkForward, PlainForward
 from pippin.backends.torch.plain.verify import PlainVerify
@@ -28,12 +33,14 @@ from pippin.backends.torch.pools.rows import Rows
 from pippin.backends.torch.pools.transfers import Transfers
 from pippin.backends.torch.prompts import Prompts
 from pippin.backends.torch.step.captures import Captures
+from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.draws import Draws
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.sizes import ROOM_ROWS, ROOMS, WIDTHS, Room, width_for
 from pippin.backends.torch.step.slots import Slots
+from pippin.backends.torch.step.verify.words import MOST_TOKENS, VerifySize, span_for
 from pippin.backends.torch.streams import Streams
 from pippin.backends.torch.verifies import Verifies
 
@@ -51,6 +58,13 @@ class Ways:
     chunk_graphs: bool
     fingerprints: bool
     max_depth: int  # drafts of a row
+
+    def num_graphs(self) -> int:
+        """That there can be."""
+        if not self.kernels:
+            return 0
+        of_drafts = 3 * len(WIDTHS) * (1 + self.max_depth) if self.max_depth else 0
+        return len(Choice) * len(self.shapes_to_warm_up()) + of_drafts
 
     def shapes_to_warm_up(self) -> list[WarmUpShape]:
         if not self.kernels:
@@ -91,10 +105,12 @@ class Runner:
         forward: ChunkForward = plain
         steps: CapturedSteps[int] | None = None
         graphs: CapturedSteps[Room] | None = None
-        if ways.kernels:
-            forward, steps, graphs = self._make_kernels()
+        verify: CapturedSteps[VerifySize] | None = None
         kept = KeptInputs(layout, ways.num_slots, ways.max_depth, decoder.device)
-        self._verifies = Verifies(parts, PlainVerify(decoder, self.pools, kept))
+        if ways.kernels:
+            forward, steps, graphs, verify = self._make_kernels(kept)
+        plain_verify = PlainVerify(decoder, self.pools, kept)
+        self._verifies = Verifies(parts, plain_verify, verify, ways.max_depth)
         self.decodes = Decodes(
             parts, plain, steps, self._verifies, deterministic=ways.deterministic
         )
@@ -142,7 +158,7 @@ class Runner:
             self.draws.sample_masked(step, masks)
 
     def captured(self) -> Iterator[CapturedSteps[Any]]:
-        for steps in (self.decodes.steps, self.prompts.graphs):
+        for steps in (self.decodes.steps, self.prompts.graphs, self._verifies.steps):
             if steps is not None:
                 yield steps
 
@@ -152,6 +168,10 @@ class Runner:
             self.decodes.steps.prepare(width_for(self._ways.num_slots))
         if self.prompts.graphs is not None:
             self.prompts.graphs.prepare(ROOMS[-1])
+        if (steps := self._verifies.steps) is not None:
+            depth = self._ways.max_depth
+            width = max(w for w in WIDTHS if w * (1 + depth) <= MOST_TOKENS)
+            steps.prepare(VerifySize(width, depth, span_for(depth)))
 
     def free(self) -> None:
         """The memory, and the graphs over it, whatever payloads are still held."""
@@ -160,12 +180,18 @@ class Runner:
         self.pools.free()
 
     def _make_kernels(
-        self,
-    ) -> tuple[ChunkForward, CapturedSteps[int], CapturedSteps[Room] | None]:
+        self, kept: KeptInputs
+    ) -> tuple[
+        ChunkForward,
+        CapturedSteps[int],
+        CapturedSteps[Room] | None,
+        CapturedSteps[VerifySize] | None,
+    ]:
         # Triton is not everywhere.
         from pippin.backends.torch.kernels.decode import DecodeKernels
         from pippin.backends.torch.kernels.draw import choose
         from pippin.backends.torch.kernels.prompt import ChunkKernels, PromptKernels
+        from pippin.backends.torch.kernels.verify.forward import VerifyKernels
 
         decoder, pools, table = self._decoder, self.pools, self.rows.table
         future, recorder = self._future.tokens, self._ways.recorder
@@ -183,7 +209,12 @@ class Runner:
             graphs = chunk_steps(
                 prompt, decoder.head, choose, future, pools.layout, recorder, logits
             )
-        return ChunkKernels(decoder, pools), steps, graphs
+        verify = None
+        if max_depth := self._ways.max_depth:
+            drafts = VerifyKernels(decoder, pools, kept, table, self._future)
+            span = span_for(max_depth)
+            verify = verify_steps(drafts, future, span, pools.layout, recorder, logits[:0])
+        return ChunkKernels(decoder, pools), steps, graphs, verify
 
     def _make_fingerprints(self) -> TorchFingerprints:
         if not self._ways.kernels:

@@ -12,18 +12,35 @@ import numpy as np
 import torch
 
 from pippin.backends.base import Capture, DecodeRow
+from pippin.backends.torch.graphs.steps import CapturedSteps
 from pippin.backends.torch.plain.accept import accepted, noise_words
 from pippin.backends.torch.plain.verify import PlainVerify
 from pippin.backends.torch.pools.payloads import StatePayload
+from pippin.backends.torch.step.decode_inputs import Choice
 from pippin.backends.torch.step.parts import StepParts
 from pippin.backends.torch.step.pending import TorchPending
-from pippin.backends.torch.step.verify_batch import TakenRows, VerifyBatch, take_rows, verify_batch
+from pippin.backends.torch.step.sizes import width_for
+from pippin.backends.torch.step.verify.batch import TakenRows, VerifyBatch, take_rows, verify_batch
+from pippin.backends.torch.step.verify.words import (
+    MOST_TOKENS,
+    VerifySize,
+    pack_verify,
+    span_for,
+)
 
 
 class Verifies:
-    def __init__(self, parts: StepParts, forward: PlainVerify) -> None:
+    def __init__(
+        self,
+        parts: StepParts,
+        forward: PlainVerify,
+        steps: CapturedSteps[VerifySize] | None,  # None: plain operations
+        max_depth: int,
+    ) -> None:
         self._parts = parts
         self._forward = forward
+        self.steps = steps
+        self._max_depth = max_depth
 
     def takes(self, decodes: Sequence[DecodeRow], slots: np.ndarray, positions: np.ndarray) -> bool:
         """Whether one of these rows has drafts, or had some of which the host or its state has yet
@@ -38,6 +55,9 @@ class Verifies:
 
     def run(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
         parts = self._parts
+        if self.steps is not None and (sized := self._size(decodes)) is not None:
+            self._replay(step, self.steps, decodes, *sized)
+            return
         taken = take_rows(decodes, parts.rows, parts.pools)
         parts.future.note_read(taken.slots)
         batch = verify_batch(taken, parts.rows, parts.future, parts.pools)
@@ -54,6 +74,46 @@ class Verifies:
             parts.draws.sample(step, rows, own)
         if not is_known.all():
             self._accept(step, taken, batch, logits, ~is_known)
+
+    def _size(self, decodes: Sequence[DecodeRow]) -> tuple[VerifySize, Choice] | None:
+        """Of a graph that runs these rows, if there can be one, and how they choose."""
+        parts = self._parts
+        slots = np.array([decode.slot for decode in decodes])
+        positions = np.array([decode.position for decode in decodes])
+        numbers = parts.slots.num_generated(slots, positions + 1)
+        choice = parts.slots.columns.choice(slots, numbers)
+        depth = max(decode.depth for decode in decodes)
+        size = VerifySize(width_for(len(decodes)), depth, span_for(self._max_depth))
+        num_unsure = int((positions - parts.rows.least_lengths[slots]).max())
+        if (
+            choice is Choice.LOGITS
+            or any(row.masked or (row.depth and row.proposal is None) for row in decodes)
+            or size.num_tokens > MOST_TOKENS
+            or num_unsure > self._max_depth
+        ):
+            return None
+        return size, choice
+
+    def _replay(
+        self,
+        step: TorchPending,
+        steps: CapturedSteps[VerifySize],
+        decodes: Sequence[DecodeRow],
+        size: VerifySize,
+        choice: Choice,
+    ) -> None:
+        """One copy and one replay."""
+        parts = self._parts
+        taken = take_rows(decodes, parts.rows, parts.pools, send=False)
+        parts.future.note_read(taken.slots)
+        self._capture(step, taken, np.zeros(len(decodes), dtype=bool))
+        waste_cell = parts.pools.layout.waste_cell
+        words = pack_verify(size, taken, parts.rows, parts.slots, waste_cell)
+        ran = steps.run(size, words, choice)
+        parts.future.note_written(np.array([row.slot for row in decodes if row.samples]))
+        found = ran.drawn[:, : len(decodes)].T.clone()
+        read = partial(self._read, step, taken.rows, taken.slots, parts.rows.lives(taken.slots))
+        step.read_later(parts.streams.bring([found]), read)
 
     def fold(self, slot: int, end: int) -> None:
         """Run what is kept of a row's accepted drafts, so that its state is that at `end`."""

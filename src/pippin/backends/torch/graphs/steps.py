@@ -14,7 +14,7 @@ what is not captured is launched from then on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -26,6 +26,7 @@ from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.step.chunk_inputs import ChunkInputs, ChunkWords
 from pippin.backends.torch.step.decode_inputs import FIELDS, NO_ROWS, Choice, Inputs, pack_inputs
 from pippin.backends.torch.step.sizes import ROOMS, Room
+from pippin.backends.torch.step.verify.words import MOST_TOKENS, VerifySize, padding_words
 from pippin.errors import DeviceFailed
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class CapturedSteps(Generic[Size]):
         choose: Choose,
         future: torch.Tensor,  # int32 [slots]: the future map
         logits: torch.Tensor,  # [most rows, vocab]: where all graphs leave theirs
+        choices: Sequence[Choice] = tuple(Choice),
     ) -> None:
         self._name = name
         self._recorder = recorder
@@ -72,6 +74,7 @@ class CapturedSteps(Generic[Size]):
         self._choose = choose
         self._future = future
         self._logits = logits
+        self._choices = choices
         self._words = torch.zeros(padding(largest).size, dtype=torch.int32, device=future.device)
         self._has_run: set[tuple[Size, Choice]] = set()
         self.graphs: dict[tuple[Size, Choice], Recorded[Ran]] = {}
@@ -80,7 +83,7 @@ class CapturedSteps(Generic[Size]):
 
     def prepare(self, size: Size) -> bool:
         """Captures a size if there is time. Whether captures work."""
-        for choice in Choice if not self.busy else ():
+        for choice in self._choices if not self.busy else ():
             self._capture(size, choice)
         return self.works
 
@@ -137,6 +140,18 @@ class PromptForward(Protocol):
         ...
 
 
+class VerifyForward(Protocol):
+    def logits(self, size: VerifySize, words: torch.Tensor) -> tuple[torch.Tensor, Inputs]:
+        """[tokens, vocab], and how the tokens sample; words, int32 [fields, rows]."""
+        ...
+
+    def choose(
+        self, logits: torch.Tensor, inputs: Inputs, future: torch.Tensor, choice: Choice
+    ) -> torch.Tensor:
+        """int32 [3 + width, rows]"""
+        ...
+
+
 def decode_steps(
     kernels: DecodeForward,
     choose: Choose,
@@ -177,4 +192,33 @@ def chunk_steps(
 
     return CapturedSteps(
         "chunks of prompts", recorder, ROOMS[-1], padding, forward, choose, future, logits
+    )
+
+
+def verify_steps(
+    kernels: VerifyForward,
+    future: torch.Tensor,
+    span: int,
+    layout: PoolLayout,
+    recorder: CudaGraphs | None,
+    logits: torch.Tensor,
+) -> CapturedSteps[VerifySize]:
+    """What rows need the sampler for is not run here."""
+
+    def forward(size: VerifySize, words: torch.Tensor) -> Forwarded:
+        return Forwarded(*kernels.logits(size, words.view(size.num_fields, size.num_rows)))
+
+    def padding(size: VerifySize) -> np.ndarray:
+        return padding_words(size, layout.waste_cell)
+
+    return CapturedSteps(
+        "steps with drafts",
+        recorder,
+        VerifySize(MOST_TOKENS, 0, span),
+        padding,
+        forward,
+        kernels.choose,
+        future,
+        logits,
+        choices=(Choice.GREEDY, Choice.DRAWN, Choice.TOP_P),
     )

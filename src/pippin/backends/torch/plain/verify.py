@@ -16,7 +16,7 @@ from pippin.backends.torch.plain.forward import LayerRun
 from pippin.backends.torch.plain.gated_delta import gated_delta_step
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.memory import Pools
-from pippin.backends.torch.step.verify_batch import VerifyBatch
+from pippin.backends.torch.step.verify.batch import VerifyBatch
 
 
 class PlainVerify:

@@ -24,6 +24,10 @@ class KeptInputs:
         """Of the drafts of some rows: inputs [rows, drafts, width]."""
         self._inputs[layer][slots, : inputs.shape[1]] = inputs
 
+    def of_layer(self, layer: int) -> torch.Tensor:
+        """[slots, drafts, width]"""
+        return self._inputs[layer]
+
     def of(self, layer: int, slots: torch.Tensor, num_drafts: int) -> torch.Tensor:
         """[rows, num_drafts, width]; behind what is kept of a row it may be anything."""
         return self._inputs[layer][slots, :num_drafts]

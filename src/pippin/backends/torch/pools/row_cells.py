@@ -54,11 +54,12 @@ class RowCells:
         self._firsts[slot] = self._ends[slot] = end - len(cells)
         self._append(slot, cells)
 
-    def grow(self, slot: int, num_tokens: int) -> None:
+    def grow(self, slot: int, num_tokens: int, *, send: bool = True) -> None:
+        """`send`: False: the device's table learns of the cells in the step."""
         if self._pool is None:
             self._ends[slot] += num_tokens
         else:
-            self._append(slot, self._pool.take(num_tokens))
+            self._append(slot, self._pool.take(num_tokens), send=send)
 
     def grow_each(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """The cells of one more token of each slot, int32: those that a rejected draft left, or
@@ -71,10 +72,10 @@ class RowCells:
         cells: np.ndarray = self._cells[slots, positions]
         return cells
 
-    def reserve(self, slot: int, end: int) -> None:
+    def reserve(self, slot: int, end: int, *, send: bool) -> None:
         """Cells of all positions before `end`: a row has some already, if drafts were rejected."""
         if (missing := end - int(self._ends[slot])) > 0:
-            self.grow(slot, missing)
+            self.grow(slot, missing, send=send)
 
     def num_reserved(self, slots: np.ndarray) -> np.ndarray:
         """Positions that have, or had, a cell: int64 [slots]."""
@@ -108,11 +109,12 @@ class RowCells:
                 held[:] = moved
                 self._send(slot, first + int(places[0]), first + int(places[-1]) + 1)
 
-    def _append(self, slot: int, cells: np.ndarray) -> None:
+    def _append(self, slot: int, cells: np.ndarray, *, send: bool = True) -> None:
         start = int(self._ends[slot])
         self._cells[slot, start : start + len(cells)] = cells
         self._ends[slot] = start + len(cells)
-        self._send(slot, start, start + len(cells))
+        if send:
+            self._send(slot, start, start + len(cells))
 
     def _send(self, slot: int, start: int, end: int) -> None:
         if self.table.device.type == "cpu":

@@ -94,12 +94,17 @@ class Rows:
         """Cells that `reserve_each` takes, of each kind."""
         return int(np.maximum(ends - self.cells.num_reserved(slots), 0).sum())
 
-    def reserve_each(self, slots: np.ndarray, positions: np.ndarray, depths: np.ndarray) -> None:
-        """Cells for an input token, which has that position at most, and drafts behind it."""
+    def reserve_each(
+        self, slots: np.ndarray, positions: np.ndarray, depths: np.ndarray, *, send: bool
+    ) -> None:
+        """Cells for an input token, which has that position at most, and drafts behind it.
+
+        `send`: False: the device's table learns of them in the step.
+        """
         ends = positions + 1 + depths
         for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
             for cells in self._kinds:
-                cells.reserve(slot, end)
+                cells.reserve(slot, end, send=send)
         self.lengths[slots] = ends
         self.least_lengths[slots] += 1
         self.num_kept[slots] = depths

@@ -91,15 +91,17 @@ class VerifyBatch:
     windows: VerifiedCells | None  # of layers with a window
 
 
-def take_rows(rows: Sequence[DecodeRow], held: Rows, pools: Pools) -> TakenRows:
-    """Takes the cells and states that the rows write."""
+def take_rows(
+    rows: Sequence[DecodeRow], held: Rows, pools: Pools, *, send: bool = True
+) -> TakenRows:
+    """Takes the cells and states that the rows write. `send`: as for `Rows.reserve_each`."""
     slots, positions, depths = (
         np.array([getattr(row, name) for row in rows]) for name in ("slot", "position", "depth")
     )
     least, num_kept = held.least_lengths[slots], held.num_kept[slots]
     num_cells = held.num_missing(slots, positions + 1 + depths)
     pools.arena.make_room(num_cells, held.num_new_states(slots))
-    held.reserve_each(slots, positions, depths)
+    held.reserve_each(slots, positions, depths, send=send)
     states = held.next_states(slots)
     return TakenRows(tuple(rows), slots, positions, least, depths, num_kept, *states)
 

@@ -1,0 +1,1 @@
+"""Steps that verify drafts, as kernels: what tokens look up, their forward, which are accepted."""

@@ -1,0 +1,284 @@
+"""Gated DeltaNet over the tokens of rows that verify drafts: kept drafts that were accepted, the
+input token, whose state is written, and the drafts, whose inputs are kept. Two kernels.
+
+The convolution reads a row's last inputs, then kept ones, then new ones; inputs of gates pass
+through it. The recurrence takes some columns of a state in each program, token by token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.step.verify.words import Places
+
+CONV_BLOCK = 256
+COLUMNS = 32  # of a state, in one program
+
+
+@triton.jit
+def _input(conv, kept, new, place, count, stride, c, inside, channels, width, HELD):
+    """Of the convolution, so many behind the oldest that a row's state has."""
+    old = tl.load(conv + place * channels + c, mask=inside & (place < HELD), other=0.0)
+    at = place - HELD
+    run = tl.load(kept + at * width + c, mask=inside & (at >= 0) & (at < count), other=0.0)
+    fresh = tl.load(new + (at - count) * stride, mask=inside & (at >= count), other=0.0)
+    return old.to(tl.float32) + run.to(tl.float32) + fresh.to(tl.float32)
+
+
+@triton.jit
+def _conv_verify(
+    projected,
+    conv,
+    kept,
+    taps,
+    slots,
+    states_in,
+    states_out,
+    counts,
+    mixed,
+    replayed,
+    row_stride,
+    conv_stride,
+    kept_stride,
+    num_channels,
+    width,
+    gates_at,
+    TAPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_conv, inside = c < num_channels, c < width
+    count = tl.load(counts + row)
+    own = kept + tl.load(slots + row).to(tl.int64) * kept_stride
+    before = conv + tl.load(states_in + row).to(tl.int64) * conv_stride
+    after = conv + tl.load(states_out + row).to(tl.int64) * conv_stride
+    held: tl.constexpr = TAPS - 1
+    column = tl.where(is_conv, c, c - num_channels + gates_at)
+    new = projected + (row * WIDTH).to(tl.int64) * row_stride + column
+    for t in tl.static_range(KEPT):
+        found = tl.zeros([BLOCK], tl.float32)
+        for tap in tl.static_range(TAPS):
+            weight = tl.load(taps + tap * num_channels + c, mask=is_conv, other=0.0)
+            value = _input(
+                before,
+                own,
+                new,
+                t + tap,
+                count,
+                row_stride,
+                c,
+                is_conv,
+                num_channels,
+                width,
+                TAPS - 1,
+            )
+            found += value * weight.to(tl.float32)
+        raw = tl.load(own + t * width + c, mask=inside & (t < count), other=0.0)
+        y = tl.where(is_conv, found * tl.sigmoid(found), raw.to(tl.float32))
+        at = replayed + (row * KEPT + t).to(tl.int64) * width + c
+        tl.store(at, y.to(replayed.dtype.element_ty), mask=inside & (t < count))
+    for t in tl.static_range(WIDTH):
+        found = tl.zeros([BLOCK], tl.float32)
+        for tap in tl.static_range(TAPS):
+            weight = tl.load(taps + tap * num_channels + c, mask=is_conv, other=0.0)
+            place = count + t + tap
+            value = _input(
+                before,
+                own,
+                new,
+                place,
+                count,
+                row_stride,
+                c,
+                is_conv,
+                num_channels,
+                width,
+                TAPS - 1,
+            )
+            found += value * weight.to(tl.float32)
+        at = mixed + (row * WIDTH + t).to(tl.int64) * num_channels + c
+        y = found * tl.sigmoid(found)
+        tl.store(at, y.to(mixed.dtype.element_ty), mask=is_conv)
+    # What is read may lie where the next is written: other threads have read it by then.
+    for tap in tl.static_range(TAPS - 1):
+        place = count + 1 + tap
+        value = _input(
+            before, own, new, place, count, row_stride, c, is_conv, num_channels, width, held
+        )
+        tl.debug_barrier()
+        at = after + tap * num_channels + c
+        tl.store(at, value.to(conv.dtype.element_ty), mask=is_conv)
+        tl.debug_barrier()
+    for t in tl.static_range(WIDTH - 1):
+        raw = tl.load(new + (t + 1) * row_stride, mask=inside, other=0.0)
+        tl.store(own + t * width + c, raw, mask=inside)
+
+
+def conv_verify(
+    projected: torch.Tensor,  # [tokens, ..]
+    layer: DeltaLayer,
+    conv: torch.Tensor,  # [slabs, taps - 1, channels], a view of the pool
+    kept: torch.Tensor,  # [slots, drafts, width]
+    places: Places,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[tokens, channels] of new tokens and [rows, drafts, width] of kept ones, behind silu."""
+    num_taps, channels = layer.taps.shape
+    num_rows, num_kept, width = places.size.num_rows, kept.shape[1], kept.shape[2]
+    options = {"dtype": projected.dtype, "device": projected.device}
+    mixed = torch.empty(places.size.num_tokens, channels, **options)
+    replayed = torch.empty(num_rows, num_kept, width, **options)
+    _conv_verify[(num_rows, triton.cdiv(width, CONV_BLOCK))](
+        projected,
+        conv,
+        kept,
+        layer.taps,
+        places.column("slot"),
+        places.column("state_in"),
+        places.column("state_out"),
+        places.counts,
+        mixed,
+        replayed,
+        projected.stride(0),
+        conv.stride(0),
+        kept.stride(0),
+        channels,
+        width,
+        channels + layer.shape.num_v_heads * layer.shape.v_dim,
+        TAPS=num_taps,
+        WIDTH=places.size.width,
+        KEPT=num_kept,
+        BLOCK=CONV_BLOCK,
+        num_warps=4,
+    )
+    return mixed, replayed
+
+
+@triton.jit
+def _advance(
+    held,
+    x,
+    gates,
+    decay,
+    bias,
+    head,
+    key_head,
+    i,
+    j,
+    K_HEADS: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """One token: columns j of the state behind it."""
+    k = tl.load(x + K_HEADS * DK + key_head * DK + i).to(tl.float32)
+    k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
+    b = tl.load(gates + head).to(tl.float32)
+    a = tl.load(gates + V_HEADS + head).to(tl.float32) + bias
+    softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+    held = held * tl.exp(decay * softplus)
+    v = tl.load(x + 2 * K_HEADS * DK + head * DV + j).to(tl.float32)
+    added = (v - tl.sum(held * k[:, None], axis=0)) * tl.sigmoid(b)
+    return held + k[:, None] * added[None, :]
+
+
+@triton.jit
+def _delta_verify(
+    projected,
+    mixed,
+    replayed,
+    decay,
+    dt_bias,
+    state,
+    states_in,
+    states_out,
+    counts,
+    out,
+    row_stride,
+    state_stride,
+    width,
+    K_HEADS: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    key_head = head // (V_HEADS // K_HEADS)
+    channels: tl.constexpr = 2 * K_HEADS * DK + V_HEADS * DV
+    i, j = tl.arange(0, DK), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    within = head * DK * DV + i[:, None] * DV + j[None, :]
+    before = state + tl.load(states_in + row).to(tl.int64) * state_stride
+    after = state + tl.load(states_out + row).to(tl.int64) * state_stride
+    own_decay, bias = tl.load(decay + head), tl.load(dt_bias + head)
+    held = tl.load(before + within)
+    count = tl.load(counts + row)
+    for t in range(count):
+        x = replayed + (row * KEPT + t).to(tl.int64) * width
+        held = _advance(
+            held, x, x + channels, own_decay, bias, head, key_head, i, j, K_HEADS, V_HEADS, DK, DV
+        )
+    for t in tl.static_range(WIDTH):
+        token = (row * WIDTH + t).to(tl.int64)
+        x = mixed + token * channels
+        gates = projected + token * row_stride + channels + V_HEADS * DV
+        held = _advance(
+            held, x, gates, own_decay, bias, head, key_head, i, j, K_HEADS, V_HEADS, DK, DV
+        )
+        if t == 0:
+            tl.store(after + within, held)
+        q = tl.load(x + key_head * DK + i).to(tl.float32)
+        q = q * tl.rsqrt(tl.sum(q * q) + 1e-6) * (DK**-0.5)
+        y = tl.sum(held * q[:, None], axis=0)
+        tl.store(out + (token * V_HEADS + head) * DV + j, y)
+
+
+def delta_verify(
+    projected: torch.Tensor,  # [tokens, ..]: b and a are read
+    mixed: torch.Tensor,  # [tokens, channels]
+    replayed: torch.Tensor,  # [rows, drafts, width]
+    layer: DeltaLayer,
+    state: torch.Tensor,  # float32 [slabs, value heads, k_dim, v_dim], a view of the pool
+    places: Places,
+) -> torch.Tensor:
+    """float32 [tokens, value heads, v_dim], before the gated norm."""
+    shape, num_rows = layer.shape, places.size.num_rows
+    columns = min(COLUMNS, shape.v_dim)
+    out = torch.empty(
+        places.size.num_tokens,
+        shape.num_v_heads,
+        shape.v_dim,
+        dtype=torch.float32,
+        device=projected.device,
+    )
+    _delta_verify[(num_rows, shape.num_v_heads, shape.v_dim // columns)](
+        projected,
+        mixed,
+        replayed,
+        layer.decay,
+        layer.dt_bias,
+        state,
+        places.column("state_in"),
+        places.column("state_out"),
+        places.counts,
+        out,
+        projected.stride(0),
+        state.stride(0),
+        replayed.shape[2],
+        K_HEADS=shape.num_k_heads,
+        V_HEADS=shape.num_v_heads,
+        DK=shape.k_dim,
+        DV=shape.v_dim,
+        COLUMNS=columns,
+        WIDTH=places.size.width,
+        KEPT=replayed.shape[1],
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,85 @@
+"""A step that verifies drafts, out of kernels: padded to one depth, shapes that depend on its size.
+
+A token of a row and each of its drafts are rows to the products and to attention, which finds their
+keys in the cells: these are written first. Recurrent layers take a row's tokens one after the other
+inside a kernel. Equal to `PlainVerify` but for rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from pippin.backends.torch.kernels.attention_step import attention_step, write_keys
+from pippin.backends.torch.kernels.draw import choose
+from pippin.backends.torch.kernels.layers import run_layers
+from pippin.backends.torch.kernels.rows import gated_norm
+from pippin.backends.torch.kernels.verify.delta import conv_verify, delta_verify
+from pippin.backends.torch.kernels.verify.places import accept, expand
+from pippin.backends.torch.models.attention_layer import AttentionLayer
+from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
+from pippin.backends.torch.pools.kept_inputs import KeptInputs
+from pippin.backends.torch.pools.memory import Pools
+from pippin.backends.torch.step.decode_inputs import Choice, Inputs
+from pippin.backends.torch.step.future_map import FutureMap
+from pippin.backends.torch.step.verify.words import Places, VerifySize
+
+
+@dataclass(frozen=True)
+class PlaceInputs(Inputs):
+    """How the tokens sample; their slots are padding's, since no token goes to a slot at once."""
+
+    places: Places
+
+
+class VerifyKernels:
+    def __init__(
+        self,
+        decoder: Decoder,
+        pools: Pools,
+        kept: KeptInputs,
+        table: torch.Tensor,  # int32 [slots, positions]
+        future: FutureMap,
+    ) -> None:
+        self._decoder = decoder
+        self._pools = pools
+        self._kept = kept
+        self._table = table
+        self._future = future
+
+    def logits(self, size: VerifySize, words: torch.Tensor) -> tuple[torch.Tensor, PlaceInputs]:
+        """[tokens, vocab] of every row's input token and drafts."""
+        waste_cell = self._pools.layout.waste_cell
+        places = expand(size, words, self._future, self._table, waste_cell)
+        x = F.embedding(places.tokens, self._decoder.embed)
+        mix = partial(self._mix, places=places)
+        logits = self._decoder.head(run_layers(self._decoder, x, mix))
+        unowned = torch.cat([torch.zeros_like(places.inputs.words[:1]), places.inputs.words[1:]])
+        return logits, PlaceInputs(unowned, places)
+
+    def choose(
+        self, logits: torch.Tensor, inputs: Inputs, future: torch.Tensor, choice: Choice
+    ) -> torch.Tensor:
+        """int32 [3 + width, rows]: drafts that are accepted, the input token's position, whether
+        logits are NaN, and what was drawn behind each token."""
+        assert isinstance(inputs, PlaceInputs)
+        drawn = choose(logits, inputs, future, choice)
+        return accept(inputs.places, drawn, self._future)
+
+    def _mix(self, layer: DecoderLayer, normed: torch.Tensor, places: Places) -> torch.Tensor:
+        mixer, number = layer.mixer, layer.number
+        if isinstance(mixer, AttentionLayer):
+            projected, kv = mixer.qkv(normed), self._pools.kv[number]
+            write_keys(projected, mixer, kv, places.inputs)
+            return mixer.out(attention_step(projected, mixer, kv, self._table, places.inputs))
+        projected = mixer.project(normed)
+        conv, recurrent = self._pools.conv[number], self._pools.recurrent[number]
+        kept = self._kept.of_layer(number)
+        mixed, replayed = conv_verify(projected, mixer, conv, kept, places)
+        y = delta_verify(projected, mixed, replayed, mixer, recurrent, places)
+        shape = mixer.shape
+        z = projected[:, shape.num_channels : shape.num_channels + shape.num_v_heads * shape.v_dim]
+        return mixer.out(gated_norm(y, z, mixer.norm))
