@@ -16,6 +16,7 @@ from pippin.backends.base import (
     DecodeRow,
     PendingStep,
     PrefillRow,
+    Proposal,
     Restore,
     Retire,
     StepPlan,
@@ -24,7 +25,7 @@ from pippin.backends.mlx.backend import MLXBackend
 from pippin.backends.mlx.layout import LayerCache, Layout, Reads
 from pippin.backends.mlx.load import LoadedModel, prepare
 from pippin.backends.mlx.payloads import packing
-from pippin.backends.mlx.rows.arrays import TAIL
+from pippin.backends.mlx.rows.arrays import TAIL, RowArrays
 from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
 from pippin.backends.mlx.rows.grouping import group_rows
 from pippin.types import Component, SamplingParams
@@ -74,8 +75,10 @@ def draw(num_tokens: int, seed: int) -> np.ndarray:
 class Crowd:
     """Requests that come and go at random, two steps in flight, each told what it may hold."""
 
-    def __init__(self, name: str, seed: int) -> None:
-        self.backend = MLXBackend(model(name), num_slots=NUM_SLOTS)
+    def __init__(self, name: str, seed: int, depth: int = 0) -> None:
+        """`depth`: of drafts, which are all wrong."""
+        self.backend = MLXBackend(model(name), num_slots=NUM_SLOTS, max_depth=depth)
+        assert self.backend.max_depth == depth
         gc.collect()
         mx.synchronize()
         self.before = mx.get_active_memory()
@@ -121,8 +124,14 @@ class Crowd:
         del self.held[slot]
 
     def say(self, num_tokens: int) -> None:
+        depth = self.backend.max_depth
+        wrong = np.full(2 * depth + 2, -1, dtype=np.int32)
         for _ in range(num_tokens):
-            self.launch(decode=tuple(DecodeRow(s, n) for s, n in self.held.items()))
+            rows = [
+                DecodeRow(slot, length, depth=depth, proposal=Proposal(length, wrong))
+                for slot, length in self.held.items()
+            ]
+            self.launch(decode=tuple(rows))
             for slot in self.held:
                 self.held[slot] += 1
 
@@ -135,8 +144,9 @@ class Crowd:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_hold_no_more_than_was_told(name: str) -> None:
-    crowd = Crowd(name, seed=1)
+@pytest.mark.parametrize("depth", [0, 4])
+def test_rows_hold_no_more_than_was_told(name: str, depth: int) -> None:
+    crowd = Crowd(name, 1, depth)
     spare = 2 << 20
     crowd.limit(spare)
     rng = crowd.rng
@@ -201,6 +211,19 @@ def test_a_restored_prefix_is_within_what_its_row_was_told(monkeypatch: pytest.M
     backend.launch(StepPlan(2, admit=(admit,), prefill=(chunk,))).wait()
     mx.synchronize()
     assert mx.get_peak_memory() - before <= backend.row_bytes(1540)
+
+
+def test_what_states_keep_of_drafts_is_told() -> None:
+    """Twice: of a step that reads them and of one that writes."""
+    layout = model(HYBRID).layout
+    arrays = RowArrays(layout, max_depth=4)
+    arrays.widen(1)
+    entries = [entry for found in arrays.states.values() for entry in found]
+    states = sum(layout.caches[index].nbytes for index in layout.state_indices)
+    kept = sum(entry.nbytes for entry in entries) - states
+    assert kept > 0
+    told = MLXBackend(model(HYBRID), num_slots=2, max_depth=4).row_bytes(100)
+    assert told == MLXBackend(model(HYBRID), num_slots=2).row_bytes(100) + 2 * kept
 
 
 def kv_layout(num_layers: int, dim: int) -> Layout:
