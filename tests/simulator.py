@@ -57,8 +57,8 @@ LAYOUTS = ((A, S), (A,), (A, W, S), (A, W), (S,), (W, S))
 VOCAB = 97
 MAX_LEN = 2048
 MAX_DRAIN_STEPS = 60_000
-# For the first of those that wait, while slots and bytes are free: eight prompts may pass it, each of
-# them a few hundred tokens, in chunks of 32.
+# For the first of those that wait, while slots and bytes are free: eight prompts may pass it, each
+# of them a few hundred tokens, in chunks of 32.
 MAX_STEPS_IN_LINE = 256
 WITHOUT_PROMPTS = 1 / 8  # a step in which streams had the device to themselves counts so much
 SWEEP_EVERY = 64  # steps between full counts of the tree
