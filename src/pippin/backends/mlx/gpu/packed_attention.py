@@ -19,13 +19,12 @@ import mlx.core as mx
 
 from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
 from pippin.backends.mlx.device import on_metal
-from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND, HEADER
+from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND
 from pippin.backends.mlx.layout import LayerCache, Layout
 
-FEWEST_THREADS, MOST_THREADS = 128, 512
-MOST_SHARED = 8192  # numbers of a block of threads, where its warps add up
-MOST_REGISTERS = 64  # of a lane, for its share of the queries and as many for its sums
-ALL_REGISTERS = 65_536  # of a multiprocessor. A block that needs more never runs, and none says so
+FEWEST_THREADS, MOST_THREADS = 128, 256  # Apple GPUs run 384 of any kernel, more only of small ones
+MOST_SHARED = 8192  # numbers in threadgroup memory, where SIMD groups add up: Metal has 32 KiB
+MOST_STATE = 64  # numbers of a lane: its share of the queries, and of the sums
 WANTED_BLOCKS = 528  # about: four for each multiprocessor of a large GPU
 SHORTEST_STRETCH = 64  # columns
 ROUNDS_OF_ONE_STRETCH = 16  # of a block over a row's columns, before these are cut
@@ -48,16 +47,18 @@ class Form:
     def of(cls, num_query_heads: int, num_heads: int, dims: tuple[int, int], size: int) -> Form:
         """`dims`: channels of a key and of a value; `size`: bytes of a number."""
         repeats = num_query_heads // num_heads
-        few = max(MOST_SHARED // (FEWEST_THREADS // 32) // dims[1], 1)
-        queries = next(n for n in (8, 4, 2, 1) if repeats % n == 0 and n <= few)
-        smallest, largest = sorted(dims)
-        fits = (n for n in (8, 16, 32) if queries * largest // n <= MOST_REGISTERS)
-        lanes = next(fits, 32)
-        vec = next(n for n in (8, 4, 2, 1) if n * size <= 16 and smallest // lanes % n == 0)
-        held = sum(dims) // lanes  # channels of a column
-        registers = held * queries + held * AHEAD * size // 4 + 40 + 5 * queries
-        warps = min(MOST_SHARED // (queries * dims[1]), ALL_REGISTERS // (32 * registers))
-        threads = 32 << (warps.bit_length() - 1)
+        shared = (
+            dims[1] + 2
+        )  # for each query and SIMD group: its sums, the highest score, the total
+
+        def fits(n: int) -> bool:
+            few = n * shared * FEWEST_THREADS // 32 <= MOST_SHARED
+            return n == 1 or (few and n * sum(dims) <= 32 * MOST_STATE)
+
+        queries = next(n for n in (8, 4, 2, 1) if repeats % n == 0 and fits(n))
+        lanes = next((n for n in (8, 16) if queries * sum(dims) <= n * MOST_STATE), 32)
+        vec = next(n for n in (8, 4, 2, 1) if n * size <= 16 and min(dims) // lanes % n == 0)
+        threads = 32 << ((MOST_SHARED // (queries * shared)).bit_length() - 1)
         return cls(queries, repeats // queries, lanes, vec, min(threads, MOST_THREADS))
 
 
@@ -86,7 +87,6 @@ def _kernels() -> tuple[Kernel, Kernel]:
             *("places", "visible_tail", "cursor", "scale", "sinks"),
         ],
         output_names=["out", "weights", "new_tail_k", "new_tail_v"],
-        header=HEADER,
         source=ATTEND,
         ensure_row_contiguous=False,
     )
@@ -94,7 +94,6 @@ def _kernels() -> tuple[Kernel, Kernel]:
         name="pippin_add_up_stretches",
         input_names=["parts", "weights", "sinks"],
         output_names=["out"],
-        header=HEADER,
         source=ADD_UP,
     )
     return attend, add_up

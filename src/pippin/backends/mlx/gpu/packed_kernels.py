@@ -1,23 +1,10 @@
 """The Metal source of packed_attention.py's kernels. Knows no sizes.
 
-Sizes are constants of the call; lengths and places are data.
+Sizes are constants of the call; lengths and places are data. mlx declares attributes of Metal, such
+as `threadgroup_position_in_grid`, whose names it finds in the source; it does not read headers.
 """
 
 from __future__ import annotations
-
-HEADER = """
-#define PLACE_X threadgroup_position_in_grid.x
-#define PLACE_Y threadgroup_position_in_grid.y
-#define PLACE_Z threadgroup_position_in_grid.z
-#define NUM_X threadgroups_per_grid.x
-#define THREAD thread_position_in_threadgroup.x
-#define TOGETHER threadgroup
-#define GLOBAL device
-#define SYNC() threadgroup_barrier(mem_flags::mem_threadgroup)
-#define FROM_LANE(value, distance) simd_shuffle_xor(value, distance)
-#define EXP(value) metal::exp(value)
-#define UNROLL _Pragma("unroll")
-"""
 
 ATTEND = """
     constexpr int PER_LANE = D / Lanes;
@@ -26,14 +13,14 @@ ATTEND = """
     constexpr int WARPS = Threads / 32;
     constexpr float LEAST = -1e30f;
     struct alignas(sizeof(T) * Vec) Chunk { T at[Vec]; };
-    const int me = THREAD;  // (`me` is a keyword of Metal)
+    const int me = thread_position_in_threadgroup.x;  // (`thread` is a keyword of Metal)
     const int lane = me % Lanes;
     const int group = me / Lanes;
-    const int split = PLACE_X;
-    const int num_splits = NUM_X;
-    const int head = PLACE_Y / Shares;             // of the keys
-    const int first_query = PLACE_Y * Queries;     // head of the queries
-    const int row = PLACE_Z;
+    const int split = threadgroup_position_in_grid.x;
+    const int num_splits = threadgroups_per_grid.x;
+    const int head = threadgroup_position_in_grid.y / Shares;             // of the keys
+    const int first_query = threadgroup_position_in_grid.y * Queries;     // head of the queries
+    const int row = threadgroup_position_in_grid.z;
     const int num_query_heads = q_shape[1];
     const int num_heads = k_shape[1];
 
@@ -45,10 +32,10 @@ ATTEND = """
     const int end = begin + per_split < num_columns ? begin + per_split : num_columns;
     const int now = cursor[0];
 
-    const GLOBAL T* new_key = k + row * k_strides[0] + head * k_strides[1];
-    const GLOBAL T* new_value = v + row * v_strides[0] + head * v_strides[1];
-    const GLOBAL T* main_keys = main_k + (head * static_cast<size_t>(main_k_shape[1]) + start) * D;
-    const GLOBAL T* main_values =
+    const device T* new_key = k + row * k_strides[0] + head * k_strides[1];
+    const device T* new_value = v + row * v_strides[0] + head * v_strides[1];
+    const device T* main_keys = main_k + (head * static_cast<size_t>(main_k_shape[1]) + start) * D;
+    const device T* main_values =
         main_v + (head * static_cast<size_t>(main_v_shape[1]) + start) * Dv;
     const size_t tail_at = (static_cast<size_t>(row) * num_heads + head) * Tail;
 
@@ -56,14 +43,14 @@ ATTEND = """
     float query[Queries][PER_LANE];
     float sum[Queries][PER_LANE_V];
     float top[Queries], total[Queries];
-    UNROLL
+    _Pragma("unroll")
     for (int n = 0; n < Queries; ++n) {
-      const GLOBAL T* own = q + row * q_strides[0] + (first_query + n) * q_strides[1];
-      UNROLL
+      const device T* own = q + row * q_strides[0] + (first_query + n) * q_strides[1];
+      _Pragma("unroll")
       for (int i = 0; i < PER_LANE; ++i)
         query[n][i] = static_cast<float>(own[(i / Vec) * Vec * Lanes + lane * Vec + i % Vec])
             * scale[0];
-      UNROLL
+      _Pragma("unroll")
       for (int i = 0; i < PER_LANE_V; ++i) sum[n][i] = 0.0f;
       top[n] = LEAST;
       total[n] = 0.0f;
@@ -73,83 +60,84 @@ ATTEND = """
       // Fetch the columns of a few rounds first: memory is far away.
       Chunk keys[Ahead][PER_LANE / Vec], values[Ahead][PER_LANE_V / Vec];
       bool visible[Ahead];
-      UNROLL
+      _Pragma("unroll")
       for (int a = 0; a < Ahead; ++a) {
         const int column = from + a * GROUPS + group;
         visible[a] = column < end
             && (column < num_main || visible_tail[row * Tail + column - num_main]);
         const int safe = visible[a] ? column : begin;
         const int in_tail = safe - num_main;
-        const GLOBAL T* key = in_tail < 0 ? main_keys + static_cast<size_t>(safe) * D
+        const device T* key = in_tail < 0 ? main_keys + static_cast<size_t>(safe) * D
             : in_tail == now ? new_key : tail_k + (tail_at + in_tail) * D;
-        const GLOBAL T* value = in_tail < 0 ? main_values + static_cast<size_t>(safe) * Dv
+        const device T* value = in_tail < 0 ? main_values + static_cast<size_t>(safe) * Dv
             : in_tail == now ? new_value : tail_v + (tail_at + in_tail) * Dv;
-        UNROLL
+        _Pragma("unroll")
         for (int i = 0; i < PER_LANE / Vec; ++i)
-          keys[a][i] = *reinterpret_cast<const GLOBAL Chunk*>(key + (i * Lanes + lane) * Vec);
-        UNROLL
+          keys[a][i] = *reinterpret_cast<const device Chunk*>(key + (i * Lanes + lane) * Vec);
+        _Pragma("unroll")
         for (int i = 0; i < PER_LANE_V / Vec; ++i)
-          values[a][i] = *reinterpret_cast<const GLOBAL Chunk*>(value + (i * Lanes + lane) * Vec);
+          values[a][i] = *reinterpret_cast<const device Chunk*>(value + (i * Lanes + lane) * Vec);
       }
-      UNROLL
+      _Pragma("unroll")
       for (int a = 0; a < Ahead; ++a) {
         float score[Queries];
-        UNROLL
+        _Pragma("unroll")
         for (int n = 0; n < Queries; ++n) {
           score[n] = 0.0f;
-          UNROLL
+          _Pragma("unroll")
           for (int i = 0; i < PER_LANE; ++i)
             score[n] += query[n][i] * static_cast<float>(keys[a][i / Vec].at[i % Vec]);
-          UNROLL
-          for (int step = Lanes / 2; step > 0; step /= 2) score[n] += FROM_LANE(score[n], step);
+          _Pragma("unroll")
+          for (int step = Lanes / 2; step > 0; step /= 2)
+            score[n] += simd_shuffle_xor(score[n], step);
           const float higher = visible[a] && score[n] > top[n] ? score[n] : top[n];
-          const float fade = EXP(top[n] - higher);
-          score[n] = visible[a] ? EXP(score[n] - higher) : 0.0f;
+          const float fade = metal::exp(top[n] - higher);
+          score[n] = visible[a] ? metal::exp(score[n] - higher) : 0.0f;
           top[n] = higher;
           total[n] = total[n] * fade + score[n];
-          UNROLL
+          _Pragma("unroll")
           for (int i = 0; i < PER_LANE_V; ++i) sum[n][i] *= fade;
         }
         if (!visible[a]) continue;  // what is there weighs nothing, but nothing times inf does not
-        UNROLL
+        _Pragma("unroll")
         for (int n = 0; n < Queries; ++n)
-          UNROLL
+          _Pragma("unroll")
           for (int i = 0; i < PER_LANE_V; ++i)
             sum[n][i] += score[n] * static_cast<float>(values[a][i / Vec].at[i % Vec]);
       }
     }
 
-    // Add up: the groups of a warp, then the warps.
+    // Add up: the groups of a SIMD group, then the SIMD groups.
     for (int distance = Lanes; distance < 32; distance *= 2) {
-      UNROLL
+      _Pragma("unroll")
       for (int n = 0; n < Queries; ++n) {
-        const float other = FROM_LANE(top[n], distance);
+        const float other = simd_shuffle_xor(top[n], distance);
         const float higher = top[n] > other ? top[n] : other;
-        const float fade = EXP(top[n] - higher);
-        const float other_fade = EXP(other - higher);
-        const float other_total = FROM_LANE(total[n], distance);
+        const float fade = metal::exp(top[n] - higher);
+        const float other_fade = metal::exp(other - higher);
+        const float other_total = simd_shuffle_xor(total[n], distance);
         total[n] = total[n] * fade + other_total * other_fade;
-        UNROLL
+        _Pragma("unroll")
         for (int i = 0; i < PER_LANE_V; ++i) {
-          const float other_sum = FROM_LANE(sum[n][i], distance);
+          const float other_sum = simd_shuffle_xor(sum[n][i], distance);
           sum[n][i] = sum[n][i] * fade + other_sum * other_fade;
         }
         top[n] = higher;
       }
     }
-    TOGETHER float tops[WARPS][Queries], totals[WARPS][Queries], sums[WARPS][Queries][Dv];
+    threadgroup float tops[WARPS][Queries], totals[WARPS][Queries], sums[WARPS][Queries][Dv];
     if (me % 32 < Lanes) {
       const int warp = me / 32;
-      UNROLL
+      _Pragma("unroll")
       for (int n = 0; n < Queries; ++n) {
-        UNROLL
+        _Pragma("unroll")
         for (int i = 0; i < PER_LANE_V; ++i)
           sums[warp][n][(i / Vec) * Vec * Lanes + lane * Vec + i % Vec] = sum[n][i];
         tops[warp][n] = top[n];
         totals[warp][n] = total[n];
       }
     }
-    SYNC();
+    threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int at = me; at < Queries * Dv; at += Threads) {
       const int n = at / Dv;
       float highest = tops[0][n];
@@ -158,7 +146,7 @@ ATTEND = """
       float all = 0.0f;
       float mixed = 0.0f;
       for (int warp = 0; warp < WARPS; ++warp) {
-        const float fade = EXP(tops[warp][n] - highest);
+        const float fade = metal::exp(tops[warp][n] - highest);
         all += totals[warp][n] * fade;
         mixed += sums[warp][n][at % Dv] * fade;
       }
@@ -167,9 +155,9 @@ ATTEND = """
         if (Sinks) {
           const float sink = static_cast<float>(sinks[query_head]);
           const float higher = sink > highest ? sink : highest;
-          const float fade = EXP(highest - higher);
+          const float fade = metal::exp(highest - higher);
           mixed *= fade;
-          all = all * fade + EXP(sink - higher);
+          all = all * fade + metal::exp(sink - higher);
         }
         out[(static_cast<size_t>(row) * num_query_heads + query_head) * Dv + at % Dv] =
             static_cast<O>(mixed / all);
@@ -185,27 +173,27 @@ ATTEND = """
     }
 
     // The row's new tail: the first of those that share a key head and have the last stretch.
-    if (split == num_splits - 1 && PLACE_Y % Shares == 0) {
+    if (split == num_splits - 1 && threadgroup_position_in_grid.y % Shares == 0) {
       for (int i = me; i < Tail * D / Vec; i += Threads) {
         const int column = i * Vec / D;
-        const GLOBAL T* from =
+        const device T* from =
             column == now ? new_key + i * Vec % D : tail_k + tail_at * D + i * Vec;
-        *reinterpret_cast<GLOBAL Chunk*>(new_tail_k + tail_at * D + i * Vec) =
-            *reinterpret_cast<const GLOBAL Chunk*>(from);
+        *reinterpret_cast<device Chunk*>(new_tail_k + tail_at * D + i * Vec) =
+            *reinterpret_cast<const device Chunk*>(from);
       }
       for (int i = me; i < Tail * Dv / Vec; i += Threads) {
         const int column = i * Vec / Dv;
-        const GLOBAL T* from =
+        const device T* from =
             column == now ? new_value + i * Vec % Dv : tail_v + tail_at * Dv + i * Vec;
-        *reinterpret_cast<GLOBAL Chunk*>(new_tail_v + tail_at * Dv + i * Vec) =
-            *reinterpret_cast<const GLOBAL Chunk*>(from);
+        *reinterpret_cast<device Chunk*>(new_tail_v + tail_at * Dv + i * Vec) =
+            *reinterpret_cast<const device Chunk*>(from);
       }
     }
 """
 
 ADD_UP = """
-    const int query_head = PLACE_X;
-    const int row = PLACE_Y;
+    const int query_head = threadgroup_position_in_grid.x;
+    const int row = threadgroup_position_in_grid.y;
     const int num_splits = parts_shape[2];
     const size_t place = static_cast<size_t>(row) * parts_shape[1] + query_head;
     float highest = -1e30f;
@@ -217,12 +205,12 @@ ADD_UP = """
       const float sink = static_cast<float>(sinks[query_head]);
       highest = sink > highest ? sink : highest;
     }
-    for (int i = THREAD; i < Dv; i += Threads) {
-      float all = Sinks ? EXP(static_cast<float>(sinks[query_head]) - highest) : 0.0f;
+    for (int i = thread_position_in_threadgroup.x; i < Dv; i += Threads) {
+      float all = Sinks ? metal::exp(static_cast<float>(sinks[query_head]) - highest) : 0.0f;
       float mixed = 0.0f;
       for (int split = 0; split < num_splits; ++split) {
         const size_t part = place * num_splits + split;
-        const float fade = EXP(weights[2 * part] - highest);
+        const float fade = metal::exp(weights[2 * part] - highest);
         all += weights[2 * part + 1] * fade;
         mixed += parts[part * Dv + i] * fade;
       }
