@@ -99,7 +99,7 @@ def _argument(parameter: Parameter, number: int) -> str:
 
 @cache
 def compile_kernel(source: GeneratedSource) -> ctypes.CDLL:
-    """Metal's own compiler also tells address spaces apart."""
+    """Metal's own compiler also distinguishes address spaces."""
     stem = Path(_folder().name, f"kernel_{next(_numbers)}")
     metal = stem.with_suffix(".metal")
     metal.write_text(source.text)

@@ -1,6 +1,6 @@
 // The part of Metal's standard library that custom kernels of mlx use, for clang on a CPU.
 //
-// Address spaces are not told apart: rewrite.py removes their names.
+// Address spaces are not distinguished: compiled_kernel.py removes their names.
 #pragma once
 #include <cstddef>
 #include <cstdint>
