@@ -22,7 +22,7 @@ from pippin.backends.mlx.device import on_metal
 from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND
 from pippin.backends.mlx.layout import LayerCache, Layout
 
-FEWEST_THREADS, MOST_THREADS = 128, 256  # Apple GPUs run 384 of any kernel, more only of small ones
+FEWEST_THREADS, MOST_THREADS = 128, 256  # of a threadgroup; not measured on Apple GPUs
 MOST_SHARED = 8192  # numbers in threadgroup memory, where SIMD groups add up: Metal has 32 KiB
 MOST_STATE = 64  # numbers of a lane: its share of the queries, and of the sums
 WANTED_BLOCKS = 528  # about: four for each multiprocessor of a large GPU
