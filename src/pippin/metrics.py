@@ -169,6 +169,8 @@ class EngineMetrics:
             "computed_tokens": self.computed_tokens,
             "generated_tokens": self.generated_tokens,
             "forced_tokens": self.forced_tokens,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
             "ghost_rows": self.ghost_rows,
             "requests_finished": self.requests_finished,
             "requests_aborted": self.requests_aborted,

@@ -96,6 +96,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    speculate: bool = True  # False: no drafts, also where the engine speculates
     n: int = 1
     logprobs: int | None = None  # number of alternatives beside each token; None: no logprobs
     prompt_logprobs: int | None = None

@@ -29,7 +29,7 @@ from pippin.config import ServerConfig
 
 USER = {"role": "user", "content": "What is the weather?"}
 TOOL = {"name": "get_weather", "description": "Looks.", "input_schema": WEATHER}
-OUR_OWN = {"temperature", "top_p", "top_k", "priority", "timeout", "cache_salt"}
+OUR_OWN = {"temperature", "top_p", "top_k", "speculate", "priority", "timeout", "cache_salt"}
 BETA = {"context_management", "mcp_servers"}
 HEADERS = {"workspace_id"}
 

@@ -30,7 +30,7 @@ from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
 
 QUESTION = "What is the weather?"
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
-OUR_OWN = {"seed", "top_k", "min_p", "stop", "priority", "timeout", "cache_salt"}
+OUR_OWN = {"seed", "top_k", "min_p", "stop", "speculate", "priority", "timeout", "cache_salt"}
 CODEX = {"client_metadata"}
 
 

@@ -157,6 +157,7 @@ def test_drafts_wait_until_stop_ids_may_be_sampled() -> None:
     "kwargs",
     [
         {"grammar": ToyGrammar(3)},
+        {"speculate": False},
         {"logprobs": 2},
         {"presence_penalty": 0.5},
         {"stop_ids": range(80, 97)},

@@ -61,6 +61,10 @@ pippin_generation_tokens = metrics.generated_tokens
     Number of generated tokens.
 pippin_forced_tokens = metrics.forced_tokens
     Number of generated tokens that a grammar determined without sampling.
+pippin_spec_decode_num_draft_tokens = metrics.drafted_tokens
+    Number of drafts that steps verified.
+pippin_spec_decode_num_accepted_tokens = metrics.accepted_tokens
+    Number of drafts that were accepted as tokens of replies.
 pippin_num_preemptions = metrics.preemptions
     Number of times that a running request was preempted and returned to the queue.
 pippin_watch_failures = metrics.watch_failures

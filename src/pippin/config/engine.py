@@ -39,6 +39,12 @@ class EngineConfig:
     """Compute several tokens in one step where a grammar allows only one continuation, if that is
     faster."""
 
+    speculate: Literal["off", "suffix"] = "off"
+    """Verify several guessed tokens of a reply in one step; the reply is the same. `suffix` guesses
+    what followed the last tokens earlier, in the request itself, in the prefix cache or in other
+    requests with the same salt: faster for replies that repeat text, such as edits. Only as far as
+    it is measured to pay."""
+
     prefix_cache: bool = True
     """Reuse the KV cache and recurrent states of prompt prefixes that requests have in common."""
 
@@ -79,6 +85,11 @@ class EngineConfig:
         if not self.max_gap > 0.0:
             raise ConfigError(f"max_gap must be more than 0 seconds, got {self.max_gap}")
         check_at_least(self, buffer_limit=1)
+        if self.deterministic and self.speculate != "off":
+            raise ConfigError(
+                "speculate and deterministic exclude each other: a token's numbers depend on how "
+                "many are verified beside it; remove --speculate or --deterministic"
+            )
         if self.memory != "auto":
             parse_memory(self.memory)
         if (self.cache_dir is None) != (self.disk is None):

@@ -26,10 +26,14 @@ from pippin.errors import LoadError
 from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import Limits
+from pippin.scheduler.speculation.depth import DepthPolicy
+from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.speculation.suffix import SuffixDrafter
 from pippin.types import ModelSpec
 
 SEQUENCES_TO_HOLD = 4  # the states of one long prompt may not fill the tree alone
 FAKE_MAX_LEN = 8192
+MAX_DEPTH = 6  # drafts of a row: each takes memory
 LEAST_TOKENS = 256  # a budget that holds no request of this many is an error at start
 
 Progress = Callable[[str], None]  # called with the name of each stage of a load
@@ -79,7 +83,10 @@ def build_loop(
     tiers = []
     if cache is not None:
         tiers = build_tiers(kinds, config, backend, cache, batch_bytes, progress)
-    scheduler = Scheduler(backend, limits, cache, compiler=compiler, tiers=tiers)
+    speculation = _build_speculation(config.engine, backend, cache)
+    scheduler = Scheduler(
+        backend, limits, cache, compiler=compiler, tiers=tiers, speculation=speculation
+    )
     return Loop(scheduler, backend, overlap=config.engine.overlap)
 
 
@@ -102,18 +109,37 @@ def _build_cache(config: EngineConfig, spec: ModelSpec, capacity_bytes: int) -> 
     )
 
 
+def _build_speculation(
+    config: EngineConfig, backend: Backend, cache: PrefixCache | None
+) -> Speculation | None:
+    """None also where this backend verifies no drafts for this model, and has logged why."""
+    depth = min(_max_depth(config), backend.max_depth)
+    if not depth:
+        return None
+    return Speculation(SuffixDrafter(cache), depth, lambda running: depth, DepthPolicy())
+
+
+def _max_depth(config: EngineConfig) -> int:
+    return 0 if config.speculate == "off" else MAX_DEPTH
+
+
 def load_backend(config: Config, progress: Progress) -> Backend:
     if config.model.backend == "fake":
         from pippin.backends.fake import FakeBackend
 
         max_len = config.model.max_len or FAKE_MAX_LEN
-        return FakeBackend(num_slots=config.engine.max_running, max_len=max_len)
+        return FakeBackend(
+            num_slots=config.engine.max_running,
+            max_len=max_len,
+            max_depth=_max_depth(config.engine),
+        )
     options: dict[str, Any] = {
         "num_slots": config.engine.max_running,
         "dtype": config.model.dtype,
         "max_len": config.model.max_len,
         "deterministic": config.engine.deterministic,
         "fingerprints": keeps_fingerprints(config.engine),
+        "max_depth": _max_depth(config.engine),
         "progress": progress,
     }
     if config.model.backend == "torch":

@@ -35,7 +35,7 @@ MESSAGES = FieldTable(
         "metadata": members(user_id=kinds.LABEL_VALUE),
         "user_profile_id": kinds.LABEL,
         "context_management": kinds.OBJECT,
-        **pick(SAMPLING, "top_p", "top_k"),
+        **pick(SAMPLING, "top_p", "top_k", "speculate"),
         "temperature": kinds.number_from(0, 1),
         **SERVING,
         **HINTS,

@@ -64,7 +64,7 @@ INFILL = FieldTable(
         **shared.pick(
             shared.SAMPLING,
             *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-            *("logit_bias", "seed", "stop", "ignore_eos", "json_schema"),
+            *("logit_bias", "seed", "stop", "ignore_eos", "speculate", "json_schema"),
         ),
         "repeat_penalty": shared.SAMPLING["repetition_penalty"],
         "grammar": shared.SAMPLING["ebnf"],

@@ -100,7 +100,9 @@ RESPONSES = FieldTable(
         **_INCLUDE,
         **shared.STREAM,
         **shared.STREAM_OPTIONS,
-        **shared.pick(shared.SAMPLING, "temperature", "top_p", "top_k", "min_p", "seed", "stop"),
+        **shared.pick(
+            shared.SAMPLING, "temperature", "top_p", "top_k", "min_p", "seed", "stop", "speculate"
+        ),
         **shared.USER,
         **shared.LABELS,
         "client_metadata": kinds.Labels(),

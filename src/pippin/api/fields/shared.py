@@ -59,6 +59,7 @@ SAMPLING: Fields = {
     "stop": kinds.StopStrings(),
     "stop_token_ids": kinds.StopTokens(),
     "ignore_eos": kinds.BOOLEAN,
+    "speculate": kinds.BOOLEAN,
     "json_schema": ValueKind("a JSON Schema, or its JSON", {"type": ["object", "string"]}),
     "regex": kinds.STRING,
     "ebnf": kinds.STRING,

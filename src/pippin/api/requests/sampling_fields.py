@@ -73,6 +73,7 @@ def read_sampling(body: Body, rules: RequestRules, *, max_tokens: int | None) ->
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(dict.fromkeys(body.get("stop_token_ids", ()))),
         ignore_eos=body.get("ignore_eos", False),
+        speculate=body.get("speculate", True),
         n=body.get("n", 1),
         **constraint,
     )

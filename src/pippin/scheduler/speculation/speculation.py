@@ -113,7 +113,8 @@ def may_speculate(request: Request) -> bool:
     """Whether a device can verify drafts for it: others run a token a step."""
     params = request.params
     return (
-        request.grammar is None
+        params.speculate
+        and request.grammar is None
         and not request.embeds
         and params.logprobs is None
         and not params.has_penalties

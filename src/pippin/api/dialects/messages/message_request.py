@@ -28,7 +28,9 @@ from pippin.api.requests.tools import (
 _TOOL_FIELDS = {"type", "name", "description", "input_schema", "cache_control", "strict"}
 _CLIENT_TOOL_FIELDS = {"type", "name", "cache_control", "strict", "max_characters"}
 _HARMLESS_TOOL_FIELDS = {"eager_input_streaming", "input_examples"}
-_SAME_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "stream", "priority", "timeout")
+_SAME_FIELDS = (
+    *("max_tokens", "temperature", "top_p", "top_k", "speculate", "stream", "priority", "timeout"),
+)
 _KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 
 

@@ -16,7 +16,7 @@ from pippin.api.requests.neutral_request import ChatRequest
 
 _SAME_FIELDS = (
     *("temperature", "top_p", "stream", "stream_options", "max_output_tokens", "seed", "top_k"),
-    *("min_p", "stop", "priority", "timeout", "cache_salt"),
+    *("min_p", "stop", "speculate", "priority", "timeout", "cache_salt"),
 )
 
 
