@@ -281,6 +281,9 @@ class Drafting:
         return Speculation(drafter, self.max_depth, lambda running: rng.randint(0, self.max_depth))
 
 
+NO_DRAFTS = Drafting("none", 0, 0.0)
+
+
 class SimulatedBackend(FakeBackend):
     """Finishes when it likes, takes time on a clock of its own, and fails when it is told to."""
 
@@ -355,6 +358,7 @@ class SimulatedBackend(FakeBackend):
 class World:
     seed: int
     num_steps: int  # in which clients come; then all is left to end
+    drafts: bool = True  # False: none, whatever the seed says
     steps_run: int = 0
     asks: list[Ask] = field(default_factory=list)
     by_id: dict[str, Ask] = field(default_factory=dict)  # those without grammars
@@ -365,7 +369,7 @@ class World:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.setting = Setting.draw(self.rng)
-        self.drafting = Drafting.draw(self.seed)
+        self.drafting = Drafting.draw(self.seed) if self.drafts else NO_DRAFTS
         self.backend = SimulatedBackend(self.rng, self.setting, self.drafting)
         setting = self.setting
         self.disk = None
@@ -696,9 +700,9 @@ def _log_uniform(rng: random.Random, low: int, high: int) -> int:
     return round(low * (high / low) ** rng.random())
 
 
-def simulate(seed: int, num_steps: int) -> int:
+def simulate(seed: int, num_steps: int, *, drafts: bool = True) -> int:
     """Run one world; returns how many steps it took. Raises AssertionError naming the seed."""
-    world = World(seed, num_steps)
+    world = World(seed, num_steps, drafts)
     try:
         world.run()
     except Exception as error:
