@@ -58,7 +58,7 @@ class DepthPolicy:
 
     def _choose(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
         self._num_steps += 1
-        if not candidates or not self.allows(rows):
+        if not any(candidate.depth for candidate in candidates) or not self.allows(rows):
             return [0] * len(candidates)
         depths = self._best(rows, candidates)
         if self._num_steps - self._last_trial >= STEPS_BETWEEN_TRIALS and 0 in depths:
