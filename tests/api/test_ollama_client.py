@@ -286,7 +286,7 @@ def test_models_are_listed_shown_and_loaded() -> None:
             family = shown.modelinfo["general.architecture"]
             assert shown.modelinfo[f"{family}.context_length"] == 8192
     with qwen_client() as (client, _):
-        assert client.show("qwen").capabilities == ["completion", "tools", "thinking"]
+        assert client.show("qwen").capabilities == ["completion", "tools", "insert", "thinking"]
 
 
 def test_another_model_is_a_404_in_ollamas_words() -> None:
