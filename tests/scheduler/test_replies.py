@@ -226,3 +226,15 @@ def test_a_reply_that_ends_where_a_checkpoint_is_leaves_no_second_state(overlap:
     client = make_client(overlap=overlap, components=ALL)
     client.ask(make_prompt(MAX_STRIDE - 28), max_tokens=28)
     check_idle(client)
+
+
+def test_a_loop_that_closes_waits_for_its_step_and_reports_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = make_client()
+    client.submit(make_prompt(10), max_tokens=20)
+    client.step(3)
+    assert client.loop._in_flight is not None
+    client.loop.close()
+    assert client.backend.device_queue.done_step == client.loop.scheduler.inflight_steps.committed
+    assert not caplog.records

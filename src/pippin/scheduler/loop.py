@@ -260,8 +260,9 @@ class Loop:
         }
 
     def close(self) -> None:
+        """What is in flight ends first: a process must not exit while its device computes."""
         if self._in_flight is not None:
-            self._fail(self._in_flight.plan, DeviceFailed("stopped"), self._in_flight.pending)
+            self._commit(self._in_flight)
             self._in_flight = None
         if self.failure is None:
             self._write_behind()
