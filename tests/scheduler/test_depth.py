@@ -170,10 +170,9 @@ def test_drafts_never_cost_more_than_three_in_a_hundred() -> None:
 
 
 @pytest.mark.slow
-def test_drafts_cost_more_than_three_in_a_hundred_in_hardly_any_of_many_worlds() -> None:
-    found = [speed_up(seed) for seed in range(NUM_WORLDS, 10 * NUM_WORLDS)]
-    assert min(found) >= 0.95
-    assert sum(share < 0.97 for share in found) <= len(found) // 100
+def test_drafts_never_cost_more_than_three_in_a_hundred_in_many_worlds() -> None:
+    for seed in range(NUM_WORLDS, 10 * NUM_WORLDS):
+        assert speed_up(seed) >= 0.97, seed
 
 
 def test_drafts_gain_about_what_the_best_fixed_depth_does() -> None:

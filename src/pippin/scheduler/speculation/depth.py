@@ -63,9 +63,24 @@ class DepthPolicy:
         depths = self._best(rows, candidates)
         if self._num_steps - self._last_trial >= STEPS_BETWEEN_TRIALS and 0 in depths:
             self._last_trial = self._num_steps
-            trials = [min(candidate.depth, TRIAL_DEPTH) for candidate in candidates]
-            return [depth or trial for depth, trial in zip(depths, trials, strict=True)]
+            self._add_trials(rows, candidates, depths)
         return depths
+
+    def _add_trials(self, rows: int, candidates: Sequence[Candidate], depths: list[int]) -> None:
+        """Drafts for rows that have none: no more than the account pays for if all are wrong."""
+        most = self._most(rows, sum(candidate.depth for candidate in candidates))
+        seconds = self.costs.seconds(rows, most)
+        paid = int(np.sum(seconds <= (1.0 + self._balance) * seconds[0])) - 1
+        left = paid - sum(depths)
+        for place in range(len(depths)):
+            row = (self._num_steps + place) % len(depths)  # another one first each time
+            if not depths[row]:
+                depths[row] = max(0, min(candidates[row].depth, TRIAL_DEPTH, left))
+                left -= depths[row]
+
+    def _most(self, rows: int, offered: int) -> int:
+        """Drafts of a step: a few more than were seen, since what more of them cost is a guess."""
+        return min(offered, max(FIRST_DRAFTS, GROWTH * self.costs.most_known(rows)))
 
     def allows(self, rows: int) -> bool:
         """Whether a step of so many may have drafts at all."""
@@ -97,7 +112,7 @@ class DepthPolicy:
         flat = np.concatenate([np.array(of_row) for of_row in chances])
         order = np.argsort(-flat, kind="stable")  # of a row, the first drafts are the likeliest
         tokens = rows + np.concatenate([[0.0], np.cumsum(flat[order])])
-        most = min(len(flat), max(FIRST_DRAFTS, GROWTH * self.costs.most_known(rows)))
+        most = self._most(rows, len(flat))
         rates = tokens[: most + 1] / self.costs.seconds(rows, most)
         number = int(np.argmax(rates))
         if rates[number] <= CLEARLY * rates[0]:
