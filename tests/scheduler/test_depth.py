@@ -169,6 +169,17 @@ def test_drafts_never_cost_more_than_three_in_a_hundred() -> None:
         assert found >= 0.97, (seed, found, World(seed))
 
 
+def test_a_loss_stops_drafts_before_the_estimates_follow() -> None:
+    policy, row = DepthPolicy(), [Candidate("a", 4)]
+    for _ in range(200):
+        depths = policy.choose(1, row)
+        learn(policy, 1.0 + 0.01 * sum(depths), ["a"], depths, depths)
+    depths = policy.choose(1, row)
+    assert depths == [4]
+    learn(policy, 20.0, ["a"], depths, depths)  # all accepted, and yet slower by far
+    assert policy.choose(1, row) == [0]
+
+
 @pytest.mark.slow
 def test_drafts_never_cost_more_than_three_in_a_hundred_in_many_worlds() -> None:
     for seed in range(NUM_WORLDS, 10 * NUM_WORLDS):
