@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "backends.chunking": {"types", "backends.base"},
     "backends.host": set(),
     "backends.masks": set(),
+    "backends.mtp_weights": set(),
     "backends.fingerprint_reads": {"backends.base"},
     "backends.step_outputs": {"types", "backends.base", "backends.fingerprint_reads"},
     "backends.fake": {
@@ -45,12 +46,12 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("types", "cache.entries", "config"),
         *("backends.base", "backends.host"),
         *("backends.chunking", "backends.masks", "backends.sampling"),
-        *("backends.fingerprint_reads", "backends.step_outputs"),
+        *("backends.fingerprint_reads", "backends.step_outputs", "backends.mtp_weights"),
     },
     "backends.torch": {
         *("types", "amounts", "cache.entries", "backends.base", "backends.host"),
         *("backends.chunking", "backends.masks", "backends.sampling"),
-        *("backends.fingerprint_reads", "backends.step_outputs"),
+        *("backends.fingerprint_reads", "backends.step_outputs", "backends.mtp_weights"),
     },
     "scheduler": {
         *("types", "cache", "decode", "messages", "metrics"),

@@ -74,6 +74,12 @@ class Costs(Protocol):
         """Drafts that one row of a step can verify; 0: it verifies none."""
         ...
 
+    @property
+    def drafts_itself(self) -> int:
+        """Drafts that a step can leave for a row's next one, as its `num_drafts` asks; 0: the
+        backend has no drafter of its own."""
+        ...
+
     def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
         """What a row of `num_tokens` occupies at most, its share of moving rows about included.
 

@@ -63,7 +63,7 @@ class FakeBackend:
         draft_share: float = 1.0,
     ) -> None:
         """`draft_share`: of the places at which a draft of its own is right."""
-        self.max_depth = max_depth
+        self.max_depth = self.drafts_itself = max_depth
         self._draft_share = draft_share
         self.window = window if Component.WINDOW in components else 0
         self.restores_by_reference = restores_by_reference

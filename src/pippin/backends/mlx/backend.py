@@ -103,6 +103,7 @@ class MLXBackend:
             loaded.model, loaded.layout, deterministic=deterministic
         )
         self.max_depth = max_depth if isinstance(self._draft_layers, list) else 0
+        self.drafts_itself = 0
         if max_depth and isinstance(self._draft_layers, str):
             logger.warning("no drafts are verified: %s", self._draft_layers)
         self._footprint = Footprint(loaded.layout, self.max_depth)

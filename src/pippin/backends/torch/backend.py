@@ -92,6 +92,7 @@ class TorchBackend:
         depend on how many run beside it.
         """
         self.max_depth = 0 if deterministic else max_depth
+        self.drafts_itself = 0
         decoder = loaded.decoder
         self._decoder = decoder
         self._layout = PoolLayout(decoder.shape, decoder.dtype)
