@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from pippin.scheduler.pacing.costs import Timed
 from pippin.scheduler.speculation.acceptance import Acceptance
 from pippin.scheduler.speculation.draft_costs import DraftCosts
@@ -70,8 +68,8 @@ class DepthPolicy:
         """Drafts for rows that have none: no more than the account pays for if all are wrong."""
         most = self._most(rows, sum(candidate.depth for candidate in candidates))
         seconds = self.costs.seconds(rows, most)
-        paid = int(np.sum(seconds <= (1.0 + self._balance) * seconds[0])) - 1
-        left = paid - sum(depths)
+        affordable = (1.0 + self._balance) * seconds[0]
+        left = sum(taken <= affordable for taken in seconds) - 1 - sum(depths)
         for place in range(len(depths)):
             row = (self._num_steps + place) % len(depths)  # another one first each time
             if not depths[row]:
@@ -108,14 +106,15 @@ class DepthPolicy:
             self.acceptance.survival(candidate.request_id, candidate.confidence, candidate.depth)
             for candidate in candidates
         ]
-        owners = np.repeat(np.arange(len(chances)), [len(of_row) for of_row in chances])
-        flat = np.concatenate([np.array(of_row) for of_row in chances])
-        order = np.argsort(-flat, kind="stable")  # of a row, the first drafts are the likeliest
-        tokens = rows + np.concatenate([[0.0], np.cumsum(flat[order])])
-        most = self._most(rows, len(flat))
-        rates = tokens[: most + 1] / self.costs.seconds(rows, most)
-        number = int(np.argmax(rates))
-        if rates[number] <= CLEARLY * rates[0]:
-            return [0] * len(candidates)
-        depths: list[int] = np.bincount(owners[order[:number]], minlength=len(chances)).tolist()
+        ranked = [(-chance, row) for row, of_row in enumerate(chances) for chance in of_row]
+        ranked.sort()  # of a row, the first drafts are the likeliest
+        seconds = self.costs.seconds(rows, self._most(rows, len(ranked)))
+        tokens, best, number = float(rows), CLEARLY * rows / seconds[0], 0
+        for place, taken in enumerate(seconds[1:]):
+            tokens -= ranked[place][0]
+            if tokens / taken > best:
+                best, number = tokens / taken, place + 1
+        depths = [0] * len(candidates)
+        for _, row in ranked[:number]:
+            depths[row] += 1
         return depths

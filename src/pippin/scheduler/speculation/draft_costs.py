@@ -12,8 +12,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-import numpy as np
-
 from pippin.scheduler.pacing.costs import size_class
 
 LEAST_SEEN = 2  # steps with drafts before they count: the first of a size may compile,
@@ -29,6 +27,13 @@ class _Point:
     drafts: float = 0.0  # of the last step
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     seen_at: int = 0
+
+    took: float = 0.0  # the median
+
+    def add(self, drafts: float, seconds: float, seen_at: int) -> None:
+        self.drafts, self.seen_at = drafts, seen_at
+        self.seconds.append(seconds)
+        self.took = median(self.seconds)
 
     @property
     def known(self) -> bool:
@@ -48,14 +53,12 @@ class DraftCosts:
         if size not in points:
             recent = RECENT if drafts else RECENT_PLAIN
             points[size] = _Point(seconds=deque(maxlen=recent))
-        point = points[size]
-        point.drafts, point.seen_at = drafts, self._num_seen
-        point.seconds.append(seconds)
+        points[size].add(drafts, seconds, self._num_seen)
 
     def plain(self, rows: float) -> float | None:
         """Seconds of a step without drafts; None if unknown."""
         point = self._points.get(size_class(round(rows)), {}).get(size_class(0))
-        return median(point.seconds) if point is not None and point.known else None
+        return point.took if point is not None and point.known else None
 
     def num_since_plain(self, rows: int) -> int:
         """Steps since one without drafts was seen, of about so many rows; more if few were."""
@@ -67,22 +70,27 @@ class DraftCosts:
         points = self._points.get(size_class(rows), {}).values()
         return max((math.ceil(point.drafts) for point in points if point.known), default=0)
 
-    def seconds(self, rows: int, most: int) -> np.ndarray:
-        """Of steps with 0 to `most` drafts, float64 [most + 1]; what they take without is known."""
+    def seconds(self, rows: int, most: int) -> list[float]:
+        """Of steps with 0 to `most` drafts; what they take without is known."""
         plain = self.plain(rows)
         assert plain is not None
         points = self._points[size_class(rows)]
         for size in [s for s, p in points.items() if p.drafts and self._is_old(p)]:
             del points[size]
-        known = sorted((p.drafts, median(p.seconds)) for p in points.values() if p.known)
-        at = np.array([drafts for drafts, _ in known])
-        took = np.maximum.accumulate([seconds for _, seconds in known])
-        number = np.arange(most + 1)
-        found = np.interp(number, at, took)
-        slope = FIRST_SLOPE * plain / rows
-        if len(known) > 1:
-            slope = float((took[-1] - took[-2]) / (at[-1] - at[-2]))
-        return np.asarray(found + slope * np.maximum(0.0, number - at[-1]))
+        known = sorted((p.drafts, p.took) for p in points.values() if p.known)
+        found, slope = [plain], FIRST_SLOPE * plain / rows
+        at = took = 0.0
+        for drafts, seconds in known:
+            if drafts > at:
+                at_next, took_next = drafts, max(took, seconds)
+                slope = (took_next - took) / (at_next - at)
+                end = min(most, int(at_next))
+                found += [took + slope * (number - at) for number in range(len(found), end + 1)]
+                at, took = at_next, took_next
+            else:
+                took = seconds
+        found += [took + slope * (number - at) for number in range(len(found), most + 1)]
+        return found
 
     def _is_old(self, point: _Point) -> bool:
         return self._num_seen - point.seen_at > FORGOTTEN
