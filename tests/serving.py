@@ -164,7 +164,7 @@ def check_idle(client: Client) -> None:
     cache = cache_of(client)
     if isinstance(backend, MLXBackend):
         assert not backend._prompts
-        assert not backend._rows
+        assert not backend._decodes.rows
     else:
         check_pools(backend, cache)
     assert not cache._locks

@@ -96,7 +96,7 @@ def make_loop(
     backend = MLXBackend(loaded, num_slots=num_slots, debug=True)
     backend.holds_prompts_back = like_a_gpu
     if like_a_gpu:  # not compiled: the stand-in looks at arrays
-        backend._decode_forward = DecodeForward(loaded.layout, loaded.forward)
+        backend._decodes.forward = DecodeForward(loaded.layout, loaded.forward)
     if like_a_gpu and loaded.layout.pads:
         backend._prompts.shapes = Ladder()
     limits = Limits(max_running=num_slots, prefill_tokens=CHUNK)

@@ -94,7 +94,7 @@ def chunk(slot: int, tokens: Sequence[int]) -> PrefillRow:
 
 def poison(backend: MLXBackend, slot: int, value: float) -> None:
     """Everywhere that a row has been, and where nobody is."""
-    rows = backend._shared_rows
+    rows = backend._decodes.shared_rows
     live = {row.index for row in rows.rows.values() if row.slot != slot}
     lines = [line for line in range(rows.width) if line not in live]
     per_row = rows._per_row

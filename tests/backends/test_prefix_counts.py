@@ -67,7 +67,7 @@ def test_cached_tokens_are_exactly_those_not_run_through_the_model(name: str) ->
     model = CountedModel(**{part.name: getattr(loaded, part.name) for part in fields(loaded)})
     client = make_client(name, model=model)
     # A compiled step calls the model only when it is traced.
-    client.loop.backend._decode_forward = DecodeForward(model.layout, model.forward)
+    client.loop.backend._decodes.forward = DecodeForward(model.layout, model.forward)
     base = make_prompt(name, 135, seed=1)
     assert ask_counted(client, model, base, 2) == 0
     limit = most_recomputed(name)

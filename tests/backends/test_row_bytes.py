@@ -89,7 +89,7 @@ class Crowd:
         self.number = 0
 
     def limit(self, spare_bytes: int) -> None:
-        self.backend._shared_rows.spare.max_bytes = spare_bytes
+        self.backend._decodes.shared_rows.spare.max_bytes = spare_bytes
 
     @property
     def told(self) -> int:
@@ -181,7 +181,7 @@ def test_rows_that_leave_take_with_them_what_they_held(name: str) -> None:
     crowd = Crowd(name, seed=2)
     crowd.come(*range(900, 908))
     crowd.say(TAIL + 2)
-    assert len(crowd.backend._shared_rows.mains.cohorts) == 1
+    assert len(crowd.backend._decodes.shared_rows.mains.cohorts) == 1
     held_by_all = crowd.drained_bytes()
     spare = held_by_all // 16
     crowd.limit(spare)

@@ -7,8 +7,7 @@ the engine's one thread.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from mlx.utils import tree_flatten
 
 from pippin.backends.base import (
     Admit,
-    DecodeRow,
     PrefillRow,
     Retire,
     StepPlan,
@@ -35,8 +33,6 @@ from pippin.backends.mlx.device import (
     on_metal,
     wire,
 )
-from pippin.backends.mlx.drafts.draft_rows import DraftRows, find_draft_layers
-from pippin.backends.mlx.drafts.verifier import Verifier
 from pippin.backends.mlx.load import LoadedModel, load
 from pippin.backends.mlx.payloads.captures import Captures
 from pippin.backends.mlx.payloads.fingerprints import MLXFingerprints
@@ -45,15 +41,13 @@ from pippin.backends.mlx.payloads.transfers import Transfers
 from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.prefill.batch import EXACT, PromptState
 from pippin.backends.mlx.prefill.prompts import Prompts
-from pippin.backends.mlx.rows.decode_forward import DecodeForward
-from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from pippin.backends.mlx.rows.decodes import Decodes
 from pippin.backends.mlx.rows.footprint import Footprint
 from pippin.backends.mlx.shapes import Ladder, to_warm_up
-from pippin.backends.mlx.step.future_map import FutureMap
 from pippin.backends.mlx.step.pending import MLXPending
 from pippin.backends.mlx.step.recent_shapes import RecentShapes
 from pippin.backends.mlx.step.sampler import MLXSampler
-from pippin.backends.sampling.sampler import SampleRow
+from pippin.backends.mlx.step.sampling import Sampling
 from pippin.cache.entries.entry import ArraySpec, Bytes
 from pippin.errors import LoadError
 from pippin.types import Component, ModelSpec
@@ -65,9 +59,6 @@ ARITHMETIC_VERSION = 2
 ACTIVATION_SHARE = 0.1  # activations, and copies on their way
 MOST_WARMED_TOKENS = 2048  # of a chunk; larger ones are rare, and take their time anyway
 SPARE_SHARE = 1 / 16  # decode rows that serve no request: padding, and rows that were left
-
-
-logger = logging.getLogger(__name__)
 
 
 class MLXBackend:
@@ -92,38 +83,37 @@ class MLXBackend:
         self._loaded = loaded
         self._wired = wired
         self._num_weights = len(tree_flatten(loaded.model.parameters()))
-        self._deterministic = deterministic
         self._packer = packer = Packer(loaded.layout)
         self._captures = Captures(loaded.layout, packer)
         self._transfers = Transfers(
             loaded.layout, packer, loaded.hidden_bytes, loaded.head.dtype or loaded.dtype
         )
         self._fingerprints = MLXFingerprints() if fingerprints else None
-        self._draft_layers = find_draft_layers(
-            loaded.model, loaded.layout, deterministic=deterministic
-        )
-        self.max_depth = max_depth if isinstance(self._draft_layers, list) else 0
-        self.drafts_itself = 0
-        if max_depth and isinstance(self._draft_layers, str):
-            logger.warning("no drafts are verified: %s", self._draft_layers)
-        self._footprint = Footprint(loaded.layout, self.max_depth)
-        self._future_map = FutureMap(num_slots, max_depth=self.max_depth, debug=debug)
         self._sampler = MLXSampler(loaded.vocab_size, num_slots)
-        self._rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
-        self._shared_rows = self._make_rows()
+        self._admitted: dict[int, Admit] = {}
+        self._shapes = RecentShapes()
         self.steps_are_compiled = not deterministic and compile_without_fusing()
-        self._decode_forward = DecodeForward(
-            loaded.layout, loaded.forward, compiled=self.steps_are_compiled
+        self._decodes = Decodes(
+            loaded,
+            self._captures,
+            self._admitted,
+            self._sampler,
+            num_slots=num_slots,
+            max_depth=max_depth,
+            seen=self._shapes,
+            compiled=self.steps_are_compiled,
+            deterministic=deterministic,
+            debug=debug,
         )
+        self._sampling = Sampling(self._sampler, self._decodes.future_map, self._admitted)
+        self.max_depth, self.drafts_itself = self._decodes.max_depth, 0
+        self._footprint = Footprint(loaded.layout, self.max_depth)
         padded = loaded.layout.pads and not on_cpu() and not deterministic
         # Metal takes ten command buffers, some 500 operations, and holds the host up until it has
         # done the first of them: tokens that are there would wait for most of a prompt.
         self.holds_prompts_back = on_metal()
-        self._shapes = RecentShapes()
         self._clock = find_stream_clock()
         self._resident: ResidentLimit | None = None
-        self._admitted: dict[int, Admit] = {}
-        self._verifier = Verifier(self._sampler, self._future_map, self._admitted)
         self._prompts = Prompts(  # slots that have not decoded yet
             loaded,
             self._captures,
@@ -180,8 +170,8 @@ class MLXBackend:
             self._fingerprints.begin()
         step = MLXPending(
             plan,
-            self._num_top_logprobs,
-            sample_rows=self._sample_rows,
+            self._sampling.num_top_logprobs,
+            sample_rows=self._sampling.sample_rows,
             clock=self._clock,
             fingerprints=self._fingerprints,
         )
@@ -190,15 +180,15 @@ class MLXBackend:
         for admit in plan.admit:
             self._admit(admit)
         for chunk in plan.prefill:
-            if chunk.slot in self._rows:
+            if chunk.slot in self._decodes.rows:
                 self._leave_rows(chunk)
-        for rows, decodes in self._decode_groups(plan.decode):
-            self._decode(step, rows, decodes)
+        self._decodes.run(step, plan.decode, self._prompts)
         if plan.decode:  # the device has these to do while the prompts' graph is being built
-            self._launch(step)
+            self._sampling.sample(step)
+            step.launch()
         self._prefill(step, plan.prefill)
         if plan.prefill or not plan.decode:
-            self._sample(step)
+            self._sampling.sample(step)
             if not (plan.decode and self.holds_prompts_back):  # else `dispatch` hands them over
                 step.launch()
         self._transfer(step, plan)
@@ -224,7 +214,8 @@ class MLXBackend:
         prompts = self._prompts
         for whole in prompts.restored_groups([row for row in chunks if not len(row.tokens)]):
             prompts.sample_restored(step, whole)
-            self._launch(step)  # these tokens do not need the rows
+            self._sampling.sample(step)
+            step.launch()  # these tokens do not need the rows
             prompts.restore(step, whole)
         for group in prompts.groups([row for row in chunks if len(row.tokens)]):
             prompts.run(step, group)
@@ -247,7 +238,7 @@ class MLXBackend:
             wire(used)
         if on_cpu() and has_glibc():
             self._resident = ResidentLimit(max(budget_bytes - used, 0))
-        self._shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
+        self._decodes.shared_rows.spare.max_bytes = max(left, 0) * SPARE_SHARE
         query_blocks.LIMIT.fit(max(left, 0) * ACTIVATION_SHARE)
         self._prompts.scores.fit(max(left, 0) * ACTIVATION_SHARE)
         left = int(left * (1.0 - ACTIVATION_SHARE - SPARE_SHARE))
@@ -269,17 +260,14 @@ class MLXBackend:
         return {}
 
     def buffers_used(self) -> int:
-        rows = {id(own): own for own in (self._shared_rows, *self._rows.values())}
-        held = sum(len(own.arrays()) for own in rows.values())
-        held += len(self._prompts.arrays())
+        held = len(self._decodes.arrays()) + len(self._prompts.arrays())
         return self._num_weights + held + self._packer.buffers.num_live
 
     def close(self) -> None:
         if self._clock is not None:
             self._clock.close()
             self._clock = None
-        self._rows.clear()
-        self._shared_rows = self._make_rows()
+        self._decodes.clear()
         self._prompts.clear()
         mx.clear_cache()
 
@@ -296,142 +284,20 @@ class MLXBackend:
             held = self._held(slot, retire.start, retire.end)
             for capture in self._captures.of_slot(retire, held):
                 step.keep(capture)
-        if slot in self._rows:
-            self._rows.pop(slot).leave(slot)
+        if slot in self._decodes.rows:
+            self._decodes.leave(slot)
         self._prompts.drop(slot)
         self._sampler.retire(slot)
         self._admitted.pop(slot, None)  # a slot whose launch failed may hold nothing
 
     def _held(self, slot: int, start: int, end: int) -> PromptState:
         """What the slot has computed of tokens [start, end), wherever it lies."""
-        rows = self._rows.get(slot)
-        if rows is None:
-            return self._prompts[slot]
-        if isinstance(rows, DraftRows):
-            return rows.held_at(slot, end, start)
-        return PromptState(rows.rows[slot].length, rows.kv_of(slot, start), rows.states_of(slot))
+        in_rows = slot in self._decodes.rows
+        return self._decodes.held(slot, start, end) if in_rows else self._prompts[slot]
 
     def _leave_rows(self, chunk: PrefillRow) -> None:
         """A chunk of a reply is run as a prompt's is; the slot joins the others again later."""
         held = self._held(chunk.slot, 0, chunk.start)
-        self._rows.pop(chunk.slot).leave(chunk.slot)
+        self._decodes.leave(chunk.slot)
         self._prompts.take_back(chunk.slot, held)
         self._sampler.count(chunk.slot, chunk.tokens[1:])  # the first was counted when it was drawn
-
-    # ---- decode ----------------------------------------------------------------------------
-
-    def _decode_groups(
-        self, decodes: Sequence[DecodeRow]
-    ) -> list[tuple[DecodeRows, Sequence[DecodeRow]]]:
-        """All rows in one forward; or each in its own, so that no row's width or place matters."""
-        if not self._deterministic:
-            return [(self._shared_rows, decodes)] if decodes else []
-        return [(self._rows.get(d.slot) or self._make_rows(), [d]) for d in decodes]
-
-    def _make_rows(self) -> DecodeRows:
-        layout, layers = self._loaded.layout, self._draft_layers
-        if self.max_depth and isinstance(layers, list):
-            return DraftRows(layout, layers, self._future_map, self.max_depth)
-        return DecodeRows(layout, self._loaded.attention)
-
-    def _decode(self, step: MLXPending, rows: DecodeRows, decodes: Sequence[DecodeRow]) -> None:
-        joining = [d.slot for d in decodes if d.slot not in self._rows]
-        self._rows |= dict.fromkeys(joining, rows)
-        rows.join(
-            [(slot, self._prompts.take(slot)) for slot in joining],
-            {slot: self._admitted[slot].prompt for slot in joining},
-        )
-        if isinstance(rows, DraftRows):
-            self._verify(step, rows, decodes)
-            return
-        slots, logits = rows.advance(
-            [d.slot for d in decodes], self._future_map.resolve, self._decode_forward
-        )
-        self._note_forward(step, rows)
-        step.check(slots, logits)
-        ends = {d.slot: d.end for d in decodes}
-        self._add_to_sample(step, slots, logits, decodes, ends)
-        for decode in decodes:
-            if decode.checkpoint and rows.states:
-                step.keep(self._captures.of_decode(decode, rows))
-
-    def _verify(self, step: MLXPending, rows: DraftRows, decodes: Sequence[DecodeRow]) -> None:
-        ran, unsure = rows.verify(decodes, self._decode_forward)
-        self._note_forward(step, rows)
-        logits = ran.logits[:, 0]
-        step.check(ran.slots, logits)
-        if ran.plain:
-            ends = {slot: rows.rows[slot].length for slot in ran.slots.tolist() if slot}
-            self._add_to_sample(step, ran.slots, logits, decodes, ends)
-        else:
-            self._verifier.verify(step, rows, decodes, ran, unsure)
-        for decode in decodes:
-            if decode.checkpoint and rows.states:
-                index = rows.rows[decode.slot].index
-                state = self._packer.state_payload(rows.states, index)
-                step.keep_state(decode.slot, state, ran.lengths[index : index + 1])
-
-    def _add_to_sample(
-        self,
-        step: MLXPending,
-        slots: np.ndarray,
-        logits: mx.array,
-        decodes: Sequence[DecodeRow],
-        ends: Mapping[int, int],  # by slot: tokens held after the step
-    ) -> None:
-        by_slot = {d.slot: d for d in decodes}
-        rows_of: dict[bool, dict[int, SampleRow]] = {False: {}, True: {}}  # masked or not, by place
-        for place, slot in enumerate(slots.tolist()):
-            decode = by_slot.get(slot)
-            if decode is not None and decode.samples:
-                row = SampleRow(slot, ends[slot] - len(self._admitted[slot].prompt))
-                rows_of[decode.masked][place] = row
-        for masked, found in rows_of.items():
-            if found:
-                step.add_to_sample(*_picked(found, logits), masked=masked)
-
-    def _note_forward(self, step: MLXPending, rows: DecodeRows) -> None:
-        assert self._decode_forward.last is not None
-        shape, compiled = self._decode_forward.last
-        is_new = self._shapes.add(shape)
-        step.note_decode(rows.mains.num_groups, is_new=is_new, compiled=compiled)
-        step.written += rows.arrays()
-
-    # ---- sampling --------------------------------------------------------------------------
-
-    def _launch(self, step: MLXPending) -> None:
-        """Sample what needs no mask, and hand the device all that is written and not yet there."""
-        self._sample(step)
-        step.launch()
-
-    def _sample(self, step: MLXPending) -> None:
-        rows, logits = step.take_to_sample(masked=False)
-        if logits is not None:
-            self._sample_rows(step, rows, logits, None)
-
-    def _sample_rows(
-        self,
-        step: MLXPending,
-        rows: Sequence[SampleRow],
-        logits: mx.array,
-        masks: np.ndarray | None,
-    ) -> None:
-        sampled = self._sampler.sample(logits, rows, masks)
-        slots = np.array([row.slot for row in rows], dtype=np.int32)
-        self._future_map.stash(slots, sampled.tokens)
-        step.read_sampled(slots.tolist(), sampled)
-        step.written += [*sampled.arrays, *self._future_map.arrays()]
-
-    def _num_top_logprobs(self, slot: int) -> int | None:
-        admit = self._admitted.get(slot)
-        return None if admit is None else admit.params.logprobs
-
-
-def _picked(
-    found: Mapping[int, SampleRow], logits: mx.array
-) -> tuple[Sequence[SampleRow], mx.array]:
-    """Rows and their logits; nothing is copied where all, or most, are wanted."""
-    if len(found) > len(logits) // 2:
-        padding = SampleRow(0, 0)
-        return [found.get(place, padding) for place in range(len(logits))], logits
-    return list(found.values()), logits[mx.array(list(found))]

@@ -68,8 +68,11 @@ class Captures:
     def of_decode(self, decode: DecodeRow, rows: DecodeRows) -> Capture:
         """The state after a reply's token."""
         end = decode.position + 1
-        payload = self._packer.state_payload(rows.states, rows.rows[decode.slot].index)
+        payload = self.state_of(decode.slot, rows)
         return Capture(decode.slot, decode.position, end, states={end: payload})
+
+    def state_of(self, slot: int, rows: DecodeRows) -> Payload:
+        return self._packer.state_payload(rows.states, rows.rows[slot].index)
 
     def of_slot(self, retire: Retire, held: PromptState) -> Iterator[Capture]:
         """The slot's KV over [start, end) and its state at `end`.

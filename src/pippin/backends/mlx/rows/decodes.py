@@ -1,0 +1,180 @@
+"""The decode rows of a step: which rows slots are, one forward for them, what they are to sample.
+
+Adds to a step what it is to sample, keep and check. Nothing here is launched: the backend decides
+when.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.base import Admit, DecodeRow
+from pippin.backends.mlx.drafts.draft_rows import DraftRows, find_draft_layers
+from pippin.backends.mlx.drafts.verifier import Verifier
+from pippin.backends.mlx.load import LoadedModel
+from pippin.backends.mlx.payloads.captures import Captures
+from pippin.backends.mlx.prefill.batch import PromptState
+from pippin.backends.mlx.prefill.prompts import Prompts
+from pippin.backends.mlx.rows.decode_forward import DecodeForward
+from pippin.backends.mlx.rows.decode_rows import DecodeRows
+from pippin.backends.mlx.step.future_map import FutureMap
+from pippin.backends.mlx.step.pending import MLXPending
+from pippin.backends.mlx.step.recent_shapes import RecentShapes
+from pippin.backends.mlx.step.sampler import MLXSampler
+from pippin.backends.sampling.sampler import SampleRow
+
+logger = logging.getLogger(__name__)
+
+
+class Decodes:
+    """`admitted`: what every slot was admitted with; `seen`: shapes that steps have had."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        captures: Captures,
+        admitted: Mapping[int, Admit],
+        sampler: MLXSampler,
+        *,
+        num_slots: int,
+        max_depth: int,
+        seen: RecentShapes,
+        compiled: bool,
+        deterministic: bool,
+        debug: bool,
+    ) -> None:
+        self._loaded = loaded
+        self._captures = captures
+        self._admitted = admitted
+        self._seen = seen
+        self._deterministic = deterministic
+        layers = find_draft_layers(loaded.model, loaded.layout, deterministic=deterministic)
+        if max_depth and isinstance(layers, str):
+            logger.warning("no drafts are verified: %s", layers)
+        self._draft_layers = [] if isinstance(layers, str) else layers
+        self.max_depth = 0 if isinstance(layers, str) else max_depth
+        self.future_map = FutureMap(num_slots, max_depth=self.max_depth, debug=debug)
+        self._verifier = Verifier(sampler, self.future_map, admitted)
+        self.forward = DecodeForward(loaded.layout, loaded.forward, compiled=compiled)
+        self.rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
+        self.shared_rows = self._make_rows()
+
+    def _make_rows(self) -> DecodeRows:
+        if self.max_depth:
+            return DraftRows(
+                self._loaded.layout, self._draft_layers, self.future_map, self.max_depth
+            )
+        return DecodeRows(self._loaded.layout, self._loaded.attention)
+
+    def arrays(self) -> list[mx.array]:
+        rows = {id(own): own for own in (self.shared_rows, *self.rows.values())}
+        return [array for own in rows.values() for array in own.arrays()]
+
+    def clear(self) -> None:
+        self.rows.clear()
+        self.shared_rows = self._make_rows()
+
+    # ---- slots -----------------------------------------------------------------------------
+
+    def held(self, slot: int, start: int, end: int) -> PromptState:
+        """What the slot's row has computed of tokens [start, end)."""
+        rows = self.rows[slot]
+        if isinstance(rows, DraftRows):
+            return rows.held_at(slot, end, start)
+        return PromptState(rows.rows[slot].length, rows.kv_of(slot, start), rows.states_of(slot))
+
+    def leave(self, slot: int) -> None:
+        self.rows.pop(slot).leave(slot)
+
+    # ---- one step --------------------------------------------------------------------------
+
+    def run(self, step: MLXPending, decodes: Sequence[DecodeRow], prompts: Prompts) -> None:
+        """All rows in one forward; or each in its own, so that no row's width or place matters.
+
+        Slots that are none yet take what they hold from `prompts`.
+        """
+        if self._deterministic:
+            for decode in decodes:
+                own = self.rows.get(decode.slot) or self._make_rows()
+                self._run(step, own, [decode], prompts)
+        elif decodes:
+            self._run(step, self.shared_rows, decodes, prompts)
+
+    def _run(
+        self, step: MLXPending, rows: DecodeRows, decodes: Sequence[DecodeRow], prompts: Prompts
+    ) -> None:
+        joining = [d.slot for d in decodes if d.slot not in self.rows]
+        self.rows |= dict.fromkeys(joining, rows)
+        rows.join(
+            [(slot, prompts.take(slot)) for slot in joining],
+            {slot: self._admitted[slot].prompt for slot in joining},
+        )
+        if isinstance(rows, DraftRows):
+            self._verify(step, rows, decodes)
+            return
+        slots, logits = rows.advance(
+            [d.slot for d in decodes], self.future_map.resolve, self.forward
+        )
+        self._note_forward(step, rows)
+        step.check(slots, logits)
+        ends = {d.slot: d.end for d in decodes}
+        self._add_to_sample(step, slots, logits, decodes, ends)
+        for decode in decodes:
+            if decode.checkpoint and rows.states:
+                step.keep(self._captures.of_decode(decode, rows))
+
+    def _verify(self, step: MLXPending, rows: DraftRows, decodes: Sequence[DecodeRow]) -> None:
+        ran, unsure = rows.verify(decodes, self.forward)
+        self._note_forward(step, rows)
+        logits = ran.logits[:, 0]
+        step.check(ran.slots, logits)
+        if ran.plain:
+            ends = {slot: rows.rows[slot].length for slot in ran.slots.tolist() if slot}
+            self._add_to_sample(step, ran.slots, logits, decodes, ends)
+        else:
+            self._verifier.verify(step, rows, decodes, ran, unsure)
+        for decode in decodes:
+            if decode.checkpoint and rows.states:
+                index = rows.rows[decode.slot].index
+                state = self._captures.state_of(decode.slot, rows)
+                step.keep_state(decode.slot, state, ran.lengths[index : index + 1])
+
+    def _add_to_sample(
+        self,
+        step: MLXPending,
+        slots: np.ndarray,
+        logits: mx.array,
+        decodes: Sequence[DecodeRow],
+        ends: Mapping[int, int],  # by slot: tokens held after the step
+    ) -> None:
+        by_slot = {d.slot: d for d in decodes}
+        rows_of: dict[bool, dict[int, SampleRow]] = {False: {}, True: {}}  # masked or not, by place
+        for place, slot in enumerate(slots.tolist()):
+            decode = by_slot.get(slot)
+            if decode is not None and decode.samples:
+                row = SampleRow(slot, ends[slot] - len(self._admitted[slot].prompt))
+                rows_of[decode.masked][place] = row
+        for masked, found in rows_of.items():
+            if found:
+                step.add_to_sample(*_picked(found, logits), masked=masked)
+
+    def _note_forward(self, step: MLXPending, rows: DecodeRows) -> None:
+        assert self.forward.last is not None
+        shape, compiled = self.forward.last
+        is_new = self._seen.add(shape)
+        step.note_decode(rows.mains.num_groups, is_new=is_new, compiled=compiled)
+        step.written += rows.arrays()
+
+
+def _picked(
+    found: Mapping[int, SampleRow], logits: mx.array
+) -> tuple[Sequence[SampleRow], mx.array]:
+    """Rows and their logits; nothing is copied where all, or most, are wanted."""
+    if len(found) > len(logits) // 2:
+        padding = SampleRow(0, 0)
+        return [found.get(place, padding) for place in range(len(logits))], logits
+    return list(found.values()), logits[mx.array(list(found))]
