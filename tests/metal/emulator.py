@@ -18,10 +18,9 @@ import pytest
 from metal.compiled_kernel import CLANG, compile_kernel
 from metal.faults import KernelFault
 from metal.generated_source import Array, GeneratedSource, generate
+from metal.signature import check_signature
 
 MOST_THREADGROUP_BYTES = 32_768
-MOST_THREADS = 1024  # of a threadgroup
-MOST_BUFFERS = 31
 GUARD = 4096  # bytes before and after each buffer that belong to none
 FORWARD, BACKWARD, RANDOM = 0, 1, 12345
 
@@ -60,6 +59,8 @@ def numpy_of(array: mx.array) -> np.ndarray[Any, Any]:
 class EmulatedKernel:
     """What `mx.fast.metal_kernel` returns; takes the same arguments and options."""
 
+    orders: Sequence[int] = (FORWARD, BACKWARD)
+
     def __init__(
         self,
         name: str,
@@ -71,7 +72,6 @@ class EmulatedKernel:
         atomic_outputs: bool = False,
         compile_options: object | None = None,
     ) -> None:
-        self.orders: Sequence[int] = (FORWARD, BACKWARD)
         self.threadgroup_bytes = 0  # of the last launch
         self._names = [*input_names], [*output_names]
         self._contiguous, self._atomic = ensure_row_contiguous, atomic_outputs
@@ -97,10 +97,6 @@ class EmulatedKernel:
         stream: object = None,
     ) -> list[mx.array]:
         threads = [min(pair) for pair in zip(threadgroup, grid, strict=True)]
-        if not 0 < np.prod(threads) <= MOST_THREADS:
-            raise KernelFault(
-                f"a threadgroup of {threadgroup} threads: Metal runs 1 to {MOST_THREADS}"
-            )
         options: dict[str, Any] = {
             "output_shapes": output_shapes,
             "output_dtypes": output_dtypes,
@@ -110,6 +106,7 @@ class EmulatedKernel:
         }
         source = self.generate(inputs, **options)
         library = self._library(source)
+        check_signature(source, *self._names, threads)
         arrays = [each if isinstance(each, mx.array) else mx.array(each) for each in inputs]
         results: list[list[np.ndarray[Any, Any]]] = []
         for order in self.orders:
@@ -141,8 +138,11 @@ class EmulatedKernel:
         return library
 
 
-def use_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_emulator(
+    monkeypatch: pytest.MonkeyPatch, orders: Sequence[int] = (FORWARD, BACKWARD)
+) -> None:
     """Custom Metal kernels that are made from here on run in the emulator."""
+    monkeypatch.setattr(EmulatedKernel, "orders", orders)
     monkeypatch.setattr(mx.fast, "metal_kernel", EmulatedKernel)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
 
@@ -209,8 +209,6 @@ class _Memory:
 
     def launch(self, source: GeneratedSource) -> Launch:
         names = [each.name for each in source.parameters if each.attribute == "buffer"]
-        if len(names) > MOST_BUFFERS:
-            raise KernelFault(f"{len(names)} buffers: Metal takes {MOST_BUFFERS}")
         launch = Launch(num_buffers=len(names))
         for index, name in enumerate(names):
             launch.buffers[index] = self._buffers[name][1]

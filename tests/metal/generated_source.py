@@ -23,6 +23,7 @@ class Parameter:
     type: str  # as written, such as `const device float*`
     name: str
     attribute: str  # `buffer`, or what Metal fills in, such as `thread_position_in_grid`
+    index: int | None = None  # of a buffer
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,10 @@ def parse(printed: str) -> GeneratedSource:
     signature = re.search(r"\[\[kernel\]\] void (\S+?)\((.*?)\) \{\n", text, re.DOTALL)
     assert signature, f"no kernel in what mlx printed: {text!r}"
     parameters = tuple(
-        Parameter(*match)
-        for match in re.findall(r"\s*(.+?)\s*(\w+) \[\[(\w+)(?:\(\d+\))?\]\]", signature[2])
+        Parameter(*words, int(index) if index else None)
+        for *words, index in re.findall(
+            r"\s*(.+?)\s*(\w+) \[\[(\w+)(?:\((\d+)\))?\]\]", signature[2]
+        )
     )
     instance = re.search(r"decltype\((.*)\) \S+?<.*>;\s*$", text)
     if instance:

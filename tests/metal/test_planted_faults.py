@@ -150,7 +150,7 @@ def test_a_simd_group_has_32_lanes() -> None:
     with pytest.raises(KernelFault, match="SIMD shuffle from lane 32 of 32"):
         run(wide.replace("FIRST", "32"))
     with pytest.raises(KernelFault, match="which does not take part"):
-        run(wide.replace("FIRST", "16"), threads=16)
+        run(wide.replace("FIRST", "16"), size=80)  # the last threadgroup has 16
 
 
 def test_lanes_that_returned_take_no_part_in_a_sum() -> None:
@@ -181,6 +181,8 @@ def test_lanes_that_wait_at_different_operations() -> None:
 def test_threads_of_a_threadgroup_are_limited() -> None:
     with pytest.raises(KernelFault, match="Metal runs 1 to 1024"):
         run("out[thread_position_in_grid.x] = 0;", threads=1056, size=2112)
+    with pytest.raises(KernelFault, match="40 threads: no multiple of a SIMD group's 32"):
+        run("out[thread_position_in_grid.x] = 0;", threads=40, size=80)
 
 
 def test_a_name_that_mlx_does_not_declare_does_not_compile() -> None:
@@ -188,6 +190,38 @@ def test_a_name_that_mlx_does_not_declare_does_not_compile() -> None:
     header = "#define HERE thread_position_in_threadgroup.x\n"
     with pytest.raises(CompileError, match="thread_position_in_threadgroup"):
         run("out[thread_position_in_grid.x] = HERE;", header=header)
+
+
+@pytest.mark.parametrize(("size", "space"), [(4, "device"), (64, "constant")])
+def test_a_pointer_into_the_other_address_space(size: int, space: str) -> None:
+    """Metal's compiler refuses it; an input of fewer than eight numbers is in `constant`."""
+    kernel = EmulatedKernel(
+        *("points", ["inp"], ["out"]),
+        f"const {space} float* first = inp + 1; out[thread_position_in_grid.x] = first[0];",
+    )
+    with pytest.raises(KernelFault, match=f"a pointer to {space} points into inp"):
+        kernel(
+            inputs=[mx.zeros(size)],
+            output_shapes=[(32,)],
+            output_dtypes=[mx.float32],
+            grid=(32, 1, 1),
+            threadgroup=(32, 1, 1),
+        )
+
+
+def test_metal_takes_31_buffers() -> None:
+    names = [f"inp{n}" for n in range(31)]
+    kernel = EmulatedKernel(
+        "many", names, ["out"], f"out[thread_position_in_grid.x] = {' + '.join(names)};"
+    )
+    with pytest.raises(KernelFault, match="32 buffers: Metal takes 31"):
+        kernel(
+            inputs=[1.0] * 31,
+            output_shapes=[(32,)],
+            output_dtypes=[mx.float32],
+            grid=(32, 1, 1),
+            threadgroup=(32, 1, 1),
+        )
 
 
 def test_atomic_sums_are_no_race() -> None:

@@ -1,0 +1,95 @@
+"""Rows for packed attention with numbers drawn, and what they attend to in float64.
+
+Knows no kernel and no backend but for the form of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
+
+TAIL, CURSOR = 64, 17
+
+
+class Rows:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        heads: tuple[int, int],
+        dim: int,
+        seed: int,
+        *,
+        first: int = 0,
+        shared: bool = False,
+    ) -> None:
+        """`first`: columns of each row that its window has passed by; `shared`: all rows begin with
+        the columns of the first."""
+        rng = np.random.default_rng(seed)
+        width, (q_heads, kv_heads) = len(lengths), heads
+        held = np.array(lengths) + first
+
+        def normal(*shape: int) -> np.ndarray:
+            return rng.normal(size=shape).astype(np.float32)
+
+        self.q = normal(width, q_heads, 1, dim)
+        self.new = normal(2, width, kv_heads, 1, dim)
+        self.tails = normal(2, width, kv_heads, TAIL, dim)
+        self.mains = normal(2, kv_heads, int(held.sum()) + 37, dim)
+        self.visible = rng.random((width, TAIL)) < 0.4
+        self.visible[:, CURSOR] = True
+        starts = np.zeros(width) if shared else np.concatenate([[0], np.cumsum(held)[:-1]])
+        self.places = np.stack([starts + first, lengths], axis=1).astype(np.int32)
+        self.sinks = normal(q_heads)
+        self.longest = max(lengths)
+
+    def expected(self, *, sinks: bool) -> np.ndarray:
+        width, q_heads, _, dim = self.q.shape
+        repeats = q_heads // self.mains.shape[1]
+        tails = self.tails.astype(np.float64)
+        tails[:, :, :, CURSOR] = self.new[:, :, :, 0]
+        out = np.zeros(self.q.shape)
+        for row, head in np.ndindex(width, q_heads):
+            start, n = self.places[row]
+            keys, values = (
+                np.concatenate([main[start : start + n], tail[self.visible[row]]])
+                for main, tail in zip(
+                    self.mains[:, head // repeats].astype(np.float64),
+                    tails[:, row, head // repeats],
+                    strict=True,
+                )
+            )
+            scores = keys @ self.q[row, head, 0] * dim**-0.5
+            weights = np.exp(scores)
+            total = weights.sum() + (np.exp(self.sinks[head]) if sinks else 0.0)
+            out[row, head, 0] = weights @ values / total
+        return out
+
+    def round_to(self, dtype: mx.Dtype) -> None:
+        """Numbers that this type holds."""
+        for name in ("q", "new", "tails", "mains"):
+            rounded = mx.array(getattr(self, name)).astype(dtype).astype(mx.float32)
+            setattr(self, name, np.array(rounded))
+
+    def attend(
+        self, function: AttendPacked, *, sinks: bool, dtype: mx.Dtype = mx.float32
+    ) -> list[np.ndarray]:
+        def pair(sides: np.ndarray) -> tuple[mx.array, mx.array]:
+            return mx.array(sides[0]).astype(dtype), mx.array(sides[1]).astype(dtype)
+
+        call = PackedCall(
+            mx.array(self.q).astype(dtype),
+            *pair(self.new),
+            pair(self.tails),
+            pair(self.mains),
+            mx.array(self.places),
+            mx.array(self.visible),
+            mx.array([CURSOR], dtype=mx.int32),
+            self.q.shape[-1] ** -0.5,
+            mx.array(self.sinks) if sinks else None,
+            self.longest,
+        )
+        return [np.array(array.astype(mx.float32)) for array in function(call)]
