@@ -6,19 +6,20 @@ Where there is no Metal, the kernel runs in the emulator of tests/metal.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from metal.compiled_kernel import CLANG
-from metal.emulator import use_emulator
-from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
+from metal.emulator import BACKWARD, FORWARD, EmulatedKernel, use_emulator
+from metal.packed_rows import CURSOR, TAIL, Rows
+from pippin.backends.mlx.attention.paths import AttendPacked
 from pippin.backends.mlx.attention.plain_attention import attend_in_pieces, attend_joined
 from pippin.backends.mlx.gpu import packed_attention
 from pippin.backends.mlx.gpu.packed_attention import Form, attend_packed, cut
 
-TAIL, CURSOR = 64, 17
 KERNEL = pytest.param(
     attend_packed,
     marks=[
@@ -42,83 +43,13 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     packed_attention._kernels.cache_clear()
 
 
-class Rows:
-    def __init__(self, lengths: list[int], heads: tuple[int, int], dim: int, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        width, (q_heads, kv_heads) = len(lengths), heads
-
-        def normal(*shape: int) -> np.ndarray:
-            return rng.normal(size=shape).astype(np.float32)
-
-        self.q = normal(width, q_heads, 1, dim)
-        self.new = normal(2, width, kv_heads, 1, dim)
-        self.tails = normal(2, width, kv_heads, TAIL, dim)
-        self.mains = normal(2, kv_heads, sum(lengths) + 37, dim)
-        self.visible = rng.random((width, TAIL)) < 0.4
-        self.visible[:, CURSOR] = True
-        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        self.places = np.stack([starts, lengths], axis=1).astype(np.int32)
-        self.sinks = normal(q_heads)
-        self.longest = max(lengths)
-
-    def expected(self, *, sinks: bool) -> np.ndarray:
-        width, q_heads, _, dim = self.q.shape
-        repeats = q_heads // self.mains.shape[1]
-        tails = self.tails.astype(np.float64)
-        tails[:, :, :, CURSOR] = self.new[:, :, :, 0]
-        out = np.zeros(self.q.shape)
-        for row, head in np.ndindex(width, q_heads):
-            start, n = self.places[row]
-            keys, values = (
-                np.concatenate([main[start : start + n], tail[self.visible[row]]])
-                for main, tail in zip(
-                    self.mains[:, head // repeats].astype(np.float64),
-                    tails[:, row, head // repeats],
-                    strict=True,
-                )
-            )
-            scores = keys @ self.q[row, head, 0] * dim**-0.5
-            weights = np.exp(scores)
-            total = weights.sum() + (np.exp(self.sinks[head]) if sinks else 0.0)
-            out[row, head, 0] = weights @ values / total
-        return out
-
-    def round_to(self, dtype: mx.Dtype) -> None:
-        """Numbers that this type holds."""
-        for name in ("q", "new", "tails", "mains"):
-            rounded = mx.array(getattr(self, name)).astype(dtype).astype(mx.float32)
-            setattr(self, name, np.array(rounded))
-
-    def attend(
-        self, function: AttendPacked, *, sinks: bool, dtype: mx.Dtype = mx.float32
-    ) -> list[np.ndarray]:
-        def pair(sides: np.ndarray) -> tuple[mx.array, mx.array]:
-            return mx.array(sides[0]).astype(dtype), mx.array(sides[1]).astype(dtype)
-
-        call = PackedCall(
-            mx.array(self.q).astype(dtype),
-            *pair(self.new),
-            pair(self.tails),
-            pair(self.mains),
-            mx.array(self.places),
-            mx.array(self.visible),
-            mx.array([CURSOR], dtype=mx.int32),
-            self.q.shape[-1] ** -0.5,
-            mx.array(self.sinks) if sinks else None,
-            self.longest,
-        )
-        return [np.array(array.astype(mx.float32)) for array in function(call)]
-
-
-@pytest.mark.parametrize("function", [KERNEL, JOINED])
 @pytest.mark.parametrize(
-    ("lengths", "heads", "dim"),
+    ("function", "lengths", "heads", "dim"),
     [
-        ([512], (8, 2), 256),
-        ([512], (16, 8), 128),
-        ([512, 40, 7, 300], (8, 2), 256),
-        ([4096], (8, 2), 256),
-        ([8000, 300], (16, 8), 128),
+        (attend_joined, [512], (8, 2), 256),
+        (attend_joined, [512, 40, 7, 300], (8, 2), 256),
+        (attend_joined, [8000, 300], (16, 8), 128),
+        pytest.param(attend_packed, [2000, 300], (4, 2), 128, marks=KERNEL.marks),
     ],
 )
 def test_half_precision(
@@ -132,15 +63,14 @@ def test_half_precision(
 
 
 @pytest.mark.parametrize("function", [KERNEL, JOINED])
-@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(
-    ("lengths", "heads", "dim"),
+    ("lengths", "heads", "dim", "sinks"),
     [
-        ([5], (16, 8), 128),
-        ([300, 0, 77], (8, 2), 256),
-        ([2000, 1], (32, 4), 64),
-        ([100, 3, 64, 65, 99], (9, 3), 64),
-        ([130, 700], (32, 1), 96),
+        ([5], (16, 8), 128, False),
+        ([300, 0, 77], (4, 1), 256, True),
+        ([700, 1], (8, 1), 64, True),
+        ([100, 3, 64, 65, 99], (9, 3), 64, False),
+        ([130, 400], (8, 1), 96, True),
     ],
 )
 def test_rows_of_all_lengths(
@@ -156,12 +86,12 @@ def test_rows_of_all_lengths(
 
 
 @pytest.mark.parametrize("function", [KERNEL, JOINED])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize(("first", "length"), [(0, 5), (0, 300), (7, 90)])
+@pytest.mark.parametrize(
+    ("first", "length", "sinks"), [(0, 5, True), (0, 300, False), (7, 90, True)]
+)
 def test_the_only_row(function: AttendPacked, sinks: bool, first: int, length: int) -> None:
     """`first`: columns that its window has passed by."""
-    rows = Rows([first + length], (9, 3), 64, seed=length)
-    rows.places[0] = first, length
+    rows = Rows([length], (9, 3), 64, seed=length, first=first)
     for attend in (function, attend_in_pieces):
         out, keys, values = rows.attend(attend, sinks=sinks)
         np.testing.assert_allclose(out, rows.expected(sinks=sinks), atol=2e-6)
@@ -205,32 +135,80 @@ def test_a_form_leaves_no_channel_out() -> None:
                 assert form.most_threads in (128, 256)
 
 
+F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
+RAGGED, MANY = (40, 0, 1), (1, 0, 30, 2) * 16
+WINDOW, SHARED = {"first": 9}, {"shared": True}
+
+
 @pytest.mark.parametrize("function", [KERNEL])
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("heads", "dim"),
-    [
-        *(((16, 8), 128), ((32, 8), 128), ((32, 4), 128), ((64, 8), 128), ((64, 4), 128)),
-        *(((8, 2), 256), ((16, 2), 256), ((32, 2), 256), ((4, 1), 256), ((64, 8), 64)),
+    ("heads", "dim", "lengths", "more", "tail", "sinks", "dtype"),
+    [  # every model with two types, every two of the other columns together
+        ((32, 8), 128, RAGGED, {}, "some", False, F16),  # Llama-3 8B, Qwen3 4B and 8B
+        ((32, 8), 128, (90,), WINDOW, "empty", True, BF16),
+        ((64, 8), 128, (50, 50), SHARED, "full", False, BF16),  # Llama-3 70B, Qwen3 32B
+        ((64, 8), 128, (3,), {}, "empty", False, F32),
+        ((16, 8), 128, RAGGED, WINDOW, "full", True, F32),  # Qwen3 0.6B and 1.7B
+        ((16, 8), 128, (600, 3), {}, "some", False, BF16),
+        ((40, 8), 128, RAGGED, SHARED, "empty", False, F16),  # Qwen3 14B
+        ((32, 4), 128, RAGGED, {}, "empty", True, F32),  # Qwen3 30B-A3B
+        ((32, 4), 128, (50, 50), WINDOW, "some", False, F16),
+        ((64, 4), 128, (3,), {}, "full", True, F16),  # Qwen3 235B-A22B
+        ((64, 4), 128, RAGGED, {}, "some", False, BF16),
+        ((8, 2), 256, (70, 70, 70), SHARED, "some", True, F16),  # Qwen3.5 0.8B and 2B
+        ((8, 2), 256, RAGGED, {}, "empty", False, F32),
+        ((16, 4), 256, RAGGED, {}, "full", False, BF16),  # Qwen3.5 4B and 9B
+        ((24, 4), 256, RAGGED, {}, "some", False, BF16),  # Qwen3.5 27B
+        ((16, 2), 256, (3,), {}, "some", False, F32),  # Qwen3.5 35B-A3B
+        ((32, 2), 256, RAGGED, {}, "full", False, F16),  # Qwen3.5 122B-A10B and 397B-A17B
+        ((4, 1), 256, MANY, {}, "some", False, BF16),  # Gemma 3 1B
+        ((8, 4), 256, RAGGED, WINDOW, "full", False, F16),  # Gemma 3 4B
+        ((16, 8), 256, (3,), WINDOW, "empty", False, F32),  # Gemma 3 12B
+        ((32, 16), 128, (3,), WINDOW, "some", False, BF16),  # Gemma 3 27B
+        ((64, 8), 64, RAGGED, WINDOW, "full", True, BF16),  # gpt-oss
+        ((64, 8), 64, (300, 3), SHARED, "empty", True, F32),
+        ((96, 8), 128, (3,), {}, "some", False, BF16),  # GLM-4.5, 4.6 and 4.7
+        ((32, 2), 128, RAGGED, {}, "full", False, F32),  # GLM-4 9B
     ],
 )
 def test_head_shapes_of_served_models(
-    function: AttendPacked, heads: tuple[int, int], dim: int, dtype: mx.Dtype
+    function: AttendPacked,
+    heads: tuple[int, int],
+    dim: int,
+    lengths: tuple[int, ...],
+    more: dict[str, Any],
+    tail: str,
+    sinks: bool,
+    dtype: mx.Dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tails that are full, and that hold one token alone."""
-    rows = Rows([40, 0, 1], heads, dim, seed=dim)
+    """Each in one order of threads: both are run elsewhere, and cost twice the time."""
+    monkeypatch.setattr(EmulatedKernel, "orders", (BACKWARD if sinks else FORWARD,))
+    rows = Rows(lengths, heads, dim, seed=dim, **more)
     rows.round_to(dtype)
-    rows.visible[0] = True
-    rows.visible[1] = np.arange(TAIL) == CURSOR
-    out, *_ = rows.attend(function, sinks=True, dtype=dtype)
-    expected = rows.expected(sinks=True)
-    atol = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}[dtype]
+    if tail != "some":
+        rows.visible[:] = tail == "full"
+        rows.visible[:, CURSOR] = True
+    out, *tails = rows.attend(function, sinks=sinks, dtype=dtype)
+    expected = rows.expected(sinks=sinks)
+    atol = {F32: 2e-6, F16: 1e-3, BF16: 8e-3}[dtype]
     np.testing.assert_allclose(out, expected, atol=atol * max(1, np.abs(expected).max()))
+    for new_tail, old, new in zip(tails, rows.tails, rows.new, strict=True):
+        old[:, :, CURSOR] = new[:, :, 0]
+        np.testing.assert_array_equal(new_tail, old)
 
 
-def test_short_rows_are_one_stretch_and_long_ones_fill_a_gpu() -> None:
+@pytest.mark.parametrize(
+    ("architecture", "stretches"),
+    [("applegpu_g13g", 20), ("applegpu_g16s", 40), ("applegpu_g14d", 80), ("sm_90", 20)],
+)
+def test_short_rows_are_one_stretch_and_long_ones_fill_a_gpu(
+    architecture: str, stretches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda _: {"architecture": architecture})
     form = Form.of(16, 8, (128, 128), 2)
     assert cut(8, 100, form) == cut(256, 500, form) == (1, 256)
-    assert cut(8, 8000, form) == (66, 128)
-    assert cut(256, 8000, form) == (2, 128)
+    assert cut(8, 8000, form) == (stretches, 128)
+    assert cut(8, 1000, form) == (15, 128)  # of 64 columns at least
+    assert cut(80, 8000, form) == (stretches // 10, 128)
     assert cut(2048, 100_000, form) == (1, 128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,46 @@ def test_metal_takes_blocks_where_its_fused_kernel_is_slow(
     x = mx.zeros((1, 1, NUM_QUERIES, dim))
     query_blocks.attend(attention, x, x, x, "causal")
     assert len(attention.calls) == num_calls
+
+
+@pytest.mark.parametrize(
+    ("architecture", "macos", "num_queries", "dim", "mask", "dtype", "fused"),
+    [
+        ("applegpu_g17s", "26.2", 1024, 256, "causal", mx.bfloat16, True),
+        ("applegpu_g17d", "27.0", 2048, 256, "causal", mx.float16, True),
+        ("applegpu_g17s", "26.1", 1024, 256, "causal", mx.bfloat16, False),
+        ("applegpu_g16s", "26.2", 1024, 256, "causal", mx.bfloat16, False),
+        ("applegpu_g17p", "26.2", 1024, 256, "causal", mx.bfloat16, False),
+        ("applegpu_g18p", "26.2", 1024, 256, "causal", mx.bfloat16, True),
+        ("applegpu_g17s", "26.2", 1023, 256, "causal", mx.bfloat16, False),
+        ("applegpu_g17s", "26.2", 1024, 192, "causal", mx.bfloat16, False),
+        ("applegpu_g17s", "26.2", 1024, 256, None, mx.bfloat16, False),
+        ("applegpu_g17s", "26.2", 1024, 256, "causal", mx.float32, False),
+    ],
+)
+def test_metal_takes_mlx_s_kernel_for_matrix_units_where_mlx_would(
+    architecture: str,
+    macos: str,
+    num_queries: int,
+    dim: int,
+    mask: str | None,
+    dtype: mx.Dtype,
+    fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit(monkeypatch, 1)
+    monkeypatch.setattr(query_blocks, "on_metal", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda _: {"architecture": architecture})
+    monkeypatch.setattr(platform, "mac_ver", lambda: (macos, ("", "", ""), ""))
+    seen: list[bool] = []
+
+    def attention(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
+        seen.append(options.get("force_fused", False))
+        return q
+
+    x = mx.zeros((1, 1, num_queries, dim), dtype)
+    query_blocks.attend(attention, x, x, x, mask)
+    assert (seen == [True]) == fused
 
 
 def test_scores_and_their_copies_are_half_of_the_activations(

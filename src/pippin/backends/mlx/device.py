@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import re
+
 import mlx.core as mx
 
 from pippin.backends.base import DeviceInfo
@@ -17,6 +20,12 @@ METAL_SPARE_DIVISOR = 2
 # Of the buffers that Metal allows, what prompts and the tree may hold. The rest is for weights, for
 # running steps, for buffers that wait to be used again, and for prompts' last hidden vectors.
 LIVE_BUFFERS_DIVISOR = 2
+# Metal tells an architecture, `applegpu_g15s`: generation 15 (M3) and a size. Not the cores, of
+# which these are the most that a size was sold with: phones, M and Pro, Max, Ultra.
+APPLE_GPU = re.compile(r"applegpu_g(\d+)(\w)")
+APPLE_CORES = {"p": 6, "g": 20, "s": 40, "d": 80}
+OTHER_CORES = APPLE_CORES["g"]
+MATRIX_UNITS_SINCE = 17  # M5; phones one later, and macOS 26.2: mlx/backend/metal/device.cpp
 
 
 def on_cpu() -> bool:
@@ -39,6 +48,25 @@ def device_info() -> DeviceInfo:
         return DeviceInfo("metal", name, most, 0.9, prefill_tokens=2048, max_buffers=buffers)
     memory = info.get("total_memory") or info.get("memory_size") or host_memory_bytes()
     return DeviceInfo("cuda", name, int(memory), 0.85, prefill_tokens=8192, unified=False)
+
+
+def _architecture() -> re.Match[str] | None:
+    return APPLE_GPU.fullmatch(str(mx.device_info(mx.default_device()).get("architecture")))
+
+
+def gpu_cores() -> int:
+    """Of an Apple GPU, about."""
+    found = _architecture()
+    return OTHER_CORES if found is None else APPLE_CORES.get(found[2], OTHER_CORES)
+
+
+def has_matrix_units() -> bool:
+    """Whether mlx has kernels for the matrix units of this Apple GPU."""
+    found = _architecture()
+    if found is None:
+        return False
+    system = tuple(int(part) for part in platform.mac_ver()[0].split(".") if part)
+    return int(found[1]) >= MATRIX_UNITS_SINCE + (found[2] == "p") and system >= (26, 2)
 
 
 def limit_memory(budget_bytes: int, used_bytes: int = 0) -> int:

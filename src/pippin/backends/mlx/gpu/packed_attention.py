@@ -18,14 +18,17 @@ from functools import cache
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
-from pippin.backends.mlx.device import on_metal
+from pippin.backends.mlx.device import gpu_cores, on_metal
 from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND
 from pippin.backends.mlx.layout import LayerCache, Layout
 
 FEWEST_THREADS, MOST_THREADS = 128, 256  # of a threadgroup; not measured on Apple GPUs
 MOST_SHARED = 8192  # numbers in threadgroup memory, where SIMD groups add up: Metal has 32 KiB
 MOST_STATE = 64  # numbers of a lane: its share of the queries, and of the sums
-WANTED_BLOCKS = 528  # about: four for each multiprocessor of a large GPU
+# Threadgroups for each core of the GPU. A core has registers for some 500 threads of 64 numbers of
+# state: four threadgroups, and as many again for cores that are done early. mlx's own attention in
+# two passes takes 64 or 128 for each key head from M to Ultra: at 8 heads 13 to 26 a core.
+BLOCKS_PER_CORE = 8
 SHORTEST_STRETCH = 64  # columns
 ROUNDS_OF_ONE_STRETCH = 16  # of a block over a row's columns, before these are cut
 AHEAD = 2  # columns that a lane fetches before it looks at the first
@@ -113,7 +116,8 @@ def cut(num_blocks: int, num_columns: int, form: Form) -> tuple[int, int]:
     if num_columns <= ROUNDS_OF_ONE_STRETCH * form.most_threads // form.lanes:
         return 1, form.most_threads
     most = num_columns // SHORTEST_STRETCH
-    return max(1, min(most, WANTED_BLOCKS // num_blocks)), FEWEST_THREADS
+    wanted = BLOCKS_PER_CORE * gpu_cores()
+    return max(1, min(most, wanted // num_blocks)), FEWEST_THREADS
 
 
 def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:

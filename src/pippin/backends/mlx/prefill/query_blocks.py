@@ -13,13 +13,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from pippin.backends.mlx.device import on_metal
+from pippin.backends.mlx.device import has_matrix_units, on_metal
 
 COPIES = 3  # of the scores, that are alive at a time: as computed, masked, as weights
 MOST_BYTES, LEAST_BYTES = 256 << 20, 4 << 20
 QUERY_STEP = 32  # blocks are multiples of this: few shapes, and whole tiles of a product
-# Head dimensions for which Metal's fused kernel is slower than its products.
+# Head dimensions for which Metal's fused kernel is slower than its products, but for one on M5.
 SLOW_FUSED_DIMS = (192, 256)
+MATRIX_UNIT_DIM, MATRIX_UNIT_QUERIES = 256, 1024  # from which on mlx takes it itself
 
 
 @dataclass
@@ -70,12 +71,20 @@ def _fused(
     attention: Attention, queries: mx.array, keys: mx.array, values: mx.array, mask: Any
 ) -> mx.array | None:
     """The same by a kernel that keeps no scores; None if there is none worth having."""
-    if on_metal() and queries.shape[-1] in SLOW_FUSED_DIMS:
+    slow = on_metal() and queries.shape[-1] in SLOW_FUSED_DIMS
+    if slow and not _for_matrix_units(queries, mask):
         return None
     try:
         return attention(queries, keys, values, mask=mask, force_fused=True)
     except ValueError:  # mlx says so at once: nothing has been computed
         return None
+
+
+def _for_matrix_units(queries: mx.array, mask: Any) -> bool:
+    """mlx's own rule (0.32.4, mlx/backend/metal/scaled_dot_product_attention.cpp), without TF32."""
+    _, _, num_queries, dim = queries.shape
+    large = dim == MATRIX_UNIT_DIM and num_queries >= MATRIX_UNIT_QUERIES
+    return large and isinstance(mask, str) and queries.dtype != mx.float32 and has_matrix_units()
 
 
 def _of_queries(mask: Any, start: int, stop: int) -> Any:
