@@ -40,9 +40,10 @@ from pippin.backends.mlx.cpu.operations.linear import pack_head
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks
-from pippin.backends.mlx.recurrent.calls import Kind, is_among, record_call
+from pippin.backends.mlx.recurrent.calls import Call, Kind, is_among, record_call
 from pippin.backends.mlx.recurrent.conv import is_depthwise, use_shift_conv1d
 from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update
+from pippin.backends.mlx.recurrent.slices import run_in_slices
 from pippin.backends.mlx.recurrent.ssm import ssm_update
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {
@@ -115,8 +116,8 @@ def _dispatcher(name: str) -> Callable[..., Any]:
             return original(*args, **kwargs)
         if name in RECURRENCES:
             record_call(name, args, kwargs)
-            if mlx_lm_kinds and is_among(mlx_lm_kinds, name, args, kwargs):
-                return original(*args, **kwargs)
+            if mlx_lm_kinds and is_among(mlx_lm_kinds, call := Call.of(name, args, kwargs)):
+                return run_in_slices(original, call)
         return replacement(*args, **kwargs)
 
     dispatch.__name__ = name

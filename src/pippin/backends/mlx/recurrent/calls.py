@@ -57,6 +57,10 @@ class Call:
         return {name: self.arguments[name] for name in TOKEN_ARGUMENTS[self.function]}
 
     @property
+    def num_tokens(self) -> int:
+        return int(next(iter(self.tokens.values())).shape[1])
+
+    @property
     def shapes(self) -> str:
         first = next(iter(self.tokens.values())).dtype
         parts = []
@@ -68,14 +72,22 @@ class Call:
     def kind(self, phase: Phase | None = None) -> Kind:
         """The kind of this call, or that of one like it in another phase."""
         if phase is None:
-            num_tokens = next(iter(self.tokens.values())).shape[1]
-            phase = "decode" if num_tokens == 1 else "prefill"
+            phase = "decode" if self.num_tokens == 1 else "prefill"
         return Kind(self.function, phase, self.shapes)
 
     @property
     def ragged(self) -> bool:
         """Whether some tokens may be padding."""
         return any(self.arguments.get(name) is not None for name in PADDING)
+
+    def between(self, start: int, stop: int) -> Call:
+        """The call for these tokens alone. Counts of tokens, `lengths`, are not cut."""
+        assert self.arguments.get("lengths") is None
+        cut = {name: array[:, start:stop] for name, array in self.tokens.items()}
+        mask = self.arguments.get("mask")
+        if mask is not None:
+            cut["mask"] = mask[:, start:stop]
+        return replace(self, arguments={**self.arguments, **cut})
 
     def resized(self, num_rows: int, num_tokens: int, seed: int = 0) -> Call:
         """A call of the same kind on other numbers: no state yet, no padding."""
@@ -92,14 +104,11 @@ class Call:
         return replace(self, arguments=kept | drawn)
 
 
-def is_among(
-    kinds: frozenset[Kind], function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
+def is_among(kinds: frozenset[Kind], call: Call) -> bool:
     """Whether a call is for mlx-lm's function, given the kinds that it was chosen for. Its Mamba-2
     kernels do not always pass over padding: ragged rows of these are ours whatever was chosen.
     """
-    call = Call.of(function, args, kwargs)
-    return call.kind() in kinds and not (function == "ssm_update" and call.ragged)
+    return call.kind() in kinds and not (call.function == "ssm_update" and call.ragged)
 
 
 _recorded: ContextVar[dict[str, Call] | None] = ContextVar("pippin_recurrent_calls", default=None)

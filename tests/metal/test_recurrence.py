@@ -1,0 +1,113 @@
+"""Gated DeltaNet on Metal as we run it: mlx-lm's kernels, in slices where states are tapped.
+
+Against mlx-lm's plain operations, token by token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import gated_delta
+
+from metal.emulator import FORWARD, needs_clang, use_emulator
+from pippin.backends.mlx import substitutions
+from pippin.backends.mlx.recurrent.calls import Call
+from pippin.backends.mlx.recurrent.taps import tap_block_states
+
+pytestmark = [needs_clang, pytest.mark.slow]
+
+UPDATE = "gated_delta_update"
+F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
+TOLERANCES = {F32: 1e-5, F16: 2e-3, BF16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def _metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-lm's own choice of kernel, with each kernel in the emulator."""
+    use_emulator(monkeypatch, orders=(FORWARD,))
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    for masked in (False, True):
+        kernel = gated_delta._make_gated_delta_kernel(has_mask=masked)
+        monkeypatch.setattr(gated_delta, "_gated_delta_kernel" + "_masked" * masked, kernel)
+    packed = gated_delta._make_gated_delta_packed_kernel()
+    monkeypatch.setattr(gated_delta, "_gated_delta_kernel_packed", packed)
+
+
+def arguments(
+    rows: int, tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: mx.Dtype
+) -> dict[str, Any]:
+    """`heads` and `dims`: of keys and of values."""
+    mx.random.seed(tokens)
+    keys = {
+        name: mx.random.normal((rows, tokens, heads[0], dims[0])) * dims[0] ** -0.5 for name in "qk"
+    }
+    values = {"v": (heads[1], dims[1]), "a": (heads[1],), "b": (heads[1],)}
+    drawn = keys | {name: mx.random.normal((rows, tokens, *own)) for name, own in values.items()}
+    layer = {"A_log": mx.random.normal((heads[1],)), "dt_bias": mx.random.normal((heads[1],))}
+    state = mx.random.normal((rows, heads[1], dims[1], dims[0]))
+    return {name: array.astype(dtype) for name, array in drawn.items()} | layer | {"state": state}
+
+
+def as_served(given: dict[str, Any]) -> tuple[mx.array, mx.array]:
+    """As a layer's call runs inside of our forwards where mlx-lm's kernel was chosen."""
+    kind = Call.of(UPDATE, (), given).kind()
+    with substitutions.active(frozenset({kind})):
+        y, state = substitutions._DISPATCHERS[UPDATE](**given)
+    return y, state
+
+
+def plain(given: dict[str, Any]) -> tuple[mx.array, mx.array]:
+    y, state = gated_delta.gated_delta_update(**given, use_kernel=False)
+    return y, state
+
+
+def worst(a: mx.array, b: mx.array) -> float:
+    return float(mx.abs(a.astype(F32) - b.astype(F32)).max())
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "dims", "dtype"),
+    [
+        (1, (16, 16), (128, 128), BF16),  # Qwen3.5 0.8B and 2B
+        (2, (16, 32), (128, 128), F16),  # Qwen3.5 4B and 9B, Qwen3-Next 80B
+        (1, (16, 48), (128, 128), BF16),  # Qwen3.5 27B
+        (1, (16, 64), (128, 128), F32),  # Qwen3.5 122B-A10B and 397B-A17B
+        (64, (1, 2), (128, 16), BF16),
+        (3, (2, 4), (64, 32), F32),
+    ],
+)
+def test_a_decode_step(
+    rows: int, heads: tuple[int, int], dims: tuple[int, int], dtype: mx.Dtype
+) -> None:
+    given = arguments(rows, 1, heads, dims, dtype)
+    y, state = as_served(given)
+    expected, expected_state = plain(given)
+    assert y.dtype == dtype
+    assert state.dtype == F32
+    assert worst(y, expected) < TOLERANCES[dtype]
+    assert worst(state, expected_state) < TOLERANCES[F32]
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_chunk_gives_its_states_at_every_64_tokens(rows: int, dtype: mx.Dtype) -> None:
+    """And the numbers of one call, to the bit. Two rows are of two lengths."""
+    given = arguments(rows, 150, (1, 2), (128, 8), dtype)
+    lengths = mx.array([150, 70][:rows])
+    if rows > 1:
+        given["mask"] = mx.arange(150) < lengths[:, None]
+    whole, last = as_served(given)
+    with tap_block_states() as layers:
+        y, state = as_served(given)
+    assert mx.array_equal(y, whole).item()
+    assert mx.array_equal(state, last).item()
+    (states,) = layers
+    assert len(states) == 3
+    for end, tapped in zip((64, 128, 150), states, strict=True):
+        cut = Call.of(UPDATE, (), given).between(0, end).arguments
+        expected, expected_state = plain(dict(cut))
+        assert worst(tapped, expected_state) < TOLERANCES[F32]
+    keep = (mx.arange(150) < lengths[:, None])[..., None, None]
+    assert worst(mx.where(keep, y, 0), mx.where(keep, expected, 0)) < TOLERANCES[dtype]
