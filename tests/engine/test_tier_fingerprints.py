@@ -25,6 +25,11 @@ def test_the_number_of_a_backends_arithmetic_counts(
     assert fingerprint(config, FakeBackend()) != first
 
 
+def test_with_safe_nothing_is_read_that_our_operations_wrote() -> None:
+    safe = Config(model=FAKE.model, engine=EngineConfig(safe=True))
+    assert fingerprint(safe, FakeBackend()) != fingerprint(FAKE, FakeBackend())
+
+
 def test_backends_name_their_number_and_their_libraries() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("mlx.core")

@@ -17,7 +17,7 @@ HELP_ALL = "--help-all"
 
 # heading: (fields that --help lists, fields that only --help-all lists)
 _FIELDS: dict[str, tuple[str, str]] = {
-    "Model": ("model backend dtype revision max_len deterministic", ""),
+    "Model": ("model backend dtype revision max_len deterministic safe", ""),
     "Memory": ("memory", "wired buffer_limit"),
     "Prefix cache": (
         "prefix_cache cache_dir disk host_cache",

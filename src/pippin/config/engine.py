@@ -68,6 +68,11 @@ class EngineConfig:
     """Return bit-identical results whether a prefix was cached or not and whether requests ran
     alone or in a batch: fixed shapes, and float32 products without TF32. Slower."""
 
+    safe: bool = False
+    """Compute with plain operations of mlx or torch alone: none of Pippin's own CPU operations and
+    GPU kernels, no compiled decode steps, no captured graphs. Slower; for machines where `pippin
+    doctor` finds that one of them computes wrong results."""
+
     wired: bool = False
     """Keep the weights wired in memory on Metal, so that macOS does not swap them out. Off by
     default because wired memory can cause a macOS kernel panic."""
@@ -89,6 +94,11 @@ class EngineConfig:
             raise ConfigError(
                 "speculate and deterministic exclude each other: a token's numbers depend on how "
                 "many are verified beside it; remove --speculate or --deterministic"
+            )
+        if self.safe and self.speculate != "off":
+            raise ConfigError(
+                "speculate and safe exclude each other: drafts are verified by operations of "
+                "Pippin's own; remove --speculate or --safe"
             )
         if self.memory != "auto":
             parse_memory(self.memory)

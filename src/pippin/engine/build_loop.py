@@ -138,6 +138,7 @@ def load_backend(config: Config, progress: Progress) -> Backend:
         "dtype": config.model.dtype,
         "max_len": config.model.max_len,
         "deterministic": config.engine.deterministic,
+        "safe": config.engine.safe,
         "fingerprints": keeps_fingerprints(config.engine),
         "max_depth": _max_depth(config.engine),
         "progress": progress,

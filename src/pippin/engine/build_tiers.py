@@ -149,13 +149,16 @@ def fingerprint(config: Config, backend: Backend) -> bytes:
 
     Entries are read by the backend that wrote them alone, with the same libraries: what an error
     that was fixed in either has computed must not be read again. Deterministic runs share entries
-    with no other device or version either, which may round differently.
+    with no other device or version either, which may round differently. With --safe nothing is read
+    that an operation or a kernel of ours may have written.
     """
     kept = [component for component in Component if component in backend.spec.components]
     facts = {c.value: repr(backend.payload_arrays(c, 1)) for c in kept}
     facts["arithmetic"] = backend.arithmetic
     if config.engine.deterministic:
         facts["deterministic"] = f"{backend.device.kind} {__version__}"
+    if config.engine.safe:
+        facts["safe"] = "plain operations"
     if config.model.backend == "fake":
         return hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=32).digest()
     return model_fingerprint(Path(config.model.model), facts)

@@ -14,7 +14,7 @@ from pippin.errors import PippinError
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # Variables with paths; a service does not inherit the environment of the terminal.
 CARRIED = (
-    *("HF_HOME", "HF_HUB_CACHE", "PIPPIN_BLAS", "PIPPIN_OPERATIONS"),
+    *("HF_HOME", "HF_HUB_CACHE", "PIPPIN_BLAS"),
     *("XDG_CACHE_HOME", "XDG_CONFIG_HOME"),
 )
 RESTART_S = 10  # between a failure and the next start

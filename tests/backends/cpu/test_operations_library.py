@@ -25,7 +25,6 @@ needs_compiler = pytest.mark.skipif(
 def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A user's cache directory with nothing in it, and nothing remembered of another one."""
     monkeypatch.setattr(library, "user_cache_path", lambda _: tmp_path)
-    monkeypatch.delenv("PIPPIN_OPERATIONS", raising=False)
     library.find_library.cache_clear()
     yield
     library.find_library.cache_clear()
@@ -195,11 +194,6 @@ def test_a_library_whose_trials_are_not_known_is_tried(
         monkeypatch.setattr(subprocess, "run", commands)
         assert find_again().path is not None
         assert not commands.left
-
-
-def test_they_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIPPIN_OPERATIONS", "off")
-    assert library.find_library() == library.OperationsReport(reason="PIPPIN_OPERATIONS=off")
 
 
 def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

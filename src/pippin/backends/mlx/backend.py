@@ -89,22 +89,24 @@ class MLXBackend:
             loaded.layout, packer, loaded.hidden_bytes, loaded.head.dtype or loaded.dtype
         )
         self._fingerprints = MLXFingerprints() if fingerprints else None
-        self._sampler = MLXSampler(loaded.vocab_size, num_slots)
+        self._sampler = MLXSampler(loaded.vocab_size, num_slots, safe=loaded.safe)
         self._admitted: dict[int, Admit] = {}
         self._shapes = RecentShapes()
-        self.steps_are_compiled = not deterministic and compile_without_fusing()
-        self._decodes = Decodes(
-            loaded,
-            self._captures,
-            self._admitted,
-            self._sampler,
-            num_slots=num_slots,
-            max_depth=max_depth,
-            seen=self._shapes,
-            compiled=self.steps_are_compiled,
-            deterministic=deterministic,
-            debug=debug,
-        )
+        may_compile = not (deterministic or loaded.safe)
+        self.steps_are_compiled = may_compile and compile_without_fusing()
+        with loaded.operating():
+            self._decodes = Decodes(
+                loaded,
+                self._captures,
+                self._admitted,
+                self._sampler,
+                num_slots=num_slots,
+                max_depth=max_depth,
+                seen=self._shapes,
+                compiled=self.steps_are_compiled,
+                deterministic=deterministic,
+                debug=debug,
+            )
         self._sampling = Sampling(self._sampler, self._decodes.future_map, self._admitted)
         self.max_depth, self.drafts_itself = self._decodes.max_depth, 0
         self._footprint = Footprint(loaded.layout, self.max_depth)
@@ -144,6 +146,7 @@ class MLXBackend:
         dtype: str = "auto",
         max_len: int | None = None,
         deterministic: bool = False,
+        safe: bool = False,
         wired: bool = False,
         fingerprints: bool = False,
         max_depth: int = 0,
@@ -152,7 +155,7 @@ class MLXBackend:
         """`wired`: the weights' memory, on Metal."""
         if wired and not on_metal():
             raise LoadError(f"wired: only Metal wires memory, this is {device_info().kind}")
-        loaded = load(path, dtype=dtype, deterministic=deterministic, progress=progress)
+        loaded = load(path, dtype=dtype, deterministic=deterministic, safe=safe, progress=progress)
         return cls(
             loaded,
             num_slots=num_slots,
@@ -164,6 +167,10 @@ class MLXBackend:
         )
 
     def launch(self, plan: StepPlan) -> MLXPending:
+        with self._loaded.operating():
+            return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> MLXPending:
         if self._resident is not None:
             self._resident.keep()
         if self._fingerprints is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from pippin.backends.mlx import refusals, substitutions
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
-from pippin.backends.mlx.cpu.operations.bindings import operations
+from pippin.backends.mlx.cpu.operations.bindings import operations, without_operations
 from pippin.backends.mlx.cpu.operations.linear import pack_linear_layers
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.gpu.attention_times import choose_attention
@@ -51,6 +52,7 @@ class LoadedModel:
     hidden_bytes: int = 0  # of what the head reads of one token; 0: not known
     recurrences: tuple[Choice, ...] = ()
     attention: AttentionPaths = field(default_factory=AttentionPaths)  # of decode steps
+    safe: bool = False  # plain operations of mlx alone
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""
@@ -67,6 +69,10 @@ class LoadedModel:
         with self.head.replaying(hidden):
             return _forward(self.model, self._mlx_lm_kinds, tokens, make_prompt_cache(self.model))
 
+    def operating(self) -> AbstractContextManager[None]:
+        """Whatever runs this model runs inside."""
+        return without_operations() if self.safe else nullcontext()
+
     @cached_property
     def _mlx_lm_kinds(self) -> frozenset[Kind]:
         return _mlx_lm_kinds(self.recurrences)
@@ -77,27 +83,31 @@ def load(
     *,
     dtype: str = "auto",
     deterministic: bool = False,
+    safe: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
-    """`deterministic`: nothing is chosen by timing."""
+    """`deterministic`: nothing is chosen by timing. `safe`: plain operations of mlx alone."""
     compile_without_fusing()
     if on_cpu():
         keep_large_buffers()
-        progress("preparing CPU operations, which are compiled once on a machine")
-        operations()
+        if not safe:
+            progress("preparing CPU operations, which are compiled once on a machine")
+            operations()
     progress("reading the checkpoint")
     try:
         model, config = load_model(path, lazy=True)
     except (ValueError, FileNotFoundError) as error:
         raise LoadError(f"{path.name}: {error}") from error
-    return prepare(
-        model,
-        config,
-        dtype=dtype,
-        name=path.name,
-        deterministic=deterministic,
-        progress=progress,
-    )
+    with without_operations() if safe else nullcontext():
+        return prepare(
+            model,
+            config,
+            dtype=dtype,
+            name=path.name,
+            deterministic=deterministic,
+            safe=safe,
+            progress=progress,
+        )
 
 
 def prepare(
@@ -107,6 +117,7 @@ def prepare(
     dtype: str = "auto",
     name: str = "model",
     deterministic: bool = False,
+    safe: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
     """Make an mlx-lm model ready to serve; `config` is its config.json."""
@@ -117,13 +128,13 @@ def prepare(
     mx.eval(model.parameters())
     model.eval()
     progress("preparing layers")
-    head = substitutions.install(model, cpu=on_cpu())
-    if not on_cpu() or operations("linear") is not None:
+    head = substitutions.install(model, cpu=on_cpu(), safe=safe)
+    if not safe and (not on_cpu() or operations("linear") is not None):
         _merge_linear_layers(model)
     try:
         with record_calls() as calls:
             discovered = discover(model, partial(_forward, model, frozenset()))
-        recurrences = choose_recurrences(calls.values(), deterministic=deterministic)
+        recurrences = choose_recurrences(calls.values(), deterministic=deterministic, safe=safe)
         forward = partial(_forward, model, _mlx_lm_kinds(recurrences))
         layout = runnable_layout(discovered, forward)
     except UnsupportedLayout as error:
@@ -143,7 +154,10 @@ def prepare(
         state_taps=can_tap(layout, forward),
         hidden_bytes=hidden_bytes,
         recurrences=recurrences,
-        attention=_choose_attention(layout, forward, deterministic=deterministic),
+        attention=AttentionPaths()
+        if safe
+        else _choose_attention(layout, forward, deterministic=deterministic),
+        safe=safe,
     )
 
 

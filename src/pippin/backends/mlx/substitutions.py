@@ -127,10 +127,11 @@ def _dispatcher(name: str) -> Callable[..., Any]:
 _DISPATCHERS = {name: _dispatcher(name) for name in _ORIGINALS}
 
 
-def install(model: Module, *, cpu: bool) -> Head:
-    """Substitute in `model` and its modules."""
+def install(model: Module, *, cpu: bool, safe: bool = False) -> Head:
+    """Substitute in `model` and its modules. `safe`: by plain operations alone."""
     names = ["scaled_dot_product_attention", *RECURRENCES]
-    if cpu:
+    has_operations = cpu and not safe
+    if has_operations:
         names.append("swiglu")
         mx.fast.rms_norm, mx.fast.rope = _DISPATCHERS["rms_norm"], _DISPATCHERS["rope"]
     for module in _python_modules(model):
@@ -140,7 +141,7 @@ def install(model: Module, *, cpu: bool) -> Head:
     for _, part in model.named_modules():
         if type(part) is Conv1d and is_depthwise(part):
             use_shift_conv1d(part, cpu=cpu)
-    if cpu:
+    if has_operations:
         use_one_operation(model)
         pack_head(model)
     return Head(model)

@@ -1,7 +1,8 @@
 """Chooses between mlx-lm's recurrences and ours, by timing both on a model's own shapes.
 
-Only where mlx-lm has a kernel there is something to time: on Metal. Elsewhere, and in deterministic
-mode, it is ours at once. The times are remembered in a file (timing.py).
+Only where mlx-lm has a kernel there is something to time: on Metal. Elsewhere, and with
+--deterministic or --safe, it is ours at once, in plain operations. The times are remembered in a
+file (timing.py).
 
 Both yield the states at every 64 tokens inside of a prefill forward: mlx-lm's kernel runs once for
 each 64 tokens then (slices.py), and is timed so.
@@ -42,6 +43,7 @@ CHAIN: dict[Phase, int] = {"prefill": 2, "decode": 16}
 SIMD_WIDTH = 32  # mlx-lm's kernels give each lane a whole share of a row
 SUBJECT = "recurrences"
 DETERMINISTIC = "deterministic mode does not go by times"
+SAFE = "--safe: in plain operations"
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,7 @@ def choose_recurrences(
     calls: Iterable[Call],
     *,
     deterministic: bool,
+    safe: bool = False,
     path: Path | None = None,
     obstacle: Callable[[Call, Phase], str | None] = obstacle_to_mlx_lm,
     seconds_of: Timer | None = None,
@@ -123,7 +126,8 @@ def choose_recurrences(
     choices = []
     for call, phase in ((call, phase) for call in calls for phase in PHASES):
         kind = call.kind(phase)
-        reason = DETERMINISTIC if deterministic else obstacle(call, phase)
+        fixed = SAFE if safe else DETERMINISTIC if deterministic else None
+        reason = fixed or obstacle(call, phase)
         if reason is not None:
             choices.append(Choice(kind, obstacle=reason))
             continue

@@ -30,6 +30,10 @@ BEYOND_FAR = FAR * 100
 
 
 class MLXSampler(Sampler[mx.array]):
+    def __init__(self, vocab_size: int, num_slots: int, *, safe: bool = False) -> None:
+        super().__init__(vocab_size, num_slots)
+        self._safe = safe  # plain operations of mlx alone
+
     def _send(self, array: np.ndarray) -> mx.array:
         return send(array)
 
@@ -66,7 +70,7 @@ class MLXSampler(Sampler[mx.array]):
         return x.astype(mx.float32) - forbidden * BEYOND_FAR
 
     def _draw(self, x: mx.array, batch: SampleBatch[mx.array], keys: Any) -> mx.array:
-        ours = operations("choose")
+        ours = None if self._safe else operations("choose")
         if ours is not None:
             return ours.choose(x.astype(mx.float32), batch.choices, mx.array(keys))
         return super()._draw(x, batch, keys)

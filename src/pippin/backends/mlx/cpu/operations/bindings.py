@@ -9,6 +9,7 @@ import ctypes
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -223,34 +224,33 @@ def _loaded() -> Operations | None:
     return Operations(found.path, num_threads(), found.left_out)
 
 
-_in_use = True
+_in_use: ContextVar[bool] = ContextVar("pippin_operations", default=True)
 
 
 def operations(*names: str) -> Operations | None:
     """None where mlx's own are to be used, as where one of these does not work here."""
-    ours = _loaded() if _in_use and on_cpu() else None
+    ours = _loaded() if _in_use.get() and on_cpu() else None
     return None if ours is None or not ours.left_out.isdisjoint(names) else ours
 
 
 def check_operations() -> None:
     """Call once a step was computed: what fails in mlx's threads cannot raise there."""
-    ours = operations()
+    ours = _loaded() if _loaded.cache_info().currsize else None  # --safe needs no library
     failure = None if ours is None else ours.take_failure()
     if failure is not None:
         raise RuntimeError(
-            f"a CPU operation failed: {failure}. PIPPIN_OPERATIONS=off uses mlx's own"
+            f"a CPU operation of Pippin's failed: {failure}. --safe computes with mlx's own"
         )
 
 
 @contextmanager
 def without_operations() -> Iterator[None]:
-    """mlx's own inside, to compare with."""
-    global _in_use
-    before, _in_use = _in_use, False
+    """mlx's own inside, in this thread: with --safe, and to compare with."""
+    token = _in_use.set(False)
     try:
         yield
     finally:
-        _in_use = before
+        _in_use.reset(token)
 
 
 def narrowed(x: mx.array) -> mx.array:

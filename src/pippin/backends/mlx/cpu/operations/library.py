@@ -10,8 +10,7 @@ Where it lies inside is nanobind's business, so everything is tried first, in a 
 crash (check.py). What came of it is remembered beside the library: an operation that crashes or
 computes something else is left out by name. mlx's own are used instead of it, and of all of them
 where the library does not fit or there is no compiler. Failures that the next process may not have
-(no memory, a full disk, a compiler that was killed) are not remembered. `PIPPIN_OPERATIONS=off`
-uses mlx's own always.
+(no memory, a full disk, a compiler that was killed) are not remembered.
 """
 
 from __future__ import annotations
@@ -70,8 +69,6 @@ class OperationsReport:
 @functools.cache
 def find_library() -> OperationsReport:
     """The first call on a machine builds it, which takes some seconds."""
-    if os.environ.get("PIPPIN_OPERATIONS") == "off":
-        return OperationsReport(reason="PIPPIN_OPERATIONS=off")
     if platform.system() != "Linux":
         return OperationsReport(reason="they are for Linux")
     compiler = shutil.which("g++")
