@@ -70,7 +70,7 @@ CROWD = (
 
 def attend_as_a_kernel(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     """A kernel reads mains and tails as they lie: columns one after the other, head after head."""
-    arrays = (*call.main, *call.tail)
+    arrays = (*(side for pair in call.mains for side in pair), *call.tail)
     mx.eval(arrays)
     assert all(memoryview(array).c_contiguous for array in arrays)
     return attend_joined(call)
@@ -165,8 +165,11 @@ def test_packed_and_padded_as_on_a_gpu_everyone_says_what_mlx_lm_says(family: st
     check(family, serve(family, CROWD, like_a_gpu=True))
 
 
-@pytest.mark.parametrize("path", [Path.JOINED, Path.PIECES])
-@pytest.mark.parametrize("kernel", [None, attend_joined], ids=["cohorts", "packed"])
+@pytest.mark.parametrize(
+    ("kernel", "path"),
+    [(None, Path.JOINED), (None, Path.PIECES), (attend_joined, Path.JOINED)],
+    ids=["cohorts, joined", "cohorts in pieces", "packed"],
+)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
 def test_however_layers_attend_everyone_says_what_mlx_lm_says(
     family: str, kernel: AttendPacked | None, path: Path

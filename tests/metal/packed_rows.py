@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
+from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttendPacked, PackedCall
 
 TAIL, CURSOR = 64, 17
 
@@ -74,18 +74,42 @@ class Rows:
             rounded = mx.array(getattr(self, name)).astype(dtype).astype(mx.float32)
             setattr(self, name, np.array(rounded))
 
+    def cut(self, num_segments: int) -> tuple[list[np.ndarray], np.ndarray]:
+        """Rows' columns in so many segments, with large numbers between them."""
+        rng = np.random.default_rng(num_segments)
+        others = np.full((*self.mains.shape[:2], 3, self.mains.shape[3]), 1e3, np.float32)
+        parts: list[list[np.ndarray]] = [[others] for _ in range(num_segments)]
+        cut: dict[tuple[int, int], np.ndarray] = {}  # rows that share their columns
+        for start, count in map(tuple, self.places):
+            if (start, count) in cut:
+                continue
+            cuts = np.sort(rng.integers(0, count + 1, num_segments - 1))
+            pieces = cut[start, count] = np.zeros((MOST_SEGMENTS, 2), np.int32)
+            pairs = zip([0, *cuts], [*cuts, count], strict=True)
+            for number, (first, last) in enumerate(pairs):
+                pieces[number] = sum(part.shape[2] for part in parts[number]), last - first
+                parts[number] += [self.mains[:, :, start + first : start + last], others]
+        places = np.stack([cut[start, count] for start, count in map(tuple, self.places)])
+        return [np.concatenate(part, axis=2) for part in parts], places
+
     def attend(
-        self, function: AttendPacked, *, sinks: bool, dtype: mx.Dtype = mx.float32
+        self,
+        function: AttendPacked,
+        *,
+        sinks: bool,
+        dtype: mx.Dtype = mx.float32,
+        num_segments: int = 1,
     ) -> list[np.ndarray]:
         def pair(sides: np.ndarray) -> tuple[mx.array, mx.array]:
             return mx.array(sides[0]).astype(dtype), mx.array(sides[1]).astype(dtype)
 
+        segments, places = self.cut(num_segments)
         call = PackedCall(
             mx.array(self.q).astype(dtype),
             *pair(self.new),
             pair(self.tails),
-            pair(self.mains),
-            mx.array(self.places),
+            [pair(segment) for segment in segments],
+            mx.array(places),
             mx.array(self.visible),
             mx.array([CURSOR], dtype=mx.int32),
             self.q.shape[-1] ** -0.5,

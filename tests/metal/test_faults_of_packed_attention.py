@@ -93,7 +93,7 @@ def few_rows() -> Rows:
 def off_by() -> float:
     """How far the kernel is from numpy, tails and all."""
     rows = few_rows()
-    results = rows.attend(attend_packed, sinks=False)
+    results = rows.attend(attend_packed, sinks=False, num_segments=2)
     expected = [rows.expected(sinks=False), *rows.tails.copy()]
     for tail, new in zip(expected[1:], rows.new, strict=True):
         tail[:, :, 17] = new[:, :, 0]
@@ -154,9 +154,8 @@ def test_a_planted_fault_is_reported(
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(
-            ("num_main = places[2 * row + 1];", "num_main = places[2 * row + 1] + 1;"), id="column"
-        ),
+        pytest.param(("num_main = end2 + own[7];", "num_main = end2 + own[7] + 1;"), id="column"),
+        pytest.param(("end1 = end0 + own[3];", "end1 = end0;"), id="segment"),
         pytest.param(("i < Tail * D / Vec;", "i < Tail * D / Vec - 1;"), id="tail"),
     ],
 )

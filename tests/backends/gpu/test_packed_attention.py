@@ -15,8 +15,8 @@ import pytest
 from metal.compiled_kernel import CLANG
 from metal.emulator import BACKWARD, FORWARD, EmulatedKernel, use_emulator
 from metal.packed_rows import CURSOR, TAIL, Rows
-from pippin.backends.mlx.attention.paths import AttendPacked
-from pippin.backends.mlx.attention.plain_attention import attend_in_pieces, attend_joined
+from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttendPacked
+from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.gpu import packed_attention
 from pippin.backends.mlx.gpu.packed_attention import Form, attend_packed, cut
 
@@ -77,7 +77,8 @@ def test_rows_of_all_lengths(
     function: AttendPacked, sinks: bool, lengths: list[int], heads: tuple[int, int], dim: int
 ) -> None:
     rows = Rows(lengths, heads, dim, seed=len(lengths))
-    out, keys, values = rows.attend(function, sinks=sinks)
+    num_segments = 1 + len(lengths) % MOST_SEGMENTS
+    out, keys, values = rows.attend(function, sinks=sinks, num_segments=num_segments)
     np.testing.assert_allclose(out, rows.expected(sinks=sinks), atol=2e-6)
     for tail, old, new in zip((keys, values), rows.tails, rows.new, strict=True):
         np.testing.assert_array_equal(tail[:, :, CURSOR], new[:, :, 0])
@@ -92,11 +93,10 @@ def test_rows_of_all_lengths(
 def test_the_only_row(function: AttendPacked, sinks: bool, first: int, length: int) -> None:
     """`first`: columns that its window has passed by."""
     rows = Rows([length], (9, 3), 64, seed=length, first=first)
-    for attend in (function, attend_in_pieces):
-        out, keys, values = rows.attend(attend, sinks=sinks)
-        np.testing.assert_allclose(out, rows.expected(sinks=sinks), atol=2e-6)
-        np.testing.assert_array_equal(keys[:, :, CURSOR], rows.new[0][:, :, 0])
-        np.testing.assert_array_equal(values[:, :, CURSOR], rows.new[1][:, :, 0])
+    out, keys, values = rows.attend(function, sinks=sinks)
+    np.testing.assert_allclose(out, rows.expected(sinks=sinks), atol=2e-6)
+    np.testing.assert_array_equal(keys[:, :, CURSOR], rows.new[0][:, :, 0])
+    np.testing.assert_array_equal(values[:, :, CURSOR], rows.new[1][:, :, 0])
 
 
 @pytest.mark.parametrize("function", [KERNEL])
@@ -117,7 +117,7 @@ def test_a_row_reads_no_columns_of_others(function: AttendPacked) -> None:
     expected = rows.expected(sinks=False)
     rows.mains[:, :, :40] = np.nan  # row 0 overflowed
     rows.mains[:, :, 79:] = np.nan
-    out, *_ = rows.attend(function, sinks=False)
+    out, *_ = rows.attend(function, sinks=False, num_segments=2)
     np.testing.assert_allclose(out[1:], expected[1:], atol=2e-6)
 
 
@@ -189,7 +189,7 @@ def test_head_shapes_of_served_models(
     if tail != "some":
         rows.visible[:] = tail == "full"
         rows.visible[:, CURSOR] = True
-    out, *tails = rows.attend(function, sinks=sinks, dtype=dtype)
+    out, *tails = rows.attend(function, sinks=sinks, dtype=dtype, num_segments=1 + dim % 3)
     expected = rows.expected(sinks=sinks)
     atol = {F32: 2e-6, F16: 1e-3, BF16: 8e-3}[dtype]
     np.testing.assert_allclose(out, expected, atol=atol * max(1, np.abs(expected).max()))

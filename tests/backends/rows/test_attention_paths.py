@@ -41,9 +41,12 @@ def paths(times: PathTimes) -> AttentionPaths:
 
 
 def of_packed(times: PathTimes, lengths: list[int]) -> Path:
-    q, main, unused = queries(len(lengths)), packed_main(sum(lengths)), mx.zeros(1)
+    q, unused = queries(len(lengths)), mx.zeros(1)
     call = PackedCall(
-        q, q, q, main, main, unused, unused, unused, scale=1.0, sinks=None, num_columns=max(lengths)
+        *(q, q, q, packed_main(1), [packed_main(n) for n in lengths], unused, unused, unused),
+        scale=1.0,
+        sinks=None,
+        num_columns=max(lengths),
     )
     return paths(times).of_packed(call)
 
@@ -64,20 +67,14 @@ def test_untimed_it_is_the_kernel_over_packed_rows_and_pieces_of_cohorts() -> No
         ([512], JOINED),
         ([700], JOINED),
         ([20], JOINED),
-        ([4096], PIECES),
-        ([3000], PIECES),
+        ([4096], KERNEL),
+        ([3000], KERNEL),
         ([512] * 16, KERNEL),
         ([512] * 9, KERNEL),
     ],
 )
 def test_the_nearest_size_counts(lengths: list[int], expected: Path) -> None:
     assert of_packed(LIKE_AN_H200, lengths) is expected
-
-
-def test_packed_rows_are_not_read_in_pieces_unless_there_is_one_row() -> None:
-    times: PathTimes = {Size(1, 512): {KERNEL: 1.0, JOINED: 2.0, PIECES: 0.1}}
-    assert of_packed(times, [512]) is PIECES
-    assert of_packed(times, [512, 512]) is KERNEL
 
 
 def test_rows_that_are_joined_cost_as_much_as_the_longest() -> None:

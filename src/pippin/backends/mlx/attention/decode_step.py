@@ -96,8 +96,9 @@ class DecodeStep:
              stored: by window class, how many of them are in the columns
 
     Packed:
-    mains    [keys, values] by KV cache: [heads, columns of all rows, dim]
-    places   int32 [width, 2] by window class: where a row's columns begin, and how many it sees
+    mains    [keys, values] by KV cache and segment: [heads, columns, dim]
+    places   int32 [width, segments, 2] by window class: where a row's columns begin in a segment,
+             and how many of them it sees
     visible  bool [width, TAIL] by window class
     """
 

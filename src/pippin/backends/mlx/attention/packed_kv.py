@@ -8,14 +8,14 @@ import mlx.core as mx
 
 from pippin.backends.mlx.attention.decode_step import DecodeStep, MainsShape
 from pippin.backends.mlx.attention.paths import AttentionPaths, PackedCall, Path
-from pippin.backends.mlx.attention.plain_attention import attend_in_pieces, attend_joined
+from pippin.backends.mlx.attention.plain_attention import attend_joined
 from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.layout import LayerCache
 
 
 @dataclass(frozen=True)
 class PackedShape(MainsShape):
-    columns: tuple[int, ...]  # by window class of the layout
+    columns: tuple[tuple[int, ...], ...]  # by window class of the layout, by segment
     longest: tuple[int, ...]  # by window class: no row has more columns
     paths: AttentionPaths
 
@@ -25,7 +25,7 @@ class PackedRowKV(RowKV):
 
     def __init__(self, step: DecodeStep, cache: LayerCache, place: int) -> None:
         super().__init__(step, cache, place)
-        self._main = step.tree["mains"][place]
+        self._segments = [(keys, values) for keys, values in step.tree["mains"][place]]
         self._class = step.layout.window_classes.index(cache.window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -42,7 +42,7 @@ class PackedRowKV(RowKV):
             queries,
             *self._new,
             (self.tail[0], self.tail[1]),
-            self._main,
+            self._segments,
             tree["places"][self._class],
             tree["visible"][self._class],
             tree["cursor"],
@@ -50,8 +50,8 @@ class PackedRowKV(RowKV):
             sinks,
             shape.longest[self._class],
         )
-        plain = {Path.JOINED: attend_joined, Path.PIECES: attend_in_pieces}
-        attend = plain.get(shape.paths.of_packed(call), shape.paths.kernel)
+        joins = shape.paths.of_packed(call) is Path.JOINED
+        attend = attend_joined if joins else shape.paths.kernel
         assert attend is not None, "rows are packed only for a kernel"
         out, *self.tail = attend(call)
         return out

@@ -2,7 +2,7 @@
 
     kernel   over mains that lie packed, in one or two launches (gpu/packed_attention.py)
     joined   main and tail as one array, for mlx's fused attention; copies KV in every step
-    pieces   main and tail where they lie, in a dozen plain operations
+    pieces   main and tail of cohorts where they lie, in a dozen plain operations
 
 Knows no rows and times nothing (gpu/attention_times.py does). Which way it is depends on shapes
 alone, so that steps of equal shape stay equal.
@@ -10,7 +10,7 @@ alone, so that steps of equal shape stay equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import log2
@@ -21,6 +21,7 @@ import mlx.core as mx
 from pippin.backends.mlx.payloads.packing import KV
 
 WORTHWHILE = 0.95  # of the time of the way that is taken unless another is faster
+MOST_SEGMENTS = 4  # of the mains of packed rows: a kernel has an argument for each
 MOST_JOINED_BYTES = 128 << 20  # of one layer's copy
 
 
@@ -32,8 +33,8 @@ class PackedCall:
     k: mx.array  # [rows, heads, 1, D]: this step's
     v: mx.array  # [rows, heads, 1, Dv]
     tail: KV  # [rows, heads, TAIL, D or Dv]
-    main: KV  # [heads, columns of all rows, D or Dv]
-    places: mx.array  # int32 [rows, 2]: where a row's columns begin, and how many it sees
+    mains: Sequence[KV]  # by segment: [heads, columns, D or Dv]
+    places: mx.array  # int32 [rows, segments, 2]: where a row's columns begin, and how many it sees
     visible_tail: mx.array  # bool [rows, TAIL]
     cursor: mx.array  # int32 [1]: the tail column of this step
     scale: float
@@ -68,14 +69,12 @@ class AttentionPaths:
 
     def of_packed(self, call: PackedCall) -> Path:
         """The kernel reads what rows hold. To join them is to pad them to the longest."""
-        num_rows, all_columns = call.q.shape[0], call.main[0].shape[1]
+        num_rows, all_columns = call.q.shape[0], sum(keys.shape[1] for keys, _ in call.mains)
         ways = {Path.KERNEL: Size(num_rows, -(-all_columns // num_rows))}
         joined = Size(num_rows, call.num_columns)
-        if can_join(joined, _token_bytes(call.main)):
+        if can_join(joined, _token_bytes(call.tail)):
             ways[Path.JOINED] = joined
-        if num_rows == 1:
-            ways[Path.PIECES] = Size(1, all_columns)
-        return self._fastest(kind_of(call.q, call.main, call.sinks), ways)
+        return self._fastest(kind_of(call.q, call.tail, call.sinks), ways)
 
     def of_cohort(self, queries: mx.array, main: KV, sinks: mx.array | None) -> Path:
         """`main` [lines, heads, columns, dim], a line for each row."""

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from statistics import geometric_mean
 from time import perf_counter
 from typing import Any
 
@@ -71,8 +70,8 @@ class AttentionLayer:
 
     @classmethod
     def of(cls, call: PackedCall) -> AttentionLayer:
-        keys, values = ((side.shape[0], side.shape[2]) for side in call.main)
-        kind = kind_of(call.q, call.main, call.sinks)
+        keys, values = ((side.shape[1], side.shape[3]) for side in call.tail)
+        kind = kind_of(call.q, call.tail, call.sinks)
         return cls(kind, call.q.shape[1], (keys, values), call.q.dtype, call.scale, call.sinks)
 
     @property
@@ -114,24 +113,13 @@ def choose_attention(
     finally:
         mx.clear_cache()
     remembered.save()
-    packs = kernel is not None and _packed_pays(times)
-    return AttentionPaths(kernel if packs else None, times)
-
-
-def _packed_pays(times: Mapping[str, PathTimes]) -> bool:
-    """Whether steps over packed rows are no slower than over cohorts, all sizes taken together."""
-    ratios = []
-    for size, ways in (item for sizes in times.values() for item in sizes.items()):
-        only_cohorts = Path.PIECES if size.num_rows > 1 else None
-        packed = min(ms for path, ms in ways.items() if path is not only_cohorts)
-        ratios.append(packed / min(ms for path, ms in ways.items() if path is not Path.KERNEL))
-    return not ratios or geometric_mean(ratios) <= 1.0
+    return AttentionPaths(kernel, times)
 
 
 def _time_ways(
     layer: AttentionLayer, size: Size, kernel: AttendPacked | None, seconds_of: Timer
 ) -> dict[str, float]:
-    ways = [Path.PIECES] if kernel is None else [Path.PIECES, Path.KERNEL]
+    ways = [Path.PIECES if kernel is None else Path.KERNEL]
     if can_join(size, layer.token_bytes):
         ways.append(Path.JOINED)
     if kernel is not None:
@@ -170,8 +158,7 @@ class TimedStep:
             0, Component.ATTENTION, None, layer.shapes, (layer.dtype,) * 2, Reads.PIECES
         )
         layout = Layout((cache,) * LAYERS, nesting=(0,) * LAYERS)
-        packed = None if path is Path.PIECES else kernel
-        rows = DecodeRows(layout, AttentionPaths(packed, {layer.kind: only_way(path)}))
+        rows = DecodeRows(layout, AttentionPaths(kernel, {layer.kind: only_way(path)}))
         slots, prompt = range(1, size.num_rows + 1), _prompt(layer, size.num_columns)
         rows.join([(slot, prompt) for slot in slots])
         rows.flush()

@@ -1,7 +1,7 @@
 """Attention of one token per row over keys that lie packed, as one or two kernels.
 
-    mains, of all rows:   [ row 0's columns | row 3's columns | row 1's columns | ... ]
-    one row's keys:       [ its columns there | its line of the tails ]
+    a segment of mains:   [ row 0's columns | row 3's columns | row 1's columns | ... ]
+    one row's keys:       [ its columns of segment 0 | of segment 1 | ... | its line of the tails ]
 
 Plain operations take a dozen launches for it, and with many layers a decode step on a GPU is all
 launches. Here a block of threads takes a stretch of one row's columns for the queries of one key
@@ -17,7 +17,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from pippin.backends.mlx.attention.paths import AttendPacked, PackedCall
+from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttendPacked, PackedCall
 from pippin.backends.mlx.device import gpu_cores, on_metal
 from pippin.backends.mlx.gpu.packed_kernels import ADD_UP, ATTEND
 from pippin.backends.mlx.layout import LayerCache, Layout
@@ -86,8 +86,9 @@ def _kernels() -> tuple[Kernel, Kernel]:
     attend = make(
         name="pippin_attend_packed",
         input_names=[
-            *("q", "k", "v", "tail_k", "tail_v", "main_k", "main_v"),
-            *("places", "visible_tail", "cursor", "scale", "sinks"),
+            *("q", "k", "v", "tail_k", "tail_v"),
+            *(f"main_{side}{n}" for n in range(MOST_SEGMENTS) for side in "kv"),
+            *("sizes", "places", "visible_tail", "cursor", "scale", "sinks"),
         ],
         output_names=["out", "weights", "new_tail_k", "new_tail_v"],
         source=ATTEND,
@@ -105,6 +106,18 @@ def _kernels() -> tuple[Kernel, Kernel]:
 @cache
 def _number(value: float) -> mx.array:
     return mx.array([value], dtype=mx.float32)
+
+
+@cache
+def _sizes(columns: tuple[int, ...]) -> mx.array:
+    """Of the segments: data, since a step's other constants are the same for all of them."""
+    return mx.array(columns, dtype=mx.int32)
+
+
+@cache
+def _no_columns(num_heads: int, dim: int, v_dim: int, dtype: mx.Dtype) -> list[mx.array]:
+    """Stand for a segment that there is not."""
+    return [mx.zeros((num_heads, 1, size), dtype) for size in (dim, v_dim)]
 
 
 def cut(num_blocks: int, num_columns: int, form: Form) -> tuple[int, int]:
@@ -131,9 +144,11 @@ def attend_packed(call: PackedCall) -> tuple[mx.array, mx.array, mx.array]:
     sizes = [("Dv", v_dim), ("Sinks", sinks is not None)]
     some_sinks = _number(0.0) if sinks is None else sinks
     parts = (num_rows, num_query_heads, num_splits)
+    mains = [side for pair in call.mains for side in pair]
+    mains += _no_columns(num_heads, dim, v_dim, q.dtype) * (MOST_SEGMENTS - len(call.mains))
     out, weights, tail_k, tail_v = attend(
         inputs=[
-            *(q, call.k, v, *tail, *call.main),
+            *(q, call.k, v, *tail, *mains, _sizes(tuple(keys.shape[1] for keys in mains[::2]))),
             *(call.places, call.visible_tail, call.cursor, _number(call.scale), some_sinks),
         ],
         template=[

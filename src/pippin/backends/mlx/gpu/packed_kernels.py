@@ -24,8 +24,13 @@ ATTEND = """
     const int num_query_heads = q_shape[1];
     const int num_heads = k_shape[1];
 
-    const int start = places[2 * row];             // this row's columns among the mains
-    const int num_main = places[2 * row + 1];
+    // This row's columns in each segment: counted through all of them, one ends where the next
+    // begins; `from`: what is added to such a number to find the column in its segment.
+    const device int* own = places + 8 * row;
+    const int from0 = own[0], end0 = own[1];
+    const int from1 = own[2] - end0, end1 = end0 + own[3];
+    const int from2 = own[4] - end1, end2 = end1 + own[5];
+    const int from3 = own[6] - end2, num_main = end2 + own[7];
     const int num_columns = num_main + Tail;
     const int per_split = (num_columns + num_splits - 1) / num_splits;
     const int begin = split * per_split;
@@ -34,9 +39,10 @@ ATTEND = """
 
     const device T* new_key = k + row * k_strides[0] + head * k_strides[1];
     const device T* new_value = v + row * v_strides[0] + head * v_strides[1];
-    const device T* main_keys = main_k + (head * static_cast<size_t>(main_k_shape[1]) + start) * D;
-    const device T* main_values =
-        main_v + (head * static_cast<size_t>(main_v_shape[1]) + start) * Dv;
+    const size_t at0 = static_cast<size_t>(head) * sizes[0];  // where this head begins
+    const size_t at1 = static_cast<size_t>(head) * sizes[1];
+    const size_t at2 = static_cast<size_t>(head) * sizes[2];
+    const size_t at3 = static_cast<size_t>(head) * sizes[3];
     const size_t tail_at = (static_cast<size_t>(row) * num_heads + head) * Tail;
 
     // A lane's channels: Vec of them side by side, then as many after those of the other lanes.
@@ -67,10 +73,21 @@ ATTEND = """
             && (column < num_main || visible_tail[row * Tail + column - num_main]);
         const int safe = visible[a] ? column : begin;
         const int in_tail = safe - num_main;
-        const device T* key = in_tail < 0 ? main_keys + static_cast<size_t>(safe) * D
-            : in_tail == now ? new_key : tail_k + (tail_at + in_tail) * D;
-        const device T* value = in_tail < 0 ? main_values + static_cast<size_t>(safe) * Dv
-            : in_tail == now ? new_value : tail_v + (tail_at + in_tail) * Dv;
+        const device T* key;
+        const device T* value;
+        if (in_tail == now) {
+          key = new_key;
+          value = new_value;
+        } else {
+          const size_t at = in_tail >= 0 ? tail_at + in_tail
+              : safe < end0 ? at0 + from0 + safe
+              : safe < end1 ? at1 + from1 + safe
+              : safe < end2 ? at2 + from2 + safe : at3 + from3 + safe;
+          key = (in_tail >= 0 ? tail_k : safe < end0 ? main_k0 : safe < end1 ? main_k1
+              : safe < end2 ? main_k2 : main_k3) + at * D;
+          value = (in_tail >= 0 ? tail_v : safe < end0 ? main_v0 : safe < end1 ? main_v1
+              : safe < end2 ? main_v2 : main_v3) + at * Dv;
+        }
         _Pragma("unroll")
         for (int i = 0; i < PER_LANE / Vec; ++i)
           keys[a][i] = *reinterpret_cast<const device Chunk*>(key + (i * Lanes + lane) * Vec);

@@ -1,17 +1,14 @@
-"""Mains packed: the columns of all rows one after the other, in one array per layer and side.
-
-    [ row 0's columns | row 3's columns | left by row 2 | row 1's columns | spare ]
+"""Mains packed: the columns of all rows one after the other, in a few segments per layer and side.
 
 Nothing is padded, rows of all lengths cost what they hold, and a step has few shapes: how many rows
-and how many columns in all, the latter by a ladder. For devices where a kernel attends to it
-(gpu/packed_attention.py): launching is expensive there and copying is cheap, so a row that joins is
-copied in at once.
+there are and how large the segments are, the latter by a ladder. For devices where a kernel attends
+to it (gpu/packed_attention.py). A row that joins is copied once, and no other row is
+(segments.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -19,59 +16,15 @@ import numpy as np
 from pippin.backends.mlx.attention.decode_step import Tree
 from pippin.backends.mlx.attention.packed_kv import PackedShape
 from pippin.backends.mlx.attention.paths import AttentionPaths
-from pippin.backends.mlx.layout import LayerCache, Layout
+from pippin.backends.mlx.layout import Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.rows.footprint import SpareLimit
 from pippin.backends.mlx.rows.mains import Row, Tails
 from pippin.backends.mlx.rows.regrouping import PacedLaunch
+from pippin.backends.mlx.rows.segments import Segment, WindowClass
 from pippin.backends.mlx.shapes import at_least
 
-FEWEST_COLUMNS = 512
-
-
-@dataclass
-class Place:
-    """A row's columns in the arrays of one window class."""
-
-    start: int
-    num_columns: int
-    end: int  # the position after its last column
-
-
-@dataclass
-class WindowClass:
-    """Where each row's columns are, in the caches of one window."""
-
-    window: int | None
-    caches: Sequence[int] = ()
-    capacity: int = 0
-    used: int = 0
-    places: dict[int, Place] = field(default_factory=dict)  # by row index
-
-    @property
-    def num_held(self) -> int:
-        return sum(place.num_columns for place in self.places.values())
-
-    @property
-    def longest(self) -> int:
-        return max((place.num_columns for place in self.places.values()), default=0)
-
-    def append(self, index: int, num_columns: int, end: int) -> Place:
-        place = self.places[index] = Place(self.used, num_columns, end)
-        self.used += num_columns
-        return place
-
-    def table(self, positions: np.ndarray) -> np.ndarray:
-        """int32 [width, 2]: where each row's visible columns begin, and how many there are."""
-        table = np.zeros((len(positions), 2), dtype=np.int32)
-        for index, place in self.places.items():
-            hidden = 0
-            if self.window is not None:
-                first_position = place.end - place.num_columns
-                hidden = max(int(positions[index]) - self.window + 1 - first_position, 0)
-            hidden = min(hidden, place.num_columns)
-            table[index] = place.start + hidden, place.num_columns - hidden
-        return table
+FEWEST_COLUMNS = 256  # of a segment
 
 
 class PackedMains:
@@ -85,84 +38,127 @@ class PackedMains:
             WindowClass(w, [i for i in layout.kv_indices if layout.caches[i].window == w])
             for w in layout.window_classes
         ]
-        self._kv: dict[int, list[mx.array]] = {}  # by cache: [heads, capacity, dim], both sides
+        # By cache, by segment: [heads, capacity, dim], both sides.
+        self._kv: dict[int, list[list[mx.array]]] = {index: [] for index in layout.kv_indices}
 
     def join(self, joining: Sequence[tuple[Row, Mapping[int, KV]]]) -> None:
         for own in self._classes:
-            sizes = [kv[own.caches[0]][0].shape[2] for _, kv in joining]
-            if own.used + sum(sizes) > own.capacity:
-                self._repack(own, room=sum(sizes))
-            for (row, kv), size in zip(joining, sizes, strict=True):
-                place = own.append(row.index, size, row.length)
-                for cache in own.caches:
-                    for side, new in enumerate(kv[cache]):
-                        self._kv[cache][side][:, place.start : place.start + size] = new[0]
+            segment = Segment()
+            for row, kv in joining:
+                segment.append(row.index, kv[own.caches[0]][0].shape[2])
+                own.ends[row.index] = row.length
+            rows = {cache: [kv[cache] for _, kv in joining] for cache in own.caches}
+            self._add(own, segment, rows)
 
     def leave(self, row: Row) -> None:
         for own in self._classes:
-            own.places.pop(row.index, None)
+            own.leave(row.index)
+            self._drop_empty(own)
 
     def pieces_of(self, row: Row, cache: int) -> list[KV]:
-        place = next(own for own in self._classes if cache in own.caches).places[row.index]
-        columns = slice(place.start, place.start + place.num_columns)
-        keys, values = self._kv[cache]
-        return [(keys[None, :, columns], values[None, :, columns])]
+        own = next(own for own in self._classes if cache in own.caches)
+        found: list[KV] = []
+        for number, (start, count) in own.pieces_of(row.index):
+            keys, values = (
+                side[None, :, start : start + count] for side in self._kv[cache][number]
+            )
+            found.append((keys, values))
+        return found
 
     def view(self, positions: np.ndarray, visible: np.ndarray) -> tuple[PackedShape, Tree]:
         shape = PackedShape(
-            tuple(own.capacity for own in self._classes),
+            tuple(tuple(part.capacity for part in own.segments) for own in self._classes),
             tuple(at_least(own.longest) for own in self._classes),
             self._paths,
         )
         tree = {
             "places": [mx.array(own.table(positions)) for own in self._classes],
             "visible": [mx.array(_last(visible, own.window)) for own in self._classes],
-            "mains": [list(self._kv[cache]) for cache in self._layout.kv_indices],
+            "mains": [
+                [list(pair) for pair in self._kv[cache]] for cache in self._layout.kv_indices
+            ],
         }
         return shape, tree
 
     def want_moving(self, rows: Sequence[Row], width: int, steps_unchanged: int) -> bool:
-        spare_bytes = sum(
-            (own.capacity - own.num_held) * self._spare.footprint.bytes_by_window[own.window]
-            for own in self._classes
-        )
-        return steps_unchanged <= 1 and self._spare.is_exceeded(spare_bytes, width - len(rows))
+        num_spare_lines = width - len(rows)
+        return steps_unchanged <= 1 and self._spare.is_exceeded(self._spare_bytes, num_spare_lines)
 
     def absorb(self, rows: Sequence[Row], tails: Tails) -> None:
+        merges = self._spare.is_exceeded(self._spare_bytes, 0)
         for own in self._classes:
-            self._repack(own, tails=tails)
+            self._append_tails(own, tails)
+            if merges:
+                self._merge(own, 0, len(own.segments))
 
     def renumber(self, new: Mapping[int, int]) -> None:
         for own in self._classes:
-            own.places = {new[index]: place for index, place in own.places.items()}
+            own.renumber(new)
 
     def arrays(self) -> list[mx.array]:
-        return [side for sides in self._kv.values() for side in sides]
+        return [side for parts in self._kv.values() for pair in parts for side in pair]
 
     # ---- inside ----------------------------------------------------------------------------
 
-    def _repack(self, own: WindowClass, *, room: int = 0, tails: Tails | None = None) -> None:
-        """All rows one after the other again, each with its part of `tails`; then `room`."""
-        columns: list[np.ndarray] = []  # of the arrays, then of all lines of the tails
-        new = WindowClass(own.window)
-        for index, place in own.places.items():
-            kept = np.arange(place.start, place.start + place.num_columns)
-            if tails is not None:
-                written = np.flatnonzero(tails.written[index])
-                tail_len = tails.written.shape[1]
-                kept = np.concatenate([kept, own.capacity + index * tail_len + written])
-                place.end += len(written)
-            if own.window is not None:
-                kept = kept[-own.window :]
-            new.append(index, len(kept), place.end)
-            columns.append(kept)
-        new.capacity = self._capacity(new.used + room)
-        chosen = np.zeros(new.capacity, dtype=np.int32)
-        if columns:  # spare columns hold nothing of rows that left
-            kept = np.concatenate(columns)
-            chosen[: new.used], chosen[new.used :] = kept, kept[-1]
-        self._move(own, new.capacity, mx.array(chosen), tails)
-        own.capacity, own.used, own.places = new.capacity, new.used, new.places
+    @property
+    def _spare_bytes(self) -> int:
+        """Of columns that belong to no row."""
+        by_window = self._spare.footprint.bytes_by_window
+        return sum((own.capacity - own.num_held) * by_window[own.window] for own in self._classes)
+
+    def _append_tails(self, own: WindowClass, tails: Tails) -> None:
+        written = {index: np.flatnonzero(tails.written[index]) for index in own.ends}
+        segment = Segment()
+        for index, columns in written.items():
+            segment.append(index, len(columns))
+            own.ends[index] += len(columns)
+        at = [index * tails.written.shape[1] + columns for index, columns in written.items()]
+        if segment.used == 0:
+            return
+        chosen = mx.array(np.concatenate(at).astype(np.int32))
+        rows = {
+            cache: [_columns([_side_by_side(side) for side in tails.kv[cache]], chosen)]
+            for cache in own.caches
+        }
+        self._add(own, segment, rows)
+
+    def _add(self, own: WindowClass, segment: Segment, rows: Mapping[int, Sequence[KV]]) -> None:
+        """A new segment; `rows` by cache: what it holds in order, [1, heads, tokens, dim] each."""
+        segment.capacity = self._capacity(segment.used)
+        for cache, parts in rows.items():
+            sides = zip(*parts, strict=True)
+            self._kv[cache].append([_packed(list(side), segment.capacity) for side in sides])
+        own.segments.append(segment)
+        own.forget_passed()
+        self._drop_empty(own)
+        if (found := own.to_merge()) is not None:
+            self._merge(own, *found)
+
+    def _drop_empty(self, own: WindowClass) -> None:
+        kept = [n for n, segment in enumerate(own.segments) if segment.num_held]
+        for cache in own.caches if len(kept) < len(own.segments) else ():
+            self._kv[cache] = [self._kv[cache][n] for n in kept]
+        own.segments = [own.segments[n] for n in kept]
+
+    def _merge(self, own: WindowClass, first: int, last: int) -> None:
+        """One layer after the other: old arrays are released when their successors are launched."""
+        segment, columns = own.merged(first, last)
+        segment.capacity = self._capacity(segment.used)
+        if segment.used < segment.capacity:  # spare columns hold nothing of rows that left
+            columns = np.pad(columns, (0, segment.capacity - segment.used), mode="edge")
+        chosen = mx.array(columns.astype(np.int32))
+        nbytes = sum(self._layout.caches[cache].nbytes for cache in own.caches)
+        paced = PacedLaunch(segment.capacity * nbytes)
+        for cache in own.caches:
+            parts = self._kv[cache]
+            merged: list[mx.array] = []
+            for side in (0, 1):
+                sources = [pair.pop(0) for pair in parts[first:last]]
+                merged.append(mx.contiguous(mx.take(mx.concatenate(sources, 1), chosen, axis=1)))
+                del sources  # nothing but the move holds them now
+                paced.launch([merged[side]])
+            parts[first:last] = [merged]
+        own.segments[first:last] = [segment]
 
     def _capacity(self, num_columns: int) -> int:
         """By the ladder; barely enough where memory allows no more."""
@@ -171,27 +167,18 @@ class PackedMains:
             return wanted
         return -(-num_columns // 64) * 64
 
-    def _move(self, own: WindowClass, capacity: int, chosen: mx.array, tails: Tails | None) -> None:
-        caches = {index: self._layout.caches[index] for index in own.caches}
-        paced = PacedLaunch(sum(capacity * cache.nbytes for cache in caches.values()))
-        for index, cache in caches.items():
-            old = self._kv.pop(index, [])
-            made = []
-            for side in (0, 1):
-                sources = [old.pop(0)] if old else []  # nothing but the move holds it now
-                if tails is not None:
-                    sources.append(_side_by_side(tails.kv[index][side]))
-                made.append(_gathered(sources, chosen, cache, side))
-                paced.launch([made[-1]])
-            self._kv[index] = made
+
+def _packed(parts: list[mx.array], capacity: int) -> mx.array:
+    """[1, heads, tokens, dim] each -> [heads, capacity, dim]"""
+    _, heads, _, dim = parts[0].shape
+    spare = capacity - sum(part.shape[2] for part in parts)
+    zeros = mx.zeros((heads, spare, dim), parts[0].dtype)
+    return mx.contiguous(mx.concatenate([*(part[0] for part in parts), zeros], axis=1))
 
 
-def _gathered(sources: list[mx.array], chosen: mx.array, cache: LayerCache, side: int) -> mx.array:
-    if not sources or sources[0].shape[1] == 0:
-        heads, dim = cache.shapes[side]
-        return mx.zeros((heads, chosen.shape[0], dim), cache.dtypes[side])
-    source = sources[0] if len(sources) == 1 else mx.concatenate(sources, axis=1)
-    return mx.contiguous(mx.take(source, chosen, axis=1))
+def _columns(sides: Sequence[mx.array], chosen: mx.array) -> KV:
+    keys, values = (mx.take(side, chosen, axis=1)[None] for side in sides)
+    return keys, values
 
 
 def _side_by_side(tail: mx.array) -> mx.array:

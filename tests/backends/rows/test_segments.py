@@ -1,0 +1,144 @@
+"""Rows packed in segments: a join copies no other row, and what is merged stays in order."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pippin.backends.mlx.attention.paths import MOST_SEGMENTS, AttentionPaths
+from pippin.backends.mlx.attention.plain_attention import attend_joined
+from pippin.backends.mlx.layout import LayerCache, Layout, Reads
+from pippin.backends.mlx.payloads.packing import KV
+from pippin.backends.mlx.rows.footprint import Footprint, SpareLimit
+from pippin.backends.mlx.rows.mains import Row, Tails
+from pippin.backends.mlx.rows.packed_mains import PackedMains
+from pippin.types import Component
+
+TAIL, WIDTH, WINDOW = 8, 6, 12
+CACHES = tuple(
+    LayerCache(0, component, window, ((1, 1), (1, 1)), (mx.float32,) * 2, Reads.PIECES)
+    for component, window in ((Component.ATTENTION, None), (Component.WINDOW, WINDOW))
+)
+LAYOUT = Layout(CACHES, (0, 0))
+
+
+class Rows:
+    """Each column's only number is its row's name and its position."""
+
+    def __init__(self, max_spare_bytes: float = np.inf) -> None:
+        spare = SpareLimit(Footprint(LAYOUT), max_spare_bytes)
+        self.mains = PackedMains(LAYOUT, spare, AttentionPaths(attend_joined))
+        self.rows: dict[int, Row] = {}
+        self.in_tail: dict[int, int] = {}
+        self.num_named = 0
+
+    def join(self, lengths: list[int]) -> None:
+        free = [index for index in range(WIDTH) if index not in self.rows]
+        joining = []
+        for index, length in zip(free, lengths, strict=False):
+            self.num_named += 1
+            row = self.rows[index] = Row(self.num_named, index, length)
+            self.in_tail[index] = 0
+            kv = {0: self.columns(row, 0, length), 1: self.columns(row, length - WINDOW, length)}
+            joining.append((row, kv))
+        self.mains.join(joining)
+
+    def columns(self, row: Row, start: int, end: int) -> KV:
+        positions = np.arange(max(start, 0), end, dtype=np.float32)
+        side = mx.array(1000.0 * row.slot + positions)[None, None, :, None]
+        return side, -side
+
+    def absorb(self, counts: dict[int, int]) -> None:
+        """Tails with so many columns of each row."""
+        written = np.zeros((WIDTH, TAIL), bool)
+        tails = np.zeros((2, WIDTH, 1, TAIL, 1), np.float32)
+        for index, row in self.rows.items():
+            count = counts.get(index, 0)
+            written[index, TAIL - count :] = True
+            keys, values = self.columns(row, row.length, row.length + count)
+            tails[0, index, 0, TAIL - count :] = np.array(keys)[0, 0]
+            tails[1, index, 0, TAIL - count :] = np.array(values)[0, 0]
+            row.length += count
+        sides = [mx.array(side) for side in tails]
+        self.mains.absorb(list(self.rows.values()), Tails({0: sides, 1: sides}, written))
+
+    def leave(self, index: int) -> None:
+        self.mains.leave(self.rows.pop(index))
+
+    def check(self) -> None:
+        positions = np.zeros(WIDTH, np.int32)
+        for index, row in self.rows.items():
+            positions[index] = row.length
+            for cache, window in ((0, None), (1, WINDOW)):
+                pieces = self.mains.pieces_of(row, cache)
+                found = np.concatenate([np.array(keys)[0, 0, :, 0] for keys, _ in pieces])
+                expected = self.columns(row, row.length - (window or row.length), row.length)
+                np.testing.assert_array_equal(found, np.array(expected[0])[0, 0, :, 0])
+        shape, tree = self.mains.view(positions, np.ones((WIDTH, TAIL), bool))
+        assert all(len(columns) <= MOST_SEGMENTS for columns in shape.columns)
+        for index, row in self.rows.items():
+            for own, window in enumerate((None, WINDOW - 1)):
+                places = np.array(tree["places"][own])[index]
+                segments = tree["mains"][own]
+                seen = [
+                    np.array(values)[0, start : start + count, 0]
+                    for (_, values), (start, count) in zip(segments, places, strict=False)
+                ]
+                expected = self.columns(row, row.length - (window or row.length), row.length)[1]
+                np.testing.assert_array_equal(np.concatenate(seen), np.array(expected)[0, 0, :, 0])
+
+
+def test_a_join_copies_no_other_row() -> None:
+    rows = Rows()
+    rows.join([40, 9])
+    before = {id(array) for array in rows.mains.arrays()}
+    rows.join([20])
+    after = {id(array) for array in rows.mains.arrays()}
+    assert before < after
+    rows.check()
+
+
+def test_when_there_are_too_many_the_smallest_neighbours_are_merged() -> None:
+    rows = Rows()
+    for length in (500, 400, 30, 20, 300):
+        rows.join([length])
+        rows.check()
+    held = [segment.num_held for segment in rows.mains._classes[0].segments]
+    assert held == [500, 400, 50, 300]
+
+
+def test_a_segment_that_no_row_is_in_is_dropped() -> None:
+    rows = Rows()
+    rows.join([40])
+    rows.join([30])
+    rows.leave(0)
+    assert len(rows.mains.arrays()) == 4  # keys and values of two caches
+    rows.check()
+
+
+def test_spare_columns_are_given_up_when_there_are_too_many() -> None:
+    rows = Rows(max_spare_bytes=0.0)
+    rows.join([640, 640])
+    rows.join([64])
+    rows.leave(0)
+    assert rows.mains.want_moving(list(rows.rows.values()), WIDTH, 1)
+    rows.absorb({1: 3, 2: 1})
+    rows.check()
+    columns = sum(array.shape[1] for array in rows.mains._kv[0][0])
+    assert columns == 2 * 768  # of 708, in whole blocks of 64
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_rows_hold_their_own_columns_in_order(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = Rows(max_spare_bytes=rng.choice([np.inf, 4096.0]))
+    for _ in range(60):
+        what = rng.random()
+        if what < 0.35 and len(rows.rows) < WIDTH:
+            rows.join([int(n) for n in rng.integers(1, 50, rng.integers(1, 3))])
+        elif what < 0.5 and rows.rows:
+            rows.leave(int(rng.choice(list(rows.rows))))
+        elif rows.rows:
+            rows.absorb({index: int(rng.integers(0, TAIL + 1)) for index in rows.rows})
+        rows.check()
