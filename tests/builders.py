@@ -182,6 +182,8 @@ class Reply:
     cached_tokens: int | None = None
     host_tokens: int = 0
     disk_tokens: int = 0
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
     finish: FinishReason | None = None
     error: str | None = None
     error_status: int = 0
@@ -196,6 +198,7 @@ class Reply:
         if delta.cached_tokens is not None:
             assert self.cached_tokens is None, "cached_tokens is announced once"
             self.cached_tokens = delta.cached_tokens
+        self.accepted_drafts, self.rejected_drafts = delta.accepted_drafts, delta.rejected_drafts
         self.finish = delta.finish
         self.error, self.error_status = delta.error, delta.error_status
 
@@ -222,6 +225,7 @@ class Client:
         boundaries: Sequence[int] = (),
         priority: int = 0,
         salt: bytes = b"",
+        prediction: Sequence[int] = (),
         **params: Any,
     ) -> Reply:
         params = {"temperature": 0.0, "max_tokens": 4} | params
@@ -235,6 +239,7 @@ class Client:
             list(boundaries),
             priority,
             salt,
+            list(prediction),
         )
         self.loop.submit(submit, grammar)
         return reply

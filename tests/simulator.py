@@ -47,7 +47,7 @@ from pippin.scheduler.planning.inflight_prefixes import common_prefix_len
 from pippin.scheduler.request import Request
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import Limits
-from pippin.scheduler.speculation.drafter import DeviceDrafter, Drafter
+from pippin.scheduler.speculation.drafter import DeviceDrafter
 from pippin.scheduler.speculation.oracle import OracleDrafter
 from pippin.scheduler.speculation.speculation import Speculation
 from pippin.types import Component
@@ -260,7 +260,7 @@ class Drafting:
     """Who drafts, how well, and how deep. Two in three worlds have drafts; the others stay as they
     were."""
 
-    kind: Literal["none", "oracle", "device"]
+    kind: Literal["none", "oracle", "device", "both"]
     max_depth: int
     share_right: float
 
@@ -268,17 +268,21 @@ class Drafting:
     def draw(cls, seed: int) -> Drafting:
         rng = random.Random(f"drafts {seed}")
         kind = rng.choice(("none", "oracle", "device"))
-        return cls(kind, rng.choice((1, 2, 3, 7)), rng.choice((0.0, 0.3, 0.8, 0.95, 1.0)))
+        depth, share = rng.choice((1, 2, 3, 7)), rng.choice((0.0, 0.3, 0.8, 0.95, 1.0))
+        return cls("both" if kind == "device" and rng.random() < 0.5 else kind, depth, share)
 
     def speculation(
         self, rng: random.Random, reply_of: Callable[[Request], Sequence[int]]
     ) -> Speculation | None:
         if self.kind == "none":
             return None
-        drafter: Drafter = DeviceDrafter("toy")
-        if self.kind == "oracle":
-            drafter = OracleDrafter(reply_of, self.share_right, VOCAB)
-        return Speculation(drafter, self.max_depth, lambda running: rng.randint(0, self.max_depth))
+        most = self.max_depth if self.kind == "device" else (self.max_depth + 1) // 2
+        return Speculation(
+            None if self.kind == "device" else OracleDrafter(reply_of, self.share_right, VOCAB),
+            self.max_depth,
+            lambda running: rng.randint(0, self.max_depth),
+            device=None if self.kind == "oracle" else DeviceDrafter("toy", most),
+        )
 
 
 NO_DRAFTS = Drafting("none", 0, 0.0)

@@ -19,6 +19,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     boundaries: list[int] = []
     priority: int = 0  # higher starts first, and is preempted last
     salt: bytes = b""  # requests share cached prefixes only with those of the same salt
+    prediction: list[int] = []  # what the client expects as the reply: drafts are taken from it
     # The result is the hidden vector after the prompt, not a reply; `params.max_tokens` is 1.
     embeds: bool = False
 
@@ -88,6 +89,8 @@ class TokenDelta(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int | None = None  # with the first delta: prompt tokens not computed
     host_tokens: int = 0  # of these, loaded from the host's memory
     disk_tokens: int = 0  # and from disk
+    accepted_drafts: int = 0  # of the reply, so far
+    rejected_drafts: int = 0
     queued_s: float | None = None  # with the first delta: how long it waited to be started
     embedding: bytes | None = None  # float32 [hidden], as the head read it; with the terminal one
     finish: FinishReason | None = None
@@ -106,6 +109,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
     vocab_size: int
     max_len: int
+    takes_predictions: bool = False  # drafts are taken from a reply that a client expects
 
 
 class Alive(msgspec.Struct, tag="alive", frozen=True):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -104,6 +105,23 @@ def read_step_log(path: Path) -> list[StepRecord]:
 
 
 @dataclass
+class DraftCounts:
+    """Of one drafter, since start."""
+
+    accepted_at: list[int]  # by place behind the input token
+    rows: int = 0  # that verified drafts of it, one in each step
+    drafted: int = 0
+    accepted: int = 0  # of these
+
+    def add(self, depth: int, accepted: int) -> None:
+        self.rows += 1
+        self.drafted += depth
+        self.accepted += accepted
+        for place in range(accepted):
+            self.accepted_at[place] += 1
+
+
+@dataclass
 class EngineMetrics:
     """Counters since start, and shares over the last `WINDOW_STEPS` steps."""
 
@@ -115,8 +133,7 @@ class EngineMetrics:
     computed_tokens: int = 0  # prompt tokens run through the model
     generated_tokens: int = 0
     forced_tokens: int = 0  # of these, known from a grammar before they were drawn
-    drafted_tokens: int = 0  # drafts that steps verified
-    accepted_tokens: int = 0  # of these
+    drafters: dict[str, DraftCounts] = field(default_factory=dict)  # by name
     ghost_rows: int = 0
     requests_finished: int = 0
     requests_aborted: int = 0
@@ -133,6 +150,20 @@ class EngineMetrics:
         self.records.append(record)
         if self.log is not None:
             self.log.write(record)
+
+    def add_drafts(self, drafter: str, depth: int, accepted: int) -> None:
+        """A row of a step verified so many."""
+        self.drafters[drafter].add(depth, accepted)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Drafts that steps verified."""
+        return sum(counts.drafted for counts in self.drafters.values())
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Of these."""
+        return sum(counts.accepted for counts in self.drafters.values())
 
     @property
     def device_idle_share(self) -> float:
@@ -159,7 +190,7 @@ class EngineMetrics:
         pairs = itertools.pairwise(records)
         return [(a, b) for a, b in pairs if b.step == a.step + 1 and not b.after_pause]
 
-    def summary(self) -> dict[str, float | int]:
+    def summary(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
             "prompt_tokens": self.prompt_tokens,
@@ -171,6 +202,7 @@ class EngineMetrics:
             "forced_tokens": self.forced_tokens,
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
+            "drafters": {name: asdict(counts) for name, counts in self.drafters.items()},
             "ghost_rows": self.ghost_rows,
             "requests_finished": self.requests_finished,
             "requests_aborted": self.requests_aborted,

@@ -8,7 +8,7 @@ The caller has checked the parameters. Knows no HTTP, no JSON and no engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -79,10 +79,12 @@ def open_sequences(
     priority: int = 0,
     salt: bytes = b"",
     new_parser: Callable[[], ReplyParser] = PlainText,
+    prediction: Sequence[int] = (),
 ) -> list[GeneratedSequence]:
     """`params.n` sequences of one prompt, numbered from `first_index`; their replies must fit.
 
     `new_parser` makes a parser for each: `ReplyFormats.parser`, to find reasoning and tool calls.
+    `prediction`: the reply that is expected, as drafts.
     With `max_tokens` 0 the prompt alone is wanted: a token is generated, but it is not shown.
     """
     eos_ids = () if params.ignore_eos else tokenizer.eos_ids
@@ -98,6 +100,7 @@ def open_sequences(
             boundaries=prompt.boundaries,
             priority=priority,
             salt=salt,
+            prediction=list(prediction),
         )
         hides_reply = params.max_tokens == 0
         sequences.append(
@@ -134,6 +137,8 @@ class GeneratedSequence:
         self.cached_tokens = 0
         self.host_tokens = 0  # of these, loaded from the host's memory
         self.disk_tokens = 0  # and from disk
+        self.rejected_drafts = 0
+        self._accepted_drafts = 0
         self.queued_s: float | None = None
         self.finish: Literal["stop", "length"] | None = None  # None: not finished, or aborted
         self.prompt_logprobs: list[TokenLogprobs] | None = None
@@ -159,6 +164,11 @@ class GeneratedSequence:
         return self._detokenizer.num_reasoning_tokens
 
     @property
+    def accepted_drafts(self) -> int:
+        """Tokens of the reply that were accepted as drafts."""
+        return min(self._accepted_drafts, self.num_tokens)  # some may be behind a stop string
+
+    @property
     def stop_string(self) -> str | None:
         """The one that ended the reply, if one did."""
         return self._detokenizer.stop_string
@@ -168,6 +178,8 @@ class GeneratedSequence:
         if delta.finish == "error" or delta.finish == "abort":
             raise error_of_delta(delta)
         is_first, self._began = not self._began, True
+        self._accepted_drafts = delta.accepted_drafts
+        self.rejected_drafts = delta.rejected_drafts
         if is_first:
             self.cached_tokens = delta.cached_tokens or 0
             self.host_tokens = delta.host_tokens

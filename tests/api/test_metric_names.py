@@ -20,6 +20,7 @@ from metric_names import (
     families,
     names_in_dashboard,
 )
+from pippin.backends.fake import FakeBackend
 from pippin.cache.host.host_store import HostStore
 from pippin.cache.tiers.tier_io import plain_memory
 from pippin.scheduler.loop import Loop
@@ -28,9 +29,13 @@ NOT_ALONE = re.compile(r"^(Of |And |In them|It |Given up|these)", re.IGNORECASE)
 
 
 def loop_with_tiers() -> Loop:
-    """A prefix cache, both lower tiers, and one finished request."""
+    """A prefix cache, both lower tiers, drafts, and one finished request."""
     host = HostStore(1 << 20, plain_memory, 8_192)
-    client = Client(make_loop(host=host, store=MemoryStore(b"m", 1 << 20), batch_bytes=8_192))
+    store = MemoryStore(b"m", 1 << 20)
+    backend = FakeBackend(max_depth=4, num_slots=256)
+    client = Client(
+        make_loop(backend=backend, suffix_depth=4, host=host, store=store, batch_bytes=8_192)
+    )
     client.submit(list(range(200)), max_tokens=5)
     client.run()
     return client.loop

@@ -13,15 +13,17 @@ from scripted_engine import Script, ScriptedEngine, fail, hang, say, serving
 
 from builders import Client, make_loop
 from pippin.api.endpoints import metrics_endpoint as metrics
+from pippin.backends.fake import FakeBackend
 from pippin.types import FinishReason
 
 CHAT = {"model": "stories", "messages": [{"role": "user", "content": "Hi."}]}
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
-def engine_after_a_run(*scripts: Script, cache: bool = True) -> ScriptedEngine:
+def engine_after_a_run(*scripts: Script, cache: bool = True, depth: int = 0) -> ScriptedEngine:
     """Reports what a real loop counted over two requests with the same prompt."""
-    client = Client(make_loop(cache=cache))
+    backend = FakeBackend(max_depth=depth, num_slots=256)
+    client = Client(make_loop(backend=backend, cache=cache, suffix_depth=depth))
     for _ in range(2):
         client.submit(list(range(200)), max_tokens=5)
         client.run()
@@ -48,6 +50,20 @@ def scrape(url: str) -> dict[str, float]:
 
 def ask(url: str, **fields: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=CHAT | fields)
+
+
+def test_drafts_are_exported_by_drafter_and_position() -> None:
+    """The second reply is known from the first: every draft is accepted."""
+    with serving(engine_after_a_run(depth=2)) as url:
+        found = scrape(url)
+    name = "pippin_spec_decode_num"
+    accepted = found[f"{name}_accepted_tokens_total/suffix"]
+    assert accepted == found[f"{name}_draft_tokens_total/suffix"] > 1
+    positions = [found[f"{name}_accepted_tokens_per_pos_total/suffix/{at}"] for at in range(2)]
+    assert positions[0] == found[f"{name}_drafts_total/suffix"]
+    assert sum(positions) == accepted
+    with serving(engine_after_a_run()) as url:
+        assert not [key for key in scrape(url) if key.startswith(name)]
 
 
 def test_the_engines_numbers_are_exported() -> None:

@@ -13,9 +13,10 @@ from pippin.backends.base import StepPlan
 from pippin.backends.fake import FakeBackend, FakePending
 from pippin.cache.policy import MAX_STRIDE
 from pippin.scheduler.request import Request
-from pippin.scheduler.speculation.drafter import DeviceDrafter, Drafter
+from pippin.scheduler.speculation.depth import Candidate, DepthPolicy
+from pippin.scheduler.speculation.drafter import DeviceDrafter
 from pippin.scheduler.speculation.oracle import OracleDrafter
-from pippin.scheduler.speculation.speculation import Speculation
+from pippin.scheduler.speculation.speculation import BY_DEVICE, Speculation
 from pippin.types import Component
 
 A, W, S = Component.ATTENTION, Component.WINDOW, Component.STATE
@@ -58,10 +59,12 @@ def make_client(
         sampled = {"temperature": request.params.temperature, "seed": request.seed}
         return oracle(request.prompt.tolist(), components=components, max_tokens=400, **sampled)[0]
 
-    drafter: Drafter = DeviceDrafter("toy")
-    if kind == "oracle":
-        drafter = OracleDrafter(reply_of, share, backend.spec.vocab_size)
+    drafter = OracleDrafter(reply_of, share, backend.spec.vocab_size)
     speculation = Speculation(drafter, depth, lambda running: depth)
+    if kind == "device":
+        speculation = Speculation(
+            None, depth, lambda running: depth, device=DeviceDrafter("toy", depth)
+        )
     return Client(make_loop(backend=backend, overlap=overlap, speculation=speculation, **kwargs))
 
 
@@ -266,3 +269,71 @@ def test_an_aborted_request_leaves_nothing_behind() -> None:
     client.run()
     assert reply.tokens == oracle(make_prompt(10), max_tokens=100)[0][: len(reply.tokens)]
     check_idle(client)
+
+
+# ---- two drafters --------------------------------------------------------------------------------
+
+
+def make_client_of_both(share_host: float, share_device: float, policy: DepthPolicy) -> Client:
+    """The host knows what it is asked for up to the token 60 of each reply."""
+    backend = RecordingBackend(max_depth=4, draft_share=share_device, num_slots=8)
+
+    def reply_of(request: Request) -> Sequence[int]:
+        return oracle(request.prompt.tolist(), max_tokens=60)[0]
+
+    drafter = OracleDrafter(reply_of, share_host, backend.spec.vocab_size)
+    device = DeviceDrafter("toy", 2)
+    speculation = Speculation(drafter, 4, lambda running: 4, policy, device)
+    return Client(make_loop(backend=backend, speculation=speculation))
+
+
+class Always(DepthPolicy):
+    """Whatever steps take."""
+
+    def allows(self, rows: int) -> bool:
+        return True
+
+    def choose(self, rows: int, candidates: Sequence[Candidate]) -> list[int]:
+        return [candidate.depth for candidate in candidates]
+
+
+def test_a_row_has_the_drafts_that_are_likelier_to_be_accepted() -> None:
+    policy = Always()
+    client = make_client_of_both(1.0, 0.5, policy)
+    prompt = make_prompt(10)
+    assert client.ask(prompt, max_tokens=120).tokens == oracle(prompt, max_tokens=120)[0]
+    counts = client.loop.scheduler.metrics.drafters
+    assert counts["oracle"].accepted == counts["oracle"].drafted > 30
+    assert counts["toy"].drafted > 40, "where the host knows nothing"
+    assert policy.acceptance.survival("another", BY_DEVICE, 1)[0] < 0.8
+    check_idle(client)
+
+
+def test_a_host_that_is_wrong_leaves_its_rows_to_the_device() -> None:
+    client = make_client_of_both(0.0, 1.0, Always())
+    for number in range(4):
+        prompt = make_prompt(10, number)
+        assert client.ask(prompt, max_tokens=60).tokens == oracle(prompt, max_tokens=60)[0]
+    counts = client.loop.scheduler.metrics.drafters
+    assert counts["toy"].accepted == counts["toy"].drafted > 80
+    assert counts["oracle"].drafted < 60
+    check_idle(client)
+
+
+# ---- what is counted -----------------------------------------------------------------------------
+
+
+@both_kinds
+def test_drafts_are_counted_by_drafter_place_and_request(kind: Kind) -> None:
+    client = make_client(kind, depth=3, share=0.7)
+    replies = [client.submit(make_prompt(10, number), max_tokens=50) for number in range(3)]
+    client.run()
+    [(name, counts)] = client.loop.scheduler.metrics.drafters.items()
+    assert name == {"oracle": "oracle", "device": "toy"}[kind]
+    assert counts.drafted == sum(recorded(client).depths)
+    assert counts.rows == sum(depth > 0 for depth in recorded(client).depths)
+    assert counts.accepted == sum(counts.accepted_at)
+    assert counts.accepted_at == sorted(counts.accepted_at, reverse=True)
+    assert len(counts.accepted_at) == 3
+    assert sum(reply.accepted_drafts for reply in replies) == counts.accepted
+    assert 0 < sum(reply.rejected_drafts for reply in replies) <= counts.drafted - counts.accepted

@@ -269,3 +269,49 @@ def test_a_match_whose_places_disagree_is_doubtful() -> None:
     request = request_of([*prompt, *tail])
     drafter.prepare([request])
     assert drafter.propose(request, 2).confidence == 0
+
+
+# ---- what a client predicts ----------------------------------------------------------------------
+
+
+@both_modes
+def test_a_reply_that_is_predicted_is_accepted_from_its_first_token(overlap: bool) -> None:
+    client = make_client(overlap=overlap, cache=False)
+    prompt = make_prompt(40)
+    expected = oracle(prompt, max_tokens=60)[0]
+    steps = client.loop.scheduler.metrics.steps
+    reply = client.ask(prompt, max_tokens=60, prediction=expected)
+    assert reply.tokens == expected
+    assert reply.accepted_drafts >= 60 * DEPTH // (DEPTH + 1) - DEPTH
+    assert reply.rejected_drafts == 0
+    assert client.loop.scheduler.metrics.steps - steps < 60 // DEPTH
+
+
+@both_modes
+def test_after_a_word_that_differs_the_rest_of_a_prediction_is_used(overlap: bool) -> None:
+    client = make_client(overlap=overlap, cache=False)
+    prompt = make_prompt(40)
+    expected = oracle(prompt, max_tokens=60)[0]
+    wrong = [*expected[:32], (expected[32] + 1) % 97, *expected[33:]]
+    reply = client.ask(prompt, max_tokens=60, prediction=wrong)
+    assert reply.tokens == expected
+    assert reply.accepted_drafts > 35
+    assert 0 < reply.rejected_drafts <= 4 * DEPTH
+
+
+def test_predictions_of_others_are_not_proposed() -> None:
+    client = make_client(cache=False)
+    prompt = make_prompt(40)
+    expected = oracle(prompt, max_tokens=60)[0]
+    client.ask(prompt, max_tokens=60, prediction=expected)
+    assert client.ask(prompt, max_tokens=60).accepted_drafts < 10
+
+
+def test_a_queue_is_bounded_with_predictions() -> None:
+    client = make_client(max_queue_tokens=100)
+    replies = [client.submit(make_prompt(10, i), prediction=make_prompt(60)) for i in range(2)]
+    assert [reply.error_status for reply in replies] == [0, 0]
+    client.step()
+    assert [reply.error_status for reply in replies] == [0, 503]
+    client.run()
+    assert client.ask(make_prompt(10), prediction=make_prompt(60)).error is None

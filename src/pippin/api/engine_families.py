@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 TIERS = ("host", "disk")  # of the prefix cache, below the device's memory
 
 
-# Each metric, its path in `Engine.counters`, and its help. A path with {tier} has a value for each
-# tier; a mapping has one for each component.
+# Each metric, its path in `Engine.counters`, and its help. A path with {tier} or {drafter} has a
+# value for each of them; a mapping has one for each component, and a list one for each position.
 GAUGES = """\
 pippin_num_requests_running = running
     Number of requests that have a slot in the running batch.
@@ -61,10 +61,14 @@ pippin_generation_tokens = metrics.generated_tokens
     Number of generated tokens.
 pippin_forced_tokens = metrics.forced_tokens
     Number of generated tokens that a grammar determined without sampling.
-pippin_spec_decode_num_draft_tokens = metrics.drafted_tokens
-    Number of drafts that steps verified.
-pippin_spec_decode_num_accepted_tokens = metrics.accepted_tokens
-    Number of drafts that were accepted as tokens of replies.
+pippin_spec_decode_num_drafts = metrics.drafters.{drafter}.rows
+    Number of times that a request had drafts in a step, by drafter.
+pippin_spec_decode_num_draft_tokens = metrics.drafters.{drafter}.drafted
+    Number of drafts that steps verified, by drafter.
+pippin_spec_decode_num_accepted_tokens = metrics.drafters.{drafter}.accepted
+    Number of drafts that were accepted as tokens of replies, by drafter.
+pippin_spec_decode_num_accepted_tokens_per_pos = metrics.drafters.{drafter}.accepted_at
+    Number of drafts that were accepted, by drafter and position; 0 is the first draft of a step.
 pippin_num_preemptions = metrics.preemptions
     Number of times that a running request was preempted and returned to the queue.
 pippin_watch_failures = metrics.watch_failures
@@ -131,18 +135,31 @@ def _family(
     number: _Number,
     counters: dict[str, Any],
 ) -> Iterator[Metric]:
-    """One family; none without a prefix cache, or without a lower tier."""
-    values: dict[tuple[str, ...], Any]  # by the label's value
+    """One family; none without a prefix cache, a lower tier or a drafter."""
+    path = ".".join(number.path)
+    values: dict[tuple[str, ...], Any] = {}  # by the labels' values
     labels: list[str] = []
-    if "{tier}" in "".join(number.path):
-        tiers = [tier for tier in TIERS if counters.get(tier) is not None]
-        labels, values = ["tier"], {(t,): _value(counters, number.path, t) for t in tiers}
+    if "{tier}" in path:
+        labels = ["tier"]
+        for tier in [tier for tier in TIERS if counters.get(tier) is not None]:
+            values[tier,] = _value(counters, number.path, tier=tier)
+    elif "{drafter}" in path:
+        labels = ["drafter"]
+        for drafter in counters["metrics"]["drafters"]:
+            values[drafter,] = _value(counters, number.path, drafter=drafter)
     elif counters.get(number.path[0]) is None:
         return
     elif isinstance(value := _value(counters, number.path), dict):
         labels, values = ["component"], {(part,): count for part, count in value.items()}
     else:
         values = {(): value}
+    if any(isinstance(value, list) for value in values.values()):
+        labels.append("position")
+        values = {
+            (*key, str(position)): value
+            for key, counts in values.items()
+            for position, value in enumerate(counts)
+        }
     if values:
         family = kind(number.name, number.help, labels=labels)
         for label_values, value in values.items():
@@ -150,5 +167,5 @@ def _family(
         yield family
 
 
-def _value(counters: dict[str, Any], path: list[str], tier: str = "") -> Any:
-    return reduce(operator.getitem, [part.format(tier=tier) for part in path], counters)
+def _value(counters: dict[str, Any], path: list[str], **names: str) -> Any:
+    return reduce(operator.getitem, [part.format(**names) for part in path], counters)

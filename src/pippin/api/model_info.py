@@ -33,6 +33,7 @@ class ModelInfo:
     aliases: tuple[str, ...] = ()  # other names that requests may use; `*` is any
     checkpoint_names: tuple[str, ...] = ()  # its id and the last part of it: accepted, not listed
     checkpoint: CheckpointInfo = CheckpointInfo()
+    takes_predictions: bool = False  # drafts are taken from a reply that a client expects
 
     @property
     def max_prompt_bytes(self) -> int:

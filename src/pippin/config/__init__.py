@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pippin.config.engine import EngineConfig
+from pippin.config.engine import EngineConfig, Speculate
 from pippin.config.limits import LimitsConfig
 from pippin.config.model import BackendName, ModelConfig
 from pippin.config.server import ServerConfig
@@ -20,6 +20,7 @@ __all__ = [
     "LimitsConfig",
     "ModelConfig",
     "ServerConfig",
+    "Speculate",
 ]
 
 

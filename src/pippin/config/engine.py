@@ -9,6 +9,8 @@ from pippin.amounts import parse_bytes, parse_memory
 from pippin.config.checks import check_at_least
 from pippin.errors import ConfigError
 
+Speculate = Literal["auto", "off", "suffix", "mtp"]
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -39,11 +41,13 @@ class EngineConfig:
     """Compute several tokens in one step where a grammar allows only one continuation, if that is
     faster."""
 
-    speculate: Literal["off", "suffix"] = "off"
+    speculate: Speculate = "off"
     """Verify several guessed tokens of a reply in one step; the reply is the same. `suffix` guesses
     what followed the last tokens earlier, in the request itself, in the prefix cache or in other
-    requests with the same salt: faster for replies that repeat text, such as edits. Only as far as
-    it is measured to pay."""
+    requests with the same salt: faster for replies that repeat text, such as edits. `mtp` guesses
+    with the MTP head of the checkpoint, and is refused where there is none. `auto`: both, or
+    `suffix` alone. Only as far as it is measured to pay while serving; `pippin bench speculate`
+    measures it."""
 
     prefix_cache: bool = True
     """Reuse the KV cache and recurrent states of prompt prefixes that requests have in common."""

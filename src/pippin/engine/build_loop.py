@@ -27,6 +27,7 @@ from pippin.scheduler.loop import Loop
 from pippin.scheduler.scheduler import Scheduler
 from pippin.scheduler.scheduler_limits import Limits
 from pippin.scheduler.speculation.depth import DepthPolicy
+from pippin.scheduler.speculation.drafter import DeviceDrafter
 from pippin.scheduler.speculation.speculation import Speculation
 from pippin.scheduler.speculation.suffix import SuffixDrafter
 from pippin.types import ModelSpec
@@ -114,9 +115,23 @@ def _build_speculation(
 ) -> Speculation | None:
     """None also where this backend verifies no drafts for this model, and has logged why."""
     depth = min(_max_depth(config), backend.max_depth)
+    num_own = 0 if config.speculate == "suffix" else min(depth, backend.drafts_itself)
+    if config.speculate == "mtp" and not num_own:
+        why = (
+            "the checkpoint has no MTP head that this backend can run"
+            if depth
+            else "this backend verifies no drafts for this model"
+        )
+        raise LoadError(f"speculate is mtp, and {why}: use --speculate suffix, auto or off")
     if not depth:
         return None
-    return Speculation(SuffixDrafter(cache), depth, lambda running: depth, DepthPolicy())
+    return Speculation(
+        None if config.speculate == "mtp" else SuffixDrafter(cache),
+        depth,
+        lambda running: depth,
+        DepthPolicy(),
+        DeviceDrafter("mtp", num_own) if num_own else None,
+    )
 
 
 def _max_depth(config: EngineConfig) -> int:

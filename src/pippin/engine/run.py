@@ -183,7 +183,9 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     model = loop.backend.spec
-    channel.send(Ready(model.vocab_size, model.max_len))
+    speculation = loop.scheduler.speculation
+    takes_predictions = speculation is not None and speculation.drafter is not None
+    channel.send(Ready(model.vocab_size, model.max_len, takes_predictions))
     serving.set()
     recorder = Recorder(loop.scheduler)
     trace = None

@@ -16,7 +16,7 @@ from typing import Unpack
 
 import numpy as np
 
-from pippin.config import Config, EngineConfig
+from pippin.config import Config, EngineConfig, Speculate
 from pippin.embedding import embedding_of
 from pippin.engine.build_loop import build_loop
 from pippin.metrics import EngineMetrics
@@ -58,11 +58,16 @@ class LLM:
         self._requests = OfflineRequests(self.text, self.loop.backend.spec)
 
     def beside(
-        self, *, prefix_cache: bool = True, overlap: bool = True, forced_chunks: bool = True
+        self,
+        *,
+        prefix_cache: bool = True,
+        overlap: bool = True,
+        forced_chunks: bool = True,
+        speculate: Speculate | None = None,
     ) -> LLM:
         """Another engine over the same loaded model, with its own requests, cache and metrics.
 
-        Only one of the two may have requests at a time.
+        Only one of the two may have requests at a time. It can speculate if this one was loaded to.
         """
         other = copy.copy(self)
         engine = replace(
@@ -70,6 +75,7 @@ class LLM:
             prefix_cache=prefix_cache,
             overlap=overlap,
             forced_chunks=forced_chunks,
+            speculate=speculate or self.config.engine.speculate,
             host_cache=None,  # which one engine has to itself
             cache_dir=None,  # likewise
             disk=None,

@@ -50,6 +50,8 @@ class Completion:
     cached_tokens: int = 0
     host_tokens: int = 0  # of these, loaded from the host's memory
     disk_tokens: int = 0  # and from disk
+    accepted_drafts: int = 0  # of `tokens`: guessed, and verified in one step with others
+    rejected_drafts: int = 0  # guesses that were wrong: not among `tokens`
 
     def add(self, piece: SequencePiece) -> None:
         self.tokens += piece.tokens
@@ -64,6 +66,8 @@ class Completion:
         self.cached_tokens = sequence.cached_tokens
         self.host_tokens = sequence.host_tokens
         self.disk_tokens = sequence.disk_tokens
+        self.accepted_drafts = sequence.accepted_drafts
+        self.rejected_drafts = sequence.rejected_drafts
         self.prompt_logprobs = sequence.prompt_logprobs
 
 

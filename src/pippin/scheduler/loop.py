@@ -251,7 +251,7 @@ class Loop:
         before = cache.nbytes
         freed = self.scheduler.traffic.flush()
         if self.scheduler.speculation is not None:
-            self.scheduler.speculation.drafter.flush()
+            self.scheduler.speculation.flush()
         return {
             "freed_bytes": before - cache.nbytes,
             "kept_bytes": cache.nbytes,

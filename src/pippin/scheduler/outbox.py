@@ -39,7 +39,16 @@ class Outbox:
         scored = result.logprobs.get(slot)
         logprobs = None if scored is None else list(scored)
         if len(request.output) > len(tokens):
-            self._deltas.append(TokenDelta(request.id, tokens, logprobs, finish=finish))
+            self._deltas.append(
+                TokenDelta(
+                    request.id,
+                    tokens,
+                    logprobs,
+                    accepted_drafts=request.accepted_drafts,
+                    rejected_drafts=request.rejected_drafts,
+                    finish=finish,
+                )
+            )
             return
         scores = result.prompt_logprobs.get(slot)
         prompt_logprobs = None if scores is None else list(scores)
@@ -68,7 +77,14 @@ class Outbox:
         )
 
     def end(self, request: Request, finish: FinishReason) -> None:
-        self._deltas.append(TokenDelta(id=request.id, finish=finish))
+        self._deltas.append(
+            TokenDelta(
+                request.id,
+                accepted_drafts=request.accepted_drafts,
+                rejected_drafts=request.rejected_drafts,
+                finish=finish,
+            )
+        )
 
     def error(self, request_id: str, error: Exception) -> None:
         code, status, param = "internal_error", 500, None

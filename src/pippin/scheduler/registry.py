@@ -37,7 +37,7 @@ class Registry:
         if not len(self._compiling) and not self._traffic.num_loading:
             return 0
         return sum(
-            request.num_tokens
+            request.num_queued
             for request in self.requests.values()
             if request.phase in ("compiling", "loading")
         )

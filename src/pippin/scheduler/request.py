@@ -14,6 +14,7 @@ from pippin.decode.grammar import Grammar
 from pippin.messages import Submit
 from pippin.types import FinishReason, SamplingParams, TierName
 
+NO_TOKENS = np.zeros(0, dtype=np.int32)
 KEY_TOKENS = 16  # prompts that share less than this are strangers
 
 Phase = Literal[
@@ -43,6 +44,8 @@ class Request:
     salt: bytes = b""  # a digest: requests of another salt share nothing with it
     priority: int = 0  # higher starts first, and is preempted last
     grammar: Grammar | None = None
+    # int32 [n]: what its client expects as the reply
+    prediction: np.ndarray = field(default_factory=lambda: NO_TOKENS)
     embeds: bool = False  # it wants the hidden vector after its prompt, and no reply
 
     phase: Phase = "waiting"
@@ -56,6 +59,8 @@ class Request:
     tiers_tried: int = 0  # in so many tiers below memory, since it was queued
     # Tokens [start, end) that were loaded for it, from each tier.
     loaded: dict[TierName, tuple[int, int]] = field(default_factory=dict)
+    accepted_drafts: int = 0  # that were verified for it,
+    rejected_drafts: int = 0  # and were wrong
     num_preemptions: int = 0
     starts_again: bool = False  # what it was restored from the first time was damaged
     submitted_s: float | None = None  # on the loop's clock
@@ -86,6 +91,7 @@ class Request:
             salt=submit.salt,
             priority=submit.priority,
             grammar=grammar,
+            prediction=np.asarray(submit.prediction, dtype=np.int32),
             embeds=submit.embeds,
         )
 
@@ -99,6 +105,11 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens: the prompt and the committed reply."""
         return len(self.prompt) + len(self.output)
+
+    @property
+    def num_queued(self) -> int:
+        """Tokens that it holds in the host's memory while it waits."""
+        return self.num_tokens + len(self.prediction)
 
     @property
     def max_total(self) -> int:

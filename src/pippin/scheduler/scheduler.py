@@ -67,6 +67,7 @@ class Scheduler:
         self.registry = Registry(self.metrics, self.compiling, self.admission, self.traffic)
         if self.speculation is not None:
             self.registry.on_end = self.speculation.forget
+            self.metrics.drafters.update(self.speculation.no_counts)
         self.requests = self.registry.requests
         self.running_slots = self.registry.running_slots
         self.inflight_steps = InflightSteps()
@@ -214,7 +215,8 @@ class Scheduler:
     def commit(self, step: int, result: StepResult) -> int:
         """A step has run: tokens, finishes, captures. Returns how many of its rows were ghosts."""
         inflight = self._end_step(step)
-        self._settle_drafts(inflight, result)
+        if self.speculation is not None:
+            self.speculation.settle(inflight.plan, inflight.owners, result, self.metrics)
         self.traffic.commit(step, result)
         for damage in result.damaged:
             if (owner := inflight.owners.get(damage.slot)) is not None:
@@ -260,8 +262,8 @@ class Scheduler:
     def observe(self, timed: Timed) -> None:
         """What steps took that were committed."""
         self.pace.observe(timed)
-        if self.speculation is not None and self.speculation.policy is not None:
-            self.speculation.policy.observe(timed)
+        if self.speculation is not None:
+            self.speculation.observe(timed)
 
     def _end_step(self, step: int) -> InflightStep:
         inflight = self.inflight_steps.pop(step)
@@ -295,14 +297,3 @@ class Scheduler:
             elif not row.masked or row.end == request.num_tokens:  # else a grammar had forced it
                 self.registry.take_tokens(request, row.slot, result)
         return ghosts
-
-    def _settle_drafts(self, inflight: InflightStep, result: StepResult) -> None:
-        """How many drafts were accepted is known: bounds become lengths."""
-        for row in inflight.plan.decode:
-            accepted = len(result.tokens[row.slot]) - 1 if row.samples else 0
-            inflight.owners[row.slot].settle(row.depth, accepted)
-            self.metrics.drafted_tokens += row.depth
-            self.metrics.accepted_tokens += accepted
-            if self.speculation is not None and row.depth:
-                owner = inflight.owners[row.slot].request
-                self.speculation.settle(inflight.plan.step, owner, row.depth, accepted)

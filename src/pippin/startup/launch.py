@@ -191,6 +191,7 @@ def _model_info(config: Config, ready: Ready) -> ModelInfo:
         aliases=config.server.alias,
         checkpoint_names=checkpoint_names(Path(config.model.model)),
         checkpoint=describe_checkpoint(Path(config.model.model)),
+        takes_predictions=ready.takes_predictions,
     )
 
 

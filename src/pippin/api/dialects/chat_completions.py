@@ -19,6 +19,7 @@ from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
 from pippin.api.requests.content.chat_messages import parse_messages
+from pippin.api.requests.content.prediction import read_prediction
 from pippin.api.requests.custom_tools import InputReader, input_of
 from pippin.api.requests.extensions import effort_of, with_our_names
 from pippin.api.requests.neutral_request import ChatRequest
@@ -51,6 +52,7 @@ def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
         continue_final_message=continues_final_message(body),
         reasoning_effort=effort,
         template_variables=template_variables(body),
+        prediction=read_prediction(body, rules),
         effort_field=effort_field,
         leniency=body.leniency,
     )

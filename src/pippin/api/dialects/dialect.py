@@ -96,7 +96,11 @@ def openai_usage(job: Job) -> dict[str, Any]:
         "completion_tokens": job.completion_tokens,
         "total_tokens": job.prompt_tokens + job.completion_tokens,
         "prompt_tokens_details": cached_details(job),
-        "completion_tokens_details": {"reasoning_tokens": job.reasoning_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": job.reasoning_tokens,
+            "accepted_prediction_tokens": job.accepted_drafts,
+            "rejected_prediction_tokens": job.rejected_drafts,  # not among the completion's
+        },
     }
 
 

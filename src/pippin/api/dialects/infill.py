@@ -137,10 +137,13 @@ class InfillDialect:
         prompt_s = predicted_s = 0.0
         if times.submitted is not None and times.first is not None and times.last is not None:
             prompt_s, predicted_s = times.first - times.submitted, times.last - times.first
+        num_drafts = job.accepted_drafts + job.rejected_drafts
+        drafts = {"draft_n": num_drafts, "draft_n_accepted": job.accepted_drafts}
         return {
             "cache_n": job.cached_tokens,
             **_pace("prompt", job.prompt_tokens - job.cached_tokens, prompt_s),
             **_pace("predicted", job.completion_tokens, predicted_s),
+            **(drafts if num_drafts else {}),
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pippin.api.fields import extensions, shared
 from pippin.api.fields import value_kinds as kinds
-from pippin.api.fields.table import FieldTable, ignored_field, members, refused_field
+from pippin.api.fields.table import FieldTable, Members, ignored_field, members, refused_field
 from pippin.api.fields.value_kinds import ValueKind
 from pippin.api.requests.bounds import MAX_MESSAGES
 
@@ -40,6 +40,17 @@ _IGNORED: shared.Fields = {  # by chat completions and by responses
     "prompt_cache_retention": ignored_field("the cache is in memory", "in_memory"),
     "service_tier": ignored_field("there is one tier", "auto", "default"),
 }
+_PREDICTION = Members(
+    "an object with a `type` of content and `content`, a string or a list of text parts: the reply "
+    "that is expected",
+    table=FieldTable(
+        {
+            "type": kinds.one_of("content"),
+            "content": ValueKind("a string or a list of parts", {"type": ["string", "array"]}),
+        },
+        required=("type", "content"),
+    ),
+)
 _VERBOSITY = ignored_field("ask for it in the prompt", "medium")
 
 CHAT = FieldTable(
@@ -53,6 +64,7 @@ CHAT = FieldTable(
         "reasoning_effort": shared.EFFORT,
         **shared.LABELS,
         "metadata": kinds.OBJECT,  # not stored, so of any size and kind
+        "prediction": _PREDICTION,
         **shared.TEMPLATE,
         **extensions.GENERATION,
         **extensions.REASONING,
@@ -60,7 +72,6 @@ CHAT = FieldTable(
         "modalities": refused_field(_TEXT_ONLY, ["text"]),
         "function_call": refused_field("it is the old name of tool_choice", "none"),
         "functions": refused_field("it is the old name of tools", []),
-        "prediction": ignored_field("predicted outputs are not used"),
         "store": ignored_field("replies are not stored; use /v1/responses", False),
         "verbosity": _VERBOSITY,
         "web_search_options": ignored_field("there is no web search"),

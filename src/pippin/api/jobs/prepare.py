@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from pippin.sequences import (
 )
 from pippin.text.bundle import TextBundle
 from pippin.text.parsers.base import PlainText, ReplyParser, Tool
-from pippin.text.prompt import Prompt, chat_prompt, completion_prompt
+from pippin.text.prompt import Prompt, chat_prompt, check_nbytes, completion_prompt, nbytes_of
 from pippin.text.tokenizer import Tokenizer
 
 
@@ -69,6 +69,8 @@ class Job:
             "host_tokens": self.host_tokens,
             "disk_tokens": self.disk_tokens,
             "completion_tokens": self.completion_tokens,
+            "accepted_drafts": self.accepted_drafts,
+            "rejected_drafts": self.rejected_drafts,
             "queue_s": None if self.queued_s is None else round(self.queued_s, 4),
             "finish": ",".join(dict.fromkeys(s.finish or "cut" for s in self.sequences)),
         }
@@ -113,6 +115,14 @@ class Job:
         return sum(sequence.num_reasoning_tokens for sequence in self.sequences)
 
     @property
+    def accepted_drafts(self) -> int:
+        return sum(sequence.accepted_drafts for sequence in self.sequences)
+
+    @property
+    def rejected_drafts(self) -> int:
+        return sum(sequence.rejected_drafts for sequence in self.sequences)
+
+    @property
     def with_logprobs(self) -> bool:
         return self.sequences[0].submit.params.logprobs is not None
 
@@ -138,7 +148,14 @@ def prepare_chat(
         leniency=request.leniency,
         tool_use=request.tool_use,
         new_parser=lambda: text.formats.parser(prompt.ending, request.tool_use.allowed),
+        prediction=_prediction(request.prediction, text, model),
     )
+
+
+def _prediction(given: str, text: TextBundle, model: ModelInfo) -> list[int]:
+    """The tokens of a reply that a client expects: no more than a reply can have."""
+    check_nbytes(nbytes_of(given), model.max_prompt_bytes, param="prediction")
+    return text.tokenizer.encode_inside(given)[: model.max_len] if given else []
 
 
 def render_prompt(request: ChatRequest, text: TextBundle, max_bytes: int) -> Prompt:
@@ -213,6 +230,7 @@ def _job(
     leniency: Leniency,
     tool_use: ToolUse | None = None,
     new_parser: Callable[[], ReplyParser] = PlainText,
+    prediction: Sequence[int] = (),
 ) -> Job:
     id = f"{prefix}{uuid.uuid4().hex}"
     sequences: list[GeneratedSequence] = []
@@ -227,6 +245,7 @@ def _job(
             priority=options.priority,
             salt=options.salt,
             new_parser=new_parser,
+            prediction=prediction,
         )
     return Job(
         id=id,

@@ -76,6 +76,7 @@ class ChatRequest:
     reasoning_effort: str | None = None  # None: as the template has it
     template_variables: dict[str, Any] = field(default_factory=dict)
     previous_tokens: tuple[int, ...] = ()  # that precede the conversation
+    prediction: str = ""  # the reply that the client expects
     # What the dialect calls them, for errors:
     messages_field: str = "messages"
     effort_field: str = "reasoning_effort"

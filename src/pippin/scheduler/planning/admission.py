@@ -18,8 +18,6 @@ from __future__ import annotations
 import bisect
 import itertools
 
-import msgspec
-
 from pippin.backends.base import Costs
 from pippin.cache.prefix_cache import PrefixCache
 from pippin.cache.results import Match
@@ -28,6 +26,7 @@ from pippin.messages import Submit
 from pippin.scheduler.memory.byte_budget import ByteBudget
 from pippin.scheduler.memory.claims import GROWTH_TOKENS
 from pippin.scheduler.planning.inflight_prefixes import InflightPrefixes, Promise, Waiters
+from pippin.scheduler.planning.offer import Offer
 from pippin.scheduler.request import Request
 from pippin.scheduler.running_slot import RunningSlot
 from pippin.scheduler.scheduler_limits import Limits
@@ -36,31 +35,8 @@ from pippin.types import GRID
 
 LOOKAHEAD = 16  # queued requests considered at a time,
 MAX_EXAMINED = 64  # with those that are found to share an in-flight prefix, and set aside
-MAX_PASSED_OVER = 8
 MAX_DOUBLINGS = 16  # of what a request that was preempted claims for its reply, each time
 PROBED_TOKENS = 1 << 15  # of a plan: looking prompts up costs host time by their lengths
-
-
-class Offer(msgspec.Struct, frozen=True, gc=False):  # many for each request that starts
-    request: Request
-    matched: int  # tokens that the tree seemed to hold when it was last asked
-
-    @property
-    def num_to_compute(self) -> int:
-        return self.request.num_tokens - self.matched
-
-    @property
-    def is_firm(self) -> bool:
-        """It may not be passed over any more."""
-        request = self.request
-        return request.num_preemptions > 0 or request.passed_over >= MAX_PASSED_OVER
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        request = self.request
-        if self.is_firm:
-            return -request.priority, 0, request.arrival
-        return -request.priority, 1, self.num_to_compute
 
 
 class Admission:
@@ -116,18 +92,19 @@ class Admission:
             raise Overloaded(
                 f"{waiting:,} requests are waiting, the queue holds {limits.max_queue:,}"
             )
+        num_new = prompt_len + len(submit.prediction)
         num_tokens = self.num_tokens + num_coming_tokens
-        if waiting and num_tokens + prompt_len > limits.max_queue_tokens:
+        if waiting and num_tokens + num_new > limits.max_queue_tokens:
             raise Overloaded(
                 f"requests of {num_tokens:,} tokens are waiting and this one has "
-                f"{prompt_len:,}, the queue holds {limits.max_queue_tokens:,}"
+                f"{num_new:,}, the queue holds {limits.max_queue_tokens:,}"
             )
 
     def add(self, request: Request) -> None:
         """Also a request that was preempted: its arrival puts it first."""
         bisect.insort(self.queue, request, key=_rank)
         bisect.insort(self.eligible, request, key=_rank)
-        self.num_tokens += request.num_tokens
+        self.num_tokens += request.num_queued
         self._refused_at = None
 
     def remove(self, request: Request) -> None:
@@ -136,7 +113,7 @@ class Admission:
             self.waiters.remove(request)
         else:
             _remove(self.eligible, request)
-        self.num_tokens -= request.num_tokens
+        self.num_tokens -= request.num_queued
         self._hints.pop(request, None)
         self._refused_at = self.refused = None
 

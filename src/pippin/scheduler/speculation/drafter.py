@@ -21,13 +21,10 @@ NO_GUESS = Guess()
 
 
 class Drafter(Protocol):
-    @property
-    def name(self) -> str: ...
+    """On the host."""
 
     @property
-    def on_device(self) -> bool:
-        """The backend makes drafts in its steps, for the next ones: nothing is proposed here."""
-        ...
+    def name(self) -> str: ...
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Some of these are about to be asked for, once a step. Takes bounded time."""
@@ -59,13 +56,9 @@ class KeepsNothing:
         pass
 
 
-class DeviceDrafter(KeepsNothing):
-    """Stands for what the backend drafts with."""
+@dataclass(frozen=True)
+class DeviceDrafter:
+    """What a backend drafts with in its steps, for the next ones: it proposes nothing here."""
 
-    on_device = True
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def propose(self, request: Request, num_tokens: int) -> Guess:
-        raise NotImplementedError(f"{self.name} drafts on the device")
+    name: str
+    max_drafts: int  # that a step leaves for a row's next one

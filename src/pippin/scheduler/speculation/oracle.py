@@ -15,7 +15,6 @@ class OracleDrafter(KeepsNothing):
     """Right at a given share of places, which depend on the request and the place alone."""
 
     name = "oracle"
-    on_device = False
 
     def __init__(
         self, reply_of: Callable[[Request], Sequence[int]], share_right: float, vocab_size: int

@@ -1,8 +1,9 @@
-"""Drafts what followed the last tokens before: in the request's own text, in the radix tree, and
-in what other requests of its salt said. Knows no weights and no device.
+"""Drafts what followed the last tokens before: in the request's own text and prediction, in the
+radix tree, and in what other requests of its salt said. Knows no weights and no device.
 
-A request's text is what the tree has behind its whole prompt, if anything, its prompt and its
-reply. It is indexed while the reply is generated, some of it in each step.
+A request's text is what the tree has behind its whole prompt, if anything, the reply that its
+client predicts, its prompt and its reply. It is indexed while the reply is generated, some of it in
+each step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ class _Text:
 
 class SuffixDrafter:
     name = "suffix"
-    on_device = False
 
     def __init__(self, cache: PrefixCache | None) -> None:
         """Without a cache requests share nothing, and this neither."""
@@ -83,10 +83,13 @@ class SuffixDrafter:
     def _start(self, request: Request) -> _Text:
         prompt = request.prompt[-MAX_TEXT:]
         index = TextIndex(len(prompt) + len(prompt) // 4)
+        replies = [request.prediction]  # the latest of several matches counts
         if self._cache is not None:
-            behind = self._cache.continuation(request.prompt, request.salt, MAX_FROM_TREE)
-            if len(behind):
-                index.extend(np.concatenate([prompt[-MAX_MATCH:], behind, [SEPARATOR]]))
+            known = self._cache.continuation(request.prompt, request.salt, MAX_FROM_TREE)
+            replies.insert(0, known)
+        for reply in replies:
+            if len(reply):
+                index.extend(np.concatenate([prompt[-MAX_MATCH:], reply[:MAX_TEXT], [SEPARATOR]]))
         index.extend(prompt)
         return _Text(index)
 
