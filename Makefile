@@ -1,9 +1,11 @@
 # make serve     install what is needed and serve the bundled model
 # make test      install what is needed, then lint, type check and test
+# make doctor    check this machine: kernels against plain operations, times, what was chosen
 # make quick     the same for every change: quick tests of what differs from main (tools/quick.py)
 # make simulate  run simulated worlds: clients, faults and short bytes, millions of steps
 # make mutants   break one rule of the scheduler or the cache at a time; a test must notice each
 # make soak      ten minutes of mixed load on a server whose engine is killed and frozen every 20 s
+# make bench-short  a few minutes of `pippin bench compare`: beside mlx-lm on the same weights
 # make dist      build the wheels of pippin and pippin-demo into dist/, and check them
 # make clean     remove the virtual environment and every cache
 #
@@ -31,11 +33,15 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 EXTRA := $(shell nvidia-smi 2>/dev/null | grep -q 'CUDA.*Version: *1[3-9]' && echo cuda13,torch || \
 	{ nvidia-smi >/dev/null 2>&1 && echo cpu,torch || echo cpu; })
 
-.PHONY: serve test quick lint types simulate mutants soak dist install install-dev clean
+.PHONY: serve test doctor quick lint types simulate mutants soak bench-short dist install install-dev \
+	clean
 .DELETE_ON_ERROR:
 
 serve: install
 	@exec $(RUN) pippin serve $(ARGS)
+
+doctor: install
+	@exec $(RUN) pippin doctor $(ARGS)
 
 # A file at a time, the longest first (tests/conftest.py). Three workers keep two cores busy: now and
 # then one waits for a server that starts, or for a clock.
@@ -65,6 +71,9 @@ mutants: install-dev
 
 soak: install-dev
 	@$(VENV)/bin/python tools/soak.py $(ARGS)
+
+bench-short: install
+	@exec $(RUN) pippin bench compare --only prefill decode-1 decode-4 --rounds 1 $(ARGS)
 
 dist: install-dev
 	@$(VENV)/bin/python tools/dist.py

@@ -123,7 +123,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "terminal.cache_directory": {"cache.disk"},
     "terminal.doctor": {
-        *("", "types", "config", "offline.offline_requests", "backends.host", "backends.mlx"),
+        *("", "types", "amounts", "config", "offline.offline_requests", "startup.resolve"),
+        *("backends.host", "backends.nvidia", "backends.mlx", "backends.torch"),
     },
     "service": set(),
     "supervision": {

@@ -7,13 +7,23 @@ from pathlib import Path
 import pytest
 
 from pippin.backends import host
-from pippin.backends.host import cpu_quota, num_threads
+from pippin.backends.host import cpu_quota, host_memory_bytes, num_threads
 
 
 def write(root: Path, **files: str) -> None:
     root.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (root / name.replace("__", ".")).write_text(text + "\n")
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("1048576\n", 1 << 20), ("max\n", None)])
+def test_a_container_s_limit_bounds_the_memory(
+    tmp_path: Path, limit: str, expected: int | None
+) -> None:
+    path = tmp_path / "memory.max"
+    path.write_text(limit)
+    unlimited = host_memory_bytes(path.with_name("absent"))
+    assert host_memory_bytes(path) == (expected or unlimited)
 
 
 @pytest.mark.parametrize(

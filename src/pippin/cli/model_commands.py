@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
@@ -63,13 +64,18 @@ def chat(
 def doctor(config: Config, *, json: bool = False) -> None:
     """Check whether `pippin serve` computes correct results on this machine with these options.
 
-    Prints versions, device, memory and matrix speed, and runs a self-check of about 30 seconds.
+    Prints one page to paste into an issue: device and memory, operations and kernels compared with
+    plain ones, launches and decode steps timed, what was chosen and why, and for everything that is
+    off what it means and what to do. Takes less than a minute with the demo model. Exit status: 0
+    if all is right, 1 if something is wrong, 2 for wrong usage.
 
     Parameters
     ----------
     json
-        Print the results as JSON.
+        Print JSON instead of the page; its schema is documented with the command.
     """
     from pippin.terminal.doctor import run_doctor
+
+    faulthandler.enable()  # a kernel may crash the process: stderr then says where
 
     raise SystemExit(run_doctor(config, as_json=json))

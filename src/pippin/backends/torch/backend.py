@@ -6,7 +6,7 @@ Nothing here waits for the device except `TorchPending.wait`; on a CPU `launch` 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -26,7 +26,11 @@ from pippin.backends.torch.budget import (
 from pippin.backends.torch.config import suit_kernels
 from pippin.backends.torch.device import device_info, to_device
 from pippin.backends.torch.graphs.capture import CudaGraphs
-from pippin.backends.torch.kernels.checks.agreement import our_kernels_agree
+from pippin.backends.torch.kernels.checks.agreement import (
+    ROUNDING,
+    kernel_errors,
+    our_kernels_agree,
+)
 from pippin.backends.torch.largest_steps import (
     largest_chunk,
     run_largest_chunk,
@@ -196,6 +200,20 @@ class TorchBackend:
             step.discard()  # no caller can
             raise
         return step
+
+    @property
+    def dtype(self) -> str:
+        return str(self._decoder.dtype).removeprefix("torch.")
+
+    @property
+    def has_kernels(self) -> bool:
+        return self._ways.kernels
+
+    def kernel_errors(self) -> Iterator[tuple[str, float | None, float]]:
+        """Of each kernel on this model: how far off plain operations it is, and may be."""
+        with torch.inference_mode(), self._streams.forward():
+            for name, off in kernel_errors(self._decoder):
+                yield name, off, ROUNDING[self._decoder.dtype]
 
     # ---- bytes -----------------------------------------------------------------------------
 

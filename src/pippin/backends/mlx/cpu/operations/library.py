@@ -140,7 +140,7 @@ def _build(compiler: str, library: Path, refusal: Path) -> dict[str, str]:
     own_notes = _notes(own)
     try:
         _run(compile_command(compiler, own), BUILD_SECONDS)
-        left_out = _try_operations(own)
+        left_out = try_operations(own)
         own_notes.write_bytes(msgspec.json.encode(left_out))
         own_notes.replace(_notes(library))
         own.replace(library)
@@ -154,7 +154,7 @@ def _build(compiler: str, library: Path, refusal: Path) -> dict[str, str]:
     return left_out
 
 
-def _try_operations(library: Path) -> dict[str, str]:
+def try_operations(library: Path) -> dict[str, str]:
     """Why each operation that does not work here does not. One that crashes ends the process that
     tried it: the rest is tried by another."""
     module = "pippin.backends.mlx.cpu.operations.check"

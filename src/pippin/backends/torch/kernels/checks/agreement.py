@@ -70,23 +70,11 @@ def our_kernels_agree(decoder: Decoder, max_len: int) -> bool:
 
 def kernels_agree(decoder: Decoder, make: Callable[[], KernelSet]) -> bool:
     """Whether all of them do; else a warning names those that do not, and why."""
-    try:
-        kernels = make()
-        checks = list(_checks(decoder, kernels))
-    except Exception as error:  # of any kind from a compiler or driver: plain operations serve
-        logger.warning(
-            "plain operations are used: kernels cannot be run: %s", error, exc_info=error
-        )
-        return False
     works = True
-    for name, check in checks:
-        try:
-            off = check()
-        except Exception as error:
-            logger.warning("plain operations are used: %s: %s", name, error, exc_info=error)
+    for name, off in kernel_errors(decoder, make):
+        if off is None:
             works = False
-            continue
-        if not off <= ROUNDING[decoder.dtype]:  # also where it is NaN
+        elif not off <= ROUNDING[decoder.dtype]:  # also where it is NaN
             logger.warning(
                 "plain operations are used: the kernels of %s differ from them by %.1g here, and by"
                 " %.1g at most they may",
@@ -96,6 +84,29 @@ def kernels_agree(decoder: Decoder, make: Callable[[], KernelSet]) -> bool:
             )
             works = False
     return works
+
+
+def kernel_errors(
+    decoder: Decoder, make: Callable[[], KernelSet] = our_kernels
+) -> Iterator[tuple[str, float | None]]:
+    """By what is checked: how far off it is; None if it cannot be run, which a warning explains."""
+    try:
+        kernels = make()
+        checks = list(_checks(decoder, kernels))
+    except Exception as error:  # of any kind from a compiler or driver: plain operations serve
+        logger.warning(
+            "plain operations are used: kernels cannot be run: %s", error, exc_info=error
+        )
+        yield "kernels", None
+        return
+    for name, check in checks:
+        try:
+            off = check()
+        except Exception as error:
+            logger.warning("plain operations are used: %s: %s", name, error, exc_info=error)
+            yield name, None
+        else:
+            yield name, off
 
 
 Check = tuple[str, Callable[[], float]]  # a name, and how far off it is

@@ -1,0 +1,46 @@
+"""What loading a model chose on mlx, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pippin import LLM
+from pippin.backends.mlx.backend import MLXBackend
+from pippin.backends.mlx.describe import describe
+from pippin.backends.mlx.device import on_cpu
+from pippin.config import Config
+from pippin.terminal.doctor.findings import Finding
+
+
+def choices(llm: LLM) -> Iterator[Finding]:
+    config, backend = llm.config, _backend(llm)
+    yield Finding("type", f"{dtype_of(llm)}: {_why_dtype(config)}")
+    yield Finding("decode steps", decode_steps(config, compiled=backend.steps_are_compiled))
+    for name, value in describe(backend.loaded):
+        yield Finding(name, value)
+
+
+def dtype_of(llm: LLM) -> str:
+    return str(_backend(llm).loaded.dtype).removeprefix("mlx.core.")
+
+
+def _backend(llm: LLM) -> MLXBackend:
+    backend = llm.loop.backend
+    assert isinstance(backend, MLXBackend)
+    return backend
+
+
+def _why_dtype(config: Config) -> str:
+    if config.model.dtype != "auto":
+        return "--dtype"
+    return "CPUs compute it fastest" if on_cpu() else "as the checkpoint is stored"
+
+
+def decode_steps(config: Config, *, compiled: bool) -> str:
+    if compiled:
+        return "compiled, as in pippin serve"
+    if config.engine.safe:
+        return "not compiled: --safe"
+    if config.engine.deterministic:
+        return "not compiled: --deterministic"
+    return "not compiled, as in pippin serve: mlx cannot be asked to compile without a C++ compiler"

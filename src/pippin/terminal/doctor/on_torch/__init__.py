@@ -1,0 +1,1 @@
+"""Sections of machines that compute with torch. Imports no mlx."""

@@ -1,0 +1,92 @@
+"""The findings as one page of text to paste, and as JSON (schema.json). Looks at no machine.
+
+Paths of the user's home are shortened to ~.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pippin import __version__
+from pippin.terminal.doctor.findings import Examined, Finding
+
+SCHEMA_VERSION = 1  # raised when a field changes its meaning or is removed; not when one is added
+SCHEMA = Path(__file__).with_name("schema.json")
+MARKS = {"info": "  ", "ok": "✓ ", "warning": "! ", "wrong": "✗ "}
+HOMES = re.compile(r"(?:/Users|/home)/[^/\s:'\"]+")
+INDENT = " " * 6
+
+
+def is_right(examined: Iterable[Examined]) -> bool:
+    return not any(found.level == "wrong" for part in examined for found in part.findings)
+
+
+def as_page(examined: Sequence[Examined], seconds: float) -> str:
+    lines = [f"pippin doctor {__version__}: {_verdict(examined)} ({seconds:.0f} s)"]
+    for part in examined:
+        if part.findings:
+            lines += ["", part.name]
+            lines += [line for found in part.findings for line in _lines(found)]
+    return "\n".join(lines)
+
+
+def _verdict(examined: Sequence[Examined]) -> str:
+    levels = [found.level for part in examined for found in part.findings]
+    counts = {level: levels.count(level) for level in ("wrong", "warning")}
+    said = []
+    if counts["wrong"]:
+        said.append(f"{_count(counts['wrong'], 'check')} failed")
+    if counts["warning"]:
+        said.append(_count(counts["warning"], "warning"))
+    passed = f"{_count(levels.count('ok'), 'check')} passed"
+    return ", ".join([*said, passed]) if said else f"all right, {passed}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _lines(found: Finding) -> Iterator[str]:
+    yield f"  {MARKS[found.level]}{found.name}: {private(found.value)}"
+    if found.means is not None and found.remedy is not None:
+        yield f"{INDENT}meaning: {private(found.means)}"
+        yield f"{INDENT}what to do: {private(found.remedy)}"
+
+
+def as_document(examined: Sequence[Examined], seconds: float) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA_VERSION,
+        "pippin": __version__,
+        "ok": is_right(examined),
+        "seconds": round(seconds, 2),
+        "sections": [
+            {
+                "name": part.name,
+                "seconds": part.seconds,
+                "findings": [_entry(found) for found in part.findings],
+            }
+            for part in examined
+        ],
+    }
+
+
+def _entry(found: Finding) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "level": found.level,
+        "value": private(found.value),
+        "means": None if found.means is None else private(found.means),
+        "remedy": None if found.remedy is None else private(found.remedy),
+        "numbers": dict(found.numbers),
+    }
+
+
+def private(text: str) -> str:
+    """Without the user's name."""
+    home = str(Path.home())
+    if len(home) > 1:
+        text = re.sub(rf"{re.escape(home)}(?=[/\s:'\",;)]|$)", "~", text)
+    return HOMES.sub("~", text)

@@ -1,0 +1,165 @@
+"""What `pippin doctor` checks: each check can fail, and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import cast
+
+import mlx.core as mx
+import pytest
+
+from pippin import LLM, SamplingParams
+from pippin.backends.mlx import environment
+from pippin.backends.mlx.cpu.operations.library import OperationsReport
+from pippin.config import Config, EngineConfig
+from pippin.offline.offline_requests import Completion
+from pippin.terminal.doctor import replies
+from pippin.terminal.doctor.engine import Engine
+from pippin.terminal.doctor.on_mlx import kernels as mlx_kernels
+from pippin.terminal.doctor.on_mlx.choices import decode_steps
+from pippin.types import TokenLogprobs
+
+
+def test_recurrences_that_drift_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [found.level for found in mlx_kernels.recurrence()] == ["ok", "ok"]
+    right = mlx_kernels.gated_delta_step
+
+    def drifting(*args: mx.array) -> tuple[mx.array, mx.array]:
+        y, state = right(*args)
+        return y + 1e-3, state
+
+    monkeypatch.setattr(mlx_kernels, "gated_delta_step", drifting)
+    assert [found.level for found in mlx_kernels.recurrence()] == ["ok", "wrong"]
+
+
+@pytest.mark.parametrize(("error", "with_tf32", "level"), [(1e-3, True, "ok"), (1e-3, 0, "wrong")])
+def test_what_tf32_rounds_is_no_failure_where_serve_rounds_it(
+    error: float, with_tf32: bool, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlx_kernels, "on_cpu", lambda: False)
+    monkeypatch.setenv(environment.TF32, "1" if with_tf32 else "0")
+    monkeypatch.setattr(mlx_kernels, "relative_error", lambda *_: error)
+    assert {found.level for found in mlx_kernels.recurrence()} == {level}
+
+
+LIBRARY = OperationsReport(Path("x.so"), left_out={"choose": "it crashed (SIGILL)"})
+
+
+@pytest.mark.parametrize(
+    ("now", "level"),
+    [
+        ({"choose": "it crashed (SIGILL)"}, {"operations": "ok", "operation choose": "warning"}),
+        ({"rope": "its error is 1e+00"}, {"operations": "ok", "operation rope": "wrong"}),
+    ],
+)
+def test_operations_are_tried_again_and_those_that_differ_are_named(
+    now: dict[str, str], level: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlx_kernels, "try_operations", lambda _: now)
+    found = list(mlx_kernels.operations(LIBRARY))
+    assert {finding.name: finding.level for finding in found} == level
+    assert "10 of 11" in found[0].value
+    assert next(iter(now.values())) in found[1].value
+    if found[1].level == "wrong":
+        assert "--safe" in str(found[1].remedy)
+
+
+@pytest.mark.parametrize(
+    ("system", "compiler", "level", "remedy"),
+    [
+        ("Linux", None, "warning", "apt install g++"),
+        ("Linux", "/usr/bin/g++", "warning", "issue"),
+        ("Darwin", None, "info", "None"),
+    ],
+)
+def test_without_operations_the_report_says_why(
+    system: str,
+    compiler: str | None,
+    level: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mlx_kernels.platform, "system", lambda: system)
+    monkeypatch.setattr(mlx_kernels.shutil, "which", lambda _: compiler)
+    (found,) = mlx_kernels.operations(OperationsReport(reason="no g++ on PATH"))
+    assert (found.value, found.level) == ("mlx's own: no g++ on PATH", level)
+    assert remedy in str(found.remedy)
+
+
+def completion(*tokens: int, second_best: int = 9, behind: float = 0.0) -> Completion:
+    logprobs = [
+        TokenLogprobs(-1.0, (token, second_best), (-1.0, -1.0 - behind)) for token in tokens
+    ]
+    return Completion([1], tokens=list(tokens), logprobs=logprobs)
+
+
+@pytest.mark.parametrize(
+    ("num_same", "other", "behind", "level"),
+    [
+        (24, 9, 5.0, "ok"),
+        (20, 9, 0.001, "ok"),  # level: may fall either way
+        (20, 9, 0.01, "wrong"),
+        (20, 8, 0.0, "wrong"),  # not among the likeliest
+        (10, 9, 0.0, "wrong"),  # too little was compared
+    ],
+)
+def test_replies_may_part_only_between_tokens_that_are_level(
+    num_same: int, other: int, behind: float, level: str
+) -> None:
+    first = completion(*[1] * 24, behind=behind)
+    second = completion(*[1] * num_same, *[other] * (24 - num_same))
+    found = replies.compared("x = y", [first] * 4, [second] * 4, 2e-3, means="different")
+    assert found.level == level
+
+
+def test_equal_tokens_with_other_probabilities_are_wrong() -> None:
+    first, second = completion(*[1] * 24), completion(*[1] * 24)
+    second.logprobs[3] = TokenLogprobs(-1.1, (1, 9), (-1.1, -2.0))
+    found = replies.compared("x = y", [first] * 4, [second] * 4, 2e-3, means="different")
+    assert (found.level, found.numbers["equal_tokens"]) == ("wrong", 96)
+
+
+class TwoWays:
+    """Stands in for an engine: what it replies as it is served, and with --safe."""
+
+    margin = 2e-3
+
+    def __init__(self, served: Completion, safe: Completion) -> None:
+        self.llm = cast(LLM, Replies(served))
+        self._safe = Replies(safe)
+
+    def safe(self) -> AbstractContextManager[Replies]:
+        return nullcontext(self._safe)
+
+
+class Replies:
+    def __init__(self, each: Completion) -> None:
+        self._each = each
+
+    def generate(self, prompts: Sequence[str], _: SamplingParams) -> list[Completion]:
+        return [self._each for _ in prompts]
+
+
+def test_a_kernel_that_is_wrong_in_the_model_is_found_and_safe_is_recommended() -> None:
+    right, wrong = completion(*[1] * 24, behind=3.0), completion(*[9] * 24)
+    (found,) = replies.plain(cast(Engine, TwoWays(right, right)))
+    assert found.level == "ok"
+    (found,) = replies.plain(cast(Engine, TwoWays(right, wrong)))
+    assert found.level == "wrong"
+    assert "--safe" in str(found.remedy)
+
+
+@pytest.mark.parametrize(
+    ("engine", "compiled", "said"),
+    [
+        (EngineConfig(), True, "compiled, as in pippin serve"),
+        (EngineConfig(deterministic=True), False, "not compiled: --deterministic"),
+        (EngineConfig(safe=True), False, "not compiled: --safe"),
+    ],
+)
+def test_the_report_says_which_decode_steps_were_checked(
+    engine: EngineConfig, compiled: bool, said: str
+) -> None:
+    assert decode_steps(Config(engine=engine), compiled=compiled) == said

@@ -1,0 +1,145 @@
+"""The report of `pippin doctor`: a page, a stable JSON document, an exit status; no user names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from pippin.config import Config
+from pippin.errors import ConfigError, LoadError
+from pippin.terminal.doctor import run
+from pippin.terminal.doctor.findings import Examined, Finding, Section, TimeLimit, checked
+from pippin.terminal.doctor.report import SCHEMA, SCHEMA_VERSION, as_document, as_page, private
+from processes import environment
+
+INFO = Finding("memory", "8 GB", numbers={"memory_bytes": 8e9})
+RIGHT = Finding("product", "error 0", "ok")
+SLOW = Finding("BLAS", "the slow one", "warning", "products are slow", "install another")
+WRONG = Finding("attention", "error 1", "wrong", "replies are wrong", "serve with --safe")
+
+
+def examine(monkeypatch: pytest.MonkeyPatch, *findings: Finding | Exception) -> None:
+    def look() -> Iterator[Finding]:
+        for finding in findings:
+            if isinstance(finding, Exception):
+                raise finding
+            yield finding
+
+    monkeypatch.setattr(run, "sections", lambda *_: iter([Section("kernels", "looking", look)]))
+
+
+def validate(document: Any) -> None:
+    schema = json.loads(SCHEMA.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(document, schema, cls=jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize(
+    ("findings", "status"), [((INFO, RIGHT), 0), ((RIGHT, SLOW), 0), ((RIGHT, WRONG), 1)]
+)
+def test_the_status_is_1_only_if_something_is_wrong(
+    findings: tuple[Finding, ...],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    examine(monkeypatch, *findings)
+    assert run.run_doctor(Config(), as_json=True) == status
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)  # nothing else is there
+    validate(document)
+    assert document["ok"] is (status == 0)
+    assert "looking ..." in printed.err
+
+
+def test_every_finding_is_on_the_page_with_what_it_means_and_what_to_do() -> None:
+    page = as_page([Examined("kernels", 0.5, (INFO, RIGHT, SLOW, WRONG))], 1.0)
+    assert "1 check failed, 1 warning, 1 check passed" in page.splitlines()[0]
+    for finding in (INFO, RIGHT, SLOW, WRONG):
+        assert f"{finding.name}: {finding.value}" in page
+    for finding in (SLOW, WRONG):
+        assert f"meaning: {finding.means}" in page
+        assert f"what to do: {finding.remedy}" in page
+    assert "all right" in as_page([Examined("kernels", 0.5, (INFO, RIGHT))], 1.0)
+
+
+def test_the_schema_allows_what_is_written_and_nothing_else() -> None:
+    document = as_document([Examined("kernels", 0.5, (INFO, RIGHT, SLOW, WRONG))], 1.0)
+    validate(document)
+    assert document["schema"] == SCHEMA_VERSION
+    finding = ("sections", 0, "findings")
+    for place, change in (
+        ((), {"further": 1}),
+        ((), {"schema": SCHEMA_VERSION + 1}),
+        ((*finding, 3), {"remedy": None}),
+        ((*finding, 1), {"means": "x"}),
+        ((*finding, 0), {"level": "bad"}),
+        ((*finding, 0), {"numbers": {"x": "1"}}),
+        ((*finding, 0), {"name": ""}),
+    ):
+        changed = part = json.loads(json.dumps(document))
+        for step in place:
+            part = part[step]
+        part.update(change)
+        with pytest.raises(jsonschema.ValidationError):
+            validate(changed)
+
+
+def test_a_section_that_fails_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examine(monkeypatch, RIGHT, RuntimeError("no such kernel"))
+    assert run.run_doctor(Config(), as_json=False) == 1
+    printed = capsys.readouterr()
+    assert "RuntimeError: no such kernel" in printed.out
+    assert "--safe" in printed.out
+    assert "Traceback" in printed.err
+    examine(monkeypatch, LoadError("memory: the model uses 8 GB"))
+    assert run.run_doctor(Config(), as_json=False) == 1
+    assert "memory: the model uses 8 GB" in capsys.readouterr().out
+
+
+def test_an_option_that_is_wrong_is_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    examine(monkeypatch, ConfigError("memory must be an amount"))
+    with pytest.raises(ConfigError):
+        run.run_doctor(Config(), as_json=False)
+
+
+@pytest.mark.parametrize("words", [["--no-such-option"], ["--memory", "much"]])
+def test_the_status_of_wrong_usage_is_2(words: list[str]) -> None:
+    command = [sys.executable, "-m", "pippin", "doctor", *words]
+    assert subprocess.run(command, env=environment(), capture_output=True).returncode == 2
+
+
+def test_names_of_users_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/srv/homes/ada"))
+    assert private("at /srv/homes/ada/.venv/bin/python") == "at ~/.venv/bin/python"
+    assert private("/srv/homes/adam/x") == "/srv/homes/adam/x"
+    assert private("in '/Users/ada/Library/x': /home/bob") == "in '~/Library/x': ~"
+    monkeypatch.setattr(Path, "home", lambda: Path("/"))
+    assert private("/usr/bin") == "/usr/bin"
+    found = Finding("x", "/Users/ada/a", "wrong", "see /Users/ada/b", "delete /Users/ada/c")
+    examined = [Examined("kernels", 0.5, (found,))]
+    assert "ada" not in as_page(examined, 1.0) + json.dumps(as_document(examined, 1.0))
+
+
+def test_what_is_off_says_what_it_means() -> None:
+    with pytest.raises(AssertionError):
+        Finding("x", "y", "wrong")
+    with pytest.raises(AssertionError):
+        Finding("x", "y", "ok", "means", "remedy")
+    assert checked("x", "y", ok=True, means="bad").means is None
+    assert checked("x", "y", ok=False, means="bad").level == "wrong"
+
+
+def test_time_that_is_left() -> None:
+    clock = iter([0.0, 10.0, 50.0, 80.0])
+    limit = TimeLimit(60.0, lambda: next(clock))
+    assert [limit.left(), limit.left(), limit.left()] == [50.0, 10.0, 0.0]
