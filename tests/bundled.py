@@ -19,4 +19,4 @@ def load_bundled() -> LoadedModel:
     """In float32 on every device: half precision would leave too many tokens on a level."""
     from pippin.backends.mlx.load import load  # tests of text need the path alone
 
-    return load(BUNDLED_PATH, dtype="float32")
+    return load(BUNDLED_PATH, dtype="float32", mtp=True)

@@ -6,7 +6,7 @@ with errors, and keeps its bounds as a scheduler does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from random import Random
@@ -30,7 +30,7 @@ from pippin.backends.fake import FakeBackend
 from pippin.backends.mlx.backend import MLXBackend
 from pippin.types import Component, Payload
 from processes import is_installed
-from serving import served
+from serving import BUNDLED, served
 from test_contract import Expected, Steps, admit, alone, make_tokens, prefill, restore
 
 NUM_SLOTS = 6
@@ -51,6 +51,8 @@ def make_mlx(name: str, max_depth: int = MAX_DEPTH) -> Backend:
 BACKENDS: dict[str, MakeBackend] = {"fake": make_fake} | {
     f"mlx, {name}": partial(make_mlx, name) for name in ("qwen3_5", "llama", "gpt_oss")
 }
+BACKENDS |= {f"mlx, {BUNDLED}": partial(make_mlx, BUNDLED)}
+DRAFTING_THEMSELVES = ("fake", f"mlx, {BUNDLED}")
 if is_installed("torch"):
     from torch_serving import make_torch_backend
 
@@ -65,7 +67,11 @@ if is_installed("torch"):
         for name in ("qwen3", "llama_windows", "qwen3_5", "qwen3_next")
     }
 # Experts add nothing to drafts that a dense model does not: they run at random alone.
-every_backend = pytest.mark.parametrize("name", [n for n in BACKENDS if n != "torch, qwen3_next"])
+# So does the model whose own head drafts, beyond its own tests.
+every_backend = pytest.mark.parametrize(
+    "name", [n for n in BACKENDS if n not in ("torch, qwen3_next", f"mlx, {BUNDLED}")]
+)
+drafting_itself = pytest.mark.parametrize("name", DRAFTING_THEMSELVES)
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.0, "seed": 5},
@@ -94,6 +100,7 @@ class Reply:
     tokens: list[int] = field(default_factory=list)
     bound: int = 0  # tokens that the row holds at most
     depths: list[int] = field(default_factory=list)  # of the steps in flight
+    num_left: int = 0  # drafts, by the backend's own drafter
 
     def __post_init__(self) -> None:
         self.expected = _expected(self.name, self.length, self.number, tuple(self.params.items()))
@@ -119,6 +126,7 @@ class Reply:
         chunk = PrefillRow(self.slot, 0, self.prompt, samples=True, **kwargs)
         who = admit(self.slot, self.prompt, stop_ids=self.stop_ids, **self.params)
         self.depths.append(0)
+        self.num_left = chunk.num_drafts
         return {"admit": (who,), "prefill": (chunk,)}
 
     def row(self, depth: int = 0, wrong: Iterable[int] = (), **kwargs: Any) -> DecodeRow:
@@ -134,6 +142,15 @@ class Reply:
         row = DecodeRow(self.slot, self.bound, depth=depth, proposal=proposal, **kwargs)
         self.bound += 1 + depth
         self.depths.append(depth)
+        return row
+
+    def own_row(self, num_drafts: int = 0, most: int = MAX_DEPTH, **kwargs: Any) -> DecodeRow:
+        """Drafts that the backend left; as many are to be left again."""
+        depth = min(self.num_left, most)
+        row = DecodeRow(self.slot, self.bound, depth=depth, num_drafts=num_drafts, **kwargs)
+        self.bound += 1 + depth
+        self.depths.append(depth)
+        self.num_left = num_drafts
         return row
 
     def settle(self, result: StepResult) -> int:
@@ -233,6 +250,47 @@ def test_steps_with_drafts_are_launched_ahead(name: str, params: dict[str, Any])
     reply.settle(ahead.wait())
     assert len(reply.tokens) > 9
     reply.check()
+
+
+# ---- drafts of the backend's own -----------------------------------------------------------------
+
+
+@drafting_itself
+@every_way
+def test_a_backend_drafts_itself(name: str, params: dict[str, Any]) -> None:
+    steps, reply = Steps(BACKENDS[name]()), Reply(name, 2, params=params)
+    assert steps.backend.drafts_itself == MAX_DEPTH
+    reply.settle(steps.run(**reply.start(num_drafts=2)))
+    accepted = 0
+    for num_drafts in (4, 1, 0, 3, 2, 2) * 3:
+        if not reply.is_near_end:
+            accepted += reply.settle(steps.run(decode=(reply.own_row(num_drafts),)))
+    reply.check()
+    assert accepted > 0
+
+
+@drafting_itself
+def test_drafts_are_left_by_steps_in_flight(name: str) -> None:
+    """What a step accepts is not known when the one is planned that verifies its drafts."""
+    steps = Steps(BACKENDS[name]())
+    replies = [
+        Reply(name, slot, 9 * slot, slot, {"temperature": 1.0, "seed": slot} if slot % 2 else {})
+        for slot in range(1, 4)
+    ]
+    for reply in replies:
+        reply.settle(steps.run(**reply.start(num_drafts=reply.slot)))
+    ahead = steps.launch(decode=tuple(reply.own_row(3) for reply in replies))
+    accepted = 0
+    for turn in range(5):
+        rows = [reply.own_row((reply.slot + turn) % 5, most=2) for reply in replies]
+        following = steps.launch(decode=tuple(rows))
+        result, ahead = ahead.wait(), following
+        accepted += sum(reply.settle(result) for reply in replies)
+    result = ahead.wait()
+    for reply in replies:
+        reply.settle(result)
+        reply.check()
+    assert accepted > 0
 
 
 # ---- in company ----------------------------------------------------------------------------------
@@ -369,6 +427,15 @@ def test_a_discarded_step_gives_its_checkpoints_up(name: str) -> None:
 # ---- at random -----------------------------------------------------------------------------------
 
 
+def _random_row(random: Random, backend: Backend, reply: Reply, errors: Sequence[int]) -> DecodeRow:
+    checkpoint = random.random() < 0.2
+    if backend.drafts_itself and random.random() < 0.8:
+        num_drafts = random.choice((0, 1, 2, backend.drafts_itself))
+        return reply.own_row(num_drafts, random.choice((0, 2, MAX_DEPTH)), checkpoint=checkpoint)
+    reply.num_left = 0
+    return reply.row(random.choice((0, 0, 1, 2, MAX_DEPTH)), errors, checkpoint=checkpoint)
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_schedules(name: str, seed: int) -> None:
@@ -394,7 +461,8 @@ def test_random_schedules(name: str, seed: int) -> None:
         if slot not in running:
             params = {"temperature": 1.0, "seed": random.randrange(3)} if slot % 2 else {}
             reply = Reply(name, slot, random.choice((5, 20, 64)), random.randrange(3), params)
-            plan |= reply.start()
+            first = random.randrange(1 + steps.backend.drafts_itself)
+            plan |= reply.start(num_drafts=first)
             owners.append(reply)
         elif running[slot].is_near_end:
             while inflight:
@@ -405,12 +473,7 @@ def test_random_schedules(name: str, seed: int) -> None:
             plan["retire"] = (Retire(slot, 0, end, captures=True),)
         rows = [r for r in running.values() if random.random() < 0.8 and not r.is_near_end]
         errors = random.sample(range(NUM_TOKENS), random.choice((0, 5, 30)))
-        plan["decode"] = tuple(
-            reply.row(
-                random.choice((0, 0, 1, 2, MAX_DEPTH)), errors, checkpoint=random.random() < 0.2
-            )
-            for reply in rows
-        )
+        plan["decode"] = tuple(_random_row(random, steps.backend, reply, errors) for reply in rows)
         running |= {reply.slot: reply for reply in owners}
         inflight.append((steps.launch(**plan), [*owners, *rows]))
         if len(inflight) > 1:

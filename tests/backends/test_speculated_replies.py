@@ -10,6 +10,7 @@ import pytest
 
 from builders import Client
 from pippin.scheduler.request import Request
+from pippin.scheduler.speculation.drafter import DeviceDrafter
 from pippin.scheduler.speculation.oracle import OracleDrafter
 from pippin.scheduler.speculation.speculation import Speculation
 from serving import BUNDLED, make_client, make_prompt, spec_of
@@ -62,3 +63,20 @@ def test_replies_are_those_without_drafts_cold_and_warm(
     assert metrics.drafted_tokens > 0
     if share == 1.0:
         assert metrics.accepted_tokens == metrics.drafted_tokens
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+def test_replies_are_those_without_drafts_by_the_models_own_head(overlap: bool) -> None:
+    prompts = prompts_of(BUNDLED)[:3]
+    expected = replies_of(make_client(BUNDLED, overlap=overlap), prompts)
+    depths = count()
+    speculation = Speculation(
+        None,
+        MAX_DEPTH,
+        lambda _: next(depths) % (MAX_DEPTH + 1),
+        device=DeviceDrafter("mtp", MAX_DEPTH),
+    )
+    client = make_client(BUNDLED, overlap=overlap, speculation=speculation)
+    assert replies_of(client, prompts) == expected
+    assert replies_of(client, prompts) == expected
+    assert client.loop.scheduler.metrics.accepted_tokens > 10

@@ -168,7 +168,8 @@ def load_backend(config: Config, progress: Progress) -> Backend:
 
     from pippin.backends.mlx.backend import MLXBackend  # imports mlx, which reads what was set
 
-    return MLXBackend.load(Path(config.model.model), wired=config.engine.wired, **options)
+    mtp = config.engine.speculate in ("auto", "mtp")
+    return MLXBackend.load(Path(config.model.model), wired=config.engine.wired, mtp=mtp, **options)
 
 
 def _load_torch(config: Config, options: dict[str, Any]) -> Backend:

@@ -82,7 +82,9 @@ class MLXBackend:
         where this model's rows can verify some."""
         self._loaded = loaded
         self._wired = wired
-        self._num_weights = len(tree_flatten(loaded.model.parameters()))
+        heads = [] if loaded.mtp_head is None else [loaded.mtp_head]
+        parts = [part.parameters() for part in (loaded.model, *heads)]
+        self._num_weights = len(tree_flatten(parts))
         self._packer = packer = Packer(loaded.layout)
         self._captures = Captures(loaded.layout, packer)
         self._transfers = Transfers(
@@ -108,7 +110,8 @@ class MLXBackend:
                 debug=debug,
             )
         self._sampling = Sampling(self._sampler, self._decodes.future_map, self._admitted)
-        self.max_depth, self.drafts_itself = self._decodes.max_depth, 0
+        self.max_depth = self._decodes.max_depth
+        self.drafts_itself = self._decodes.drafts_itself
         self._footprint = Footprint(loaded.layout, self.max_depth)
         padded = loaded.layout.pads and not on_cpu() and not deterministic
         # Metal takes ten command buffers, some 500 operations, and holds the host up until it has
@@ -150,12 +153,21 @@ class MLXBackend:
         wired: bool = False,
         fingerprints: bool = False,
         max_depth: int = 0,
+        mtp: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> MLXBackend:
-        """`wired`: the weights' memory, on Metal."""
+        """`wired`: the weights' memory, on Metal. `mtp`: the checkpoint's head drafts, where it has
+        one."""
         if wired and not on_metal():
             raise LoadError(f"wired: only Metal wires memory, this is {device_info().kind}")
-        loaded = load(path, dtype=dtype, deterministic=deterministic, safe=safe, progress=progress)
+        loaded = load(
+            path,
+            dtype=dtype,
+            deterministic=deterministic,
+            safe=safe,
+            mtp=mtp,
+            progress=progress,
+        )
         return cls(
             loaded,
             num_slots=num_slots,
@@ -196,6 +208,7 @@ class MLXBackend:
         self._prefill(step, plan.prefill)
         if plan.prefill or not plan.decode:
             self._sampling.sample(step)
+            self._decodes.draft_first(step, self._prompts.take_to_draft())
             if not (plan.decode and self.holds_prompts_back):  # else `dispatch` hands them over
                 step.launch()
         self._transfer(step, plan)
@@ -233,7 +246,8 @@ class MLXBackend:
 
     def row_bytes(self, num_tokens: int, num_borrowed: int = 0) -> int:
         """A restored prefix is copied into its row: `num_borrowed` changes nothing."""
-        return self._footprint.row_bytes(num_tokens)
+        drafter = self._decodes.drafter
+        return self._footprint.row_bytes(num_tokens) + (0 if drafter is None else drafter.row_bytes)
 
     def transient_bytes(self, plan: StepPlan) -> int:
         return captured_bytes(self.spec, plan)
@@ -291,8 +305,7 @@ class MLXBackend:
             held = self._held(slot, retire.start, retire.end)
             for capture in self._captures.of_slot(retire, held):
                 step.keep(capture)
-        if slot in self._decodes.rows:
-            self._decodes.leave(slot)
+        self._decodes.leave(slot)
         self._prompts.drop(slot)
         self._sampler.retire(slot)
         self._admitted.pop(slot, None)  # a slot whose launch failed may hold nothing

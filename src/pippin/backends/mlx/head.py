@@ -31,6 +31,7 @@ class Head:
         self.dtype: mx.Dtype | None = None  # of what it reads, where that was measured
         self._selected: mx.array | None = None  # what the head was given last of `positions`
         self._replayed: mx.array | None = None  # what it is to be given instead
+        self._keeps = False  # all that it is given
         heads = [part for name, part in model.named_modules() if name.split(".")[-1] in _NAMES]
         for part in heads:
             _swap(part, self)
@@ -38,6 +39,8 @@ class Head:
     def select(self, hidden: mx.array) -> mx.array:
         if self._replayed is not None:
             return self._replayed
+        if self._keeps:
+            self._selected = hidden
         if self.positions is None or hidden.ndim != 3:
             return hidden
         self._selected = mx.take_along_axis(hidden, self.positions[:, :, None], axis=1)
@@ -48,6 +51,15 @@ class Head:
         head is known. They are handed out once: to keep them would keep that forward alive."""
         selected, self._selected = self._selected, None
         return selected
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside, `take_selected` has the hidden vectors of every position."""
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
 
     @contextmanager
     def replaying(self, hidden: mx.array) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from pippin.backends.mlx.cpu.malloc import keep_large_buffers
 from pippin.backends.mlx.cpu.operations.bindings import operations, without_operations
 from pippin.backends.mlx.cpu.operations.linear import pack_linear_layers
 from pippin.backends.mlx.device import on_cpu
+from pippin.backends.mlx.drafts.mtp_head import MTPHead, load_mtp_head
 from pippin.backends.mlx.gpu.attention_times import choose_attention
 from pippin.backends.mlx.gpu.stacked_linear import stack_linear_layers
 from pippin.backends.mlx.head import Head, measure_hidden
@@ -35,6 +37,7 @@ from pippin.backends.mlx.trial_run import packed_rows, runnable_layout
 from pippin.errors import LoadError, UnsupportedLayout
 
 load_model = import_load_model()
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -53,10 +56,19 @@ class LoadedModel:
     recurrences: tuple[Choice, ...] = ()
     attention: AttentionPaths = field(default_factory=AttentionPaths)  # of decode steps
     safe: bool = False  # plain operations of mlx alone
+    mtp_head: MTPHead | None = None
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Logits [rows, n, vocab]: for the head's positions if it has any, else for all."""
         return _forward(self.model, self._mlx_lm_kinds, tokens, caches)
+
+    def forward_with_hidden(
+        self, tokens: mx.array, caches: list[Any]
+    ) -> tuple[mx.array, mx.array | None]:
+        """Logits of every position, and what the head read of them, where that is known."""
+        with self.head.keeping():
+            logits = self.forward(tokens, caches)
+        return logits, self.take_hidden()
 
     def take_hidden(self) -> mx.array | None:
         """What the head read of the last forward's positions, if `logits_after` can use it."""
@@ -84,9 +96,11 @@ def load(
     dtype: str = "auto",
     deterministic: bool = False,
     safe: bool = False,
+    mtp: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
-    """`deterministic`: nothing is chosen by timing. `safe`: plain operations of mlx alone."""
+    """`deterministic`: nothing is chosen by timing. `safe`: plain operations of mlx alone. `mtp`:
+    with the checkpoint's head for drafts, where it has one."""
     compile_without_fusing()
     if on_cpu():
         keep_large_buffers()
@@ -98,6 +112,10 @@ def load(
         model, config = load_model(path, lazy=True)
     except (ValueError, FileNotFoundError) as error:
         raise LoadError(f"{path.name}: {error}") from error
+    mtp_head = load_mtp_head(path, model, str(config.get("model_type"))) if mtp else None
+    if isinstance(mtp_head, str):
+        logger.info("no drafts by MTP: %s", mtp_head)
+        mtp_head = None
     with without_operations() if safe else nullcontext():
         return prepare(
             model,
@@ -106,6 +124,7 @@ def load(
             name=path.name,
             deterministic=deterministic,
             safe=safe,
+            mtp_head=mtp_head,
             progress=progress,
         )
 
@@ -118,19 +137,27 @@ def prepare(
     name: str = "model",
     deterministic: bool = False,
     safe: bool = False,
+    mtp_head: MTPHead | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
     """Make an mlx-lm model ready to serve; `config` is its config.json."""
     model_type = str(config.get("model_type", "such"))
     refusals.check(model_type)
-    _cast(model, dtype)
+    parts: list[Module] = [model] if mtp_head is None else [model, mtp_head]
+    for part in parts:
+        _cast(part, dtype)
     progress("loading weights")
-    mx.eval(model.parameters())
+    mx.eval([part.parameters() for part in parts])
     model.eval()
     progress("preparing layers")
     head = substitutions.install(model, cpu=on_cpu(), safe=safe)
     if not safe and (not on_cpu() or operations("linear") is not None):
-        _merge_linear_layers(model)
+        run = partial(_forward, model, frozenset(), mx.zeros((1, 1), mx.int32))
+        _merge_linear_layers(model, lambda: run(make_prompt_cache(model)))
+        if mtp_head is not None:
+            _merge_linear_layers(mtp_head, mtp_head.run_once)
+    if mtp_head is not None:
+        mtp_head.pack()
     try:
         with record_calls() as calls:
             discovered = discover(model, partial(_forward, model, frozenset()))
@@ -158,6 +185,7 @@ def prepare(
         if safe
         else _choose_attention(layout, forward, deterministic=deterministic),
         safe=safe,
+        mtp_head=mtp_head if hidden_bytes else None,
     )
 
 
@@ -173,9 +201,8 @@ def _choose_attention(layout: Layout, forward: Forward, *, deterministic: bool) 
     return AttentionPaths(kernel) if deterministic else choose_attention(layers, kernel)
 
 
-def _merge_linear_layers(model: Module) -> None:
-    run = partial(_forward, model, frozenset(), mx.zeros((1, 1), mx.int32))
-    groups = find_linear_groups(model, lambda: run(make_prompt_cache(model)))
+def _merge_linear_layers(model: Module, run_once: Callable[[], object]) -> None:
+    groups = find_linear_groups(model, run_once)
     if on_cpu():
         pack_linear_layers(model, groups)
     else:

@@ -77,6 +77,7 @@ class VerifyStep:
     lengths: mx.array  # int32 [width]: as the device has them
     drafts: mx.array  # int32 [width, depth]; NONE where there is none
     logits: mx.array  # [width, 1 + depth, vocab]
+    hidden: list[mx.array]  # [width, 1 + depth, hidden]: what these are made of, if known
 
 
 class DraftRows(DecodeRows):
@@ -206,9 +207,9 @@ class DraftRows(DecodeRows):
             "counts": num_kept,
         }
         tree["written"] = tree["cursor"]
-        logits = self._run(tree, forward)
+        logits, hidden = self._run(tree, forward)
         plain = not unsure and not num_unsure
-        found = VerifyStep(plain, slots, depths, least, num_unsure, lengths, drafts, logits)
+        found = VerifyStep(plain, slots, depths, least, num_unsure, lengths, drafts, logits, hidden)
         return found, unsure
 
     def _known(
@@ -250,15 +251,17 @@ class DraftRows(DecodeRows):
             drafts = mx.where(mx.array(by_host)[:, None], drafts, own)
         return mx.where(places < mx.array(depths)[:, None], drafts, NONE)
 
-    def _run(self, tree: Tree, forward: Callable[[StepShape, Tree], StepResult]) -> mx.array:
+    def _run(
+        self, tree: Tree, forward: Callable[[StepShape, Tree], StepResult]
+    ) -> tuple[mx.array, list[mx.array]]:
         _, mains = self.mains.view(np.zeros(self.width, np.int32), self._per_row.written)
         tree |= mains
         tree["tails"] = [list(self._per_row.tails[cache]) for cache in self.layout.kv_indices]
         tree["states"] = [self._per_row.states[cache] for cache in self.layout.state_indices]
         shape = StepShape(self.width, DraftsShape(tree["tokens"].shape[1]))
-        logits, tails, states = forward(shape, tree)
+        logits, tails, states, hidden = forward(shape, tree)
         self._per_row.take_over(tails, states)
-        return logits
+        return logits, hidden
 
 
 def find_draft_layers(

@@ -38,8 +38,11 @@ class Verifier:
         decodes: Sequence[DecodeRow],
         ran: VerifyStep,
         unsure: Mapping[int, Unsure],
-    ) -> None:
-        """Sample rows without a mask; the others' logits wait for theirs."""
+    ) -> tuple[mx.array | None, mx.array]:
+        """Sample rows without a mask; the others' logits wait for theirs.
+
+        int32 [width, tokens], if any was sampled, and [width]: how many drafts were accepted.
+        """
         by_slot = {decode.slot: decode for decode in decodes}
         places = [None if not slot else by_slot[slot] for slot in ran.slots.tolist()]
         self._add_masked(step, ran, places)
@@ -53,6 +56,7 @@ class Verifier:
         if tokens is not None:
             self._read(step, rows, ran, lines, tokens, counts, unsure)
         step.written += [*self._future_map.arrays(), counts]
+        return tokens, counts
 
     def _add_masked(
         self, step: MLXPending, ran: VerifyStep, places: Sequence[DecodeRow | None]

@@ -50,6 +50,7 @@ class Prompts:
         self._seen = seen
         self._deterministic = deterministic
         self._states: dict[int, PromptState] = {}  # by slot
+        self._to_draft: list[tuple[PrefillRow, mx.array]] = []
         self.scores = PromptScores(loaded.vocab_size, admitted)
 
     def __len__(self) -> int:
@@ -71,6 +72,11 @@ class Prompts:
     def take_back(self, slot: int, held: PromptState) -> None:
         """What a row holds that several tokens are to be run of at once."""
         self._states[slot] = held
+
+    def take_to_draft(self) -> list[tuple[PrefillRow, mx.array]]:
+        """Rows that sampled and are to have drafts, and what each sampled from: [1, 1, hidden]."""
+        found, self._to_draft = self._to_draft, []
+        return found
 
     def drop(self, slot: int) -> None:
         """A slot that decodes, or whose launch failed, has nothing here."""
@@ -180,6 +186,9 @@ class Prompts:
         self, step: MLXPending, chunk: PrefillRow, hidden: mx.array | None, row: int
     ) -> None:
         """`hidden` [rows, 1, n]: what the head read; None where that is not known."""
+        if chunk.num_drafts:
+            assert hidden is not None, "this model's hidden vectors are not known"
+            self._to_draft.append((chunk, hidden[row : row + 1]))
         if self._admitted[chunk.slot].embeds:
             assert hidden is not None, "this model's hidden vectors are not known"
             step.read_hidden(chunk.slot, hidden[row, 0])

@@ -31,7 +31,9 @@ from pippin.backends.mlx.recurrent.draft_states import DraftStates
 MAX_COMPILED = 64  # shapes; one costs the host about a megabyte
 
 Forward = Callable[[mx.array, list[Any]], mx.array]
-StepResult = tuple[mx.array, list[KV], list[list[mx.array]]]  # logits, tails, states
+# Logits, tails, states, and in a list of one or none what the logits are made of.
+StepResult = tuple[mx.array, list[KV], list[list[mx.array]], list[mx.array]]
+WithHidden = Callable[[mx.array, list[Any]], tuple[mx.array, mx.array | None]]
 _VIEWS: dict[type[MainsShape], type[RowKV]] = {
     PackedShape: PackedRowKV,
     TableShape: TableRowKV,
@@ -47,8 +49,11 @@ class DecodeForward:
         forward: Forward,
         *,
         compiled: bool = False,
+        with_hidden: WithHidden | None = None,
     ) -> None:
+        """`with_hidden`: the same as `forward`, where steps with drafts return hidden vectors."""
         self._layout = layout
+        self._with_hidden = with_hidden
         self._forward = forward
         self._compiles = compiled
         self._compiled: OrderedDict[StepShape, Callable[[Tree], StepResult]] = OrderedDict()
@@ -80,11 +85,16 @@ class DecodeForward:
         ]
         of_kind = {False: iter(kv), True: iter(states)}
         caches = layout.nest([next(of_kind[cache.is_state]) for cache in layout.caches])
-        logits = self._forward(tree["tokens"], caches)
+        hidden = None
+        if isinstance(shape.mains, DraftsShape) and self._with_hidden is not None:
+            logits, hidden = self._with_hidden(tree["tokens"], caches)
+        else:
+            logits = self._forward(tree["tokens"], caches)
         tails = [(view.tail[0], view.tail[1]) for view in kv]
         if isinstance(shape.mains, DraftsShape):
-            return logits, tails, [view.entries() for view in states]
-        return logits[:, -1], tails, [list(view.cache) for view in states]
+            found = [] if hidden is None else [hidden]
+            return logits, tails, [view.entries() for view in states], found
+        return logits[:, -1], tails, [list(view.cache) for view in states], []
 
 
 def _state_view(tree: Tree, cache: LayerCache, entries: Sequence[mx.array]) -> Any:

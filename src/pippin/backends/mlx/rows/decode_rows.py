@@ -136,7 +136,7 @@ class DecodeRows:
                 self._per_row.written[row.index, self.cursor] = True
                 row.length += 1
         shape, tree = self._step(resolve(slots_by_index), positions)
-        logits, tails, states = forward(shape, tree)
+        logits, tails, states, _ = forward(shape, tree)
         self._per_row.take_over(tails, states)
         self.cursor += 1
         return slots_by_index, logits

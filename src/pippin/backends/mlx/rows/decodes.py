@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import numpy as np
 
-from pippin.backends.base import Admit, DecodeRow
-from pippin.backends.mlx.drafts.draft_rows import DraftRows, find_draft_layers
+from pippin.backends.base import Admit, DecodeRow, PrefillRow
+from pippin.backends.mlx.drafts.draft_rows import DraftRows, VerifyStep, find_draft_layers
+from pippin.backends.mlx.drafts.mtp_drafter import MTPDrafter, Ran
 from pippin.backends.mlx.drafts.verifier import Verifier
 from pippin.backends.mlx.load import LoadedModel
 from pippin.backends.mlx.payloads.captures import Captures
@@ -59,7 +60,17 @@ class Decodes:
         self.max_depth = 0 if isinstance(layers, str) else max_depth
         self.future_map = FutureMap(num_slots, max_depth=self.max_depth, debug=debug)
         self._verifier = Verifier(sampler, self.future_map, admitted)
-        self.forward = DecodeForward(loaded.layout, loaded.forward, compiled=compiled)
+        self.drafter: MTPDrafter | None = None
+        if loaded.mtp_head is not None and self.max_depth:
+            self.drafter = MTPDrafter(
+                loaded.mtp_head, sampler, self.future_map, admitted, self.max_depth
+            )
+        self.forward = DecodeForward(
+            loaded.layout,
+            loaded.forward,
+            compiled=compiled,
+            with_hidden=None if self.drafter is None else loaded.forward_with_hidden,
+        )
         self.rows: dict[int, DecodeRows] = {}  # by slot; one for all unless deterministic
         self.shared_rows = self._make_rows()
 
@@ -70,9 +81,14 @@ class Decodes:
             )
         return DecodeRows(self._loaded.layout, self._loaded.attention)
 
+    @property
+    def drafts_itself(self) -> int:
+        return 0 if self.drafter is None else self.max_depth
+
     def arrays(self) -> list[mx.array]:
         rows = {id(own): own for own in (self.shared_rows, *self.rows.values())}
-        return [array for own in rows.values() for array in own.arrays()]
+        drafting = [] if self.drafter is None else self.drafter.arrays()
+        return [array for own in rows.values() for array in own.arrays()] + drafting
 
     def clear(self) -> None:
         self.rows.clear()
@@ -88,7 +104,11 @@ class Decodes:
         return PromptState(rows.rows[slot].length, rows.kv_of(slot, start), rows.states_of(slot))
 
     def leave(self, slot: int) -> None:
-        self.rows.pop(slot).leave(slot)
+        """It may have no row: one whose prompt is not run yet, or whose launch failed."""
+        if slot in self.rows:
+            self.rows.pop(slot).leave(slot)
+        if self.drafter is not None:
+            self.drafter.forget(slot)
 
     # ---- one step --------------------------------------------------------------------------
 
@@ -132,16 +152,51 @@ class Decodes:
         self._note_forward(step, rows)
         logits = ran.logits[:, 0]
         step.check(ran.slots, logits)
-        if ran.plain:
+        num_drafts = max(decode.num_drafts for decode in decodes)
+        tokens, counts = None, None
+        if ran.plain and not num_drafts:
             ends = {slot: rows.rows[slot].length for slot in ran.slots.tolist() if slot}
             self._add_to_sample(step, ran.slots, logits, decodes, ends)
         else:
-            self._verifier.verify(step, rows, decodes, ran, unsure)
+            tokens, counts = self._verifier.verify(step, rows, decodes, ran, unsure)
+        if self.drafter is not None:
+            self._draft(step, ran, tokens, counts, num_drafts)
         for decode in decodes:
             if decode.checkpoint and rows.states:
                 index = rows.rows[decode.slot].index
                 state = self._captures.state_of(decode.slot, rows)
                 step.keep_state(decode.slot, state, ran.lengths[index : index + 1])
+
+    def _draft(
+        self,
+        step: MLXPending,
+        ran: VerifyStep,
+        tokens: mx.array | None,
+        counts: mx.array | None,
+        num_drafts: int,
+    ) -> None:
+        """For the next steps of these rows, of what this one sampled."""
+        assert self.drafter is not None
+        if not num_drafts or tokens is None or counts is None:
+            for slot in ran.slots[ran.slots > 0].tolist():
+                self.drafter.forget(slot)
+            return
+        (hidden,) = ran.hidden
+        found = Ran(ran.slots, ran.least, ran.num_unsure, ran.lengths, hidden, tokens, counts)
+        step.written += self.drafter.draft(found, num_drafts)
+
+    def draft_first(self, step: MLXPending, rows: Sequence[tuple[PrefillRow, mx.array]]) -> None:
+        """For slots whose first token was sampled, from a hidden vector [1, 1, hidden] each."""
+        if not rows:
+            return
+        assert self.drafter is not None, "this backend says that it drafts nothing"
+        slots = np.array([row.slot for row, _ in rows], dtype=np.int32)
+        least = np.array([row.end - 1 for row, _ in rows], dtype=np.int32)
+        hidden = mx.concatenate([vector for _, vector in rows])
+        tokens = self.future_map.tokens[mx.array(slots)][:, None]
+        counts = mx.zeros((len(rows),), mx.int32)
+        found = Ran(slots, least, 0, mx.array(least), hidden, tokens, counts)
+        step.written += self.drafter.draft(found, max(row.num_drafts for row, _ in rows))
 
     def _add_to_sample(
         self,
