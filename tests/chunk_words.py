@@ -80,8 +80,7 @@ class PlainPrompt:
 
     def hidden(self, inputs: ChunkInputs) -> torch.Tensor:
         run = _PlainWords(self._pools, self._table, inputs)
-        found = self._decoder.norm(self._decoder.run(inputs.token.long(), run.mix))
-        return found[inputs.last.long()]
+        return self._decoder.norm(self._decoder.run(inputs.token.long(), run.mix))
 
     def choose(
         self, logits: torch.Tensor, inputs: SampleInputs, future: torch.Tensor, choice: Choice

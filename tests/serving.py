@@ -63,8 +63,13 @@ def make_backend(
     if name.startswith(TORCH):
         from torch_serving import make_torch_backend
 
-        name = name.removeprefix(TORCH)
-        return make_torch_backend(name, num_slots=num_slots, pool_bytes=pool_bytes)
+        return make_torch_backend(
+            name.removeprefix(TORCH),
+            num_slots=num_slots,
+            pool_bytes=pool_bytes,
+            max_depth=max_depth,
+            mtp=name.endswith("_mtp"),
+        )
     loaded = model or served(name)
     return MLXBackend(loaded, num_slots=num_slots, max_depth=max_depth, debug=True)
 

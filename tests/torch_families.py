@@ -7,6 +7,7 @@ Configs and scales are those of families.py; weights depend on the seed and on t
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -47,6 +48,12 @@ TORCH_CONFIGS: dict[str, Config] = {
     | {"norm_topk_prob": True, "decoder_sparse_step": 1},
 }
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+_HEAD = {"mtp_num_hidden_layers": 1}
+MTP_CONFIGS: dict[str, Config] = {
+    "qwen3_5_mtp": TORCH_CONFIGS["qwen3_5"]
+    | {"text_config": TORCH_CONFIGS["qwen3_5"]["text_config"] | _HEAD},
+    "qwen3_next_mtp": TORCH_CONFIGS["qwen3_next"] | _HEAD,
+}
 
 
 @cache
@@ -54,8 +61,9 @@ def checkpoint(name: str) -> Path:
     """A directory with config.json and model.safetensors; it goes when the process does."""
     path = Path(_directory().name, name)
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(_complete(TORCH_CONFIGS[name])))
-    save_file(weights(TORCH_CONFIGS[name]), path / "model.safetensors", {"format": "pt"})
+    config = (TORCH_CONFIGS | MTP_CONFIGS)[name]
+    (path / "config.json").write_text(json.dumps(_complete(config)))
+    save_file(weights(config), path / "model.safetensors", {"format": "pt"})
     return path
 
 
@@ -80,7 +88,7 @@ def weights(config: Config) -> dict[str, torch.Tensor]:
         rng = np.random.default_rng([0, zlib.crc32(name.encode())])
         values = _draw(name, shape, rng)
         zero_centred = text["model_type"] in HYBRIDS and "linear_attn.norm" not in name
-        if zero_centred and name.endswith("norm.weight"):
+        if zero_centred and re.search(r"norm(_embedding|_hidden)?\.weight$", name):
             values = values - 1.0
         found[name] = torch.from_numpy(values.astype(np.float32))
     return found
@@ -100,6 +108,14 @@ def _shapes(text: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int,
         mixer = _delta if (index + 1) % every else _attention
         yield from mixer(text, name)
         yield from _mlp(text, f"{name}mlp.", index)
+    if text.get("mtp_num_hidden_layers"):
+        yield "mtp.fc.weight", (hidden, 2 * hidden)
+        for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            yield f"mtp.{norm}.weight", (hidden,)
+        yield "mtp.layers.0.input_layernorm.weight", (hidden,)
+        yield "mtp.layers.0.post_attention_layernorm.weight", (hidden,)
+        yield from _attention(text, "mtp.layers.0.")
+        yield from _mlp(text, "mtp.layers.0.mlp.", text["num_hidden_layers"] - 1)
 
 
 def _attention(text: dict[str, Any], name: str) -> Iterator[tuple[str, tuple[int, ...]]]:

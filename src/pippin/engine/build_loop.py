@@ -180,7 +180,10 @@ def _load_torch(config: Config, options: dict[str, Any]) -> Backend:
     if config.engine.wired or config.engine.buffer_limit is not None:
         raise LoadError("wired and buffer_limit are options of mlx, and this is torch")
     return TorchBackend.load(
-        Path(config.model.model), prefill_tokens=config.engine.prefill_tokens, **options
+        Path(config.model.model),
+        prefill_tokens=config.engine.prefill_tokens,
+        mtp=config.engine.speculate in ("auto", "mtp"),
+        **options,
     )
 
 

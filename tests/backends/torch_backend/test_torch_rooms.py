@@ -95,6 +95,7 @@ def test_words_say_what_chunks_are(name: str, chunks: tuple[PrefillRow, ...]) ->
         waste = slice(WASTE_SLAB * made.layout.slab_bytes, 2 * made.layout.slab_bytes)
         made.pools.memory[waste].view(torch.float32).fill_(torch.nan)  # nobody reads it
         run = PlainPrompt(made.decoder, made.pools, made.held.table)
-        found = run.hidden(made.inputs(SMALL))
+        inputs = made.inputs(SMALL)
+        found = run.hidden(inputs)[inputs.last.long()]
     torch.testing.assert_close(found[: len(chunks)], expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(made.written(), kept, rtol=1e-4, atol=1e-4, equal_nan=True)

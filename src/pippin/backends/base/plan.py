@@ -116,6 +116,11 @@ class DecodeRow(msgspec.Struct, frozen=True, gc=False):  # one per request and s
     num_drafts: int = 0  # for the slot's next step, by the device's drafter
 
     @property
+    def drafted(self) -> bool:
+        """Its drafts are those that the device's drafter left."""
+        return self.depth > 0 and self.proposal is None
+
+    @property
     def end(self) -> int:
         """Tokens held after this step, at most."""
         return self.position + 1 + self.depth

@@ -8,21 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-import numpy as np
 import torch
 
-from pippin.amounts import option_bytes, show_bytes
 from pippin.backends.base import StepPlan, WarmUpShape, captured_bytes
-from pippin.backends.torch.budget import (
-    DRIVER_BYTES_PER_GRAPH,
-    SLACK,
-    CudaMeter,
-    MemoryUse,
-    share_out,
-)
 from pippin.backends.torch.config import suit_kernels
 from pippin.backends.torch.device import device_info, to_device
 from pippin.backends.torch.graphs.capture import CudaGraphs
@@ -31,28 +23,27 @@ from pippin.backends.torch.kernels.checks.agreement import (
     kernel_errors,
     our_kernels_agree,
 )
-from pippin.backends.torch.largest_steps import (
+from pippin.backends.torch.load import LoadedModel, load
+from pippin.backends.torch.memory.budget import CudaMeter, MemoryUse
+from pippin.backends.torch.memory.largest_steps import (
     largest_chunk,
     run_largest_chunk,
     run_largest_sampling,
 )
-from pippin.backends.torch.load import LoadedModel, load
+from pippin.backends.torch.memory.shares import LargestSteps, MemoryShares, draft_bytes
 from pippin.backends.torch.pools.layout import PoolLayout
 from pippin.backends.torch.pools.transfers import host_memory, payload_arrays
 from pippin.backends.torch.runner import Runner, Ways
-from pippin.backends.torch.step import filters
-from pippin.backends.torch.step.filters import LeastInTopP
+from pippin.backends.torch.step.filters import in_top_p_by
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.pending import TorchPending
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.streams import make_streams
 from pippin.cache.entries.entry import ArraySpec, Bytes
-from pippin.errors import LoadError
 from pippin.types import Component, ModelSpec
 
 logger = logging.getLogger(__name__)
 
-ACTIVATION_SHARE = 0.1  # of what the weights leave, where nothing is measured
 # Chunks of prompts, as far as there is room (`step/sizes.py`), are captured where decode steps are.
 # If that fails a warning is logged and they are launched; False: they always are.
 CHUNK_GRAPHS = True
@@ -89,15 +80,14 @@ class TorchBackend:
         plain operations.
         `prefill_tokens`: of the largest step. None: what suits the device.
         `meter`: of the device's memory. None: there is one on GPUs.
-
         `recorder`: captures what is made of them. None: on GPUs CUDA graphs do.
         `fingerprints`: of what the tree holds; compared when it is used.
         `max_depth`: drafts that a row can verify. None if `deterministic`: a token's numbers would
         depend on how many run beside it.
         """
         self.max_depth = 0 if deterministic else max_depth
-        self.drafts_itself = 0
         decoder = loaded.decoder
+        self.drafts_itself = 0 if decoder.mtp is None else self.max_depth
         self._decoder = decoder
         self._layout = PoolLayout(decoder.shape, decoder.dtype)
         self._streams = make_streams(decoder.device, decoder.dtype)
@@ -109,7 +99,8 @@ class TorchBackend:
             kernels = on_cuda and suit_kernels(decoder.shape)
             with self._streams.forward():
                 kernels = kernels and our_kernels_agree(decoder, loaded.max_len)
-        self._slots = Slots(num_slots, decoder.shape.vocab_size, self._send, _in_top_p(kernels))
+        send = partial(to_device, device=decoder.device)
+        self._slots = Slots(num_slots, decoder.shape.vocab_size, send, in_top_p_by(kernels))
         is_captured = kernels and (recorder is not None or on_cuda)
         self._ways = Ways(
             num_slots=num_slots,
@@ -124,7 +115,6 @@ class TorchBackend:
             max_depth=self.max_depth,
         )
         self._meter = CudaMeter(decoder.device) if meter is None and on_cuda else meter
-        self._needs: MemoryUse | None = None  # measured once
         self._memory = MemoryUse(decoder.nbytes)
         self._runner: Runner | None = None
         self.shapes_to_warm_up: Sequence[WarmUpShape] = self._ways.shapes_to_warm_up()
@@ -135,6 +125,16 @@ class TorchBackend:
             layers=self._layout.layer_specs(),
             state_taps=True,
             hidden_bytes=decoder.shape.hidden * decoder.dtype.itemsize,
+        )
+        self._shares = MemoryShares(
+            self._layout,
+            weights=decoder.nbytes,
+            drafts=num_slots * draft_bytes(decoder, self._layout, self.max_depth),
+            num_slots=num_slots,
+            max_len=loaded.max_len,
+            prefill_tokens=self.device.prefill_tokens,
+            num_graphs=self._ways.num_graphs(),
+            meter=self._meter,
         )
         with torch.inference_mode(), self._streams.forward():
             self._future_map = FutureMap(
@@ -156,18 +156,12 @@ class TorchBackend:
         prefill_tokens: int | None = None,
         fingerprints: bool = False,
         max_depth: int = 0,
+        mtp: bool = False,
         progress: Callable[[str], None] = lambda _: None,
     ) -> TorchBackend:
-        try:
-            with torch.inference_mode():
-                loaded = load(path, dtype=dtype, max_len=max_len, progress=progress)
-        except torch.OutOfMemoryError as error:
-            nbytes = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
-            raise LoadError(
-                f"memory: the weights ({show_bytes(nbytes)} on disk) do not fit the GPU's free "
-                "memory: stop other programs that use the GPU, or use a smaller or quantized model "
-                f"({error})"
-            ) from error
+        mtp = mtp and max_depth > 0 and not deterministic
+        with torch.inference_mode():
+            loaded = load(path, dtype=dtype, max_len=max_len, mtp=mtp, progress=progress)
         return cls(
             loaded,
             num_slots=num_slots,
@@ -226,14 +220,8 @@ class TorchBackend:
 
         Of layers with a window a row holds what it sees, and the chunk that it reads.
         """
-        layout, own = self._layout, num_tokens - num_borrowed
         newest = max(self.device.prefill_tokens, 1 + 2 * self.max_depth)  # drafts in flight, too
-        windowed = min(own, layout.shape.window + newest)
-        return (
-            own * layout.cell_bytes(Component.ATTENTION)
-            + windowed * layout.cell_bytes(Component.WINDOW)
-            + layout.state_bytes
-        )
+        return self._layout.row_bytes(num_tokens - num_borrowed, newest)
 
     def transient_bytes(self, plan: StepPlan) -> int:
         return captured_bytes(self.spec, plan)
@@ -251,8 +239,7 @@ class TorchBackend:
             return min(left, self._runner.pools.capacity_bytes) - held
         self._drop_runner()
         self._memory = self._share_out(budget_bytes)
-        left = self._memory.pools
-        if left > self._layout.slab_bytes:
+        if (left := self._memory.pools) > self._layout.slab_bytes:
             self._make_runner(left)
             if self._meter is not None:
                 self._capture_largest()
@@ -260,66 +247,28 @@ class TorchBackend:
         return left
 
     def _share_out(self, budget_bytes: int) -> MemoryUse:
-        meter, nbytes = self._meter, self._decoder.nbytes
-        if meter is None:
-            kept = self._ways.num_slots * self._layout.kept_bytes(self.max_depth)
-            left = budget_bytes - nbytes - kept
-            activations = int(left * ACTIVATION_SHARE)
-            return MemoryUse(nbytes, left - activations, activations, other=kept)
-        available = min(budget_bytes, meter.free() + meter.reserved() + meter.outside())
-        if self._needs is None and available > nbytes + meter.outside():
-            meter.cap(available - meter.outside())
-            try:
-                self._needs = self._measure(meter)
-            except torch.OutOfMemoryError as error:
-                self._drop_runner()
-                raise LoadError(
-                    f"memory: a step of {self.device.prefill_tokens:,} tokens and "
-                    f"{self._ways.num_slots:,} rows does not fit {show_bytes(available)} beside "
-                    f"{show_bytes(nbytes)} of weights: give more with --memory (now "
-                    f"{option_bytes(budget_bytes)}), or lower --prefill-tokens or --max-running "
-                    f"({error})"
-                ) from error
-        needs = self._needs or MemoryUse(nbytes)
-        needs = replace(needs, other=needs.other + meter.outside())
-        meter.cap(int(available * SLACK) - meter.outside())
-        return share_out(available, needs, self._layout, self.spec.max_len)
-
-    def _measure(self, meter: CudaMeter) -> MemoryUse:
-        """With pools that hold the largest chunk and nothing else."""
-        meter.give_back()
-        num_slots, nbytes = self._ways.num_slots, self._decoder.nbytes
-        lengths = largest_chunk(self.device.prefill_tokens, self.spec.max_len, num_slots)
-        before = meter.reserved()
-        pools = self._make_runner(sum(self.row_bytes(length) for length in lengths)).pools
-        tables = meter.reserved() - before - pools.memory.nbytes
-        activations = meter.peak(lambda: self._run_largest(lengths))
-        meter.give_back()
-        kept = meter.reserved()
-        at_capture = meter.peak(self._capture_largest)
-        meter.give_back()
-        graphs = meter.reserved() - kept
-        self._drop_runner()
-        return MemoryUse(
-            nbytes,
-            activations=max(activations, at_capture - graphs),
-            graphs=graphs + self._ways.num_graphs() * DRIVER_BYTES_PER_GRAPH,
-            other=max(before - nbytes, 0) + tables,
+        lengths = largest_chunk(self.device.prefill_tokens, self.spec.max_len, self._ways.num_slots)
+        capacity = sum(self.row_bytes(length) for length in lengths)
+        steps = LargestSteps(
+            make_pools=lambda: self._make_runner(capacity).pools,
+            run=lambda: self._run_largest(lengths),
+            capture=self._capture_largest,
+            drop_pools=self._drop_runner,
         )
+        return self._shares.of(budget_bytes, steps)
 
     def _run_largest(self, lengths: list[int]) -> None:
         run_largest_chunk(self.launch, lengths)
         with torch.inference_mode(), self._streams.forward():
-            logits = self._decoder.embed.new_zeros(self.spec.vocab_size)
-            run_largest_sampling(self._slots, self._ways.num_slots, logits)
+            run_largest_sampling(self._slots, self._ways.num_slots, self._decoder.embed)
 
     def _capture_largest(self) -> None:
         with torch.inference_mode(), self._streams.forward():
             self.runner.capture_largest()
 
     def memory_used(self) -> int:
-        used = 0 if self._runner is None else self._runner.pools.arena.used_bytes
-        return self._memory.weights + used
+        held = self._runner
+        return self._memory.weights + (held.pools.arena.used_bytes if held is not None else 0)
 
     def memory_parts(self) -> dict[str, int]:
         return self._memory.parts()
@@ -364,15 +313,3 @@ class TorchBackend:
             self._runner = None
             if self._meter is not None:
                 self._meter.give_back()
-
-    def _send(self, values: np.ndarray) -> torch.Tensor:
-        return to_device(np.ascontiguousarray(values), self._decoder.device)
-
-
-def _in_top_p(kernels: bool) -> LeastInTopP:
-    """The same in captured steps and in the sampler: a row's company decides which it meets."""
-    if not kernels:
-        return filters.least_in_top_p
-    from pippin.backends.torch.kernels import top_p
-
-    return top_p.least_in_top_p

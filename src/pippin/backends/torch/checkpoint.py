@@ -5,7 +5,7 @@ Knows names and types; what a name means is the families' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,6 +36,10 @@ class CheckpointWeights:
 
     def has(self, name: str) -> bool:
         return name in self._files
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._files.keys()
 
     def take(self, name: str, *, exact: bool = False) -> torch.Tensor:
         tensor = self._stored(name)

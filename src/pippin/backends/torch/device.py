@@ -52,5 +52,5 @@ def dtype_of(name: str, device: torch.device, stored: torch.dtype) -> torch.dtyp
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """In their own type; the host does not wait."""
-    host = torch.from_numpy(values)
+    host = torch.from_numpy(np.ascontiguousarray(values))
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -13,6 +13,7 @@ import torch
 
 from pippin.backends.base import PrefillRow, Restore
 from pippin.backends.chunking import cut_chunk, grid_blocks
+from pippin.backends.torch.drafts.row_drafts import RowDrafts
 from pippin.backends.torch.graphs.steps import CapturedSteps
 from pippin.backends.torch.models.parts import Linear
 from pippin.backends.torch.plain.forward import ChunkForward
@@ -44,6 +45,7 @@ class Prompts:
         *,
         deterministic: bool,
         max_tokens: int,  # of a chunk, where layers have a window
+        drafts: RowDrafts | None = None,  # by the backend itself
     ) -> None:
         self._parts = parts
         self._forward = forward
@@ -51,6 +53,7 @@ class Prompts:
         self.graphs = graphs
         self._deterministic = deterministic
         self._max_tokens = max_tokens
+        self._drafts = drafts
         self._scores = PromptScores(parts, head)
 
     def retire(self, slot: int) -> None:
@@ -85,6 +88,8 @@ class Prompts:
             hidden = torch.stack([_hidden_of(row) for row in group])
             self._read_hidden(step, group, hidden)
             self._sample(step, group, self._head(hidden))
+            if self._drafts is not None:
+                self._drafts.behind_restored(group, hidden)
 
     def _groups(self, chunks: Sequence[PrefillRow]) -> list[Sequence[PrefillRow]]:
         if self._deterministic:  # every block of the absolute grid by itself, always
@@ -130,9 +135,11 @@ class Prompts:
         hidden = self._forward.chunks(batch)
         parts.rows.release_passed(taken.slots)
         self._scores.add(step, chunks, hidden)
-        hidden = hidden[batch.last]
-        self._keep_hidden(step, chunks, hidden)
-        self._sample(step, chunks, self._head(hidden))
+        last = hidden[batch.last]
+        self._keep_hidden(step, chunks, last)
+        self._sample(step, chunks, self._head(last))
+        if self._drafts is not None:
+            self._drafts.behind_chunks(chunks, hidden)
 
     def _replay(self, step: TorchPending, taken: TakenChunks, room: Room) -> None:
         assert self.graphs is not None
@@ -143,6 +150,9 @@ class Prompts:
         assert ran.hidden is not None
         self._keep_hidden(step, chunks, ran.hidden)
         parts.draws.take_drawn(step, chunks, ran)
+        if self._drafts is not None:
+            assert ran.every_hidden is not None
+            self._drafts.behind_chunks(chunks, ran.every_hidden)
 
     def _sample(self, step: TorchPending, rows: Sequence[PrefillRow], logits: torch.Tensor) -> None:
         """The token after a prompt, or after what is known of a reply that goes on."""

@@ -14,6 +14,9 @@ import torch
 
 from pippin.backends.base import Retire, StepPlan, WarmUpShape
 from pippin.backends.torch.decodes import Decodes
+from pippin.backends.torch.drafts.mtp_drafter import HeadOperations, MtpDrafter
+from pippin.backends.torch.drafts.ring import HeadRing
+from pippin.backends.torch.drafts.row_drafts import RowDrafts
 from pippin.backends.torch.graphs.capture import CudaGraphs
 from pippin.backends.torch.graphs.steps import (
     CapturedSteps,
@@ -107,10 +110,14 @@ class Runner:
         graphs: CapturedSteps[Room] | None = None
         verify: CapturedSteps[VerifySize] | None = None
         kept = KeptInputs(layout, ways.num_slots, ways.max_depth, decoder.device)
+        drafter = self._make_drafter()
+        self._drafts = None if drafter is None else RowDrafts(parts, drafter)
         if ways.kernels:
-            forward, steps, graphs, verify = self._make_kernels(kept)
+            forward, steps, graphs, verify = self._make_kernels(kept, drafter)
         plain_verify = PlainVerify(decoder, self.pools, kept)
-        self._verifies = Verifies(parts, plain_verify, verify, ways.max_depth)
+        self._verifies = Verifies(
+            parts, plain_verify, decoder.head, verify, ways.max_depth, self._drafts
+        )
         self.decodes = Decodes(
             parts, plain, steps, self._verifies, deterministic=ways.deterministic
         )
@@ -121,6 +128,7 @@ class Runner:
             graphs,
             deterministic=ways.deterministic,
             max_tokens=ways.prefill_tokens,
+            drafts=self._drafts,
         )
 
     def execute(self, step: TorchPending, plan: StepPlan) -> None:
@@ -129,6 +137,8 @@ class Runner:
             self._retire(step, retire)
         for admit in plan.admit:
             self._slots.admit(admit)
+            if self._drafts is not None:
+                self._drafts.start(admit.slot)
         self.decodes.run(step, plan.decode)
         self.prompts.run(step, plan.prefill)
         for spill in plan.spill:
@@ -171,7 +181,8 @@ class Runner:
         if (steps := self._verifies.steps) is not None:
             depth = self._ways.max_depth
             width = max(w for w in WIDTHS if w * (1 + depth) <= MOST_TOKENS)
-            steps.prepare(VerifySize(width, depth, span_for(depth)))
+            num_drafts = 0 if self._drafts is None else depth
+            steps.prepare(VerifySize(width, depth, span_for(depth), num_drafts))
 
     def free(self) -> None:
         """The memory, and the graphs over it, whatever payloads are still held."""
@@ -179,8 +190,20 @@ class Runner:
             steps.graphs.clear()
         self.pools.free()
 
+    def _make_drafter(self) -> MtpDrafter | None:
+        decoder, ways = self._decoder, self._ways
+        if (head := decoder.mtp) is None or not ways.max_depth:
+            return None
+        ring = HeadRing(head.mixer, ways.num_slots, decoder.dtype, decoder.device)
+        if not ways.kernels:
+            return MtpDrafter(decoder, head, ring)
+        from pippin.backends.torch.kernels.layers import feed_forward
+        from pippin.backends.torch.kernels.rows import norm_rows
+
+        return MtpDrafter(decoder, head, ring, HeadOperations(norm_rows, feed_forward))
+
     def _make_kernels(
-        self, kept: KeptInputs
+        self, kept: KeptInputs, drafter: MtpDrafter | None
     ) -> tuple[
         ChunkForward,
         CapturedSteps[int],
@@ -207,11 +230,18 @@ class Runner:
         if recorder is not None and self._ways.chunk_graphs:
             prompt = PromptKernels(decoder, pools, table)
             graphs = chunk_steps(
-                prompt, decoder.head, choose, future, pools.layout, recorder, logits
+                prompt,
+                decoder.head,
+                choose,
+                future,
+                pools.layout,
+                recorder,
+                logits,
+                keeps_hidden=drafter is not None,
             )
         verify = None
         if max_depth := self._ways.max_depth:
-            drafts = VerifyKernels(decoder, pools, kept, table, self._future)
+            drafts = VerifyKernels(decoder, pools, kept, table, self._future, drafter)
             span = span_for(max_depth)
             verify = verify_steps(drafts, future, span, pools.layout, recorder, logits[:0])
         return ChunkKernels(decoder, pools), steps, graphs, verify

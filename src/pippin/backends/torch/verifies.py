@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from pippin.backends.base import Capture, DecodeRow
+from pippin.backends.torch.drafts.row_drafts import RowDrafts
 from pippin.backends.torch.graphs.steps import CapturedSteps
+from pippin.backends.torch.models.parts import Linear
 from pippin.backends.torch.plain.accept import accepted, noise_words
 from pippin.backends.torch.plain.verify import PlainVerify
 from pippin.backends.torch.pools.payloads import StatePayload
@@ -34,23 +36,27 @@ class Verifies:
         self,
         parts: StepParts,
         forward: PlainVerify,
+        head: Linear,
         steps: CapturedSteps[VerifySize] | None,  # None: plain operations
         max_depth: int,
+        drafts: RowDrafts | None = None,  # by the backend itself
     ) -> None:
         self._parts = parts
         self._forward = forward
+        self._head = head
         self.steps = steps
         self._max_depth = max_depth
+        self._drafts = drafts
 
     def takes(self, decodes: Sequence[DecodeRow], slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Whether one of these rows has drafts, or had some of which the host or its state has yet
-        to learn."""
+        """Whether one of these rows has drafts, is to leave some for its next step, or had some of
+        which the host or its state has yet to learn."""
         rows = self._parts.rows
         exact = rows.is_exact(slots, positions)
         return (
             not exact.all()
             or bool(rows.num_kept[slots].any())
-            or any(decode.depth for decode in decodes)
+            or any(decode.depth or decode.num_drafts for decode in decodes)
         )
 
     def run(self, step: TorchPending, decodes: Sequence[DecodeRow]) -> None:
@@ -63,7 +69,8 @@ class Verifies:
         batch = verify_batch(taken, parts.rows, parts.future, parts.pools)
         is_known = taken.exact & (taken.depths == 0)
         self._capture(step, taken, is_known)
-        logits = self._forward.logits(batch)
+        hidden = self._forward.hidden(batch)
+        logits = self._head(hidden)
         parts.rows.release_passed(taken.slots)
         parts.future.stash_lengths(batch.slots, batch.starts + 1, torch.zeros_like(batch.starts))
         if (known := np.flatnonzero(is_known)).size:
@@ -74,6 +81,8 @@ class Verifies:
             parts.draws.sample(step, rows, own)
         if not is_known.all():
             self._accept(step, taken, batch, logits, ~is_known)
+        if self._drafts is not None:
+            self._drafts.behind_tokens(taken, batch, hidden)
 
     def _size(self, decodes: Sequence[DecodeRow]) -> tuple[VerifySize, Choice] | None:
         """Of a graph that runs these rows, if there can be one, and how they choose."""
@@ -83,11 +92,12 @@ class Verifies:
         numbers = parts.slots.num_generated(slots, positions + 1)
         choice = parts.slots.columns.choice(slots, numbers)
         depth = max(decode.depth for decode in decodes)
-        size = VerifySize(width_for(len(decodes)), depth, span_for(self._max_depth))
+        num_drafts = max(decode.num_drafts for decode in decodes)
+        size = VerifySize(width_for(len(decodes)), depth, span_for(self._max_depth), num_drafts)
         num_unsure = int((positions - parts.rows.least_lengths[slots]).max())
         if (
             choice is Choice.LOGITS
-            or any(row.masked or (row.depth and row.proposal is None) for row in decodes)
+            or any(row.masked for row in decodes)
             or size.num_tokens > MOST_TOKENS
             or num_unsure > self._max_depth
         ):
@@ -111,6 +121,11 @@ class Verifies:
         words = pack_verify(size, taken, parts.rows, parts.slots, waste_cell)
         ran = steps.run(size, words, choice)
         parts.future.note_written(np.array([row.slot for row in decodes if row.samples]))
+        for row in decodes:
+            if row.drafted:
+                parts.future.note_drafts_read(row.slot, row.depth)
+            if row.num_drafts:
+                parts.future.note_drafts_written(np.array([row.slot]), row.num_drafts)
         found = ran.drawn[:, : len(decodes)].T.clone()
         read = partial(self._read, step, taken.rows, taken.slots, parts.rows.lives(taken.slots))
         step.read_later(parts.streams.bring([found]), read)

@@ -41,6 +41,7 @@ class Forwarded(NamedTuple):
     logits: torch.Tensor  # [rows, vocab]
     inputs: Inputs  # how the rows sample
     hidden: torch.Tensor | None = None  # [rows, hidden]: what the head read, of prompts
+    every_hidden: torch.Tensor | None = None  # [tokens, hidden], where drafts need it
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Ran:
     drawn: torch.Tensor  # int32 [2, rows]: tokens, and whether logits are NaN
     logits: torch.Tensor | None  # [rows, vocab], where they are left to the sampler
     hidden: torch.Tensor | None
+    every_hidden: torch.Tensor | None = None
 
 
 class CapturedSteps(Generic[Size]):
@@ -116,10 +118,10 @@ class CapturedSteps(Generic[Size]):
             logger.warning("%s are not captured: %s", self._name, error, exc_info=error)
 
     def _run(self, size: Size, choice: Choice, words: torch.Tensor) -> Ran:
-        logits, inputs, hidden = self._forward(size, words)
+        logits, inputs, *hidden = self._forward(size, words)
         drawn = self._choose(logits, inputs, self._future, choice)
         is_left = choice is Choice.LOGITS
-        return Ran(drawn, self._logits[: len(logits)].copy_(logits) if is_left else None, hidden)
+        return Ran(drawn, self._logits[: len(logits)].copy_(logits) if is_left else None, *hidden)
 
     def _send(self, words: np.ndarray) -> torch.Tensor:
         host, on_cuda = torch.from_numpy(words).view(-1), self._words.is_cuda
@@ -136,7 +138,7 @@ class DecodeForward(Protocol):
 
 class PromptForward(Protocol):
     def hidden(self, inputs: ChunkInputs) -> torch.Tensor:
-        """[rows, hidden]: what the head reads at the ends of rows."""
+        """[tokens, hidden]: what the head reads, if it does."""
         ...
 
 
@@ -181,11 +183,13 @@ def chunk_steps(
     layout: PoolLayout,
     recorder: CudaGraphs,
     logits: torch.Tensor,
+    keeps_hidden: bool = False,  # of every token
 ) -> CapturedSteps[Room]:
     def forward(room: Room, words: torch.Tensor) -> Forwarded:
         inputs = ChunkInputs.of(words, room, layout)
-        hidden = kernels.hidden(inputs)
-        return Forwarded(head(hidden), inputs.samples, hidden)
+        every = kernels.hidden(inputs)
+        hidden = every[inputs.last.long()]
+        return Forwarded(head(hidden), inputs.samples, hidden, every if keeps_hidden else None)
 
     def padding(room: Room) -> np.ndarray:
         return ChunkWords.padding(room, layout).words

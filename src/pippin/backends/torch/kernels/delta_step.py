@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pippin.backends.torch.config import DeltaShape
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 
 MANY_PROGRAMS = 132  # multiprocessors of an H200
@@ -32,6 +33,16 @@ def state_tile_for(num_programs: int, num_columns: int) -> StateTile:
     if num_programs <= MANY_PROGRAMS:
         return StateTile(num_columns, 8, 1)
     return StateTile(min(32, num_columns), 4, 2)
+
+
+def delta_sizes(shape: DeltaShape) -> dict[str, int]:
+    """That every kernel over a state is compiled for."""
+    return {
+        "K_HEADS": shape.num_k_heads,
+        "V_HEADS": shape.num_v_heads,
+        "DK": shape.k_dim,
+        "DV": shape.v_dim,
+    }
 
 
 @triton.jit
@@ -171,10 +182,7 @@ def delta_step(
         projected.stride(0),
         state.stride(0),
         layer.norm.eps,
-        K_HEADS=shape.num_k_heads,
-        V_HEADS=shape.num_v_heads,
-        DK=shape.k_dim,
-        DV=shape.v_dim,
+        **delta_sizes(shape),
         COLUMNS=tile.columns,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,

@@ -14,12 +14,11 @@ from pippin.backends.torch.kernels.attention_blocks import attend_blocks
 from pippin.backends.torch.kernels.delta_blocks import delta_blocks
 from pippin.backends.torch.kernels.layers import run_layers
 from pippin.backends.torch.kernels.rows import conv_rows, gated_norm, keep_inputs
-from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.plain.forward import BatchRun, LayerRun
 from pippin.backends.torch.pools.memory import Pools
-from pippin.backends.torch.step.batches import ChunkBatch
+from pippin.backends.torch.step.batches import ChunkBatch, HeldCells
 from pippin.backends.torch.step.chunk_inputs import (
     BlockInputs,
     ChunkInputs,
@@ -56,7 +55,7 @@ class PromptKernels:
     def hidden(self, inputs: ChunkInputs) -> torch.Tensor:
         run = _CapturedRun(inputs, self._pools, self._table)
         x = self._decoder.embed[inputs.token.long()]
-        return run_layers(self._decoder, x, run.mix)[inputs.last.long()]
+        return run_layers(self._decoder, x, run.mix)
 
 
 class _LaunchedRun(BatchRun):
@@ -79,20 +78,19 @@ class _LaunchedRun(BatchRun):
         return _recur(mixer, x, self._pools, number, self._inputs)
 
 
-class _CapturedRun(LayerRun):
+class _CapturedRun(LayerRun[HeldCells]):
+    """Windows are plain operations."""
+
     def __init__(self, inputs: ChunkInputs, pools: Pools, table: torch.Tensor) -> None:
-        super().__init__(pools)
+        cells = HeldCells(inputs.cell.long(), seen=())  # the table says what is seen
+        super().__init__(pools, inputs.position.long(), cells, windows=None)
         self._table = table
-        self._positions = inputs.position.long()
-        self._cells = inputs.cell.long()
         self._inputs = inputs.recurrent
 
-    def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
-        assert not mixer.window, "windows are plain operations"
-        kv = self._pools.kv[number]
-        q, k, v, gate = mixer.project(x, self._positions)
-        kv[self._cells] = torch.stack([k, v], dim=1)
-        return mixer.finish(attend_blocks(q, kv, self._table, self._inputs.blocks), gate)
+    def _look(
+        self, q: torch.Tensor, kv: torch.Tensor, held: HeldCells, window: int
+    ) -> torch.Tensor:
+        return attend_blocks(q, kv, self._table, self._inputs.blocks)
 
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         return _recur(mixer, x, self._pools, number, self._inputs)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import torch
 
+from pippin.backends.mtp_weights import LAYER, PREFIX
 from pippin.backends.torch.checkpoint import Weights
-from pippin.backends.torch.config import DeltaShape, ModelShape
+from pippin.backends.torch.config import DeltaShape, ExpertShape, ModelShape
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.mtp_head import MtpHead
 from pippin.backends.torch.models.parts import DenseMlp, ExpertMlp, Linear, Mlp, Norm
 from pippin.backends.torch.models.rope import Rope
 from pippin.errors import LoadError
 
 
 def build_decoder(
-    shape: ModelShape, weights: Weights, dtype: torch.dtype, device: torch.device, max_len: int
+    shape: ModelShape,
+    weights: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+    mtp: frozenset[str] = frozenset(),
 ) -> Decoder:
+    """`mtp`: names of the MTP head's weights, if it is wanted (`backends/mtp_weights.py`)."""
     builder = _Builder(shape, weights, Rope.of(shape.rope, max_len, device))
     embed = builder.take(f"{shape.prefix}embed_tokens.weight")
     head = Linear(embed) if shape.tied else builder.linear("lm_head")
@@ -26,7 +34,10 @@ def build_decoder(
         layers.append(builder.layer(index, counts[kind]))
         counts[kind] += 1
     norm = builder.norm(f"{shape.prefix}norm.weight")
-    return Decoder(shape, dtype, embed, tuple(layers), norm, head, nbytes=builder.nbytes)
+    drafter = builder.mtp_head(mtp) if mtp else None
+    return Decoder(
+        shape, dtype, embed, tuple(layers), norm, head, nbytes=builder.nbytes, mtp=drafter
+    )
 
 
 class _Builder:
@@ -52,8 +63,30 @@ class _Builder:
             if kind == "delta"
             else self._attention(f"{name}self_attn.", window),
             mlp_norm=self.norm(f"{name}post_attention_layernorm.weight"),
-            mlp=self._mlp(index, f"{name}mlp."),
+            mlp=self._mlp(f"{name}mlp.", self._experts_of(index)),
         )
+
+    def mtp_head(self, names: frozenset[str]) -> MtpHead:
+        layer = f"{PREFIX}{LAYER}"
+        experts = self._shape.experts if f"{LAYER}mlp.gate.weight" in names else None
+
+        def norm(name: str) -> Norm:
+            return self.norm(f"{PREFIX}{name}.weight")
+
+        return MtpHead(
+            fc=self.linear(f"{PREFIX}fc"),
+            embed_norm=norm("pre_fc_norm_embedding"),
+            hidden_norm=norm("pre_fc_norm_hidden"),
+            input_norm=self.norm(f"{layer}input_layernorm.weight"),
+            mixer=self._attention(f"{layer}self_attn.", window=0),
+            mlp_norm=self.norm(f"{layer}post_attention_layernorm.weight"),
+            mlp=self._mlp(f"{layer}mlp.", experts),
+            norm=norm("norm"),
+        )
+
+    def _experts_of(self, index: int) -> ExpertShape | None:
+        experts = self._shape.experts
+        return experts if experts is not None and index in experts.layers else None
 
     def norm(self, name: str) -> Norm:
         weight = self.take(name, exact=True)
@@ -110,9 +143,8 @@ class _Builder:
             out=self.linear(f"{name}out_proj"),
         )
 
-    def _mlp(self, index: int, name: str) -> Mlp:
-        experts = self._shape.experts
-        if experts is None or index not in experts.layers:
+    def _mlp(self, name: str, experts: ExpertShape | None) -> Mlp:
+        if experts is None:
             return self._dense(name)
         has_shared = experts.shared_intermediate > 0
         gate_up, down = self._expert_weights(f"{name}experts.", experts.num_experts)

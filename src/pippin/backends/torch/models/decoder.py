@@ -10,6 +10,7 @@ import torch
 from pippin.backends.torch.config import ModelShape
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.delta_layer import DeltaLayer
+from pippin.backends.torch.models.mtp_head import MtpHead
 from pippin.backends.torch.models.parts import Linear, Mlp, Norm
 
 Mixer = AttentionLayer | DeltaLayer
@@ -36,6 +37,7 @@ class Decoder:
     norm: Norm
     head: Linear
     nbytes: int  # of all weights
+    mtp: MtpHead | None = None  # where one was asked for
 
     @property
     def device(self) -> torch.device:

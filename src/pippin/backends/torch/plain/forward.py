@@ -7,7 +7,7 @@ runs: in the order of launches.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -17,7 +17,10 @@ from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.plain.attention import attend_rows
 from pippin.backends.torch.plain.gated_delta import Blocks, gated_delta_blocks, gated_delta_step
 from pippin.backends.torch.pools.memory import Pools
-from pippin.backends.torch.step.batches import Batch, ChunkBatch
+from pippin.backends.torch.step.batches import Batch, ChunkBatch, HeldCells
+from pippin.backends.torch.step.verify.batch import VerifiedCells
+
+Held = TypeVar("Held", HeldCells, VerifiedCells)
 
 
 class ChunkForward(Protocol):
@@ -41,11 +44,16 @@ class PlainForward:
         return self.decoder.norm(self.decoder.run(batch.tokens, run.mix))
 
 
-class LayerRun(ABC):
+class LayerRun(ABC, Generic[Held]):
     """Mixes the tokens of one forward, layer by layer."""
 
-    def __init__(self, pools: Pools) -> None:
+    def __init__(
+        self, pools: Pools, positions: torch.Tensor, held: Held, windows: Held | None
+    ) -> None:
         self._pools = pools
+        self._positions = positions
+        self._held: Held = held
+        self._windows: Held | None = windows
 
     def mix(self, layer: DecoderLayer, x: torch.Tensor) -> torch.Tensor:
         mixer = layer.mixer
@@ -53,31 +61,33 @@ class LayerRun(ABC):
             return self._attend(mixer, layer.number, x)
         return self._recur(mixer, layer.number, x)
 
+    def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
+        kv, held = self._pools.kv, self._held
+        if mixer.window:
+            assert self._windows is not None
+            kv, held = self._pools.window_kv, self._windows
+        q, k, v, gate = mixer.project(x, self._positions)
+        kv[number][held.cells] = torch.stack([k, v], dim=1)
+        return mixer.finish(self._look(q, kv[number], held, mixer.window), gate)
+
     @abstractmethod
-    def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor: ...
+    def _look(self, q: torch.Tensor, kv: torch.Tensor, held: Held, window: int) -> torch.Tensor:
+        """Attention of each row over the cells that it sees."""
+        ...
 
     @abstractmethod
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor: ...
 
 
-class BatchRun(LayerRun):
-    """Attends row by row, over the cells that each sees."""
-
+class BatchRun(LayerRun[HeldCells]):
     def __init__(self, batch: Batch, pools: Pools) -> None:
-        super().__init__(pools)
+        super().__init__(pools, batch.positions, batch.held, batch.windows)
         self._batch = batch
 
-    def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
-        batch = self._batch
-        if mixer.window:
-            assert batch.windows is not None
-            kv, held = self._pools.window_kv[number], batch.windows
-        else:
-            kv, held = self._pools.kv[number], batch.held
-        q, k, v, gate = mixer.project(x, batch.positions)
-        kv[held.cells] = torch.stack([k, v], dim=1)
-        y = attend_rows(q, kv, batch.lengths, held.seen, mixer.window)
-        return mixer.finish(y, gate)
+    def _look(
+        self, q: torch.Tensor, kv: torch.Tensor, held: HeldCells, window: int
+    ) -> torch.Tensor:
+        return attend_rows(q, kv, self._batch.lengths, held.seen, window)
 
 
 class _ChunkRun(BatchRun):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.plain.attention import attend_masked, attend_rows
@@ -16,7 +15,7 @@ from pippin.backends.torch.plain.forward import LayerRun
 from pippin.backends.torch.plain.gated_delta import gated_delta_step
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.memory import Pools
-from pippin.backends.torch.step.verify.batch import VerifyBatch
+from pippin.backends.torch.step.verify.batch import VerifiedCells, VerifyBatch
 
 
 class PlainVerify:
@@ -25,11 +24,11 @@ class PlainVerify:
         self._pools = pools
         self._kept = kept
 
-    def logits(self, batch: VerifyBatch) -> torch.Tensor:
-        """[tokens, vocab] of an input token of each row and its drafts."""
+    def hidden(self, batch: VerifyBatch) -> torch.Tensor:
+        """[tokens, hidden], what the head reads, of an input token of each row and its drafts."""
         run = _VerifyRun(batch, self._pools, self._kept)
         decoder = self._decoder
-        return decoder.head(decoder.norm(decoder.run(batch.tokens, run.mix)))
+        return decoder.norm(decoder.run(batch.tokens, run.mix))
 
     def fold(
         self,
@@ -51,28 +50,22 @@ class PlainVerify:
             )
 
 
-class _VerifyRun(LayerRun):
+class _VerifyRun(LayerRun[VerifiedCells]):
     def __init__(self, batch: VerifyBatch, pools: Pools, kept: KeptInputs) -> None:
-        super().__init__(pools)
+        super().__init__(pools, batch.positions, batch.held, batch.windows)
         self._batch = batch
         self._kept = kept
 
-    def _attend(self, mixer: AttentionLayer, number: int, x: torch.Tensor) -> torch.Tensor:
-        batch = self._batch
-        if mixer.window:
-            assert batch.windows is not None
-            kv, held = self._pools.window_kv[number], batch.windows
-        else:
-            kv, held = self._pools.kv[number], batch.held
-        q, k, v, gate = mixer.project(x, batch.positions)
-        kv[held.cells] = torch.stack([k, v], dim=1)
+    def _look(
+        self, q: torch.Tensor, kv: torch.Tensor, held: VerifiedCells, window: int
+    ) -> torch.Tensor:
         rows = []
-        for part, seen in zip(q.split(batch.lengths), held.seen, strict=True):
+        for part, seen in zip(q.split(self._batch.lengths), held.seen, strict=True):
             if seen.mask is None or seen.written is None:
-                rows.append(attend_rows(part, kv, [len(part)], [seen.cells], mixer.window))
+                rows.append(attend_rows(part, kv, [len(part)], [seen.cells], window))
             else:
                 rows.append(attend_masked(part, kv[seen.cells], seen.written, seen.mask))
-        return mixer.finish(torch.cat(rows), gate)
+        return torch.cat(rows)
 
     def _recur(self, mixer: DeltaLayer, number: int, x: torch.Tensor) -> torch.Tensor:
         batch = self._batch

@@ -101,6 +101,15 @@ class PoolLayout:
         """Of a slab that holds a state: what rounding up to whole cells adds counts as its own."""
         return self.slab_bytes if self.num_delta_layers else 0
 
+    def row_bytes(self, num_tokens: int, num_newest: int) -> int:
+        """Of a row's own: beside what it sees of a window, so many more may be there."""
+        windowed = min(num_tokens, self.shape.window + num_newest)
+        return (
+            num_tokens * self.cell_bytes(Component.ATTENTION)
+            + windowed * self.cell_bytes(Component.WINDOW)
+            + self.state_bytes
+        )
+
     @property
     def waste_cell(self) -> int:
         return WASTE_SLAB * self.cells_per_slab(Component.ATTENTION)

@@ -23,7 +23,7 @@ FIELDS = (
     *("top_k", "inverse_temperature", "top_p", "min_p"),
 )
 _FLOATS = ("inverse_temperature", "top_p", "min_p")
-_KEYS = slice(FIELDS.index("key_low"), FIELDS.index("key_high") + 1)
+KEYS = slice(FIELDS.index("key_low"), FIELDS.index("key_high") + 1)
 _NOISY, _TOP_K, _INVERSE_TEMPERATURE, _TOP_P, _MIN_P = range(FIELDS.index("noisy"), len(FIELDS))
 
 
@@ -40,7 +40,7 @@ class Inputs:
     @property
     def keys(self) -> torch.Tensor:
         """int32 [rows, 2]"""
-        return self.words[_KEYS].T.contiguous()
+        return self.words[KEYS].T.contiguous()
 
 
 class RowArrays(NamedTuple):
@@ -119,4 +119,4 @@ class SamplingColumns:
         """Into the columns of `pack_inputs`."""
         words[_NOISY:, : len(slots)] = self._words[_NOISY:, slots]
         keys = self._streams[slots] + num_generated.astype(np.uint64)  # wraps
-        words[_KEYS, : len(slots)] = keys.astype("<u8").view("<i4").reshape(-1, 2).T
+        words[KEYS, : len(slots)] = keys.astype("<u8").view("<i4").reshape(-1, 2).T

@@ -101,3 +101,12 @@ def _needed(total: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 def _min_p_threshold(descending: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Of rows [n, ..] that begin with their largest logit."""
     return descending[:, :1] + torch.log(min_p)
+
+
+def in_top_p_by(kernels: bool) -> LeastInTopP:
+    """The same in captured steps and in the sampler: a row's company decides which it meets."""
+    if not kernels:
+        return least_in_top_p
+    from pippin.backends.torch.kernels import top_p
+
+    return top_p.least_in_top_p

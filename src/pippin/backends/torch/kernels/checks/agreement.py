@@ -159,7 +159,7 @@ def _prompts_off(decoder: Decoder, kernels: KernelSet) -> float:
     return _runs_off(
         held,
         batch,
-        lambda: run.hidden(inputs)[: len(taken.rows)],
+        lambda: run.hidden(inputs)[inputs.last[: len(taken.rows)].long()],
         lambda: plain.chunks(batch)[batch.last],
     )
 

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pippin.backends.torch.kernels.delta_step import delta_sizes
 from pippin.backends.torch.models.delta_layer import DeltaLayer
 from pippin.backends.torch.step.verify.words import Places
 
@@ -21,11 +22,27 @@ COLUMNS = 32  # of a state, in one program
 @triton.jit
 def _input(conv, kept, new, place, count, stride, c, inside, channels, width, HELD):
     """Of the convolution, so many behind the oldest that a row's state has."""
+    place += tl.zeros_like(c)  # a mask is of vectors alone: the interpreter takes no others
     old = tl.load(conv + place * channels + c, mask=inside & (place < HELD), other=0.0)
     at = place - HELD
     run = tl.load(kept + at * width + c, mask=inside & (at >= 0) & (at < count), other=0.0)
     fresh = tl.load(new + (at - count) * stride, mask=inside & (at >= count), other=0.0)
     return old.to(tl.float32) + run.to(tl.float32) + fresh.to(tl.float32)
+
+
+@triton.jit
+def _convolved(
+    conv, kept, new, taps, place, count, stride, c, inside, channels, width, TAPS: tl.constexpr
+):
+    """Of inputs from a place on, behind silu."""
+    found = tl.zeros(c.shape, tl.float32)
+    for tap in tl.static_range(TAPS):
+        weight = tl.load(taps + tap * channels + c, mask=inside, other=0.0)
+        value = _input(
+            conv, kept, new, place + tap, count, stride, c, inside, channels, width, TAPS - 1
+        )
+        found += value * weight.to(tl.float32)
+    return found * tl.sigmoid(found)
 
 
 @triton.jit
@@ -62,48 +79,20 @@ def _conv_verify(
     column = tl.where(is_conv, c, c - num_channels + gates_at)
     new = projected + (row * WIDTH).to(tl.int64) * row_stride + column
     for t in tl.static_range(KEPT):
-        found = tl.zeros([BLOCK], tl.float32)
-        for tap in tl.static_range(TAPS):
-            weight = tl.load(taps + tap * num_channels + c, mask=is_conv, other=0.0)
-            value = _input(
-                before,
-                own,
-                new,
-                t + tap,
-                count,
-                row_stride,
-                c,
-                is_conv,
-                num_channels,
-                width,
-                TAPS - 1,
-            )
-            found += value * weight.to(tl.float32)
-        raw = tl.load(own + t * width + c, mask=inside & (t < count), other=0.0)
-        y = tl.where(is_conv, found * tl.sigmoid(found), raw.to(tl.float32))
+        found = _convolved(
+            before, own, new, taps, t, count, row_stride, c, is_conv, num_channels, width, TAPS
+        )
+        is_kept = inside & (c * 0 + t < count)
+        raw = tl.load(own + t * width + c, mask=is_kept, other=0.0)
+        y = tl.where(is_conv, found, raw.to(tl.float32))
         at = replayed + (row * KEPT + t).to(tl.int64) * width + c
-        tl.store(at, y.to(replayed.dtype.element_ty), mask=inside & (t < count))
+        tl.store(at, y.to(replayed.dtype.element_ty), mask=is_kept)
     for t in tl.static_range(WIDTH):
-        found = tl.zeros([BLOCK], tl.float32)
-        for tap in tl.static_range(TAPS):
-            weight = tl.load(taps + tap * num_channels + c, mask=is_conv, other=0.0)
-            place = count + t + tap
-            value = _input(
-                before,
-                own,
-                new,
-                place,
-                count,
-                row_stride,
-                c,
-                is_conv,
-                num_channels,
-                width,
-                TAPS - 1,
-            )
-            found += value * weight.to(tl.float32)
+        place = count + t
+        y = _convolved(
+            before, own, new, taps, place, count, row_stride, c, is_conv, num_channels, width, TAPS
+        )
         at = mixed + (row * WIDTH + t).to(tl.int64) * num_channels + c
-        y = found * tl.sigmoid(found)
         tl.store(at, y.to(mixed.dtype.element_ty), mask=is_conv)
     # What is read may lie where the next is written: other threads have read it by then.
     for tap in tl.static_range(TAPS - 1):
@@ -272,10 +261,7 @@ def delta_verify(
         projected.stride(0),
         state.stride(0),
         replayed.shape[2],
-        K_HEADS=shape.num_k_heads,
-        V_HEADS=shape.num_v_heads,
-        DK=shape.k_dim,
-        DV=shape.v_dim,
+        **delta_sizes(shape),
         COLUMNS=columns,
         WIDTH=places.size.width,
         KEPT=replayed.shape[1],

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from pippin.backends.torch.drafts.mtp_drafter import Entries, MtpDrafter
 from pippin.backends.torch.kernels.attention_step import attention_step, write_keys
 from pippin.backends.torch.kernels.draw import choose
 from pippin.backends.torch.kernels.layers import run_layers
@@ -21,9 +22,10 @@ from pippin.backends.torch.kernels.verify.delta import conv_verify, delta_verify
 from pippin.backends.torch.kernels.verify.places import accept, expand
 from pippin.backends.torch.models.attention_layer import AttentionLayer
 from pippin.backends.torch.models.decoder import Decoder, DecoderLayer
+from pippin.backends.torch.plain.accept import noise_words
 from pippin.backends.torch.pools.kept_inputs import KeptInputs
 from pippin.backends.torch.pools.memory import Pools
-from pippin.backends.torch.step.decode_inputs import Choice, Inputs
+from pippin.backends.torch.step.decode_inputs import FIELDS, KEYS, Choice, Inputs
 from pippin.backends.torch.step.future_map import FutureMap
 from pippin.backends.torch.step.verify.words import Places, VerifySize
 
@@ -33,6 +35,7 @@ class PlaceInputs(Inputs):
     """How the tokens sample; their slots are padding's, since no token goes to a slot at once."""
 
     places: Places
+    hidden: torch.Tensor  # [tokens, hidden]: what the head read
 
 
 class VerifyKernels:
@@ -43,12 +46,14 @@ class VerifyKernels:
         kept: KeptInputs,
         table: torch.Tensor,  # int32 [slots, positions]
         future: FutureMap,
+        drafter: MtpDrafter | None = None,
     ) -> None:
         self._decoder = decoder
         self._pools = pools
         self._kept = kept
         self._table = table
         self._future = future
+        self._drafter = drafter
 
     def logits(self, size: VerifySize, words: torch.Tensor) -> tuple[torch.Tensor, PlaceInputs]:
         """[tokens, vocab] of every row's input token and drafts."""
@@ -56,9 +61,9 @@ class VerifyKernels:
         places = expand(size, words, self._future, self._table, waste_cell)
         x = F.embedding(places.tokens, self._decoder.embed)
         mix = partial(self._mix, places=places)
-        logits = self._decoder.head(run_layers(self._decoder, x, mix))
-        unowned = torch.cat([torch.zeros_like(places.inputs.words[:1]), places.inputs.words[1:]])
-        return logits, PlaceInputs(unowned, places)
+        hidden = run_layers(self._decoder, x, mix)
+        inputs = PlaceInputs(_unowned(places.inputs.words), places, hidden)
+        return self._decoder.head(hidden), inputs
 
     def choose(
         self, logits: torch.Tensor, inputs: Inputs, future: torch.Tensor, choice: Choice
@@ -67,7 +72,38 @@ class VerifyKernels:
         logits are NaN, and what was drawn behind each token."""
         assert isinstance(inputs, PlaceInputs)
         drawn = choose(logits, inputs, future, choice)
-        return accept(inputs.places, drawn, self._future)
+        found = accept(inputs.places, drawn, self._future)
+        if self._drafter is not None:
+            self._draft(self._drafter, inputs, found, choice)
+        return found
+
+    def _draft(
+        self, drafter: MtpDrafter, inputs: PlaceInputs, found: torch.Tensor, choice: Choice
+    ) -> None:
+        """Behind what rows accepted: what was drawn behind each token is the next one."""
+        places, size = inputs.places, inputs.places.size
+        words, future = places.rows[: len(FIELDS)], self._future.tokens
+        slots, counts = places.column("slot").long(), found[0].long()
+        place = torch.arange(size.width, device=slots.device)
+        owners = torch.where(place <= counts[:, None], slots[:, None], 0)
+        starts = places.starts.long()
+        positions = (starts[:, None] + place).flatten()
+        tokens = found[3:].T.flatten().long()
+        entered = drafter.feed(Entries(owners.flatten(), positions, tokens, inputs.hidden))
+        if not size.num_drafts:
+            return
+        streams = words[KEYS].T.contiguous().view(torch.int64).flatten()
+        prompt_lens = places.column("prompt_len")
+
+        def choose_drafts(logits: torch.Tensor, of_tokens: torch.Tensor) -> torch.Tensor:
+            keyed = _unowned(words)
+            keyed[KEYS] = noise_words(streams, of_tokens - prompt_lens).T
+            return choose(logits, Inputs(keyed), future, choice)[0]
+
+        last = torch.arange(size.num_rows, device=slots.device) * size.width + counts
+        ends = starts + counts
+        drafts = drafter.draft(entered.at(last), slots, ends, size.num_drafts, choose_drafts)
+        self._future.stash_drafts(slots, drafts)
 
     def _mix(self, layer: DecoderLayer, normed: torch.Tensor, places: Places) -> torch.Tensor:
         mixer, number = layer.mixer, layer.number
@@ -83,3 +119,8 @@ class VerifyKernels:
         shape = mixer.shape
         z = projected[:, shape.num_channels : shape.num_channels + shape.num_v_heads * shape.v_dim]
         return mixer.out(gated_norm(y, z, mixer.norm))
+
+
+def _unowned(words: torch.Tensor) -> torch.Tensor:
+    """A copy, with padding's slot: what is drawn goes to no row's."""
+    return torch.cat([torch.zeros_like(words[:1]), words[1:]])

@@ -20,7 +20,7 @@ from pippin.backends.torch.step.verify.words import (
 
 _SLOT, _POSITION, _CELL = (tl.constexpr(FIELDS.index(n)) for n in ("slot", "position", "cell"))
 _LOW, _HIGH = (tl.constexpr(FIELDS.index(n)) for n in ("key_low", "key_high"))
-_EXACT, _LEAST, _DEPTH, _KEPT, _PROMPT = (
+_EXACT, _LEAST, _DEPTH, _KEPT, _PROMPT, _DRAFTED = (
     tl.constexpr(len(FIELDS) + number) for number in range(len(OWN_FIELDS))
 )
 _FIELDS = tl.constexpr(len(FIELDS))
@@ -34,6 +34,7 @@ def _expand(
     future,
     held_lengths,
     held_counts,
+    held_drafts,
     table,
     out,
     tokens,
@@ -42,6 +43,7 @@ def _expand(
     counts,
     waste_cell,
     table_stride,
+    drafts_stride,
     num_rows,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,  # WIDTH, up to a power of two
@@ -62,18 +64,22 @@ def _expand(
     tl.store(counts + row, count)
 
     n = tl.arange(0, SPAN_LANES)
-    is_own = (n < SPAN) & (least + n < most + 1 + depth) & (slot > 0)
+    end = tl.where(slot > 0, most + 1 + depth, least)
+    is_own = (n < SPAN) & (least + n < end)
     cell = tl.load(own + (_FIRST_CELL + n) * num_rows, mask=is_own, other=0)
     tl.store(table + slot * table_stride + least + n, cell, mask=is_own)
 
     j = tl.arange(0, LANES)
     inside = j < WIDTH
-    live = inside & (j <= depth) & (slot > 0)
+    live = inside & (j < tl.where(slot > 0, depth + 1, 0))
     at = start + j - least
     place = row * WIDTH + j
     proposed = own + (_FIRST_CELL + SPAN + at - 1) * num_rows
     is_draft = live & (j > 0) & (at - 1 < SPAN)
     draft = tl.load(proposed, mask=is_draft, other=-1)
+    num_own = tl.where(tl.load(own + _DRAFTED * num_rows) != 0, depth, 0)
+    is_own_draft = live & (j > 0) & (j <= num_own)
+    draft = tl.load(held_drafts + slot * drafts_stride + j - 1, mask=is_own_draft, other=draft)
     tl.store(drafts + row * (WIDTH - 1) + j - 1, draft, mask=inside & (j > 0))
     token = tl.where(j == 0, tl.load(future + slot), tl.maximum(draft, 0))
     tl.store(tokens + place, token, mask=inside)
@@ -113,6 +119,7 @@ def expand(
         future.tokens,
         future.lengths,
         future.counts,
+        future.drafts,
         table,
         inputs,
         tokens,
@@ -121,6 +128,7 @@ def expand(
         counts,
         waste_cell,
         table.stride(0),
+        future.drafts.stride(0),
         num_rows,
         WIDTH=size.width,
         LANES=triton.next_power_of_2(size.width),

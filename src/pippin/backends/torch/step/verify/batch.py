@@ -159,7 +159,7 @@ def _drafts(
     at = starts[:, None] + 1 + behind - pools.index(bases)[:, None]
     inside = (at >= 0) & (at < known.shape[1])
     found = known.gather(1, at.clamp(0, known.shape[1] - 1)).masked_fill(~inside, NO_TOKEN)
-    on_device = [bool(row.depth) and row.proposal is None for row in taken.rows]
+    on_device = [row.drafted for row in taken.rows]
     for row, is_own in zip(taken.rows, on_device, strict=True):
         if is_own:
             future.note_drafts_read(row.slot, row.depth)

@@ -2,7 +2,8 @@
 
     as a decode step's   slot | position, at most | ... | noise's stream, two words | how it samples
     behind that          exact | least position | depth | kept drafts | length of the prompt
-                         stop ids | cells from the least position on | what the host proposes there
+                         whether the drafts are the device's own | stop ids
+                         cells from the least position on | what the host proposes there
 
 Rows that a graph has and a step has not are padding: slot 0, no drafts, cells of waste.
 """
@@ -21,7 +22,7 @@ from pippin.backends.torch.step.decode_inputs import FIELDS, NO_ROWS, Inputs, Ro
 from pippin.backends.torch.step.slots import Slots
 from pippin.backends.torch.step.verify.batch import NO_TOKEN, TakenRows
 
-OWN_FIELDS = ("exact", "least", "depth", "num_kept", "prompt_len")
+OWN_FIELDS = ("exact", "least", "depth", "num_kept", "prompt_len", "is_drafted")
 FIRST_STOP = len(FIELDS) + len(OWN_FIELDS)
 FIRST_CELL = FIRST_STOP + MAX_STOP_IDS
 MOST_TOKENS = 256  # of a captured step: more take plain operations
@@ -31,6 +32,7 @@ class VerifySize(NamedTuple):
     num_rows: int
     depth: int
     span: int  # cells of a row that a step may write, and tokens that may be proposed: each
+    num_drafts: int = 0  # that it leaves for the next one
 
     @property
     def width(self) -> int:
@@ -89,7 +91,10 @@ def pack_verify(
     )
     words[: len(FIELDS)] = pack_inputs(size.num_rows, rows, waste_cell)
     slots.columns.fill(words[: len(FIELDS)], taken.slots, none)  # keys of number 0: the streams
-    own = (taken.exact, taken.least, taken.depths, taken.num_kept, slots.prompt_lens[taken.slots])
+    own = (
+        *(taken.exact, taken.least, taken.depths, taken.num_kept, slots.prompt_lens[taken.slots]),
+        [row.drafted for row in taken.rows],
+    )
     for field, values in enumerate(own, start=len(FIELDS)):
         words[field, :num_rows] = values
     words[FIRST_STOP:FIRST_CELL, :num_rows] = slots.stop_ids[taken.slots].T

@@ -1,0 +1,1 @@
+"""What a backend takes of a device's memory: measured, divided, kept to."""

@@ -1,0 +1,31 @@
+"""Replies with drafts of the MTP head through scheduler and prefix cache: those without drafts."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'pippin[torch]'")
+
+from test_speculated_replies import MAX_DEPTH, prompts_of, replies_of
+
+from pippin.scheduler.speculation.drafter import DeviceDrafter
+from pippin.scheduler.speculation.speculation import Speculation
+from serving import TORCH, make_client
+
+
+@pytest.mark.parametrize(("name", "overlap"), [("qwen3_5_mtp", True), ("qwen3_next_mtp", False)])
+def test_replies_are_those_without_drafts_cold_and_warm(name: str, overlap: bool) -> None:
+    prompts, depths = prompts_of(f"{TORCH}{name}")[:3], count()
+    expected = replies_of(make_client(f"{TORCH}{name}", overlap=overlap), prompts)
+    speculation = Speculation(
+        None,
+        MAX_DEPTH,
+        lambda _: next(depths) % (MAX_DEPTH + 1),
+        device=DeviceDrafter("mtp", MAX_DEPTH),
+    )
+    client = make_client(f"{TORCH}{name}", overlap=overlap, speculation=speculation)
+    assert replies_of(client, prompts) == expected
+    assert replies_of(client, prompts) == expected  # restored from what was captured with drafts
+    assert client.loop.scheduler.metrics.drafted_tokens > 0
