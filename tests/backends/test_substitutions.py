@@ -86,3 +86,15 @@ def test_stock_mlx_lm_generates_in_a_thread_while_our_engine_runs(
     assert ours_ran_in == {threading.current_thread()}
     assert tokens == expected[0]
     np.testing.assert_array_equal(logits, expected[1])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+def test_a_norm_s_weight_gets_its_one_at_load(family: str) -> None:
+    """To the bit what mlx-lm's own norm gives."""
+    (plain, _), (ours, _) = build(family), build(family)
+    for model in (plain, ours):
+        model.apply(lambda array: array.astype(mx.bfloat16))
+    substitutions.install(ours, cpu=False)
+    norms = [part for _, part in ours.named_modules() if type(part).__name__ == "RMSNorm"]
+    assert all(hasattr(norm, "_whole_weight") is (family == "gemma3") for norm in norms)
+    assert mx.array_equal(plain(mx.array([[1, 2, 3]])), ours(mx.array([[1, 2, 3]]))).item()

@@ -104,8 +104,14 @@ def test_a_chunk_gives_its_states_at_every_64_tokens(rows: int, dtype: mx.Dtype)
     assert mx.array_equal(y, whole).item()
     assert mx.array_equal(state, last).item()
     (states,) = layers
-    assert len(states) == 3
-    for end, tapped in zip((64, 128, 150), states, strict=True):
+    assert [*states] == [0, 1, 2]
+    with tap_block_states([128]) as layers:
+        y, _ = as_served(given)
+    assert mx.array_equal(y, whole).item()
+    (few,) = layers
+    assert [*few] == [1, 2]
+    assert mx.array_equal(few[1], states[1]).item()
+    for end, tapped in zip((64, 128, 150), (states[n] for n in range(3)), strict=True):
         cut = Call.of(UPDATE, (), given).between(0, end).arguments
         expected, expected_state = plain(dict(cut))
         assert worst(tapped, expected_state) < TOLERANCES[F32]

@@ -16,6 +16,7 @@ from pippin.backends.mlx.recurrent.gated_delta import (
     gated_delta_chunked,
     gated_delta_step,
     gated_delta_update,
+    normalize_qk,
 )
 from pippin.backends.mlx.recurrent.taps import tap_block_states
 from pippin.backends.mlx.recurrent.triangular import unit_lower_inverse
@@ -281,3 +282,16 @@ def test_the_inverse_reads_only_what_lies_below_the_diagonal(size: int) -> None:
     junk = strict + np.triu(rng.standard_normal((3, size, size)))
     got = unit_lower_inverse(mx.array(junk.astype(np.float32)))
     assert_close(got, np.linalg.inv(np.eye(size) - strict))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_scales_as_weights_of_norms_change_no_bit(dim: int, dtype: mx.Dtype) -> None:
+    q, k = (mx.random.normal((2, 3, 4, dim), key=mx.random.key(n)).astype(dtype) for n in (0, 1))
+    for ours, theirs in zip(
+        normalize_qk(q, k, inv_scale=dim**-0.5, eps=1e-6),
+        mlx_lm_gated_delta.normalize_qk(q, k, inv_scale=dim**-0.5, eps=1e-6),
+        strict=True,
+    ):
+        assert ours.dtype == dtype
+        assert mx.array_equal(ours, theirs).item()

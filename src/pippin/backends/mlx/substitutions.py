@@ -4,7 +4,10 @@
                                    by blocks of queries where scores are many (query_blocks.py)
     gated_delta_update             the chunked recurrence, unless mlx-lm's is faster (choices.py)
     ssm_update                     likewise, for Mamba-2 layers
+    normalize_qk (GPU)             scales as the norms' weights
     Conv1d (depthwise)             shifted multiply-adds, on GPUs for one token; can be tapped
+    gather_mm, gather_qmm (GPU)    experts' rows are numbered once, not in every call
+    RMSNorm (Gemma)                1 is added to its weight once, not in every call
     Linear                         GPU: those of one input as one product;
                                    CPU: one operation (cpu/operations)
     rms_norm, rope, swiglu (CPU)   one operation each (cpu/operations)
@@ -29,6 +32,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.convolution import Conv1d
+from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models import activations as mlx_lm_activations
 from mlx_lm.models import base, gated_delta, ssm
 
@@ -37,12 +41,13 @@ from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.cpu.operations import drop_ins
 from pippin.backends.mlx.cpu.operations.delta_layer import use_one_operation
 from pippin.backends.mlx.cpu.operations.linear import pack_head
+from pippin.backends.mlx.gpu import expert_products
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
 from pippin.backends.mlx.prefill import query_blocks
 from pippin.backends.mlx.recurrent.calls import Call, Kind, is_among, record_call
 from pippin.backends.mlx.recurrent.conv import is_depthwise, use_shift_conv1d
-from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update
+from pippin.backends.mlx.recurrent.gated_delta import gated_delta_update, normalize_qk
 from pippin.backends.mlx.recurrent.slices import run_in_slices
 from pippin.backends.mlx.recurrent.ssm import ssm_update
 
@@ -50,9 +55,12 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": base.scaled_dot_product_attention,
     "gated_delta_update": gated_delta.gated_delta_update,
     "ssm_update": ssm.ssm_update,
+    "normalize_qk": gated_delta.normalize_qk,
     "swiglu": mlx_lm_activations.swiglu,
     "rms_norm": mx.fast.rms_norm,
     "rope": mx.fast.rope,
+    "gather_mm": mx.gather_mm,
+    "gather_qmm": mx.gather_qmm,
 }
 
 RECURRENCES = ("gated_delta_update", "ssm_update")
@@ -101,9 +109,12 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": attention,
     "gated_delta_update": gated_delta_update,
     "ssm_update": ssm_update,
+    "normalize_qk": normalize_qk,
     "swiglu": drop_ins.swiglu,
     "rms_norm": drop_ins.rms_norm,
     "rope": drop_ins.rope,
+    "gather_mm": expert_products.gather_mm,
+    "gather_qmm": expert_products.gather_qmm,
 }
 
 
@@ -134,6 +145,9 @@ def install(model: Module, *, cpu: bool, safe: bool = False) -> Head:
     if has_operations:
         names.append("swiglu")
         mx.fast.rms_norm, mx.fast.rope = _DISPATCHERS["rms_norm"], _DISPATCHERS["rope"]
+    if not cpu:
+        names.append("normalize_qk")
+        mx.gather_mm, mx.gather_qmm = _DISPATCHERS["gather_mm"], _DISPATCHERS["gather_qmm"]
     for module in _python_modules(model):
         for name in names:
             if getattr(module, name, None) is _ORIGINALS[name]:
@@ -141,10 +155,30 @@ def install(model: Module, *, cpu: bool, safe: bool = False) -> Head:
     for _, part in model.named_modules():
         if type(part) is Conv1d and is_depthwise(part):
             use_shift_conv1d(part, cpu=cpu)
+        elif type(part).__name__ == "RMSNorm" and _adds_one(part):
+            _add_one(part)
     if has_operations:
         use_one_operation(model)
         pack_head(model)
     return Head(model)
+
+
+def _adds_one(norm: Any) -> bool:
+    """Tried: only the class's own code says what it does with its weight."""
+    if type(norm) is RMSNorm or set(norm.parameters()) != {"weight"} or not hasattr(norm, "eps"):
+        return False
+    x = mx.arange(norm.weight.size, dtype=mx.float32).astype(norm.weight.dtype)[None]
+    return bool(mx.array_equal(norm(x), mx.fast.rms_norm(x, 1.0 + norm.weight, norm.eps)))
+
+
+def _add_one(norm: Any) -> None:
+    norm._whole_weight = 1.0 + norm.weight  # not a parameter: its name begins with _
+    mx.eval(norm._whole_weight)
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, self._whole_weight, self.eps)
+
+    norm.__class__ = type("RMSNorm", (type(norm),), {"__call__": call})
 
 
 def _python_modules(model: Module) -> list[Any]:

@@ -109,8 +109,11 @@ class Prompts:
             EXACT if whole else self.shapes,
         )
         step.note_prefill(is_new=self._seen.add(batch.shape))
-        taps = any(at != chunk.end for chunk in chunks for at in chunk.checkpoints)
-        with StateTaps(self._loaded.layout) if taps else nullcontext() as tapped:
+        inside = (
+            at - chunk.start for chunk in chunks for at in chunk.checkpoints if at != chunk.end
+        )
+        taps = sorted(set(inside))
+        with StateTaps(self._loaded.layout, taps) if taps else nullcontext() as tapped:
             at = np.arange(batch.width)[None] if whole else batch.last_positions[:, None]
             logits, hidden = self._run(batch, at)
         if whole:

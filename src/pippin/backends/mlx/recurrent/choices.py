@@ -4,8 +4,8 @@ Only where mlx-lm has a kernel there is something to time: on Metal. Elsewhere, 
 --deterministic or --safe, it is ours at once, in plain operations. The times are remembered in a
 file (timing.py).
 
-Both yield the states at every 64 tokens inside of a prefill forward: mlx-lm's kernel runs once for
-each 64 tokens then (slices.py), and is timed so.
+Both yield the states that are wanted inside of a prefill forward: mlx-lm's kernel in slices
+(slices.py), and it is timed with a state at every 64 tokens.
 """
 
 from __future__ import annotations

@@ -72,6 +72,25 @@ def gated_delta_update(
     return y, state
 
 
+def normalize_qk(
+    q: mx.array, k: mx.array, *, inv_scale: float, eps: float
+) -> tuple[mx.array, mx.array]:
+    """Drop-in for `mlx_lm.models.gated_delta.normalize_qk`, to the bit: the scales are weights of
+    the norms, so that no operation of its own multiplies by them."""
+
+    def norm(x: mx.array, scale: float) -> mx.array:
+        return mx.fast.rms_norm(x, _filled(x.shape[-1], scale, x.dtype), eps * inv_scale**2)
+
+    return norm(q, inv_scale**2), norm(k, inv_scale)
+
+
+@cache
+def _filled(size: int, value: float, dtype: mx.Dtype) -> mx.array:
+    filled = mx.full((size,), value, dtype)
+    mx.eval(filled)
+    return filled
+
+
 def gated_delta_step(
     q: mx.array,  # [B, 1, Hk, Dk]
     k: mx.array,  # [B, 1, Hk, Dk]

@@ -7,7 +7,7 @@ are of this form is found out at load, and if they are not, chunks end where che
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -26,17 +26,21 @@ from pippin.types import GRID, Component
 
 
 class StateTaps:
-    """Around one forward: `with StateTaps(layout) as taps`, then ask it for states."""
+    """Around one forward: `with StateTaps(layout) as taps`, then ask it for states.
 
-    def __init__(self, layout: Layout) -> None:
+    `wanted`: after how many tokens it will be asked for them; None: any on the grid.
+    """
+
+    def __init__(self, layout: Layout, wanted: Sequence[int] | None = None) -> None:
         self._layout = layout
+        self._wanted = wanted
         self._stack = ExitStack()
         self._blocks: LayerStates = []
         self._convs: list[mx.array] = []
         self.column_major = False  # how the states of recurrences lie in memory
 
     def __enter__(self) -> StateTaps:
-        self._blocks = self._stack.enter_context(tap_block_states())
+        self._blocks = self._stack.enter_context(tap_block_states(self._wanted))
         self._convs = self._stack.enter_context(tap_conv_inputs())
         return self
 

@@ -8,18 +8,19 @@ The blocked recurrences carry the state from block to block anyway, so a checkpo
     layers[i][n]  # state of recurrent layer i after 64 * (n + 1) tokens of this forward
 
 The last entry of a layer is its final state, also where the last block is short. A row that
-ends early (masked to the right) keeps its own final state in every later entry.
+ends early (masked to the right) keeps its own final state in every later entry. A recurrence that
+pays for each state is told which are wanted and records these alone, by the same numbers `n`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import mlx.core as mx
 
-LayerStates = list[list[mx.array]]
+LayerStates = list[list[mx.array] | dict[int, mx.array]]
 
 
 class ColumnMajor(list[mx.array]):
@@ -27,21 +28,30 @@ class ColumnMajor(list[mx.array]):
 
 
 _active: ContextVar[LayerStates | None] = ContextVar("pippin_block_states", default=None)
+_wanted: ContextVar[Sequence[int] | None] = ContextVar("pippin_wanted_states", default=None)
 _convs: ContextVar[list[mx.array] | None] = ContextVar("pippin_conv_inputs", default=None)
 
 
 @contextmanager
-def tap_block_states() -> Iterator[LayerStates]:
-    """Collect the block states of every recurrent layer that runs inside the `with`."""
+def tap_block_states(wanted: Sequence[int] | None = None) -> Iterator[LayerStates]:
+    """Collect the block states of every recurrent layer that runs inside the `with`.
+
+    `wanted`: after how many tokens, in rising order; None: after every block.
+    """
     layers: LayerStates = []
-    token = _active.set(layers)
+    token, wanted_token = _active.set(layers), _wanted.set(wanted)
     try:
         yield layers
     finally:
         _active.reset(token)
+        _wanted.reset(wanted_token)
 
 
-def record_block_states(states: list[mx.array]) -> None:
+def wanted_states() -> Sequence[int] | None:
+    return _wanted.get()
+
+
+def record_block_states(states: list[mx.array] | dict[int, mx.array]) -> None:
     """Called once per recurrent layer and forward; without a tap it does nothing."""
     layers = _active.get()
     if layers is not None:

@@ -1,0 +1,58 @@
+"""How many kernels a decode step and a chunk launch on Metal, by family: budgets, counted here.
+
+A launch costs a few microseconds whatever it computes. `tools/metal_launches.py --show FAMILY` says
+what is launched.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TOOL = Path(__file__).parents[2] / "tools" / "metal_launches.py"
+# At most, a layer: in a decode step, in a chunk of 256 tokens.
+BUDGETS = {
+    "llama": (12, 18),
+    "qwen3": (14, 20),  # norms of queries and keys
+    "gemma3": (16, 24),  # and two more norms
+    "qwen3_5": (17.5, 25.5),  # 20 of a Gated DeltaNet layer, 15 of an attention layer
+    "qwen3_moe": (23, 38),  # 9 to choose experts and to add them up
+    "gpt_oss": (25, 42),  # and a bias for each product of an expert
+    "qwen3_5_moe": (28.5, 48.5),  # and an expert for every token
+}
+
+
+@pytest.fixture(scope="module")
+def counted() -> Any:
+    """In a process of its own, where mlx-lm's kernels are made and `mx.compile` fuses."""
+    done = subprocess.run(
+        [sys.executable, TOOL, "--json"], capture_output=True, text=True, env={}, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def test_every_family_has_a_budget(counted: Any) -> None:
+    assert set(counted) == set(BUDGETS)
+
+
+@pytest.mark.parametrize("family", BUDGETS)
+def test_a_layer_launches_no_more_than_its_budget(counted: Any, family: str) -> None:
+    decode, chunk = (counted[family][work] for work in ("decode", "chunk"))
+    assert decode["layer"] <= BUDGETS[family][0], decode["by_primitive"]
+    assert chunk["layer"] <= BUDGETS[family][1], chunk["by_primitive"]
+    assert decode["rest"] <= 4
+    assert chunk["rest"] <= 6
+
+
+def test_attention_over_packed_rows_is_one_launch(counted: Any) -> None:
+    """Of a decode step of llama: four products, two norms, two rotations and attention."""
+    by_primitive = counted["llama"]["decode"]["by_primitive"]
+    assert by_primitive["Matmul"] == 4
+    assert by_primitive["a kernel"] == 5
