@@ -309,7 +309,7 @@ def test_a_backend_tells_the_load_that_it_is_deterministic(
 ) -> None:
     told = []
 
-    def note(calls: Any, *, deterministic: bool) -> tuple[Choice, ...]:
+    def note(calls: Any, *, deterministic: bool, safe: bool) -> tuple[Choice, ...]:
         told.append(deterministic)
         return ()
 

@@ -117,7 +117,9 @@ def _sizes(columns: tuple[int, ...]) -> mx.array:
 @cache
 def _no_columns(num_heads: int, dim: int, v_dim: int, dtype: mx.Dtype) -> list[mx.array]:
     """Stand for a segment that there is not."""
-    return [mx.zeros((num_heads, 1, size), dtype) for size in (dim, v_dim)]
+    columns = [mx.zeros((num_heads, 1, size), dtype) for size in (dim, v_dim)]
+    mx.eval(columns)  # or every compiled step would make them again
+    return columns
 
 
 def cut(num_blocks: int, num_columns: int, form: Form) -> tuple[int, int]:
