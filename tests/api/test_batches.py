@@ -74,6 +74,11 @@ def results(client: openai.OpenAI, id: str | None) -> dict[str, Any]:
     return found
 
 
+def cached_of(usage: dict[str, Any]) -> int:
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return int(details.get("cached_tokens", 0))
+
+
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_a_batch_answers_each_line_as_the_endpoint_does(tmp_path: Path, endpoint: Any) -> None:
     body = BODIES[endpoint]
@@ -106,6 +111,13 @@ def test_a_batch_answers_each_line_as_the_endpoint_does(tmp_path: Path, endpoint
         assert reply.keys() == direct.keys()
         assert reply.get("usage") is not None
     assert {s.priority for s in engine.submits[:-2]} == {LOWEST_PRIORITY}
+    each = direct["usage"]
+    sent = each.get("prompt_tokens", 0) + each.get("input_tokens", 0)
+    assert done.usage.input_tokens == 5 * sent
+    assert done.usage.total_tokens == 5 * each["total_tokens"]
+    assert done.usage.output_tokens == done.usage.total_tokens - done.usage.input_tokens
+    assert done.usage.input_tokens_details.cached_tokens == 5 * cached_of(each)
+    assert done.usage.output_tokens_details.reasoning_tokens == 0
 
 
 def test_a_line_that_its_endpoint_refuses_is_in_the_error_file(tmp_path: Path) -> None:

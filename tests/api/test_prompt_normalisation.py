@@ -11,6 +11,7 @@ from qwen35_server import MODEL, TEXT
 from pippin.api.dialects.chat_completions import parse_chat
 from pippin.api.dialects.messages.message_request import parse_message_request
 from pippin.api.model_info import RequestRules
+from pippin.api.requests.snapshot_history import SnapshotHistory
 from pippin.config import LimitsConfig
 
 RULES = RequestRules(MODEL, TEXT.defaults, LimitsConfig())
@@ -20,11 +21,18 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli; cch
 LEFT = "<total_tokens>{} tokens left</total_tokens>"
 
 
-def messages_of(rules: RequestRules, *texts: str, more: tuple[Any, ...] = ()) -> list[Any]:
+def fresh() -> RequestRules:
+    """Of a server that has seen no conversation."""
+    return replace(RULES, snapshots=SnapshotHistory())
+
+
+def messages_of(
+    rules: RequestRules, *texts: str, more: tuple[Any, ...] = (), **fields: Any
+) -> list[Any]:
     """As Claude Code sends them: a block each."""
     system = [{"type": "text", "text": text} for text in texts]
     body = {"model": MODEL.name, "max_tokens": 9, "messages": [USER, *more], "system": system}
-    return parse_message_request(body, rules).messages
+    return parse_message_request({**body, **fields}, rules).messages
 
 
 def chat_of(rules: RequestRules, *texts: str, more: tuple[Any, ...] = ()) -> list[Any]:
@@ -83,7 +91,7 @@ def prompt_of(messages: list[Any]) -> str:
 @DIALECTS
 def test_a_resumed_conversation_parts_from_itself_behind_all_that_is_the_same(parse: Any) -> None:
     one, other = (
-        prompt_of(parse(RULES, f"Be brief.\n\n{GIT.format(files)}", more=(AGENTS, REPLY, AGAIN)))
+        prompt_of(parse(fresh(), f"Be brief.\n\n{GIT.format(files)}", more=(AGENTS, REPLY, AGAIN)))
         for files in ("(clean)", "?? note")
     )
     shared = one[: next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)]
@@ -97,14 +105,89 @@ def test_a_resumed_conversation_parts_from_itself_behind_all_that_is_the_same(pa
 @DIALECTS
 def test_a_snapshot_is_a_reminder_that_stays_where_it_is(parse: Any) -> None:
     lines = ("Be brief.", "", GIT.format("?? note"))
-    first = parse(RULES, *lines)
-    later = parse(RULES, *lines, more=(REPLY, AGAIN))
+    rules = fresh()
+    first = parse(rules, *lines)
+    later = parse(rules, *lines, more=(REPLY, AGAIN))
     assert later[: len(first)] == first
     reminder = f"<system-reminder>\n{GIT.format('?? note').strip()}\n</system-reminder>"
     assert first == [
         {"role": "system", "content": "Be brief."},
         {**USER, "content": f"{USER['content']}\n\n{reminder}"},
     ]
+
+
+def resumed(parse: Any, rules: RequestRules, snapshot: str, *more: Any, **fields: Any) -> list[Any]:
+    return parse(rules, f"Be brief.\n\n{GIT.format(snapshot)}", more=more, **fields)
+
+
+def texts_of(messages: list[Any], *words: str) -> list[list[str]]:
+    """The words that each user's message has, of these."""
+    users = [message["content"] for message in messages if message["role"] == "user"]
+    return [[word for word in words if word in text] for text in users]
+
+
+NEVER = {"role": "assistant", "content": "Never."}
+
+
+@DIALECTS
+def test_snapshots_of_a_conversation_stay_with_the_questions_that_brought_them(parse: Any) -> None:
+    rules, turns = fresh(), [AGENTS]
+    before: list[Any] = []
+    for turn in range(20):
+        status = f"?? note-{turn // 2}."
+        messages = resumed(parse, rules, status, *turns)
+        assert messages[: len(before)] == before, turn
+        before = messages
+        calls = [{"role": "assistant", "content": f"Reply {turn}."}]
+        assert resumed(parse, rules, status, *turns, *calls)[: len(before)] == before
+        turns += [*calls, AGAIN]
+    shown = texts_of(before, *(f"?? note-{n}." for n in range(10)))
+    assert shown == [[f"?? note-{n // 2}."] if n % 2 == 0 else [] for n in range(20)]
+
+
+@DIALECTS
+def test_another_conversation_with_the_same_first_words_has_its_own_snapshot(parse: Any) -> None:
+    rules = fresh()
+    for status in ("?? one", "?? other"):
+        assert texts_of(resumed(parse, rules, status), "?? one", "?? other") == [[status]]
+    # Both go on, and each is known by its own snapshot; a third could be a resumed one of either.
+    for reply, status in ((REPLY, "?? one"), (NEVER, "?? other"), (REPLY, "?? third")):
+        messages = resumed(parse, rules, status, reply, AGAIN)
+        assert texts_of(messages, "?? one", "?? other", "?? third") == [[status], []]
+
+
+def test_no_owner_and_no_salt_is_shown_the_snapshot_of_another() -> None:
+    rules = fresh()
+    resumed(messages_of, rules, "?? secret")
+    for each, fields in (
+        (replace(rules, owner=b"other"), {}),
+        (rules, {"cache_salt": "other"}),
+    ):
+        messages = resumed(messages_of, each, "?? mine", REPLY, AGAIN, **fields)
+        assert texts_of(messages, "?? secret", "?? mine") == [["?? mine"], []]
+    messages = resumed(messages_of, rules, "?? mine", REPLY, AGAIN)
+    assert texts_of(messages, "?? secret", "?? mine") == [["?? secret"], ["?? mine"]]
+
+
+def test_old_snapshots_are_left_out_when_a_conversation_has_too_many() -> None:
+    rules, turns = fresh(), list[Any]()
+    for turn in range(8):
+        messages = resumed(messages_of, rules, f"?? note-{turn}." + "x" * 1_500, *turns)
+        turns += [REPLY, AGAIN]
+    assert [bool(words) for words in texts_of(messages, "?? note-")] == [*[False] * 4, *[True] * 4]
+    assert sum(map(len, (str(message) for message in messages))) < 10_000
+
+
+def test_few_conversations_are_known_at_a_time() -> None:
+    history = SnapshotHistory(max_questions=2)
+    for name in (b"a", b"b", b"c"):
+        history.place([name], "?? old")
+    assert len(history) == 2
+    assert history.place([b"a", b"a2"], "?? new") == ((0, "?? new"),)
+    assert history.place([b"c", b"c2"], "?? new") == ((0, "?? old"), (1, "?? new"))
+    huge = "x" * 10_000
+    assert history.place([b"d"], huge) == ((0, huge),)
+    assert history.place([b"d", b"d2"], "?? new") == ((0, "?? new"),)
 
 
 @DIALECTS

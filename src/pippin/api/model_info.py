@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pippin.api.http.http_errors import ModelNotFound
 from pippin.api.requests.body import Body, shown
 from pippin.api.requests.bounds import MAX_BYTES_PER_TOKEN, MAX_COUNTED_BYTES
 from pippin.api.requests.leniency import Leniency
+from pippin.api.requests.snapshot_history import SnapshotHistory
 from pippin.config import LimitsConfig
 from pippin.text.bundle import SamplingDefaults
 
@@ -76,6 +77,8 @@ class RequestRules:
     strict_fields: bool = False
     refuses_images: bool = False
     normalises_prompts: bool = True  # see `requests/prompt_normalisation.py`
+    snapshots: SnapshotHistory = field(default_factory=SnapshotHistory)
+    owner: bytes = b""  # of the request; see `http/keys.py`
 
     def body(self, fields: Any) -> Body:
         """A request's JSON, to be read as leniently as this server reads."""

@@ -7,6 +7,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from pippin.api.batches.usage import BatchUsage
+
 Status = Literal[
     "validating",
     "failed",
@@ -45,6 +47,7 @@ class Batch(msgspec.Struct):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    usage: BatchUsage | None = None  # before the first line is run
     output_file_id: str | None = None
     error_file_id: str | None = None
 
@@ -85,5 +88,6 @@ class Batch(msgspec.Struct):
                 "completed": self.completed,
                 "failed": self.failed,
             },
+            "usage": self.usage and self.usage.wire(),
             "metadata": self.metadata,
         }

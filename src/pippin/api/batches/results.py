@@ -16,13 +16,23 @@ import msgspec
 
 from pippin.api.batches.batch import Batch
 from pippin.api.batches.file_store import FileStore
+from pippin.api.batches.usage import BatchUsage, ReplyUsage
 
 SYNC_SECONDS = 1.0  # at most so much is lost when the power fails; it is computed again
 OUTPUT, ERRORS = "output", "errors"
 
 
+class _Reply(msgspec.Struct, frozen=True):
+    usage: ReplyUsage | None = None  # an error has none
+
+
+class _Response(msgspec.Struct, frozen=True):
+    body: _Reply | None = None
+
+
 class _Known(msgspec.Struct, frozen=True):
     custom_id: str
+    response: _Response | None = None  # of a request that expired there is none
 
 
 class Results:
@@ -35,22 +45,22 @@ class Results:
         self._synced_at = monotonic()
         self.done: set[str] = set()
         self.counts = dict.fromkeys((OUTPUT, ERRORS), 0)
+        self.usage = BatchUsage()
         self._logs = {
             kind: _ResultFile(files.path(batch.results_id(kind)), files) for kind in self.counts
         }
         for kind, log in self._logs.items():
-            known = log.recover()
-            self.counts[kind] = len(known)
-            self.done |= known
+            for known in log.recover():
+                self._count(kind, known)
 
     def append(self, kind: str, custom_id: str, result: dict[str, Any]) -> bool:
         """Whether it was added: nothing is after `close`, and nothing twice."""
         with self._lock:
             if not self._open or custom_id in self.done:
                 return False
-            self._logs[kind].append(msgspec.json.encode(result) + b"\n")
-            self.done.add(custom_id)
-            self.counts[kind] += 1
+            line = msgspec.json.encode(result) + b"\n"
+            self._logs[kind].append(line)
+            self._count(kind, msgspec.json.decode(line, type=_Known))
             if monotonic() - self._synced_at >= SYNC_SECONDS:
                 self._sync()
             return True
@@ -65,6 +75,15 @@ class Results:
                     for log in self._logs.values():
                         log.close()
 
+    def _count(self, kind: str, known: _Known) -> None:
+        if known.custom_id in self.done:
+            return
+        self.done.add(known.custom_id)
+        self.counts[kind] += 1
+        reply = known.response and known.response.body
+        if reply is not None and reply.usage is not None:
+            self.usage.add(reply.usage)
+
     def _sync(self) -> None:
         for log in self._logs.values():
             log.sync()
@@ -78,9 +97,9 @@ class _ResultFile:
         self._file: BinaryIO | None = None
         self._nbytes = 0  # of whole lines
 
-    def recover(self) -> set[str]:
-        """The requests that have a result here. What follows the last whole line is cut off."""
-        known: set[str] = set()
+    def recover(self) -> list[_Known]:
+        """The results that are here. What follows the last whole line is cut off."""
+        known: list[_Known] = []
         if not self._path.exists():
             return known
         with self._path.open("r+b") as file:
@@ -88,7 +107,7 @@ class _ResultFile:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    known.add(msgspec.json.decode(line, type=_Known).custom_id)
+                    known.append(msgspec.json.decode(line, type=_Known))
                 except msgspec.DecodeError:  # written before the power failed, in part
                     break
                 self._nbytes += len(line)

@@ -203,6 +203,7 @@ class BatchRunner:
 
     def _count(self, batch: Batch, results: Results) -> None:
         batch.completed, batch.failed = results.counts[OUTPUT], results.counts[ERRORS]
+        batch.usage = results.usage
 
     def _input(self, owner: BatchOwner, batch: Batch) -> Path:
         return owner.files.path(owner.files.get(batch.input_file_id).id)

@@ -46,7 +46,7 @@ def parse_chat(fields: Any, rules: RequestRules) -> ChatRequest:
     check_choices(1, options, rules.limits)
     return ChatRequest(
         options=options,
-        messages=normalise(parse_messages(body), rules),
+        messages=normalise(parse_messages(body), rules, options.salt),
         tool_use=read_chat_tools(body),
         add_generation_prompt=body.get("add_generation_prompt", True),
         continue_final_message=continues_final_message(body),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -123,8 +124,10 @@ class Generation:
     async def _count(
         self, request: Request, parse: Callable[[Any, RequestRules], ChatRequest]
     ) -> int:
+        rules = self._rules_of(request)
+
         def count(fields: Any) -> int:
-            chat, max_bytes = parse(fields, self._rules), self._rules.model.max_counted_bytes
+            chat, max_bytes = parse(fields, rules), rules.model.max_counted_bytes
             num_tokens = len(render_prompt(chat, self._text, max_bytes).tokens)
             record_of(request.scope).ignored = chat.leniency.header()
             return num_tokens
@@ -166,11 +169,16 @@ class Generation:
     async def _prepare_chat(
         self, request: Request, parse: Callable[[Any, RequestRules], ChatRequest], prefix: str
     ) -> Job:
+        rules = self._rules_of(request)
+
         def prepare(fields: Any) -> Job:
-            chat = parse(fields, self._rules)
-            return prepare_chat(chat, self._text, self._rules.model, prefix=prefix)
+            chat = parse(fields, rules)
+            return prepare_chat(chat, self._text, rules.model, prefix=prefix)
 
         return await self._state.prepare(request, prepare)
+
+    def _rules_of(self, request: Request) -> RequestRules:
+        return replace(self._rules, owner=owner_of(request.scope))
 
     def _answer(
         self, job: Job, dialect: Dialect, *, heartbeat: Callable[[], bytes] = lambda: HEARTBEAT

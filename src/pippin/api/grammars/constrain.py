@@ -102,7 +102,7 @@ def _reasoning(lark: Lark, prompt: Prompt, text: TextBundle) -> str:
     marks = REASONING_FORMATS[text.formats.reasoning]
     if prompt.ending.rstrip().endswith(marks.end):
         return ""
-    rest = f"{lark.until(marks.end)} /[ \\n]*/"
+    rest = f"{lark.until(marks.end)} {_SPACE}"
     if marks.is_open_after(prompt.ending):
         return lark.rule(rest)
     return lark.rule(f"({_SPACE} {lark.literal(marks.begin)} {rest})?")

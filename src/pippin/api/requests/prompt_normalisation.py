@@ -2,13 +2,17 @@
 
 Each of these lines differs between conversations or turns and stands near the front of a prompt, so
 that a cached prefix ends there. Nothing that a model could use is removed. A snapshot, which it
-could use, is moved behind what does not change.
+could use, is moved to the question with which it was first sent.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from pippin.api.model_info import RequestRules
 
@@ -24,10 +28,11 @@ _TOTAL_TOKENS = re.compile(r"<total_tokens>[\w ,]{1,40}</total_tokens>\n?")
 _SNAPSHOT = re.compile(r"\n(gitStatus: This is the git status at the start of .*)", re.DOTALL)
 
 
-def normalise(messages: list[Message], rules: RequestRules) -> list[Message]:
+def normalise(messages: list[Message], rules: RequestRules, salt: bytes) -> list[Message]:
     """Without these lines, unless the server keeps them. A message of nothing else is left out.
 
-    A snapshot becomes a reminder in the user's message before the first reply.
+    A snapshot becomes a reminder in a user's message: the one before the first reply, or the one
+    with which the conversation was resumed. `salt`: of the request's prefixes.
     """
     if not rules.normalises_prompts:
         return messages
@@ -39,19 +44,40 @@ def normalise(messages: list[Message], rules: RequestRules) -> list[Message]:
                 continue
             message = {**message, "content": shown}
         kept.append(message)
-    return _with_late_snapshot(kept or messages)
+    return _with_late_snapshot(kept or messages, rules, salt)
 
 
-def _with_late_snapshot(messages: list[Message]) -> list[Message]:
-    system, roles = messages[0], [message["role"] for message in messages]
-    first = roles[: roles.index("assistant")] if "assistant" in roles else roles
+def _with_late_snapshot(messages: list[Message], rules: RequestRules, salt: bytes) -> list[Message]:
+    system, questions = messages[0], _questions(messages)
     text = system.get("content") if system["role"] == "system" else None
     found = _SNAPSHOT.search(text) if isinstance(text, str) else None
-    if text is None or found is None or "user" not in first:
+    if text is None or found is None or not questions:
         return messages
-    last = max(i for i, role in enumerate(first) if role == "user")
-    asked = messages[last]
-    reminder = f"<system-reminder>\n{found[1].strip()}\n</system-reminder>"
-    moved = {**asked, "content": f"{asked['content']}\n\n{reminder}"}
     prompt = {**system, "content": text[: found.start()].rstrip("\n")}
-    return [prompt, *messages[1:last], moved, *messages[last + 1 :]]
+    shown = [prompt, *messages[1:]]
+    digests = _digests(shown, questions, rules.owner + salt)
+    for number, snapshot in rules.snapshots.place(digests, found[1].strip()):
+        asked = shown[questions[number]]
+        reminder = f"<system-reminder>\n{snapshot}\n</system-reminder>"
+        shown[questions[number]] = {**asked, "content": f"{asked['content']}\n\n{reminder}"}
+    return shown
+
+
+def _questions(messages: Sequence[Message]) -> list[int]:
+    """Of the user's messages the last one before the first reply, and all behind that reply."""
+    roles = [message["role"] for message in messages]
+    end = roles.index("assistant") if "assistant" in roles else len(roles)
+    users = [number for number, role in enumerate(roles) if role == "user"]
+    first = [number for number in users if number < end][-1:]
+    return first and first + [number for number in users if number > end]
+
+
+def _digests(messages: Sequence[Message], ends: Sequence[int], key: bytes) -> list[bytes]:
+    """Of the conversation up to and with each of these messages."""
+    found, digest, known_ends = [], hashlib.blake2b(key, digest_size=32), set(ends)
+    for number, message in enumerate(messages[: ends[-1] + 1]):
+        text = msgspec.json.encode(message)
+        digest.update(len(text).to_bytes(8, "big") + text)
+        if number in known_ends:
+            found.append(digest.digest())
+    return found

@@ -45,7 +45,7 @@ def parse_message_request(
     if options.max_tokens is not None:
         # Clients ask for Claude's longest reply: a shorter one that fits is as good.
         options = replace(options, max_tokens=None, most_tokens=options.max_tokens)
-    messages = normalise(parse_conversation(body), rules)
+    messages = normalise(parse_conversation(body), rules, options.salt)
     return ChatRequest(
         options=options,
         messages=messages,
