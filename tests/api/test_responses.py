@@ -150,6 +150,73 @@ def test_a_conversation_is_sent_back_as_it_came() -> None:
     assert "<tool_response>\nrain\n</tool_response>" in prompt
 
 
+def with_summary(client: Any, **fields: Any) -> Any:
+    return whole(client, reasoning={"summary": "auto"}, **fields)
+
+
+@either_way
+@pytest.mark.parametrize("field", ["summary", "generate_summary"])
+def test_reasoning_is_its_own_summary_for_clients_that_ask_for_one(reply: Any, field: str) -> None:
+    with client_of(says(f"{THOUGHT}It rains.")) as (client, _):
+        response = reply(client, reasoning={field: "detailed"})
+    item = response.output[0]
+    assert [(part.type, part.text) for part in item.summary] == [("summary_text", "Let me think.")]
+    assert item.content is None
+    assert response.reasoning.summary == "detailed"
+
+
+def test_a_summary_is_streamed_as_it_arrives() -> None:
+    with client_of(says(f"{THOUGHT}It rains.")) as (client, _):
+        events = list(with_summary(client, stream=True))
+    kind = "response.reasoning_summary"
+    deltas = [event for event in events if event.type == f"{kind}_text.delta"]
+    (done,) = [event for event in events if event.type == f"{kind}_text.done"]
+    added, part = (
+        next(event for event in events if event.type == f"{kind}_part.{what}")
+        for what in ("added", "done")
+    )
+    assert len(deltas) > 2
+    assert (
+        "".join(event.delta for event in deltas) == done.text == part.part.text == "Let me think."
+    )
+    assert (added.part.text, added.part.type) == ("", "summary_text")
+    assert {event.summary_index for event in (*deltas, done, added, part)} == {0}
+    assert {event.item_id for event in (*deltas, done, added, part)} == {done.item_id}
+    assert not [event for event in events if "reasoning_text" in event.type]
+
+
+@either_way
+@pytest.mark.parametrize("form", [{}, {"reasoning": {"summary": "auto"}}])
+@pytest.mark.parametrize("kept", ["content", "summary", "encrypted_content"])
+def test_reasoning_is_read_from_what_a_client_sends_back_of_it(
+    reply: Any, form: dict[str, Any], kept: str
+) -> None:
+    include = ["reasoning.encrypted_content"]
+    with client_of(says(THOUGHT + CALL), says("Rain.")) as (client, engine):
+        first = reply(client, store=False, include=include, **form)
+        reasoning, call = first.output
+        item = reasoning.model_dump(exclude_none=True)
+        if not item.get(kept):
+            return  # it has no text there
+        sent = {"type": "reasoning", "id": item["id"], "summary": [], kept: item[kept]}
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        whole(client, input=[{"role": "user", "content": QUESTION}, sent, call, result])
+    assert prompt_text(engine).startswith(prompt_text(engine, 0) + THOUGHT + CALL)
+
+
+@pytest.mark.parametrize("blob", ["gAAAA-of-another-server", "pippin-reasoning-!", 7])
+def test_what_another_server_encrypted_is_not_shown(blob: Any) -> None:
+    item = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": blob}
+    sent = [{"role": "user", "content": QUESTION}, item, {"role": "assistant", "content": "Yes."}]
+    with client_of(says("Rain.")) as (client, engine):
+        if blob == 7:
+            with pytest.raises(openai.BadRequestError, match="encrypted_content is 7"):
+                whole(client, input=[*sent, {"role": "user", "content": "Go on."}])
+            return
+        whole(client, input=[*sent, {"role": "user", "content": "Go on."}])
+    assert blob not in prompt_text(engine)
+
+
 def test_structured_output_is_parsed(obeys: Any) -> None:
     class Weather(BaseModel):
         city: str

@@ -108,7 +108,8 @@ def test_a_form_is_readable_while_it_is_streamed(ask: Answer, kind: str) -> None
 @pytest.mark.parametrize(
     ("kind", "options", "reasoning"),
     [
-        ("openai_responses", {}, None),  # it reads summaries of reasoning, not reasoning
+        ("openai_responses", {}, None),  # it reads summaries, for which it has to ask
+        ("openai_responses", {"reasoning": {"summary": "auto"}}, "Let me think."),
         (
             *("anthropic_messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
             "Let me think.",

@@ -9,6 +9,7 @@ from typing import Any
 
 from pippin.api.requests.body import Body
 from pippin.api.requests.neutral_request import ToolUse
+from pippin.api.requests.shell_tools import CONTAINERS, SHELL_TOOLS, shell_function
 from pippin.api.requests.tools import (
     OWN_KINDS,
     DeclaredTool,
@@ -22,7 +23,7 @@ from pippin.api.requests.tools import (
 )
 
 FUNCTION, CUSTOM, NAMESPACE, ALLOWED = "function", "custom", "namespace", "allowed_tools"
-_CALLED = (FUNCTION, CUSTOM)
+_CALLED, _SHELLS = (FUNCTION, CUSTOM), tuple(SHELL_TOOLS)
 _KNOWN = "function and custom are supported"
 MODES = ("auto", "none", "required")
 _FUNCTION_FIELDS = {"name", "description", "parameters", "strict"}
@@ -41,7 +42,11 @@ def read_chat_tools(body: Body) -> ToolUse:
 
 
 def read_responses_tools(body: Body) -> ToolUse:
-    kept = [tool for tool in tool_bodies(body) if not is_left_out(tool, OWN_KINDS)]
+    kept = [
+        tool
+        for tool in tool_bodies(body)
+        if not _runs_elsewhere(tool) and not is_left_out(tool, (*OWN_KINDS, *_SHELLS))
+    ]
     tools = [each for tool in kept for each in _responses_tools(tool)]
     return tool_use(body, tools, _choice(body, nested=False))
 
@@ -56,7 +61,19 @@ def _chat_tool(tool: Body) -> DeclaredTool:
     return custom_tool(inner, grammar_field="grammar")
 
 
+def _runs_elsewhere(tool: Body) -> bool:
+    """A shell in a container of OpenAI's: it is left out, as all that only OpenAI can run."""
+    environment = tool.object("environment") if tool.get("type") == "shell" else None
+    if environment is None or environment.get("type") not in CONTAINERS:
+        return False
+    environment.ignore("type", "this server runs no tools", environment.required_string("type"))
+    return True
+
+
 def _responses_tools(tool: Body) -> list[DeclaredTool]:
+    if (kind := tool.get("type")) in _SHELLS:
+        tool.ignore_unknown({"type", "allowed_callers", "environment"})
+        return [DeclaredTool(shell_function(kind), is_shell=True)]
     if tool.get("type") != NAMESPACE:
         return [_responses_tool(tool)]
     tool.ignore_unknown({"type", "name", "description", "tools"})
@@ -81,6 +98,8 @@ def _choice(body: Body, *, nested: bool) -> ToolChoice:
         return ToolChoice(body.one_of("tool_choice", MODES) or "auto")
     choice = body.required_object("tool_choice")
     kind = choice.get("type")
+    if kind in _SHELLS and not nested:
+        return ToolChoice.of(kind)
     if kind in (FUNCTION, CUSTOM):
         return ToolChoice.of(_name_in(choice, nested=nested))
     if kind != ALLOWED:
@@ -93,12 +112,15 @@ def _choice(body: Body, *, nested: bool) -> ToolChoice:
     tools = tool_bodies(allowed)
     if not tools:
         raise allowed.wrong("tools", "a list of at least one tool")
-    kept = [tool for tool in tools if not is_left_out(tool, _CALLED)]
+    known = _CALLED if nested else (*_CALLED, *_SHELLS)
+    kept = [tool for tool in tools if not is_left_out(tool, known)]
     return ToolChoice(mode, tuple(_name_in(tool, nested=nested) for tool in kept))
 
 
 def _name_in(tool: Body, *, nested: bool) -> str:
     kind = tool.require("type")
+    if kind in _SHELLS and not nested:
+        return str(kind)
     if kind not in (FUNCTION, CUSTOM):
         raise tool.unsupported("type", _KNOWN)
     return (tool.required_object(kind) if nested else tool).required_string("name")

@@ -106,7 +106,7 @@ class Generation:
 
         job = await self._prepare_chat(request, parse, "resp_")
         (asked,) = read
-        return self._answer(job, ResponsesDialect(job, asked.echo, keep))
+        return self._answer(job, ResponsesDialect(job, asked.echo, keep, asked.reasoning))
 
     async def _count_tokens(self, request: Request) -> Response:
         parse = partial(parse_message_request, counts_only=True)

@@ -38,6 +38,7 @@ class ToolUse:
     # Custom tools, which are shown as functions of one text, and what the text must look like:
     custom: Mapping[str, GrammarPart | None] = field(default_factory=dict)
     namespaces: frozenset[str] = frozenset()  # whose tools are shown as `namespace.name`
+    shells: frozenset[str] = frozenset()  # functions that stand for tools of `shell_tools.py`
 
     @property
     def allowed(self) -> tuple[dict[str, Any], ...]:

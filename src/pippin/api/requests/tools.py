@@ -39,6 +39,7 @@ class DeclaredTool:
     custom: bool = False
     grammar: GrammarPart | None = None  # of a custom tool's input
     namespace: str | None = None
+    is_shell: bool = False  # one of `shell_tools.py`
 
     @property
     def name(self) -> str:
@@ -94,6 +95,7 @@ def tool_use(body: Body, tools: Sequence[DeclaredTool], choice: ToolChoice) -> T
         parallel=body.boolean("parallel_tool_calls", True) and not choice.once,
         custom={tool.name: tool.grammar for tool in tools if tool.custom},
         namespaces=frozenset(tool.namespace for tool in tools if tool.namespace is not None),
+        shells=frozenset(tool.name for tool in tools if tool.is_shell),
     )
 
 

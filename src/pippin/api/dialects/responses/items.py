@@ -12,11 +12,19 @@ from typing import Any
 
 import msgspec
 
+from pippin.api.dialects.responses.reasoning import reasoning_of
 from pippin.api.requests.body import Body
 from pippin.api.requests.bounds import MAX_MESSAGES, check_count
 from pippin.api.requests.content.chat_messages import Message, function_call, read_arguments
 from pippin.api.requests.content.text_parts import texts_of
 from pippin.api.requests.custom_tools import arguments_of
+from pippin.api.requests.shell_tools import (
+    CALLS,
+    OUTPUTS,
+    SHELL_TOOLS,
+    arguments_of_call,
+    output_text,
+)
 from pippin.api.requests.tools import full_name
 from pippin.errors import RequestError, cut
 
@@ -26,6 +34,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 _REFERENCE = "item_reference"
 _TEXTS = ("content", "reasoning_content")  # of a message
 _IGNORED = {"id", "status", "annotations", "logprobs", "phase"}  # as replies carry them
+_IGNORED_OF_SHELLS = {*_IGNORED, "caller", "created_by", "environment"}
 _PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -33,6 +42,8 @@ _PREFIXES = {
     "function_call_output": "fco",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
+    **{kind: SHELL_TOOLS[name].prefix for kind, name in CALLS.items()},
+    **{kind: f"{SHELL_TOOLS[name].prefix}o" for kind, name in OUTPUTS.items()},
 }
 
 
@@ -112,9 +123,14 @@ def _add(item: Body, messages: list[Message]) -> None:
         case None | "message":
             _add_message(item, messages)
         case "reasoning":
-            _turn(messages).setdefault("reasoning_content", []).append(_reasoning(item))
+            item.ignore_unknown({"type", "summary", "content", "encrypted_content", *_IGNORED})
+            _turn(messages).setdefault("reasoning_content", []).append(reasoning_of(item))
         case "function_call" | "custom_tool_call":
             _turn(messages).setdefault("tool_calls", []).append(_call(item))
+        case str(kind) if kind in CALLS:
+            _turn(messages).setdefault("tool_calls", []).append(_shell_call(item, CALLS[kind]))
+        case str(kind) if kind in OUTPUTS:
+            messages.append(_shell_output(item))
         case "function_call_output" | "custom_tool_call_output":
             item.ignore_unknown({"type", "call_id", "output", *_IGNORED})
             call_id = item.required_string("call_id")
@@ -168,8 +184,14 @@ def _call(item: Body) -> Message:
     return function_call(id, name, arguments)
 
 
-def _reasoning(item: Body) -> str:
-    """As this server sent it. What another server encrypted cannot be read."""
-    item.ignore_unknown({"type", "summary", "content", "encrypted_content", *_IGNORED})
-    parts = item.objects("content") if item.get("content") else []
-    return "".join(part.string("text", "") for part in parts)
+def _shell_call(item: Body, name: str) -> Message:
+    item.ignore_unknown({"type", "call_id", SHELL_TOOLS[name].field, *_IGNORED_OF_SHELLS})
+    return function_call(item.required_string("call_id"), name, arguments_of_call(item))
+
+
+def _shell_output(item: Body) -> Message:
+    """By OpenAI's types one of `local_shell` has the id of the call as its own."""
+    item.ignore_unknown({"type", "call_id", "output", "max_output_length", *_IGNORED_OF_SHELLS})
+    by_id = item.get("type") == "local_shell_call_output" and not item.has("call_id")
+    call_id = item.required_string("id" if by_id else "call_id")
+    return {"role": "tool", "tool_call_id": call_id, "content": output_text(item)}

@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pippin.api.dialects.block_stream import BlockStream
 from pippin.api.dialects.dialect import cached_details, named_event
+from pippin.api.dialects.responses.item_forms import (
+    CUSTOM,
+    FUNCTION,
+    MESSAGE,
+    Item,
+    ItemForm,
+    shell_call,
+)
+from pippin.api.dialects.responses.reasoning import ReasoningForm
 from pippin.api.jobs.prepare import Job
 from pippin.api.jobs.run_job import FoldedChoice
 from pippin.api.requests.custom_tools import InputReader, input_of
 from pippin.api.requests.tools import full_name
 from pippin.errors import PippinError
+from pippin.text.pieces import FoldedCall
 
-Item = dict[str, Any]
 Keep = Callable[[dict[str, Any]], bool]  # stores a response; whether it did
 
 
-FUNCTION, CUSTOM = "function_call", "custom_tool_call"
-_PREFIXES = {"message": "msg", "reasoning": "rs", FUNCTION: "fc", CUSTOM: "ctc"}  # of ids
-_TEXT_FIELDS = {FUNCTION: "arguments", CUSTOM: "input"}  # of calls
-_TEXT_EVENTS = {
-    "message": "output_text",
-    "reasoning": "reasoning_text",
-    FUNCTION: "function_call_arguments",
-    CUSTOM: "custom_tool_call_input",
-}
-
-
 class ResponsesDialect(BlockStream):
-    TEXT, REASONING = "message", "reasoning"
+    TEXT, REASONING, CALL, SHELL_CALL = "text", "reasoning", "call", "shell call"
 
-    def __init__(self, job: Job, echo: dict[str, Any], keep: Keep) -> None:
+    def __init__(
+        self, job: Job, echo: dict[str, Any], keep: Keep, reasoning: ReasoningForm
+    ) -> None:
         self._job = job
         self._echo = echo
         self._keep = keep
+        self._reasoning = reasoning
         self._num_events = 0
         self._done: list[Item] = []
-        self._item: Item = {}  # the one that grows, if `_open_kind` is set
-        self._text = ""  # of it, so far
+        # The one that grows, if `_open_kind` is set:
+        self._form, self._item, self._text = MESSAGE, Item(), ""
         self._input: InputReader | None = None  # of the custom tool that is called
+        self._call = ("", "")  # of a shell tool: its id and name. It is sent when it is whole
 
     def open(self) -> bytes:
         created = self._response("in_progress", [])
@@ -57,14 +58,12 @@ class ResponsesDialect(BlockStream):
     def whole(self, choices: Sequence[FoldedChoice]) -> dict[str, Any]:
         (choice,) = choices
         items: list[Item] = []
-        if choice.text.reasoning:
-            items.append(_filled(_new_item("reasoning"), choice.text.reasoning))
+        if text := choice.text.reasoning:
+            form = self._reasoning.item
+            items.append(form.filled(form.new(), text) | self._reasoning.extra(text))
         if choice.text.content:
-            items.append(_filled(_new_item("message"), choice.text.content))
-        for call in choice.text.calls.values():
-            item = self._new_call(call.id, call.name)
-            is_custom = item["type"] == CUSTOM
-            items.append(_filled(item, input_of(call.arguments) if is_custom else call.arguments))
+            items.append(MESSAGE.filled(MESSAGE.new(), choice.text.content))
+        items += [self._whole_call(call) for call in choice.text.calls.values()]
         if items and choice.finish == "length":
             items[-1]["status"] = "incomplete"
         return self._finished(choice.finish, items)
@@ -78,24 +77,28 @@ class ResponsesDialect(BlockStream):
         ) + self._event("response.failed", response=failed)
 
     def _begin(self, kind: str) -> bytes:
-        return self._start(_new_item(kind))
+        form = self._reasoning.item if kind == self.REASONING else MESSAGE
+        return self._start(kind, form, form.new())
 
     def _begin_call(self, id: str, name: str) -> bytes:
-        item = self._new_call(id, name)
-        self._input = InputReader() if item["type"] == CUSTOM else None
-        return self._start(item)
+        if name in self._job.tool_use.shells:
+            self._call, self._text, self._open_kind = (id, name), "", self.SHELL_CALL
+            self._input = None
+            return b""
+        form, item = self._new_call(id, name)
+        self._input = InputReader() if form is CUSTOM else None
+        return self._start(self.CALL, form, item)
 
-    def _start(self, item: Item) -> bytes:
-        self._item, self._text, self._open_kind = item, "", item["type"]
+    def _start(self, kind: str, form: ItemForm, item: Item) -> bytes:
+        self._form, self._item, self._text, self._open_kind = form, item, "", kind
         added = self._event("response.output_item.added", output_index=len(self._done), item=item)
-        if item["type"] in _TEXT_FIELDS:
-            return added
-        return added + self._item_event(
-            "response.content_part.added", content_index=0, part=_part_of(item, "")
-        )
+        return added + self._part_event("added")
 
     def _delta(self, text: str) -> bytes:
-        if self._input is not None and self._open_kind == CUSTOM:
+        if self._open_kind == self.SHELL_CALL:
+            self._text += text
+            return b""
+        if self._input is not None and self._open_kind == self.CALL:
             text = self._input.feed(text)
         return self._text_delta(text)
 
@@ -103,38 +106,75 @@ class ResponsesDialect(BlockStream):
         if not text:
             return b""
         self._text += text
-        kind = self._item["type"]
-        return self._item_event(f"response.{_TEXT_EVENTS[kind]}.delta", delta=text, **_place(kind))
+        place = {**self._form.place, **self._form.delta}
+        return self._item_event(f"response.{self._form.text_event}.delta", delta=text, **place)
 
     def _end_call(self) -> bytes:
         rest = self._input.close() if self._input is not None else ""
+        self._input = None
         return self._text_delta(rest) + self._end()
 
     def _end(self, *, complete: bool = True) -> bytes:
         if self._open_kind is None:
             return b""
         kind, self._open_kind = self._open_kind, None
-        text = {_TEXT_FIELDS.get(kind, "text"): self._text, **_place(kind)}
-        if kind == FUNCTION:
-            text["name"] = self._item["name"]
-        done = self._item_event(f"response.{_TEXT_EVENTS[kind]}.done", **text)
-        if kind not in _TEXT_FIELDS:
-            part = _part_of(self._item, self._text)
-            done += self._item_event("response.content_part.done", part=part, content_index=0)
-        status = "completed" if complete else "incomplete"
-        item = _filled(self._item, self._text) | {"status": status}
-        done += self._event("response.output_item.done", output_index=len(self._done), item=item)
-        self._done.append(item)
-        return done
+        if kind == self.SHELL_CALL:
+            return self._end_shell_call(complete=complete)
+        form, text = self._form, self._text
+        value = {"text" if form.index else form.field: text, **form.place, **form.delta}
+        if form is FUNCTION:
+            value["name"] = self._item["name"]
+        done = self._item_event(f"response.{form.text_event}.done", **value)
+        done += self._part_event("done")
+        item = form.filled(self._item, text)
+        if kind == self.REASONING:
+            item |= self._reasoning.extra(text)
+        return done + self._add(item | {"status": "completed" if complete else "incomplete"})
 
-    def _new_call(self, call_id: str, name: str) -> Item:
-        kind = CUSTOM if name in self._job.tool_use.custom else FUNCTION
-        call = {"type": kind, "status": "in_progress", _TEXT_FIELDS[kind]: ""}
+    def _end_shell_call(self, *, complete: bool) -> bytes:
+        text, (id, name) = self._text, self._call
+        item = shell_call(id, name, text) if complete else None
+        if item is None:
+            started = self._start(self.CALL, *self._new_call(id, name))
+            return started + self._text_delta(text) + self._end(complete=complete)
+        place = {"output_index": len(self._done)}
+        events = self._event(
+            "response.output_item.added", **place, item=item | {"status": "in_progress"}
+        )
+        for number, command in enumerate(item.get("action", {}).get("commands", ())):
+            at = {"command": command, "command_index": number, **place}
+            events += self._event("response.shell_call_command.added", **at)
+            events += self._event("response.shell_call_command.done", **at)
+        return events + self._add(item)
+
+    def _add(self, item: Item) -> bytes:
+        self._done.append(item)
+        number = len(self._done) - 1
+        return self._event("response.output_item.done", output_index=number, item=item)
+
+    def _whole_call(self, call: FoldedCall) -> Item:
+        if call.name in self._job.tool_use.shells:
+            found = shell_call(call.id, call.name, call.arguments)
+            if found is not None:
+                return found
+        form, item = self._new_call(call.id, call.name)
+        return form.filled(item, input_of(call.arguments) if form is CUSTOM else call.arguments)
+
+    def _new_call(self, call_id: str, name: str) -> tuple[ItemForm, Item]:
+        form = CUSTOM if name in self._job.tool_use.custom else FUNCTION
+        call: Item = {"call_id": call_id, "name": name}
         for namespace in self._job.tool_use.namespaces:
             if name.startswith(full_name(namespace, "")):
-                name = name.removeprefix(full_name(namespace, ""))
+                call["name"] = name.removeprefix(full_name(namespace, ""))
                 call["namespace"] = namespace
-        return {"id": _id(kind), "call_id": call_id, "name": name, **call}
+        return form, form.new(**call)
+
+    def _part_event(self, what: str) -> bytes:
+        form = self._form
+        if not form.index:
+            return b""
+        part = form.part_of(self._text)
+        return self._item_event(f"response.{form.part_event}.{what}", part=part, **form.place)
 
     def _item_event(self, kind: str, **data: Any) -> bytes:
         place = {"item_id": self._item["id"], "output_index": len(self._done)}
@@ -177,30 +217,3 @@ class ResponsesDialect(BlockStream):
             "output_tokens_details": {"reasoning_tokens": job.reasoning_tokens},
             "total_tokens": job.prompt_tokens + job.completion_tokens,
         }
-
-
-def _new_item(kind: str) -> Item:
-    own: Item = {"role": "assistant"} if kind == "message" else {"summary": []}
-    return {"id": _id(kind), "type": kind, "status": "in_progress", "content": [], **own}
-
-
-def _filled(item: Item, text: str) -> Item:
-    if item["type"] in _TEXT_FIELDS:
-        return item | {_TEXT_FIELDS[item["type"]]: text, "status": "completed"}
-    return item | {"content": [_part_of(item, text)], "status": "completed"}
-
-
-def _part_of(item: Item, text: str) -> Item:
-    if item["type"] == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _place(kind: str) -> Item:
-    if kind in _TEXT_FIELDS:
-        return {}
-    return {"content_index": 0, "logprobs": []} if kind == "message" else {"content_index": 0}
-
-
-def _id(kind: str) -> str:
-    return f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"

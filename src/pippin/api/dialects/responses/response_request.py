@@ -7,6 +7,7 @@ from typing import Any
 
 from pippin.api.dialects.openai_tools import read_responses_tools
 from pippin.api.dialects.responses.items import Item, messages_of, read_items
+from pippin.api.dialects.responses.reasoning import ReasoningForm
 from pippin.api.dialects.responses.response_store import ResponseStore, StoredTurn
 from pippin.api.dialects.shared_options import read_options
 from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
@@ -27,6 +28,7 @@ class ResponsesRequest:
     items: list[Item]  # of this turn
     previous: StoredTurn | None  # that it continues
     store: bool
+    reasoning: ReasoningForm
 
 
 def parse_responses_request(
@@ -69,7 +71,7 @@ def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> Res
         "metadata": body.get("metadata") or {},
         "parallel_tool_calls": chat.tool_use.parallel,
         "previous_response_id": previous_id,
-        "reasoning": {"effort": chat.reasoning_effort, "summary": None},
+        "reasoning": {"effort": chat.reasoning_effort, "summary": _summary(body)},
         "store": store,
         "temperature": options.params.temperature,
         "text": {"format": {"type": "text"}, **(body.get("text") or {})},
@@ -78,7 +80,12 @@ def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> Res
         "top_p": options.params.top_p,
         "user": body.get("user"),
     }
-    return ResponsesRequest(chat, echo, items, previous, store)
+    return ResponsesRequest(chat, echo, items, previous, store, ReasoningForm.asked(body))
+
+
+def _summary(body: Body) -> str | None:
+    reasoning = body.object("reasoning") or Body({})
+    return reasoning.string("summary", None) or reasoning.string("generate_summary", None)
 
 
 def _openai_body(body: Body) -> Body:
