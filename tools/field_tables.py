@@ -82,10 +82,13 @@ def _is_shared(name: str, kind: ValueKind) -> bool:
 def _unused(name: str, answer: str) -> list[str]:
     column = "accepted" if answer == "refused" else "not reported"
     rows = [f"| field | why | {column} |", "|---|---|---|"]
+    alike: dict[tuple[str, str], list[str]] = {}
     for field, kind in TABLES[name].fields.items():
         if isinstance(kind, Unused) and kind.answer == answer:
             accepted = ", ".join(f"`{msgspec.json.encode(v).decode()}`" for v in kind.neutral)
-            rows.append(f"| `{field}` | {kind.text} | {accepted} |".replace("|  |", "| |"))
+            alike.setdefault((kind.text, accepted), []).append(f"`{field}`")
+    for (why, accepted), names in alike.items():
+        rows.append(f"| {', '.join(names)} | {why} | {accepted} |".replace("|  |", "| |"))
     return rows
 
 

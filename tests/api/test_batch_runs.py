@@ -8,7 +8,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +70,24 @@ class LoopEngine(ScriptedEngine):
                     self._queues[delta.id].put_nowait(delta)
 
 
-def test_a_live_request_is_admitted_before_lines_that_wait(tmp_path: Path) -> None:
+@contextmanager
+def loop_client(directory: Path, batch_running: int) -> Iterator[tuple[openai.OpenAI, LoopEngine]]:
     engine = LoopEngine()
-    config = ServerConfig(batch_dir=str(tmp_path), batch_running=4)
+    config = ServerConfig(batch_dir=str(directory), batch_running=batch_running)
     with (
         serving(engine, config) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="a", max_retries=0) as client,
     ):
+        yield client, engine
+
+
+def test_a_live_request_is_admitted_before_lines_that_wait(tmp_path: Path) -> None:
+    with loop_client(tmp_path, batch_running=4) as (client, engine):
         batch = start(client, *(line(f"r{i}") for i in range(9)))
         wait_until(lambda: len(engine.submits) == 4)
         live = threading.Thread(
             target=httpx.post,
-            args=(f"{url}/v1/chat/completions",),
+            args=(f"{client.base_url}chat/completions",),
             kwargs={"json": {**HELLO, "priority": -1_000}, "timeout": None},
         )
         live.start()
@@ -120,6 +127,8 @@ def test_a_batch_goes_on_after_a_restart_with_what_has_no_result(tmp_path: Path)
     }
     assert texts == {"r0": "Hello."} | {f"r{i}": "Again." for i in range(1, 6)}
     assert done.request_counts.completed == 6
+    usages = [row["response"]["body"]["usage"] for row in found.values()]
+    assert done.usage.total_tokens == sum(usage["total_tokens"] for usage in usages)
 
 
 def test_a_crash_at_any_byte_of_the_results_loses_one_line_at_most(tmp_path: Path) -> None:
@@ -199,12 +208,7 @@ def test_a_batch_expires_with_its_window_and_says_so_for_each_line(tmp_path: Pat
 
 
 def test_a_file_that_is_deleted_while_its_batch_runs_is_still_read(tmp_path: Path) -> None:
-    engine = LoopEngine()
-    config = ServerConfig(batch_dir=str(tmp_path), batch_running=1)
-    with (
-        serving(engine, config) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="a", max_retries=0) as client,
-    ):
+    with loop_client(tmp_path, batch_running=1) as (client, engine):
         batch = start(client, *(line(f"r{i}") for i in range(4)))
         wait_until(lambda: len(engine.submits) == 1)
         client.files.delete(batch.input_file_id)

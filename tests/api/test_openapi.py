@@ -89,6 +89,7 @@ REAL: dict[str, dict[str, Any]] = {
     "/api/embed": {"model": "stories:latest", "input": ["a", "b"]},
     "/api/embeddings": {"model": "stories", "prompt": "a"},
     "/api/show": {"model": "stories"},
+    "/api/copy": {"source": "stories", "destination": "stories"},
     "/api/pull": {"model": "stories:latest", "stream": False, "insecure": True},
     "/v1/batches": {
         "input_file_id": "file-1",

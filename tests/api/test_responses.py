@@ -25,12 +25,13 @@ from qwen35_server import (
 )
 from scripted_engine import Script, ScriptedEngine, fail
 
-from pippin.api.fields.extensions import HINTS
+from pippin.api.fields.extensions import GENERATION, REASONING
 from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
+from pippin.api.fields.shared import SAMPLING, SERVING
 
 QUESTION = "What is the weather?"
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": False}
-OUR_OWN = {"seed", "top_k", "min_p", "stop", "speculate", "priority", "timeout", "cache_salt"}
+OTHERS = {*SAMPLING, *SERVING, *GENERATION, *REASONING, "reasoning_effort", "chat_template_kwargs"}
 CODEX = {"client_metadata"}
 
 
@@ -64,7 +65,7 @@ def test_every_documented_field_is_honoured_or_refused() -> None:
     documented = set(ResponseCreateParamsStreaming.__annotations__)
     for base in ResponseCreateParamsStreaming.__orig_bases__:
         documented |= set(getattr(base, "__annotations__", ()))
-    assert documented == RESPONSES.fields.keys() - OUR_OWN - CODEX - HINTS.keys()
+    assert documented == RESPONSES.fields.keys() - (OTHERS - documented) - CODEX
 
 
 def test_every_documented_field_of_a_count_is_known() -> None:
@@ -225,6 +226,10 @@ def test_structured_output_is_parsed(obeys: Any) -> None:
     with client_of(says(THOUGHT + json.dumps(ARGUMENTS))) as (client, engine):
         response = client.responses.parse(model="qwen", input=QUESTION, text_format=Weather)
     assert response.output_parsed == Weather(city="Tokyo", days=3)
+    assert obeys(engine, THOUGHT + json.dumps(ARGUMENTS))
+    assert not obeys(engine, f"{THOUGHT}{' ' * 20}{json.dumps(ARGUMENTS)}"), (
+        "it could go on for ever"
+    )
     assert not obeys(engine, f"{THOUGHT}It rains.")
 
 

@@ -83,8 +83,15 @@ class RequestRules:
     def body(self, fields: Any) -> Body:
         """A request's JSON, to be read as leniently as this server reads."""
         leniency = Leniency(strict_fields=self.strict_fields, refuses_images=self.refuses_images)
-        return Body(fields, leniency=leniency)
+        return Body(_spread(fields), leniency=leniency)
 
     @property
     def vocab_size(self) -> int:
         return self.model.vocab_size
+
+
+def _spread(fields: Any) -> Any:
+    """With the members of `extra_body` as fields: OpenAI's client sends them so, others do not."""
+    if not isinstance(fields, dict) or not isinstance(extra := fields.get("extra_body"), dict):
+        return fields
+    return {name: value for name, value in fields.items() if name != "extra_body"} | extra

@@ -110,7 +110,7 @@ class ServerConfig:
     prompt_normalisation: bool = True
     """Remove lines from system messages that agents write for their vendor alone and that change
     between conversations or turns, such as Claude Code's billing header: cached prefixes would end
-    there. Claude Code's `gitStatus` is moved into the first user message.
+    there. Claude Code's `gitStatus` is moved into the user message that brought it.
     docs/internals/prefix-cache.md lists them."""
 
     page: bool = True

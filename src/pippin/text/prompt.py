@@ -36,6 +36,14 @@ class Prompt:
         boundaries = [len(tokens), *(len(tokens) + end for end in self.boundaries)]
         return replace(self, tokens=[*tokens, *self.tokens], boundaries=boundaries)
 
+    def last(self, num_tokens: int) -> Prompt:
+        """The end of it."""
+        num_left_out = len(self.tokens) - num_tokens
+        if num_left_out <= 0:
+            return self
+        ends = [end - num_left_out for end in self.boundaries if end > num_left_out]
+        return replace(self, tokens=self.tokens[num_left_out:], boundaries=ends)
+
 
 def chat_prompt(
     messages: Sequence[Message],
@@ -94,12 +102,17 @@ def completion_prompt(
     text: TextBundle,
     *,
     echo: bool = False,
+    add_special_tokens: bool = True,
     max_bytes: int | None = None,
     param: str = "prompt",
 ) -> Prompt:
     """A text or its tokens; nothing at all is the model's start token, if it has one."""
     check_nbytes(nbytes_of(given) if isinstance(given, str) else 0, max_bytes, param=param)
-    tokens = text.tokenizer.encode(given) if isinstance(given, str) else given
+    tokens = (
+        given
+        if not isinstance(given, str)
+        else text.tokenizer.encode(given, add_special_tokens=add_special_tokens)
+    )
     if not tokens and text.tokenizer.bos_id is not None:
         tokens = [text.tokenizer.bos_id]
     if not tokens:

@@ -85,6 +85,12 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def special_prefix(self) -> list[int]:
+        """Tokens that it puts before every text, such as a start mark."""
+        with_them, bare = self.encode("a"), self.encode("a", add_special_tokens=False)
+        ends = range(len(with_them) - len(bare) + 1)
+        return next((with_them[:i] for i in ends if with_them[i : i + len(bare)] == bare), [])
+
     def encode_inside(self, text: str) -> list[int]:
         """Tokens of a text that begins within a word or a line: some tokenizers put a space before
         the first one."""

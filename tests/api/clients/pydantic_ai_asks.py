@@ -10,7 +10,11 @@ from pydantic import BaseModel
 from pydantic_ai import Agent, Embedder, NativeOutput, PromptedOutput, ToolOutput
 from pydantic_ai.embeddings.openai import OpenAIEmbeddingModel
 from pydantic_ai.models.anthropic import AnthropicModel
-from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.models.openai import (
+    OpenAIChatModel,
+    OpenAIResponsesModel,
+    OpenAIResponsesModelSettings,
+)
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.ollama import OllamaProvider
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -33,7 +37,8 @@ def make_model(kind: str, url: str) -> Any:
         case "chat":
             return OpenAIChatModel("qwen", provider=openai(url))
         case "responses":
-            return OpenAIResponsesModel("qwen", provider=openai(url))
+            settings = OpenAIResponsesModelSettings(openai_reasoning_summary="auto")
+            return OpenAIResponsesModel("qwen", provider=openai(url), settings=settings)
         case "messages":
             return AnthropicModel("qwen", provider=AnthropicProvider(base_url=url, api_key="none"))
         case "ollama":  # which it asks by the OpenAI API
@@ -51,19 +56,18 @@ def whole(kind: str, url: str) -> Any:
     async def ask() -> Any:
         run = await Agent(make_model(kind, url)).run(QUESTION)
         usage = run.usage
-        thinking = [
-            part.content
-            for message in run.all_messages()
-            for part in message.parts
-            if part.part_kind == "thinking"
-        ]
         return {
             "text": run.output,
-            "thinking": thinking,
+            "thinking": thinking_in(run.all_messages()),
             "usage": [usage.input_tokens, usage.output_tokens],
         }
 
     return LOOP.run(ask())
+
+
+def thinking_in(messages: Any) -> list[str]:
+    parts = [part for message in messages for part in message.parts]
+    return [part.content for part in parts if part.part_kind == "thinking"]
 
 
 def streamed(kind: str, url: str) -> Any:
@@ -71,7 +75,11 @@ def streamed(kind: str, url: str) -> Any:
         async with Agent(make_model(kind, url)).run_stream(QUESTION) as stream:
             texts = [text async for text in stream.stream_text(delta=True, debounce_by=None)]
             usage = stream.usage
-            return {"texts": texts, "usage": [usage.input_tokens, usage.output_tokens]}
+            return {
+                "texts": texts,
+                "thinking": thinking_in(stream.all_messages()),
+                "usage": [usage.input_tokens, usage.output_tokens],
+            }
 
     return LOOP.run(ask())
 

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from asks import Answer, running
-from qwen35_server import ARGUMENTS, CALL, THOUGHT, prompt_text, says, serving_qwen
+from asks import Answer
+from qwen35_server import ARGUMENTS, CALL, THOUGHT, prompt_text
 from scripted_engine import ScriptedEngine, answer_anything, serving
-
-from call_texts import write_calls
-from pippin.text.parsers.calls.qwen3_coder import Qwen3CoderParser
+from served_asks import FORM, ROME, asking_fixture, call_of_form, served
 
 pytestmark = pytest.mark.slow
 KINDS = ["chat", "responses", "messages", "ollama", "vllm"]
-ROME = {"name": "Rome", "inhabitants": 3}
-FORM = json.dumps(ROME)
-FORM_CALL = write_calls(Qwen3CoderParser.syntax, [("final_result", ROME)])
-
-
-@pytest.fixture(scope="module")
-def ask() -> Iterator[Answer]:
-    with running("pydantic_ai_asks.py") as ask:
-        yield ask
-
-
-@contextmanager
-def served(*replies: str) -> Iterator[tuple[str, ScriptedEngine]]:
-    with serving_qwen(*(says(THOUGHT + reply) for reply in replies)) as (url, engine):
-        yield url, engine
+FORM_CALL = call_of_form("final_result")
+ask = asking_fixture("pydantic_ai_asks.py")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,8 +25,8 @@ def test_a_reply_is_whole_and_streamed_with_its_counts(ask: Answer, kind: str) -
     assert len(streamed["texts"]) > 3
     assert whole["usage"][0] == len(engine.submits[0].tokens)
     assert streamed["usage"] == whole["usage"]
-    # Of a response it reads the summary of the reasoning, not the reasoning.
-    assert whole["thinking"] == ["" if kind == "responses" else "Let me think."]
+    assert whole["thinking"] == ["Let me think."]
+    assert "".join(streamed["thinking"]) == "Let me think."
 
 
 @pytest.mark.parametrize("stream", [False, True])

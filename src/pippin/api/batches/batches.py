@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pippin.api.batches.batch import Batch
 from pippin.api.batches.batch_store import BatchStore
@@ -64,16 +65,19 @@ class Batches:
             raise storage_failed(error) from error
         self._runner.start(owner, batch)
 
-    async def cancel(self, owner: BatchOwner, batch: Batch) -> None:
+    async def cancel(self, owner: BatchOwner, batch: Batch) -> dict[str, Any]:
+        """The batch as it was then: it may be cancelled before its record is written."""
         if batch.status == "cancelling":
-            return
+            return batch.wire()
         if batch.status not in ("validating", "in_progress"):
             raise RequestError(f"Cannot cancel a batch with status '{batch.status}'.")
         self._runner.cancel(batch)
+        shown = batch.wire()
         try:
             await asyncio.to_thread(owner.batches.save, batch)
         except OSError as error:
             raise storage_failed(error) from error
+        return shown
 
     async def close(self) -> None:
         await self._runner.close()

@@ -80,7 +80,7 @@ class Results:
             return
         self.done.add(known.custom_id)
         self.counts[kind] += 1
-        reply = known.response and known.response.body
+        reply = None if known.response is None else known.response.body
         if reply is not None and reply.usage is not None:
             self.usage.add(reply.usage)
 

@@ -36,6 +36,9 @@ def parse_completion(fields: Any, rules: RequestRules) -> CompletionRequest:
     suffix = body.get("suffix", "")
     if suffix and echo:
         raise body.error("suffix", "and echo cannot be sent together")
+    if (suffix or echo) and options.kept_tokens is not None:
+        other = "suffix" if suffix else "echo"
+        raise body.error(other, "and truncate_prompt_tokens cannot be sent together")
     gap = Gap(suffix) if suffix else None
     return CompletionRequest(options, prompts, echo, body.leniency, gap)
 

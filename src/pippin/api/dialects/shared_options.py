@@ -44,6 +44,8 @@ def read_options(
         timeout_s=read_timeout(body, rules.limits),
         most_tokens=most,
         max_schema_bytes=rules.limits.max_schema_bytes,
+        kept_tokens=body.get("truncate_prompt_tokens"),
+        add_special_tokens=body.get("add_special_tokens"),
     )
 
 

@@ -62,6 +62,7 @@ BODIES = {  # by path
     "/api/embed": ollama.EMBED,
     "/api/embeddings": ollama.EMBEDDINGS,
     "/api/show": ollama.SHOW,
+    "/api/copy": ollama.COPY,
     "/api/pull": ollama.PULL,
     "/tokenize": tokens.TOKENIZE,
     "/detokenize": tokens.DETOKENIZE,

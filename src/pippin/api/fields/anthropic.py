@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from pippin.api.fields import value_kinds as kinds
-from pippin.api.fields.extensions import HINTS
+from pippin.api.fields.extensions import HINTS, SAMPLERS
 from pippin.api.fields.openai import NO_SERVICE
-from pippin.api.fields.shared import MODEL, SAMPLING, SERVING, STREAM, TOOLS, conversation, pick
-from pippin.api.fields.table import FieldTable, ignored_field, members
+from pippin.api.fields.shared import (
+    MODEL,
+    SAMPLING,
+    SERVING,
+    STREAM,
+    TEMPLATE,
+    TOOLS,
+    conversation,
+    pick,
+)
+from pippin.api.fields.table import FieldTable, ignored_field, members, refused_field
 from pippin.api.fields.value_kinds import ValueKind
 
 ROLES = ("user", "assistant", "system")
@@ -35,16 +44,27 @@ MESSAGES = FieldTable(
         "metadata": members(user_id=kinds.LABEL_VALUE),
         "user_profile_id": kinds.LABEL,
         "context_management": kinds.OBJECT,
-        **pick(SAMPLING, "top_p", "top_k", "speculate"),
+        **pick(
+            SAMPLING,
+            *("top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty"),
+            *("frequency_penalty", "logit_bias", "stop_token_ids", "min_tokens", "ignore_eos"),
+            "speculate",
+        ),
+        **pick(TEMPLATE, "chat_template_kwargs"),
         "temperature": kinds.number_from(0, 1),
         **SERVING,
         **HINTS,
+        **SAMPLERS,
         "mcp_servers": ignored_field(NO_SERVICE, []),
         "container": ignored_field(NO_SERVICE),
         "diagnostics": ignored_field("the log and /status have what was cached"),
         "inference_geo": ignored_field("the server runs in one place"),
         "service_tier": ignored_field("there is one tier", "auto", "standard_only"),
         "speed": ignored_field("there is one speed", "standard"),
+        "fallbacks": ignored_field("there is one model"),
+        "fallback_credit_token": ignored_field("nothing is billed"),
+        "compaction": refused_field("ask for a summary in messages"),
+        "thread": refused_field("conversations are not stored; use /v1/responses"),
     },
     required=("model", "messages", "max_tokens"),
 )

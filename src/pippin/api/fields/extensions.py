@@ -21,6 +21,20 @@ _OPEN_WEBUI = (
     *("background_tasks", "chat_id", "features", "files", "filter_ids", "id", "model_item"),
     *("params", "parent_id", "tool_ids", "tool_servers", "variables"),
 )
+_SERVERS = (  # what tells vLLM's and SGLang's servers from one another
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank"),
+    *("disagg_prefill_dp_rank", "ec_transfer_params", "kv_transfer_params", "routed_dp_rank"),
+    *("session_params", "vllm_xargs"),
+)
+_PICTURES = (
+    *("images_config", "max_dynamic_patch", "media_io_kwargs", "min_dynamic_patch"),
+    *("mm_processor_kwargs", "return_mm_kwargs", "use_audio_in_video"),
+)
+_DRAFTING = (  # llama.cpp's; `speculate` is ours
+    *("ngram_corpus_id", "speculative.n_max", "speculative.n_min", "speculative.p_min"),
+    *("speculative.type", "speculative.ngram_size_n", "speculative.ngram_size_m"),
+    *("speculative.ngram_m_hits",),
+)
 _CHOICES = ValueKind("a list of strings", {"type": "array", "items": {"type": "string"}})
 
 RENAMED = {  # what means the same here
@@ -28,8 +42,14 @@ RENAMED = {  # what means the same here
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_grammar": "ebnf",
+    "grammar": "ebnf",
+    "n_predict": "max_tokens",
+    "n_cmpl": "n",
 }
-SAME: Fields = {other: SAMPLING[ours] for other, ours in RENAMED.items()}
+SAME: Fields = {
+    **{other: SAMPLING[ours] for other, ours in RENAMED.items() if ours in SAMPLING},
+    "n_predict": kinds.integer_from(-1),  # -1: as many as fit
+}
 STRUCTURED: Fields = {
     "guided_choice": _CHOICES,
     "structured_outputs": members(
@@ -63,16 +83,31 @@ REASONING: Fields = {
     "separate_reasoning": ignored_field("reasoning is always returned apart", True),
     "stream_reasoning": ignored_field("reasoning is always streamed", True),
     "reasoning_format": ignored_field("reasoning is always returned apart"),
-    "thinking_budget": ignored_field("reasoning has no budget of its own"),
+    **{
+        name: ignored_field("reasoning has no budget of its own")
+        for name in ("reasoning_budget", "thinking_budget", "thinking_token_budget")
+    },
 }
 HINTS: Fields = {
     **{name: ignored_field(_ONE_MODEL) for name in _LOADING},
-    "num_keep": ignored_field("a prompt is never shortened"),
+    **{
+        name: ignored_field("a context is never shifted")
+        for name in ("num_keep", "n_keep", "n_discard")
+    },
     **{name: ignored_field("it is Open WebUI's own") for name in _OPEN_WEBUI},
     **{
         name: ignored_field(_ROUTING)
-        for name in ("provider", "models", "route", "transforms", "plugins", "session_id")
+        for name in (
+            *("provider", "models", "route", "transforms", "plugins", "session_id", *_SERVERS),
+        )
     },
+    **{name: ignored_field("only text is read") for name in _PICTURES},
+    **{name: ignored_field("drafts do not change a reply") for name in _DRAFTING},
+    "extra_body": ValueKind(
+        "an object whose members are fields of this request",
+        {"type": "object"},
+        lambda _: False,  # such an object has been replaced by its members
+    ),
     "usage": ignored_field("usage is always returned"),
     "request_id": ignored_field("the request's id is its x-request-id header"),
     "rid": ignored_field("the request's id is its x-request-id header"),
@@ -82,11 +117,81 @@ HINTS: Fields = {
     "guided_whitespace_pattern": ignored_field("JSON is written on one line"),
     "repeat_last_n": ignored_field("penalties count the whole text"),
     "cache_prompt": ignored_field("every prefix is cached", True),
-    "id_slot": ignored_field("the server assigns slots", -1),
+    "n_cache_reuse": ignored_field("every prefix is cached"),
+    **{name: ignored_field("the server assigns slots", -1) for name in ("id_slot", "slot_id")},
     "timings_per_token": ignored_field("the log has a request's times", False),
     "return_progress": ignored_field("the page at / shows progress", False),
     "litellm_metadata": ignored_field("it is LiteLLM's own"),
-    "extra_headers": ignored_field("it is the client's own"),
+    **{
+        name: ignored_field("it is the client's own")
+        for name in ("custom_labels", "extra_headers", "extra_query")
+    },
+    "return_cached_tokens_details": ignored_field("usage has them"),
+    "stream_interval": ignored_field("tokens are sent as they arrive"),
+    "backend_sampling": ignored_field("the server decides where it samples"),
+    "t_max_prompt_ms": ignored_field("use timeout"),
+}
+_NOT_RETURNED = "replies do not have it"
+_OF_TOKENS = "use /tokenize for tokens"
+CHANGING: Fields = {  # what would change a reply, and is not there: accepted where it is off
+    **{
+        name: refused_field(_OF_TOKENS, False)
+        for name in (
+            *("return_token_ids", "return_tokens", "return_prompt_token_ids"),
+            *("return_token_offsets", "return_tokens_as_token_ids"),
+        )
+    },
+    **{
+        name: refused_field(_NOT_RETURNED, False)
+        for name in (
+            *("return_hidden_states", "return_meta_info", "return_prompt_text"),
+            *("return_routed_experts", "post_sampling_probs"),
+        )
+    },
+    **{
+        name: refused_field(_NOT_RETURNED, 0)
+        for name in ("routed_experts_prompt_start", "routed_experts_start_len")
+    },
+    **{
+        name: refused_field("a stop string is never in a reply", False)
+        for name in ("include_stop_str_in_output", "no_stop_trim")
+    },
+    "use_beam_search": refused_field("there is no beam search", False),
+    "length_penalty": ignored_field("there is no beam search", 1, 1.0),
+    "early_stopping": ignored_field("there is no beam search", False),
+    "response_fields": ignored_field("a reply has all its fields", []),
+    "n_probs": refused_field("use logprobs", 0),
+    "logprob_token_ids": refused_field("use top_logprobs"),
+    "prompt_logprobs": refused_field("use echo and logprobs of /v1/completions"),
+    "allowed_token_ids": refused_field("use regex, or logit_bias"),
+    "bad_words": refused_field("use logit_bias", []),
+    "stop_regex": refused_field("use stop", "", []),
+    "n_indent": refused_field("use stop", 0),
+    "t_max_predict_ms": refused_field("use timeout", 0, -1),
+    "repetition_detection": refused_field("use repetition_penalty"),
+    "logits_processors": refused_field("requests run no code", []),
+    "custom_logit_processor": refused_field("requests run no code"),
+    "custom_params": ignored_field("requests run no code"),
+    "watermarking": refused_field("there is no watermark", False),
+    "lora": refused_field("there are no adapters", []),
+    "lora_path": refused_field("there are no adapters", ""),
+    "extra_key": refused_field("use cache_salt"),
+    "task": refused_field("ask for it in the prompt"),
+    "image_data": refused_field("only text is read", []),
+    "truncation_side": refused_field("the last tokens of a prompt are kept", "left"),
+}
+CHANGING_CHAT: Fields = {  # the same, of chats
+    "chat_template": refused_field("the model's own template is used"),
+    "documents": refused_field("send them in a message", []),
+    "echo": refused_field("use continue_final_message", False),
+    "input_ids": refused_field("use /v1/completions for tokens"),
+    "chat_format": ignored_field("use --tool-parser"),
+    "parse_tool_calls": refused_field("use tool_choice", True),
+    "reasoning_in_content": refused_field("reasoning is always returned apart", False),
+    "thinking_forced_open": ignored_field("the template decides", False),
+    "grammar_lazy": refused_field("a grammar is for the whole reply", False),
+    "grammar_triggers": refused_field("a grammar is for the whole reply", []),
+    "preserved_tokens": ignored_field("tool calls are parsed"),
 }
 _NO_SAMPLER = "there is no such sampler"
 _OF_NO_SAMPLER = "it sets a sampler that there is not"
@@ -96,7 +201,8 @@ SAMPLERS: Fields = {  # of llama.cpp and others: accepted where they are off
         name: ignored_field(_OF_NO_SAMPLER)
         for name in (
             *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers"),
-            *("dynatemp_exponent", "mirostat_eta", "mirostat_tau", "xtc_threshold"),
+            *("adaptive_decay", "dynatemp_exponent", "mirostat_eta", "mirostat_tau"),
+            *("penalize_nl", "xtc_threshold"),
         )
     },
     **{
@@ -106,5 +212,15 @@ SAMPLERS: Fields = {  # of llama.cpp and others: accepted where they are off
     **{name: refused_field(_NO_SAMPLER, 1, 1.0) for name in ("tfs", "tfs_z", "typical_p")},
     "mirostat": refused_field(_NO_SAMPLER, 0),
     "min_keep": refused_field(_NO_SAMPLER, 0),
+    **{name: refused_field(_NO_SAMPLER, -1, -1.0) for name in ("adaptive_target", "top_n_sigma")},
 }
-GENERATION: Fields = {**SAME, **STRUCTURED, **HINTS, **SAMPLERS}  # of chat and text completions
+PROMPT: Fields = {  # vLLM's
+    "truncate_prompt_tokens": ValueKind(
+        "an integer of at least 1, or -1",
+        {"type": "integer", "minimum": -1},
+        lambda value: type(value) is int and (value == -1 or value >= 1),
+    ),
+    "add_special_tokens": kinds.BOOLEAN,
+}
+# Of chats, text completions and responses:
+GENERATION: Fields = {**SAME, **STRUCTURED, **HINTS, **SAMPLERS, **CHANGING}

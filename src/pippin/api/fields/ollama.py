@@ -161,6 +161,9 @@ SHOW = FieldTable(
 )
 _HUB_ID = kinds.text(MAX_HUB_ID_CHARS)
 _HUB_MODEL: Fields = {"model": _HUB_ID, "name": _HUB_ID}
+COPY = FieldTable(
+    {"source": MODEL["model"], "destination": _HUB_ID}, required=("source", "destination")
+)
 _NO_ACCOUNT = ignored_field("the server's own HF_TOKEN is used", "")
 PULL = FieldTable(
     {

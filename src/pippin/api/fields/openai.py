@@ -51,6 +51,7 @@ _PREDICTION = Members(
         required=("type", "content"),
     ),
 )
+_CHOSEN_APART = ("n_cmpl", "n_predict")  # responses are one each, of max_output_tokens
 _VERBOSITY = ignored_field("ask for it in the prompt", "medium")
 
 CHAT = FieldTable(
@@ -66,8 +67,10 @@ CHAT = FieldTable(
         "metadata": kinds.OBJECT,  # not stored, so of any size and kind
         "prediction": _PREDICTION,
         **shared.TEMPLATE,
+        **extensions.PROMPT,
         **extensions.GENERATION,
         **extensions.REASONING,
+        **extensions.CHANGING_CHAT,
         "audio": refused_field(_TEXT_ONLY),
         "modalities": refused_field(_TEXT_ONLY, ["text"]),
         "function_call": refused_field("it is the old name of tool_choice", "none"),
@@ -88,6 +91,7 @@ COMPLETION = FieldTable(
         "echo": kinds.BOOLEAN,
         "best_of": kinds.integer_from(1, shared.MAX_CHOICES),
         "suffix": kinds.STRING,
+        **extensions.PROMPT,
         **extensions.GENERATION,
     },
     required=("model", "prompt"),
@@ -111,14 +115,15 @@ RESPONSES = FieldTable(
         **_INCLUDE,
         **shared.STREAM,
         **shared.STREAM_OPTIONS,
-        **shared.pick(
-            shared.SAMPLING, "temperature", "top_p", "top_k", "min_p", "seed", "stop", "speculate"
-        ),
+        **{name: kind for name, kind in shared.SAMPLING.items() if name != "n"},
+        **shared.pick(shared.TEMPLATE, "chat_template_kwargs"),
+        "reasoning_effort": shared.EFFORT,
         **shared.USER,
         **shared.LABELS,
         "client_metadata": kinds.Labels(),
         **shared.SERVING,
-        **extensions.HINTS,
+        **{name: kind for name, kind in extensions.GENERATION.items() if name not in _CHOSEN_APART},
+        **{name: kind for name, kind in extensions.REASONING.items() if name != "reasoning"},
         "access_programs": ignored_field(NO_SERVICE),
         "background": refused_field("a reply is computed while its client waits", False),
         "context_management": ignored_field("contexts are not edited", []),

@@ -137,6 +137,7 @@ def prepare_chat(
     request: ChatRequest, text: TextBundle, model: ModelInfo, *, prefix: str = "chatcmpl-"
 ) -> Job:
     prompt = render_prompt(request, text, model.max_prompt_bytes)
+    prompt = _shortened(prompt, request.options, model)
     options = replace(request.options, params=constrain(request, prompt, text))
     return _job(
         prefix,
@@ -187,7 +188,19 @@ def render_prompt(request: ChatRequest, text: TextBundle, max_bytes: int) -> Pro
         max_bytes=max_bytes,
         param=request.messages_field,
     )
+    if request.options.add_special_tokens:
+        prompt = prompt.behind(text.tokenizer.special_prefix())
     return prompt.behind(request.previous_tokens)
+
+
+def _shortened(prompt: Prompt, options: Options, model: ModelInfo) -> Prompt:
+    match options.kept_tokens:
+        case None:
+            return prompt
+        case -1:
+            return prompt.last(max(1, model.max_len - max(1, options.max_tokens or 1)))
+        case num_tokens:
+            return prompt.last(num_tokens)
 
 
 def prepare_completion(request: CompletionRequest, text: TextBundle, model: ModelInfo) -> Job:
@@ -204,17 +217,25 @@ def prepare_completion(request: CompletionRequest, text: TextBundle, model: Mode
             leniency.ignore(gap.files_field, "not all of them fit before the text to complete")
         found = [prompt.prompt for prompt in prompts]
     else:
-        found = [_fitting_prompt(one, text, model, echo=request.echo) for one in request.prompts]
+        found = [_fitting_prompt(one, request, text, model) for one in request.prompts]
     return _job("cmpl-", found, options, text, model, param="prompt", leniency=leniency)
 
 
 def _fitting_prompt(
-    given: str | list[int], text: TextBundle, model: ModelInfo, *, echo: bool
+    given: str | list[int], request: CompletionRequest, text: TextBundle, model: ModelInfo
 ) -> Prompt:
     """Checked by itself, so that no prompt is encoded after the first that is too long."""
+    options = request.options
     if not isinstance(given, str):
-        room_for_reply(Prompt(given), model.max_len, param="prompt")
-    prompt = completion_prompt(given, text, echo=echo, max_bytes=model.max_prompt_bytes)
+        room_for_reply(_shortened(Prompt(given), options, model), model.max_len, param="prompt")
+    prompt = completion_prompt(
+        given,
+        text,
+        echo=request.echo,
+        add_special_tokens=options.add_special_tokens is not False,
+        max_bytes=model.max_prompt_bytes,
+    )
+    prompt = _shortened(prompt, options, model)
     room_for_reply(prompt, model.max_len, param="prompt")
     return prompt
 

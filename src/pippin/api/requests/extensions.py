@@ -15,6 +15,8 @@ def with_our_names(body: Body) -> Body:
     """Of a checked request."""
     found = {name: body.get(name) for name in RENAMED if body.has(name)}
     fields = {name: body.get(name) for name in body.fields() if name not in found}
+    if found.get("n_predict") == -1:
+        del found["n_predict"]
     for name, value in found.items():
         _put(body, fields, RENAMED[name], name, value)
     if body.has("guided_choice"):

@@ -24,6 +24,8 @@ class Options:
     timeout_s: float | None
     most_tokens: int | None  # that the server gives a reply
     max_schema_bytes: int  # of a grammar
+    kept_tokens: int | None = None  # the last ones of a prompt; -1: as many as fit
+    add_special_tokens: bool | None = None  # the tokenizer's own; None: as the dialect does
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from pippin.api.dialects.messages.conversation import parse_conversation
-from pippin.api.dialects.shared_options import read_options
+from pippin.api.dialects.shared_options import read_options, template_variables
 from pippin.api.fields.anthropic import COUNT_TOKENS, EFFORTS, MESSAGES
 from pippin.api.fields.client_tools import client_tool
 from pippin.api.model_info import RequestRules
@@ -30,6 +30,8 @@ _CLIENT_TOOL_FIELDS = {"type", "name", "cache_control", "strict", "max_character
 _HARMLESS_TOOL_FIELDS = {"eager_input_streaming", "input_examples"}
 _SAME_FIELDS = (
     *("max_tokens", "temperature", "top_p", "top_k", "speculate", "stream", "priority", "timeout"),
+    *("min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "stop_token_ids", "min_tokens", "ignore_eos"),
 )
 _KEEP_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 
@@ -53,6 +55,7 @@ def parse_message_request(
         tool_use=_tools(body),
         reasoning_effort=_effort(body),
         effort_field="output_config.effort" if body.has("output_config") else "thinking",
+        template_variables=template_variables(body),
         leniency=body.leniency,
     )
 

@@ -21,7 +21,7 @@ class ItemForm:
 
     type: str
     prefix: str  # of ids
-    field: str  # that has the text, or its one part
+    text_field: str  # that has the text, or its one part
     text_event: str
     index: str = ""  # of the part, in its events; "": the text is in no part
     part_type: str = ""
@@ -31,13 +31,13 @@ class ItemForm:
     delta: Mapping[str, Any] = field(default_factory=dict)  # and of its deltas
 
     def new(self, **fields: Any) -> Item:
-        own: Item = {self.field: [] if self.index else ""}
+        own: Item = {self.text_field: [] if self.index else ""}
         started = {"id": new_id(self.prefix), "type": self.type, "status": "in_progress"}
         return {**started, **self.empty, **own, **fields}
 
     def filled(self, item: Item, text: str) -> Item:
         value = [self.part_of(text)] if self.index else text
-        return item | {self.field: value, "status": "completed"}
+        return item | {self.text_field: value, "status": "completed"}
 
     def part_of(self, text: str) -> Item:
         return {"type": self.part_type, "text": text, **self.part}

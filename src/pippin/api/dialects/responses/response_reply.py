@@ -121,7 +121,7 @@ class ResponsesDialect(BlockStream):
         if kind == self.SHELL_CALL:
             return self._end_shell_call(complete=complete)
         form, text = self._form, self._text
-        value = {"text" if form.index else form.field: text, **form.place, **form.delta}
+        value = {"text" if form.index else form.text_field: text, **form.place, **form.delta}
         if form is FUNCTION:
             value["name"] = self._item["name"]
         done = self._item_event(f"response.{form.text_event}.done", **value)

@@ -9,15 +9,17 @@ from pippin.api.dialects.openai_tools import read_responses_tools
 from pippin.api.dialects.responses.items import Item, messages_of, read_items
 from pippin.api.dialects.responses.reasoning import ReasoningForm
 from pippin.api.dialects.responses.response_store import ResponseStore, StoredTurn
-from pippin.api.dialects.shared_options import read_options
+from pippin.api.dialects.shared_options import read_options, template_variables
 from pippin.api.fields.openai import INPUT_TOKENS, RESPONSES
+from pippin.api.fields.shared import SAMPLING
 from pippin.api.model_info import RequestRules
 from pippin.api.requests.body import Body
+from pippin.api.requests.extensions import effort_of, with_our_names
 from pippin.api.requests.neutral_request import ChatRequest
 
 _SAME_FIELDS = (
-    *("temperature", "top_p", "stream", "stream_options", "max_output_tokens", "seed", "top_k"),
-    *("min_p", "stop", "speculate", "priority", "timeout", "cache_salt"),
+    *("stream", "stream_options", "max_output_tokens", "priority", "timeout", "cache_salt"),
+    *(name for name in SAMPLING if name != "n"),
 )
 
 
@@ -47,6 +49,8 @@ def parse_counted_request(fields: Any, rules: RequestRules, stored: ResponseStor
 
 
 def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> ResponsesRequest:
+    effort, effort_field = effort_of(body)
+    body = with_our_names(body)
     store = body.get("store", stored.enabled)
     if store and not stored.enabled:
         body.ignore("store", "this server stores no responses (--stored-responses)")
@@ -60,9 +64,10 @@ def _read_request(body: Body, rules: RequestRules, stored: ResponseStore) -> Res
         options=options,
         messages=messages_of(body, before, items),
         tool_use=read_responses_tools(body),
-        reasoning_effort=body.get("reasoning", {}).get("effort"),
+        reasoning_effort=effort,
+        template_variables=template_variables(body),
         messages_field="input",
-        effort_field="reasoning.effort",
+        effort_field=effort_field,
         leniency=body.leniency,
     )
     echo = {

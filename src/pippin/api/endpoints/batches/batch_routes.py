@@ -62,8 +62,7 @@ class BatchRoutes:
     async def _cancel(self, request: Request) -> Response:
         read_query(request, fields.NO_FIELDS, self._rules)
         batch = self._batch_of(request)
-        await self._batches.cancel(self._of(request), batch)
-        return JSONResponse(batch.wire())
+        return JSONResponse(await self._batches.cancel(self._of(request), batch))
 
     def _of(self, request: Request) -> BatchOwner:
         return self._batches.of(owner_of(request.scope))

@@ -1,4 +1,4 @@
-"""Ollama's endpoints about models: version, tags, show, ps. Knows no field of a reply."""
+"""Ollama's endpoints about models: version, tags, show, ps, copy. Knows no field of a reply."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from starlette.routing import Route
 
 from pippin.api.dialects.ollama.ollama_reply import rfc3339
 from pippin.api.endpoints.app_state import AppState
-from pippin.api.fields.ollama import LATEST, SHOW
+from pippin.api.fields.ollama import COPY, LATEST, SHOW
 from pippin.api.http.http_errors import JSONResponse
 from pippin.api.http.request_log import record_of
+from pippin.api.requests.body import shown
 from pippin.api.requests.leniency import Leniency
 
 # Of Ollama. Clients refuse servers that are older than what they use: VS Code's Copilot asks for
@@ -34,6 +35,7 @@ class OllamaModels:
             Route("/api/tags", self._tags),
             Route("/api/ps", self._ps),
             Route("/api/show", self._show, methods=["POST"]),
+            Route("/api/copy", self._copy, methods=["POST"]),
         ]
         if not self._state.config.page:  # which is at / otherwise
             routes.append(Route("/", self._greet, include_in_schema=False))
@@ -67,6 +69,21 @@ class OllamaModels:
 
         record_of(request.scope).ignored = (await self._state.read(request, check)).header()
         return JSONResponse(self._shown())
+
+    async def _copy(self, request: Request) -> Response:
+        """A copy is another name, and names are set at start: one that is known is made already."""
+
+        def check(fields: Any) -> None:
+            body = self._state.rules.body(fields)
+            COPY.check(body, self._state.rules)
+            name = body.required_string("destination").removesuffix(LATEST)
+            accepted = self._model.accepted_names
+            if accepted is not None and name not in accepted:
+                what = "is a new name, and names are set when the server starts: use --alias"
+                raise body.error("destination", f"{shown(name)} {what}")
+
+        await self._state.read(request, check)
+        return Response()
 
     def _shown(self) -> dict[str, Any]:
         text, family = self._state.text, self._model.checkpoint.family
