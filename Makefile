@@ -25,7 +25,7 @@ export PIP_NO_COMPILE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # The first Python that is new enough; a version manager's shim that does not run is passed over.
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
 # What is computed on: an NVIDIA GPU, by torch, and by mlx too if its driver knows CUDA 13; or the
@@ -76,7 +76,7 @@ bench-short: install
 	@exec $(RUN) pippin bench compare --only prefill decode-1 decode-4 --rounds 1 $(ARGS)
 
 dist: install-dev
-	@$(VENV)/bin/python tools/dist.py
+	@$(VENV)/bin/python tools/dist.py $(ARGS)
 
 install: $(VENV)/installed
 

@@ -1,12 +1,14 @@
 """Build pippin (sdist and wheel) and pippin-demo (wheel), and check them: `make dist`.
 
-    python tools/dist.py [FOLDER]          default: dist
+    python tools/dist.py [--release TAG] [FOLDER]          default: dist
 
 What is wrong with one is an error: too large, a file that git ignores or one left out, a
-long description that does not render or links into nowhere, metadata that is missing. Builds with
+long description that does not render or links into nowhere, metadata that is missing; of a
+release also a tag that is not the version, and addresses that are placeholders. Builds with
 what is installed (pip install -e ".[dev]"), so without a network.
 """
 
+import argparse
 import email.message
 import email.parser
 import io
@@ -30,7 +32,13 @@ MODEL_FILES = {
 
 
 def main() -> None:
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "dist").resolve()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--release", metavar="TAG", help="check that TAG may be published")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist")
+    given = parser.parse_args()
+    if given.release is not None:
+        check_release(given.release)
+    out = given.folder.resolve()
     for old in [*out.glob("pippin*.whl"), *out.glob("pippin-*.tar.gz")]:
         old.unlink()
     build(ROOT, out)
@@ -47,9 +55,20 @@ def main() -> None:
     check_demo(demo)
     for path in (wheel, demo):
         check_metadata(path)
-    addresses = re.findall(rf"https://{re.escape(PLACEHOLDER)}\S*", (ROOT / "pyproject.toml").read_text())
-    if addresses:
+    if names_placeholder():
         print(f"Not for a release yet: pyproject.toml names {PLACEHOLDER} as the project's address.")
+
+
+def check_release(tag: str) -> None:
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "src/pippin/version.py").read_text())
+    if version is None or tag != f"v{version[1]}":
+        sys.exit(f"the tag is {tag} and the version {version and version[1]}: they must agree")
+    if names_placeholder():
+        sys.exit(f"pyproject.toml names {PLACEHOLDER} as the project's address: set the real one")
+
+
+def names_placeholder() -> bool:
+    return f"https://{PLACEHOLDER}" in (ROOT / "pyproject.toml").read_text()
 
 
 def build(project: Path, out: Path, *options: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -237,6 +238,20 @@ def test_enough_files_may_be_open(
     monkeypatch.setattr("resource.setrlimit", lambda _, limits: asked.append(limits))
     connection.allow_open_files(LimitsConfig())
     assert asked == ([] if raised is None else [(raised, 5000)])
+
+
+def test_a_system_that_refuses_more_open_files_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """macOS reports no hard limit, and refuses what exceeds the kernel's."""
+
+    def refuses(*_: object) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr("resource.setrlimit", refuses)
+    connection.allow_open_files(LimitsConfig(max_connections=20_000))
+    assert "20000 need 20192 open files, and the system allows 256" in caplog.text
 
 
 def test_the_servers_socket_is_one_that_asyncio_sends_small_pieces_on_at_once() -> None:

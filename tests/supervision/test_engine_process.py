@@ -127,9 +127,12 @@ def test_an_engine_that_cannot_be_started_leaves_nothing_behind(
         raise BlockingIOError("no more processes")
 
     def exits_at_once(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
-        children.append(subprocess_popen([sys.executable, "-c", ""], **kwargs))
-        os.waitid(os.P_PID, children[0].pid, os.WEXITED | os.WNOWAIT)
-        return children[0]
+        child = subprocess_popen([sys.executable, "-c", ""], stdout=subprocess.PIPE, **kwargs)
+        assert child.stdout is not None
+        with child.stdout:
+            child.stdout.read()  # until it exits; os.waitid is not on every macOS
+        children.append(child)
+        return child
 
     subprocess_popen = subprocess.Popen
     for start, error in ((fails, BlockingIOError), (exits_at_once, BrokenPipeError)):

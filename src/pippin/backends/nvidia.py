@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import sys
+import platform
 from typing import Any
 
 COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 def compute_capability() -> tuple[int, int] | None:
     """Of the first GPU that CUDA_VISIBLE_DEVICES leaves, such as (9, 0); None without a GPU."""
-    if sys.platform != "linux":
+    if platform.system() != "Linux":
         return None
     try:
         driver = ctypes.CDLL("libcuda.so.1")

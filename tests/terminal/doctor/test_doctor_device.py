@@ -28,6 +28,15 @@ MAC = {
     "memory_size": 128 * GIB,
     "resource_limit": 499_000,
 }
+# What mlx 0.32 tells of the virtual Mac (macos-15) on which workflows of GitHub run.
+VIRTUAL_MAC = {
+    "device_name": "Apple Paravirtual device",
+    "architecture": "air64_v27",
+    "max_buffer_length": 3_758_096_384,
+    "max_recommended_working_set_size": 5_010_800_640,
+    "memory_size": 7_516_192_768,
+    "resource_limit": 499_000,
+}
 NAMES = (environment.TF32, environment.CUDA_GRAPHS, *environment.BUFFER_LIMITS)
 
 
@@ -64,6 +73,17 @@ def test_a_mac_s_limits_are_reported() -> None:
     assert findings["Metal buffers"].numbers == {"buffers": 249_500}
     assert "TF32" in findings
     assert "BLAS" not in findings
+
+
+@pytest.mark.usefixtures("on_a_mac")
+def test_a_virtual_mac_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda *_: VIRTUAL_MAC)
+    findings = found()
+    assert findings["device"].value == "metal: Apple Paravirtual device (air64_v27)"
+    assert findings["Metal maxBufferLength"].value.startswith("3.8 GB")
+    assert {finding.level for finding in findings.values()} == {"info"}
+    assert devices.gpu_cores() > 0
+    assert not devices.has_matrix_units()
 
 
 @pytest.mark.usefixtures("on_a_mac")

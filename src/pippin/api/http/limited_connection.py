@@ -11,6 +11,7 @@ h11 refuses heads of more than 16 KiB. What it cannot parse gets an error of the
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import sys
 from collections.abc import Callable
@@ -39,6 +40,8 @@ NUM_REFUSED = 64
 LINGER_SECONDS = 1.0
 SPARE_FILES = 128  # for other files of the process
 
+logger = logging.getLogger(__name__)
+
 
 def uvicorn_config(app: ASGIApp, limits: LimitsConfig, **options: Any) -> uvicorn.Config:
     """For a server with `limits`; `options` are uvicorn's own."""
@@ -62,7 +65,17 @@ def allow_open_files(limits: LimitsConfig) -> None:
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (ValueError, OSError) as error:  # macOS has a limit below an infinite `hard`
+            logger.warning(
+                "connections: %d need %d open files, and the system allows %d (%s): "
+                "lower --max-connections, or raise `ulimit -n`",
+                limits.max_connections,
+                wanted,
+                soft,
+                error,
+            )
 
 
 class LimitedConnection(H11Protocol):
