@@ -104,7 +104,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish() -> None:
     """From here on there is garbage, and only what tests make is looked through for it."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

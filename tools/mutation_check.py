@@ -35,6 +35,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tools" / "mutants"
 TRUST = "--trust-tests"
 PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")  # what is used of those installed
+# What is not used of pytest's own: to set them up takes as long as most tests.
+UNUSED = (
+    *("doctest", "faulthandler", "junitxml", "legacypath", "pastebin", "setuponly", "setupplan"),
+    *("stepwise", "subtests", "unittest", "unraisableexception"),
+)
 OPTIONS = (
     *("-x", "-q", "--assert=plain", "--tb=line", "-p", "no:cacheprovider", "--noconftest"),
     "--hypothesis-profile=notice",
@@ -104,7 +109,8 @@ def run_tests(project: Path, tests: Iterable[str], output: Path) -> None:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     status, calls = BROKEN, Calls()
     try:
-        plugins = itertools.chain.from_iterable(("-p", name) for name in PLUGINS)
+        names = (*PLUGINS, *(f"no:{name}" for name in UNUSED))
+        plugins = itertools.chain.from_iterable(("-p", name) for name in names)
         status = int(pytest.main([*plugins, *OPTIONS, *tests], plugins=[calls]))
         if status == pytest.ExitCode.TESTS_FAILED and not calls.failed:
             status = BROKEN

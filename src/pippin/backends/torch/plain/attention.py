@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.nn.attention.bias import causal_lower_right
+
+if torch.cuda.is_available():  # it imports torch's compiler, which takes seconds
+    from torch.nn.attention.bias import causal_lower_right
 
 
 def attend_rows(
