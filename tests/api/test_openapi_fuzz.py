@@ -6,7 +6,6 @@ the tests.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
