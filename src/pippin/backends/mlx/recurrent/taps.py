@@ -9,7 +9,7 @@ The blocked recurrences carry the state from block to block anyway, so a checkpo
 
 The last entry of a layer is its final state, also where the last block is short. A row that
 ends early (masked to the right) keeps its own final state in every later entry. A recurrence that
-pays for each state is told which are wanted and records these alone, by the same numbers `n`.
+pays for each state asks which are wanted and records these alone, by the same numbers `n`.
 """
 
 from __future__ import annotations
