@@ -117,6 +117,12 @@ class Family:
         return {**config, "text_config": text} if "text_config" in config else text
 
 
+GLM: tuple[tuple[str, Any], ...] = (
+    *(("model_type", "glm4_moe"), ("num_key_value_heads", 2), ("rope_scaling", None)),
+    *(("use_qk_norm", True), ("attention_bias", False), ("partial_rotary_factor", 0.5)),
+    *(("n_group", 1), ("topk_group", 1), ("routed_scaling_factor", 1.0)),
+    *(("norm_topk_prob", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+)
 FAMILIES = (
     Family("llama"),
     Family("qwen3"),
@@ -125,6 +131,8 @@ FAMILIES = (
     Family("gpt_oss", 2),
     Family("qwen3_5", 2),
     Family("qwen3_5_moe", 2),
+    Family("glm4_moe", 1, "deepseek_v3", GLM),
+    Family("deepseek_v3"),  # latents: rows are cohorts
 )
 
 
@@ -213,6 +221,7 @@ def decode_step(loaded: LoadedModel) -> Counter[str]:
     rows = DecodeRows(loaded.layout, loaded.attention)
     slots = range(1, ROWS + 1)
     rows.join([(slot, prompt(loaded, PREFIX)) for slot in slots])
+    rows.flush()  # cohorts that joined one by one become one
     mx.eval(rows.arrays())
     forward = DecodeForward(loaded.layout, loaded.forward, compiled=True)
     results: list[Any] = []

@@ -26,6 +26,8 @@ BUDGETS = {
     "qwen3_moe": (23, 38),  # 9 to choose experts and to add them up
     "gpt_oss": (25, 42),  # and a bias for each product of an expert
     "qwen3_5_moe": (28.5, 48.5),  # and an expert for every token
+    "glm4_moe": (27, 43),
+    "deepseek_v3": (55, 45),  # latents: plain operations over main and tail
 }
 
 
