@@ -12,6 +12,7 @@ import pytest
 
 from pippin import cli
 from pippin.bench.client.load import Load, RequestSizes
+from pippin.bench.in_process.speculate import PARTS
 from pippin.bench.results.report import Report, number
 from pippin.config import Config, EngineConfig, ModelConfig
 from processes import environment
@@ -124,6 +125,7 @@ def test_prefix_and_features_take_parts_and_the_engine_s_options(
         ["one-batch", "--batch", "1,3", "--input", "40", "--output", "16", "--repeats", "1"],
         ["features", "--only", "overlap", "--streams", "2", "--output", "16", "--pairs", "2"],
         ["growth", "--only", "requests"],
+        ["speculate", "--rows", "1,3", "--output", "24", "--pairs", "1"],
     ],
 )
 def test_every_offline_benchmark_prints_what_it_measured(
@@ -142,6 +144,9 @@ def test_every_offline_benchmark_prints_what_it_measured(
         ],
         "features": lambda: [f"{data['overlap']['tokens_per_second']['ratio']:.3f}x"],
         "growth": lambda: [number(y) for _, y in data["requests"]],
+        "speculate": lambda: [
+            f"{row['ratio']:.3f}x" for part in PARTS for row in data[part] if row["rows"] in (1, 3)
+        ],
     }[argv[0]]()
     assert measured
     assert all(f"| {value} |" in table.read_text() for value in measured)
@@ -152,6 +157,7 @@ def test_a_mistake_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["one-batch", "--batch", "1,x"], "--batch"),
         (["growht"], 'Did you mean "growth"?'),
         (["growth", "--only", "depth"], "no part 'depth'"),
+        (["speculate", "--backend", "fake", "--only", "depth"], "no part 'depth'"),
         (["features", "--no-overlap"], "Unknown option: --no-overlap"),
         (["prefix", "--no-prefix-cache"], "Unknown option: --no-prefix-cache"),
         (

@@ -35,6 +35,8 @@ Priority = int | Sequence[int]
 class RequestOptions(TypedDict, total=False):
     priority: Priority  # higher starts first; one for all prompts, or one each. Default: 0
     cache_salt: str | None  # requests with different salts share no cached prefix
+    # The reply that is expected to each prompt, from which drafts are taken with `speculate`.
+    predictions: Sequence[PromptInput] | None
 
 
 @dataclass
@@ -93,7 +95,11 @@ class OfflineRequests:
         return self._open(prompts, params, **options)
 
     def embeddings(
-        self, prompts: Prompts, priority: Priority = 0, cache_salt: str | None = None
+        self,
+        prompts: Prompts,
+        priority: Priority = 0,
+        cache_salt: str | None = None,
+        predictions: None = None,
     ) -> list[Submit]:
         encoded = [self._completion_prompt(prompt) for prompt in _as_prompts(prompts)]
         if not encoded:
@@ -115,13 +121,17 @@ class OfflineRequests:
         params: Params,
         priority: Priority = 0,
         cache_salt: str | None = None,
+        predictions: Sequence[PromptInput] | None = None,
     ) -> list[GeneratedSequence]:
         count, salt = len(prompts), check_salt(cache_salt)
         all_params: Sequence[SamplingParams] = _for_each(self._checked(params), count, "params")
         priorities: Sequence[int] = _for_each(priority, count, "priority")
+        expected: Sequence[PromptInput] = [""] * count if predictions is None else predictions
+        _for_each(expected, count, "predictions")
         request_id = str(next(self._ids))
         sequences: list[GeneratedSequence] = []
-        for prompt, chosen, level in zip(prompts, all_params, priorities, strict=True):
+        each = zip(prompts, all_params, priorities, expected, strict=True)
+        for prompt, chosen, level, prediction in each:
             room = room_for_reply(prompt, self._max_len, param="prompt")
             sequences += open_sequences(
                 request_id,
@@ -131,20 +141,31 @@ class OfflineRequests:
                 first_index=len(sequences),
                 priority=check_priority(level),
                 salt=salt,
+                prediction=self._prediction(prediction),
             )
         return sequences
+
+    def _prediction(self, given: PromptInput) -> Sequence[int]:
+        if not given:
+            return ()
+        if isinstance(given, str):
+            return self._text.tokenizer.encode_inside(given)[: self._max_len]
+        return self._tokens(given, "predictions")[: self._max_len]
 
     def _completion_prompt(self, given: PromptInput) -> Prompt:
         if isinstance(given, str):
             return completion_prompt(given, self._text)
+        return completion_prompt(self._tokens(given, "prompt"), self._text)
+
+    def _tokens(self, given: Sequence[int], name: str) -> list[int]:
         tokens = [operator.index(token) for token in given]  # numpy's integers too
         if not are_token_ids(tokens, self._vocab_size):
             raise RequestError(
-                f"prompt is a list of {len(tokens):,} integers; "
+                f"{name} is a list of {len(tokens):,} integers; "
                 f"it must be {token_ids_in_words(self._vocab_size)}",
-                param="prompt",
+                param=name,
             )
-        return completion_prompt(tokens, self._text)
+        return tokens
 
     def _checked(self, params: Params) -> SamplingParams | list[SamplingParams]:
         if params is None:

@@ -1,4 +1,4 @@
-"""`pippin bench one-batch`, `growth`, `prefix` and `features`: options of each."""
+"""`pippin bench one-batch`, `growth`, `prefix`, `features` and `speculate`: options of each."""
 
 from __future__ import annotations
 
@@ -109,5 +109,40 @@ def features(
 
     report = features(
         config, only=only or (), num_streams=streams, num_tokens=output, num_pairs=pairs
+    )
+    report.publish(outputs)
+
+
+@takes_config("model", "engine", without=("prefix_cache", "speculate"))
+def speculate(
+    config: Config,
+    *,
+    only: Names = None,
+    rows: Numbers = None,
+    output: Count = 128,
+    pairs: Count = 5,
+    outputs: Files = PRINT_ONLY,
+) -> None:
+    """Measure what drafts gain and cost: the same replies with and without them, in turn.
+
+    oracle: drafts that are right at 0, 50, 80 and 100% of places. edits: each request predicts its
+    reply, with one word changed. new: sampled stories. mtp: greedy stories with the MTP head of the
+    checkpoint, where it has one.
+
+    Parameters
+    ----------
+    only
+        Parts to run: oracle, edits, new, mtp. Default: all.
+    rows
+        Batch sizes to measure. Default: 1,4,8,32.
+    output
+        Length of the longest reply of a batch, in tokens; the shortest has half of it.
+    pairs
+        Number of pairs of runs, one with drafts and one without; ratios are computed within a pair.
+    """
+    from pippin.bench.in_process.speculate import speculate
+
+    report = speculate(
+        config, only=only or (), rows=rows or (1, 4, 8, 32), num_tokens=output, num_pairs=pairs
     )
     report.publish(outputs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
 
 from pippin.scheduler.pacing.costs import size_class
 
@@ -28,12 +27,12 @@ class _Point:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     seen_at: int = 0
 
-    took: float = 0.0  # the median
+    took: float = 0.0  # the median; of an even number the upper one
 
     def add(self, drafts: float, seconds: float, seen_at: int) -> None:
         self.drafts, self.seen_at = drafts, seen_at
         self.seconds.append(seconds)
-        self.took = median(self.seconds)
+        self.took = sorted(self.seconds)[len(self.seconds) // 2]
 
     @property
     def known(self) -> bool:

@@ -22,6 +22,8 @@ from pippin.scheduler.running_slot import RunningSlot
 from pippin.scheduler.speculation.depth import Candidate, DepthPolicy
 from pippin.scheduler.speculation.drafter import NO_GUESS, DeviceDrafter, Drafter, Guess
 
+PATIENCE = 16  # looks for drafts that were in vain: then
+STEPS_BETWEEN_LOOKS = 4  # looking takes the host's time too
 BY_DEVICE = -1  # the class of confidence of the device's drafts
 
 
@@ -58,6 +60,7 @@ class Speculation:
     policy: DepthPolicy | None = None  # None: as deep as that
     device: DeviceDrafter | None = None
     _confidences: dict[int, dict[str, int]] = field(default_factory=dict)  # by step in flight
+    _num_unused: int = 0  # times in a row that drafts were looked for, and none was worth a step
 
     @property
     def no_counts(self) -> dict[str, DraftCounts]:
@@ -69,11 +72,11 @@ class Speculation:
         self, step: int, rows: Sequence[RunningSlot], num_rows: int
     ) -> dict[RunningSlot, Draft]:
         """For rows of replies, all that sample in a step of `num_rows`."""
+        if self._rests(step, num_rows):
+            return {running: self._left(running) for running in rows if running.num_drafts}
         may = [running for running in rows if may_speculate(running.request)]
         if self.drafter is not None:
             self.drafter.prepare(running.request for running in may)
-        if self.policy is not None and not self.policy.allows(num_rows):
-            return {running: self._left(running) for running in may if running.num_drafts}
         offers = [self._offer(running) for running in may]
         depths = [offer.depth for offer in offers]
         if self.policy is not None:
@@ -82,11 +85,20 @@ class Speculation:
                 for offer in offers
             ]
             depths = self.policy.choose(num_rows, candidates)
+            self._num_unused = 0 if any(depths) else self._num_unused + 1
         self._confidences[step] = {o.running.request.id: o.confidence for o in offers}
         return {
             offer.running: self._draft(offer, depth)
             for offer, depth in zip(offers, depths, strict=True)
         }
+
+    def _rests(self, step: int, num_rows: int) -> bool:
+        """Whether this step has no new drafts, so that none need be looked for."""
+        if self.policy is None:
+            return False
+        if self._num_unused >= PATIENCE and step % STEPS_BETWEEN_LOOKS:
+            return True
+        return not self.policy.allows(num_rows)
 
     def settle(
         self,
@@ -101,10 +113,11 @@ class Speculation:
         confidences = self._confidences.pop(plan.step, {})
         for row in plan.decode:
             running = owners[row.slot]
-            accepted = len(result.tokens[row.slot]) - 1 if row.samples else 0
-            running.settle(row.depth, accepted)
             if not row.depth:
+                running.num_extra = 0
                 continue
+            accepted = len(result.tokens[row.slot]) - 1
+            running.settle(row.depth, accepted)
             metrics.add_drafts(self._name(row), row.depth, accepted)
             request = running.request
             if request.finish is None:

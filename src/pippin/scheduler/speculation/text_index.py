@@ -56,7 +56,11 @@ class TextIndex:
         end = self._len + len(tokens)
         if end > len(self._text):
             self._allocate(max(end, 2 * len(self._text)), self._text[: self._len])
-        self._text[self._len : end] = tokens
+        if len(tokens) < FEW:
+            for at, token in enumerate(tokens, self._len):
+                self._tokens[at] = token
+        else:
+            self._text[self._len : end] = tokens
         self._len = end
 
     def tail(self) -> list[int]:
@@ -71,9 +75,10 @@ class TextIndex:
         """Catch up by at most so many tokens; returns by how many."""
         start, end = self._indexed + 1, min(self._len, self._indexed + num_tokens)
         if end - start < FEW:
+            text, chain, first = self._tokens, self._chain, self._first
             for at in range(start, end + 1):
-                bucket = self._bucket(*self._tokens[at - MIN_MATCH : at].tolist())
-                self._chain[at], self._first[bucket] = self._first[bucket], at
+                bucket = self._bucket(text[at - 3], text[at - 2], text[at - 1])
+                chain[at], first[bucket] = first[bucket], at
         else:
             self._index_many(start, end)
         self._indexed = max(self._indexed, end)
@@ -84,7 +89,11 @@ class TextIndex:
         if len(tail) < MIN_MATCH:
             return None
         text, chain = self._tokens, self._chain
-        place = self._first[self._bucket(*tail[-MIN_MATCH:])]
+        place = self._first[self._bucket(tail[-3], tail[-2], tail[-1])]
+        if place == self._len:  # the end of this text itself
+            place = chain[place]
+        if not place:
+            return None
         most = min(len(tail), MAX_MATCH)
         best, best_end = MIN_MATCH - 1, 0
         followers: list[int] = []
@@ -128,8 +137,8 @@ class TextIndex:
         self._tokens, self._chain = self._text.data, self._before.data
         self._first = self._heads.data
 
-    def _bucket(self, *tokens: int) -> int:
-        mixed = sum(token * factor for token, factor in zip(tokens, FACTORS, strict=True))
+    def _bucket(self, a: int, b: int, c: int) -> int:
+        mixed = a * FACTORS[0] + b * FACTORS[1] + c * FACTORS[2]
         return (mixed & WORD) >> (32 - self._bits)
 
     def _index_many(self, start: int, end: int) -> None:
