@@ -136,6 +136,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "bench": {"", "types", "amounts", "config", "metrics"},
     "bench.in_process.ceilings": {"bench", "backends.mlx.cpu.blas"},
+    "bench.in_process.speculate": {
+        *("", "bench", "config", "offline.offline_requests"),
+        *("scheduler.request", "scheduler.speculation.oracle"),
+    },
     **dict.fromkeys(["", "__main__", "cli"], ANYTHING),
 }
 FOREIGN = {

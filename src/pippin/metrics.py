@@ -44,6 +44,7 @@ class StepRecord:
     forwards: StepForwards = field(default_factory=StepForwards)
     drafts: int = 0  # that its rows verified
     accepted: int = 0  # of these
+    drafts_left: int = 0  # that the device made for the next step
 
     @property
     def host_waited(self) -> bool:

@@ -181,6 +181,30 @@ def test_a_loss_stops_drafts_before_the_estimates_follow() -> None:
     assert policy.choose(1, row) == [0]
 
 
+def steps_with_drafts(seed: int) -> int:
+    """Of 200, on a machine that takes three times as long for one step in five, by chance."""
+    policy, rng, chosen = DepthPolicy(), random.Random(seed), []
+    for _ in range(400):
+        (depth,) = policy.choose(1, [Candidate("a", 4)])
+        pause = 3.0 if rng.random() < 0.2 else 1.0
+        learn(policy, pause * (1.0 + 0.2 * depth), ["a"], [depth], [min(depth, 2)])
+        chosen.append(depth)
+    return sum(depth > 0 for depth in chosen[200:])
+
+
+def test_pauses_of_a_machine_seldom_stop_drafts() -> None:
+    """They meet steps with drafts and without alike."""
+    assert sum(map(steps_with_drafts, range(5))) > 400
+
+
+def test_a_step_that_only_drafts_for_the_next_is_no_step_without_drafts() -> None:
+    policy = DepthPolicy()
+    for _ in range(20):
+        policy.observe(Timed.step(1.0, 1, 0))
+        policy.observe(Timed.step(3.0, 1, 0, drafts_left=2))
+    assert policy.costs.plain(1) == 1.0
+
+
 @pytest.mark.slow
 def test_drafts_never_cost_more_than_three_in_a_hundred_in_many_worlds() -> None:
     """Of those with many rows a quarter: they take most of the time, and lose as little."""

@@ -50,6 +50,7 @@ from pippin.offline.offline_requests import (
     Params,
     PromptInput,
     Prompts,
+    ReplyOptions,
     RequestOptions,
     offline_config,
     only_one,
@@ -85,7 +86,7 @@ class AsyncLLM:
         return cls(thread, requests, chosen.engine.max_queue)
 
     async def generate(
-        self, prompts: Prompts, params: Params = None, **options: Unpack[RequestOptions]
+        self, prompts: Prompts, params: Params = None, **options: Unpack[ReplyOptions]
     ) -> list[Completion]:
         """As `LLM.generate`. Cancelling it stops what it asked for."""
         open = partial(self._requests.completions, prompts, params, **options)
@@ -93,7 +94,7 @@ class AsyncLLM:
         return await all_or_none([self._completion(sequence) for sequence in sequences])
 
     async def chat(
-        self, messages: Conversations, params: Params = None, **options: Unpack[RequestOptions]
+        self, messages: Conversations, params: Params = None, **options: Unpack[ReplyOptions]
     ) -> list[Completion]:
         """As `LLM.chat`."""
         open = partial(self._requests.chats, messages, params, **options)
@@ -109,7 +110,7 @@ class AsyncLLM:
         self,
         prompt: PromptInput,
         params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ReplyOptions],
     ) -> AsyncGenerator[str, None]:
         """The continuation's text as it arrives. Closing the generator stops it."""
         return self._stream(partial(self._requests.completions, [prompt], params, **options))
@@ -118,7 +119,7 @@ class AsyncLLM:
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ReplyOptions],
     ) -> AsyncGenerator[str, None]:
         """The answer's text as it arrives. Closing the generator stops the reply."""
         return self._stream(partial(self._requests.chats, messages, params, **options))

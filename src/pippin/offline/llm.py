@@ -28,6 +28,7 @@ from pippin.offline.offline_requests import (
     Params,
     PromptInput,
     Prompts,
+    ReplyOptions,
     RequestOptions,
     offline_config,
     only_one,
@@ -93,7 +94,7 @@ class LLM:
         params: Params = None,
         *,
         progress: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ReplyOptions],
     ) -> list[Completion]:
         """Complete every prompt, any number at once; `n` completions each, next to each other.
 
@@ -110,7 +111,7 @@ class LLM:
         params: Params = None,
         *,
         progress: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ReplyOptions],
     ) -> list[Completion]:
         """Answer one conversation, or several at once."""
         sequences = self._requests.chats(messages, params, **options)
@@ -120,7 +121,7 @@ class LLM:
         self,
         prompt: PromptInput,
         params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ReplyOptions],
     ) -> Iterator[str]:
         """The continuation's text as it arrives. Closing the iterator stops it."""
         return self._stream(self._requests.completions([prompt], params, **options))
@@ -129,7 +130,7 @@ class LLM:
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ReplyOptions],
     ) -> Iterator[str]:
         """The answer's text as it arrives. Closing the iterator stops the reply.
 

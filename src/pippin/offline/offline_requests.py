@@ -35,6 +35,9 @@ Priority = int | Sequence[int]
 class RequestOptions(TypedDict, total=False):
     priority: Priority  # higher starts first; one for all prompts, or one each. Default: 0
     cache_salt: str | None  # requests with different salts share no cached prefix
+
+
+class ReplyOptions(RequestOptions, total=False):
     # The reply that is expected to each prompt, from which drafts are taken with `speculate`.
     predictions: Sequence[PromptInput] | None
 
@@ -83,23 +86,19 @@ class OfflineRequests:
         self._ids = itertools.count()
 
     def completions(
-        self, prompts: Prompts, params: Params, **options: Unpack[RequestOptions]
+        self, prompts: Prompts, params: Params, **options: Unpack[ReplyOptions]
     ) -> list[GeneratedSequence]:
         encoded = [self._completion_prompt(prompt) for prompt in _as_prompts(prompts)]
         return self._open(encoded, params, **options)
 
     def chats(
-        self, messages: Conversations, params: Params, **options: Unpack[RequestOptions]
+        self, messages: Conversations, params: Params, **options: Unpack[ReplyOptions]
     ) -> list[GeneratedSequence]:
         prompts = [chat_prompt(chat, self._text) for chat in _as_conversations(messages)]
         return self._open(prompts, params, **options)
 
     def embeddings(
-        self,
-        prompts: Prompts,
-        priority: Priority = 0,
-        cache_salt: str | None = None,
-        predictions: None = None,
+        self, prompts: Prompts, priority: Priority = 0, cache_salt: str | None = None
     ) -> list[Submit]:
         encoded = [self._completion_prompt(prompt) for prompt in _as_prompts(prompts)]
         if not encoded:
@@ -126,8 +125,10 @@ class OfflineRequests:
         count, salt = len(prompts), check_salt(cache_salt)
         all_params: Sequence[SamplingParams] = _for_each(self._checked(params), count, "params")
         priorities: Sequence[int] = _for_each(priority, count, "priority")
-        expected: Sequence[PromptInput] = [""] * count if predictions is None else predictions
-        _for_each(expected, count, "predictions")
+        nothing: PromptInput = ""
+        expected: Sequence[PromptInput] = _for_each(
+            [nothing] * count if predictions is None else predictions, count, "predictions"
+        )
         request_id = str(next(self._ids))
         sequences: list[GeneratedSequence] = []
         each = zip(prompts, all_params, priorities, expected, strict=True)

@@ -45,4 +45,5 @@ class Launched:
             after_pause=self.after_pause,
             drafts=self.plan.num_drafts,
             accepted=result.num_accepted,
+            drafts_left=self.plan.num_drafts_left,
         )

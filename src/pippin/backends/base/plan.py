@@ -202,6 +202,11 @@ class StepPlan:
         return sum([row.depth for row in self.decode])
 
     @property
+    def num_drafts_left(self) -> int:
+        """That the device's drafter is to leave for the next step."""
+        return sum([row.num_drafts for row in self.rows])
+
+    @property
     def samples_at_once(self) -> bool:
         """Its tokens take no forward: every prompt in it is restored whole, and no row decodes."""
         return bool(self.prefill) and not self.decode and not self.num_prefill_tokens

@@ -45,6 +45,7 @@ class Timed:
     num_prefills: int  # steps with prompts
     drafts: int = 0  # in all,
     accepted: int = 0  # and of these
+    drafts_left: int = 0  # by the device, for the next steps
 
     @classmethod
     def step(
@@ -54,10 +55,11 @@ class Timed:
         prefill_tokens: int,
         drafts: int = 0,
         accepted: int = 0,
+        drafts_left: int = 0,
     ) -> Timed:
         has_rows, has_prompts = int(decode_rows > 0), int(prefill_tokens > 0)
         rows = decode_rows, prefill_tokens, has_rows, has_prompts
-        return cls(seconds, *rows, drafts, accepted)
+        return cls(seconds, *rows, drafts, accepted, drafts_left)
 
     def with_seconds(self, seconds: float) -> Timed:
         return replace(self, seconds=seconds)

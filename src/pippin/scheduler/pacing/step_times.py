@@ -32,7 +32,7 @@ class StepTimes:
     def add(self, record: StepRecord) -> Timed | None:
         """A step that was committed; what it took, with those before it whose end was not seen."""
         dispatched, launched, resumed = record.dispatched, record.launched, record.resumed
-        rows, drafts = record.decode_rows, (record.drafts, record.accepted)
+        rows, drafts = record.decode_rows, (record.drafts, record.accepted, record.drafts_left)
         step = Timed.step(0.0, rows, record.prefill_tokens, *drafts)
         turn = resumed - max(dispatched, self._last_resumed)
         if dispatched >= self._last_resumed:  # nothing was in flight: the device had a pause

@@ -87,13 +87,16 @@ class DepthPolicy:
         return self.costs.num_since_plain(rows) <= STEPS_BETWEEN_PLAIN
 
     def observe(self, timed: Timed) -> None:
-        """Steps with prompts too show little of what drafts took."""
+        """Steps with prompts too show little of what drafts took, and steps in which the device
+        drafts for the next ones, and verifies nothing, are neither plain nor what they pay for."""
         if not timed.num_decodes or timed.num_prefills or timed.seconds <= 0.0:
+            return
+        if timed.drafts_left and not timed.drafts:
             return
         steps = timed.num_decodes
         rows = timed.decode_rows / steps
         self.costs.observe(rows, timed.drafts / steps, timed.seconds / steps)
-        plain = self.costs.plain(rows)
+        plain = self.costs.plain_mean(rows)
         if plain is None:
             return
         gained = 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from pippin.scheduler.pacing.costs import size_class
 
@@ -58,6 +59,13 @@ class DraftCosts:
         """Seconds of a step without drafts; None if unknown."""
         point = self._points.get(size_class(round(rows)), {}).get(size_class(0))
         return point.took if point is not None and point.known else None
+
+    def plain_mean(self, rows: float) -> float | None:
+        """Likewise, the mean: what steps lose or gain in all is compared with it, since a pause of
+        the machine meets steps with drafts and without alike."""
+        point = self._points.get(size_class(round(rows)), {}).get(size_class(0))
+        known = point is not None and point.known
+        return fmean(point.seconds) if point is not None and known else None
 
     def num_since_plain(self, rows: int) -> int:
         """Steps since one without drafts was seen, of about so many rows; more if few were."""
