@@ -1,29 +1,22 @@
-"""Small random checkpoints of many model families, built in memory. Knows nothing of Pippin.
+"""Small configs of one model family of each kind, which tests ask much. Knows nothing of Pippin.
 
-Weights depend only on the seed and the parameter's name, so two builds are two equal, independent
-models: one to serve, one to stay plain mlx-lm. Their scales are chosen so that what a model says
-next depends on all it has read, and greedy choices are clear. Where there are experts, every token
-goes to all of them, each with its weight: to choose some would be a choice that rounding can tip,
-inside the model, where no test sees it.
+Where there are experts, every token goes to all of them, each with its weight: to choose some would
+be a choice that rounding can tip, inside the model, where no test sees it. every_family.py has the
+other families, which tests ask little.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
-import zlib
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-from mlx.utils import tree_map_with_path
+
+from small_models import Config, build_from
 
 VOCAB = 256
 NUM_EXPERTS = 4
 WINDOW = 32  # of the families with sliding windows: shorter than a chunk and than a tail
-
-Config = dict[str, Any]
 
 _SIZES: Config = {
     "vocab_size": VOCAB,
@@ -117,6 +110,15 @@ CONFIGS: dict[str, Config] = {
             "original_max_position_embeddings": 128,
         },
     },
+    "gemma2": _SIZES
+    | {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,
+        "sliding_window": 2048,  # which mlx-lm does not know
+        "initializer_range": 0.05,
+    },
     "gemma3": _SIZES
     | {
         "model_type": "gemma3_text",
@@ -139,6 +141,46 @@ CONFIGS: dict[str, Config] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "tie_word_embeddings": True,
     },
+    "gemma3n": _text(
+        _SIZES
+        | {
+            "model_type": "gemma3n",
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "head_dim": 16,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 8,
+            "sliding_window": WINDOW,
+            "rope_local_base_freq": 1e4,
+            "final_logit_softcapping": 30.0,
+            "activation_sparsity_pattern": [0.5] + [0.0] * 5,
+            "altup_num_inputs": 2,
+            "altup_coef_clip": 120.0,
+            "altup_correct_scale": True,
+            "altup_active_idx": 0,
+            "laurel_rank": 8,
+            "initializer_range": 0.05,
+            "tie_word_embeddings": True,
+        }
+    ),
+    "llama4": _text(
+        _SIZES
+        | {
+            "model_type": "llama4",
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "attention_chunk_size": WINDOW,
+            "attention_bias": False,
+            "use_qk_norm": True,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 1,  # mlx-lm sends a token to one expert
+            "num_experts_per_tok": 1,
+            "rope_scaling": None,
+            "floor_scale": 16,
+        }
+    ),
     "mamba2": _SIZES
     | {
         "model_type": "mamba2",
@@ -204,28 +246,6 @@ CONFIGS: dict[str, Config] = {
         "block_auto_adjust_ff_dim": True,
         "full_attn_idxs": [1, 3],
     },
-    "granitemoehybrid": _SIZES
-    | {
-        "model_type": "granitemoehybrid",
-        "num_hidden_layers": 3,
-        "layer_types": ["mamba", "attention", "mamba"],
-        "attention_bias": False,
-        "embedding_multiplier": 2.0,
-        "attention_multiplier": 0.25,
-        "logits_scaling": 0.5,
-        "residual_multiplier": 0.8,
-        "num_local_experts": NUM_EXPERTS,
-        "num_experts_per_tok": NUM_EXPERTS,
-        "shared_intermediate_size": 32,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_proj_bias": False,
-        "mamba_d_state": 16,
-        "mamba_d_conv": 4,
-        "mamba_n_groups": 1,
-        "mamba_conv_bias": True,
-        "position_embedding_type": "nope",
-    },
     "deepseek_v3": _LATENT
     | {
         "model_type": "deepseek_v3",
@@ -239,11 +259,8 @@ CONFIGS: dict[str, Config] = {
             "beta_slow": 1,
         },
     },
-    "glm4_moe_lite": _LATENT
-    | {
-        "model_type": "glm4_moe_lite",
-        "partial_rotary_factor": 1.0,
-    },
+    "deepseek_v32": _LATENT
+    | {"model_type": "deepseek_v32", "index_head_dim": 16, "index_n_heads": 8, "index_topk": 24},
     "kimi_linear": _SIZES
     | {
         "model_type": "kimi_linear",
@@ -277,7 +294,8 @@ CONFIGS: dict[str, Config] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
 }
-FAMILIES = tuple(CONFIGS)
+# The other one is as qwen3_5 in all that a cache sees.
+FAMILIES = tuple(name for name in CONFIGS if name != "qwen3_5_moe")
 
 # Its rotation depends on the length of the longest row, so rows cannot share a forward.
 LLAMA_DYNAMIC: Config = _SIZES | {
@@ -294,44 +312,3 @@ def build(family: str, *, seed: int = 0) -> tuple[nn.Module, Config]:
         nn.quantize(model, group_size=32, bits=4)
         mx.eval(model.parameters())
     return model, config
-
-
-def build_from(config: Config, *, seed: int = 0) -> nn.Module:
-    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(_copy(config)))
-
-    def draw(path: str, array: mx.array) -> mx.array:
-        rng = np.random.default_rng([seed, zlib.crc32(path.encode())])
-        return mx.array(_draw(path, array.shape, rng).astype(np.float32))
-
-    model.update(tree_map_with_path(draw, model.parameters()))
-    model.eval()
-    mx.eval(model.parameters())
-    return model
-
-
-def _draw(path: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Values by the parameter's role, which its name and shape tell."""
-    name = path.split(".")[-1]
-    noise = rng.standard_normal(shape)
-    if name == "A_log":  # memories of a few tokens to a few hundred
-        return rng.uniform(-5.0, 0.0, shape)
-    if name == "dt_bias":
-        return rng.uniform(-2.0, 1.0, shape)
-    if name == "D" or (name == "weight" and len(shape) == 1):
-        return 1.0 + 0.1 * noise
-    if len(shape) == 1:  # biases, sinks
-        return 0.3 * noise
-    if "embed" in path and len(shape) == 2:
-        return noise
-    if "conv" in path and len(shape) == 3 and shape[-1] == 1:
-        return noise / math.sqrt(shape[1])
-    gain = 4.0 if "lm_head" in path else 1.5
-    return gain * noise / math.sqrt(shape[-1])
-
-
-def _copy(value: Any) -> Any:
-    """mlx-lm's argument classes write into nested dictionaries."""
-    if isinstance(value, dict):
-        return {key: _copy(inner) for key, inner in value.items()}
-    return list(value) if isinstance(value, list) else value

@@ -94,7 +94,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("backends.nvidia", "backends.torch.config"),
     },
     "startup.servable": {
-        *("text", "backends.mlx.refusals", "backends.torch.config"),
+        *("text", "backends.mlx.families.refusals", "backends.torch.config"),
         *("startup.find_checkpoint", "startup.resolve"),
     },
     "startup.memory_remedy": {"amounts", "config", "backends.host"},

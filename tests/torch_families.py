@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from families import CONFIGS, WINDOW, Config, _draw
+from families import CONFIGS, WINDOW
+from small_models import Config, draw_values
 
 _QWEN3 = CONFIGS["qwen3"]
 _LLAMA = CONFIGS["llama"]
@@ -86,7 +87,7 @@ def weights(config: Config) -> dict[str, torch.Tensor]:
     found = {}
     for name, shape in _shapes(text, prefix):
         rng = np.random.default_rng([0, zlib.crc32(name.encode())])
-        values = _draw(name, shape, rng)
+        values = draw_values(name, shape, rng)
         zero_centred = text["model_type"] in HYBRIDS and "linear_attn.norm" not in name
         if zero_centred and re.search(r"norm(_embedding|_hidden)?\.weight$", name):
             values = values - 1.0

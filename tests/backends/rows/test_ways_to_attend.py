@@ -78,7 +78,7 @@ def test_a_layer_that_attends_in_its_own_way_joins_its_own_kv_alone(own: tuple[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite", "kimi_linear", "gemma4"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear", "gemma3n", "gemma4", "llama4"])
 def test_latent_and_lent_kv_is_never_joined(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def concatenate(*_: Any) -> None:
         raise AssertionError("main and tail were joined")

@@ -94,7 +94,7 @@ class MLXBackend:
         self._sampler = MLXSampler(loaded.vocab_size, num_slots, safe=loaded.safe)
         self._admitted: dict[int, Admit] = {}
         self._shapes = RecentShapes()
-        may_compile = not (deterministic or loaded.safe)
+        may_compile = loaded.layout.compiles and not (deterministic or loaded.safe)
         self.steps_are_compiled = may_compile and compile_without_fusing()
         with loaded.operating():
             self._decodes = Decodes(

@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
+    ChunkedKVCache,
     KVCache,
     RotatingKVCache,
     make_prompt_cache,
@@ -46,6 +47,8 @@ class LayerCache:
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[mx.Dtype, ...] = ()
     reads: Reads = Reads.JOINED
+    # The window does not slide: a token sees those since the last multiple of `window`, a chunk.
+    chunked: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +60,10 @@ class LayerCache:
                 size *= extent
             total += size * dtype.size
         return total
+
+    def kept(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """What is kept of KV: keys that are values too (of an indexer) are kept once."""
+        return keys, values if values.shape[-1] == self.shapes[1][-1] else values[..., :0]
 
     @property
     def is_state(self) -> bool:
@@ -75,13 +82,19 @@ class ProbeKV:
         self.offset = 0
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
+        self.is_one_array = False  # keys and values are
         self.added: mx.array | None = None  # to the scores, by a layer with latent attention
         self.reads = Reads.JOINED
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.keys, self.values = keys, values
+        self.is_one_array = keys is values
         self.offset += keys.shape[2]
         return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
+        """For a layer that reads what another one keeps."""
+        return self.keys, self.values
 
     def make_mask(self, *_: Any, **__: Any) -> None:
         return None
@@ -125,6 +138,10 @@ class Layout:
     caches: tuple[LayerCache, ...]
     nesting: tuple[int, ...]  # of each layer; 0: a plain cache, n: a CacheList of n
     pads: bool = True  # recurrent layers pass over padding: uneven chunks can share a forward
+    # Layers that attend in their own way have scores [rows, KV heads, queries of one, ...], and the
+    # mask has an axis more, too.
+    groups_heads: bool = False
+    compiles: bool = True  # no layer reads values back in the middle of a forward
 
     def nest(self, views: Sequence[Any]) -> list[Any]:
         """One view per cache, arranged as the model expects its `cache` argument."""
@@ -167,13 +184,14 @@ class Layout:
         """One operation can read every attention layer's mains from a list of where they lie."""
         caches = [self.caches[index] for index in self.kv_indices]
         narrow = any(dtype != mx.float32 for cache in caches for dtype in cache.dtypes)
-        return not narrow and all(cache.reads is Reads.PIECES for cache in caches)
+        return not narrow and self.packs
 
     @property
     def packs(self) -> bool:
         """Every attention layer can read its mains where those of all rows lie packed."""
-        reads = {cache.reads for cache in self.caches if not cache.is_state}
-        return reads == {Reads.PIECES}
+        caches = [self.caches[index] for index in self.kv_indices]
+        pieces = all(cache.reads is Reads.PIECES and not cache.chunked for cache in caches)
+        return pieces and bool(caches)
 
     def reading(self, how: Reads, *, instead_of: Collection[Reads]) -> Layout:
         """The same layers, but those that read their KV in certain ways do it as `how` says."""
@@ -191,7 +209,10 @@ def discover(model: Any, forward: Callable[[mx.array, list[Any]], mx.array]) -> 
 
     def probe(kv: type[ProbeKV]) -> list[Any]:
         views = [ArraysCache(size=size) if cache.is_state else kv() for cache, size in kinds]
-        forward(mx.zeros((1, 1), dtype=mx.int32), shell.nest(views))
+        try:
+            forward(mx.zeros((1, 1), dtype=mx.int32), shell.nest(views))
+        except Exception as error:  # whatever the model's own code raises
+            raise UnsupportedLayout(f"a layer uses its cache in an unknown way: {error}") from error
         return views
 
     views = probe(ProbeKV)
@@ -225,6 +246,8 @@ def _kind(layer: int, cache: Any) -> tuple[LayerCache, int]:
         return LayerCache(layer, Component.ATTENTION), 0
     if type(cache) is RotatingKVCache and cache.keep == 0:
         return LayerCache(layer, Component.WINDOW, window=cache.max_size), 0
+    if type(cache) is ChunkedKVCache:
+        return LayerCache(layer, Component.WINDOW, window=cache.chunk_size, chunked=True), 0
     if type(cache) is ArraysCache:
         return LayerCache(layer, Component.STATE), len(cache.cache)
     what = type(cache).__name__
@@ -239,11 +262,10 @@ def _with_shapes(cache: LayerCache, view: Any) -> LayerCache:
         if len(entries) != len(view.cache):
             raise UnsupportedLayout(f"layer {cache.layer} leaves part of its recurrent state empty")
         shapes = tuple(tuple(entry.shape[1:]) for entry in entries)
-        return LayerCache(
-            cache.layer, cache.component, None, shapes, tuple(entry.dtype for entry in entries)
-        )
+        return replace(cache, shapes=shapes, dtypes=tuple(entry.dtype for entry in entries))
     if view.keys is None:
         raise UnsupportedLayout(f"layer {cache.layer} does not use the KV cache it declares")
-    shapes = tuple((array.shape[1], array.shape[3]) for array in (view.keys, view.values))
+    sides = (view.keys, view.keys[..., :0] if view.is_one_array else view.values)
+    shapes = tuple((side.shape[1], side.shape[3]) for side in sides)
     dtypes = (view.keys.dtype, view.values.dtype)
-    return LayerCache(cache.layer, cache.component, cache.window, shapes, dtypes, view.reads)
+    return replace(cache, shapes=shapes, dtypes=dtypes, reads=view.reads)

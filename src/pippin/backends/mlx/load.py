@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
 
-from pippin.backends.mlx import refusals, substitutions
+from pippin.backends.mlx import substitutions
 from pippin.backends.mlx.attention.paths import AttentionPaths
 from pippin.backends.mlx.cpu.compile_mode import compile_without_fusing
 from pippin.backends.mlx.cpu.malloc import keep_large_buffers
@@ -23,6 +24,7 @@ from pippin.backends.mlx.cpu.operations.bindings import operations, without_oper
 from pippin.backends.mlx.cpu.operations.linear import pack_linear_layers
 from pippin.backends.mlx.device import on_cpu
 from pippin.backends.mlx.drafts.mtp_head import MTPHead, load_mtp_head
+from pippin.backends.mlx.families import refusals
 from pippin.backends.mlx.gpu.attention_times import choose_attention
 from pippin.backends.mlx.gpu.stacked_linear import stack_linear_layers
 from pippin.backends.mlx.head import Head, measure_hidden
@@ -109,9 +111,15 @@ def load(
             operations()
     progress("reading the checkpoint")
     try:
+        config = json.loads((path / "config.json").read_bytes())
+        refusals.check(str(config.get("model_type")))
         model, config = load_model(path, lazy=True)
     except (ValueError, FileNotFoundError) as error:
         raise LoadError(f"{path.name}: {error}") from error
+    except LoadError:
+        raise
+    except Exception as error:  # whatever a family's own code makes of a config
+        raise LoadError(f"{path.name}: mlx-lm cannot build the model: {error!r}") from error
     mtp_head = load_mtp_head(path, model, str(config.get("model_type"))) if mtp else None
     if isinstance(mtp_head, str):
         logger.info("no drafts by MTP: %s", mtp_head)
@@ -142,7 +150,6 @@ def prepare(
 ) -> LoadedModel:
     """Make an mlx-lm model ready to serve; `config` is its config.json."""
     model_type = str(config.get("model_type", "such"))
-    refusals.check(model_type)
     parts: list[Module] = [model] if mtp_head is None else [model, mtp_head]
     for part in parts:
         _cast(part, dtype)
@@ -151,14 +158,15 @@ def prepare(
     model.eval()
     progress("preparing layers")
     head = substitutions.install(model, cpu=on_cpu(), safe=safe)
-    if not safe and (not on_cpu() or operations("linear") is not None):
-        run = partial(_forward, model, frozenset(), mx.zeros((1, 1), mx.int32))
-        _merge_linear_layers(model, lambda: run(make_prompt_cache(model)))
-        if mtp_head is not None:
-            _merge_linear_layers(mtp_head, mtp_head.run_once)
-    if mtp_head is not None:
-        mtp_head.pack()
     try:
+        _try_plain_forward(model)
+        if not safe and (not on_cpu() or operations("linear") is not None):
+            run = partial(_forward, model, frozenset(), mx.zeros((1, 1), mx.int32))
+            _merge_linear_layers(model, lambda: run(make_prompt_cache(model)))
+            if mtp_head is not None:
+                _merge_linear_layers(mtp_head, mtp_head.run_once)
+        if mtp_head is not None:
+            mtp_head.pack()
         with record_calls() as calls:
             discovered = discover(model, partial(_forward, model, frozenset()))
         recurrences = choose_recurrences(calls.values(), deterministic=deterministic, safe=safe)
@@ -199,6 +207,14 @@ def _choose_attention(layout: Layout, forward: Forward, *, deterministic: bool) 
         return AttentionPaths()
     kernel, layers = packed_rows(layout, forward)
     return AttentionPaths(kernel) if deterministic else choose_attention(layers, kernel)
+
+
+def _try_plain_forward(model: Module) -> None:
+    """With mlx-lm's own caches, unevaluated: some models have kernels for one kind of GPU alone."""
+    try:
+        _forward(model, frozenset(), mx.zeros((1, 1), mx.int32), make_prompt_cache(model))
+    except Exception as error:  # whatever the model's own code raises
+        raise UnsupportedLayout(f"mlx-lm's own code for them fails here: {error}") from error
 
 
 def _merge_linear_layers(model: Module, run_once: Callable[[], object]) -> None:

@@ -12,6 +12,7 @@
                                    CPU: one operation (cpu/operations)
     rms_norm, rope, swiglu (CPU)   one operation each (cpu/operations)
     GatedDeltaNet (CPU)            likewise, between its products
+    Llama 4, MiniMax M3            code that has a position for each row (families/)
     the language-model head        computed only for the positions that are asked for (head.py)
 
 Functions are bound by name in each model module, so the module's name is rebound to a dispatcher.
@@ -36,11 +37,13 @@ from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models import activations as mlx_lm_activations
 from mlx_lm.models import base, gated_delta, ssm
 
-from pippin.backends.mlx.attention.decode_step import WITHOUT_ITS_MASK, RowMask
+from pippin.backends.mlx.attention.decode_step import NOT_ITS_KEYS, WITHOUT_ITS_MASK, RowMask
+from pippin.backends.mlx.attention.lent_kv import array_of
 from pippin.backends.mlx.attention.row_kv import RowKV
 from pippin.backends.mlx.cpu.operations import drop_ins
 from pippin.backends.mlx.cpu.operations.delta_layer import use_one_operation
 from pippin.backends.mlx.cpu.operations.linear import pack_head
+from pippin.backends.mlx.families.rows_code import use_rows_code
 from pippin.backends.mlx.gpu import expert_products
 from pippin.backends.mlx.head import Head
 from pippin.backends.mlx.layout import ProbeKV
@@ -93,16 +96,31 @@ def attention(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's attention function, and split attention where the cache is one of our rows."""
-    rows = mask.lender(keys, values) if isinstance(mask, RowMask) and cache is None else cache
-    if isinstance(rows, RowKV) and rows.layer_cache.splits:
+    keys, values = array_of(keys), array_of(values)
+    rows = _row_view(keys, cache, mask)
+    if rows is not None:
         return rows.attend_masked(queries, scale, mask, sinks)
-    if isinstance(mask, RowMask) or (isinstance(rows, RowKV) and mask is None):
+    if isinstance(mask, RowMask) or (isinstance(cache, RowKV) and mask is None):
         raise TypeError(WITHOUT_ITS_MASK)
     if isinstance(cache, ProbeKV):
         mask = cache.seen_by_attention(keys, values, mask)
+    if isinstance(mask, mx.array) and mask.ndim == 5:  # made for layers that group heads
+        mask = mask[:, 0]
     # What mlx-lm's own function comes to: no cache of ours is quantized.
     whole = partial(drop_ins.attention, scale=scale, sinks=sinks)
     return query_blocks.attend(whole, queries, keys, values, mask)
+
+
+def _row_view(keys: mx.array, cache: Any, mask: Any) -> RowKV | None:
+    """The view of decode rows that gave the model these keys in place of all that rows hold.
+
+    It may be another layer's than the one that `cache` is of.
+    """
+    source = mask if isinstance(mask, RowMask) else cache
+    rows = source.step.lender(keys) if isinstance(source, RowMask | RowKV) else None
+    if rows is None and isinstance(cache, RowKV) and cache.layer_cache.splits:
+        raise TypeError(NOT_ITS_KEYS)
+    return rows if isinstance(rows, RowKV) else None
 
 
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
@@ -152,6 +170,7 @@ def install(model: Module, *, cpu: bool, safe: bool = False) -> Head:
         for name in names:
             if getattr(module, name, None) is _ORIGINALS[name]:
                 setattr(module, name, _DISPATCHERS[name])
+    use_rows_code(model)
     for _, part in model.named_modules():
         if type(part) is Conv1d and is_depthwise(part):
             use_shift_conv1d(part, cpu=cpu)

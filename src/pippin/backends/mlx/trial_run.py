@@ -34,13 +34,17 @@ def runnable_layout(layout: Layout, forward: Forward) -> Layout:
     """The layout as this model can run it: as discovered, else with all KV joined, else refused."""
     joined = layout.reading(Reads.JOINED, instead_of=set(Reads))
     failure: Exception | None = None
-    for candidate in dict.fromkeys((layout, joined)):
+    for candidate in dict.fromkeys((layout, joined, replace(joined, groups_heads=True))):
         try:
             _run_rows(candidate, forward)
         except Exception as error:  # whatever the model's own code raises, reported below
-            failure = error
+            failure = failure or error
         else:
-            return replace(candidate, pads=_passes_over_padding(candidate, forward))
+            return replace(
+                candidate,
+                pads=_passes_over_padding(candidate, forward),
+                compiles=_compiles(candidate, forward),
+            )
     raise UnsupportedLayout(
         f"the model cannot run rows of different lengths in one forward: {failure}"
     ) from failure
@@ -52,6 +56,19 @@ def _run_rows(layout: Layout, forward: Forward) -> None:
     for lens in ((2, 3, 1), (3, 1, 2)):  # ragged, and then with prefixes of several lengths
         _prefill(layout, forward, lens, prompts)
     _advance(DecodeRows(layout), prompts, DecodeForward(layout, forward))
+
+
+def _compiles(layout: Layout, forward: Forward) -> bool:
+    """Some models read values back inside a forward, to choose experts on the host: such a step
+    cannot be compiled. Evaluates nothing."""
+    prompt = PromptState()
+    _prefill(layout, forward, (1,), [prompt])
+    try:
+        _advance(DecodeRows(layout), [prompt], DecodeForward(layout, forward, compiled=True))
+    except Exception as error:  # whatever the model's own code raises
+        logger.info("decode steps are not compiled: %s", error)
+        return False
+    return True
 
 
 def packed_rows(layout: Layout, forward: Forward) -> tuple[AttendPacked | None, Layers]:

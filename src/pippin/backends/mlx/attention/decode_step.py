@@ -19,13 +19,14 @@ from pippin.backends.mlx.layout import LayerCache, Layout
 
 Tree = dict[str, Any]
 
+NOT_ITS_KEYS = "attention was given keys that no cache had returned"
 WITHOUT_ITS_MASK = "attention was not given both a cache and the mask of that cache"
 
 
 class Lender(Protocol):
-    """A layer's view that other layers may read."""
+    """A layer's view, which other layers may read too."""
 
-    def lends(self, keys: mx.array, values: mx.array) -> bool:
+    def lends(self, keys: mx.array) -> bool:
         """Whether these are what its `update_and_fetch` returned."""
         ...
 
@@ -36,11 +37,6 @@ class RowMask:
 
     window: int | None
     step: DecodeStep
-
-    def lender(self, keys: mx.array, values: mx.array) -> Lender | None:
-        """The view whose KV these are, where a layer without a cache borrows another one's."""
-        rows = self.step.lenders.get(id(keys))
-        return rows if rows is not None and rows.lends(keys, values) else None
 
 
 @dataclass(frozen=True)
@@ -110,25 +106,37 @@ class DecodeStep:
         self.cohorts = mains.cohorts if isinstance(mains, CohortsShape) else ()
         self.aligned = isinstance(mains, CohortsShape) and mains.aligned
         self.lenders: WeakValueDictionary[int, Lender] = WeakValueDictionary()  # by id of keys
-        self._tail_masks: dict[int | None, mx.array] = {}
+        self._tail_masks: dict[object, mx.array] = {}
         self._main_masks: dict[object, mx.array | None] = {}
         self._windows: dict[int, tuple[mx.array, int | None]] = {}  # by id of a concatenated mask
 
-    def tail_mask(self, window: int | None) -> mx.array:
+    def lender(self, keys: mx.array) -> Lender | None:
+        """The view whose keys these are: of the layer that attends, or of another one."""
+        rows = self.lenders.get(id(keys))
+        return rows if rows is not None and rows.lends(keys) else None
+
+    def tail_mask(self, cache: LayerCache, window: int | None) -> mx.array:
         """bool [width, 1, 1, TAIL]"""
         tail_len = self.tree["written"].shape[1]
+        chunk = window if cache.chunked else None
         narrow = window if window is not None and window < tail_len else None
-        if narrow not in self._tail_masks:
+        key = narrow, chunk
+        if key not in self._tail_masks:
             visible: mx.array = self.tree["written"]
-            if narrow is not None:
-                age = mx.cumsum(visible.astype(mx.int32), axis=1, reverse=True)  # newest: 1
-                visible = visible & (age <= narrow)
-            self._tail_masks[narrow] = visible[:, None, None, :]
-        return self._tail_masks[narrow]
+            if chunk is not None:
+                visible = visible & (self.tail_ages() <= self.tree["offset"][:, None] % chunk + 1)
+            elif narrow is not None:
+                visible = visible & (self.tail_ages() <= narrow)
+            self._tail_masks[key] = visible[:, None, None, :]
+        return self._tail_masks[key]
+
+    def tail_ages(self) -> mx.array:
+        """int32 [width, TAIL]: 1 for a row's newest token."""
+        return mx.cumsum(self.tree["written"].astype(mx.int32), axis=1, reverse=True)
 
     def main_mask(self, number: int, cache: LayerCache, window: int | None) -> mx.array | None:
         """bool [lines, 1, 1, columns], or None where every line fills every column."""
-        key = (number, cache.window, window)
+        key = (number, cache.window, window, cache.chunked)
         if key not in self._main_masks:
             self._main_masks[key] = self._build_main_mask(number, cache, window)
         return self._main_masks[key]
@@ -170,5 +178,6 @@ class DecodeStep:
         if window is not None:
             position = mx.take(self.tree["offset"], cohort["lines"])[:, None]
             first = cohort["lengths"][:, None] - stored  # position of column 0
-            visible = visible & (first + column > position - window)
+            oldest = position // window * window if cache.chunked else position - window + 1
+            visible = visible & (first + column >= oldest)
         return visible[:, None, None, :]

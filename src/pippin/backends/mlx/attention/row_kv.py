@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from pippin.backends.mlx.attention.decode_step import CohortsShape, DecodeStep, RowMask
+from pippin.backends.mlx.attention.lent_kv import LentArray, lend
 from pippin.backends.mlx.attention.paths import Path
 from pippin.backends.mlx.attention.split_attention import (
     attend,
@@ -32,16 +33,23 @@ class RowKV:
         self.step = step
         self.offset = step.tree["offset"]
         self.tail: list[mx.array] = list(step.tree["tails"][place])
-        self._new: KV | None = None  # the step's token, also for those who borrow from here
+        self._new: KV | None = None  # what the model was given, also for layers that borrow it
         cohorts = step.tree.get("cohorts", ())
         self._mains = [cohort["kv"][place] for cohort in cohorts]
         self._shared = [cohort["shared"][place] for cohort in cohorts]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        keys, values = self.layer_cache.kept(keys, values)
         self.tail = self._written(keys, values)
-        if not self.layer_cache.splits:
-            return self._concatenated(0), self._concatenated(1)
-        return self._handed_out(keys, values)
+        if self.layer_cache.splits:
+            return self._handed_out(keys, values)
+        self._new = self._concatenated(0), self._concatenated(1)
+        self.keys, self.values = self._new  # mlx-lm's names: a model may read and replace them
+        return self._new
+
+    def keys_and_values(self) -> tuple[LentArray, LentArray]:
+        assert self._new is not None, "no layer has written this cache yet"
+        return lend(self._new, self.offset + 1)
 
     def _written(self, keys: mx.array, values: mx.array) -> list[mx.array]:
         """The tail with the step's column."""
@@ -57,8 +65,8 @@ class RowKV:
         self.step.lenders[id(keys)] = self
         return keys, values
 
-    def lends(self, keys: mx.array, values: mx.array) -> bool:
-        return self._new is not None and keys is self._new[0] and values is self._new[1]
+    def lends(self, keys: mx.array) -> bool:
+        return self._new is not None and keys is self._new[0]
 
     def make_mask(
         self,
@@ -71,6 +79,8 @@ class RowKV:
             return RowMask(window, self.step)
         # The model may pass it to layers that attend in their own way, too.
         mask = self._concatenated_mask(window)
+        if self.step.layout.groups_heads:
+            mask = mask[:, None]
         self.step.note_window(mask, window)
         return mask
 
@@ -95,7 +105,7 @@ class RowKV:
         kv_heads = self.tail[0].shape[1]
         repeats = q_heads // kv_heads
         q = (queries * scale).reshape(width, kv_heads, repeats, dim)
-        tail_scores = masked(self._scores(q, self.tail), step.tail_mask(window))
+        tail_scores = masked(self._scores(q, self.tail), step.tail_mask(self.layer_cache, window))
         sink = None if sinks is None else sinks.astype(q.dtype).reshape(1, kv_heads, repeats, 1)
         tail_values = self._values(self.tail)
         if not self._mains:
@@ -163,8 +173,25 @@ class RowKV:
             if mask is None:
                 mask = mx.ones((keys.shape[0], 1, 1, keys.shape[2]), mx.bool_)
             masks.append(mask.swapaxes(-1, -2))
-        tail = self.step.tail_mask(window).swapaxes(-1, -2)
+        tail = self.step.tail_mask(self.layer_cache, window).swapaxes(-1, -2)
         return self._joined(masks, tail).swapaxes(-1, -2)
+
+    def positions(self) -> mx.array:
+        """Of each column of joined KV, int32 [width, columns]; -1 where it is no token's."""
+        mains = []
+        for keys_and_values, cohort in zip(self._mains, self.step.tree["cohorts"], strict=True):
+            column = mx.arange(keys_and_values[0].shape[2])[None]
+            stored = cohort["stored"][self._window_class][:, None]
+            first = cohort["lengths"][:, None] - stored
+            place = mx.where(column < stored, first + column + 1, 0)
+            mains.append(place[:, None, :, None])
+        place = self.offset[:, None] - self.step.tail_ages() + 2
+        tail = mx.where(self.step.tree["written"], place, 0)[:, None, :, None]
+        return self._joined(mains, tail)[:, 0, :, 0] - 1  # 0 was no token's: padding is zeros
+
+    @property
+    def _window_class(self) -> int:
+        return self.step.layout.window_classes.index(self.layer_cache.window)
 
     def _joined(self, mains: list[mx.array], tail: mx.array) -> mx.array:
         """[width, heads, columns of the longest main and of the tail, dim]"""

@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
+from pippin.backends.mlx.attention.lent_kv import LentArray, lend
 from pippin.backends.mlx.layout import LayerCache, Layout
 from pippin.backends.mlx.payloads.packing import KV
 from pippin.backends.mlx.shapes import Exact
@@ -42,6 +43,7 @@ class PrefixLens:
     """How many tokens each row has before its chunk, in the layers of one window class."""
 
     place: int  # of the class in the layout
+    starts: np.ndarray  # int32 [rows]: positions of the chunks' first tokens
     lens: np.ndarray  # int32 [rows]
     columns: int  # that prefixes are padded to
     even: bool  # nothing is padded
@@ -60,6 +62,7 @@ class ChunkKV:
     ) -> None:
         self.offset = offset
         self.window = cache.window
+        self._layer_cache = cache
         self._masks = masks
         self.prefix = prefix
         self._prefix_lens = prefix_lens
@@ -67,12 +70,15 @@ class ChunkKV:
         self.new: KV | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.new = (keys, values)
-        if self.prefix is not None:
-            keys = mx.concatenate([self.prefix[0], keys], axis=2)
-            values = mx.concatenate([self.prefix[1], values], axis=2)
-        self.joined = keys, values
-        return keys, values
+        self.new = self._layer_cache.kept(keys, values)
+        self.joined = self.new if self.prefix is None else _concatenate(self.prefix, self.new)
+        self.keys, self.values = self.joined  # mlx-lm's names: a model may read and replace them
+        return self.joined
+
+    def keys_and_values(self) -> tuple[LentArray, LentArray]:
+        assert self.joined is not None
+        assert self.new is not None
+        return lend(self.joined, self.offset + self.new[0].shape[2])
 
     def num_before(self, row: int) -> int:
         """Tokens of the row's prefix that this layer has."""
@@ -85,7 +91,17 @@ class ChunkKV:
         window_size: int | None = None,
     ) -> mx.array | str | None:
         window = window_size or self.window
-        return self._masks.mask(self._prefix_lens, window, return_array)
+        chunked = self._layer_cache.chunked
+        return self._masks.mask(self._prefix_lens, window, return_array, chunked=chunked)
+
+    def positions(self) -> mx.array:
+        """Of each column, int32 [rows, columns]; -1 where it is padding."""
+        before = self._prefix_lens
+        column = np.arange(before.columns)[None]
+        first = (before.starts - before.lens)[:, None]
+        prefix = np.where(column < before.lens[:, None], first + column, -1)
+        new = before.starts[:, None] + np.arange(self._masks.width)[None]
+        return mx.array(np.concatenate([prefix, new], axis=1).astype(np.int32))
 
 
 class ChunkMasks:
@@ -95,24 +111,26 @@ class ChunkMasks:
     and values until Python's cycle collector comes by.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, groups_heads: bool) -> None:
         self.width = width
+        self._groups_heads = groups_heads
         self._masks: dict[object, mx.array | str | None] = {}
 
     def mask(
-        self, prefix_lens: PrefixLens, window: int | None, return_array: bool
+        self, prefix_lens: PrefixLens, window: int | None, return_array: bool, *, chunked: bool
     ) -> mx.array | str | None:
         """What each query may see; shared by all layers with the same prefix and window."""
-        key = (prefix_lens.place, window, return_array)
+        key = (prefix_lens.place, window, return_array, chunked)
         if key not in self._masks:
-            self._masks[key] = self._build_mask(prefix_lens, window, return_array)
+            self._masks[key] = self._build_mask(prefix_lens, window, return_array, chunked=chunked)
         return self._masks[key]
 
     def _build_mask(
-        self, prefix_lens: PrefixLens, window: int | None, return_array: bool
+        self, prefix_lens: PrefixLens, window: int | None, return_array: bool, *, chunked: bool
     ) -> mx.array | str | None:
         lens, longest, width = prefix_lens.lens, prefix_lens.columns, self.width
-        windowed = window is not None and longest + width > window
+        seen_len = int(prefix_lens.starts.max()) if chunked else longest
+        windowed = window is not None and seen_len + width > window
         if prefix_lens.even and not windowed and not return_array:
             return "causal" if width > 1 else None
         query = np.arange(width)[None, :, None]
@@ -123,9 +141,14 @@ class ChunkMasks:
         new = np.arange(width)[None, None, :]
         new_ok = np.broadcast_to(new <= query, (lens.shape[0], width, width))
         if window is not None:
-            prefix_ok = prefix_ok & (prefix > query - window)
-            new_ok = new_ok & (new > query - window)
-        return mx.array(np.concatenate([prefix_ok, new_ok], axis=2)[:, None])
+            oldest = query - window + 1
+            if chunked:
+                start = prefix_lens.starts[:, None, None]
+                oldest = (start + query) // window * window - start
+            prefix_ok = prefix_ok & (prefix >= oldest)
+            new_ok = new_ok & (new >= oldest)
+        visible = np.concatenate([prefix_ok, new_ok], axis=2)[:, None]
+        return mx.array(visible[:, None] if self._groups_heads else visible)
 
 
 class ChunkBatch:
@@ -154,7 +177,7 @@ class ChunkBatch:
             tokens[row, : len(chunk)] = chunk
         self.tokens = mx.array(tokens)
         self._prefix_shape = shapes.prefix
-        self._masks = ChunkMasks(self.width)
+        self._masks = ChunkMasks(self.width, groups_heads=layout.groups_heads)
         self.prefix_lens = [self._lens_before(window) for window in layout.window_classes]
         self.views: list[Any] = [self._view(i, cache) for i, cache in enumerate(layout.caches)]
         self.caches = layout.nest(self.views)
@@ -217,7 +240,8 @@ class ChunkBatch:
         pairs = (state.kv.get(cache) for state in self._all_states)
         lens = np.array([0 if p is None else p[0].shape[2] for p in pairs], dtype=np.int32)
         columns = self._prefix_shape(int(lens.max()))
-        return PrefixLens(classes.index(window), lens, columns, bool((lens == columns).all()))
+        even = bool((lens == columns).all())
+        return PrefixLens(classes.index(window), self._starts, lens, columns, even)
 
     def _state_entries(self, index: int, cache: LayerCache) -> list[mx.array | None]:
         rows = [state.states.get(index) for state in self._all_states]

@@ -149,7 +149,7 @@ class MLXPending(StepOutputs):
         if self.fingerprints is not None:
             self.written += self.fingerprints.launch(self.plan.step)
         if not self.samples and self.written:
-            last = self.written[-1]
+            last = next(a for a in reversed(self.written) if a.size)  # an indexer keeps no values
             self.fence = last[(0,) * last.ndim] + 0  # a copy: a view would hold all of it
             self.written.append(self.fence)
         self.dispatched = self.dispatched or perf_counter()

@@ -15,7 +15,9 @@ from pippin.terminal.doctor.findings import Finding
 def choices(llm: LLM) -> Iterator[Finding]:
     config, backend = llm.config, _backend(llm)
     yield Finding("type", f"{dtype_of(llm)}: {_why_dtype(config)}")
-    yield Finding("decode steps", decode_steps(config, compiled=backend.steps_are_compiled))
+    compiled, can_compile = backend.steps_are_compiled, backend.loaded.layout.compiles
+    steps = decode_steps(config, compiled=compiled, can_compile=can_compile)
+    yield Finding("decode steps", steps)
     for name, value in describe(backend.loaded):
         yield Finding(name, value)
 
@@ -36,9 +38,11 @@ def _why_dtype(config: Config) -> str:
     return "CPUs compute it fastest" if on_cpu() else "as the checkpoint is stored"
 
 
-def decode_steps(config: Config, *, compiled: bool) -> str:
+def decode_steps(config: Config, *, compiled: bool, can_compile: bool = True) -> str:
     if compiled:
         return "compiled, as in pippin serve"
+    if not can_compile:
+        return "not compiled: the model's own code reads values back inside a step"
     if config.engine.safe:
         return "not compiled: --safe"
     if config.engine.deterministic:

@@ -8,21 +8,12 @@ from __future__ import annotations
 
 from pippin.errors import UnsupportedLayout
 
-_INDEXED = "an indexer picks the tokens that a layer reads by their place in the cache, which rows \
-of different lengths do not share"
-_BORROWED = "some of its layers read, out of the cache itself, KV that other layers keep"
-_CHUNKED = "its layers attend within chunks of the sequence and forget the chunks before"
-
 REASONS = {
-    "afm7": _BORROWED,
-    "deepseek_v32": _INDEXED,
     "deepseek_v41": "its layers keep compressed caches of a kind of their own",
-    "gemma2": "its attention lays the mask of a batch over heads, not over rows",
-    "gemma3n": _BORROWED,
-    "glm_moe_dsa": _INDEXED,
-    "llama4": _CHUNKED,
-    "llama4_text": _CHUNKED,
-    "minimax_m3_vl": _INDEXED,
+    "gpt_bigcode": "mlx-lm's code has one position for all rows of a batch",
+    "longcat_flash_ngram": "its state grows with its first tokens, and states here have one size",
+    "olmo": "mlx-lm needs the package ai2-olmo for them; OLMo 2 and later are served",
+    "phi3small": "mlx-lm adds its mask to the scores as numbers, so that tokens see later ones",
 }
 
 
